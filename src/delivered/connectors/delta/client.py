@@ -87,7 +87,7 @@ class Store(storage.Store):
 
 
 class _Bytes:
-    """Converts Arrow's buffers for the client's stream, which only accepts `bytes` (deltalake 1.6.6)."""
+    """Converts Arrow's buffers for the client's stream, which accepts only `bytes` (deltalake 1.6.6)."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

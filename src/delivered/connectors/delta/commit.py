@@ -19,11 +19,11 @@ from delivered.model.prepared import Handle
 log = logging.getLogger(__name__)
 
 RETRIES_MAX = 100
-"""Versions of other writers that a commit may be rebased on."""
+"""Maximum number of other writers' versions that a commit is rebased on."""
 CHECKPOINT_VERSIONS = 100
 """Versions between checkpoints of the log, unless the table sets `delta.checkpointInterval`."""
 OVERTAKEN = "Failed to commit transaction: 0"
-"""Error of an exact commit if there is a newer version."""
+"""Error of an exact commit when a newer version exists."""
 _CONFLICTS = ("Concurrent transaction failed", OVERTAKEN)
 
 
@@ -46,7 +46,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class StagedFiles(Handle):
-    """The files of one shard, which the driver's commit names."""
+    """The files of one shard, added by the driver's commit."""
 
     files: tuple[DataFile, ...]
 
@@ -57,7 +57,7 @@ class TableChange:
 
     Attributes:
         removes: paths of removed files.
-        exact: only valid for the table version it was computed from; fails if there is a newer one.
+        exact: valid only for the table version it was computed from; fails if there is a newer one.
         transactions: application id -> version. Of two concurrent commits with the same id, the later one fails.
     """
 
@@ -72,7 +72,7 @@ def commit(
 ) -> Outcome[None]:
     """Write one version of the log; durable when it returns Ok.
 
-    If the reply to a commit is lost, the client retries and may raise "conflict" with its own commit. So the log is
+    If the reply to a commit is lost, the client retries and may report a conflict with its own commit. So the log is
     read after any error.
 
     Args:
@@ -103,7 +103,7 @@ def commit(
                 max_commit_retries=0 if change.exact else RETRIES_MAX,
                 app_transactions=[Transaction(name, version) for name, version in change.transactions.items()],
             ),
-            # `tidy` writes checkpoints: an error there must not look like a failed commit.
+            # `tidy` writes checkpoints: its errors must not look like a failed commit.
             post_commithook_properties=PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False),
         )
     except (deltalake.exceptions.DeltaError, OSError) as error:
@@ -146,7 +146,7 @@ def _look(options: DeltaOptions, there: Callable[[Any], bool], error: Exception)
             return Ok(None)
     except (DeliveredError, OSError) as second:
         return Unknown(f"{str(error)[:300]}; then {str(second)[:300]}")
-    # The client detects a conflict before it writes. After any other error its request may still be in flight.
+    # The client detects a conflict before it writes. After any other error, its request may still be in flight.
     return Failed(str(error)[:500]) if any(c in str(error) for c in _CONFLICTS) else Unknown(str(error)[:500])
 
 

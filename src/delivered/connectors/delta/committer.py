@@ -88,9 +88,9 @@ class DeltaCommitter:
             return None, set()
         try:
             record = records.decided(incarnation, newest)
-        except InvariantBroken:  # archived: nothing of it is open
+        except InvariantBroken:  # archived: nothing is open
             return newest[0] + 1, set()
-        if self._options.write.upserts:  # the table does not contain the staged files themselves
+        if self._options.write.upserts:  # the staged files themselves are not in the table
             return newest[0], {record.writer} - {""}
         return newest[0], {writer for p in record.decision.of(self._scope.sink) for writer in _writers(p)}
 

@@ -15,7 +15,7 @@ _UNSAFE = {
     "aws_conditional_put": "disabled",
     "conditional_put": "disabled",
 }
-"""With these, two drivers could both seem to write the same version of the log."""
+"""With these, two drivers could both appear to write the same version of the log."""
 
 
 def _columns(text: str) -> tuple[str, ...]:

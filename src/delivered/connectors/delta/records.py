@@ -1,4 +1,4 @@
-"""The ledger's records, in files next to the log. Application transactions in the log tell which of them are valid.
+"""The ledger's records, in files next to the log. The log's application transactions show which are valid.
 
     _delivered/p-<pipeline>/s-<sink>/owner/<claim>.json
                                      decided/<incarnation>/<batch>-<hash>.json
@@ -11,7 +11,7 @@
     delivered/<pipeline>/<sink>/record/<incarnation> the hash of its record
     delivered/<pipeline>/<sink>/begun/<incarnation>  the hash of the record of the newest begun batch
 
-A file is written before the commit that points to it: unreferenced files never counted. Vacuum and readers ignore
+A file is written before the commit that points to it, so unreferenced files never count. Vacuum and readers ignore
 folders whose names start with `_`. Each decision contains the hash of the previous one: a chain. Old incarnations leave
 an entry in the archive; the log keeps their application transactions permanently.
 """
@@ -89,12 +89,12 @@ def ledger_key(options: DeltaOptions, scope: Scope) -> tuple[str, ...]:
 
 
 def next_claim(claim: int) -> int:
-    """A number that grows with every claim and is unique, even among drivers that never met."""
+    """A unique number that increases with every claim, even among concurrent drivers."""
     return ((claim >> _CLAIM_BITS) + 1) << _CLAIM_BITS | secrets.randbits(_CLAIM_BITS)
 
 
 def claim_of(owner_file: str) -> int:
-    """The claim in a file name; 0: not our file."""
+    """The claim in a file name; 0: not such a file."""
     digits = owner_file.rpartition("/")[2].removesuffix(".json")
     return int(digits) if digits.isdigit() else 0
 
@@ -169,8 +169,8 @@ class Records:
         return Begun.from_json(self._read(self.names.begun_file(incarnation, found), found))
 
     def of(self, table: Any, incarnation: str) -> tuple[Decision | None, Begun | None]:
-        """Newest decision and begun batch of an incarnation; neither if it is archived and its records are deleted,
-        although the log still points to them."""
+        """Newest decision and begun batch of an incarnation; neither if it is archived and its records deleted, even if
+        the log still points to them."""
         last = self._unless_archived(self.last, table, incarnation)
         return last, self._unless_archived(self.begun, table, incarnation)
 
@@ -183,7 +183,7 @@ class Records:
             return None
 
     def chain(self, table: Any, incarnation: str) -> Iterator[Decision]:
-        """Newest first, as far as records are kept."""
+        """Newest first, as far back as records are kept."""
         at = self.newest(table, incarnation)
         while at is not None:
             data = self.store.get(self.names.decided_file(incarnation, *at))
@@ -201,7 +201,7 @@ class Records:
             at = self.decided(incarnation, at).previous
 
     def incarnations(self) -> list[str]:
-        """Those with a decision or a begun batch: folders remain after their files are deleted."""
+        """Those with a decision or a begun batch: empty folders remain."""
         folders = [f"{self.names.folder}/{kind}/" for kind in ("decided", "begun")]
         return sorted({n.removeprefix(f).partition("/")[0] for f in folders for n in self.store.files(f.rstrip("/"))})
 

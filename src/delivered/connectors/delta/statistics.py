@@ -1,8 +1,8 @@
 """Statistics of a data file for the table's log, so that readers can skip it, from the file's footer.
 
-Bounds are exact or wider, never narrower, and exist for every column or for none: deltalake 1.6.6 skips rows of a file
-with bounds for only some columns when others are filtered. There are none if a column could mislead: floating point
-with NaN (which no bound covers), decimals beyond 15 digits (readers convert them to floating point).
+Bounds are exact or wider, never narrower, and exist for all columns or none: if only some columns have bounds,
+deltalake 1.6.6 skips rows of the file when it filters by others. There are none if a column could mislead: floating
+point with NaN (which no bound covers), decimals beyond 15 digits (readers convert them to floating point).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COLUMNS_MAX = 32
 """Columns with bounds, Delta's default for `delta.dataSkippingNumIndexedCols`."""
 TEXT_MAX = 32
 BYTES_MAX = 4_000
-"""Maximum size of a file's statistics: they are part of the decision, whose size is limited."""
+"""Maximum size of a file's statistics, which are part of the size-limited decision."""
 _HIGHEST = "\U0010ffff"
 
 

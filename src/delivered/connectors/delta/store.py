@@ -121,7 +121,7 @@ class DeltaStore:
     def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
         with explained(self._options):
             table = self._refresh()
-            # This claim builds on the last commit, which is perhaps not durable if its driver died.
+            # This claim builds on the last commit, which may not be durable if its driver died.
             sync_versions(self._options, table.version() - CHECKPOINT_VERSIONS, table.version())
             head = self._head(table)
             owner, claim = successor(head), next_claim(head.epoch)
@@ -146,7 +146,7 @@ class DeltaStore:
                     outcome = self._begin(table, head.epoch, change.begun)
                 if change.decision is not None:
                     outcome = self._decide(table, head.epoch, change.decision, change.move)
-            # Another commit came first, so this one failed for certain: not a blind retry (P19).
+            # Another commit came first, so this one certainly failed: not a blind retry (P19).
             if not (isinstance(outcome, Failed) and OVERTAKEN in outcome.reason):
                 break
         return outcome
@@ -213,7 +213,7 @@ class DeltaStore:
         incarnation, records = self._scope.incarnation, self._records
         previous = records.newest(table, incarnation)
         if previous is not None and previous[0] == decision.batch:
-            # The next revision of a batch replaces it in the chain.
+            # A batch's next revision replaces it in the chain.
             previous = records.decided(incarnation, previous).previous
         shards = self._staged(table, decision, move)
         options = self._options.appending if decision.revision else self._options  # a revision moves nothing
@@ -230,7 +230,7 @@ class DeltaStore:
         before = table.version()
 
         def there(now: Any) -> bool:
-            # Others may have claimed and decided since: search the chain.
+            # Others may have claimed and decided since then: search the chain.
             with explained(self._options):
                 return any(at == mine for at in records.positions(now, incarnation, mine[0]))
 
@@ -265,7 +265,7 @@ class DeltaStore:
         return commit(self._options, table, change, there)  # THE line that decides a batch in this sink
 
     def _staged(self, table: Any, decision: Decision, move: Sequence[Prepared]) -> list[Sequence[DataFile]]:
-        """The files of each participant, checked to exist, be complete and match the table.
+        """The files of each participant, verified to exist, to be complete and to match the table.
 
         Raises:
             InvariantBroken: a file is missing, or differs from what was prepared.
@@ -295,7 +295,7 @@ class DeltaStore:
         return pa.schema([*stored, *(known.field(name) for name in file.partition if name in known.names)])
 
     def _read(self, table: Callable[[], Any]) -> LedgerState:
-        """Retried once if records were replaced and deleted meanwhile."""
+        """Retried once if records were replaced and deleted in the meantime."""
         with explained(self._options):
             try:
                 return self._state(table())
@@ -307,7 +307,7 @@ class DeltaStore:
             return LedgerState()
         records, own = self._records, self._scope.incarnation
         owner, claim = records.owner(table)
-        # Records of other incarnations cannot change under one claim: read once per claim.
+        # Read once per claim, under which records of other incarnations cannot change.
         if self._earlier is None or self._earlier[0] != claim:
             self._earlier = (claim, {i: records.of(table, i) for i in records.incarnations() if i != own})
         found = {**self._earlier[1], own: records.of(table, own)}
@@ -316,7 +316,7 @@ class DeltaStore:
         return state_of(self._scope, owner, claim, decisions, begun, lambda i: records.archive.read().find(i))
 
     def _forget(self, table: Any) -> None:
-        """Keep only the newest decision of other incarnations, the archived entry of very old ones, newest owners."""
+        """Keep only the newest decision of other incarnations, archived entries of very old ones, and newest owners."""
         state, records, names = self._state(table), self._records, self._names
         old = outdated(state)
         records.archive.add(old.entries)
@@ -330,7 +330,7 @@ class DeltaStore:
             gone += [f for f in records.store.files(names.decided_folder(incarnation)) if f != keep]
             if not kept:
                 gone += records.store.files(names.begun_folder(incarnation))
-        # Some are kept: another process may be reading one that was the newest until now. Claims in flight have newer
+        # Keep some: another process may be reading one that was the newest until now. Claims in flight have newer
         # files. Files without a claim in their name are being written by another driver.
         owners = sorted((f for f in records.store.files(names.owner_folder) if claim_of(f)), key=claim_of)
         self._take_away(gone + [f for f in owners[:-OWNERS_REMEMBERED] if claim_of(f) < state.epoch])
@@ -344,7 +344,7 @@ class DeltaStore:
             self._take_away(f for f in files if (stage.batch_of(f) or 0) <= horizon)
 
     def _take_away(self, names: Iterable[str]) -> None:
-        """Delete files that nothing points to any more; the next claim finds those that remain."""
+        """Delete unreferenced files; the next claim finds those that remain."""
         with contextlib.suppress(OSError, DeliveredError):
             self._records.store.remove(names)
 
@@ -353,7 +353,7 @@ class DeltaStore:
         if self._table is not None:
             try:
                 self._table.update_incremental()
-            except Exception:  # the log was cleaned up, or the table recreated: open it again
+            except Exception:  # log cleanup, or the table was recreated: reopen it
                 self._table = None
         if self._table is None:
             self._table = require_table(self._options)

@@ -22,7 +22,7 @@ _FEATURES = frozenset(
         "v2Checkpoint", "vacuumProtocolCheck",
     }
 )  # fmt: skip
-"""Writer features that an append of files respects. Constraints are checked one by one."""
+"""Writer features that appending files respects. Constraints are checked separately."""
 
 
 class DeltaTypes(TableTypes):
@@ -64,7 +64,7 @@ def check(options: DeltaOptions) -> None:
 
 
 def table_schema(table: Any) -> pa.Schema:
-    """Columns of the table in our Arrow types, with their nullability."""
+    """The table's columns in canonical Arrow types, with their nullability."""
     found: pa.Schema = pa.schema(table.schema().to_arrow())
     return pa.schema([pa.field(f.name, canonical(f.type) or f.type, f.nullable) for f in found])
 
@@ -122,7 +122,7 @@ def compare(options: DeltaOptions, table: Any, schema: pa.Schema, *, adds: bool 
 
 
 def same_columns(options: DeltaOptions, table: Any, schema: pa.Schema) -> None:
-    """Check the table again at the commit: others may have altered it since the start.
+    """Check the table again at commit: others may have altered it since the start.
 
     Raises:
         UsageError: rows of this schema no longer match the table.
@@ -177,7 +177,7 @@ def _create(options: DeltaOptions, schema: pa.Schema) -> Any:
                 storage_options=options.storage_resolved() or None,
             )  # fmt: skip
         except deltalake.exceptions.DeltaError:
-            # Another driver may have created it meanwhile; if not, raise the reason.
+            # Another driver may have created it; if not, raise the reason.
             if open_table(options) is None:
                 raise
         sync_versions(options, 0, 0)
@@ -196,7 +196,7 @@ def _add_columns(options: DeltaOptions, table: Any, missing: list[pa.Field]) -> 
                 commit_properties=CommitProperties(max_commit_retries=RETRIES_MAX),
             )
         except deltalake.exceptions.DeltaError:
-            # Another driver altered the table meanwhile, perhaps in the same way.
+            # Another driver altered the table, perhaps in the same way.
             now = require_table(options)
             if any(f.name not in table_schema(now).names for f in missing):
                 raise

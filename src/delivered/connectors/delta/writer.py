@@ -43,7 +43,7 @@ class DeltaFiles:
     def __init__(self, options: DeltaOptions, work: Work, schema: pa.Schema, direct: bool) -> None:
         self._options = options
         self._schema = TYPES.canonical_schema(schema)
-        # Rows of an upsert are staged unchanged: the driver writes the table's files.
+        # An upsert's rows are staged unchanged: the driver writes the table's files.
         partitions = () if options.write.upserts else options.partition_by or ()
         self._partitions = [name for name in partitions if name in self._schema.names]
         self._stored = pa.schema([f for f in self._schema if f.name not in self._partitions])

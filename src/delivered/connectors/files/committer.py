@@ -19,7 +19,7 @@ class FilesCommitter:
         self._places = Places(options, scope)
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
-        """The decision has already made the rows visible, and moved the staged file."""
+        """Nothing to do: the decision has already moved the staged file and made its rows visible."""
         del work, prepared
         return Ok(None)
 

@@ -3,7 +3,7 @@
     batch=<incarnation>-<batch>/<shard>.<format>        a decided batch, with its record `_decision.json`
     batch=<incarnation>-<batch>.<shard>-<nonce>/        a shard under at_least_once or at_most_once
     _delivered/schema.arrow                             columns and types of all files
-    _delivered/identity                                 identifies this folder, should it be recreated
+    _delivered/identity                                 identifies this folder: a recreated one has another
     _delivered/p-<pipeline>/s-<sink>/owner/<epoch>.json
                                      claims/<epoch>-<nonce>/     where a claim assembles its decisions
                                      staged/<incarnation>/<batch>-<shard>-<attempt>-<nonce>.staged
@@ -50,7 +50,7 @@ class Places:
 
     @property
     def root(self) -> Path:
-        # Prefixed, so that a pipeline named ".." cannot escape.
+        # The prefix keeps a pipeline named ".." inside.
         return self.options.folder / "_delivered" / f"p-{self.scope.pipeline}" / f"s-{self.scope.sink}"
 
     def batch(self, incarnation: str, batch: int) -> Path:
@@ -90,7 +90,7 @@ def numbered(folder: Path) -> dict[int, Path]:
 
 
 def take_away(path: Path) -> None:
-    """Delete a folder or a file, if it exists. The next claim finds what could not be deleted."""
+    """Delete a folder or file if it exists. The next claim finds what could not be deleted."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -72,13 +72,13 @@ class FilesStore:
     def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
         """One rename out of the folder of the claim that the rule saw. On a local disk every outcome is known.
 
-        1  ask the rule
+        1  call the rule
         2  move the staged file of each participant to one folder     <- crash points of commit.apply
         3  write the record to it; make all of it durable
         4  rename the folder to its final name                        <- from here on the batch counts, and is visible
         5  copy the record, in case the folder is deleted later; delete old records
 
-        A batch without rows has no folder: only its record is renamed. So is a later revision, replacing the copy.
+        A batch without rows has no folder: only its record is renamed. So is a later revision, which replaces the copy.
         """
         try:
             head, work = self._head()
@@ -239,7 +239,7 @@ class FilesStore:
         return ArchiveFiles(Store(fs.SubTreeFileSystem(str(root), fs.LocalFileSystem()), root), "archive")
 
     def _owner(self) -> tuple[Owner | None, int, Path]:
-        """The last owner, its claim and its folder; 0: none."""
+        """The last owner, its claim and the claim's folder; 0: none."""
         for epoch, path in sorted(numbered(self._places.root / "owner").items(), reverse=True):
             owner, more = Owner.from_json(path.read_bytes())
             return owner, epoch, self._places.root / "claims" / more["work"]
@@ -271,7 +271,7 @@ class FilesStore:
         old.unlink(missing_ok=True)
 
     def _forget(self) -> None:
-        """Keep only the newest decision of other incarnations, the archived entry of very old ones, and some owners."""
+        """Keep only the newest decision of other incarnations, archived entries of very old ones, and some owners."""
         state = self._state()
         old = outdated(state)
         self._archive.add(old.entries)

@@ -1,7 +1,7 @@
 """Arrow types that each format stores without loss.
 
 Parquet  booleans, numbers, texts, bytes, dates, times, lists, structs, maps
-JSON     the same; bytes in base64, decimals and times as text, keys of maps are texts
+JSON     the same; bytes in base64, decimals and times as text; map keys must be texts
 CSV      booleans, numbers, texts, dates, times
 """
 

@@ -74,7 +74,7 @@ class StagingWriter:
         return self._places.staged(self._work.scope.incarnation)
 
     def _keep(self, path: Path, size: int) -> Handle | None:
-        # A later start may have deleted the file while it was written: then its name is gone.
+        # A later start may have deleted the file during the write: then its name is gone.
         if not path.exists():
             raise FileNotFoundError(path)
         sync([path.parent])
@@ -101,7 +101,7 @@ class StagingWriter:
 
 
 class DirectWriter(StagingWriter):
-    """at_least_once, at_most_once: a folder of its own for the shard, which appears by its own rename."""
+    """at_least_once, at_most_once: each shard has its own folder, made visible by its own rename."""
 
     @property
     def _folder(self) -> Path:

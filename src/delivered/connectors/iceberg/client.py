@@ -40,7 +40,7 @@ def catalog(options: IcebergOptions) -> Any:
         Unreachable: it did not answer, or rejected the credentials.
     """
     need()
-    # Per process: forked processes must not share it.
+    # Forked processes must not share it.
     key = (os.getpid(), options.catalog_name, *sorted(options.catalog.items()))
     with _lock:
         if key not in _catalogs:
@@ -102,7 +102,7 @@ def explained(options: IcebergOptions) -> Iterator[None]:
 
 
 def client_errors() -> tuple[type[Exception], ...]:
-    """The client's exceptions: they have no common base, and its libraries' errors pass through."""
+    """The client's exceptions: they have no common base, and errors of its libraries pass through."""
     import pyiceberg.exceptions
     import sqlalchemy.exc
 

@@ -2,7 +2,7 @@
 
 A commit asserts the state it is based on, and the catalog rejects it if that changed: the newest snapshot, schema and
 partition spec, and the claim of the ledger's owner, which is a branch of the table. So a fenced driver can never
-commit, and a commit that lost against other writers' rows is retried on top of them.
+commit, and a commit that lost a race against other writers is rebased on theirs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 log = logging.getLogger(__name__)
 
 RETRIES_MAX = 100
-"""Commits of other writers that one commit may be rebased on."""
+"""Maximum number of other writers' commits that one commit is rebased on."""
 FOREVER_MS = 2**63 - 1
 _parts: Any = pyiceberg.table.update
 """Updates and requirements, untyped: type checkers misread the client's field aliases."""
@@ -82,12 +82,12 @@ def commit(options: IcebergOptions, change: Callable[[Any], TableChange | None])
     """Make one commit; durable when it returns Ok.
 
     Retried if the catalog rejected it and the table has changed since: then it can no longer succeed. Whatever the
-    catalog replies, the table is read first: a request that was resent in transit conflicts with itself, although it
-    was committed (P7).
+    catalog replies, the table is read first: a request resent in transit conflicts with itself although it was
+    committed (P7).
 
     Args:
-        change: called before each try with the current table. None: it is committed already. Its exceptions propagate;
-            nothing was changed.
+        change: called with the current table before each attempt. None: already committed. Its exceptions propagate;
+        nothing was changed.
 
     Returns:
         Failed: not committed, and never will be. Unknown: it may still be committed.
@@ -151,7 +151,7 @@ class _Attempt:
             self.updates += (_parts.RemoveSnapshotsUpdate(snapshot_ids=list(change.expires)),)
 
     def there(self, now: Any) -> bool:
-        """Whether the current table contains it."""
+        """Whether the current table contains this commit."""
         if self.snapshot_id is not None:
             return now.snapshot_by_id(self.snapshot_id) is not None
         return all(now.properties.get(k) == v for k, v in self._change.properties.items())
@@ -198,7 +198,7 @@ class _Attempt:
 
 
 class _Transaction(Transaction):
-    """Stages nothing: the client's own copies the whole table metadata on every access."""
+    """Stages nothing: the client's own transaction copies the whole table metadata on every access."""
 
     @property
     def table_metadata(self) -> Any:
@@ -223,7 +223,7 @@ def _at(branch: str, snapshot: int | None) -> Any:
 
 
 class _Locations(SimpleLocationProvider):
-    """Puts our manifests where a later start finds them."""
+    """Puts manifests where a later start finds them."""
 
     def __init__(self, table: Any, change: TableChange) -> None:
         super().__init__(table.location(), table.properties)
@@ -234,7 +234,7 @@ class _Locations(SimpleLocationProvider):
 
 
 def _final(error: Exception) -> bool:
-    """Whether a commit with this error was not and never will be committed. Errors of the network (OSErrors and server
+    """Whether this error means that the commit did not happen and never will. Network errors (OSErrors and server
     errors) leave that open."""
     refused = (CommitFailedException, BadRequestError, ForbiddenError, UnauthorizedError, NoSuchTableError)
     return isinstance(error, refused) or (isinstance(error, ValueError) and not isinstance(error, OSError))

@@ -83,7 +83,7 @@ class IcebergCommitter:
         records = None if table is None else Records(table, self._scope)
         decision = None if records is None else records.decided(incarnation)
         if records is None or decision is None:
-            # An archived incarnation has nothing open, and any of its files may be decided.
+            # An archived incarnation has nothing open; any of its files may be decided.
             long_past = records is not None and records.archived(incarnation) is not None
             return sys.maxsize if long_past else None, set()
         made = records.writer(incarnation)
@@ -96,7 +96,7 @@ class IcebergCommitter:
         return None if held is None else held.epoch
 
     def _remove_manifests(self, table: Any, undecided: stage.Undecided) -> None:
-        """Those of undecided batches, of failed attempts at the newest decided one, and of earlier claims."""
+        """Delete those of undecided batches, of failed attempts at the newest decided one, and of earlier claims."""
         files = store(table, metadata_path(table))
         found: list[str] = []
         for folder in files.folders(stage.sink_folder(self._scope)):

@@ -1,6 +1,6 @@
 """Makes the client's files on a local disk durable before anything points to them.
 
-The client does not sync. After a power loss, a durable catalog would point to missing metadata, and the table would be
+The client does not fsync. After a power loss, a durable catalog would point to missing metadata, and the table would be
 lost (decision 010). The client loads this class by name, from the property `py-io-impl`.
 """
 

@@ -1,7 +1,7 @@
 """Splits rows by a table's partitions; reports a task's data files to the driver in an Iceberg manifest next to them.
 
 So a shard takes only a few bytes in a decision, however many files and columns it has. The driver copies the entries
-into the manifest of its snapshot.
+into its snapshot's manifest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The effect of a batch on the table: see `delivered.kits.table.merge`.
 
-It is based on a snapshot, which its commit asserts; if there is a newer one, it is recomputed.
+It is based on a snapshot, which its commit asserts, and is recomputed if there is a newer one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def overwritten(options: IcebergOptions, table: Any, files: Sequence[Any]) -> Ef
 
 
 def replaced(table: Any, files: Sequence[Any]) -> Effect:
-    """All that the table holds goes; `files` come."""
+    """Replace all of the table's files with `files`."""
     return Effect(files, [task.file for task in _tasks(table)])
 
 
@@ -76,7 +76,7 @@ def upserted(options: IcebergOptions, table: Any, work: Work, shards: Sequence[S
 
 
 def _tasks(table: Any) -> list[Any]:
-    """What has to be read for the table's rows, a task for each data file."""
+    """Scan tasks for the table's rows, one per data file."""
     if table.metadata.current_snapshot_id is None:
         return []
     return sorted(table.scan().plan_files(), key=lambda task: task.file.file_path)
@@ -101,7 +101,7 @@ class _File:
         return from_bytes(field.field_type, low), from_bytes(field.field_type, high)
 
     def rows(self, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """Without rows in delete files."""
+        """Without rows that delete files mask."""
         from pyiceberg.expressions import AlwaysTrue
         from pyiceberg.io.pyarrow import ArrowScan
 

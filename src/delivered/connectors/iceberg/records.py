@@ -9,8 +9,8 @@
     branch                                          snapshot
     delivered/<pipeline>/<sink>                     of the newest claim; empty, without a parent
 
-Properties survive the expiry of snapshots. A decision is also in the summary of its snapshot, where the audit reads
-older ones as long as the table keeps them. A record is JSON, deflated, in base64.
+Properties survive snapshot expiry. A decision is also in the summary of its snapshot, where the audit reads older ones
+for as long as the table keeps them. A record is deflated JSON in base64.
 """
 
 from __future__ import annotations
@@ -159,12 +159,12 @@ class Records:
         return self.archive().find(incarnation)
 
     def incarnations(self) -> list[str]:
-        """Those that decided or began a batch."""
+        """Incarnations that decided or began a batch."""
         starts = (self._names.decided(""), self._names.begun(""))
         return sorted({name.removeprefix(s) for s in starts for name in self._properties if name.startswith(s)})
 
     def history(self, incarnation: str) -> Iterator[Decision]:
-        """Decisions that are still kept, oldest first; only the newest revision of each."""
+        """Decisions still kept, oldest first; only the newest revision of each."""
         scope = self._names.scope
         mine = {
             "delivered.pipeline": scope.pipeline,

@@ -26,8 +26,8 @@ class StagedFiles(Handle):
     """One shard's.
 
     Attributes:
-        writer: by which the files' names begin; files: how many there are.
-        bytes: size of the manifest that lists them; schema, spec, columns: ids by which they were written.
+        writer: prefix of the files' names; files: their number.
+        bytes: size of the manifest that lists them; schema, spec, columns: ids they were written with.
         rows: mode upsert: name, size and number of rows of each. Nothing else then.
     """
 

@@ -84,11 +84,11 @@ class IcebergStore:
     def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
         """A decision and the files of this sink's participants, in one commit.
 
-        1  read the table; ask the rule
+        1  read the table; call the rule
         2  check that the files exist, are complete and match the table <- crash points of commit.apply
         3  write the manifests of a new snapshot, which nothing points to yet
         4  one commit: the snapshot, and the record of the decision     <- from here on the batch counts
-        5  delete what only the driver needed
+        5  delete files that only the driver needed
         """
         staged: Staged | None = None
         made = Effect()
@@ -102,7 +102,7 @@ class IcebergStore:
                 properties = {self._names.begun(self._scope.incarnation): wanted.begun.to_json()}
                 return TableChange(folder="", prefix="", properties=properties, claim=claim)
             if wanted is not None and wanted.decision is not None:
-                made.discard()  # of a try that lost against another commit
+                made.discard()  # from an attempt that lost against another commit
                 made = Effect()
                 if staged is None:
                     staged = self._staged(table, wanted.decision, wanted.move)
@@ -150,7 +150,7 @@ class IcebergStore:
         held = records.claim()
         return Head(
             held.owner if held else None,
-            # A claim whose branch was dropped fences nobody: it no longer counts.
+            # A claim whose branch was dropped fences nobody, and no longer counts.
             held.epoch if held is not None and held.snapshot is not None else 0,
             records.newest(incarnation),
             lambda: records.decided(incarnation),
@@ -186,7 +186,7 @@ class IcebergStore:
             return overwritten(self._options, table, files) if self._options.write.replaces else Effect(files)
 
     def _staged(self, table: Any, decision: Decision, move: Sequence[Prepared]) -> Staged:
-        """The staged files, checked to exist and be complete.
+        """The staged files, verified to exist and be complete.
 
         Raises:
             InvariantBroken: a file is missing, or differs from what was prepared.
@@ -248,7 +248,7 @@ class IcebergStore:
         return {self._names.archive: kept}, [name for name in names if name in table.properties]
 
     def _take_away(self, names: Iterable[str]) -> None:
-        """Delete files that nothing points to any more; the next claim finds those that remain."""
+        """Delete unreferenced files; the next claim finds those that remain."""
         with contextlib.suppress(OSError, DeliveredError):
             table = require_table(self._options)
             store(table, data_path(table)).remove(names)

@@ -26,7 +26,7 @@ from delivered.model.errors import UsageError
 FORMAT_VERSION = 2
 _CREATED_WITH = {
     "format-version": str(FORMAT_VERSION),
-    # Each batch adds a metadata version and a manifest: both are cleaned up continuously.
+    # Each batch adds a metadata version and a manifest; both are cleaned up continuously.
     "write.metadata.delete-after-commit.enabled": "true",
     "write.metadata.previous-versions-max": "100",
     "commit.manifest-merge.enabled": "true",
@@ -66,8 +66,8 @@ def check(options: IcebergOptions) -> None:
 
 
 def _add_columns(options: IcebergOptions, table: Any, schema: pa.Schema) -> None:
-    """Add missing columns as optional ones, in a separate commit that changes no rows. Retried against concurrent
-    commits, perhaps of another driver that does the same."""
+    """Add missing columns as optional ones, in a separate commit that changes no rows. Retried on conflicts with
+    concurrent commits, perhaps of another driver doing the same."""
     from pyiceberg.exceptions import CommitFailedException
 
     for attempt in range(ADD_ATTEMPTS_MAX):
@@ -116,7 +116,7 @@ def compare(options: IcebergOptions, table: Any, schema: pa.Schema, *, adds: boo
 
 
 def same_columns(options: IcebergOptions, table: Any, schema_id: int, spec_id: int, columns: Iterable[int]) -> None:
-    """Check the table again at the commit: others may have altered it since the files were written.
+    """Check the table again at commit: others may have altered it since the files were written.
 
     Args:
         schema_id, spec_id: that the files were written with.
@@ -162,7 +162,7 @@ def _create(options: IcebergOptions, schema: pa.Schema) -> Any:
         except NamespaceAlreadyExistsError:
             pass
         except Exception:
-            # Another driver may have created it meanwhile; if not, raise the reason.
+            # Another driver may have created it; if not, raise the reason.
             if not known.namespace_exists(options.namespace):
                 raise
         with contextlib.suppress(TableAlreadyExistsError):

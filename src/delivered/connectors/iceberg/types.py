@@ -98,13 +98,13 @@ def _to_iceberg(kind: pa.DataType, ids: Any) -> Any:
 
 
 def plain(schema: Any) -> pa.Schema:
-    """A table's columns in our Arrow types, without field ids."""
+    """A table's columns in canonical Arrow types, without field ids."""
     return pa.schema([(f.name, TYPES.canonical(f.type) or f.type) for f in to_arrow(schema)])
 
 
 def to_arrow(schema: Any) -> pa.Schema:
-    """A table's columns in our Arrow types, with their field ids as in Parquet; a column of an unsupported type keeps
-    the client's type."""
+    """A table's columns in canonical Arrow types, with field ids as in Parquet; an unsupported type stays the
+    client's."""
     return pa.schema([_field(f.name, f.field_type, f.field_id, not f.required) for f in schema.fields])
 
 
@@ -116,7 +116,7 @@ def _to_arrow(kind: Any) -> pa.DataType:
     from pyiceberg import types as ice
     from pyiceberg.io.pyarrow import schema_to_pyarrow
 
-    # Nested requiredness is ignored: the rows' schema does not tell whether they have nulls there.
+    # Nested nullability is ignored: the rows' schema does not reveal nulls there.
     if isinstance(kind, ice.ListType):
         return pa.list_(_field("element", kind.element_type, kind.element_id))
     if isinstance(kind, ice.MapType):

@@ -1,6 +1,6 @@
-"""A store in memory, for tests of a pipeline's logic without a server: both ways to commit, and every bad moment.
+"""An in-memory store for tests without a server: both ways to commit, and fault injection.
 
-It works within one process, so it is no entry point: Spark's workers are other processes.
+It works only within one process, so it has no entry point: Spark's workers are other processes.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class MemoryCommitter:
         return {self._scope.sink: Target("world", str(self._world.generation))}
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
     def _find(self, prepared: Prepared) -> Participant | None:
         return self._world.participants.get(Opened.of(prepared).id)

@@ -21,7 +21,7 @@ from delivered.model.errors import BadRecord, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 
-if TYPE_CHECKING:  # executors do without
+if TYPE_CHECKING:  # not needed on executors
     from delivered.ledger.store import Store
 
 

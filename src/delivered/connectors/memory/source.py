@@ -72,7 +72,7 @@ class MemoryDriver:
             return end
         reached = {}
         for i, p in enumerate(sorted(end, key=int)):
-            # What is left is shared evenly by the partitions that are left, rounded up, so that it ends.
+            # Split the remainder evenly among the remaining partitions, rounded up so that the stream finishes.
             taken = min(end[p] - start.get(p, 0), -(-left // (len(end) - i)))
             reached[p] = start.get(p, 0) + taken
             left -= taken
@@ -88,7 +88,7 @@ class MemoryDriver:
         return self.initial(), self.newest()
 
     def acknowledge(self, end: Offsets) -> None:
-        """Nothing waits for it."""
+        """Nothing to acknowledge."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""

@@ -47,7 +47,7 @@ class MemoryStore:
             change = rule(self._head())
         if change is None:
             return Ok(None)
-        # The transaction is open here and holds no lock: a driver that is paused in it blocks nobody.
+        # The open transaction holds no lock: a driver paused here blocks nobody.
         for p in change.move:
             facts = {"batch": change.decision.batch if change.decision else None, "shard": p.shard}
             reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
@@ -59,7 +59,7 @@ class MemoryStore:
                 with self._world.lock:
                     now = rule(self._head())
                     return self._put(now) if now is not None else Ok(None)
-            except DeliveredError as error:  # overtaken
+            except DeliveredError as error:  # fenced
                 return Failed(str(error))
 
         answer = self._world.next_answer("begin" if change.decision is None else "decide")
@@ -82,7 +82,7 @@ class MemoryStore:
         )
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
     def _head(self) -> Head:
         room, incarnation = self._room, self._scope.incarnation
@@ -96,7 +96,7 @@ class MemoryStore:
         )
 
     def _put(self, change: Change) -> Outcome[None]:
-        """Rows and record together, or neither."""
+        """Write rows and record atomically."""
         if change.begun is not None:
             self._room.begun[self._scope.incarnation] = change.begun
         staged = []

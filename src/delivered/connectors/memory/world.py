@@ -1,7 +1,7 @@
 """Everything outside the pipeline, in one object: inputs, visible rows, prepared shards, ledgers.
 
-A world is reached by its name, within one process. What a server would do at a bad moment is a method here: promises
-expire, answers get lost, late requests land.
+A world is looked up by name, within one process. A server's faults are methods here: prepared transactions expire,
+replies get lost, requests arrive late.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class State(StrEnum):
 
 @dataclass
 class Participant:
-    """One writer's rows, and what became of them.
+    """One writer's rows and their state.
 
     Attributes:
-        opened_at: length of the world's log of markers when it was opened.
+        opened_at: length of the world's marker log when it was opened.
     """
 
     id: int
@@ -47,27 +47,27 @@ class Participant:
 
 @dataclass(frozen=True)
 class Opened(Handle):
-    """A participant, as the driver knows it."""
+    """Handle of a participant."""
 
     id: int
     rows: int
 
 
 class Answer(StrEnum):
-    """How a request can end without an answer."""
+    """How a request can end without a reply."""
 
     LOST = "lost"
-    """The request worked, its answer did not arrive."""
+    """The request succeeded, its reply was lost."""
     NOT_SENT = "not_sent"
-    """The request did not arrive."""
+    """The request was lost."""
     LATE = "late"
-    """The request is under way, and lands when `World.land` is called, unless it was fenced."""
+    """The request is in flight, and takes effect when `World.land` is called, unless fenced."""
 
 
 @dataclass
 class Room:
-    """The ledger of one sink of one pipeline, all incarnations. Decisions and begun batches as text, as a server
-    would hold them; newest last."""
+    """The ledger of one sink of one pipeline, all incarnations. Decisions and begun batches as text, as on a server;
+    newest last."""
 
     owner: Owner | None = None
     epoch: int = 0
@@ -91,11 +91,11 @@ class World:
     """
     Attributes:
         inputs: partitions of the source; one list of rows each, (key, value).
-        visible: what readers of the sink see, in the order in which it became visible.
-        log: markers, in the order of commits: (pipeline, sink, shard, incarnation, batch).
-        gate: called before every change; a simulation raises here for a process that is dead.
-        generation: grows when the target is dropped and recreated.
-        answers: how the next calls of a method end, by its name: "decide", "begin", "apply", "abort", "abort_orphans".
+        visible: what readers of the sink see, in commit order.
+        log: markers in commit order: (pipeline, sink, shard, incarnation, batch).
+        gate: called before every change; a simulation raises here for a dead process.
+        generation: incremented when the target is dropped and recreated.
+        answers: faults of the next calls, by method: "decide", "begin", "apply", "abort", "abort_orphans".
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class World:
             self.visible += [(work, batch) for batch in rows]
 
     def settle(self, participant: Participant) -> None:
-        """Make a participant visible, its marker with it."""
+        """Make a participant and its marker visible."""
         with self.lock:
             scope = participant.work.scope
             self.show(participant.work, participant.rows)
@@ -141,7 +141,7 @@ class World:
         return [p for p in self.participants.values() if p.state in (State.OPEN, State.PREPARED)]
 
     def expire(self) -> int:
-        """Every promise that was not kept yet is gone, as when a transaction's time-out has passed."""
+        """Abort every participant that is still open, as a transaction timeout would."""
         with self.lock:
             gone = self.unsettled()
             for participant in gone:
@@ -149,14 +149,14 @@ class World:
             return len(gone)
 
     def make_target_anew(self) -> None:
-        """Drop what is visible, as when a topic is deleted and recreated under its name."""
+        """Drop the visible rows, as when a topic is deleted and recreated under its name."""
         with self.lock:
             self.visible.clear()
             self.generation += 1
 
     def marker(self, work: Work) -> tuple[str, int] | None:
         """(incarnation, batch) of the shard's newest marker before the oldest open participant, as a read_committed
-        reader finds it."""
+        reader sees it."""
         with self.lock:
             stable = min((p.opened_at for p in self.unsettled()), default=len(self.log))
             mine = (work.scope.pipeline, work.scope.sink, work.shard)
@@ -171,7 +171,7 @@ class World:
         self._late.append(request)
 
     def land(self) -> None:
-        """Requests that were under way arrive."""
+        """Let the requests in flight arrive."""
         late, self._late = self._late, []
         for request in late:
             request()

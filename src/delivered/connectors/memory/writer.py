@@ -1,4 +1,4 @@
-"""Shards in memory: staged next to the visible rows, or sent at once."""
+"""Executor side: shards in memory, staged or visible at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Canonical = Callable[[pa.RecordBatch], pa.RecordBatch]
 
 
 class StagingWriter:
-    """exactly_once: rows lie in a participant of their own until it is decided."""
+    """exactly_once: rows stay in a participant of their own until it is decided."""
 
     def __init__(self, world: World, work: Work, canonical: Canonical) -> None:
         self._world = world
@@ -39,14 +39,14 @@ class StagingWriter:
         return Promise(Opened(self._participant.id, fingerprint.count))
 
     def abort(self) -> None:
-        """What is promised is not this writer's any more, as with a transaction that the driver ends."""
+        """Leaves prepared rows alone: like a prepared transaction, they are the driver's to end."""
         self._world.gate()
         if self._participant.state is State.OPEN:
             self._participant.state = State.ABORTED
 
 
 class SendingWriter:
-    """at_least_once, at_most_once: what is staged is visible."""
+    """at_least_once, at_most_once: staged rows are visible at once."""
 
     def __init__(self, world: World, work: Work, canonical: Canonical) -> None:
         self._world = world
@@ -61,4 +61,4 @@ class SendingWriter:
         return Promise()
 
     def abort(self) -> None:
-        """What was sent cannot be taken back."""
+        """Nothing to do: sent rows cannot be withdrawn."""

@@ -1,4 +1,4 @@
-"""MySQL and MariaDB as a sink: rows by LOAD DATA LOCAL, and decisions, on one server.
+"""MySQL and MariaDB as a sink: rows, written by LOAD DATA LOCAL, and decisions on one server.
 
 Sessions use ANSI_QUOTES, so that identifiers are quoted as in standard SQL, and READ COMMITTED, to avoid gap locks.
 """

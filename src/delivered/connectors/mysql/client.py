@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
 
 CONNECT_TRY_S = 5.0
-"""Time-out of connecting, and of each reply during login. An error must be raised within 15 s."""
+"""Timeout of connecting, and of each reply during login. Errors must be raised within 15 s."""
 VERSIONS_MIN = {"MariaDB": (10, 5), "MySQL": (8, 0)}
 """First versions whose prepared transactions survive their session, and that support upserts."""
 STALLED_S = 3_600
-"""The server ends sessions that are idle for this long, and rolls back their transactions."""
+"""The server closes sessions that are idle for this long, and rolls back their transactions."""
 
 SQL_MODE = (
     "ANSI_QUOTES,ERROR_FOR_DIVISION_BY_ZERO,NO_AUTO_VALUE_ON_ZERO,NO_ENGINE_SUBSTITUTION,NO_ZERO_DATE,NO_ZERO_IN_DATE,"
@@ -80,7 +80,7 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
         session.execute("SET SESSION " + ", ".join(f"{k} = {v}" for k, v in settings.items()))
         session.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
         if writes and session.execute("SELECT @@global.read_only").fetchone()[0]:
-            # Queried, because privileged users are exempt from it and would write to a replica.
+            # Query it: privileged users are exempt, and would write to a replica.
             raise read_only(options)
     except ERRORS as error:
         session.close()
@@ -101,7 +101,7 @@ def read_only(options: MysqlOptions) -> Unreachable:
 
 def _check_version(session: Session, options: MysqlOptions) -> None:
     system = "MariaDB" if session.mariadb else "MySQL"
-    # MariaDB used to prefix another version for old replicas.
+    # For old replicas, MariaDB used to prefix another version.
     found = re.match(r"(\d+)\.(\d+)", str(session.server_version).removeprefix("5.5.5-"))
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     if version < VERSIONS_MIN[system]:

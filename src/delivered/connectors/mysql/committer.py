@@ -1,4 +1,4 @@
-"""Commits and aborts what tasks prepared."""
+"""Commits and aborts prepared shards."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class MysqlCommitter(ServerCommitter["Session"]):
         return stage.listed(connection, self._names)
 
     def _drop(self, connection: Session, table: str) -> None:
-        """Ends a hanging task that holds locks on the table, which would block the drop."""
+        """Terminates the session of a hanging task, whose locks on the table would block the drop."""
         nonce = stage.nonce_of(table)
         if not sessions.gone(connection, nonce, 0):
             sessions.end(connection, nonce)

@@ -1,7 +1,7 @@
 """Encodes Arrow record batches as text for LOAD DATA or INSERT, with no Python object per value.
 
 Every column becomes an Arrow array of texts; one call of Arrow's `binary_join_element_wise` joins the rows, and the
-data buffer of its result is the block. Bytes of text and binary columns are copied, except for a few that are escaped.
+data buffer of its result is the block. Text and binary columns are copied, with a few bytes escaped.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def blocks(batch: pa.RecordBatch, form: Form) -> Iterator[tuple[int, memoryview]
 
 def _block(batch: pa.RecordBatch, form: Form) -> memoryview:
     fields = [_field(column, form) for column in batch.columns]
-    # The row delimiter is joined to a column: one array less to join.
+    # Append the row delimiter to a column: one array less to join.
     fields[0] = _around(fields[0], form.first, b"", form.null)
     fields[-1] = _around(fields[-1], b"", form.last, form.null)
     joined = pc.binary_join_element_wise(
@@ -110,7 +110,7 @@ def _quoted(column: pa.Array, form: Form, before: bytes) -> pa.Array:
 
 
 def _escaped(column: pa.Array, form: Form) -> pa.Array:
-    """Usually nothing needs escaping, which one scan over the bytes of all values shows."""
+    """One scan over the bytes of all values usually shows that nothing needs escaping."""
     _, offsets, data = column.buffers()
     if data is None:
         return column

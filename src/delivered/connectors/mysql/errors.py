@@ -8,7 +8,7 @@ from delivered.model.errors import BadRecord, DeliveredError, Unreachable, Usage
 LOCK_TIMEOUT, DEADLOCK = 1205, 1213
 NO_TABLE, NO_DATABASE = 1146, 1049
 XA_UNKNOWN = 1397
-"""No such XA transaction: it has ended; or, in MariaDB, the session that prepared it is still alive."""
+"""No such XA transaction: it has ended, or (MariaDB) the session that prepared it is still alive."""
 DENIED = frozenset({1044, 1142, 1143, 1227, 1370, 1401, 1410})
 
 _LOGIN = frozenset({1045, 1130, 1251, 1698, 1820, 2059, 3118, 3955, 4151})
@@ -18,11 +18,11 @@ _LOST = frozenset({0, 1053, 1077, 1079, 1080, 1152, 1158, 1159, 1160, 1161, 1184
 _READ_ONLY = frozenset({1290, 1792, 1836, 3989})
 _DISK = frozenset({1021, 1114})
 _FILE = frozenset({3, 20, 1026, 1030})
-"""File errors: disk full, if the text says so."""
+"""File errors: disk full, if the message says so."""
 _ROW = frozenset({1048, 1062, 1136, 1138, 1153, 1264, 1265, 1292, 1300, 1301, 1364, 1365, 1366, 1367, 1406, 1411, 1416,
                   1451, 1452, 1526, 1557, 1586, 1644, 1690, 1748, 3140, 3819, 4025})  # fmt: skip
 CONSTRAINTS = frozenset({1048, 1062, 1451, 1452, 1557, 1586, 3819, 4025})
-"""Of these: by a constraint of the table. The statement is undone, its transaction goes on."""
+"""Of these: constraint violations. The statement is rolled back, its transaction goes on."""
 
 _FILTER = "filter or correct such rows, or change the table; under exactly_once nothing of this batch is visible"
 _BY_NUMBER: dict[int, tuple[type[DeliveredError], str, str]] = {

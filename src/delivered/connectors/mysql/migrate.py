@@ -1,6 +1,6 @@
 """The ledger's tables, versioned, in their own database.
 
-The server commits each DDL statement by itself: an interrupted migration is rerun from its first statement, so every
+The server commits each DDL statement implicitly: an interrupted migration is rerun from its first statement, so every
 statement is idempotent.
 """
 
@@ -34,7 +34,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         f"""CREATE TABLE IF NOT EXISTS {{s}}.begun (
             {_SCOPE}, offsets longtext NOT NULL, begun_at datetime(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6),
             {_GROWS}, PRIMARY KEY (pipeline, sink, incarnation), UNIQUE KEY (n)) {_MADE}""",
-        # Not unique by shard: two attempts may both have one open, and would block each other forever.
+        # Not unique by shard: two attempts with open markers would block each other forever.
         f"""CREATE TABLE IF NOT EXISTS {{s}}.marker (
             {_SCOPE}, shard integer NOT NULL, gid varchar(191) NOT NULL, fingerprint varchar(255) NOT NULL,
             {_GROWS}, PRIMARY KEY (n), KEY of_shard (pipeline, sink, incarnation, batch, shard)) {_MADE}""",
@@ -111,7 +111,7 @@ def migrate(connection: Session, schema: str) -> None:
                 f"CREATE TABLE IF NOT EXISTS {s}.migration (version integer PRIMARY KEY, "
                 f"applied_at datetime(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6)) {_MADE}"
             )
-        # Checked again: another process may have been faster.
+        # Check again: another process may have been faster.
         for version in range(version_of(connection, schema), len(MIGRATIONS)):
             for statement in MIGRATIONS[version]:
                 connection.execute(statement.format(s=s))

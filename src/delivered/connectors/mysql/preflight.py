@@ -1,4 +1,4 @@
-"""Whether this server, this table and this user can keep the promise. Changes nothing but the ledger's own tables."""
+"""Checks whether server, table and user support the guarantee. Changes only the ledger's own tables."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _settings(session: Session) -> dict[str, str]:
     )
     wanted = ", ".join(f"'{n}'" for n in names)
     found = dict(session.execute(f"SHOW VARIABLES WHERE Variable_name IN ({wanted})").fetchall())
-    if "transaction_read_only" in found:  # the new name of the other
+    if "transaction_read_only" in found:  # its new name
         found["tx_read_only"] = found["transaction_read_only"]
     return {str(k): str(v) for k, v in found.items()}
 
@@ -75,7 +75,7 @@ def _durable(settings: dict[str, str], options: MysqlOptions, guarantee: Guarant
 
 
 def _prepared(session: Session, options: MysqlOptions) -> Iterator[Finding]:
-    """Of every pipeline whose ledger is a database of this server: others' ids do not say how old they are."""
+    """Transactions of any pipeline with its ledger on this server: foreign ids do not contain a start time."""
     oldest_s = max((age_of(ms) for ms in transactions.all_started_ms(session)), default=0.0)
     if oldest_s > OPEN_TRANSACTION_OLD_S:
         yield Finding(
@@ -127,8 +127,8 @@ def _table(session: Session, options: MysqlOptions) -> Iterator[Finding]:
 
 
 def _denied(session: Session, options: MysqlOptions, found: target.Found) -> list[str]:
-    """Rights on the table that this user lacks: the server checks them also where it only explains."""
-    columns = target.table_columns(session, found)  # of a table without any right, there are none
+    """Privileges on the table that this user lacks: the server checks them on EXPLAIN, too."""
+    columns = target.table_columns(session, found)  # empty if the user has no privilege on the table
     name, write = found.full, options.write
     one = quoted(next((n for n, c in columns.items() if not c.computed), "x"))
     asked = {"INSERT": f"EXPLAIN INSERT INTO {name} ({one}) VALUES (NULL)"}

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
 
 SLICE_KEYS = 250_000
-"""Range of primary keys in one slice, at least."""
+"""Minimum range of primary keys per slice."""
 ROWS_AT_ONCE = 1_000
 _WHOLE = {"start": None, "end": None}
 
 
 @dataclass(frozen=True)
 class MysqlScan(TableScan):
-    """See `delivered.kits.sql.table.TableScan`. Nobody may change, add or delete rows while it runs."""
+    """See `delivered.kits.sql.table.TableScan`. Rows must not be changed, added or deleted meanwhile."""
 
     options: MysqlOptions
 
@@ -75,7 +75,7 @@ class MysqlScan(TableScan):
             self.database.discard(session)
 
     def _range(self) -> tuple[str, int, int] | None:
-        """The primary key if it is one whole number, with its least value and the one after its greatest."""
+        """The primary key if it is a single integer column, with its minimum, and its maximum plus one."""
 
         def question(session: Session) -> tuple[str, int, int] | None:
             found = target.find(session, self.options)
@@ -119,7 +119,7 @@ def _selected(f: pa.Field) -> str:
     if t.is_binary(f.type):
         return f"concat('\"', lower(hex({name})), '\"')"
     if t.is_floating(f.type):
-        return f"{name} * 1e0"  # a float alone is shown with six digits
+        return f"{name} * 1e0"  # a bare float is printed with six digits
     if t.is_string(f.type):
         return f"concat('\"', replace(CONVERT({name} USING utf8mb4), '\"', '\"\"'), '\"')"
     return name

@@ -1,8 +1,8 @@
-"""Finds and ends sessions that block others.
+"""Finds and kills sessions that block others.
 
-Session numbers are reused after a restart, and only privileged users see what sessions do. So a session that may block
-others takes a named lock with a nonce, and stores the nonce where others find it: the lock's holder is that session, or
-nobody.
+Session ids are reused after a restart, and only privileged users see what sessions do. So a session that may block
+others takes a named lock with a nonce, and stores the nonce where others find it: the lock is held by that session or
+is free.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def gone(session: Session, nonce: str, wait_s: float) -> bool:
 
 
 def end(session: Session, nonce: str) -> None:
-    """Have the server end the session with this nonce, if it is alive: its open transaction is rolled back, prepared
-    ones stay. Works for sessions of the same user. Ignores the server's errors."""
+    """Kill the session with this nonce, if it is alive: its open transaction is rolled back, prepared ones stay. Works
+    for sessions of the same user. Ignores the server's errors."""
     from delivered.connectors.mysql.wire import ERRORS
 
     with contextlib.suppress(ERRORS):

@@ -1,7 +1,7 @@
 """Staging tables for shards, in the ledger's database: `s_<check>_<batch>_<shard>_<nonce>`.
 
-The server commits DDL by itself, so a staging table is created before its transaction and dropped after the one that
-moved its rows: by `Committer.commit`, or by the next start.
+DDL commits implicitly, so a staging table is created before its transaction, and dropped after the one that moved its
+rows: by `Committer.commit`, or by the next start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The ledger of a pipeline and sink, on the server that holds the rows.
 
-A DELETE by a condition scans a short table whatever its indexes, and waits for rows that others have locked: another
-pipeline's decision, or, forever, a marker of a prepared transaction. So nothing here does that.
+A DELETE by a condition scans a short table whatever its indexes, and waits for locked rows: another pipeline's
+decision, or, forever, a marker of a prepared transaction. So nothing here does that.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class MysqlDialect(Dialect):
         return f"ON DUPLICATE KEY UPDATE {first} = VALUES({first})"
 
     def delete(self, connection: Connection, table: str, where: str, values: Mapping[str, Any]) -> None:
-        """Only rows that a non-locking read sees, which excludes prepared ones. Each row by its number, the only form
+        """Deletes only rows that a non-locking read sees, which excludes prepared ones; each by its id, the only form
         for which the server never scans."""
         for (number,) in connection.execute(self(f"SELECT n FROM {{{table}}} WHERE {where}"), values).fetchall():
             connection.execute(self(f"DELETE d FROM {{{table}}} AS d WHERE n = :n"), {"n": int(number)})
 
     def forget(self, connection: Connection, table: str, index: str, where: str) -> None:
-        """By the index, even if the table is short: a scan would wait for rows of other pipelines' decisions."""
+        """Forces the index: a scan would wait for rows of other pipelines' decisions."""
         connection.execute(self(f"DELETE d FROM {{{table}}} AS d FORCE INDEX ({index}) WHERE {where}"), {})
 
 
@@ -80,7 +80,7 @@ class MysqlStore(ServerStore["Session"]):
         return self._connection
 
     def _begin(self, connection: Session) -> None:
-        """Locks the owner's row, and writes the session there: others can read it before the commit."""
+        """Locks the owner's row and stores the session's nonce there; others can read it before the commit."""
         connection.execute("START TRANSACTION")
         connection.execute(
             self._sql("UPDATE {owner} SET session = :session WHERE pipeline = :pipeline AND sink = :sink"),
@@ -104,7 +104,7 @@ class MysqlStore(ServerStore["Session"]):
         connection.execute(f"SET SESSION innodb_lock_wait_timeout = {self._options.lock_timeout_s}")
 
     def _after_failed_commit(self, error: Exception, there: Callable[[Session], bool]) -> Outcome[None]:
-        """Always unknown: only a claim, which waits for the transaction to end, can find out."""
+        """Always Unknown: only a claim, which waits for the transaction to end, can resolve it."""
         del there
         return Unknown(str(errors.explained(error, self._options)))
 

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 class MysqlMerge(Merge):
     """Upserts in MySQL: an UPDATE of existing rows, then an INSERT of new ones.
 
-    Not INSERT ... ON DUPLICATE KEY UPDATE: it matches rows by *any* unique index, so a row with a new key but a taken
-    e-mail address would silently overwrite another key's row; it has no WHERE, which a version needs; and it fires
-    insert triggers for updated rows.
+    Not INSERT ... ON DUPLICATE KEY UPDATE: it matches rows by *any* unique index, so a row with a new key but an
+    existing e-mail address would silently overwrite another key's row; it has no WHERE, which a version needs; and it
+    fires insert triggers for updated rows.
 
-    Target rows are read only through the key's index, and only those that are staged: a scan would wait for locks that
-    other shards' prepared transactions hold.
+    Target rows are read only through the key's index, and only for staged keys: a scan would wait for locks of other
+    shards' prepared transactions.
 
     Attributes:
         index: the unique index on exactly the keys.
@@ -156,10 +156,10 @@ def find(session: Session, options: MysqlOptions) -> Found | None:
 
 
 def identity(session: Session, options: MysqlOptions) -> str | None:
-    """The id that we gave the table when we created it; None: another client created it. Raises MySQLError.
+    """The id that the table was created with; None: another client created it. Raises MySQLError.
 
-    Includes the table's name: CREATE TABLE ... LIKE copies the id to an empty table. The server's own table id and
-    creation time are no use: they change with an ALTER TABLE that rewrites the rows.
+    Includes the table's name: CREATE TABLE ... LIKE copies the id to an empty table. The server's table id and creation
+    time do not help: they change with an ALTER TABLE that rewrites the rows.
     """
     row = session.execute(
         "SELECT table_comment, table_schema, table_name FROM information_schema.tables "
@@ -220,7 +220,7 @@ def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
 
 
 def check_hidden(session: Session, options: MysqlOptions) -> None:
-    """Check that a table that `find` did not find is not just hidden from a user without privileges on it.
+    """Check that a table `find` did not find is not just hidden from a user without privileges on it.
 
     Raises:
         MySQLError: the user lacks privileges.
@@ -315,7 +315,7 @@ def _body(options: MysqlOptions, schema: pa.Schema) -> str:
 
 
 def _end(session: Session) -> str:
-    """Table options with a binary collation, in which trailing spaces count: only identical keys are equal."""
+    """Table options with a binary collation in which trailing spaces count: only identical keys are equal."""
     collation = "utf8mb4_nopad_bin" if session.mariadb else "utf8mb4_0900_bin"
     return f"ENGINE = {ENGINE} CHARACTER SET utf8mb4 COLLATE {collation}"
 

@@ -1,10 +1,10 @@
 """Mechanism two_phase: XA transactions at the server.
 
 An id has two parts of at most 64 bytes, here joined by a colon: `delivered.<check>.<batch>.<shard>` and
-`<since>.<nonce>.<pipeline>.<sink>`. The check is a hash of pipeline, sink and the ledger's database, as a server lists
-prepared transactions of all its databases; `since` is the start time in milliseconds since 1970, hexadecimal, because
-the server does not record it; the nonce is new for each attempt, so that ids are never reused; the names are for
-display, and truncated.
+`<since>.<nonce>.<pipeline>.<sink>`. The check is a hash of pipeline, sink and the ledger's database, because a server
+lists the prepared transactions of all its databases; `since` is the start time in milliseconds since 1970, in
+hexadecimal, which the server does not record; the nonce is new for each attempt, so ids are never reused; the names are
+for display, and truncated.
 
 In MariaDB, error 1397 (XAER_NOTA) means that the transaction has ended, or that the session that prepared it is still
 alive. XA RECOVER distinguishes the two. It runs before the marker is read: a transaction that is not listed has ended,
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 PART_BYTES_MAX = 64
 CLOSES_S, KILLED_S = 1.0, 5.0
-"""How long to wait for the preparing session to end by itself; and again after it was killed."""
+"""How long to wait for the preparing session to end by itself, and again after killing it."""
 _ID = re.compile(r"(\d+)\.(\d+):([0-9a-f]{11,16})\.([0-9a-f]{16})\.[A-Za-z0-9._-]*")
 
 
 def names_of(scope: Scope, ledger_schema: str) -> Names:
-    """With a longer check than elsewhere, as the names are not part of the ids' first half."""
+    """With a longer check than elsewhere, because the names are not part of an id's first half."""
     return Names(scope, ledger_schema, check_bytes=8)
 
 
@@ -69,7 +69,7 @@ def staging_of(names: Names, gid: str) -> str:
 
 
 def xid(gid: str) -> str:
-    """An id of ours in SQL; needs no escaping."""
+    """An id in SQL; needs no escaping."""
     first, _, second = gid.partition(":")
     return f"'{first}','{second}'"
 
@@ -95,13 +95,13 @@ def all_started_ms(session: Session) -> list[int]:
 
 
 def end(session: Session, gid: str, commit: bool) -> bool:
-    """Commit or roll back a prepared transaction; ends the session that prepared it if it is still alive.
+    """Commit or roll back a prepared transaction; kills the session that prepared it if it is still alive.
 
     Returns:
         False: no transaction is prepared under this id any more.
 
     Raises:
-        MySQLError: the server rejected it; 1397: the preparing session could not be ended.
+        MySQLError: the server rejected it; 1397: the preparing session could not be killed.
     """
     from delivered.connectors.mysql.wire import ERRORS
 
@@ -154,9 +154,9 @@ def check_allowed(session: Session, options: MysqlOptions) -> None:
 
 
 def give_up_earlier(session: Session, work: Work, options: MysqlOptions) -> None:
-    """Roll back what earlier attempts of this shard left prepared: an upsert would wait for their locks.
+    """Roll back transactions that earlier attempts of this shard left prepared: an upsert would wait for their locks.
 
-    If the driver has decided one of them meanwhile, the shard is rewritten.
+    If the driver has decided one of them in the meantime, the shard is rewritten.
     """
     for transaction in listed(session, work.scope, options):
         if (transaction.batch, transaction.shard) == (work.batch, work.shard):
@@ -164,7 +164,7 @@ def give_up_earlier(session: Session, work: Work, options: MysqlOptions) -> None
 
 
 def _prepared(session: Session) -> list[str]:
-    """Every prepared transaction of the server, with ids in our form where possible."""
+    """Every prepared transaction of the server, with ids in the form above where possible."""
     found = []
     for _, first, second, data in session.execute("XA RECOVER").fetchall():
         raw = data if isinstance(data, bytes) else str(data).encode("utf-8", "surrogateescape")

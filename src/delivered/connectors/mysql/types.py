@@ -58,10 +58,10 @@ class MysqlTypes(ServerTypes):
         return f"decimal({kind.precision},{kind.scale})" if name == "decimal" else _SQL.get(name, name)
 
     def declared_key(self, kind: pa.DataType, keys: int) -> str | None:
-        """As `declared`, of a column of a key: an index takes no text without a bound.
+        """As `declared`, for a key column: an index does not accept unbounded text.
 
         Args:
-            keys: how many columns the key has.
+            keys: number of key columns.
         """
         characters = min(KEY_CHARACTERS, KEY_BYTES_MAX // 4 // keys)
         if pa.types.is_string(kind):

@@ -33,7 +33,7 @@ class Loading:
     """Loads the rows of a shard in bounded blocks, by LOAD DATA LOCAL if the server allows it, else by INSERT.
 
     Inside an open transaction of `session`; used by one thread. The next block is encoded while the server loads one.
-    LOAD DATA LOCAL implies IGNORE: it skips rows that violate a constraint and adjusts values, with a warning only. So
+    LOAD DATA LOCAL implies IGNORE: it skips rows that violate a constraint and adjusts values, with only a warning. So
     warnings and missing rows are errors here. Methods raise BadRecord for a rejected row, and MySQLError.
 
     Args:
@@ -89,10 +89,10 @@ class LoadWriter:
     """See `delivered.contract.sink.Writer`.
 
     exactly_once, two_phase: writes rows and a marker to the target, in an XA transaction that `prepare` leaves
-        prepared. The session ends with it: in MariaDB nobody can commit a prepared transaction while it is alive.
+        prepared. Then the session ends: in MariaDB no other session can commit the transaction while it is alive.
     exactly_once, one_transaction: writes rows to a staging table, which `prepare` commits.
-    mode upsert, or rows that the table decides on: always writes to a staging table;
-        except with one_transaction, `prepare` merges it into the target.
+    upserts and conditional writes: always writes to a staging table; except with one_transaction, `prepare` merges it
+    into the target.
     at_least_once, at_most_once: writes rows to the target, which `prepare` commits; never resends a row.
 
     A shard without rows sends nothing and leaves nothing behind.
@@ -159,7 +159,7 @@ class LoadWriter:
         if self._prepares:
             self._server.discard(session)
             return Promise(handle)
-        with contextlib.suppress(self._server.errors()):  # already prepared; the next start removes what is left
+        with contextlib.suppress(self._server.errors()):  # already prepared; the next start cleans up
             if staged:
                 sessions.release(session)
             if staged and not self._moved_later:
@@ -171,7 +171,7 @@ class LoadWriter:
         session, staged = self._session, self._staged
         self._session = self._loading = None
         self._staged = ""
-        # The server rolls back an ended session's transaction, but not a CREATE TABLE.
+        # The server rolls back a closed session's transaction, but not its CREATE TABLE.
         self._server.discard(session)
         if staged:
             with contextlib.suppress(DeliveredError, self._server.errors()):

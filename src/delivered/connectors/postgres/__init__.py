@@ -1,4 +1,4 @@
-"""PostgreSQL as a sink: rows by binary COPY, and decisions, in one database."""
+"""PostgreSQL as a sink: rows, written by binary COPY, and decisions in one database."""
 
 from __future__ import annotations
 

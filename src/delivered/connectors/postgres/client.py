@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import psycopg
 
 CONNECT_TRY_S = 5
-"""Per address; names may resolve to two. An error must be raised within 15 s."""
+"""Per address; a name may resolve to two. Errors must be raised within 15 s."""
 VERSION_MIN = 140_000
 """14: the first version with TID range scans."""
 
@@ -27,7 +27,7 @@ _SETTINGS = {
     "bytea_output": "hex",
     "statement_timeout": "0",
     "idle_in_transaction_session_timeout": "0",
-    # A lost machine must not hold locks for two hours, the system's default.
+    # A dead peer must not hold locks for two hours, the system's default.
     "tcp_keepalives_idle": "30",
     "tcp_keepalives_interval": "10",
     "tcp_keepalives_count": "3",

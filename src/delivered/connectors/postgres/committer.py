@@ -1,4 +1,4 @@
-"""Commits and aborts what tasks prepared."""
+"""Commits and aborts prepared shards."""
 
 from __future__ import annotations
 

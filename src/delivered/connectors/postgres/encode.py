@@ -1,7 +1,7 @@
 """Arrow record batches as blocks of PostgreSQL's binary COPY format, with no Python object per value.
 
-A row is a 16-bit count of fields, then for each field a 32-bit length and its bytes; null is the length -1. Columns of
-fixed width are laid out by numpy; others (texts, bytes, numbers with nulls) stay Arrow arrays; one call of Arrow's
+A row is a 16-bit field count, then for each field a 32-bit length and its bytes; null has length -1. numpy lays out
+fixed-width columns; others (texts, bytes, numbers with nulls) stay Arrow arrays; one call of Arrow's
 `binary_join_element_wise` joins the rows. The data buffer of its result is the block.
 """
 
@@ -32,7 +32,7 @@ Bytes2D = npt.NDArray[np.uint8]
 
 @dataclass
 class _Fixed:
-    """Fixed-width bytes of every row; grows to the right."""
+    """Fixed-width bytes of every row; columns are appended on the right."""
 
     rows: int
     parts: list[Bytes2D] = field(default_factory=list)
@@ -167,7 +167,7 @@ def _fixed_values(column: pa.Array, kind: str) -> Bytes2D:
 
 
 def _numeric(column: pa.Array, precision: int, scale: int) -> Bytes2D:
-    """Decimals in base 10,000, with the maximum digits of the type: the server drops leading zeros."""
+    """Decimals in base 10,000, with the type's maximum number of digits: the server drops leading zeros."""
     n = len(column)
     fraction = -(-max(scale, 0) // 4)
     whole = max(1, -(-(precision - scale) // 4))

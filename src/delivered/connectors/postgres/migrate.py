@@ -23,7 +23,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             pipeline text NOT NULL, sink text NOT NULL, incarnation text NOT NULL, batch bigint NOT NULL,
             offsets text NOT NULL, begun_at timestamptz NOT NULL DEFAULT now(),
             PRIMARY KEY (pipeline, sink, incarnation))""",
-        # Not unique by shard: two attempts may both have one open, and would block each other forever.
+        # Not unique by shard: two attempts with open markers would block each other forever.
         """CREATE TABLE {s}.marker (
             pipeline text NOT NULL, sink text NOT NULL, incarnation text NOT NULL, batch bigint NOT NULL,
             shard integer NOT NULL, gid text NOT NULL, fingerprint text NOT NULL)""",
@@ -94,7 +94,7 @@ def migrate(connection: psycopg.Connection[Any], schema: str) -> None:
                 f"CREATE TABLE IF NOT EXISTS {s}.migration "
                 "(version integer PRIMARY KEY, applied_at timestamptz NOT NULL DEFAULT now())"
             )
-        # Checked again: another process may have been faster.
+        # Check again: another process may have been faster.
         for version in range(version_of(connection, schema), len(MIGRATIONS)):
             for statement in MIGRATIONS[version]:
                 connection.execute(statement.format(s=s))

@@ -1,10 +1,10 @@
-"""Mechanism one_transaction: staging tables with committed shards, for the driver to move.
+"""Mechanism one_transaction: tasks commit shards to staging tables, and the driver moves them.
 
-Upserts of every mechanism use one too, inside a task's own transaction. Each attempt of a shard creates its own table,
+Upserts of any mechanism also use one, in the task's own transaction. Each attempt of a shard creates its own table,
 named `s_<check>_<batch>_<shard>_<nonce>` in the ledger's schema.
 
-All are logged: prepared rows must survive a crash of the server; and a server whose postmaster is killed while a
-transaction that created an unlogged table is open may have to be started twice (docs/decisions/030).
+All are logged tables: prepared rows must survive a server crash; and if the postmaster is killed while a transaction
+that created an unlogged table is open, the server may have to be started twice (docs/decisions/030).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import psycopg
 
 GONE = "42704"
-"""SQLSTATE: no prepared transaction with that id. It was committed, rolled back, or never existed."""
+"""SQLSTATE: no prepared transaction with this id: it was committed, rolled back, or never existed."""
 
 
 def id_prefix(scope: Scope, ledger_schema: str) -> str:
@@ -59,9 +59,9 @@ def listed(connection: psycopg.Connection[Any], scope: Scope, options: PostgresO
 
 
 def give_up_earlier(connection: psycopg.Connection[Any], work: Work, options: PostgresOptions) -> None:
-    """Roll back what earlier attempts of this shard left prepared: an upsert would wait for their locks.
+    """Roll back transactions that earlier attempts of this shard left prepared: an upsert would wait for their locks.
 
-    If the driver has decided one of them meanwhile, the shard is rewritten.
+    If the driver has decided one of them in the meantime, the shard is rewritten.
     """
     prefix = f"{id_prefix(work.scope, options.ledger_schema)}{work.batch}.{work.shard}."
     for transaction in listed(connection, work.scope, options):

@@ -36,8 +36,8 @@ class CopyWriter:
 
     exactly_once, two_phase: COPY into the target and a marker, in a transaction that `prepare` leaves prepared.
     exactly_once, one_transaction: COPY into a staging table, which `prepare` commits.
-    mode upsert, or rows that the table decides on: always COPY into a staging table;
-        except with one_transaction, `prepare` merges it into the target.
+    upserts and conditional writes: always COPY into a staging table; except with one_transaction, `prepare` merges
+    it into the target.
     at_least_once, at_most_once: COPY into the target, which `prepare` commits; never resends a row.
 
     `stage` blocks while the server is behind. A shard without rows sends nothing and leaves nothing behind.

@@ -25,7 +25,7 @@ class SqliteCommitter:
         self._scope = scope
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
-        """The decision has already made the rows visible; only deletes their staged copy."""
+        """Only deletes the staged copy: the decision has already made the rows visible."""
         del work
         return self.abort(prepared)
 
@@ -70,7 +70,7 @@ class SqliteCommitter:
         return Ok(count)
 
     def targets(self) -> dict[str, Target]:
-        """See `delivered.contract.powers.KnowsTarget`; only for tables that we created."""
+        """See `delivered.contract.powers.KnowsTarget`; only for tables that this package created."""
         if not Path(self._options.path).exists():
             return {}
         connection = connect(self._options.path, mode="ro")

@@ -2,9 +2,8 @@
 
 Durability. `synchronous=EXTRA`: in rollback-journal mode SQLite also syncs the folder after deleting the journal;
 otherwise a power loss can undo a committed transaction. In WAL mode it is the same as FULL. A new file uses SQLite's
-default, the rollback journal: SQLite 3.7.0 to 3.51.2 has a race in WAL mode between checkpoints and writers of several
-processes that can corrupt the file, and most Pythons include one of these. A file that its owner has set to WAL keeps
-that mode.
+default, the rollback journal: SQLite 3.7.0 to 3.51.2, which most Pythons include, has a race in WAL mode between
+checkpoints and writers of several processes that can corrupt the file. A file that its owner has set to WAL stays so.
 """
 
 from __future__ import annotations
@@ -59,14 +58,14 @@ def connect(path: str, *, mode: str = "rwc") -> sqlite3.Connection:
 
 
 def begin(connection: sqlite3.Connection, timeout_s: float | None = None) -> None:
-    """Become the writer; wait at most `timeout_s`, by default 30 s, for another one."""
+    """Take the write lock; wait at most `timeout_s`, by default 30 s, for another writer."""
     wait_s = REQUEST_TIMEOUT_S if timeout_s is None else timeout_s
     connection.execute(f"PRAGMA busy_timeout={int(wait_s * 1000)}")
     connection.execute("BEGIN IMMEDIATE")
 
 
 def rollback(connection: sqlite3.Connection) -> None:
-    """Roll back. Never raises: if that fails the connection is closed, which rolls back too."""
+    """Roll back. Never raises: if the rollback fails, the connection is closed, which also rolls back."""
     try:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
@@ -77,7 +76,7 @@ def rollback(connection: sqlite3.Connection) -> None:
 
 @contextlib.contextmanager
 def writing(connection: sqlite3.Connection, path: str, timeout_s: float | None = None) -> Iterator[None]:
-    """One transaction: committed at the end, or rolled back. Not for the ledger, which must know the outcome.
+    """One transaction, committed at the end or rolled back. Not for the ledger, which must know the outcome.
 
     Raises:
         DeliveredError: the database rejected it.
@@ -241,7 +240,7 @@ def migrate(connection: sqlite3.Connection, path: str) -> None:
         connection.execute(
             "CREATE TABLE IF NOT EXISTS _delivered_migration (version INTEGER PRIMARY KEY, applied_at_ms INTEGER)"
         )
-        # Checked again: another process may have been faster.
+        # Check again: another process may have been faster.
         for version in range(version_of(connection), len(MIGRATIONS)):
             for statement in MIGRATIONS[version]:
                 connection.execute(statement)

@@ -24,7 +24,7 @@ SLICE_ROWS = 250_000
 
 @dataclass(frozen=True)
 class SqliteScan(TableScan):
-    """See `delivered.kits.sql.table.TableScan`. Rows may only be added meanwhile."""
+    """See `delivered.kits.sql.table.TableScan`. Meanwhile, rows may only be added."""
 
     options: SqliteOptions
 
@@ -78,7 +78,7 @@ class SqliteScan(TableScan):
 
 
 def rowid_name(connection: sqlite3.Connection, table: str) -> str | None:
-    """A name of the rowid that no column shadows; None for a table WITHOUT ROWID."""
+    """A name of the rowid that no column shadows; None: the table is WITHOUT ROWID."""
     taken: Any = target.table_columns(connection, table)
     for name in ("_rowid_", "rowid", "oid"):
         if name not in taken:

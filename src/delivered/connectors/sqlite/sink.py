@@ -63,7 +63,7 @@ class SqliteSink(DatabaseSink):
         )
 
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
-        """Opens the database for writing as a batch would, without changing rows."""
+        """Opens the database for writing, as a batch would, without changing rows."""
         del guarantee
         findings = []
         try:

@@ -1,8 +1,8 @@
-"""Staged shards: Arrow files with a checksum, durable before a task reports them; and upserts.
+"""Staged shards: Arrow files with a checksum, durable before the task reports them; and upserts.
 
     <database>.delivered/pipeline=<pipeline>/sink=<sink>/<incarnation>.<batch>.<shard>.<attempt>.<random>.arrow
 
-The random part distinguishes two tasks with the same numbers: one of them may be a zombie of an earlier run.
+The random part distinguishes tasks with the same numbers: one of them may be a zombie of an earlier run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StagedRows(Handle):
 
 def folder_of(options: SqliteOptions, scope: Scope) -> Path:
     """Folder for all incarnations of one pipeline and sink, and no others."""
-    # With "pipeline=", a pipeline named ".." cannot escape.
+    # The prefix keeps a pipeline named ".." inside.
     return options.staging / f"pipeline={scope.pipeline}" / f"sink={scope.sink}"
 
 
@@ -100,7 +100,7 @@ class StagedFile:
         return StagedRows(self._final.name, self.rows, self._sink.size, self._sink.crc)
 
     def discard(self) -> None:
-        """Delete the file, under either name. May be called again."""
+        """Delete the file under either name. May be called again."""
         with contextlib.suppress(Exception):
             self._file.close()
         for path in (self._part, self._final):

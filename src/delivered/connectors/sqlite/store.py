@@ -49,7 +49,7 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
         if self._connection is None:
             self._connection = self._database.connect("ledger")
             if self._conditional:
-                self._connection.execute("PRAGMA foreign_keys=ON")  # off by default, even where a table has some
+                self._connection.execute("PRAGMA foreign_keys=ON")  # off by default
         return self._connection
 
     @property
@@ -86,7 +86,7 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
             rollback(connection)
 
     def _after_failed_commit(self, error: Exception, there: Callable[[sqlite3.Connection], bool]) -> Outcome[None]:
-        """Closing the connection ended its transaction, so the file now tells the final outcome."""
+        """Closing the connection ended its transaction, so the file shows the final outcome."""
         reason = self._database.explained(error)
         try:
             found = self._ask(self._open(), there)

@@ -78,7 +78,7 @@ def table_columns(connection: sqlite3.Connection, table: str) -> dict[str, str]:
 
 
 def identity(connection: sqlite3.Connection, table: str) -> str | None:
-    """The id that we gave the table when we created it, from the stored CREATE TABLE text; None: not our table."""
+    """The id that the table was created with, from the stored CREATE TABLE text; None: another client created it."""
     statement = "SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ? COLLATE NOCASE"
     row = connection.execute(statement, (table,)).fetchone()
     return None if row is None else marked(row[0])

@@ -30,7 +30,7 @@ _AFFINITIES = {
     "TEXT": ("TEXT", "BLOB"),
     "BLOB": ("BLOB",),
 }
-"""Type we declare -> affinities of a user's column that store its values without loss."""
+"""Declared type -> affinities of a user's column that store its values without loss."""
 
 
 class SqliteTypes(Types):

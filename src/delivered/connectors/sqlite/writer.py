@@ -54,7 +54,7 @@ class StagingWriter:
             self._file.discard()
 
     def _compare(self) -> None:
-        """Fail before rows are staged if the decision would certainly fail."""
+        """Fail before staging rows if the decision is certain to fail."""
         if not Path(self._options.path).exists():
             return
         connection = connect(self._options.path, mode="ro")

@@ -1,7 +1,7 @@
 """Differences between databases in SQL and client API.
 
-Statements are written once, with `:name` for values and `{table}` for the ledger's tables; a `Dialect` translates them for the
-client.
+Statements are written once, with `:name` for values and `{table}` for the ledger's tables; a `Dialect` translates them
+for the client.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ class Undecided:
     def _open(self, incarnation: str) -> list[str]:
         """Files of an incarnation that no decision names, in the folders that may have some.
 
-        Decisions are read again after listing the files, which may take long: files that appeared meanwhile may have been
+        Decisions are read again after the listing, which may take long: files that appeared meanwhile may have been
         decided by then.
         """
         found = newest_files(self.store, self.scope, incarnation, self.decided(incarnation)[0])
