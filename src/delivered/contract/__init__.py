@@ -1,1 +1,1 @@
-"""What a connector implements. The engine and the planner know nothing else of it."""
+"""What a connector implements: all that engine and planner know of it."""

@@ -1,4 +1,4 @@
-"""What a connector is: where its entry point leads."""
+"""A connector: the target of its entry point."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Connector:
         queues: set if the system deletes acknowledged messages: receivers write them to a log, which is the source.
         external_ledger: the system cannot hold a ledger; the option `ledger` names a SQLite file that does.
         transactions: the option with which its sinks can prepare a batch; empty: they always can; None: they cannot.
-        key_table: its sinks can store a dedup's keys. Both for the alternatives that refusals list.
+        key_table: its sinks can store a dedup's keys. Both feed the alternatives that refusals list.
         instead: next step for a role the system does not support: "read with delivered_log".
     """
 

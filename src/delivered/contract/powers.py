@@ -20,19 +20,19 @@ S = TypeVar("S")
 
 @runtime_checkable
 class NeedsTarget(Protocol):
-    """A sink whose target must exist before the first claim: the ledger is stored in it, or only targets that we create
-    have an identity (`KnowsTarget`)."""
+    """A sink whose target must exist before the first claim: it stores the ledger, or only targets created here have an
+    identity (`KnowsTarget`)."""
 
     def ready_target(self, schema: pa.Schema) -> None:
-        """Create the target if the options ask for it, and validate the schema against it.
+        """Create the target if the options request it, and validate the schema against it.
 
-        Runs on the driver before the first claim of a start. May be called again, and by two drivers at once. Changes
+        Runs on the driver before a start's first claim. May be called again, and by two drivers concurrently. Changes
         no rows. Raises UsageError if rows of this schema cannot be written to the target.
         """
 
 
 def ready_target(sink: Sink | SinkGroup, schema: pa.Schema) -> None:
-    """Ready the target of any sink, before a claim."""
+    """Prepare the target of any sink, before a claim."""
     if isinstance(sink, NeedsTarget):
         sink.ready_target(schema)
 
@@ -48,7 +48,7 @@ class SetsUp(Protocol):
         """Create it if missing. Runs on the driver at recovery, before orphans are aborted; may be called again."""
 
     def forget(self, batch: int) -> None:
-        """Markers of this incarnation before `batch` are no longer needed. May be called again."""
+        """Delete this incarnation's markers before `batch`, which are no longer needed. May be called again."""
 
 
 @runtime_checkable
@@ -58,14 +58,14 @@ class ValidatesRows(Protocol):
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         """The reason for each invalid row, null for valid ones; None: all rows are valid.
 
-        Runs on an executor. Deterministic; asks no server.
+        Runs on an executor. Deterministic; contacts no server.
         """
 
 
 @runtime_checkable
 class ChecksGuarantee(Protocol):
     def check_guarantee(self, guarantee: Guarantee) -> None:
-        """Raise UsageError if an option contradicts the guarantee. Runs on the driver; asks no server."""
+        """Raise UsageError if an option contradicts the guarantee. Runs on the driver; contacts no server."""
 
 
 @runtime_checkable
@@ -73,7 +73,7 @@ class Planned(Protocol):
     def planned(self) -> Self:
         """A copy with the current columns fixed; itself if they are fixed already.
 
-        Runs on the driver, once per query, before `schema`. Asks the system; raises UsageError if it has no columns.
+        Runs on the driver, once per query, before `schema`. Queries the system; raises UsageError if it has no columns.
         """
 
 
@@ -83,28 +83,27 @@ def planned(source: S) -> S:
 
 
 KEY_BYTES = 16
-"""Length of a key's hash: collisions can be neither forged nor met by chance."""
+"""Length of a key's hash: neither forged nor accidental collisions are feasible."""
 
 
 class KeyMemory(Protocol):
     """Keys of the records that decided batches delivered. Runs on executors; used by one thread.
 
-    Noted keys take effect in the transaction of the batch's decision, which also expires old ones. So a batch that runs
-    again gets the same answers: it never sees its own keys, nor those of an undecided batch.
+    Noted keys take effect in the transaction of the batch's decision, which also expires old ones. So a rerun of a
+    batch gets the same answers: it never sees its own keys, nor those of an undecided batch.
     """
 
     def known(self, batch: int, keys: Sequence[bytes]) -> dict[bytes, list[int]]:
         """Keys that earlier batches delivered, with the expiry of each of their records in microseconds since 1970.
 
-        Records that expired before this batch are left out. May be called again, also after the decision: the answer
-        is the same.
+        Records that expired before this batch are left out. Idempotent, even after the decision.
         """
 
     def note(self, batch: int, keys: Sequence[bytes], times: Sequence[int], untils: Sequence[int]) -> None:
         """Note the keys of the running batch: each record's event time, and when it expires.
 
-        Durable when it returns; called before any of the records moves on. Another attempt may call it again with the
-        same keys. Notes of attempts under an earlier claim of the ledger are void.
+        Durable when it returns; called before any of the records is passed on. Another attempt may note the same keys
+        again. Notes of attempts under an earlier claim of the ledger are void.
         """
 
     def close(self) -> None:
@@ -113,7 +112,7 @@ class KeyMemory(Protocol):
 
 @runtime_checkable
 class Remembers(Protocol):
-    """A sink that can keep a `KeyMemory` next to its ledger. Used only for the sink that decides."""
+    """A sink that can keep a `KeyMemory` next to its ledger. Used only for the deciding sink."""
 
     def key_memory(self, scope: Scope) -> KeyMemory:
         """Runs on an executor, after the ledger of this scope was claimed."""
@@ -133,7 +132,7 @@ class HasOffsetMetadata(Protocol):
 
     @property
     def lasting_metadata(self) -> frozenset[str]:
-        """Those that stay valid for later offsets until they change; the others belong to one offset."""
+        """Keys that stay valid for later offsets until they change; the others belong to one offset."""
 
 
 @runtime_checkable
@@ -141,10 +140,10 @@ class KnowsTarget(Protocol):
     """A committer that can detect that its target was dropped and recreated."""
 
     def targets(self) -> Mapping[str, Target]:
-        """Targets by sink name; empty: the system gives them no identity, or they do not exist yet.
+        """Targets by sink name; empty: they have no identity in this system, or do not exist yet.
 
-        A target's id never changes while it exists, whatever is written to it and however the options spell its name; a
-        recreated target has a new one. Runs on the driver at recovery, after the claim. May be called again. Read-only.
+        A target's id is constant while it exists, however the options spell its name; a recreated target has a new one.
+        Runs on the driver at recovery, after the claim. May be called again. Read-only.
         """
 
 
@@ -160,7 +159,7 @@ class OpenTransaction(Protocol):
 
     @property
     def participant(self) -> Handle:
-        """The handle that names it in a decision, if one does."""
+        """The handle that a decision names it by, if one does."""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -175,7 +174,7 @@ class Resumption:
 
     Attributes:
         offsets: as `SourceDriver.initial` gives them.
-        partitions: source partition -> (offset of the next record, records ahead of it now).
+        partitions: source partition -> (offset of the next record, its current lag in records).
         notes: what was assumed.
     """
 
@@ -202,22 +201,22 @@ class Adopter(Protocol):
 
 @runtime_checkable
 class Adopts(Protocol):
-    """A source that can begin where another reader stopped."""
+    """A source that can start where another reader stopped."""
 
     def adopter(self) -> Adopter: ...
 
 
 @runtime_checkable
 class CountsLeftOut(Protocol):
-    """Implemented by a `Committer` of tables that may not allow a row (`WriteMode.conditional`)."""
+    """Implemented by a `Committer` with conditional writes (`WriteMode.conditional`)."""
 
     def left_out(self) -> Mapping[str, int]:
-        """Rows of this incarnation that visible batches did not write, by kind: "conflict", "constraint". Read-only."""
+        """Rows of this incarnation that visible batches skipped, by kind: "conflict", "constraint". Read-only."""
 
 
 @runtime_checkable
 class HoldsTransactions(Protocol):
-    """Implemented by a `Committer` whose participants stay open in the system until they are ended."""
+    """Implemented by a `Committer` whose participants stay open in the system until committed or aborted."""
 
     def open_transactions(self) -> Sequence[OpenTransaction]:
         """Those of this pipeline and sink, of any incarnation, oldest first. Raises Unreachable."""
@@ -225,5 +224,5 @@ class HoldsTransactions(Protocol):
     def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:
         """Commit or abort one manually.
 
-        Raises UsageError if the id is not ours, or has no open transaction.
+        Raises UsageError if the id is not one of this package's, or has no open transaction.
         """

@@ -35,7 +35,7 @@ class MessageBatch:
         return len(self.handles)
 
     def split(self, count: int) -> tuple[MessageBatch, MessageBatch]:
-        """The first `count`, and the rest; one of them may be `self`."""
+        """The first `count` messages, and the rest; one of them may be `self`."""
         if len(self) <= count:
             return self, MessageBatch()
         if not count:
@@ -62,11 +62,11 @@ class Receiver(Protocol):
         """At most `count_max` messages, in the queue's order; waits up to `wait_s` for the first one.
 
         Also keeps the connection alive: call it every few seconds, with a count of 0 to receive nothing.
-        Dies here: the messages are redelivered. Raises Unreachable when the connection is lost for good.
+        Dies here: the messages are redelivered. Raises Unreachable if the connection is lost permanently.
         """
 
     def acknowledge(self, handles: Sequence[Any]) -> Outcome[int]:
-        """Have the queue delete these messages. Returns how many. Unknown or Failed: they may be redelivered."""
+        """Let the queue delete these messages. Returns how many. Unknown or Failed: they may be redelivered."""
 
     def give_back(self, handles: Sequence[Any]) -> None:
         """Return these messages to the queue, for any consumer. Best effort: closing does the same."""
@@ -84,7 +84,7 @@ class Queue(Protocol):
         """Shown to users; also the default name of its journal."""
 
     def assumes(self) -> tuple[str, ...]:
-        """What the guarantee assumes about this queue and its senders."""
+        """Assumptions about this queue and its senders."""
 
     def preflight(self) -> Sequence[Finding]:
         """Check on the live system that messages can be received, without receiving any."""
@@ -94,7 +94,7 @@ class Queue(Protocol):
 
 @runtime_checkable
 class NamesIds(Protocol):
-    """A queue that needs an option to find the ids that senders set."""
+    """A queue that needs an option to find the senders' ids."""
 
     @property
     def without_ids(self) -> str | None:
@@ -103,12 +103,12 @@ class NamesIds(Protocol):
 
 @dataclass(frozen=True)
 class Entered:
-    """What one append did.
+    """Result of one append.
 
     Attributes:
         entered: messages that were new to the log.
-        repeated: messages that were in the log already, or twice in the batch.
-        tries: commits it took, because of concurrent writers.
+        repeated: duplicates of messages in the log or in the batch.
+        tries: commit attempts, more than one if there were concurrent writers.
     """
 
     entered: int
@@ -123,13 +123,13 @@ class JournalSize:
 
 
 class Journal(Protocol):
-    """The durable log that receivers write to. Any number of processes may write to it, each with its own object."""
+    """The durable log that receivers write to. Any number of processes may write, each with its own object."""
 
     def append(self, batch: MessageBatch) -> Outcome[Entered]:
-        """Append the messages whose ids are not in the window, atomically. Ok: all of the batch is durable.
+        """Atomically append the messages whose ids are not in the window. Ok: the whole batch is durable.
 
-        The commit decides which messages are new: if two processes append the same message at the same time, only one
-        adds it. Failed: nothing was added. Unknown: it may have been; do not acknowledge.
+        The commit decides which messages are new: if two processes append the same message concurrently, only one adds
+        it. Failed: nothing was added. Unknown: something may have been added; do not acknowledge.
         """
 
     def size(self) -> JournalSize:
@@ -138,7 +138,7 @@ class Journal(Protocol):
     def maintain(self, exact: bool = False) -> int:
         """Compact small files, and delete records that every reader has passed. Returns the number of deleted records.
 
-        exact: delete all of them, even if files must be rewritten; otherwise only what is cheap to delete.
+        exact: delete all of them, even if files must be rewritten; otherwise only where that is cheap.
         """
 
     def close(self) -> None: ...

@@ -22,7 +22,7 @@ from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Outcome
 from delivered.model.prepared import Prepared, Promise
 
-if TYPE_CHECKING:  # executors do without
+if TYPE_CHECKING:  # not needed on executors
     from delivered.ledger.store import Store
 
 
@@ -40,18 +40,18 @@ class Writer(Protocol):
     def prepare(self, fingerprint: Fingerprint) -> Promise:
         """Make the rows durable and committable.
 
-        `fingerprint` covers all staged rows; a sink whose prepared transactions can expire stores it in a marker with
-        the rows.
+        `fingerprint` covers all staged rows; a sink whose prepared transactions can time out stores it in a marker
+        with the rows.
 
         Called once, after the last `stage`, even if there were no rows. Afterwards the process may die.
         The handle identifies the rows of this writer only, never those of another with the same `Work`: Spark restarts
         attempt numbers at 0 when a batch or a stage runs again, and an earlier task may still be alive.
-        exactly_once: raises if the rows cannot be prepared. at_least_once: returns when every row was acknowledged,
-        else raises. at_most_once: returns when every row was acknowledged or given up. The latter two need no handle.
+        exactly_once: raises if the rows cannot be prepared. at_least_once: returns once every row is acknowledged,
+        else raises. at_most_once: returns once every row is acknowledged or given up. The latter two need no handle.
         """
 
     def abort(self) -> None:
-        """Discard what was staged, as far as possible. May be called at any time, again, and after an error."""
+        """Discard staged rows as far as possible. May be called at any time, repeatedly, and after an error."""
 
 
 class Committer(Protocol):
@@ -62,20 +62,20 @@ class Committer(Protocol):
 
         `work.scope` names the sink of this participant.
 
-        Ok: visible. Failed: the transaction is gone, and this call did not commit it; `was_committed` tells whether
-        an earlier one did. Unknown: call again.
+        Ok: visible. Failed: the transaction is gone, and this call did not commit it; `was_committed` shows whether an
+        earlier one did. Unknown: call again.
         """
 
     def was_committed(self, work: Work) -> bool:
         """Whether the shard of this batch is visible, by evidence stored in the sink with the rows.
 
-        Reflects every transaction that `abort_orphans` or `commit` ended before.
+        Reflects every transaction ended earlier by `abort_orphans` or `commit`.
         """
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
         """Abort an undecided participant. Idempotent.
 
-        Also runs in a task: with several sinks, if another one failed to prepare.
+        Also runs in a task, if one of several sinks failed to prepare.
         """
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
@@ -89,16 +89,16 @@ class Committer(Protocol):
 
 
 class BoundedScan(Protocol):
-    """A one-time read of what a sink holds now. Picklable; holds no connection."""
+    """A one-time read of a sink's current content. Picklable; holds no connection."""
 
     def schema(self) -> pa.Schema:
         """The columns of `Sink.records`, plus those that the system adds (Kafka: partition and offset).
 
-        Raises a `DeliveredError` if there is nothing to read, or it cannot be read.
+        Raises a `DeliveredError` if there is nothing to read, or reading fails.
         """
 
     def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
-        """Split what the sink holds at the time of the call. Runs on the driver.
+        """Split the sink's content at the time of the call. Runs on the driver.
 
         Args:
             since: where to start, in the system's own terms ({"rowid": 5001}), if it has an order.
@@ -117,13 +117,13 @@ class Sink(Protocol):
         """Default name of this sink in its pipeline, where names are unique."""
 
     def capability(self) -> SinkCapability:
-        """Static: asks no server."""
+        """Static: contacts no server."""
 
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
-        """Check on the live system that it can keep the guarantee. Runs on the driver before the first batch."""
+        """Check that the live system supports the guarantee. Runs on the driver before the first batch."""
 
     def check_schema(self, schema: pa.Schema) -> None:
-        """Raise UsageError if rows of this schema cannot be written. Runs on the driver; asks no server."""
+        """Raise UsageError if rows of this schema cannot be written. Runs on the driver; contacts no server."""
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The rows as a reader of the sink sees them: canonical columns, order and types. Input of the fingerprint."""
@@ -153,12 +153,12 @@ DEAD_LETTERS = pa.schema(
         pa.field("record", pa.string()),
     ]
 )
-"""Columns of a dead letter: the sink that rejected the row and why, the row's position in the batch (`row` counts the
-rows of that sink in that shard), its position in the source if the row still has these columns, and the row as JSON."""
+"""Columns of a dead letter: the sink that rejected the row and why, the row's position in the batch (`row` counts that
+sink's rows in that shard), its source position if the row still has those columns, and the row as JSON."""
 
 
 Route = Callable[[pa.RecordBatch], pa.RecordBatch]
-"""Selects the rows and columns of a batch that a sink gets. Picklable; deterministic."""
+"""Selects a sink's rows and columns of a batch. Picklable; deterministic."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Member:
     Attributes:
         name: unique in the pipeline; `Prepared.sink` refers to it.
         route: None: all rows, all columns.
-        dead_letters: gets only the dead letters of the other members, through its route.
+        dead_letters: receives only the dead letters of the other members, through its route.
     """
 
     name: str
@@ -179,8 +179,8 @@ class Member:
 
 @runtime_checkable
 class SinkGroup(Protocol):
-    """Several sinks that share every batch. One ledger decides for all; the committer finds the sink of a participant
-    by `Prepared.sink`, or by the scope of a `Work`. Picklable."""
+    """Several sinks that share every batch. One ledger decides for all; the committer finds a participant's sink by
+    `Prepared.sink`, or by the scope of a `Work`. Picklable."""
 
     @property
     def name(self) -> str:

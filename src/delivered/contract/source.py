@@ -12,7 +12,7 @@ from delivered.contract.finding import Finding
 from delivered.model.capability import SourceCapability
 
 Offsets = dict[str, Any]
-"""A position in a source, as the JSON that Spark writes to its offset log. The connector chooses the shape."""
+"""A position in a source, as the JSON in Spark's offset log. The connector chooses the shape."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Slice:
 
     Attributes:
         data: picklable; the connector chooses the shape.
-        partition: name of the source partition, for reports; slices of one partition are in its order.
+        partition: name of the source partition, for reports; slices of one partition are ordered.
     """
 
     data: Any
@@ -32,29 +32,29 @@ class SourceDriver(Protocol):
     """Plans the batches of a source. Runs on the driver, in one long-lived process; used by one thread."""
 
     def initial(self) -> Offsets:
-        """Where a new checkpoint starts, by `startingOffsets`. Not called if the checkpoint holds offsets.
+        """Where a new checkpoint starts, by `startingOffsets`. Not called if the checkpoint has offsets.
 
-        `startingOffsets` accepts the result as JSON: the checkpoint sidecar keeps it, so that "latest" means the same
-        when batch 0 runs again.
+        `startingOffsets` accepts the result as JSON: the checkpoint sidecar keeps it, so that "latest" stays the same
+        when batch 0 is rerun.
         """
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
-        """Where the next batch may end: about `rows_max` records after `start` at most; None: no limit."""
+        """Where the next batch may end: at most about `rows_max` records after `start`; None: no limit."""
 
     def newest(self) -> Offsets | None:
-        """The end of the source now, for lag in progress reports."""
+        """The current end of the source, for the lag in progress reports."""
 
     def freeze(self) -> None:
-        """Trigger.AvailableNow: from now on offer no record newer than this call."""
+        """Trigger.AvailableNow: offer no record newer than this call."""
 
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
-        """Split a batch. The same start and end give the same slices in the same order, also in another process."""
+        """Split a batch. The same start and end give the same slices in the same order, in any process."""
 
     def batch(self) -> tuple[Offsets, Offsets]:
         """Start and end of a batch read: `startingOffsets` to `endingOffsets`."""
 
     def acknowledge(self, end: Offsets) -> None:
-        """Report progress: the end of a batch that Spark logged. May be called again for a batch, or not at all."""
+        """Report progress: the end of a batch that Spark logged. May be called repeatedly for a batch, or never."""
 
     def close(self) -> None:
         """Release connections. May be called again."""
@@ -69,7 +69,7 @@ class Source(Protocol):
         """The user's admission limit (`maxOffsetsPerTrigger`), if any."""
 
     def capability(self) -> SourceCapability:
-        """Static: asks no server."""
+        """Static: contacts no server."""
 
     def preflight(self) -> Sequence[Finding]:
         """Check on the live system that this source can be read. Runs on the driver before the first batch."""

@@ -3,15 +3,15 @@
 A number such as (P7) refers to a bug in another system: docs/pitfalls.md.
 
 Driver:
-rules.py     what ledger and checkpoint together mean; pure
-recover.py   before a batch: finish or abort what an earlier run left; each shard's action: write | skip | give up
+rules.py     compares ledger and checkpoint; pure
+recover.py   before a batch: finish or abort what an earlier run left; plan each shard: write | skip | give up
 messages.py  checks the tasks' commit messages; pure
 decide.py    after a batch: the one record that makes it count. The line is marked there.
-repair.py    a decided batch with rewritten shards: the same rows, or stop
+repair.py    rewritten shards of a decided batch must have the same rows
 apply.py     make decided participants visible
 orphans.py   abort orphaned transactions
-target.py    whether the sinks' targets are still those of the last batch
-context.py   what all of them share
+target.py    detects recreated targets
+context.py   shared state
 
 Executors, which load nothing of the above:
 shard.py     a task's rows become a prepared shard

@@ -1,4 +1,4 @@
-"""Make decided participants visible: idempotent, in parallel."""
+"""Apply decided participants, idempotently and in parallel."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def work_of(decision: Decision, prepared: Prepared) -> Work:
 def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Prepared]:
     """Apply every participant of a decision; return those whose prepared rows are gone.
 
-    Runs on the driver. May be called again, by any process of the owner, for as long as the decision is known.
+    Runs on the driver. May be called again, by any process of the owner, as long as the decision is kept.
 
     Raises:
-        OutcomeUnknown: a participant did not answer within 120 s. The decision holds; the next start finishes it.
+        OutcomeUnknown: a sink did not answer within 120 s. The decision stands; the next start applies it.
     """
     pending = [p for p in decision.participants if p.handle]
 

@@ -50,7 +50,7 @@ class Context:
 
 
 def open_ledger(sink: Sink | SinkGroup, scope: Scope) -> Ledger:
-    """The ledger of the sink that holds it according to the plan."""
+    """The ledger, at the sink that holds it according to the plan."""
     sinks = [m.sink for m in sink.members] if isinstance(sink, SinkGroup) else [sink]
     place = LedgerPlace.among([s.capability() for s in sinks])
     return Ledger(sink.store(scope), scope, carries_rows=place.carries_rows)

@@ -47,8 +47,8 @@ def commit_batch(
 ) -> Decision | None:
     """Make a batch count, then visible.
 
-    Runs on the driver, after all tasks of the batch succeeded. May be called again for the same batch: an
-    existing decision is never made a second time, only applied.
+    Runs on the driver, after all tasks of the batch succeeded. May be called again for the same batch: an existing
+    decision is only applied, never written twice.
     Before: every shard is prepared. After: the decision is durable and every participant visible.
 
         1  every task's message is present and belongs to this batch
@@ -60,7 +60,7 @@ def commit_batch(
         run: as in the `CheckpointView` that the batch was planned for.
 
     Returns:
-        The decision, or None if every shard was in already.
+        The decision, or None if every shard was already delivered.
 
     Raises:
         InvariantBroken: the messages are inconsistent. Nothing was decided.
@@ -98,7 +98,7 @@ def commit_batch(
             return None
         new = orphans(shards, last)
         if not (shards and shards[0].plan.rewrite and new):
-            # Already committed, and requested again. Anything prepared since then is undecided.
+            # Already committed; this is a repeated call. Anything prepared since is undecided.
             _abort(context, new)
             _apply(context, last)
             return last
@@ -117,10 +117,10 @@ def commit_batch(
 
 
 def abort_batch(context: Context, messages: Sequence[ShardMessage | None]) -> None:
-    """Abort what the tasks of a failed batch prepared. The next recovery aborts whatever is missed here.
+    """Abort what the tasks of a failed batch prepared. The next recovery aborts what is missed here.
 
-    Runs on the driver, after tasks failed or `commit_batch` raised; may be called again. Never touches a
-    decided batch. A decision of unknown outcome may still be in flight: it is fenced before anything is aborted.
+    Runs on the driver, after tasks failed or `commit_batch` raised; may be called again. Never touches a decided
+    batch. A decision of unknown outcome may still be in flight: it is fenced before anything is aborted.
     """
     shards = [m for m in messages if m is not None and any(p.handle for p in m.participants)]
     if not shards:
@@ -144,10 +144,10 @@ def abort_batch(context: Context, messages: Sequence[ShardMessage | None]) -> No
 
 
 def _abort_superseded(context: Context, shards: Sequence[ShardMessage]) -> None:
-    """Abort what was prepared after a later claim had aborted orphans: nobody else would, and it would block readers.
+    """Abort participants prepared after a later claim aborted orphans: left open, they would block readers.
 
-    After that claim, no decision of this one can be written, and the later owner only names its own participants. So
-    a participant that no decision names now is never named.
+    That claim fences every decision of this owner, and the later owner names only its own participants. So a
+    participant that no decision names now will never be named.
     """
     try:
         decided = {d.batch: d for d in context.ledger.history()}
@@ -157,7 +157,7 @@ def _abort_superseded(context: Context, shards: Sequence[ShardMessage]) -> None:
     for m in shards:
         if m.plan.batch in decided:
             _abort(context, orphans([m], decided[m.plan.batch]))
-        elif not decided or m.plan.batch > min(decided):  # the decisions of older ones are no longer kept
+        elif not decided or m.plan.batch > min(decided):  # older decisions are no longer kept
             _abort(context, written([m]))
 
 
@@ -219,7 +219,7 @@ def _decide(context: Context, decision: Decision, new: Sequence[Prepared]) -> No
         outcome = _look(context, decision, outcome)
         if not isinstance(outcome, Failed) or time.monotonic() > deadline:
             break
-        # Fenced and checked: it was not written, and cannot be any more. It may be decided again.
+        # Fenced and checked: the decision was not and cannot be written. The batch may be decided again.
         log.warning(
             "batch %d: its decision was not acknowledged and is not in the ledger; deciding again", decision.batch
         )
@@ -249,7 +249,7 @@ _LEFT_BY_FAILURE = {
 
 
 def _look(context: Context, decision: Decision, unknown: Unknown) -> Ok[None] | Failed | Unknown:
-    """Fence, so that a decision in flight cannot be written later; then check whether it was."""
+    """Fence a decision in flight, then check whether it was written."""
     try:
         last = context.ledger.claim(context.owner).last
     except DeliveredError as error:
@@ -258,7 +258,7 @@ def _look(context: Context, decision: Decision, unknown: Unknown) -> Ok[None] | 
         return Failed(unknown.reason)
     if last.to_json() == decision.to_json():
         return Ok(None)
-    # Participants of another decision must not be touched from here.
+    # Never touch participants of another decision.
     return Unknown(f"{unknown.reason}; then the ledger held another decision of batch {last.batch}")
 
 
@@ -290,11 +290,11 @@ def _apply(context: Context, decision: Decision) -> None:
 
 
 def _tidy(context: Context, decision: Decision, shards: Sequence[ShardMessage]) -> None:
-    """Abort what failed attempts of this batch left open, so that no participant outlives its batch."""
+    """Abort participants that failed attempts of this batch left open."""
     if parts(decision.guarantee).apply is None or not any(m.attempt for m in shards):
         return
     try:
         abort_orphans(context, decision)
     except OutcomeUnknown as error:
-        # The batch is decided. The next start aborts whatever is still open.
+        # The batch is decided. The next start aborts what is still open.
         log.warning("batch %d: %s", decision.batch, error)

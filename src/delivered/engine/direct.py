@@ -50,7 +50,7 @@ class Direct:
         return self.transform(pa.RecordBatch.from_pylist([], schema=self.source.schema())).schema
 
     def rows(self, slices: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Read every slice that `slices` names, one after the other."""
+        """Read all `slices`, one after the other."""
         for batch in slices:
             for packed in batch.column(0).to_pylist():
                 reach(StepId.SOURCE_READ, Moment.BEFORE)
@@ -65,7 +65,7 @@ def pack(piece: Slice) -> pa.RecordBatch:
 
 
 def unpack(packed: bytes) -> Slice:
-    """The inverse of `pack`. The column never leaves Spark, so it only holds what our own reader wrote."""
+    """The inverse of `pack`. The column never leaves Spark, so it holds only what this package's reader wrote."""
     piece = pickle.loads(packed)  # noqa: S301
     if not isinstance(piece, Slice):
         raise TypeError(f"column {SLICE_COLUMN} holds {type(piece).__name__}; it must hold a Slice")

@@ -1,4 +1,4 @@
-"""Rows of an update: one of each key in a shard, or the batch stops. Of two, nothing tells which one is the newest."""
+"""Output mode update: one row per key in a shard, or the batch fails, as nothing shows which of two rows is newer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from delivered.model.errors import UsageError
 
 
 def one_of_each_key(sink: Sink | SinkGroup, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The rows as they are. Holds the keys of one shard. A key in two shards, the sink itself finds.
+    """Pass the rows through unchanged. Holds the keys of one shard; the sink detects a key in two shards.
 
     Raises:
-        UsageError: two rows of one key, and no version.
+        UsageError: two rows have the same key, and there is no version.
     """
     members = sink.members if isinstance(sink, SinkGroup) else (Member(sink.name, sink),)
     modes = [(m, m.sink.capability().write) for m in members]

@@ -17,7 +17,7 @@ _AGAIN = "start the pipeline again; the batch runs again"
 
 
 def checked(context: Context, batch: int, messages: Sequence[ShardMessage | None]) -> list[ShardMessage]:
-    """The messages in the order of shards, one for each shard, all of this batch, claim and driver.
+    """The messages in shard order, one per shard, all of this batch, claim and driver.
 
     Raises:
         InvariantBroken: they are inconsistent. Nothing was decided.
@@ -59,12 +59,12 @@ def all_skipped(messages: Sequence[ShardMessage]) -> bool:
 
 
 def repeats(messages: Sequence[ShardMessage]) -> bool:
-    """Whether these belong to a run decided before it was planned. Without tasks, there is nothing to compare."""
+    """Whether the run was decided before it was planned. Without tasks, there is nothing to compare."""
     return not messages or any(m.did is Action.COMPARE for m in messages)
 
 
 def check_same_rows(context: Context, decided: Archived, messages: Sequence[ShardMessage]) -> None:
-    """Check that a run that was already decided has the same rows.
+    """Check that a run that is already decided has the same rows.
 
     Raises:
         Refused: it has other rows. None of them was written.
@@ -85,11 +85,11 @@ def check_same_rows(context: Context, decided: Archived, messages: Sequence[Shar
 
 
 def check_same_state(decided: Decision, messages: Sequence[ShardMessage], *, run: bool) -> None:
-    """Check that a decided batch of a query that keeps state has the same rows again: Spark commits the state of this
-    run of it. Rows may have moved to another shard. Shards that were rewritten, `engine.repair` compares.
+    """Check that the rerun of a decided batch of a stateful query has the same rows, as Spark commits the rerun's
+    state. Rows may have moved to another shard. `engine.repair` compares rewritten shards.
 
     Raises:
-        ReplayDiffers: it has other rows. Nothing was applied, and Spark does not log the batch.
+        ReplayDiffers: it has other rows. Nothing was applied, and Spark does not commit the batch.
     """
     if run or not any(m.plan.action is Action.COMPARE for m in messages):
         return
@@ -102,7 +102,7 @@ def check_same_state(decided: Decision, messages: Sequence[ShardMessage], *, run
     for sink, after in now.items():
         before = {p.shard: p.fingerprint for p in decided.of(sink)}
         if decided.guarantee is Guarantee.AT_MOST_ONCE:
-            # Of a shard that was given up, a count is known, and not which rows it had.
+            # Only the row count of a given-up shard is known.
             after = {shard: after.get(shard, none) for shard in before}
         if _same(sum(before.values(), none), sum(after.values(), none)):
             continue
@@ -123,12 +123,12 @@ def check_same_state(decided: Decision, messages: Sequence[ShardMessage], *, run
 
 
 def _same(decided: Fingerprint, now: Fingerprint) -> bool:
-    """Whether the rows are the same, as far as `now`, which may be a count alone, can tell."""
+    """Whether the rows are the same, as far as `now`, which may be only a count, shows."""
     return now in (decided, Fingerprint(decided.count))
 
 
 def complete(context: Context, batch: int, messages: Sequence[ShardMessage]) -> None:
-    """Check that every shard of a new batch was written to every sink, or given up where that is allowed.
+    """Check that every shard of a new batch was written to every sink, or given up where allowed.
 
     Raises:
         InvariantBroken: a decision would lose a shard's records.
@@ -148,7 +148,7 @@ def complete(context: Context, batch: int, messages: Sequence[ShardMessage]) -> 
 
 
 def orphans(messages: Sequence[ShardMessage], decision: Decision) -> list[Prepared]:
-    """What tasks prepared but the decision does not name."""
+    """Prepared participants that the decision does not name."""
     named = {_key(p) for p in decision.participants}
     return [p for p in written(messages) if p.handle and _key(p) not in named]
 

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def abort_orphans(context: Context, *keep: Decision) -> None:
-    """Abort every open participant of this pipeline and sink that the decisions in `keep` do not name.
+    """Abort every open participant of this pipeline and sink that no decision in `keep` names.
 
     Raises:
         OutcomeUnknown: some may still be open.

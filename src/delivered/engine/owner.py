@@ -1,4 +1,4 @@
-"""Who may decide: one driver, identified by its own id, and by the process that shows whether it is alive."""
+"""The one driver that may decide: its id, and the process that shows whether it is alive."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def located(owner: Owner) -> Owner:
 
 
 def living(owner: Owner | None, jvm: psutil.Process | None = None) -> Owner | None:
-    """The owner, if it is another live driver on this machine. Drivers on other machines are not visible; the ledger
-    fences them.
+    """The owner, if it is another live driver on this machine. Drivers on other machines are not visible, but fenced
+    by the ledger.
 
     Args:
         jvm: of the session that will run the pipeline.
@@ -58,7 +58,7 @@ def _at(owner: Owner, process: psutil.Process) -> Owner:
 
 @cache
 def _above() -> psutil.Process:
-    """The JVM that is an ancestor of this worker, or else this process. Looked up once: workers that outlive Python's
+    """The JVM that is an ancestor of this worker, else this process. Looked up once: workers that outlive Python's
     daemon have no such ancestor."""
     own = psutil.Process(os.getpid())
     return next((p for p in own.parents() if p.name().startswith("java")), own)

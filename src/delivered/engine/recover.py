@@ -1,4 +1,4 @@
-"""Before a batch: finish what was decided, abort what was not, and plan what each shard does."""
+"""Before a batch: finish what was decided, abort what was not, and plan each shard's action."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ def plan_batch(
 
     Runs on the driver, before every batch. May be called again for the same batch, after a crash anywhere.
 
-        1  recover.claim   become the only owner; from here on, no older driver can decide
+        1  recover.claim   become the only owner; from here on, older drivers are fenced
         2  recover.check   compare the ledger with the checkpoint and with the sinks' current targets
         3  recover.apply   finish the batch if it was decided; at the first batch of a new checkpoint, finish what an
                            earlier checkpoint decided
         4  recover.abort_orphans   abort undecided participants
         5  batch.begin     at_most_once: from here on, records may be sent
 
-    A decided batch is finished under the guarantee of its decision, whatever the pipeline's is now.
+    A decided batch is finished under the guarantee of its decision, even if the pipeline's has changed.
 
     Args:
-        first: this process did not plan the previous batch, or that batch failed: claim and abort orphans. Otherwise
-            only check that this driver still owns the ledger.
-        since: epoch of this process's previous plan. If the ledger was claimed since, this is a first batch too:
+        first: this process did not plan the previous batch, or that batch failed: claim, and abort orphans. Otherwise
+        only check that this driver still owns the ledger.
+        since: epoch of this process's previous plan. If the ledger was claimed since, this counts as a first batch:
             the same session may have restarted the query, or have fenced a decision of unknown outcome.
-        keeps_state: whether the query does. Then a decided batch is read and compared: Spark commits the state of this
-            run of it, which must not hold what was never delivered.
+        keeps_state: whether the query is stateful. Then a decided batch is read again and compared: Spark commits the
+        rerun's state, which must not contain undelivered rows.
 
     Raises:
-        Fenced, LedgerAhead, LedgerBehind, TargetChanged, PromiseBroken, Refused, OutcomeUnknown: a new start
-            can continue from whatever was changed.
+        Fenced, LedgerAhead, LedgerBehind, TargetChanged, PromiseBroken, Refused, OutcomeUnknown: a new start can
+        continue from any partial change.
     """
     state = None if first else context.ledger.resume(context.owner.id)
     if state is None or since not in (None, state.epoch):
@@ -91,7 +91,7 @@ def plan_batch(
 
 
 def other_ledgers(ledger: Ledger, view: CheckpointView, state: LedgerState) -> Sequence[OtherLedger]:
-    """Other ledgers in the same place, if this one should hold the checkpoint but does not, perhaps for a rename."""
+    """Other ledgers in the same place, if this one lacks the checkpoint it should hold, perhaps after a rename."""
     known = state.last is not None or state.begun is not None or state.archived is not None
     if known or view.batch == 0:
         return ()
@@ -113,8 +113,8 @@ def _finish(context: Context, decision: Decision, other: Decision | None = None)
     """Apply a decided batch; return the shards whose prepared rows are gone, each with the sinks to rewrite it to.
 
     Args:
-        other: the newest decision of other incarnations, if this one may return after it. Its participants may not
-            be applied yet, and are left alone.
+        other: the newest decision of other incarnations, if this incarnation may return after it. Its participants may
+        still have to be applied, and are left alone.
     """
     _known_sinks(context, decision)
     keep = (decision,) if other is None else (decision, other)
@@ -123,10 +123,10 @@ def _finish(context: Context, decision: Decision, other: Decision | None = None)
         return {}
     reach(StepId.RECOVER_APPLY, Moment.BEFORE, batch=decision.batch)
     broken = apply_decided(context, decision, StepId.RECOVER_APPLY)
-    # Evidence is read only after orphans are aborted: their open transactions would hide it.
+    # Read evidence only after orphans are aborted: their open transactions would hide it.
     abort_orphans(context, *keep)
     lost: dict[int, frozenset[str]] = {}
-    # A later incarnation began by finishing this decision. Its evidence may be gone by now: markers are compacted.
+    # A later incarnation first finished this decision. Its evidence may be gone: markers are compacted.
     finished = other is not None and other.decided_at_ms > decision.decided_at_ms
     for p in () if finished else broken:
         if not context.committer.was_committed(work_of(decision, p)):
@@ -140,7 +140,7 @@ def _finish(context: Context, decision: Decision, other: Decision | None = None)
 
 
 def _known_sinks(context: Context, decision: Decision) -> None:
-    """A sink that was removed since then can be neither finished nor queried."""
+    """Participants at a sink removed since then can be neither applied nor queried."""
     gone = sorted({p.sink for p in decision.participants if p.handle} - {context.scope.sink, *context.others})
     if gone:
         raise Refused(
@@ -175,7 +175,7 @@ def _begin(context: Context, view: CheckpointView, step: StepId) -> None:
         case Ok():
             pass
         case Failed(reason) | Unknown(reason):
-            # Nothing was sent yet. If the record was written after all, the next start gives the batch up.
+            # Nothing was sent yet. If the record was written after all, the next start gives up the batch.
             raise OutcomeUnknown(
                 "BEGIN_UNKNOWN",
                 f"Batch {view.batch} could not be recorded as begun: {reason}. None of its records was sent.",

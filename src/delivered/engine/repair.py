@@ -1,4 +1,4 @@
-"""A decided batch, some shards of which had to be rewritten: compare them with what was decided."""
+"""Compare rewritten shards of a decided batch with the decision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from delivered.model.work import Decision, ShardMessage
 
 
 def repaired(context: Context, last: Decision, messages: Sequence[ShardMessage]) -> Decision:
-    """The next revision of the decision, with new participants in place of those that timed out.
+    """The next revision of the decision, with new participants replacing those that timed out.
 
     Raises:
         ReplayDiffers: the rerun had other shards or other rows. What it prepared was aborted.

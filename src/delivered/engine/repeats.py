@@ -1,7 +1,7 @@
-"""Deduplication by a key table: one partition of a batch, which holds all records of its keys.
+"""Deduplication by a key table, of one partition of a batch, which holds all records of its keys.
 
-The rows wait on disk until all keys are seen. So which of several copies is admitted depends on their content, not on
-their order of arrival: every attempt, and every rerun of the batch, admits and notes the same ones.
+The rows are buffered on disk until all keys are seen. So which duplicate is admitted depends on content, not on order
+of arrival: every attempt and every rerun of the batch admits and notes the same rows.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from delivered.contract.powers import KeyMemory
 from delivered.model.step import Moment, StepId, reach
 
 KEY, TIME, AT, TIE = (f"__delivered_seen_{n}" for n in ("key", "time", "at", "tie"))
-"""Helper columns: the key's hash, null: duplicates nothing; the time in microseconds; of copies of one time, the one
-with the lowest (`AT`, `TIE`) is the first."""
+"""Helper columns: the key's hash, null: no duplicates; the time in microseconds; among duplicates of equal time, the
+lowest (`AT`, `TIE`) comes first."""
 HELPERS = (KEY, TIME, AT, TIE)
 HELPER_TYPES = {KEY: pa.binary(), TIME: pa.int64(), AT: pa.int64(), TIE: pa.int64()}
 SPILL_BYTES = 32 << 20
-"""Rows beyond this size wait on disk."""
+"""Rows beyond this size are spilled to disk."""
 
 Int64 = np.ndarray[tuple[int], np.dtype[np.int64]]
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -32,7 +32,7 @@ Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 def without_seen(
     memory: KeyMemory, batch: int, within_us: int, rows: Iterator[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """The rows that duplicate none of an earlier batch and none of this one, without the helper columns.
+    """The rows that duplicate no row of earlier batches or this one, without the helper columns.
 
     1  read all rows; look up which of their keys earlier batches delivered
     2  dedup.note   the admitted ones are noted durably, but do not count yet
@@ -54,7 +54,7 @@ def without_seen(
 class _Chosen:
     """
     Attributes:
-        gets_in: for each row, in order of arrival.
+        gets_in: per row, in order of arrival.
         codes, times: of the records to note.
     """
 
@@ -74,7 +74,7 @@ class _Columns:
 def _choose(
     codes: Int64, columns: _Columns, known: dict[bytes, list[int]], keys: Sequence[bytes], within_us: int
 ) -> _Chosen:
-    """For each key, in time order: a record is admitted if no remembered one, and none admitted before it, lies within
+    """For each key, in time order: a record is admitted if no remembered or previously admitted one is within
     `within_us` of it. A record without a time is admitted if it is the only one of its key."""
     gets_in = codes < 0
     order = np.lexsort((columns.tie, columns.at, columns.time, columns.timeless, codes))
@@ -108,7 +108,7 @@ def _choose(
 
 
 class _Waiting:
-    """Rows of one partition, on disk beyond `SPILL_BYTES`; their helper columns in memory, about 60 bytes a row."""
+    """Rows of one partition, spilled beyond `SPILL_BYTES`; their helper columns in memory, about 60 bytes per row."""
 
     def __init__(self) -> None:
         self._file = tempfile.SpooledTemporaryFile(SPILL_BYTES)  # noqa: SIM115
@@ -123,7 +123,7 @@ class _Waiting:
         self._writer.write_batch(batch)
 
     def keys(self) -> tuple[list[bytes], Int64]:
-        """The keys, and for each row which of them it has; -1: none."""
+        """The keys, and for each row the index of its key; -1: none."""
         if not self._helpers:
             return [], np.array([], np.int64)
         column = pa.chunked_array([b.column(b.schema.get_field_index(KEY)) for b in self._helpers])

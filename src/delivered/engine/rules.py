@@ -1,4 +1,4 @@
-"""What a ledger and a checkpoint mean together. Pure: no clock, no I/O."""
+"""Compares a ledger with a checkpoint. Pure: no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NewBatch:
 
 @dataclass(frozen=True)
 class DecidedBatch:
-    """The batch is decided; the rest of it must be applied."""
+    """The batch is decided; what is left of it must be applied."""
 
     decision: Decision
 
@@ -35,7 +35,7 @@ class BegunBatch:
 
 @dataclass(frozen=True)
 class ArchivedRun:
-    """The run was decided and finished so long ago that only its archived entry is left."""
+    """The run was decided and finished so long ago that only its archive entry is left."""
 
     archived: Archived
 
@@ -56,13 +56,13 @@ def judge(
     """Classify the batch about to run.
 
     Args:
-        others: other ledgers in the same place, if this one holds nothing of the checkpoint.
+        others: other ledgers in the same place, if this one has nothing of the checkpoint.
 
     Raises:
         LedgerAhead: the checkpoint was restored from an older copy.
-        LedgerBehind: the sink or its ledger was restored from an older copy, or is another one.
-        Refused: the checkpoint is new, but an earlier one already wrote to this sink; or the guarantee became
-            stricter, and records of this batch may have been sent under the weaker one.
+        LedgerBehind: the sink or its ledger was restored from an older copy, or replaced.
+        Refused: the checkpoint is new, but an earlier one already wrote to this sink; or the guarantee became stricter,
+        and records of this batch may have been sent under the weaker one.
     """
     last, begun = state.last, state.begun
     if last is None and state.archived is not None:
@@ -85,7 +85,7 @@ def judge(
         _renamed(view, scope, tolerance, others)
         _first_of_ledger(state, view, scope, guarantee, tolerance, others)
     elif (last.batch if last else -1) < view.batch - 1 - view.repartitions and not tolerance.missing_ledger:
-        # Every batch that Spark logged was decided. One that is only begun means that the decision is gone.
+        # Every batch that Spark logged was decided. If it is only begun, its decision was lost.
         raise LedgerBehind(
             "LEDGER_BEHIND",
             f"The checkpoint is about to run batch {view.batch}, but the ledger's newest decided batch is "
@@ -94,13 +94,13 @@ def judge(
             next_step='restore the sink, or accept the gap once with .option("missingLedger", "accept")',
         )
     if last is not None and last.guarantee is Guarantee.AT_LEAST_ONCE:
-        # Under at_least_once, a batch leaves no trace until it is done.
+        # Under at_least_once, a batch leaves no record until it is done.
         return _begun(Begun(view.batch, view.offsets), guarantee, tolerance)
     return NewBatch()
 
 
 def _begun(begun: Begun, guarantee: Guarantee, tolerance: Tolerance) -> Verdict:
-    """What to do with a batch whose records may already have been sent."""
+    """Classify a batch whose records may already have been sent."""
     match guarantee:
         case Guarantee.AT_MOST_ONCE:
             return BegunBatch(begun)
@@ -119,7 +119,7 @@ def _begun(begun: Begun, guarantee: Guarantee, tolerance: Tolerance) -> Verdict:
 
 
 def _archived(archived: Archived, view: CheckpointView, guarantee: Guarantee, tolerance: Tolerance) -> Verdict:
-    """Classify a batch of an incarnation of which the ledger only keeps the archived entry."""
+    """Classify a batch of an incarnation that the ledger has archived."""
     if not archived.decided:
         return _begun(Begun(view.batch, view.offsets), guarantee, tolerance)
     if view.run:
@@ -156,7 +156,7 @@ def _after(offsets: str) -> str:
 
 
 def _renamed(view: CheckpointView, scope: Scope, tolerance: Tolerance, others: Sequence[OtherLedger]) -> None:
-    """Refuse a checkpoint that the ledger knows under another name."""
+    """Refuse a checkpoint that is in the ledger under another name."""
     former = next((o for o in others if o.same_incarnation), None)
     if former is None or tolerance.missing_ledger:
         return

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def fingerprint_seed(scope: Scope) -> int:
-    """The same for every incarnation, so that an audit can sum fingerprints."""
+    """Equal for all incarnations, so that an audit can sum fingerprints."""
     return seed_of(scope.pipeline, scope.sink)
 
 
@@ -38,7 +38,7 @@ def write_shard(
     batches: Iterator[pa.RecordBatch],
     schema: pa.Schema,
 ) -> ShardMessage:
-    """Do what the batch's plan says for this shard.
+    """Carry out the batch's plan for this shard.
 
     Args:
         shard: 0-based; stable across reruns of the batch.
@@ -46,7 +46,7 @@ def write_shard(
         batches: rows in the sink's input schema; consumed once, unless the shard is skipped.
 
     Raises:
-        InvariantBroken: the shard is out of bounds, or was not part of the batch that is being repaired.
+        InvariantBroken: the shard is out of bounds, or not part of the batch being repaired.
     """
     if not 0 <= shard < SHARDS_MAX:
         raise InvariantBroken(
@@ -58,7 +58,7 @@ def write_shard(
     if action is Action.SKIP:
         return ShardMessage(plan, shard, attempt, Action.SKIP)
     if action is Action.WRITE and plan.guarantee is Guarantee.AT_MOST_ONCE and attempt > 0:
-        # An earlier attempt of this task may have sent records. Sending again could duplicate them.
+        # An earlier attempt of this task may have sent records; sending again could duplicate them.
         action = Action.GIVE_UP
     lines = _lines(sink, plan, shard)
     if action is Action.COMPARE:
@@ -83,7 +83,7 @@ def write_shard(
             participants.append(prepared)
             undo.callback(line.abort_prepared, prepared)
         undo.pop_all()
-    # Records of a written shard that the sink gave up unacknowledged: a count only, as it is unknown which.
+    # Unacknowledged records that the sink gave up: only counted, as it is unknown which they are.
     dropped = {n.scope.sink: n.dropped for n in lines}
     unanswered = {p.sink: Fingerprint(sum(p.given_up.values())) + dropped[p.sink] for p in participants}
     return ShardMessage(plan, shard, attempt, Action.WRITE, tuple(participants), unanswered, _compared(lines))
@@ -94,7 +94,7 @@ class _Line:
     """One sink's share of a shard.
 
     Attributes:
-        wanted: it is written; otherwise its rows are only checked for dead letters.
+        wanted: rows are written; otherwise they are only checked for dead letters.
         dropped: invalid rows, which are left out.
     """
 
@@ -117,7 +117,7 @@ class _Line:
         return batch if self.member.route is None else self.member.route(batch)
 
     def count(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """The rows, added to the sink's fingerprint."""
+        """Add the rows to the sink's fingerprint; return them."""
         self.total += fingerprint(self.member.sink.records(rows), self.seed)
         return rows
 
@@ -126,8 +126,8 @@ class _Line:
             self.writer.abort()
 
     def abort_prepared(self, prepared: Prepared) -> None:
-        """Abort what this sink prepared when another sink of the batch failed: no message reports it, so no decision
-        can name it, and an open transaction blocks readers. The next recovery aborts what cannot be reached now."""
+        """Abort what this sink prepared when another sink failed: it is never reported to the driver, so no decision
+        can name it, and open transactions block readers. If unreachable now, the next recovery aborts it."""
         if not prepared.handle:
             return
         try:
@@ -146,13 +146,13 @@ class _Line:
 
 
 def _compared(lines: Sequence[_Line]) -> dict[str, Fingerprint]:
-    """A dead letter tells its row's number in the shard, and rows may come in another order: letters are counted."""
+    """Dead letters are only counted: they contain row numbers, and rows may arrive in another order."""
     read = [n for n in lines if n.writer is None]
     return {n.scope.sink: Fingerprint(n.total.count) if n.member.dead_letters else n.total for n in read}
 
 
 def _lines(sink: Sink | SinkGroup, plan: BatchPlan, shard: int) -> list[_Line]:
-    """One for each sink that this shard is written to; with dead letters, also for those that reject rows; all, if the
+    """One per sink that this shard is written to; with dead letters, also those that reject rows; all sinks if the
     batch's rows are compared."""
     members = sink.members if isinstance(sink, SinkGroup) else (Member(plan.scope.sink, sink),)
     on_bad_row = sink.on_bad_row if isinstance(sink, SinkGroup) else OnBadRow.FAIL
@@ -169,7 +169,7 @@ def _lines(sink: Sink | SinkGroup, plan: BatchPlan, shard: int) -> list[_Line]:
 def _shared(
     lines: Sequence[_Line], batch: pa.RecordBatch, number: int, shard: int
 ) -> Iterator[tuple[_Line, pa.RecordBatch]]:
-    """Each sink's rows of a batch, counted, in the order of the sinks; dead letters come last."""
+    """Each sink's rows of a batch, counted, in sink order; dead letters come last."""
     found: list[pa.RecordBatch] = []
     for line in (n for n in lines if not n.member.dead_letters):
         rows = line.routed(batch)
@@ -207,7 +207,7 @@ def _prepare(lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int) 
     for line in lines:
         if line.writer is not None:
             reach(step, Moment.BEFORE, sink=line.scope.sink, **facts)
-            # The writer learns the fingerprint only now: sinks that store it with the rows write it last.
+            # Only now is the fingerprint complete: sinks that store it with the rows write it last.
             work = Work(line.scope, plan.batch, shard, attempt)
             prepared = Prepared.of(work, line.total, line.writer.prepare(line.total))
             yield line, prepared

@@ -1,7 +1,7 @@
 """Whether the sinks still write to the targets of the last batch.
 
-A topic or table that was dropped and recreated has the same name but none of the delivered records. A ledger stored
-elsewhere cannot tell, so each decision holds the targets' identities.
+A topic or table that was dropped and recreated has the same name but none of the delivered records. An external ledger
+cannot notice that, so each decision contains the targets' identities.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from delivered.model.identity import Target
 from delivered.model.work import Decision
 
 _IN_WORDS = re.compile(r".*(?:with (?:id|oid|UUID)|generation) (\S+)", re.DOTALL)
-"""Decisions of earlier versions hold "topic t with id 3f0c": also the name, which can be spelt in several ways."""
+"""Decisions of earlier versions also contain the name, which has several spellings: "topic t with id 3f0c"."""
 
 
 def known_targets(context: Context, last: Decision | None) -> Mapping[str, str]:
-    """Targets of any batch but a start's first: those of the last decision, unless it holds none."""
+    """Targets of any batch but a start's first: those of the last decision, if it has any."""
     return last.targets if last is not None and last.targets else _ids(_now(context))
 
 
@@ -30,10 +30,10 @@ def decided_targets(context: Context, last: Decision | None, planned: Mapping[st
 
 
 def check_targets(context: Context, last: Decision | None) -> Mapping[str, str]:
-    """Ask the sinks for their targets; compare with those of the last decision of this incarnation.
+    """Query the sinks' targets, and compare them with this incarnation's last decision.
 
-    Runs on the driver, at the first batch of a start, before anything is applied. Sinks that the last decision does
-    not name, and decisions of versions that did not store targets, are accepted.
+    Runs on the driver, at the first batch of a start, before anything is applied. Accepts sinks that the last decision
+    does not name, and decisions of versions that stored no targets.
 
     Raises:
         TargetChanged: a target was recreated, or is gone, and the user did not accept that.

@@ -1,4 +1,4 @@
-"""Several sinks, one batch, all or nothing."""
+"""Atomic batches across several sinks."""
 
 from delivered.group.sinks import Columns, Group
 

@@ -1,4 +1,4 @@
-"""The participants of every sink, behind one committer."""
+"""One committer for the participants of all sinks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GroupCommitter:
         return self._named(prepared.sink).abort(prepared)
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        """Abort every sink's orphans, even after a sink failed to answer: open transactions block its readers."""
+        """Abort every sink's orphans, even if another sink is unreachable: open transactions block readers."""
         self._set_up()
         count = 0
         failure: Outcome[int] | None = None
@@ -52,7 +52,7 @@ class GroupCommitter:
             committer.close()
 
     def _set_up(self) -> None:
-        """What a claim of its own ledger would have created at a sink."""
+        """Create what a claim of the sink's own ledger would have created."""
         if self._is_set_up:
             return
         for sink, committer in self._by_name.items():

@@ -1,4 +1,4 @@
-"""The sinks of a pipeline as the engine sees them: one ledger, one committer."""
+"""Presents a pipeline's sinks to the engine as one ledger and one committer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Columns:
-    """A route over columns that the batch already has; expressions are computed before.
+    """A route over existing columns of the batch; expressions are computed earlier.
 
     Attributes:
         take: (name at the sink, column of the batch), in the sink's order.
@@ -89,7 +89,7 @@ class Group:
         """From (name, sink, route), in the user's order; the dead-letter sink comes last.
 
         Raises:
-            UsageError: two sinks have the same name, so their ids at the servers would be the same.
+            UsageError: two sinks have the same name, so their ids at the servers would collide.
         """
         if dead_letter is not None:
             sinks = [*sinks, (*dead_letter, dead_letters_route(dead_letter[1]))]

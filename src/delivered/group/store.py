@@ -1,8 +1,8 @@
-"""The store of the sink that keeps the ledger, for all sinks.
+"""The ledger's store, at one sink, for all sinks.
 
-A change of sinks may change which ledger decides. Until the new one holds a decision of this checkpoint, the ledgers of
+A change of sinks may change which ledger decides. Until the new one has a decision of this checkpoint, the ledgers of
 the other sinks count: their state is read, projected to the new ledger's sink, and carried over. Their owners are
-fenced: a driver may still run with the previous sinks.
+fenced, as a driver may still be running with the previous sinks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from delivered.model.outcome import Ok, Outcome
 from delivered.model.work import Decision, LedgerState, Owner
 
 FORGET_EVERY = 64
-"""How often, in batches, the markers of other sinks are deleted."""
+"""Interval, in batches, at which markers of other sinks are deleted."""
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class GroupStore:
         return self._carried_on(self._deciding.peek())
 
     def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
-        """The deciding ledger first: a driver superseded there fences nobody elsewhere."""
+        """Claims the deciding ledger first: a driver superseded there fences nobody elsewhere."""
         asked: list[Owner] = []
 
         def noted(head: Head) -> Owner:
@@ -77,7 +77,7 @@ class GroupStore:
         return self._deciding.history()
 
     def others(self) -> Sequence[OtherLedger]:
-        """All but this group's own."""
+        """All but this group's own ledgers."""
         own = {scope.sink for _, scope in self._others}
         found = self._deciding.others()
         return [o for o in found if not (o.pipeline == self._scope.pipeline and o.sink in own)]
@@ -106,7 +106,7 @@ class GroupStore:
         )
 
     def _forget(self, batch: int) -> None:
-        """All batches before a decided one are visible everywhere: their markers are no longer needed."""
+        """Delete markers of batches before a decided one, which are visible everywhere."""
         for member, scope in self._others:
             committer = member.sink.committer(scope)
             try:

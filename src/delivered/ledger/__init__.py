@@ -1,1 +1,1 @@
-"""The rules of a ledger, in one place, above stores that only read and write."""
+"""The rules of a ledger, on top of stores that only read and write."""

@@ -1,4 +1,4 @@
-"""The rules of a ledger: one owner at a time, one decision per batch, and no write of an earlier claim."""
+"""The rules of a ledger: one owner at a time, one decision per batch, no write under an earlier claim."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from delivered.model.work import Begun, Decision, LedgerState, Owner
 
 
 class Ledger:
-    """Where decisions are durable: one writer at a time. Runs on the driver, in two processes of one owner.
+    """Durable decisions with a single writer. Runs on the driver, in two processes of one owner.
 
-    It works under one claim, its own or the other process's; a later claim, even of the same owner, voids it.
+    Works under one claim, its own or the other process's; a later claim, even of the same owner, voids it.
 
     Args:
-        carries_rows: the write of a decision makes rows visible too, as the plan says (`LedgerPlace`).
+        carries_rows: writing a decision also makes rows visible, as planned (`LedgerPlace`).
     """
 
     def __init__(self, store: Store, scope: Scope, *, carries_rows: bool = False) -> None:
@@ -32,14 +32,14 @@ class Ledger:
         self._claim: tuple[str, int] | None = None
 
     def claim(self, owner: Owner) -> LedgerState:
-        """Become the only owner, fence all others, and return what the ledger holds.
+        """Become the only owner, fence all others, and return the ledger's state.
 
-        After it returns, nothing in flight can be written any more: no `begin` or `decide` of an earlier owner, and
-        none of this owner's whose outcome is unknown. May be called again by the same owner.
+        Once it returns, no write in flight can succeed: no `begin` or `decide` of an earlier owner, and none of this
+        owner's with unknown outcome. May be called again by the same owner.
 
         Raises:
-            Fenced: this owner was superseded before, or another one claimed right after.
-            Unreachable: others keep claiming it.
+            Fenced: this owner was superseded earlier, or another one claimed right after.
+            Unreachable: others keep claiming.
         """
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
@@ -56,10 +56,10 @@ class Ledger:
         return state
 
     def resume(self, owner_id: str) -> LedgerState:
-        """Continue as the owner that claimed before, perhaps in another process; fences nobody.
+        """Continue under this owner's claim, perhaps made in another process; fences nobody.
 
         Raises:
-            Fenced: another owner has the ledger now.
+            Fenced: another owner has claimed the ledger.
         """
         state = self._store.read()
         if state.owner is None or state.owner.id != owner_id:
@@ -68,14 +68,14 @@ class Ledger:
         return state
 
     def look(self) -> LedgerState:
-        """What the ledger holds now. Claims, fences and writes nothing: for the planner and the audit.
+        """The ledger's current state, for the planner and the audit. Claims, fences and writes nothing.
 
         May be called by any process, with or without an owner, while a driver runs.
         """
         return self._store.peek()
 
     def begin(self, begun: Begun) -> Outcome[None]:
-        """Record durably that a batch may send records from now on, if this owner still owns the ledger.
+        """Record durably that a batch may send records from now on, if this owner is not fenced.
 
         Runs before the batch's tasks. May be called again for the same batch. Failed: this owner was fenced.
         """
@@ -89,15 +89,15 @@ class Ledger:
         return self._write(rule)
 
     def decide(self, decision: Decision) -> Outcome[None]:
-        """Record the decision durably, if this owner still owns the ledger.
+        """Record the decision durably, if this owner is not fenced.
 
-        If the ledger carries rows, those that its own sink staged become visible with it. Participants of other
-        sinks are recorded, not touched. A later revision of a batch replaces the earlier one.
-        Failed: it is not written and never will be. Unknown: `claim` again, then look.
+        If the ledger carries rows, its own sink's staged rows become visible with it. Participants of other sinks are
+        only recorded. A later revision of a batch replaces the earlier one.
+        Failed: it was not and never will be written. Unknown: `claim` again, then `look`.
         """
         text = decision.to_json()
         carries_rows = self._carries_rows and decision.guarantee is Guarantee.EXACTLY_ONCE
-        claim = self._claim  # of this call: a late write is judged by the claim under which it was sent
+        claim = self._claim  # captured: a late write is checked against the claim it was sent under
         move = tuple(p for p in decision.to_move if p.handle) if carries_rows else ()
 
         def rule(head: Head) -> Change | None:
@@ -137,7 +137,7 @@ class Ledger:
             return Failed(str(error))
 
     def _successor(self, owner: Owner, head: Head) -> Owner:
-        """The owner after this head, with those that must never claim again."""
+        """The owner that follows this head, with the owners that must never claim again."""
         before = head.owner
         if before is None:
             return replace(owner, superseded=())
@@ -173,7 +173,7 @@ class Ledger:
 
 
 def _revises(decision: Decision, last: Decision) -> bool:
-    """Only the next revision of a decided batch may replace it."""
+    """Whether it is a later revision of the same batch, which alone may replace it."""
     return last.batch == decision.batch and last.revision < decision.revision
 
 
@@ -189,8 +189,8 @@ def state_of(
 
     Args:
         decisions: the newest of each incarnation, in any order.
-        begun: incarnation -> its last begun batch, oldest first.
-        archived: finds the archived entry of an incarnation.
+        begun: incarnation -> its last begun batch; oldest first.
+        archived: finds an incarnation's archive entry.
     """
     newest = {d.scope.incarnation: d for d in decisions}
     last = newest.pop(scope.incarnation, None)
@@ -212,7 +212,7 @@ class Outdated:
     """
     Attributes:
         incarnations: whose records are deleted, except for their entries in the archive.
-        entries: what is kept of them permanently.
+        entries: their archive entries, kept permanently.
     """
 
     incarnations: tuple[str, ...]
@@ -220,7 +220,7 @@ class Outdated:
 
 
 def outdated(state: LedgerState) -> Outdated:
-    """Which incarnations a claim forgets: those beyond the newest ones, but never this checkpoint's."""
+    """The incarnations that a claim forgets: the oldest ones beyond the limit, never this checkpoint's."""
     decided, begun = state.earlier[LEDGER_INCARNATIONS:], state.earlier_begun[LEDGER_INCARNATIONS:]
     return Outdated(
         (*(d.scope.incarnation for d in decided), *(i for i, _ in begun)),

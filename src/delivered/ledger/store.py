@@ -1,8 +1,8 @@
 """What a store of a ledger implements: read, and write atomically under a claim. The rules are in `ledger.Ledger`.
 
-A store is where decisions are durable: a Kafka topic, database tables, the log of a Delta table, the metadata of an
-Iceberg table, a folder, memory. It decides nothing: it passes the `Head` to a rule, and writes the `Change` that the
-rule returns if nobody claimed or decided in between.
+A store makes decisions durable: in a Kafka topic, database tables, the log of a Delta table, the metadata of an Iceberg
+table, a folder, memory. It contains no rules: it passes the `Head` to a rule, and writes the returned `Change` if
+nobody claimed or decided in between.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Head:
     """What the next write of a scope depends on.
 
     Attributes:
-        owner: the last to claim; None: nobody yet.
+        owner: the last one to claim; None: nobody yet.
         epoch: of that claim; 0: there is none.
         batch: the newest decided batch of this incarnation; None: none.
         last: reads its decision. Only called if the batch number is not enough.
@@ -38,11 +38,11 @@ class Head:
 
 @dataclass(frozen=True)
 class Change:
-    """What one write stores, all or nothing: a begun batch or a decision.
+    """What one write stores atomically: a begun batch or a decision.
 
     Attributes:
-        move: participants whose staged rows this very write makes visible. Empty where the plan has every sink commit
-            what it prepared after the decision.
+        move: participants whose staged rows this write makes visible. Empty if, by the plan, every sink commits its
+        prepared rows after the decision.
     """
 
     begun: Begun | None = None
@@ -51,45 +51,44 @@ class Change:
 
     @property
     def is_first(self) -> bool:
-        """Whether it decides a batch, and does not revise the decision."""
+        """Whether it decides a batch rather than revising a decision."""
         return self.decision is not None and not self.decision.revision
 
 
 class Store(Protocol):
-    """One scope of a ledger. Runs on the driver, in two processes of one owner; used by one thread.
+    """One scope's ledger store. Runs on the driver, in two processes of one owner; used by one thread.
 
-    A call that raises `DeliveredError` wrote nothing. One that may have written returns an `Outcome`.
+    A call that raises `DeliveredError` wrote nothing. Calls that may have written return an `Outcome`.
     """
 
     @property
     def where(self) -> str:
-        """Where the ledger lies, for errors: "in topic 'orders-ledger'"."""
+        """The ledger's location, for errors: "in topic 'orders-ledger'"."""
 
     def read(self) -> LedgerState:
-        """Everything committed before this call. Raises if records that an owner must find are gone."""
+        """Everything committed before this call. Raises if records that an owner needs are missing."""
 
     def peek(self) -> LedgerState:
-        """The same for a process without a claim; empty if there is no ledger yet. Writes nothing."""
+        """As `read`, for a process without a claim; empty if there is no ledger yet. Writes nothing."""
 
     def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
-        """One attempt to become the owner; return the epoch of the claim.
+        """Try once to become the owner; return the claim's epoch.
 
-        Asks `successor` for the owner that follows the head it read; this may raise, and may be asked again. After Ok,
-        no write of an earlier claim succeeds, whatever was in flight. Forgets what `ledger.outdated` names.
-        Failed, Unknown: another owner claimed meanwhile, or there was no answer; it may be retried.
+        Calls `successor` for the owner that follows the head it read; this may raise, and may be called again. After
+        Ok, no write of an earlier claim succeeds, not even one in flight. Forgets what `ledger.outdated` returns.
+        Failed, Unknown: another owner claimed meanwhile, or there was no answer; retriable.
         """
 
     def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
-        """Ask `rule` for the change to this head, and write it; None: nothing to write, Ok.
+        """Call `rule` for the change to this head, and write it; None: nothing to write, Ok.
 
-        `rule` raises if the claim is outdated. It may be asked again for a newer head, but never after a change was
-        sent whose outcome is unknown (P19). The same write makes the rows of `Change.move` visible and reaches the
-        crash points of `commit.apply` once for each; Failed if staged rows of one are gone.
+        `rule` raises if the claim is outdated. It may be called again with a newer head, but never after a change with
+        unknown outcome was sent (P19). The same write makes the rows of `Change.move` visible, and reaches the crash
+        points of `commit.apply` once for each; Failed if staged rows of one are gone.
         """
 
     def history(self) -> Iterable[Decision]:
-        """Decisions of this incarnation that are still kept, oldest first, at most about
-        `limits.LEDGER_HISTORY_BATCHES`."""
+        """Kept decisions of this incarnation, oldest first; at most about `limits.LEDGER_HISTORY_BATCHES`."""
 
     def others(self) -> Sequence[OtherLedger]:
         """Ledgers of other pipelines and sinks in the same place."""

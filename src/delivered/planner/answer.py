@@ -1,4 +1,4 @@
-"""A plan or a refusal, and how each reads as text and as JSON. Both walk the same steps that the engine runs."""
+"""A plan or a refusal, rendered as text or JSON. Both walk the steps that the engine runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Reason:
 
     Attributes:
         code: as in an error, without the prefix.
-        way_out: what the user can change to get the guarantee asked for.
+        way_out: what the user can change to get the requested guarantee.
         transient: a server is unreachable, which says nothing about what it supports.
     """
 
@@ -40,12 +40,12 @@ class Plan:
         mechanism: how the guarantee is kept, as a phrase.
         steps: of one batch, in order; exactly one decides.
         recovery: what a start runs before its first batch.
-        ledger: in whose store the decision is written, and whether rows become visible with it.
+        ledger: the sink whose store holds the decision, and whether rows become visible with it.
         assumptions: what must hold outside the pipeline.
         limits: bounds worth knowing before the start.
-        warnings: what preflight and the ledger found that is no reason to refuse.
-        dedup: which duplicates in the source are recognised, which keys expire, and what that costs. Empty: no dedup.
-        order: which of several sinks decides, the order of the others, and why. Empty for one sink.
+        warnings: findings of preflight and the ledger that are no reason to refuse.
+        dedup: which duplicates in the source are recognised, which keys expire, and the cost. Empty: no dedup.
+        order: which of several sinks decides, the order of the others, and why. Empty for a single sink.
     """
 
     pipeline: str
@@ -73,9 +73,9 @@ class Refusal:
     """Why a pipeline cannot have its guarantee, and which one it can have.
 
     Attributes:
-        nearest: the strongest other guarantee that the request could have unchanged; None: none.
-        way_out: what to change to get the guarantee asked for.
-        transient: a server is unreachable; the answer may differ later.
+        nearest: the strongest other guarantee available to the unchanged request; None: none.
+        way_out: what to change to get the requested guarantee.
+        transient: a server is unreachable; a later request may succeed.
     """
 
     pipeline: str
@@ -100,7 +100,7 @@ class Refusal:
 
 
 def to_text(answer: Plan | Refusal, width: int = _WIDTH) -> str:
-    """For people; ends without a newline."""
+    """Human-readable; ends without a newline."""
     match answer:
         case Plan():
             return "\n".join(_plan_lines(answer, width))
@@ -189,7 +189,7 @@ def _block(label: str, lines: Iterable[str], width: int) -> Iterable[str]:
 
 
 def _wrapped(label: str, text: str, width: int) -> Iterable[str]:
-    # Text to be pasted, such as offsets in JSON, must not be broken.
+    # Never wrap text meant for pasting, such as offsets in JSON.
     lines = textwrap.wrap(text, max(width - _LABEL, 20), break_long_words=False, break_on_hyphens=False)
     for i, line in enumerate(lines or [""]):
         yield (f"  {label if i == 0 else '':{_LABEL - 2}}{line}").rstrip()

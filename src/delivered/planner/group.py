@@ -1,4 +1,4 @@
-"""What a plan says of several sinks: which one decides, in which order they are written, what readers may see."""
+"""The plan's lines on several sinks: which one decides, in which order they are written, what readers may see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts rules and steps together."""
+"""Combines rules and steps into a plan."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_plan(request: Request) -> Plan | Refusal:
 
 def _refusal(request: Request, reason: Reason) -> Refusal:
     weaker = [g for g in (Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE) if g is not request.guarantee]
-    # What a server supports does not depend on whether it runs now; but while it is away, no guarantee is possible.
+    # A server's features do not depend on whether it is up; but while it is down, no guarantee is possible.
     nearest = None if reason.transient else next((g for g in weaker if _can_be_had(request, g)), None)
     return Refusal(
         request.pipeline, request.guarantee, reason.code, reason.text, nearest, reason.way_out, reason.transient
@@ -70,7 +70,7 @@ def _transform_changed(request: Request) -> Iterator[str]:
 
 
 def _promises(request: Request) -> list[float]:
-    """Prepared time-outs of the sinks that have one, in seconds."""
+    """Prepared timeouts of the sinks that have one, in seconds."""
     return [
         s.capability.prepared_timeout_s
         for s in request.sinks
@@ -104,7 +104,7 @@ def _assumptions(request: Request) -> list[str]:
 
 
 def _same_state(request: Request) -> list[str]:
-    """What a query that keeps state assumes: Spark keeps the state of a decided batch's rerun."""
+    """Assumption of a stateful query: Spark keeps the state of a decided batch's rerun."""
     found = []
     if request.dedup is not None and not request.dedup.in_table:
         found.append("copies of one record in one batch are identical")
@@ -126,7 +126,7 @@ def _changing(request: Request) -> str:
 
 
 def _same_rows(request: Request) -> list[str]:
-    """What exactly_once assumes of a transform without state: only an expired transaction ever needs its rows again."""
+    """Assumption of exactly_once for a stateless transform: only an expired transaction needs its rows again."""
     promises = _promises(request)
     if not promises or request.keeps_state or request.transform.kind == "none":
         return []

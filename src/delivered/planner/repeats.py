@@ -1,4 +1,4 @@
-"""What a plan says of `dedup`: which duplicates are recognised, which keys expire, and what that costs."""
+"""The plan's lines on `dedup`: which duplicates are recognised, which keys expire, and the cost."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ class Trigger(StrEnum):
 class SourceFacts:
     """
     Attributes:
-        name: tells this source from others of the pipeline; empty: there is no other.
-        label: system and what is read from it, for people: "kafka orders".
+        name: distinguishes this source from others of the pipeline; empty: it is the only one.
+        label: system and what is read from it, for display: "kafka orders".
         findings: what preflight found at the live source; empty if it did not run.
     """
 
@@ -43,7 +43,7 @@ class SourceFacts:
 class SinkFacts:
     """
     Attributes:
-        name: tells this sink from others of the pipeline.
+        name: distinguishes this sink from others of the pipeline.
     """
 
     name: str
@@ -58,9 +58,9 @@ class TransformFacts:
     Attributes:
         kind: "none", "sql", "python" (DataFrame -> DataFrame) or "arrow" (record batch -> record batch).
         text: the SQL, or the function's name.
-        stateful: it keeps state between batches, as declared or seen.
+        stateful: it keeps state between batches, as declared or detected.
         deterministic: the same input gives the same rows; None: not declared.
-        changing: functions that it calls, whose values change between runs: "uuid()".
+        changing: nondeterministic functions that it calls: "uuid()".
         findings: of checking it against the source's columns, and its columns against the sinks.
     """
 
@@ -72,7 +72,7 @@ class TransformFacts:
     findings: tuple[Finding, ...] = ()
 
     def seen(self, changing: tuple[str, ...], stateful: bool = False) -> TransformFacts:
-        """With what its code says of it. What is declared stands."""
+        """Completed with what its code shows. Declared values take precedence."""
         if self.deterministic is not None:
             changing = ()
         deterministic = False if changing else self.deterministic
@@ -113,17 +113,17 @@ class CheckpointFacts:
         ledger_newest: the newest batch that the ledger holds for this incarnation; None: none, or not read.
         owner: another live driver that owns the ledger; None: there is none.
         takeover: the user wants that driver fenced.
-        earlier: what the ledger holds of another checkpoint, if it holds nothing of this one; else None.
+        earlier: what the ledger has of another checkpoint, if it has nothing of this one; else None.
         accepts_new: the user accepts that this checkpoint starts over.
-        transform_changed: first and newest batch that ran with a transform other than the pipeline's current one; None:
-            the newest one ran with the current one, or it is unknown.
+        transform_changed: first and newest batch that ran with another transform than the current one; None: the newest
+        one ran with the current one, or it is unknown.
         unwritable: why Spark could not write it; None: it could, or it is unknown.
-        ledger_behind: the ledger lacks batches that it once decided, and the user did not accept that.
-        ledger_missing: the checkpoint holds batches, the ledger none of them, and the user did not accept that.
+        ledger_behind: the ledger has lost decided batches, and the user did not accept that.
+        ledger_missing: the ledger has none of the checkpoint's batches, and the user did not accept that.
         offsets_text: the sources' offsets of the newest batch, as Spark logged them; empty: none.
         unfinished: Spark has not committed that batch.
         removed: where sources ended that were removed from the query earlier, by name.
-        other_dedup: the checkpoint's dedup, for people, if the pipeline's differs; else None.
+        other_dedup: the checkpoint's dedup, for display, if the pipeline's differs; else None.
     """
 
     location: str
@@ -154,7 +154,7 @@ class Alternatives:
     """Systems that a refusal recommends.
 
     Attributes:
-        transactional: their sinks can hold a batch back until it is decided; key_tables: can keep a dedup's keys.
+        transactional: their sinks can prepare a batch until it is decided; key_tables: they can keep a dedup's keys.
     """
 
     transactional: tuple[str, ...] = ()
@@ -168,7 +168,7 @@ class Request:
     Attributes:
         on_bad_row: what happens to a row that is invalid for a sink.
         validating: names of the sinks that detect such rows before they write.
-        dead_letters: name of the sink, the last one, that gets dead letters; None: there is none.
+        dead_letters: name of the dead-letter sink, which is the last one; None: there is none.
         dedup: which duplicates in the source are dropped; None: none.
         output_mode: of the query, as Spark spells it.
     """

@@ -1,5 +1,5 @@
-"""Reasons to refuse, one function each. The first that applies is the answer, so the order runs from the request itself
-to the state of the live systems."""
+"""Reasons to refuse, one function each. The first that applies wins, so they are ordered from the request itself to the
+state of the live systems."""
 
 from __future__ import annotations
 

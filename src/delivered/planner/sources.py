@@ -1,4 +1,4 @@
-"""Sources added and removed between two runs: whether Spark can go on, and what the plan says of it."""
+"""Sources added or removed between two runs: whether Spark can continue, and the plan's warnings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from delivered.planner.request import Request
 
 
 def sources_known(request: Request) -> Reason | None:
-    """Spark's offset log tells named sources by name; without names it cannot tell which one was added or removed."""
+    """Spark's offset log identifies sources by name; without names it cannot show which one was added or removed."""
     facts = request.checkpoint
     now, before = _names(request), set(facts.offsets)
     if not before or (_unnamed(now) and _unnamed(before)):
@@ -46,7 +46,7 @@ def sources_known(request: Request) -> Reason | None:
 
 
 def changed(request: Request) -> Iterator[str]:
-    """Warnings: which sources are new to the checkpoint, and which it has and the pipeline has not."""
+    """Warnings: sources that are new to the checkpoint, and sources missing from the pipeline."""
     now, before = _names(request), request.checkpoint.offsets
     if not before or _unnamed(now):
         return
@@ -64,7 +64,7 @@ def _names(request: Request) -> set[str]:
 
 
 def _unnamed(names: Iterable[str]) -> bool:
-    """Whether Spark's log tells these sources by position."""
+    """Whether Spark's log identifies these sources by position."""
     return all(n == SOURCE or n.isdigit() for n in names)
 
 

@@ -15,7 +15,7 @@ _AGAIN = "nothing is visible; the batch runs again"
 
 
 def batch_steps(request: Request) -> tuple[Step, ...]:
-    """What a batch does if nothing fails; a step of each kind for each sink that has it. Exactly one decides."""
+    """A batch's steps without failures, each kind once per sink that has it. Exactly one decides."""
     ids = steps_of(mechanism_of(request), keys_in_table=request.dedup is not None and request.dedup.in_table)
     found: list[Step] = []
     for name in ids:
@@ -25,7 +25,7 @@ def batch_steps(request: Request) -> tuple[Step, ...]:
 
 
 def recovery_steps(request: Request) -> tuple[Step, ...]:
-    """What a start does first, whether after a crash or not."""
+    """The first steps of every start, with or without a preceding crash."""
     return tuple(_RECOVERY[name] for name in RECOVERY[request.guarantee])
 
 
@@ -75,7 +75,7 @@ def _each(
     on_crash: str,
     sinks: Sequence[SinkFacts] | None = None,
 ) -> Steps:
-    """A step for each sink, in the order in which they come."""
+    """One step per sink, in order."""
     chosen = request.sinks if sinks is None else sinks
     return [Step(step, _at(request, s, does(s.capability)), on_crash) for s in chosen]
 
@@ -177,7 +177,7 @@ def _decide(request: Request) -> Steps:
 
 
 def _move(request: Request) -> Steps:
-    """Of the sink that decides, within its transaction."""
+    """The deciding sink's move, in its transaction."""
     does = _at(request, request.decider, "rows of each shard into the open transaction")
     again = f"the transaction rolls back; the batch runs again{' for every sink' * request.is_group}"
     return [Step(StepId.COMMIT_APPLY, does, again)]
