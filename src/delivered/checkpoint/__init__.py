@@ -1,7 +1,7 @@
-"""A query's checkpoint as files: Spark's own, and our sidecar files in its folder `delivered`.
+"""A query's checkpoint: Spark's own files, and this package's sidecar files in its folder `delivered`.
 
-folder.py           location, state of the batch about to run, our files
+folder.py           location, state of the batch about to run, sidecar files
 first_offsets.py    where batch 0 started
-offset_metadata.py  metadata of offsets that Spark's log cannot hold
+offset_metadata.py  offset metadata that Spark's log cannot hold
 dedup.py            the dedup that created the state
 """

@@ -1,7 +1,7 @@
 """The dedup that created a checkpoint's state, stored in its sidecar.
 
-If a state does not match, Spark reports at most its internal row layout, and with another `within` it silently
-continues. So the first start stores the dedup, and a start with another one is refused.
+If the dedup does not match the state, Spark at best reports its internal row layout; with another `within`, it silently
+continues. So the first start stores the dedup, and later starts with another one are refused.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def kept(location: str) -> Dedup | None:
 
 
 def changed(location: str, dedup: Dedup | None, sink: str = "") -> str | None:
-    """The checkpoint's dedup, for messages, if the pipeline now has another one; else None.
+    """The checkpoint's dedup, for messages, if the pipeline's differs; else None.
 
     Args:
-        sink: the deciding sink, whose database has the table of keys.
+        sink: the deciding sink, whose database has the key table.
     """
     before = kept(location)
     if before is None:
@@ -54,7 +54,7 @@ def changed(location: str, dedup: Dedup | None, sink: str = "") -> str | None:
 
 
 def _sink(location: str) -> str:
-    """The sink whose database has the table."""
+    """The sink whose database has the key table."""
     return str(json.loads(folder.read(location, FILE) or "{}").get("sink", ""))
 
 
@@ -63,10 +63,10 @@ def keep(location: str, dedup: Dedup | None, *, fresh: bool, sink: str = "") -> 
 
     Args:
         sink: the deciding sink.
-        fresh: no query has run on this checkpoint; what a failed start left is replaced.
+        fresh: no query has run on this checkpoint; what a failed start left behind is replaced.
 
     Raises:
-        Refused: the checkpoint started with another one. The plan checks this first; here it is enforced.
+        Refused: the checkpoint started with another one. The plan checks this first; it is enforced here.
     """
     before = changed(location, dedup, sink)
     if before is None:

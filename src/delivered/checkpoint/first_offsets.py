@@ -1,8 +1,8 @@
-"""Where a pipeline's source started, stored in the checkpoint sidecar.
+"""A source's first offsets, stored in the checkpoint sidecar.
 
-Spark logs where a batch ends, but asks the source where batch 0 starts, again if batch 0 runs again. With
-startingOffsets "latest" the answer would change, and records in between would be lost. So the source's first start
-stores the offsets, and every later one uses them. The audit reads from there.
+Spark logs where a batch ends, but asks the source where batch 0 starts, also on a rerun. With startingOffsets "latest"
+the answer would change, and records in between would be lost. So the source's first start stores the offsets, and every
+later one uses them. The audit reads from there.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from delivered.model.offsets import SOURCE, by_source
 FILE = "delivered/source-offsets.json"
 
 _SPARKS_OWN = "sources/0/0"
-"""Where Spark's Kafka source keeps its first offsets: a zero byte, a line with a version, the offsets as JSON."""
+"""First offsets of Spark's own Kafka source: a zero byte, a version line, the offsets as JSON."""
 
 
 def kept(location: str, source: str = SOURCE) -> Offsets | None:
-    """The offsets that an earlier start stored, ours or of Spark's own Kafka source; None: none.
+    """The first offsets stored by an earlier start, or by Spark's own Kafka source; None: none.
 
     Raises:
         InvariantBroken: the file is damaged.
@@ -46,7 +46,7 @@ def kept(location: str, source: str = SOURCE) -> Offsets | None:
 
 
 def is_ours(location: str) -> bool:
-    """Whether a source of ours has stored its start here, under any name."""
+    """Whether a source of this package has stored first offsets here, under any name."""
     return folder.holds(location, "delivered", FILE.rsplit("/", 1)[1])
 
 
@@ -57,15 +57,15 @@ def _kept_by_spark(location: str) -> Offsets | None:
     try:
         found = json.loads(text.lstrip(b"\0").split(b"\n", 1)[1])
     except (ValueError, IndexError):
-        return None  # of another source, in its own format
+        return None  # another source's, in its own format
     return found if isinstance(found, dict) else None
 
 
 def keep(location: str, initial: Callable[[], Offsets], source: str = SOURCE) -> Offsets | None:
-    """Where a source's first batch starts, as stored by the first start; stored now if this is the first.
+    """The start of a source's first batch, as stored by the first start; stored now if this is the first.
 
-    Runs on the driver, before Spark logs that batch. May be called again: the first call wins. None: a checkpoint that
-    has batches of the source but no stored start: it would start elsewhere today.
+    Runs on the driver, before Spark logs that batch. May be called again: the first call wins. None: the checkpoint has
+    batches of the source but no stored start, which may have changed since.
 
     Args:
         initial: asks the source.
@@ -76,5 +76,5 @@ def keep(location: str, initial: Callable[[], Offsets], source: str = SOURCE) ->
     offsets = initial()
     text = json.dumps(record_format.numbered({"offsets": offsets}), separators=(",", ":"))
     folder.write(location, folder.sidecar(FILE, source), text.encode(), first=True)
-    # Another start may have been first: the file's content counts.
+    # Another start may have been faster: the file's content counts.
     return kept(location, source) or offsets

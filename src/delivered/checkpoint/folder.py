@@ -1,9 +1,9 @@
-"""The files of a checkpoint: Spark's own, and our sidecar files.
+"""The files of a checkpoint: Spark's own, and the sidecar files.
 
-Through pyarrow's file systems, so that it works wherever the driver's Python can read: a local folder, HDFS, an object
-store. Layout (Spark 3 and 4): `metadata` holds the query's id; `offsets/N` a version line, a line of Spark's own, then
-a line per source, `name:offsets` if it has a name; `commits/N` exists when batch N is done; `state/` when a query that
-keeps state has run a batch.
+Uses pyarrow's file systems, so it works wherever the driver's Python can read: a local folder, HDFS, an object store.
+Layout (Spark 3 and 4): `metadata` holds the query's id; `offsets/N` a version line, a metadata line, then a line per
+source, `name:offsets` if it has a name; `commits/N` exists once batch N is done; `state/` once a stateful query has run
+a batch.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from delivered.model.work import CheckpointView
 
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*:")
 _STATE_PARTITIONS = "spark.sql.shuffle.partitions"
-"""Spark's: in the metadata of a batch, how many partitions its state has."""
+"""Spark's key in a batch's metadata for the number of state partitions."""
 _OWN_LINES = 2
-"""Spark's header lines of an offsets file: version, and metadata with a timestamp that replays keep."""
+"""Spark's header lines in an offsets file: version, and metadata with a timestamp that replays keep."""
 
 
 def open_folder(location: str) -> tuple[fs.FileSystem, str]:
@@ -81,10 +81,10 @@ def read_view(location: str) -> CheckpointView:
 
 
 def repartitions_before(location: str, batch: int) -> int:
-    """How many batches right before `batch` only repartitioned the query's state: no sink saw them.
+    """Number of batches right before `batch` that only repartitioned the query's state: no sink saw them.
 
-    Spark's `repartition` logs a batch without input. It has the offsets and the timestamp of the batch before, which
-    no batch that ran has, and another number of partitions.
+    Spark's `repartition` logs a batch without input. Unlike any batch that ran, it has the offsets and the timestamp of
+    the previous batch; and it has another number of partitions.
 
     Raises:
         Unreachable: the checkpoint cannot be read.
@@ -123,7 +123,7 @@ def newest_offsets(location: str) -> str:
 
 
 def holds_state(location: str) -> bool:
-    """Whether the query has state here, of any store and format.
+    """Whether the query has state here, of any state store and format.
 
     Raises:
         Unreachable: the checkpoint cannot be read.
@@ -136,7 +136,7 @@ def holds_state(location: str) -> bool:
 
 
 def holds(location: str, below: str, suffix: str) -> bool:
-    """Whether the folder `below` has a file whose name ends so.
+    """Whether the folder `below` has a file with this suffix.
 
     Raises:
         Unreachable: the checkpoint cannot be read.
@@ -172,7 +172,7 @@ def is_done(location: str, batch: int) -> bool:
 
 
 def unwritable(location: str) -> str | None:
-    """Why a local folder cannot be written; None: it can, or it is remote and Spark will find out."""
+    """Why a local folder is not writable; None: it is, or it is remote, and Spark will find out."""
     filesystem, path = open_folder(location)
     if not isinstance(filesystem, fs.LocalFileSystem):
         return None
@@ -185,7 +185,7 @@ def unwritable(location: str) -> str | None:
 
 
 def sidecar(file: str, source: str) -> str:
-    """A sidecar file of one source: those of a source without a name keep the file's."""
+    """A source's sidecar file; for a source without a name, the plain file name."""
     folder, name = file.rsplit("/", 1)
     return file if source == SOURCE else f"{folder}/{source}.{name}"
 
@@ -215,7 +215,7 @@ def write(location: str, file: str, data: bytes, *, first: bool) -> None:
     """Write a small file; durable on a local disk.
 
     Args:
-        first: on a local disk what is there stands; elsewhere and else it is replaced.
+        first: on a local disk, keep an existing file. Otherwise it is replaced.
 
     Raises:
         Unreachable: the checkpoint cannot be written to.

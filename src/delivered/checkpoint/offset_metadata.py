@@ -1,8 +1,8 @@
-"""Metadata of a source's offsets that Spark's own connector cannot read, stored in the checkpoint sidecar.
+"""Offset metadata that Spark's own connector cannot read, stored in the checkpoint sidecar.
 
-So Spark's offset log has offsets in the format of Spark's own connector, and either can continue from a checkpoint
-(decision 032). The metadata of an end offset is durable before Spark gets the offset: it never lags behind the log.
-It may lead: an offset that Spark never logged is superseded by the next one.
+So Spark's offset log has the format of Spark's own connector, and either can continue from a checkpoint (decision 032).
+The metadata of an end offset is durable before Spark gets the offset: it never lags behind the log. It may lead: an
+offset that Spark never logged is superseded by the next one.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class _Entry:
 
 
 class OffsetMetadata:
-    """The metadata of one stream's offsets, oldest first; an entry for each change, not for each batch.
+    """The metadata of one stream's offsets, oldest first; one entry per change, not per batch.
 
     Args:
-        location: of the checkpoint; None: it is not known, and the metadata lives as long as this object.
-        lasting: what belongs to every offset from an entry on. The other keys belong to the entry's own offset.
+        location: of the checkpoint; None: unknown, and the metadata lives as long as this object.
+        lasting: keys that apply to every offset from an entry on. Other keys apply to the entry's own offset.
         writes: False for an audit, which changes nothing.
         name: of the source.
     """
@@ -55,7 +55,7 @@ class OffsetMetadata:
         self._entries: list[_Entry] | None = None
 
     def split(self, offsets: Offsets) -> tuple[Offsets, Offsets]:
-        """Offsets as Spark's own connector spells them, and their metadata."""
+        """Offsets in the format of Spark's own connector, and their metadata."""
         plain = {k: v for k, v in offsets.items() if k not in self._keys}
         return plain, {k: v for k, v in offsets.items() if k in self._keys}
 
@@ -65,7 +65,7 @@ class OffsetMetadata:
         return offsets if own else {**plain, **self.find(plain)}
 
     def find(self, plain: Offsets) -> Offsets:
-        """Metadata of offsets: that of the newest entry at exactly these; else what lasts of the newest before them."""
+        """Metadata of offsets: of the newest entry at exactly these; else the lasting keys of the newest one before."""
         entries = self._loaded()
         for entry in reversed(entries):
             if entry.at == plain:
@@ -79,8 +79,8 @@ class OffsetMetadata:
         """Store metadata, so that `find(plain)` returns it, in other processes too if the location is known.
 
         Args:
-            start: plain offsets that `plain` follows. Until Spark logs `plain` they are where the stream stands, and
-                keep the metadata that they have.
+            start: plain offsets that precede `plain`. Until Spark logs `plain`, they are the stream's position and keep
+            their metadata.
 
         Raises:
             Unreachable: the checkpoint cannot be written to.
@@ -88,7 +88,7 @@ class OffsetMetadata:
         if self.find(plain) == metadata:
             return
         if self._writes:
-            self._entries = None  # another process may have written since
+            self._entries = None  # another process may have written
         entries = list(self._loaded())
         if start is not None and start != plain:
             entries.append(_Entry(start, self.find(start)))
@@ -128,14 +128,14 @@ def _read(location: str, file: str) -> Iterator[_Entry]:
 
 
 def _is_ahead(one: Any, other: Any) -> bool:
-    """Whether `one` stands further than `other` anywhere."""
+    """Whether `one` is further than `other` anywhere."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return any(_is_ahead(v, other[k]) for k, v in one.items() if k in other)
     return isinstance(one, int) and isinstance(other, int) and one > other
 
 
 class PlainDriver:
-    """A source's driver whose offsets, in and out, are those of Spark's own connector."""
+    """A source's driver that takes and returns offsets in the format of Spark's own connector."""
 
     def __init__(self, driver: SourceDriver, metadata: OffsetMetadata) -> None:
         self._driver = driver
@@ -145,7 +145,7 @@ class PlainDriver:
         return self._kept(self._driver.initial())
 
     def begun(self, offsets: Offsets) -> Offsets:
-        """First offsets stored by an earlier start, perhaps with their metadata."""
+        """First offsets stored by an earlier start, perhaps with metadata."""
         plain, metadata = self._metadata.split(offsets)
         return self._kept(offsets) if metadata else plain
 

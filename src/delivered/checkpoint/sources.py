@@ -1,7 +1,7 @@
-"""Sources that were removed from a query, stored in the checkpoint sidecar with where they ended.
+"""Sources removed from a query, stored in the checkpoint sidecar with their end offsets.
 
-Spark's offset log forgets a source as soon as a batch ran without it. Should it return under its name, Spark would read
-it from the start again (4.3.0: unless only one batch ran without it).
+Spark's offset log forgets a source once a batch has run without it. If it returns under its name, Spark reads it from
+the start again (4.3.0: unless only one batch ran without it).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def removed(location: str) -> Mapping[str, str]:
 
 
 def keep_removed(location: str, names: Collection[str]) -> None:
-    """Note where the sources ended that the newest logged batch read, and this start does not.
+    """Store where sources ended that the newest logged batch read and this start does not.
 
     Runs on the driver, before the query starts. May be called again.
 
@@ -50,7 +50,7 @@ def keep_removed(location: str, names: Collection[str]) -> None:
         Unreachable: the checkpoint cannot be written to.
     """
     if set(names) == {SOURCE}:
-        return  # Spark's log tells a source without a name by its position
+        return  # Spark's log identifies a source without a name by its position
     gone = {n: at for n, at in by_source(folder.newest_offsets(location)).items() if n not in names}
     if gone:
         record = record_format.numbered({"removed": {**removed(location), **gone}})

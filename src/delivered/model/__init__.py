@@ -1,1 +1,1 @@
-"""Nouns of the product. Frozen, picklable, no I/O; imports nothing of ours."""
+"""The domain's nouns. Frozen, picklable, no I/O; imports no other package of the product."""

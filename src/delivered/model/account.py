@@ -1,4 +1,4 @@
-"""What was delivered to a sink so far, and with which version of the transform."""
+"""Running totals of a sink, by version of the transform."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from delivered.model.fingerprint import Fingerprint
 
 @dataclass(frozen=True)
 class Account:
-    """Running fingerprints of one sink: what was decided, and what at_most_once gave up."""
+    """Running fingerprints of one sink: decided records, and those that at_most_once gave up."""
 
     total: Fingerprint = Fingerprint()
     given_up: Fingerprint = Fingerprint()
@@ -26,13 +26,13 @@ class Account:
 
 @dataclass(frozen=True)
 class TransformVersion:
-    """The version of the transform that ran from one batch on, until the next version.
+    """A version of the transform, used from one batch on until the next version.
 
     Attributes:
         fingerprint: of the transform; empty: unknown; `transforms.MIXED`: several.
         batch: the first one.
-        after: the sources' offsets at which the previous batch ended; empty: there was none.
-        accounts: what was decided before that batch, by the sink's name.
+        after: the sources' offsets at the end of the previous batch; empty: there was none.
+        accounts: totals before that batch, by sink name.
     """
 
     fingerprint: str
@@ -41,7 +41,7 @@ class TransformVersion:
     accounts: Mapping[str, Account] = field(default_factory=dict)
 
     def to_json(self, ledger_sink: str) -> dict[str, Any]:
-        """A record leaves the name of the sink empty that keeps the ledger."""
+        """A record leaves the name of the ledger's sink empty."""
         return {
             "fingerprint": self.fingerprint,
             "batch": self.batch,

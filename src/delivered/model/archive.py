@@ -1,7 +1,7 @@
-"""What a ledger keeps permanently of an incarnation whose decisions it has forgotten: enough to recognise it.
+"""The permanent archive entry of an incarnation whose decisions a ledger has forgotten: enough to recognise it.
 
-Each run of `df.write` is an incarnation, and its id must be recognised for as long as it may be reused. The entry holds
-a hash of the name, and the number and a digest of the rows: 25 bytes in every ledger.
+Each run of `df.write` is an incarnation, whose id must be recognised for as long as it may be reused. The entry holds a
+hash of the name, and the number and a digest of the rows: 25 bytes in every ledger.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Archived:
         key: hash of the incarnation's name.
         rows: records decided, of all batches.
         digest: of their fingerprint.
-        decided: False: a batch was begun under a weaker guarantee, but none was decided.
-        partly: at_most_once gave records up: `digest` does not cover all that it was handed.
+        decided: False: a batch was begun under a weaker guarantee, but none decided.
+        partly: at_most_once gave up records: `digest` does not cover all rows.
     """
 
     key: bytes
@@ -47,7 +47,7 @@ class Archived:
         return cls(key_of(incarnation), decided=False)
 
     def holds(self, rows: Fingerprint) -> bool:
-        """Whether these are the decided rows, as far as is known."""
+        """Whether these are the decided rows, as far as known."""
         return rows.count >= self.rows if self.partly else (rows.count, digest_of(rows)) == (self.rows, self.digest)
 
     def encode(self) -> bytes:
@@ -60,7 +60,7 @@ class Archived:
 
 
 def key_of(incarnation: str) -> bytes:
-    """64 bits: two of a million names collide in one of 37 million ledgers, and then a run is refused."""
+    """64 bits: among a million names, two collide in one of 37 million ledgers; then a run is refused."""
     return hashlib.blake2b(incarnation.encode(), digest_size=8).digest()
 
 
@@ -93,12 +93,12 @@ class Archive:
             yield Archived.decode(self.data[start : start + ENTRY_BYTES])
 
     def find(self, incarnation: str) -> Archived | None:
-        """Of two entries, a decided one counts. Only matches are unpacked."""
+        """Of two entries, the decided one counts. Only matches are unpacked."""
         found = [Archived.decode(self.data[at : at + ENTRY_BYTES]) for at in self._places(key_of(incarnation))]
         return max(found, key=lambda entry: entry.decided, default=None)
 
     def with_more(self, more: Iterable[Archived]) -> Archive:
-        """These entries, and those of `more` that are missing."""
+        """These entries, plus the missing ones of `more`."""
         new = [e.encode() for e in more if e not in self]
         return Archive(self.data + b"".join(new)) if new else self
 

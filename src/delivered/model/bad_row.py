@@ -21,7 +21,7 @@ class OnBadRow(StrEnum):
 
 
 def as_json_text(row: Mapping[str, Any]) -> str:
-    """A row as a dead letter keeps it: bytes as UTF-8 if they are, else in base64; other values as their text."""
+    """A row in a dead letter: bytes as UTF-8 if valid, else in base64; other values as text."""
     return json.dumps(row, default=_plain, ensure_ascii=False)
 
 

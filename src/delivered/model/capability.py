@@ -1,4 +1,4 @@
-"""What a connector can do: everything the planner knows about it."""
+"""What a connector supports: everything the planner knows about it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Commit(StrEnum):
 
 
 class OnConflict(StrEnum):
-    """What happens to a row that the table does not allow."""
+    """What happens to a row that the table rejects."""
 
     FAIL = "fail"
     """The query stops; nothing of the batch is visible."""
     SKIP = "skip"
-    """The row is left out and counted, in the transaction of its batch."""
+    """The row is skipped and counted, in the transaction of its batch."""
     DEAD_LETTER = "dead_letter"
-    """As skip; the row, too, is kept, in the same transaction."""
+    """As skip, and the row is kept as a dead letter in the same transaction."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class WriteMode:
         delete: boolean column whose rows delete their key.
         replaces: columns; a batch replaces the table's rows that have the same values in them.
         complete: a batch replaces every row of the table.
-        insert: the first row of a key stays; later ones are conflicts.
-        expected: column with the version that must stand in the table, null: no row of the key; else it is a conflict.
+        insert: the first row of a key wins; later ones are conflicts.
+        expected: column with the version that the stored row must have (null: no such row); else it is a conflict.
         on_conflict: only with insert or expected.
-        on_constraint: rows that break a constraint of the table; FAIL or DEAD_LETTER.
+        on_constraint: for rows that violate a constraint; FAIL or DEAD_LETTER.
     """
 
     keys: tuple[str, ...] = ()
@@ -62,12 +62,12 @@ class WriteMode:
 
     @property
     def conditional(self) -> bool:
-        """Whether the table decides which rows are written."""
+        """Whether writes depend on the table's content or constraints."""
         return self.insert or self.expected is not None or self.on_constraint is not OnConflict.FAIL
 
     @property
     def keeps_all(self) -> bool:
-        """Whether each row of a key counts, one after the other, not only the last one."""
+        """Whether every row of a key is applied in order, not only the last one."""
         return self.insert or self.expected is not None
 
     @property
@@ -89,7 +89,7 @@ class SourceCapability:
     Attributes:
         system: display name: "kafka", "log".
         replayable: reading the same offsets again gives the same records.
-        why_not: why it cannot replay; empty: it can.
+        why_not: why it is not replayable; empty: it is.
         repeats: why it may hold a message twice; empty: it does not.
         sent_twice: records that a producer sent twice appear twice.
         local: it uses files on one machine.
@@ -111,8 +111,8 @@ class SinkCapability:
     Attributes:
         system: display name: "kafka", "sqlite".
         commit: the mechanism that this sink offers for exactly_once.
-        mechanism: its name in a sentence: "two-phase commit".
-        stage, prepare, decide, apply: what these steps are at this sink, for the plan.
+        mechanism: its name within a sentence: "two-phase commit".
+        stage, prepare, decide, apply: what these steps do at this sink, for the plan.
         batch_atomic: readers see a batch as a whole or not at all.
         can_disable_retries: the sink can send without retries (needed for at_most_once).
         local: it uses files on one machine.

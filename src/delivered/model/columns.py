@@ -8,7 +8,7 @@ from delivered.model.errors import BadRecord
 
 
 def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The same rows with exactly the columns and types of `schema`, matched by name; no copy if they fit already.
+    """The rows with exactly the columns and types of `schema`, matched by name; no copy if they already fit.
 
     Raises:
         BadRecord: a value does not fit its column.

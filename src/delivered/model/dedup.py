@@ -20,10 +20,10 @@ class Dedup:
     Attributes:
         by: SQL over the source's columns; records with equal values are duplicates. A record with a null among them
             duplicates nothing.
-        within_ms: a duplicate is recognised if its time is at most this long after its key's first record.
+        within_ms: a duplicate is recognised if it is at most this much later than its key's first record.
         time: SQL over the source's columns, a timestamp.
-        drops_late: the user accepts that a record older than the newest one by more than `within_ms` is dropped,
-            duplicate or not.
+        drops_late: the user accepts that records older than the newest one by more than `within_ms` are dropped,
+        duplicate or not.
         kind: where keys are kept: `KIND` or `TABLE`.
     """
 
@@ -65,11 +65,11 @@ class Dedup:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Dedup:
-        """Raises KeyError, TypeError or ValueError if it is not what `to_json` made."""
+        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
         if data["kind"] not in (KIND, TABLE):
             raise ValueError(f"kind {data['kind']!r}")
         return cls(tuple(str(b) for b in data["by"]), int(data["within_ms"]), str(data["time"]), kind=data["kind"])
 
     def remembers_as(self, other: Dedup | None) -> bool:
-        """Whether the state of the other one can be reused."""
+        """Whether the other one's state can be reused."""
         return other is not None and self.to_json() == other.to_json()

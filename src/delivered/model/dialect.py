@@ -1,4 +1,4 @@
-"""How a hint spells an option for its reader.
+"""Spells the options in hints for their reader.
 
 A hint holds an option as Spark's users write it, `.option("name", "value")`; that is its stored form, because Spark
 carries errors as text. Users of a pipeline file get `name: value`; `in_file_words` rewrites all of them at the edge.
@@ -29,7 +29,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./+ -]*")
 def starting_at(offsets: str) -> str:
     """A hint's options that start the sources at `offsets`, lines of Spark's offset log.
 
-    They are meant to be pasted: never shortened, and without spaces, at which a terminal would wrap.
+    Made for pasting: never shortened, and without spaces, where a terminal would wrap.
     """
     options = {n: f""".option("startingOffsets", '{_compact(line)}')""" for n, line in by_source(offsets).items()}
     return " and ".join(f"{o} for source {n}" if n != SOURCE else o for n, o in options.items())
@@ -38,12 +38,12 @@ def starting_at(offsets: str) -> str:
 def _compact(text: str) -> str:
     try:
         return json.dumps(json.loads(text), separators=(",", ":"))
-    except ValueError:  # of one of Spark's own sources, in its own format
+    except ValueError:  # one of Spark's own sources, in its own format
         return text
 
 
 def shown(offsets: str) -> str:
-    """Offsets in a sentence, with a mark where they are shortened."""
+    """Offsets within a sentence, with a mark if shortened."""
     return offsets if len(offsets) <= _SHOWN_LENGTH else f"{offsets[:_SHOWN_LENGTH]}... ({len(offsets):,} characters)"
 
 

@@ -32,12 +32,12 @@ class DeliveredError(Exception):
     Args:
         code: upper-case words, without the prefix `DELIVERED_`.
         message: full sentences: what happened, the value, the limit.
-        next_step: what to run or change next, or None if there is nothing to do.
+        next_step: what to run or change next; None: nothing to do.
     """
 
     exit_code = 1
     may_come_back = False
-    """A server is away; the same call may succeed later."""
+    """A server is unreachable; the same call may succeed later."""
 
     def __init__(self, code: str, message: str, next_step: str | None = None) -> None:
         self.code = f"DELIVERED_{code}"
@@ -67,7 +67,7 @@ class MissingExtra(UsageError):
     """A client library is not installed."""
 
     def __init__(self, code: str, message: str | None = None, next_step: str | None = None) -> None:
-        # User code passes only the extra's name; unpickling passes three arguments.
+        # Callers pass only the extra's name; unpickling passes three arguments.
         if message is None:
             extra = code
             code = "EXTRA_MISSING"
@@ -77,7 +77,7 @@ class MissingExtra(UsageError):
 
 
 _AWAY = re.compile(r"DELIVERED_(?!TABLE_|LOG_)[A-Z0-9]+_(UNREACHABLE|NO_ANSWER)")
-"""A server that may come back, unlike a path."""
+"""Transient: a server may come back, unlike a path."""
 
 
 class Unreachable(DeliveredError):
@@ -158,7 +158,7 @@ _MISSING = re.compile(r"No module named '([A-Za-z0-9_]+)")
 
 
 def missing_extra(text: str) -> MissingExtra | None:
-    """The error that names the extra, if `text` (an ImportError, or a trace of Spark's) names a library of one."""
+    """The error that names the extra, if `text` (an ImportError, or a Spark trace) names one of its libraries."""
     for module in _MISSING.findall(text):
         if module in EXTRA_OF:
             return MissingExtra(EXTRA_OF[module][1])

@@ -5,7 +5,7 @@ Hashes are added, not XORed: under XOR a duplicate cancels out, and three copies
 in two independent 64-bit lanes. The mixers are the finaliser of MurmurHash3 and multiplication by odd constants.
 The key makes fingerprints of two pipelines incomparable, on purpose.
 
-The numpy code here defines the hash, and computes it where native.py has no library.
+This numpy code defines the hash, and computes it where native.py has no library.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ def fingerprint(batch: pa.RecordBatch, seed: int, columns: Sequence[str] | None 
 
 
 def lanes(hashes: U64) -> tuple[U64, U64]:
-    """What each record adds to `low` and to `high` of a fingerprint; the audit sums them elsewhere."""
+    """Each record's contribution to `low` and `high` of a fingerprint; the audit sums them elsewhere."""
     with np.errstate(over="ignore"):
         return hashes, _finish(hashes ^ _LANE)
 
 
 def record_hashes(batch: pa.RecordBatch, seed: int, columns: Sequence[str] | None = None) -> U64:
     """One 64-bit hash per row. Arguments as for `fingerprint`."""
-    # By position: a schema may have two columns of one name.
+    # By position: a schema may have duplicate names.
     chosen = batch.columns if columns is None else [batch.column(name) for name in columns]
     key = np.uint64(seed & _MASK)
     with np.errstate(over="ignore"):
@@ -148,7 +148,7 @@ def _hash_array(array: pa.Array, key: np.uint64) -> U64:
 
 
 def _plain(array: pa.Array) -> pa.Array:
-    """The same values, decoded: equal values hash equally, however they are encoded."""
+    """The values, decoded: equal values must hash equally in any encoding."""
     kind = array.type
     if isinstance(kind, pa.BaseExtensionType):
         return _plain(array.storage)
@@ -165,7 +165,7 @@ def _plain(array: pa.Array) -> pa.Array:
     if pa.types.is_fixed_size_list(kind):
         return array.cast(pa.large_list(kind.value_type))
     if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
-        # Not by a cast: pyarrow's gives wrong offsets where a list view holds nulls.
+        # No cast: pyarrow's gives wrong offsets where a list view has nulls.
         lengths = np.asarray(pc.list_value_length(array).fill_null(0)).astype(np.int64)
         offsets = pa.array(np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
         return pa.LargeListArray.from_arrays(offsets, array.flatten(), mask=array.is_null())
@@ -181,7 +181,7 @@ def _hash_fixed(array: pa.Array, key: np.uint64) -> U64:
         words = np.asarray(array.cast(pa.uint8()).fill_null(0)).astype(np.uint64)
     elif pa.types.is_floating(kind):
         wide = np.asarray(array.cast(pa.float64()).fill_null(0.0)) + 0.0  # -0.0 becomes 0.0
-        wide[np.isnan(wide)] = np.nan  # one of many
+        wide[np.isnan(wide)] = np.nan  # canonical NaN
         words = wide.view(np.uint64)
     elif pa.types.is_integer(kind):
         words = np.asarray(array.fill_null(0)).astype(np.int64).view(np.uint64)
@@ -269,22 +269,22 @@ def _hash_mixed_widths(
     hashes: U64,
     key: np.uint64,
 ) -> U64:
-    """Gives equal values the same hash as `_hash_equal_widths`: one step per word of a row, the last one masked.
+    """Same hash as `_hash_equal_widths` for equal values: one step per word of a row, the last one masked.
 
-    Rows are sorted by their number of words, longest first, so that those with words left are in front.
+    Rows are sorted by number of words, longest first, so that rows with words left come first.
     """
     words = (lengths + 7) >> 3
     long_rows = np.flatnonzero(lengths > _LONG_VALUE_BYTES)
     words[long_rows] = 0
     order = np.argsort(words.astype(np.uint16), kind="stable")[::-1]  # numpy sorts 16 bits by radix
-    having = len(order) - np.cumsum(np.bincount(words))  # more than so many words
-    # An unaligned word spans two aligned ones. One word of padding, so that there is always a second.
+    having = len(order) - np.cumsum(np.bincount(words))  # rows with more words than the index
+    # An unaligned word spans two aligned ones. One word of padding guarantees the second.
     aligned = np.zeros((len(data) >> 3) + 2, dtype=np.uint64)
     aligned.view(np.uint8)[: len(data)] = data
     begin = starts[order]
     at = begin >> 3
     right = ((begin & 7) << 3).astype(np.uint64)
-    left = np.uint64(64) - right  # numpy shifts by 64 to 0
+    left = np.uint64(64) - right  # numpy: a shift by 64 gives 0
     keep = _KEEP[((lengths[order] - 1) & 7) + 1]
     sorted_hashes = hashes[order]
     now = int(having[0])

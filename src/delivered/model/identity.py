@@ -16,7 +16,7 @@ def checked_name(kind: str, name: str) -> str:
     """Return `name` if it can be part of a transactional id, a topic name and a file name.
 
     Args:
-        kind: what is named, for the error: "pipeline" or "sink".
+        kind: for the error: "pipeline" or "sink".
 
     Raises:
         UsageError: empty, longer than 64 characters, or with characters other than letters, digits, `.`, `_`, `-`.
@@ -32,11 +32,11 @@ def checked_name(kind: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class Scope:
-    """What a ledger is kept for: one sink of one pipeline, in one incarnation.
+    """The scope of a ledger: one sink of one pipeline, in one incarnation.
 
     Attributes:
-        incarnation: Spark's query id, which lives in the checkpoint. A new checkpoint is a new incarnation, so its
-            batch 0 is never mistaken for batch 0 of an older one.
+        incarnation: Spark's query id, stored in the checkpoint. A new checkpoint is a new incarnation, so its batch 0
+        is never mistaken for an older one's.
     """
 
     pipeline: str
@@ -69,7 +69,7 @@ class OtherLedger:
     """A ledger of another pipeline, or of another sink, in the same place.
 
     Attributes:
-        same_incarnation: it has a batch of this checkpoint: the pipeline or the sink was renamed.
+        same_incarnation: it has a batch of this checkpoint, so the pipeline or sink was renamed.
     """
 
     pipeline: str
@@ -82,9 +82,9 @@ class Target:
     """What a sink writes to.
 
     Attributes:
-        name: for messages: "topic orders". It may be spelt in several ways.
-        id: by which its system distinguishes it from another one of the same name; no spaces. Constant for the
-            target's lifetime, however its name is spelt. Earlier decisions lack what follows an `@`.
+        name: for messages: "topic orders". May have several spellings.
+        id: distinguishes it from another target of the same name; no spaces. Constant for the target's lifetime,
+        however its name is spelt. Earlier decisions lack what follows an `@`.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The steps of a batch under each mechanism, in order.
 
-The planner builds its plan from these lists, the engine looks up its current step in them (`parts`), and tests fail at
-a crash point that is in no list.
+The planner builds plans from these lists, the engine looks up its current step in them (`parts`), and tests fail at
+crash points that are in no list.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def steps_of(mechanism: Mechanism, *, keys_in_table: bool = False) -> tuple[Step
     """The steps of a batch.
 
     Args:
-        keys_in_table: a dedup keeps its keys in the deciding sink's database: noted once they are read, in effect with
-            the transaction of the decision.
+        keys_in_table: a dedup keeps its keys in the deciding sink's database: noted when read, active from the
+        decision's transaction on.
     """
     found: list[StepId] = []
     for step in STEPS[mechanism]:
@@ -101,10 +101,10 @@ class Parts:
     """The role of each step under a guarantee.
 
     Attributes:
-        begin: records, before the first row is sent, that the batch may send rows; None: not needed.
-        write, promise: steps of a task: send rows; make them durable, short of the decision.
+        begin: record, before the first row is sent, that the batch may send rows; None: not needed.
+        write, promise: steps of a task: send rows; prepare them.
         decide: from here on the batch counts.
-        apply: makes decided rows visible; None: they are visible already.
+        apply: make decided rows visible; None: they are visible already.
     """
 
     begin: StepId | None
@@ -116,7 +116,7 @@ class Parts:
 
 @cache
 def parts(guarantee: Guarantee) -> Parts:
-    """From the lists above; the same for all mechanisms of a guarantee."""
+    """Taken from the lists above; equal for all mechanisms of a guarantee."""
     steps = STEPS[MECHANISMS[guarantee][0]]
 
     def one(*playing: StepId) -> StepId:

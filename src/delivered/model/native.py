@@ -1,6 +1,6 @@
 """`mix.c` through ctypes: hashes of Arrow arrays, if the library was built with the package.
 
-Without it (no compiler, or a folder of another machine), `library` is None and fingerprint.py computes the same hashes
+Without it (no compiler, or built on another platform), `library` is None and fingerprint.py computes the same hashes
 with numpy.
 """
 
@@ -35,7 +35,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library, loaded once. None: not built here, or built for another kind of machine."""
+    """The library, loaded once. None: not built, or built for another platform."""
     if sys.byteorder != "little" or not LIBRARY.exists():
         return None
     try:
@@ -96,7 +96,7 @@ def fold(total: U64, hashes: U64) -> bool:
 
 
 def finish(hashes: U64) -> bool:
-    """In place. False: nothing was done."""
+    """Finalise the hashes in place. False: nothing was done."""
     mixers = library()
     if mixers is None or not hashes.flags.c_contiguous:
         return False
@@ -105,7 +105,7 @@ def finish(hashes: U64) -> bool:
 
 
 def sums(hashes: U64) -> tuple[int, int] | None:
-    """Of both lanes. None: not computed."""
+    """Sums of both lanes. None: not computed."""
     mixers = library()
     if mixers is None or not hashes.flags.c_contiguous:
         return None

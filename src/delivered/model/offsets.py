@@ -1,6 +1,6 @@
-"""A batch's offsets by source, as Spark's offset log spells them: a line per source.
+"""A batch's offsets by source, as in Spark's offset log: a line per source.
 
-Format 1 of the log tells sources by their position. Format 2 writes `name:offsets`; a source that has no name gets its
+Format 1 of the log identifies sources by position. Format 2 writes `name:offsets`; a source without a name gets its
 number.
 """
 
@@ -9,18 +9,18 @@ from __future__ import annotations
 import re
 
 SOURCE = "source"
-"""The name of a pipeline's source that has none, and the view that it is in the transform's SQL."""
+"""Default name of a pipeline's source, and of its view in the transform's SQL."""
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-"""Of a source: a view's name in SQL without quotes, a keyword of a Python function, and a name to Spark."""
+"""A source's name: valid as an unquoted view name in SQL, a keyword argument in Python, and a source name in Spark."""
 
 _NAMED = re.compile(r"([A-Za-z0-9_]+):(.*)", re.DOTALL)
 _NONE = "-"
-"""Spark writes it for a source that has no offsets yet."""
+"""Written by Spark for a source without offsets."""
 
 
 def by_source(text: str) -> dict[str, str]:
-    """The offsets of each source, as JSON or what else the source writes. Sources without names: "0", "1"; one: SOURCE.
+    """Each source's offsets, as JSON or in its own format. Sources without names: "0", "1"; a single one: SOURCE.
 
     Args:
         text: without the log's header lines.

@@ -30,7 +30,7 @@ class Unfit(Exception):
     """Raised by a type's `read`: the text is not a valid value.
 
     Attributes:
-        said: continues "option 'x' ", without full stop: "is 0; it must be at least 1".
+        said: continues "option 'x' ", without a full stop: "is 0; it must be at least 1".
         next_step: None: built from the option's example.
     """
 
@@ -59,7 +59,7 @@ class OptionType(Generic[T]):
         """Read a user's value.
 
         Args:
-            next_step: of an error; None: write the example.
+            next_step: of the error; None: write the example.
 
         Raises:
             UsageError: with the value, what is allowed and what to write.
@@ -73,7 +73,7 @@ class OptionType(Generic[T]):
 
 TEXT = OptionType[str](str)
 TEXT_OR_NONE = OptionType[str | None](lambda text: text or None)
-"""Empty text counts as no option."""
+"""An empty text means that the option is not set."""
 
 
 def choice(allowed: Iterable[T] | Mapping[str, T], former: Mapping[str, str] | None = None) -> OptionType[T]:
@@ -292,7 +292,7 @@ class Options:
         """
         Args:
             owner, ignored: see `OptionTable`.
-            beside: other classes that read part of the same options.
+            beside: other classes that read some of the same options.
         """
         dataclass(frozen=True, kw_only=True)(cls)
         cls._DECLARED = tuple((f.name, f.metadata[_KEY]) for f in fields(cls) if _KEY in f.metadata)
@@ -325,7 +325,7 @@ class Options:
 def resolve_secret(name: str, value: str) -> str:
     """Resolve a reference to a secret: `env:NAME` or `file:PATH`; any other text is returned as it is.
 
-    Called where the secret is used, as late as possible, so that only the reference travels.
+    Call it where the secret is used, as late as possible, so that only the reference is passed around.
 
     Raises:
         UsageError: the variable or file does not exist here. The message shows the reference, not the value.

@@ -24,7 +24,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Unknown:
-    """The change may have been made, or may still be. Fence first, then look; never resend blindly."""
+    """The change may have been made, or still be made. Fence first, then check; never resend blindly."""
 
     reason: str
 

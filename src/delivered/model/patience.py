@@ -1,10 +1,10 @@
-"""Waits for unreachable servers: one mechanism, for every call that may be retried.
+"""Waits for unreachable servers: one mechanism for all retriable calls.
 
     with unanswered("Kafka at broker:9092"):      one call; logs a warning if it takes long
     wait_out("Kafka at broker:9092", ask, away)   asks until there is an answer
-    patiently("Kafka at broker:9092", ask)        the same at a start: raises Unreachable, naming the server
+    patiently("Kafka at broker:9092", ask)        the same at start; raises Unreachable, naming the server
 
-A change of unknown outcome is never retried here: the caller fences, then looks.
+Changes of unknown outcome are never retried here: the caller fences, then checks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("delivered.outage")
 TELL_AFTER_S = 3.0
 TELL_EVERY_S = 5.0
 _FORGET_S = 10.0
-"""An outage whose last call ended this long ago is over."""
+"""An outage ends this long after its last call."""
 _LOOK_S = 0.5
 _STALL_S = 1.0
 _PAUSE_S_MAX = 1.0
@@ -39,11 +39,11 @@ T = TypeVar("T")
 
 @dataclass
 class _Silence:
-    """One server that does not answer.
+    """An unresponsive server.
 
     Attributes:
         since: time.monotonic() of the first unanswered call.
-        calls: in flight now.
+        calls: in flight.
         told: time of the last warning; 0: none during this outage.
     """
 
@@ -58,23 +58,23 @@ _silences: dict[str, _Silence] = {}
 _watcher: tuple[int, threading.Thread] | None = None
 _in_query = False
 _deadline: ContextVar[float] = ContextVar("deadline", default=float("inf"))
-"""In time.monotonic(): nested waits end with the outer one."""
+"""In time.monotonic(); nested waits end with the outer one."""
 
 
 def in_query() -> None:
-    """Mark that this process serves a running query: its servers answered before, so wait for them."""
+    """Mark that this process serves a running query: its servers have answered before, so wait for them."""
     global _in_query
     _in_query = True
 
 
 def patience_s(answered: bool) -> float:
-    """How long to wait for a server: longer if it answered before."""
+    """How long to wait for a server; longer if it has answered before."""
     return OUTAGE_PATIENCE_S if answered or _in_query else CONNECT_TIMEOUT_S
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Limit the total time of all waits inside, whatever their patience."""
+    """Limit the total time of all waits inside."""
     token = _deadline.set(min(_deadline.get(), time.monotonic() + seconds))
     try:
         yield
@@ -83,7 +83,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def left_s(longest_s: float) -> float:
-    """Time-out of one request: `longest_s`, or what the enclosing waits leave of it, with a small minimum."""
+    """Timeout of one request: at most `longest_s` and the time left of enclosing waits, with a small minimum."""
     return max(0.1, min(longest_s, _deadline.get() - time.monotonic()))
 
 
@@ -97,8 +97,8 @@ def wait_out(
 
     Args:
         server: for messages: "Kafka at broker:9092".
-        ask: a query or an idempotent change; may be called any number of times.
-        away: whether an exception means that the server did not answer; any other counts as an answer.
+        ask: a query or an idempotent change; called any number of times.
+        away: whether an exception means that the server is unreachable; any other counts as an answer.
         patience_s: from the first call on; less if an enclosing wait ends sooner.
 
     Raises:
@@ -122,7 +122,7 @@ def wait_out(
 
 @contextmanager
 def unanswered(server: str, away: Callable[[BaseException], bool] = lambda _: True) -> Iterator[None]:
-    """Log warnings while the body gets no answer, and when the server answers again."""
+    """Log warnings while the body waits for an answer, and log when the server answers again."""
     now = time.monotonic()
     with _lock:
         _watch()
@@ -139,7 +139,7 @@ def unanswered(server: str, away: Callable[[BaseException], bool] = lambda _: Tr
 
 
 class Stall:
-    """Work that a server accepts in pieces: logs a warning when it stops accepting.
+    """Progress of work that a server accepts in pieces: logs a warning when it stalls.
 
     with Stall("Kafka at broker:9092") as stall:
         while left := what_is_left():
@@ -211,7 +211,7 @@ def _tell() -> None:
 
 
 class StoppedWaiting(Exception):
-    """Told to stop before the server answered."""
+    """Stopped before the server answered."""
 
 
 def patiently(

@@ -1,4 +1,4 @@
-"""What a writer hands over once it has prepared: kept as JSON in the decision, read back by the committer."""
+"""A writer's handle on what it prepared: stored as JSON in the decision, read back by the committer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from delivered.model.identity import Work
 class Handle:
     """All that another process needs to apply or abort a participant; a connector subclasses it as a frozen dataclass.
 
-    Its fields hold JSON values, tuples, and frozen dataclasses of these. A field with its default value is not stored.
+    Its fields are JSON values, tuples, and frozen dataclasses of these. Default values are not stored.
     """
 
     FORMAT: ClassVar[int] = 1
-    """Of the fields. Add one when older code could no longer read them; 0: stored before handles had a format."""
+    """Version of the fields. Increment it when older code can no longer read them; 0: stored before it existed."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values: what `json.loads` gives back."""
+        """Plain JSON values, as `json.loads` returns them."""
         stored = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
         plain: dict[str, Any] = json.loads(json.dumps({record_format.KEY: self.FORMAT, **stored}, default=asdict))
         return plain
@@ -53,7 +53,7 @@ class Promise:
 
     Attributes:
         handle: None: there is nothing to apply or abort.
-        given_up: reason -> records that at_most_once sent and that were not acknowledged; they may have arrived.
+        given_up: reason -> records that at_most_once sent without acknowledgement; they may have arrived.
     """
 
     handle: Handle | None = None
@@ -62,15 +62,14 @@ class Promise:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A shard's promise to commit at one sink, or its account of what it sent there.
+    """A prepared shard at one sink, or what was sent there.
 
     Attributes:
-        fingerprint: of the rows as they were handed to the sink.
-        handle: JSON of the connector's `Handle`, by which it reads it back. Names the rows of this one writer: Spark
-            restarts attempts at 0 when a batch or stage reruns, so two writers may share one `Work`. Empty if there is
-            nothing to apply or abort.
+        fingerprint: of the rows as passed to the sink.
+        handle: the connector's `Handle` as JSON. Identifies the rows of this writer: Spark restarts attempts at 0 when
+        a batch or stage reruns, so two writers may share one `Work`. Empty if there is nothing to apply or abort.
         given_up: as in `Promise`.
-        sink: name of the one that prepared.
+        sink: name of the sink.
     """
 
     shard: int
@@ -86,7 +85,7 @@ class Prepared:
         return cls(work.shard, work.attempt, fingerprint, handle, promise.given_up, sink=work.scope.sink)
 
     def to_json(self, ledger_sink: str) -> dict[str, Any]:
-        """A record names all sinks but the one that keeps the ledger."""
+        """A record leaves the name of the ledger's sink empty."""
         return {
             "shard": self.shard,
             "attempt": self.attempt,
@@ -99,7 +98,7 @@ class Prepared:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], ledger_sink: str) -> Prepared:
         handle, given_up = dict(data["handle"]), dict(data.get("given_up", {}))
-        if "given_up" in handle:  # as it was stored before it had a field
+        if "given_up" in handle:  # stored so before it had a field
             handle, given_up = {}, handle.get("reasons") or {"unknown": handle["given_up"]}
         return cls(
             int(data["shard"]),

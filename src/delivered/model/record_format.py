@@ -8,10 +8,10 @@ from typing import Any
 from delivered.model.errors import Refused
 
 FORMAT = 1
-"""Of records written by this version. 0: records from before formats were numbered, which have none."""
+"""Format of records written by this version. 0: records without one, from before formats were numbered."""
 KEY = "format"
 LOG_PROPERTY = "delivered.format"
-"""Table property that holds the format of a receiver's log."""
+"""Table property with the format of a receiver's log."""
 
 
 def numbered(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 
 class StepId(StrEnum):
-    """In the order of a batch; `receive.*` belongs to receivers, outside of batches."""
+    """In the order of a batch; `receive.*` belongs to receivers, outside batches."""
 
     SOURCE_READ = "source.read"
     DEDUP_NOTE = "dedup.note"
@@ -44,7 +44,7 @@ class Moment(StrEnum):
 
 
 class Role(StrEnum):
-    """Which process is at a crash point."""
+    """The process at a crash point."""
 
     DRIVER = "driver"
     TASK = "task"
@@ -96,13 +96,13 @@ _handler: Handler | None = None
 
 
 def install(handler: Handler | None) -> None:
-    """Set what happens at every crash point of this process; None: nothing. Only for `delivered.testing`."""
+    """Install this process's crash point handler; None: none. Only for `delivered.testing`."""
     global _handler
     _handler = handler
 
 
 def armed() -> bool:
-    """Whether a crash point handler is installed. Applies then run one by one, so that "between two" exists."""
+    """Whether a crash point handler is installed. Applies then run one by one, so that a crash between two exists."""
     return _handler is not None
 
 

@@ -1,4 +1,4 @@
-"""Messages of workers as Spark returns them: errors as text in a trace, warnings as lines of its log."""
+"""Messages of workers as returned by Spark: errors as text in a trace, warnings as log lines."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _OURS = re.compile(
     r"(?:delivered\.model\.errors\.(\w+): )?\[DELIVERED_([A-Z0-9_]+)\] (.*?)(?: Next: (.*?))?\s*(?=\n|$)", re.DOTALL
 )
 WARNING_MARK = "delivered: "
-"""Prefix of the lines that a worker writes to standard error for users. `delivered run` shows these lines."""
+"""Prefix of a worker's lines on standard error that are meant for users. `delivered run` shows them."""
 
 _LENGTH_MAX = 4_000
 _WORKER_DIED = re.compile(
     r"no cause message|Python worker exited unexpectedly|EOFException|EOFError|Connection reset|Broken pipe|"
     r"Software caused connection abort"
 )
-"""Spark's messages for a Python worker that died: a closed connection, sometimes no cause at all."""
+"""Spark's messages for a dead Python worker: a closed connection, sometimes no cause at all."""
 _STATE_UNREADABLE = re.compile(
     r"\[(CANNOT_LOAD_STATE_STORE\.(UNCATEGORIZED|CANNOT_FIND\w+|CANNOT_READ\w+|INVALID_CHECKPOINT_LINEAGE|UNEXPECTED\w+)|"
     r"CHECKPOINT_FILE_CHECKSUM_VERIFICATION_FAILED|STATE_STORE_ROW_CHECKSUM_VERIFICATION_FAILED)\]"
@@ -38,16 +38,16 @@ _REFUSED = ("OPTION_", "GUARANTEE_", "NAME_", "CHECKPOINT_NEW", "ASYNC_", "EXTRA
 
 
 def translated(error: BaseException) -> DeliveredError | None:
-    """Our error inside a Spark exception, or the error that names a missing library's extra; None: neither."""
+    """This package's error inside a Spark exception, or the one that names a missing library's extra; None: neither."""
     if isinstance(error, DeliveredError):
         return error
     text = _as_spark_says(error)
-    # A damaged file of state may end too early, as the connection of a worker that died.
+    # A damaged state file may end early, like a dead worker's connection.
     return _ours(text) or missing_extra(text) or _state_unreadable(text) or _worker_died(text)
 
 
 def from_our_code(text: str) -> DeliveredError | None:
-    """The same, but only if the trace is from this package: a user's function may lack a library, too."""
+    """As `translated`, but only if the trace is from this package: a user's function may lack a library, too."""
     return (
         _ours(text)
         or (missing_extra(text) if "delivered/" in text else None)

@@ -1,4 +1,4 @@
-"""What travels between driver and tasks: the checkpoint's view, a batch's plan, a shard's message, a decision."""
+"""Messages between driver and tasks: the checkpoint's view, a batch's plan, a shard's message, a decision."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from delivered.model.prepared import Prepared
 
 @dataclass(frozen=True)
 class CheckpointView:
-    """What Spark's checkpoint holds when a batch is about to run.
+    """The content of Spark's checkpoint when a batch is about to run.
 
     Attributes:
         incarnation: the query's id, from the file `metadata`.
         batch: the batch about to run: the newest file of `offsets/`.
         offsets: the sources' offsets of that batch, one line per source, without Spark's header lines.
-        logged: the newest batch of `commits/`, or None if no batch was ever logged.
-        run: a run of `df.write`: its id instead of offsets, so only its rows tell whether it is the same run again.
+        logged: the newest batch in `commits/`; None: none yet.
+        run: a run of `df.write`: it has an id instead of offsets, so only its rows show whether it is a rerun.
         repartitions: batches right before `batch` that only repartitioned the query's state; no ledger has them.
     """
 
@@ -45,20 +45,20 @@ class Action(StrEnum):
     SKIP = "skip"
     """The shard is already delivered and need not be read."""
     COMPARE = "compare"
-    """The shard is already delivered; all of its rows are read and counted, to check that they are the same, and none
-    is written. For a run of `df.write`, and for a batch of a query that keeps state: Spark keeps that of the rerun."""
+    """The shard is already delivered; its rows are read to check that they are the same, and none is written. For runs
+    of `df.write`, and for batches of stateful queries: Spark keeps the rerun's state."""
     GIVE_UP = "give_up"
     """at_most_once: an earlier attempt may have sent records; count them, send none."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What recovery found, for the tasks of one batch. Pickled into every task.
+    """The result of recovery, for the tasks of one batch. Pickled into every task.
 
     Attributes:
         action: for every shard that `rewrite` does not name.
         rewrite: shard -> the sinks (see `Prepared.sink`) whose prepared rows are gone; only these are rewritten.
-        guarantee: of the decision, if the batch is decided already: it is finished as it was begun.
+        guarantee: of the decision, if the batch is already decided: it is finished under that one.
         epoch: the claim under which this plan was made; a later claim voids it.
         targets: as in the batch's `Decision`.
     """
@@ -79,15 +79,14 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class ShardMessage:
-    """What a task tells the driver.
+    """A task's report to the driver.
 
     Attributes:
-        plan: the plan that the task worked by.
-        did: what it did. WRITE has a participant for each written sink; GIVE_UP the fingerprint of what was not
-            sent.
+        plan: the plan that the task followed.
+        did: what it did. WRITE has a participant per written sink; GIVE_UP the fingerprint of what was not sent.
         given_up: by sink, as `Prepared.sink` names it.
-        compared: the rows that were only read, by sink: of COMPARE, and of a shard that is rewritten to other sinks in
-            such a batch.
+        compared: rows that were only read, by sink: of COMPARE, and of a shard in such a batch that is rewritten to
+        other sinks.
     """
 
     plan: BatchPlan
@@ -106,20 +105,20 @@ class ShardMessage:
 
 @dataclass(frozen=True)
 class Decision:
-    """The durable record from which on a batch counts.
+    """The durable record that makes a batch count.
 
     Attributes:
         scope: of the sink that keeps the ledger.
         offsets: the sources' offsets of the batch; a replay must have the same.
-        participants: every shard that was written, at every sink, in the order of shards, then of sinks.
-        total: running fingerprint of all decided batches of this incarnation, this one included, at the sink that
-            keeps the ledger.
-        given_up: running fingerprint of what at_most_once gave up there (an upper bound of what it lost).
-        revision: 0, plus one each time a shard of a decided batch had to be rewritten.
+        participants: every written shard at every sink, ordered by shard, then by sink.
+        total: running fingerprint of all decided batches of this incarnation, including this one, at the sink that
+        keeps the ledger.
+        given_up: running fingerprint of what at_most_once gave up there (an upper bound of its loss).
+        revision: 0, plus one for each rewrite of shards after the decision.
         others: the same two for every other sink of the batch, by name.
-        targets: sink's name -> identity of what it wrote to (see `contract.powers`), where it has one.
-        transforms: the versions of the transform that this incarnation's batches ran with, oldest first, the one of
-            this batch last. Empty: never known. Bounded: the oldest ones are merged.
+        targets: sink name -> identity of its target (see `contract.powers`), if it has one.
+        transforms: the versions of the transform that this incarnation's batches ran with, oldest first, this batch's
+        last. Empty: never known. Bounded: the oldest ones are merged.
     """
 
     scope: Scope
@@ -143,18 +142,18 @@ class Decision:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of this batch alone, at the sink that keeps the ledger."""
+        """Fingerprint of this batch alone, at the sink that keeps the ledger."""
         return sum((p.fingerprint for p in self.of(self.scope.sink)), Fingerprint())
 
     @property
     def to_move(self) -> tuple[Prepared, ...]:
-        """Whose rows the deciding transaction itself makes visible, if the ledger's sink commits so: its own, and only
-        in the first decision of a batch. A later revision replaces participants of other sinks."""
+        """Participants made visible by the deciding transaction, if the ledger's sink commits so: its own, and only in
+        a batch's first decision. Later revisions replace participants of other sinks."""
         return () if self.revision else self.of(self.scope.sink)
 
     @property
     def archived(self) -> Archived:
-        """What is kept of this incarnation once its newest decision, this one, is forgotten."""
+        """The archive entry of this incarnation, made when this decision, its newest, is forgotten."""
         return Archived.of(self.scope.incarnation, self.total, self.given_up)
 
     def of(self, sink: str) -> tuple[Prepared, ...]:
@@ -169,7 +168,7 @@ class Decision:
         return self.total if sink == self.scope.sink else self.others.get(sink, Account()).total
 
     def for_sink(self, sink: str) -> Decision:
-        """The same decision as the ledger of another of its sinks would hold it."""
+        """The same decision as another sink's ledger would hold it."""
         if sink == self.scope.sink:
             return self
         accounts = {**self.others, self.scope.sink: Account(self.total, self.given_up)}
@@ -184,7 +183,7 @@ class Decision:
         )
 
     def projected(self, sink: str) -> Decision:
-        """This decision as if only `sink` were written: what an audit of that sink needs."""
+        """This decision as if only `sink` were written, for an audit of that sink."""
         own = self.for_sink(sink)
         return replace(own, participants=own.of(sink), others={})
 
@@ -209,7 +208,7 @@ class Decision:
                 **({"transforms": [t.to_json(self.scope.sink) for t in self.transforms]} if self.transforms else {}),
             },
             separators=(",", ":"),
-            sort_keys=True,  # one text per decision, in any store
+            sort_keys=True,  # canonical text in any store
         )
 
     @classmethod
@@ -237,7 +236,7 @@ class Begun:
     """This batch may have sent records outside of any transaction.
 
     Kept for every batch under at_most_once; under at_least_once only for an incarnation's first batch, so that a later
-    change to a stricter guarantee knows about it.
+    change to a stricter guarantee finds it.
     """
 
     batch: int
@@ -258,7 +257,7 @@ class Owner:
 
     Attributes:
         id: of the driver's session; new for each Spark session that registers the formats.
-        host, process, started_ms: where it runs, so that people and `doctor` can tell whether it is alive.
+        host, process, started_ms: where it runs, so that users and `doctor` can tell whether it is alive.
         superseded: ids of earlier owners, newest first; none of them may claim again.
     """
 
@@ -269,7 +268,7 @@ class Owner:
     superseded: tuple[str, ...] = ()
 
     def to_json(self, **of_store: Any) -> str:
-        """Including what the store keeps in the same record."""
+        """Includes what the store keeps in the same record."""
         return json.dumps(record_format.numbered({**asdict(self), **of_store}), separators=(",", ":"))
 
     @classmethod
@@ -283,17 +282,17 @@ class Owner:
 
 @dataclass(frozen=True)
 class LedgerState:
-    """What a ledger holds for one scope.
+    """A ledger's state for one scope.
 
     Attributes:
         last: newest decision of this incarnation.
         begun: newest begun batch of this incarnation (at_most_once only).
         earlier: newest decisions of other incarnations of the same pipeline and sink, newest incarnation first.
-        earlier_begun: newest begun batches of other incarnations that decided nothing, by incarnation: their records
-            may have been sent.
-        archived: what is kept of this incarnation, if its decisions have been forgotten.
-        epoch: grows with every claim. It distinguishes two claims of one owner: a query stopped and restarted in one
-            session. 0 if a ledger does not count.
+        earlier_begun: newest begun batches of other incarnations without a decision, by incarnation: their records may
+        have been sent.
+        archived: this incarnation's archive entry, if its decisions have been forgotten.
+        epoch: increases with every claim. Distinguishes two claims of one owner: a query stopped and restarted in one
+        session. 0: the ledger has no epochs.
     """
 
     owner: Owner | None = None
@@ -307,7 +306,7 @@ class LedgerState:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What the user explicitly accepts.
+    """Risks that the user explicitly accepts.
 
     Attributes:
         new_checkpoint: a new checkpoint may start over although an earlier one wrote to the sink.

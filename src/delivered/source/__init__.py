@@ -1,1 +1,1 @@
-"""What sources share: how much a batch reads, how it is split into slices, a message's columns. Pure."""
+"""Shared code of sources: admission limits, splitting into slices, a message's columns. Pure."""

@@ -1,4 +1,4 @@
-"""A message's columns in Spark, whatever its system: those of Spark's own Kafka source."""
+"""A message's columns in Spark, for any system: those of Spark's own Kafka source."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ US_MIN, US_MAX = -(2**63), 2**63 - 1
 
 
 def micros(count: int, us_per: int) -> int:
-    """A producer's time in microseconds, saturated: a time in the wrong unit must not wrap to another date.
+    """A producer's time in microseconds, saturated: a time in the wrong unit must not wrap around to another date.
 
     Args:
         count: since 1970, in units of `us_per` microseconds.

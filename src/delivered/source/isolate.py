@@ -1,8 +1,8 @@
-"""Finds the message that makes the log reject a batch, by appending ever smaller parts of it.
+"""Finds the poison message that makes the log reject a batch, by appending ever smaller parts of it.
 
-One message that cannot be written (with an invalid time, say) must neither block all others nor be redelivered forever.
-A full disk is another matter: a message that the store rejects only counts as bad if another one of the batch was
-appended. A message that our own code cannot turn into a record is bad by itself.
+A message that cannot be written (with an invalid time, say) must neither block all others nor be redelivered forever.
+To rule out a full disk, a message that the store rejects only counts as bad if another one of the batch was appended.
+A message that this code cannot turn into a record is bad in any case.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _PAUSE_S = 0.1
 
 @dataclass(frozen=True)
 class Raised(Failed):
-    """Our own code failed, not the store."""
+    """This code failed, not the store."""
 
 
 def guarded(journal: Journal, batch: MessageBatch) -> Outcome[Entered]:
-    """An append whose every failure is an outcome: which errors a message can cause is unpredictable."""
+    """An append that turns every error into an outcome: a message can cause any error."""
     try:
         return journal.append(batch)
     except Exception as error:
@@ -34,8 +34,8 @@ def guarded(journal: Journal, batch: MessageBatch) -> Outcome[Entered]:
 class Isolated:
     """
     Attributes:
-        outcome: of everything appended; or what ended it, in which case nothing here may be acknowledged.
-        refused: indexes of the messages that the log rejected on their own, every time; reasons: a sentence for each.
+        outcome: of all appends; or the one that ended it, in which case nothing may be acknowledged.
+        refused: indexes of the messages that the log rejected on their own every time; reasons: a sentence for each.
         in_a_row: how many of them since the last appended message.
     """
 
@@ -50,7 +50,7 @@ def isolate(journal: Journal, batch: MessageBatch, times: int, in_a_row: int = 0
 
     Args:
         times: how often a message must be rejected on its own before it counts as the cause.
-        in_a_row: messages rejected since the last appended one. Above `REFUSED_IN_A_ROW_MAX`, it is the log: stop.
+        in_a_row: messages rejected since the last appended one. Above `REFUSED_IN_A_ROW_MAX` the log is broken: stop.
     """
     found = Isolated(in_a_row=in_a_row)
     entered = repeated = tries = 0
@@ -65,7 +65,7 @@ def isolate(journal: Journal, batch: MessageBatch, times: int, in_a_row: int = 0
                 found.in_a_row = 0 if more.entered else found.in_a_row
             case Failed(reason) if len(part) > 1:
                 middle = len(part) // 2
-                parts += [part[middle:], part[:middle]]  # the first half goes first, to keep the order
+                parts += [part[middle:], part[:middle]]  # first half first, to keep the order
             case Failed(reason):
                 found.in_a_row += 1
                 if found.in_a_row > REFUSED_IN_A_ROW_MAX:
@@ -92,7 +92,7 @@ def _tried(journal: Journal, batch: MessageBatch, times: int) -> Outcome[Entered
 
 
 def readable(batch: MessageBatch) -> MessageBatch:
-    """A copy that any log accepts if it rejects the messages as they are: all but id and body as text."""
+    """A copy for logs that reject the original messages: everything but id and body as text."""
     headers = [
         [("delivered.key", _text(key)), ("delivered.time_us", _text(at)), ("delivered.headers", _text(list(pairs)))]
         for key, at, pairs in zip(batch.keys, batch.times_us, batch.headers, strict=True)

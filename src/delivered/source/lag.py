@@ -1,6 +1,6 @@
-"""How far a stream is behind its source: where a batch ended against where the source ends now. Pure.
+"""A stream's lag: the end of a batch compared with the current end of the source. Pure.
 
-A source writes its offsets as JSON: numbers by partition, perhaps by topic first; a key that begins with `#` is
+A source writes its offsets as JSON: numbers by partition, perhaps nested by topic; a key that begins with `#` is
 metadata.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 
 
 def spark_metrics(end: str | None, latest: str | None) -> dict[str, str]:
-    """`minOffsetsBehindLatest`, `maxOffsetsBehindLatest` and `avgOffsetsBehindLatest` over the partitions, in records'
-    offsets, spelled as Spark's Kafka source does; empty where offsets are not numbers.
+    """`minOffsetsBehindLatest`, `maxOffsetsBehindLatest` and `avgOffsetsBehindLatest` over the partitions, in offsets,
+    spelled as in Spark's Kafka source; empty if offsets are not numbers.
 
     Args:
         end, latest: offsets as JSON.
@@ -31,7 +31,7 @@ def spark_metrics(end: str | None, latest: str | None) -> dict[str, str]:
 
 
 def lag(source: Mapping[str, Any]) -> int | None:
-    """Offsets behind, over all partitions; None: the source does not count its offsets, or nothing was said yet.
+    """Lag in offsets, summed over all partitions; None: offsets are not numbers, or not reported yet.
 
     Args:
         source: of a progress report, with `endOffset` and `latestOffset`.
@@ -43,7 +43,7 @@ def lag(source: Mapping[str, Any]) -> int | None:
 
 
 def _numbers(offsets: Any) -> Iterator[tuple[tuple[str, ...], int | None]]:
-    """Offset by partition; None: it is no number."""
+    """Offset by partition; None: not a number."""
     if isinstance(offsets, str):
         try:
             offsets = json.loads(offsets)

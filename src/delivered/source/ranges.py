@@ -1,7 +1,6 @@
 """Ranges of offsets: how much of a backlog one batch reads, and how it is split.
 
-Everything here is a function of its arguments alone, so that a rerun of a batch, perhaps in another process, is split
-the same way.
+All functions are pure, so that a rerun of a batch, perhaps in another process, is split the same way.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ class Range(Generic[Key]):
 def admit(sizes: Mapping[Key, int], limit: int | None) -> dict[Key, int]:
     """How many offsets of each partition the next batch reads.
 
-    Shares are in proportion to the backlog; the sum is `limit` or the whole backlog, whichever is smaller. Every
-    partition with a backlog gets at least one, so that none starves behind a busy one: with more such partitions
-    than `limit`, the sum is their count.
+    Shares are proportional to the backlog; their sum is `limit` or the whole backlog, whichever is smaller. Every
+    partition with a backlog gets at least one, so that busy ones do not starve it: with more such partitions than
+    `limit`, the sum is their count.
 
     Args:
         sizes: backlog per partition, in offsets, at least 0. Ties are broken by the order of this mapping.
@@ -82,7 +81,7 @@ def _cut(r: Range[Key], count: int) -> list[Range[Key]]:
 
 
 def backwards(start: Mapping[str, Any], end: Mapping[str, Any]) -> str | None:
-    """Where a logged range of offsets ends before it starts, for messages; None: nowhere.
+    """Where a logged range of offsets ends before its start, for messages; None: nowhere.
 
     Args:
         start, end: nested by partition. Positions that are not numbers are not compared.

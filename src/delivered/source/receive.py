@@ -1,13 +1,13 @@
 """The write-ahead receiver: take, persist, then acknowledge.
 
-    receive.take     messages arrive; the queue keeps them until they are acknowledged
-    receive.persist  one atomic append to the log; a message whose id the log holds is not appended again
+    receive.take     receive messages; the queue keeps them until they are acknowledged
+    receive.persist  one atomic append to the log; ids that are already in the log are skipped
     receive.quarantine    a bad message goes to the quarantine log, durably, before its batch is acknowledged
     receive.ack      the queue may delete them
 
-After a crash before receive.persist, the queue redelivers the messages. After a crash between receive.persist and the
-end of receive.ack, it redelivers them too, and the log recognises their ids. Appends run one at a time, in parallel
-with receiving: meanwhile the next batch gathers, so batches grow with the load.
+After a crash before the end of receive.ack, the queue redelivers the messages; if it was after receive.persist, the log
+recognises their ids. Appends run one at a time, in parallel with receiving: meanwhile the next batch accumulates, so
+batches grow with the load.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ReceiveLimits:
         message_bytes_max: a larger message is bad.
         log_bytes_max: of the log; receiving pauses above it. None: no limit.
         ids_required: a message without an id is bad.
-        refused_times: a message that the log rejects on its own this many times is bad.
+        refused_times: a message that the log rejects on its own this often is bad.
         maintain_s: interval of log maintenance; None: another process does it.
     """
 
@@ -61,12 +61,12 @@ class ReceiveLimits:
 
 @dataclass
 class Counts:
-    """What a receiver did since it started.
+    """A receiver's counters since its start.
 
     Attributes:
         received: messages taken, including redelivered ones.
-        entered: messages it appended to the log; repeated: that the log already held; quarantined: bad ones.
-        acknowledged: messages that the queue may delete.
+        entered: messages appended to the log; repeated: already in the log; quarantined: bad ones.
+        acknowledged: messages acknowledged to the queue.
         unacknowledged: persisted messages whose acknowledgement has an unknown outcome.
         paused: times it stopped receiving because the log was full; reconnected: times the connection was lost.
         latencies_s: from arrival to acknowledgement, of the oldest message of each recent batch.
@@ -130,12 +130,11 @@ class ReceiveLoop:
         self.counts = Counts()
 
     def run(self, stop: Callable[[], bool], report: Callable[[Counts], None] | None = None) -> Counts:
-        """Receive until `stop()` is true; what was received by then is persisted and acknowledged.
+        """Receive until `stop()` is true; messages received by then are persisted and acknowledged.
 
         Raises:
             BadRecord: a message is bad, and there is no quarantine.
-            DeliveredError: the log failed, or the queue failed for too long. Only messages in the log were
-                acknowledged.
+            DeliveredError: the log failed, or the queue failed for too long. Only messages in the log are acknowledged.
         """
         pool = ThreadPoolExecutor(1, "delivered-append")
         try:
@@ -178,7 +177,7 @@ class ReceiveLoop:
                 return
 
     def _gather(self, gathering: _Gathering, stopping: bool, busy: bool, stop: Callable[[], bool]) -> _Gathering:
-        """Take what arrived. If the connection is lost, drop what was not persisted: it is redelivered."""
+        """Take new messages. If the connection is lost, drop those not persisted: they are redelivered."""
         receiver = self._receiver
         room = max(0, self._limits.messages_max - len(gathering.batch))
         if stopping or gathering.bytes >= self._limits.bytes_max or receiver is None:
@@ -196,7 +195,7 @@ class ReceiveLoop:
         return gathering
 
     def _again(self, error: Unreachable, stop: Callable[[], bool]) -> None:
-        """Reconnect, for as long as a queue may take to restart."""
+        """Reconnect; wait as long as a queue may take to restart."""
         self.counts.reconnected += 1
         deadline = time.monotonic() + SOURCE_PATIENCE_S
         _LOG.warning("lost the connection to the queue; reconnecting: %s", error.message)
@@ -248,7 +247,7 @@ class ReceiveLoop:
         return done
 
     def _isolate(self, batch: MessageBatch) -> Outcome[Entered]:
-        """Each message is appended or quarantined, durably, before this returns Ok."""
+        """Append or quarantine every message. Ok: all are durable."""
         found = isolate(self._journal, batch, self._limits.refused_times, self._refused_in_a_row)
         self._refused_in_a_row = found.in_a_row
         if isinstance(found.outcome, Ok) and found.refused:
@@ -284,7 +283,7 @@ class ReceiveLoop:
             )
         reach(StepId.RECEIVE_QUARANTINE, Moment.BEFORE, messages=len(bad))
         outcome = guarded(self._quarantine, _with_reasons(bad, reasons))
-        if isinstance(outcome, Failed):  # it may reject what the log rejected
+        if isinstance(outcome, Failed):  # it may reject what the log rejected, too
             outcome = guarded(self._quarantine, _with_reasons(readable(bad), reasons))
         reach(StepId.RECEIVE_QUARANTINE, Moment.AFTER, messages=len(bad))
         if isinstance(outcome, Ok):
@@ -329,7 +328,7 @@ class ReceiveLoop:
         if isinstance(answer, Ok):
             self.counts.acknowledged += answer.value
         else:
-            # They are redelivered, and recognised.
+            # They will be redelivered and recognised.
             self.counts.unacknowledged += len(handles)
             _LOG.warning("%d persisted messages were not acknowledged: %s", len(handles), answer.reason)
         latencies = self.counts.latencies_s

@@ -1,6 +1,6 @@
 """A queue as a source: receivers fill a durable log, and the pipeline reads the log.
 
-Holds the options of every such source: how the log is kept, how messages are recognised, how much is buffered.
+Contains the options of all such sources: the log, recognition of redelivered messages, buffer sizes.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class ReceivedSource:
 
 
 def without_ids(queue: Queue) -> str | None:
-    """Why no message of this queue has an id; None: its senders may set one."""
+    """Why messages of this queue have no id; None: senders may set one."""
     return queue.without_ids if isinstance(queue, NamesIds) else None
 
 

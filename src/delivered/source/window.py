@@ -1,7 +1,7 @@
-"""Which messages a log already holds: the ids of the newest ones in each partition. Pure.
+"""Deduplication window of a log: the ids of the newest messages in each partition. Pure.
 
-The window is a function of the log alone: the last `size` offsets of each partition. So it is the same before and
-after a restart, and in every process that read the log to the same end.
+It depends only on the log: the last `size` offsets of each partition. So it is the same before and after a restart, and
+in every process that has read the log to the same end.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 class Window:
     """
     Args:
-        size: number of offsets per partition whose ids are kept. A message redelivered after more than this many
-            others in its partition counts as a new one.
+        size: number of offsets per partition whose ids are kept. A message redelivered after more than this many others
+        in its partition counts as new.
     """
 
     def __init__(self, size: int) -> None:
@@ -25,7 +25,7 @@ class Window:
 
     @property
     def ends(self) -> dict[int, int]:
-        """Partition -> offset of the next message, as far as this window has read."""
+        """Partition -> next offset to read."""
         return dict(self._ends)
 
     def __len__(self) -> int:
@@ -35,13 +35,13 @@ class Window:
         return message_id in self._times
 
     def start(self, partition: int, earliest: int, end: int) -> int:
-        """The first offset whose id is still to be read, when the log holds [earliest, end)."""
+        """The first offset whose id must be read, if the log contains [earliest, end)."""
         return max(earliest, end - self._size, self._ends.get(partition, 0))
 
     def add(self, partition: int, first: int, ids: Sequence[str | None]) -> None:
-        """Remember what was persisted from offset `first` on. Only durable messages may be added (P8).
+        """Add the ids persisted from offset `first` on. Only durable messages may be added (P8).
 
-        Offsets added before are skipped; after a gap (a log that was trimmed), earlier ids are forgotten.
+        Offsets added before are skipped; after a gap (the log was trimmed), earlier ids are dropped.
         """
         end = self._ends.get(partition, 0)
         tail = self._tails.setdefault(partition, deque())
@@ -60,7 +60,7 @@ class Window:
         self._forget(tail, len(tail) - self._size)
 
     def fresh(self, ids: Sequence[str | None]) -> list[int]:
-        """Indexes of the unknown `ids`, each id once. A message without an id is always fresh."""
+        """Indexes of the unknown `ids`, each id once. Messages without an id are always fresh."""
         times, seen, found = self._times, set[str](), []
         for at, message_id in enumerate(ids):
             if message_id is not None:
