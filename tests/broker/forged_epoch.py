@@ -1,4 +1,4 @@
-"""Put transactional ids at a chosen epoch, in the broker's own log, as if they had been used that often."""
+"""Set transactional ids to a chosen epoch in the broker's own log, as if they had been used that often."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STATE_TOPIC = "__transaction_state"
 
 
 def force_epoch(kafka: Any, transactional_ids: list[str], epoch: int) -> None:
-    """Write the ids' state anew and restart the broker, which reads it. Kafka takes such records from its own tools."""
+    """Rewrite the ids' state and restart the broker, which reads it. Kafka accepts such records from its own tools."""
     admin = KafkaAdminClient(bootstrap_servers=kafka.bootstrap)
     described = admin.describe_transactions(transactional_ids)
     admin.close()
@@ -26,7 +26,7 @@ def force_epoch(kafka: Any, transactional_ids: list[str], epoch: int) -> None:
     for name in transactional_ids:
         key = struct.pack(">hh", 0, len(name)) + name.encode()
         now = int(time.time() * 1000)
-        # producer id, epoch, time-out, state Empty, no partitions, last update, no start
+        # producer id, epoch, timeout, state Empty, no partitions, last update, no start
         value = struct.pack(">hqhibiqq", 0, described[name].producer_id, epoch, 600_000, 0, -1, now, -1)
         producer.produce(
             _STATE_TOPIC,

@@ -1,4 +1,4 @@
-"""What tests of queues share: messages, a pipeline file, `delivered receive` as users run it, what is in the log."""
+"""Helpers of queue tests: messages, a pipeline file, `delivered receive` as users run it, the log's content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from delivered.testing.crash import CRASH, CRASH_DIR
 MESSAGES = 3_000
 _STEPS = [s for s, role in ROLE_OF_STEP.items() if role is Role.RECEIVER and s is not StepId.RECEIVE_QUARANTINE]
 POINTS = [f"{s}:{m}" for s in _STEPS for m in Moment]
-"""That a receiver of good messages meets."""
+"""Crash points that a receiver of good messages reaches."""
 
 
 def body(n: int) -> bytes:

@@ -1,4 +1,4 @@
-"""A pipeline from a source that is read again to SQLite, exactly_once, killed at a point and started again."""
+"""A pipeline from a replayable source to SQLite, exactly_once, killed at a point and restarted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from delivered.testing.supervisor import run
 
 
 def values_over_a_kill(folder: Path, source: Mapping[str, Any], point: str) -> Counter[bytes]:
-    """The values that are in the sink at the end; batches of 1,000, killed in the second."""
+    """The values in the sink at the end; batches of 1,000, killed in the second."""
     pipeline = {
         "pipeline": "p",
         "guarantee": "exactly_once",

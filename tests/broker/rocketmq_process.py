@@ -1,8 +1,8 @@
-"""What tests of half messages run in processes of their own.
+"""Code that tests of half messages run in separate processes.
 
     python rocketmq_process.py apply CODED [after SIGNAL]
 
-With a count and a signal, the process sends itself that signal when it has posted so many ends, and sends no more.
+With a count and a signal, the process sends itself that signal after posting that many ends, and posts no more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def tell(what: Any) -> None:
 
 
 def strike(after: int, signal: int) -> None:
-    """In place of the n-th end: a process can die or be paused between any two."""
+    """Replaces the n-th end: a process can die or be paused between any two."""
     post, posted = remoting.Peer.post, [0]
 
     def counted(self: Any, code: int, *rest: Any) -> None:

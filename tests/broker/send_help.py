@@ -1,4 +1,4 @@
-"""What tests share of sinks that cannot hold a message back."""
+"""Helpers of tests of sinks without transactions."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def killed_and_started_again(
     taken: Callable[[], Iterable[bytes]],
     transform: dict[str, Any] | None = None,
 ) -> None:
-    """A pipeline from a log of `ROWS` rows in four batches, killed at this point of the second, and started again.
+    """A pipeline from a log of `ROWS` rows in four batches, killed at this point of the second, and restarted.
 
     Args:
         sink: format and options, without the ledger.
         taken: values of all messages that arrived.
-        transform: of the pipeline, in place of the column value; its module lies in `folder`.
+        transform: of the pipeline, instead of the column value; its module is in `folder`.
     """
     append(str(folder / "log"), pa.Table.from_batches([rows(ROWS)]))
     file = folder / "p.yaml"
@@ -66,7 +66,7 @@ def killed_and_started_again(
         assert found == Counter({b"row %d" % n: 1 for n in range(ROWS)})
     elif guarantee == "at_least_once":
         assert set(found) == {b"row %d" % n for n in range(ROWS)}
-        # Before the flush, what was staged may have left or not.
+        # Before the flush, staged rows may have been sent or not.
         twice = {"log:before": {1}, "write.send:after": {1, 2}}.get(point, {2})
         assert max(found.values()) in twice
     else:

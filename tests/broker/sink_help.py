@@ -1,4 +1,4 @@
-"""What tests of the Kafka sink and ledger share."""
+"""Helpers of tests of the Kafka sink and ledger."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rows(values: Iterable[bytes | None], key: bytes | None = None) -> pa.RecordB
 
 @dataclass
 class Rig:
-    """A Kafka sink of a pipeline, driven as Spark would drive it: each `context` is a process of its own."""
+    """A pipeline's Kafka sink, driven as by Spark: each `context` acts as a separate process."""
 
     kafka: Any
     topic: str
@@ -76,7 +76,7 @@ class Rig:
         return plan_batch(context, view, first=first)
 
     def bare_plan(self, batch: int) -> BatchPlan:
-        """A plan without recovery, for tests of one transaction; the internal topic must be there."""
+        """A plan without recovery, for tests of one transaction; the internal topic must exist."""
         return BatchPlan(self.scope, "first", EXACT, batch, f"o{batch}", Action.WRITE)
 
     def write(self, plan: BatchPlan, shards: Iterable[int] = (0, 1), attempt: int = 0) -> list[ShardMessage]:
@@ -109,7 +109,7 @@ def prepared(message: ShardMessage) -> Prepared:
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> Any:
-    """Wait for a fact."""
+    """Wait until a condition holds."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, "waited in vain"
@@ -118,7 +118,7 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> Any:
 
 
 class Child:
-    """A function of tests/broker/sink_process.py in a process of its own. It tells lines; it dies when told."""
+    """A function of tests/broker/sink_process.py in its own process. It prints lines, and can be killed."""
 
     def __init__(self, function: str, *arguments: Any) -> None:
         coded = base64.b64encode(pickle.dumps(arguments)).decode()
@@ -129,7 +129,7 @@ class Child:
         )
 
     def say(self) -> Any:
-        """The next thing it tells; blocks."""
+        """The next line it prints; blocks."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the child ended with {self.process.wait()}"

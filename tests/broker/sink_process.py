@@ -1,4 +1,4 @@
-"""What tests of the Kafka sink run in processes of their own. Each function tells the test what it did, on stdout."""
+"""Functions that tests of the Kafka sink run in separate processes. Each reports on stdout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def tell(what: Any) -> None:
 
 
 def write(sink: Any, plan: Any, shard: int, batches: Any, schema: Any) -> None:
-    """Prepare a shard, tell the message, then do nothing: the test kills this process."""
+    """Prepare a shard, print the message, then idle: the test kills this process."""
     from delivered.engine.shard import write_shard
 
     tell(write_shard(sink, plan, shard, 0, iter(batches), schema))
@@ -27,7 +27,7 @@ def apply(sink: Any, scope: Any, work: Any, prepared: Any) -> None:
 
 
 def decide_for_ever(sink: Any, scope: Any, owner: Any, decision: Any) -> None:
-    """Claim, then decide batch after batch, telling each outcome, until somebody else owns the ledger."""
+    """Claim, then decide batch after batch and print each outcome, until fenced."""
     from dataclasses import replace
 
     from delivered.engine.context import open_ledger
@@ -47,7 +47,7 @@ def decide_for_ever(sink: Any, scope: Any, owner: Any, decision: Any) -> None:
 
 
 def grow(sink: Any, work: Any, guarantee: Any, rows: int, size: int, times: int) -> None:
-    """Stage a batch many times; tell the memory in kB after a tenth, and at the end."""
+    """Stage a batch many times; print the memory in kB after a tenth, and at the end."""
     import pyarrow as pa
 
     batch = pa.record_batch([pa.array([b"x" * size] * rows)], names=["value"])

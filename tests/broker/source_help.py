@@ -1,4 +1,4 @@
-"""What tests of the Kafka source share."""
+"""Helpers of tests of the Kafka source."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from delivered.contract.source import Offsets, Source, SourceDriver
 
 def source(kafka: Any, options: Mapping[str, Any] | None = None, /, **more: Any) -> Source:
     given = {"kafka.bootstrap.servers": kafka.bootstrap, **(options or {}), **more}
-    return CONNECTOR.source({k.lower(): str(v) for k, v in given.items()})  # lower case, as PySpark hands them over
+    return CONNECTOR.source({k.lower(): str(v) for k, v in given.items()})  # lower case, as PySpark passes them
 
 
 def produce(kafka: Any, topic: str, records: Iterable[Any], partition: int | None = 0) -> None:
-    """Records are values, or dicts of what `Producer.produce` takes."""
+    """Records are values, or dicts of arguments of `Producer.produce`."""
     producer = Producer(
         {"bootstrap.servers": kafka.bootstrap, "linger.ms": 0, "log_level": 0, "message.max.bytes": 3_000_000}
     )
@@ -39,7 +39,7 @@ def produce(kafka: Any, topic: str, records: Iterable[Any], partition: int | Non
 
 
 class Transactions:
-    """Writes committed and aborted transactions, with a flush in each, so that every one leaves its records."""
+    """Writes committed and aborted transactions, each flushed, so that all leave records."""
 
     def __init__(self, kafka: Any, name: str) -> None:
         self._kafka = kafka
@@ -61,7 +61,7 @@ class Transactions:
         assert self._producer.flush(30) == 0
 
     def end(self, commit: bool) -> None:
-        """Returns when the marker is in the log: the broker answers before it writes it."""
+        """Returns once the marker is in the log: the broker replies before it writes it."""
         before = self._end(IsolationLevel.READ_UNCOMMITTED)
         (self._producer.commit_transaction if commit else self._producer.abort_transaction)(30)
         deadline = time.monotonic() + 30
@@ -83,7 +83,7 @@ def read_range(src: Source, driver: SourceDriver, start: Offsets, end: Offsets) 
 
 
 def read_all(src: Source) -> pa.Table:
-    """As a batch read does."""
+    """Read as a batch read does."""
     driver = src.driver()
     try:
         return read_range(src, driver, *driver.batch())
@@ -96,5 +96,5 @@ def values(table: pa.Table) -> list[bytes | None]:
 
 
 def positions(offsets: Offsets) -> dict[str, dict[str, int]]:
-    """Without what the connector keeps beside them."""
+    """Offsets without the connector's metadata."""
     return {k: v for k, v in offsets.items() if not k.startswith("#")}

@@ -59,7 +59,7 @@ def test_killed_at_a_point_and_started_again(activemq: Activemq, tmp_path: Path,
     assert dies.returncode == -signal.SIGKILL
     assert len(hits(tmp_path / "hits")) == 1
     said = finish(receive(file, "--idle-seconds", "1.5"))
-    # On a busy machine the broker may take longer than that to take back what the dead one held.
+    # On a busy machine the broker may take longer to requeue the dead receiver's messages.
     deadline = time.monotonic() + 60
     while activemq.kept(queue) and time.monotonic() < deadline:
         finish(receive(file, "--idle-seconds", "1.5"))
@@ -72,7 +72,7 @@ def test_killed_at_a_point_and_started_again(activemq: Activemq, tmp_path: Path,
 def test_the_broker_is_killed_between_take_and_acknowledgement(
     new_activemq: Callable[..., Activemq], tmp_path: Path
 ) -> None:
-    """What was taken by then cannot be acknowledged any more; it comes again, and enters once."""
+    """Messages taken before the kill can no longer be acknowledged; they are redelivered, and appended once."""
     activemq = new_activemq()
     queue = activemq.queue()
     activemq.send(queue, numbered())
@@ -118,7 +118,7 @@ def test_two_receivers_and_a_sender_that_sends_again(activemq: Activemq, tmp_pat
 
 @SWEEP
 def test_a_receiver_that_is_silent_is_taken_for_gone_and_wakes_up(activemq: Activemq, tmp_path: Path) -> None:
-    """F7: paused past the heart-beats; the broker hands its messages to another one; then it goes on."""
+    """F7: paused past the heart-beats; the broker redelivers its messages to another receiver; then it resumes."""
     queue = activemq.queue()
     activemq.send(queue, numbered(100))
     zombie = receive(made_file(tmp_path, activemq, queue, receiveLingerMs=3_000))
@@ -181,13 +181,13 @@ def test_no_more_than_the_window_is_held(activemq: Activemq) -> None:
     assert len(all_that_comes()) == 5
     receiver.close()
     deadline = time.monotonic() + 20
-    while activemq.left(queue) != 45:  # the broker takes them back when it sees the connection gone
+    while activemq.left(queue) != 45:  # the broker requeues them when it notices the lost connection
         assert time.monotonic() < deadline, activemq.left(queue)
         time.sleep(0.05)
 
 
 def test_the_flag_redelivered_lies_and_the_id_does_not(activemq: Activemq) -> None:
-    """Messages that were handed out before come again as if for the first time; the broker's own ids change."""
+    """Redelivered messages look new; the broker's own ids change."""
     queue = activemq.queue()
     activemq.send(queue, numbered(10))
     seen: list[dict[str, tuple[str, str]]] = []
@@ -233,7 +233,7 @@ def test_without_a_header_for_ids_all_enter(activemq: Activemq, tmp_path: Path) 
 
 
 def test_messages_that_the_broker_holds_for_nobody_are_told(activemq: Activemq) -> None:
-    """As Artemis leaves the first message of a killed receiver, now and then. What somebody holds is not told."""
+    """Artemis sometimes leaves a killed receiver's first message so. Messages held by a receiver are not reported."""
     queue = activemq.queue()
     activemq.send(queue, numbered(2))
     options = parse(given(activemq, queue, log="/x"))

@@ -1,4 +1,4 @@
-"""ActiveMQ as a sink: what arrives after a kill, under the two guarantees it can give; what is refused."""
+"""ActiveMQ as a sink: what arrives after a kill, under its two guarantees; refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sink(folder: Path, url: str, queue: str, **options: str) -> Any:
 
 
 def taken(activemq: Activemq, queue: str, id_header: str = DUPLICATE_ID) -> list[tuple[str | None, bytes]]:
-    """All that is in the queue."""
+    """All messages in the queue."""
     options = {"url": activemq.url, "queue": queue, "log": "/x", "idHeader": id_header}
     receiver = ActivemqReceiver(parse(options))
     found: list[tuple[str | None, bytes]] = []
@@ -99,7 +99,7 @@ def test_killed_and_started_again(activemq: Activemq, tmp_path: Path, guarantee:
         "url": activemq.url,
         "queue": queue,
         "idHeader": "id",
-    }  # by it the broker drops nothing
+    }  # the broker does not deduplicate by it
     killed_and_started_again(tmp_path, sink, guarantee, point, lambda: (v for _, v in taken(activemq, queue)))
 
 

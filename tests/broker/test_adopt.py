@@ -1,4 +1,4 @@
-"""`delivered adopt` from a consumer group and from a time, against a real broker: never a record twice or left out."""
+"""`delivered adopt` from a consumer group and from a time, against a real broker: no record repeated or lost."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_group_is_taken_over_once_it_is_empty(kafka: Any, tmp_path: Path) -> N
     assert {p: o for p, (o, _) in shown.partitions.items()} == {f"{topic}-0": 7, f"{topic}-1": 5}
     assert sum(ahead for _, ahead in shown.partitions.values()) == 40 - 12
     assert not shown.written and first_offsets.kept(ours.checkpoint) is None
-    for _ in range(2):  # as after a kill between writing and telling
+    for _ in range(2):  # as after a kill between writing and reporting
         assert ours.adopt(group=group).written
     kept = first_offsets.kept(ours.checkpoint)
     assert kept is not None and kept[topic] == {"0": 7, "1": 5}

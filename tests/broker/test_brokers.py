@@ -1,4 +1,4 @@
-"""The servers that `delivered.brokers` starts: where they listen, what survives a kill, what they leave alone."""
+"""Servers started by `delivered.brokers`: where they listen, what survives a kill, what they leave alone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_killed_and_restarted_keeps_data_and_ports(new_kafka: Callable[..., Any]
     starter.join()
     assert brokers.status(own.broker.folder).answering
 
-    # From the folder alone, as another process would.
+    # From the folder alone, as in another process.
     again = brokers.attach(own.broker.folder)
     assert again.pid == own.broker.pid
     assert brokers.start("kafka", own.broker.folder).pid == own.broker.pid

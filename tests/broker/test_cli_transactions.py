@@ -1,4 +1,4 @@
-"""`delivered transactions` against a real broker: what is open is shown, and ended only as the ledger says."""
+"""`delivered transactions` against a real broker: open ones are listed, and ended only as the ledger decided."""
 
 from __future__ import annotations
 

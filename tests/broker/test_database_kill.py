@@ -1,4 +1,4 @@
-"""PostgreSQL and MySQL: processes and servers that really die under a sink. The judge looks by plain SQL."""
+"""PostgreSQL and MySQL: processes and servers really killed under a sink. The judge uses plain SQL."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class World:
-    """One pipeline from a log to a table, in processes of its own."""
+    """One pipeline from a log to a table, in separate processes."""
 
     server: Server
     log: Path
@@ -95,7 +95,7 @@ class World:
         return code
 
     def stop(self, point: str) -> Child:
-        """Start one that stops itself there, and wait until it did."""
+        """Start one that stops itself there, and wait for that."""
         zombie = self.zygote.start(self.spec(point), self.folder)
         zombie.wait_stopped()
         return zombie
@@ -113,7 +113,7 @@ class World:
         return [Decision.from_json(text) for (text,) in found]
 
     def left(self) -> list[Any]:
-        """What may not outlive a pipeline: prepared transactions and staging tables of its sink."""
+        """Leftovers that must not outlive a pipeline: prepared transactions and staging tables of its sink."""
         sink = self.server.sink(self.table)
         committer = sink.committer(Scope(PIPELINE, sink.name, "judge"))
         found = committer.open_transactions()
@@ -165,7 +165,7 @@ def test_the_weaker_guarantees_keep_their_word(world: World, guarantee: str) -> 
     lost, repeats = RECORDS - len(seen), seen.total() - len(seen)
     if guarantee == "at_least_once":
         assert lost == 0
-        assert repeats > 0  # shard 0 was in, and came again
+        assert repeats > 0  # shard 0 was committed, and repeats
         assert last.total.count == RECORDS
     else:
         assert repeats == 0
@@ -174,7 +174,7 @@ def test_the_weaker_guarantees_keep_their_word(world: World, guarantee: str) -> 
 
 @pytest.mark.parametrize("world", MECHANISMS, indirect=True)
 def test_zombie_driver_inside_its_decision_is_fenced(world: World) -> None:
-    """F7: stopped while it holds the owner's row (or between two applies), then woken after another one finished."""
+    """F7: stopped while it holds the owner's row (or between two applies), then resumed after another one finished."""
     zombie = world.stop("commit.apply:before")
     began = time.monotonic()
     assert world.run() == 0, world.errors[-1]
@@ -182,10 +182,10 @@ def test_zombie_driver_inside_its_decision_is_fenced(world: World) -> None:
     done = world.seen()
     assert done == Counter(f"id-{i}" for i in range(RECORDS))
     code, error = zombie.go_on()
-    if world.mechanism == "one_transaction":  # its transaction was ended by the server
+    if world.mechanism == "one_transaction":  # the server rolled back its transaction
         assert code == 3
         assert any(x in error for x in ("FENCED", "terminated the connection", "closed the connection")), error
-    else:  # its decision stood, and was finished by the other one: nothing is left for it to do
+    else:  # its decision stood, and the other one applied it: nothing is left to do
         assert code == 0, error
     assert world.seen() == done
     assert world.left() == []
@@ -211,7 +211,7 @@ def test_zombie_that_prepares_after_orphans_were_aborted_changes_nothing(world: 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("point", [pytest.param("write.stage:after", marks=pytest.mark.matrix), "write.prepare:after"])
 def test_task_killed_and_run_again(server: Server, tmp_path: Path, mechanism: str, point: str) -> None:
-    """F6b: a task's process dies with its shard open, or after it promised; Spark's next attempt takes its place."""
+    """F6b: a task's process dies with its shard open or prepared; Spark's next attempt replaces it."""
     rig = Rig(server.sink(mechanism=mechanism))
     context = rig.context()
     plan = rig.plan(context, 0)
@@ -244,7 +244,7 @@ def test_server_killed_with_shards_prepared(new_server: Callable[..., Server], m
         commit_batch(context, 0, offsets(0), messages)
     server.broker.restart()
     assert rig.visible() == Fingerprint()
-    # The promise outlived the server: the same messages can be decided now.
+    # The prepared transactions survived the server: the same messages can be decided now.
     decision = commit_batch(context, 0, offsets(0), messages)
     assert decision is not None
     assert rig.visible() == rig.expected(0)
@@ -294,10 +294,10 @@ def test_connection_lost_under_an_open_shard(new_server: Callable[..., Server], 
 def test_a_server_killed_under_an_upsert_starts_again_at_once(
     new_postgres: Callable[..., Postgres], guarantee: Guarantee
 ) -> None:
-    """kill -9 of its first process: the others end their transactions on their own, and what they still log is lost.
+    """kill -9 of its first process: the others end their transactions by themselves; what they still log is lost.
 
-    With unlogged tables made in such transactions 16.14 often does not get up at once: "could not create file: File
-    exists" (docs/decisions/030).
+    With unlogged tables created in such transactions, 16.14 often fails to restart at once: "could not create file:
+    File exists" (docs/decisions/030).
     """
     server = new_postgres()
     table = server.table("key bytea PRIMARY KEY, value bytea")
@@ -307,7 +307,7 @@ def test_a_server_killed_under_an_upsert_starts_again_at_once(
     writers = [sink.writer(Work(scope, 0, shard), guarantee, rows.schema) for shard in range(8)]
     for writer in writers:
         writer.stage(rows)
-    server.execute(f"INSERT INTO {server.table()} VALUES ('x', 'y')")  # what was logged before is on disk now
+    server.execute(f"INSERT INTO {server.table()} VALUES ('x', 'y')")  # flushes the earlier log to disk
     server.broker.kill()
     server.broker.restart()
     assert server.execute(f"SELECT count(*) FROM {table}") == [(0,)]

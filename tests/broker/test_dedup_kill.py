@@ -1,7 +1,7 @@
-"""A table of keys in the sink's database: processes that really die, into SQLite, PostgreSQL and MySQL.
+"""A key table in the sink's database: processes really killed, into SQLite, PostgreSQL and MySQL.
 
-The judge looks by plain SQL: after every kill no record is there twice that repeats another, at the end each key is
-there as often as its records lie more than the time to live apart, and it is the first copy that got in.
+The judge uses plain SQL: after every kill there are no duplicates; at the end each key is there as often as its records
+are more than the time to live apart, and the first copy was admitted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from delivered.model.work import Decision
 
 RECORDS = 1_200
 WITHIN = 300
-"""Minutes. One record a minute, about 400 in a batch."""
+"""Minutes. One record per minute, about 400 per batch."""
 BEGAN = datetime(2024, 1, 1, tzinfo=UTC)
 POINTS = [
     "dedup.note:before@batch=0", "dedup.note:after@batch=0", "dedup.note:after#2@batch=1",
@@ -37,7 +37,7 @@ POINTS = [
     "dedup.keep:after@batch=0", "dedup.keep:after@batch=1", "dedup.keep:before@batch=2", "commit.decide:after@batch=1",
     "recover.apply:before", "log:before@batch=2",
 ]  # fmt: skip
-"""One kill at each, in one life of a pipeline."""
+"""Crash points, with one kill at each in a single history."""
 EVERY_POINT = list(dict.fromkeys([*POINTS, *OF_EVERY_SINK]))
 SWEEP = pytest.mark.matrix
 Execute = Callable[[str], list[tuple[Any, ...]]]
@@ -50,7 +50,7 @@ def key_of(i: int) -> str:
 
 
 def expected() -> Counter[tuple[str, int]]:
-    """Key and minute of every record that must get in; one by one, in the order of their times."""
+    """Key and minute of every record that must be admitted, in time order."""
     kept: dict[str, int] = {}
     found: Counter[tuple[str, int]] = Counter()
     for i in range(RECORDS):
@@ -156,7 +156,7 @@ WORLDS: dict[str, Callable[[pytest.FixtureRequest], World]] = {
 
 
 SWEEPS = {"sqlite", "postgres-two-phase", "mysql-one-transaction", "mysql-two-phase"}
-"""Left to `make verify`: the conformance suite of such a table has each of them in `make test`."""
+"""Left to `make verify`: the key table's conformance suite covers each of them in `make test`."""
 
 
 @pytest.fixture(params=[pytest.param(n, marks=[SWEEP] * (n in SWEEPS)) for n in WORLDS])
@@ -192,7 +192,7 @@ def test_a_kill_at_every_point_and_each_key_is_there_once(world: World, points: 
 )
 @pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
 def test_the_weaker_guarantees_keep_their_word(request: pytest.FixtureRequest, guarantee: str, point: str) -> None:
-    """What a kill repeats under at_least_once are the records of its batch; under at_most_once nothing comes twice."""
+    """Under at_least_once, a kill repeats only records of its batch; under at_most_once, nothing repeats."""
     world = _sqlite(request)
     world.guarantee = guarantee
     assert world.run(f"{point}!kill") == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""One batch into Kafka, PostgreSQL and SQLite, all or nothing: real servers, a pipeline killed at every step of it."""
+"""Atomic batches across Kafka, PostgreSQL and SQLite: real servers, a pipeline killed at every step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GROUPS = {
 
 @dataclass
 class World:
-    """One pipeline from a log to several sinks, in processes of its own."""
+    """One pipeline from a log to several sinks, in separate processes."""
 
     kafka: Kafka
     postgres: Postgres
@@ -56,7 +56,7 @@ class World:
         ids = {"key": [f"id-{i}".encode() for i in range(RECORDS)], "value": [b"v" * (i % 7) for i in range(RECORDS)]}
         append(str(log), pa.table(ids), partition_by=2)
         self.topic, self.table = self.kafka.topic(3), self.postgres.table(COLUMNS)
-        # On servers that others share: a new checkpoint of a pipeline that wrote there before would be refused.
+        # Servers are shared: a new checkpoint of a pipeline that wrote there before would be refused.
         self.pipeline = f"group-{self.table}"
         for named in self.group:
             system, _, mechanism = named.partition(" ")
@@ -78,7 +78,7 @@ class World:
         return code
 
     def seen(self, sink: str) -> Counter[str]:
-        """By a client of the sink that is not ours."""
+        """Read by an independent client."""
         match sink:
             case "kafka":
                 found = read_committed(self.kafka.bootstrap, self.topic)
@@ -189,7 +189,7 @@ def test_the_weaker_guarantees_keep_their_word_at_every_sink(world: World, guara
         if guarantee == "at_least_once":
             assert lost == 0
             assert account.total.count == RECORDS
-            # Shard 0 had reached Kafka, and comes again there; PostgreSQL had not committed it.
+            # Shard 0 had reached Kafka, and repeats there; PostgreSQL had not committed it.
             assert (repeats > 0) == (name == "kafka")
         else:
             assert repeats == 0

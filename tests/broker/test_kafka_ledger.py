@@ -41,7 +41,7 @@ def rig(kafka: Any) -> Rig:
 
 @pytest.fixture
 def opened(rig: Rig) -> Iterator[Callable[[], Ledger]]:
-    """Makes ledgers as other processes would: nothing shared but the broker."""
+    """Creates ledgers as in other processes, which share only the broker."""
     made: list[Ledger] = []
 
     def make() -> Ledger:
@@ -86,7 +86,7 @@ def test_what_was_decided_is_found_by_another_process(rig: Rig, opened: Callable
     assert state.last is not None and state.last.batch == 2
     assert state.last == replace(decision(rig.scope, 2), decided_at_ms=state.last.decided_at_ms)
     assert [d.batch for d in other.history()] == [0, 1, 2]
-    # It goes on where the other stands, and both see it.
+    # It continues where the other one is, and both see it.
     assert other.decide(decision(rig.scope, 3)) == Ok(None)
     assert [led.resume("first").last.batch for led in (one, other)] == [3, 3]  # type: ignore[union-attr]
 
@@ -106,7 +106,7 @@ def test_claim_may_be_repeated_and_a_newer_owner_fences(rig: Rig, opened: Callab
     for again in (one, opened()):
         with pytest.raises(Fenced):
             again.claim(FIRST)
-    # The loser's last try disturbed nobody.
+    # The loser's last attempt had no effect.
     assert two.decide(decision(rig.scope, 1, "second")) == Ok(None)
     assert two.resume("second").last == two.look().last
     assert [d.owner for d in two.history()] == ["first", "second"]
@@ -115,7 +115,7 @@ def test_claim_may_be_repeated_and_a_newer_owner_fences(rig: Rig, opened: Callab
 def test_a_superseded_driver_takes_no_id(
     rig: Rig, opened: Callable[[], Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Taking one would fence the present owner, who would have to take his back."""
+    """Taking one would fence the current owner, who would have to take it back."""
     one, two = opened(), opened()
     one.claim(FIRST)
     two.claim(SECOND)
@@ -131,7 +131,7 @@ def test_a_superseded_driver_takes_no_id(
 def test_what_is_recorded_already_is_looked_up_before_it_is_believed(
     rig: Rig, opened: Callable[[], Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is written for the same batch or decision again, so no broker would refuse a driver that was fenced."""
+    """A repeated batch or decision writes nothing, so the broker would not reject a fenced driver."""
     one, two = opened(), opened()
     one.claim(FIRST)
     decided = decision(rig.scope, 0)
@@ -147,7 +147,7 @@ def test_what_is_recorded_already_is_looked_up_before_it_is_believed(
 
 
 def test_a_claim_of_the_same_owner_voids_the_one_before(rig: Rig, opened: Callable[[], Ledger]) -> None:
-    """A query stopped and started again in one session: what its former self had under way must not get in."""
+    """A query restarted in one session: writes in flight from before must not succeed."""
     former, later = opened(), opened()
     former.claim(FIRST)
     later.claim(FIRST)
@@ -160,7 +160,7 @@ def test_a_claim_of_the_same_owner_voids_the_one_before(rig: Rig, opened: Callab
 
 
 def test_a_decision_under_way_cannot_get_in_after_a_claim(rig: Rig, opened: Callable[[], Ledger]) -> None:
-    """The older driver has sent its record, and sleeps before the commit. It wakes up when another owns the ledger."""
+    """The older driver pauses between sending its record and the commit, and resumes when another owns the ledger."""
     one, two = opened(), opened()
     one.claim(FIRST)
     store = store_of(one)
@@ -178,7 +178,7 @@ def test_a_decision_under_way_cannot_get_in_after_a_claim(rig: Rig, opened: Call
 def test_a_former_owner_that_takes_his_id_back_while_another_claims(
     rig: Rig, opened: Callable[[], Ledger], monkeypatch: pytest.MonkeyPatch, committed: bool
 ) -> None:
-    """Fenced once, and still the owner by the record, he decides again: the claim must see it, or end it."""
+    """Fenced once, but still the owner on record, it decides again: the claim must see or fence that."""
     one, two = opened(), opened()
     one.claim(FIRST)
     store, record = store_of(one), store_of(two)._record
@@ -209,7 +209,7 @@ def test_a_former_owner_that_takes_his_id_back_while_another_claims(
 def test_an_unknown_outcome_is_settled_by_claim(
     rig: Rig, opened: Callable[[], Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commit's answer is lost, once with the commit in and once without: `claim` tells, and nothing comes later."""
+    """The commit's reply is lost, with and without the commit: `claim` resolves it, and nothing follows later."""
     one = opened()
     one.claim(FIRST)
     ask = Wire.ask_coordinator
@@ -244,7 +244,7 @@ def test_two_processes_of_one_owner_do_not_fence_each_other(rig: Rig, opened: Ca
         assert planning.begin(Begun(batch, "o")) == Ok(None)
         assert deciding.resume("first").begun == Begun(batch, "o")
         assert deciding.decide(decision(rig.scope, batch)) == Ok(None)
-    # The deciding process claims, as after an unknown outcome: the planning one goes on all the same.
+    # The deciding process claims, as after an unknown outcome: the planning one still continues.
     deciding.claim(FIRST)
     assert planning.resume("first").last == deciding.look().last
     assert planning.begin(Begun(3, "o")) == Ok(None)
@@ -301,7 +301,7 @@ def test_two_sinks_of_a_pipeline_share_the_topic_and_nothing_else(rig: Rig) -> N
 
 
 def test_an_open_shard_hides_no_decision(rig: Rig, opened: Callable[[], Ledger], kafka: Any) -> None:
-    """A marker in an open transaction holds back readers of its partition: decisions lie in another."""
+    """A marker in an open transaction blocks readers of its partition, so decisions are in another one."""
     rig.topic = kafka.topic(1)
     one = rig.ledger()
     one.claim(FIRST)
@@ -367,7 +367,7 @@ def test_p4_the_oldest_incarnations_are_forgotten(
 def test_what_is_forgotten_at_once_is_bounded(
     rig: Rig, opened: Callable[[], Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ledger may have kept more incarnations before than fit into one record batch of tombstones."""
+    """An earlier ledger may have kept more incarnations than one record batch of tombstones can hold."""
     for run in range(6):
         rig.incarnation = f"run{run}"
         one = opened()
@@ -418,7 +418,7 @@ def test_a_decision_waits_for_a_broker_that_restarts(new_kafka: Callable[..., An
 
 
 def test_a_topic_that_was_deleted_is_called_so(kafka: Any, rig: Rig, opened: Callable[[], Ledger]) -> None:
-    """The brokers answer all the while. The next claim makes the topic anew, and knows of nothing."""
+    """The brokers stay up. The next claim recreates the topic, which is empty."""
     one = opened()
     one.claim(FIRST)
     assert one.decide(decision(rig.scope, 0)) == Ok(None)

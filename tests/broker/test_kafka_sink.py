@@ -36,7 +36,7 @@ def rig(kafka: Any) -> Rig:
 
 
 def send(rig: Rig, guarantee: Guarantee, *batches: pa.RecordBatch, batch: int = 0) -> Promise:
-    """One shard, written, and made visible."""
+    """Write one shard and make it visible."""
     work = rig.work(batch)
     if guarantee is EXACT:
         rig.ledger().claim(Owner("me"))
@@ -300,8 +300,8 @@ def test_at_most_once_a_broker_that_dies_doubles_nothing_and_the_loss_is_counted
 
 @pytest.mark.matrix
 def test_credentials_and_permissions(new_kafka: Callable[..., Any]) -> None:
-    """TLS and SCRAM: exactly once through them, the driver's own requests too; a wrong password, a missing permission
-    and a certificate that nobody vouches for are each one clear error."""
+    """TLS and SCRAM: exactly once, for the driver's own requests, too; a wrong password, a missing permission and an
+    untrusted certificate each give one clear error."""
     from kafka.admin import ACL, ACLOperation, ACLPermissionType, KafkaAdminClient, ResourcePattern, ResourceType
 
     kafka = new_kafka(tls=True, scram={"writer": "right"})

@@ -51,7 +51,7 @@ def test_columns_are_those_of_sparks_own_source(kafka: Any) -> None:
 
 
 def test_a_time_beyond_what_spark_can_hold_saturates(kafka: Any) -> None:
-    """A producer that wrote nanoseconds: int64 microseconds would wrap to the year -99483."""
+    """A producer wrote nanoseconds: int64 microseconds would wrap around to the year -99483."""
     topic = kafka.topic(1, message_timestamp_after_max_ms=2**63 - 1, message_timestamp_before_max_ms=2**63 - 1)
     last = (2**63 - 1) // 1000
     stamps = [1_712_345_678_123_456_789, last + 1, last, 1_712_345_678_123, 0]
@@ -148,7 +148,7 @@ def test_p14_aborted_records_and_markers_are_no_loss_and_no_end(kafka: Any) -> N
     start, end = driver.batch()
     assert positions(end) == {topic: {"0": 15}}
     assert values(read_range(src, driver, start, end)) == [b"a0", b"a1", b"b0"]
-    # Every range, wherever it begins and ends, gives the records that are in it, and ends.
+    # Every range, wherever it begins and ends, gives exactly its records, and terminates.
     present = {0: b"a0", 1: b"a1", 9: b"b0"}
     for low in range(15):
         for high in range(low, 16):
@@ -263,7 +263,7 @@ def test_by_timestamp(kafka: Any) -> None:
     assert read(startingOffsetsByTimestamp=each) == [b"03", b"12", b"13"]
     assert read(endingOffsetsByTimestamp=each) == [b"01", b"02", b"11"]
     assert read(endingTimestamp=9999) == [b"01", b"02", b"03", b"11", b"12", b"13"]
-    # A time for all goes before times per partition, and these before offsets.
+    # A global time takes precedence over times per partition, and these over offsets.
     assert read(startingTimestamp=3000, startingOffsetsByTimestamp=each, startingOffsets="earliest") == [b"03", b"13"]
     with pytest.raises(UsageError, match=r"no record at or after 9999 ms.*startingOffsetsByTimestampStrategy"):
         read(startingTimestamp=9999)
@@ -278,7 +278,9 @@ def test_assign_and_pattern(kafka: Any) -> None:
     produce(kafka, other, [b"2"])
     assert values(read_all(source(kafka, assign=json.dumps({stem: [1], other: [0]})))) == [b"1", b"2"]
     assert values(read_all(source(kafka, subscribePattern=f"^{stem}($|-)"))) == [b"0", b"1", b"2"]
-    assert values(read_all(source(kafka, subscribePattern=f"{stem[1:]}-oth"))) == [b"2"]  # a part, as Spark's own
+    assert values(read_all(source(kafka, subscribePattern=f"{stem[1:]}-oth"))) == [
+        b"2"
+    ]  # a partial match, as in Spark's own
     assert values(read_all(source(kafka, subscribePattern=f"^{stem}$"))) == [b"0", b"1"]
     assert values(read_all(source(kafka, subscribePattern="no-such-topic-.*"))) == []
     assert values(read_all(source(kafka, subscribe=f"{other}, {stem}"))) == [b"0", b"1", b"2"]
@@ -307,7 +309,7 @@ def test_stream_limits_and_frozen_end(kafka: Any) -> None:
     assert positions(newest) == {topic: {"0": 90, "1": 110}}
     fresh = src.driver()
     assert positions(fresh.latest(second, None)) == {topic: {"0": 90, "1": 110}}
-    # A later process cuts the same batch the same way.
+    # A later process splits the batch the same way.
     pieces = [Slice((topic, 0, 0, 45), f"{topic}-0"), Slice((topic, 1, 0, 5), f"{topic}-1")]
     assert fresh.slices(at, first) == driver.slices(at, first) == pieces
     for d in (driver, fresh):
@@ -316,7 +318,7 @@ def test_stream_limits_and_frozen_end(kafka: Any) -> None:
 
 
 def test_a_batch_waits_for_so_many_offsets(kafka: Any) -> None:
-    """As Spark's own connector: the first batch does not wait, later ones until enough is there or the time is up."""
+    """As in Spark's own connector: the first batch does not wait, later ones wait for enough records or a timeout."""
     topic = kafka.topic(1)
     produce(kafka, topic, [b"a"])
     given = {"subscribe": topic, "startingOffsets": "earliest", "minOffsetsPerTrigger": 3}
@@ -363,7 +365,7 @@ def test_a_start_that_was_written_down_is_the_same_later(kafka: Any) -> None:
     later = kept.driver()
     assert later.initial() == at
     assert values(read_range(kept, later, at, later.latest(at, None))) == [b"new"]
-    kafka.topic(1, f"{topic}-late")  # it was not there when the stream began
+    kafka.topic(1, f"{topic}-late")  # it did not exist when the stream began
     wider = source(kafka, subscribePattern=f"{topic}.*", startingOffsets=json.dumps(at)).driver()
     assert wider.initial() == at
     wider.close()
@@ -386,7 +388,7 @@ def test_new_partitions_and_topics_start_at_their_earliest(kafka: Any) -> None:
     late = kafka.topic(1, f"{stem}-late")
     produce(kafka, late, [b"c0", b"c1"])
     deadline = time.monotonic() + 30
-    while True:  # until the broker tells of the partition
+    while True:  # until the broker reports the partition
         try:
             produce(kafka, stem, [b"b"], partition=1)
             break
@@ -395,11 +397,11 @@ def test_new_partitions_and_topics_start_at_their_earliest(kafka: Any) -> None:
     end = driver.latest(at, None)
     assert positions(end) == {stem: {"0": 1, "1": 1}, late: {"0": 2}}
     assert values(read_range(src, driver, at, end)) == [b"a", b"b", b"c0", b"c1"]
-    # What a new partition began with is in the offsets: the same slices without asking Kafka.
+    # The offsets include where a new partition began: the same slices without querying Kafka.
     again = source(kafka, subscribePattern=f"^{stem}($|-)").driver()
     assert again.slices(at, json.loads(json.dumps(end))) == driver.slices(at, end)
     assert driver.latest(end, None) == end
-    # The range over several batches, as an audit reads it, knows where the new ones began.
+    # A range of several batches, as an audit reads it, includes where new partitions began.
     produce(kafka, stem, [b"b1"], partition=1)
     assert values(read_range(src, driver, at, driver.latest(end, None))) == [b"a", b"b", b"b1", b"c0", b"c1"]
     for d in (driver, again):
@@ -476,7 +478,7 @@ def test_consumers_stay_warm_and_leave_nothing_behind(kafka: Any) -> None:
     assert [v for b in src.read(Slice((topic, 1, 0, 3))) for v in b["value"].to_pylist()] == [b"other"] * 3
     assert [v for b in src.read(Slice((topic, 0, 5, 7))) for v in b["value"].to_pylist()] == [b"5", b"6"]
     assert reader._idle._idle[-1][1] is before
-    # A read that is given up in the middle takes its consumer with it.
+    # Abandoning a read closes its consumer.
     reading = src.read(Slice((topic, 0, 0, 1000)))
     next(reading)
     reading.close()  # type: ignore[attr-defined]
@@ -508,7 +510,7 @@ def test_sources_travel_to_tasks(kafka: Any) -> None:
 
 
 def test_offsets_that_kafka_deleted(kafka: Any) -> None:
-    """Retention overtakes the reader: stop with an error, or go on behind the gap."""
+    """Retention overtakes the reader: stop with an error, or continue after the gap."""
     topic = kafka.topic(1)
     produce(kafka, topic, [b"%d" % i for i in range(10)])
     kafka.admin().delete_records([TopicPartition(topic, 0, 6)])
@@ -550,7 +552,7 @@ def test_topic_deleted_and_made_again_with_more_records(kafka: Any) -> None:
     with pytest.raises(InvariantBroken, match=r"DATA_LOST.*deleted and recreated"):
         driver.latest(at, None)
     driver.close()
-    # A batch that an earlier process had planned is not read from the new topic either.
+    # A batch planned by an earlier process is not read from the new topic either.
     driver = source(kafka, subscribe=topic).driver()
     with pytest.raises(InvariantBroken, match=r"DATA_LOST.*deleted and recreated"):
         driver.slices(at, at)
@@ -584,7 +586,7 @@ def test_a_slice_of_a_topic_that_is_gone_ends(kafka: Any, monkeypatch: pytest.Mo
 
 
 def test_a_stream_knows_its_topic_again_while_sparks_log_holds_plain_offsets(kafka: Any, tmp_path: Path) -> None:
-    """Once in one run, and once between two runs, which only the checkpoint's sidecar can tell."""
+    """During one run, and between two runs, which only the checkpoint's sidecar can detect."""
     topic = kafka.topic(1)
     produce(kafka, topic, [b"old"] * 3)
     src = source(kafka, subscribe=topic, startingOffsets="earliest")
@@ -608,7 +610,7 @@ def test_a_stream_knows_its_topic_again_while_sparks_log_holds_plain_offsets(kaf
     ids = json.loads((tmp_path / FILE).read_text())["entries"][0]["metadata"]
     with closing(stream_driver(src, None)) as old, pytest.raises(InvariantBroken, match="deleted and recreated"):
         old.latest({**at, **ids}, None)
-    # Neither sidecar nor memory: as Spark's own connector.
+    # Neither sidecar nor memory: as in Spark's own connector.
     with closing(stream_driver(src, None)) as nothing:
         assert nothing.latest(at, None) == {topic: {"0": 5}}
 

@@ -1,4 +1,4 @@
-"""The Kafka source on bad days: no broker, a broker that dies and comes back, TLS, passwords, permissions."""
+"""Faults of the Kafka source: no broker, a broker that dies and returns, TLS, passwords, permissions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from delivered.model.errors import Unreachable, UsageError
 
 @pytest.fixture
 def nobody() -> Iterator[SimpleNamespace]:
-    """An address that refuses connections: it is taken, so that no server of another test can start there."""
+    """An address that refuses connections: it is bound, so that no other test's server can start there."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield SimpleNamespace(bootstrap=f"127.0.0.1:{taken.getsockname()[1]}")
@@ -62,7 +62,7 @@ def test_a_broker_killed_and_restarted_in_mid_read(new_kafka: Callable[..., Any]
         seen += batch.column("offset").to_pylist()
     restarter.join()
     assert seen == list(range(60_000))
-    # The driver's client goes on too, over another kill.
+    # The driver's client survives another kill, too.
     kafka.broker.kill()
     restarter = threading.Timer(1.0, kafka.broker.restart)
     restarter.start()
@@ -107,7 +107,7 @@ def test_tls_and_scram_and_permissions(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """One broker for all of it, since it takes seconds to start."""
+    """One broker for everything, as it takes seconds to start."""
     caplog.set_level(logging.DEBUG)
     password = 'p=a"s;s w0rd'
     kafka = new_kafka(tls=True, scram={"alice": password, "bob": "bobs"})
@@ -141,7 +141,7 @@ def test_tls_and_scram_and_permissions(
     with pytest.raises(Unreachable, match=r"CREDENTIALS_REFUSED.*kafka\.sasl"):
         _read_tls(kafka, "SASL_PLAINTEXT", topic, **scram, sasl_username="alice", sasl_password="wrong-one")
     with pytest.raises(Unreachable, match=r"CREDENTIALS_REFUSED"):
-        _read_tls(kafka, "SSL", topic)  # a certificate that nobody vouches for
+        _read_tls(kafka, "SSL", topic)  # an untrusted certificate
     with pytest.raises(UsageError, match=rf"(NOT_PERMITTED|TOPIC_MISSING).*{topic}"):
         _read_tls(kafka, "SASL_PLAINTEXT", topic, **scram, sasl_username="bob", sasl_password="bobs")
     assert time.monotonic() - started < 45
@@ -181,7 +181,7 @@ def test_tls_and_scram_and_permissions(
 
 
 def test_without_the_place_of_the_time_and_without_symbols(kafka: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another librdkafka may keep times elsewhere: slower, and the same. One that hides its functions is told of."""
+    """Another librdkafka may store times elsewhere: slower, same result. One without exported symbols is reported."""
     topic = kafka.topic(1)
     produce(kafka, topic, [{"value": b"%d" % i, "timestamp": 1000 + i} for i in range(500)])
     src = source(kafka, subscribe=topic)

@@ -1,6 +1,6 @@
 """Exactly once into Kafka: transactions that tasks prepare and the driver ends, against a real broker.
 
-Every test here breaks something on purpose: a process, a broker, a promise, or the order of things.
+Every test here breaks something on purpose: a process, a broker, a prepared transaction, or the order of events.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def test_apply_after_the_id_was_taken_again_fails_and_the_marker_tells(rig: Rig)
         )
         assert isinstance(taken, Ok)
     wire.close()
-    # The first had been applied, the second never was: only the marker knows.
+    # The first was applied, the second never: only the marker shows that.
     assert isinstance(committer.commit(rig.work(0), prepared(first)), Failed)
     assert isinstance(committer.commit(rig.work(0, 1), prepared(second)), Failed)
     assert committer.was_committed(rig.work(0))
@@ -108,7 +108,7 @@ def test_p5_an_expired_participant_is_found_by_its_missing_marker_and_written_ag
     with pytest.raises(PromiseBroken, match="PROMISE_EXPIRED"):
         rig.commit(context, 0, messages)
     assert rig.visible() == []
-    # The next start writes what is missing, under the same decision.
+    # The next start rewrites the missing shard, under the same decision.
     rig.options["transactionTimeout"] = "60"
     again = rig.context()
     plan = rig.plan(again, 0)
@@ -121,7 +121,7 @@ def test_p5_an_expired_participant_is_found_by_its_missing_marker_and_written_ag
 def test_p5_one_expired_participant_of_two_is_written_again_alone(rig: Rig) -> None:
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
-    assert context.committer.abort(prepared(messages[1])) == Ok(None)  # as the broker does when time is up
+    assert context.committer.abort(prepared(messages[1])) == Ok(None)  # as the broker does on a timeout
     with pytest.raises(PromiseBroken):
         rig.commit(context, 0, messages)
     again = rig.context()
@@ -151,7 +151,7 @@ def test_p6_p7_a_lost_answer_is_unknown_and_asking_again_settles_it(new_kafka: C
 
 
 def begun(rig: Rig, value: bytes) -> Writer:
-    """A writer whose transaction holds rows: until its id is usable they wait in memory."""
+    """A writer with rows in its transaction: until its id is usable, they are buffered in memory."""
     work = rig.work(0)
     writer = rig.sink.writer(work, EXACT, SCHEMA)
     writer.stage(rows([value]))
@@ -244,7 +244,7 @@ def test_p11_hanging_transactions_of_the_dead_are_shown_and_aborted(rig: Rig) ->
     age = shown[0].age_s()
     assert age is not None and 0 <= age < 60
     assert any(p.startswith(rig.topic) for p in shown[0].targets)
-    # A new checkpoint, hence another incarnation: the pipeline's own start frees the readers.
+    # A new checkpoint, hence another incarnation: the pipeline's own start unblocks readers.
     rig.incarnation = "i1"
     assert rig.committer().abort_orphans(()) == Ok(1)
     assert context.committer.open_transactions() == []
@@ -303,7 +303,7 @@ def test_p13_sinks_whose_names_run_together_do_not_touch_each_other(kafka: Any) 
     for writer in writers:
         writer.stage(rows([b"x"]))
         promises.append(writer.prepare(Fingerprint()))
-    # One of the two pipelines recovers; the other's promise must hold.
+    # One of the two pipelines recovers; the other's prepared transaction must survive.
     assert one.sink.committer(scopes[0]).abort_orphans(()) == Ok(1)
     kept = one.sink.committer(scopes[1])
     assert kept.commit(works[1], Prepared.of(works[1], Fingerprint(), promises[1])) == Ok(None)
@@ -322,7 +322,7 @@ def test_p15_two_shards_in_one_process_have_nothing_in_common(rig: Rig) -> None:
 
 
 def test_a_ready_producer_that_lost_its_id_is_not_used(rig: Rig) -> None:
-    """The batch was run elsewhere in between: the producer that was made ready here is fenced, and nobody notices."""
+    """The batch ran elsewhere in between: the producer prepared here is fenced unnoticed."""
     context = rig.context()
     rig.run(context, 0, first=True)
     ready = warm._ready[warm._key(rig.sink.options, rig.work(1))]

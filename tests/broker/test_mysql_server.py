@@ -1,4 +1,4 @@
-"""The MariaDB that `delivered.brokers` starts: where it listens, what survives a kill."""
+"""MariaDB started by `delivered.brokers`: where it listens, what survives a kill."""
 
 from __future__ import annotations
 

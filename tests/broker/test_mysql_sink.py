@@ -50,7 +50,7 @@ ROW = st.fixed_dictionaries(
 
 @contextmanager
 def form(mysql: Mysql, name: str) -> Iterator[None]:
-    """How rows get in: the server says."""
+    """How rows are loaded; the server decides."""
     mysql.execute(f"SET GLOBAL local_infile = {int(name == 'load')}")
     try:
         yield
@@ -60,7 +60,7 @@ def form(mysql: Mysql, name: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("how", FORMS)
 def test_every_type_comes_back_as_it_went_in(mysql: Mysql, how: str) -> None:
-    """By a client that is not ours, and by our own reader; also for a batch that is a slice of another."""
+    """Read by an independent client and by this package's reader; also for a batch that is a slice of another."""
 
     @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.lists(ROW, min_size=1, max_size=30), st.integers(0, 3))
@@ -85,7 +85,7 @@ def test_every_type_comes_back_as_it_went_in(mysql: Mysql, how: str) -> None:
 
 @pytest.mark.parametrize("how", FORMS)
 def test_the_largest_float_gets_in(mysql: Mysql, how: str) -> None:
-    """Its shortest text, 3.4028235e+38, reads as a double above it, which the server refuses."""
+    """Its shortest text, 3.4028235e+38, parses to a larger double, which the server rejects."""
     largest = 3.4028234663852886e38
     batch = pa.record_batch({"id": pa.array([1, 2]), "real": pa.array([largest, -largest], pa.float32())})
     sink = mysql.sink(mysql.table(None), ifNotExists="true")
@@ -100,7 +100,7 @@ def _as_client(row: dict[str, Any]) -> tuple[Any, ...]:
             case bool():
                 return int(value)
             case float():
-                return value + 0.0  # the server knows no -0.0
+                return value + 0.0  # the server has no -0.0
             case dt.datetime():
                 return value.astimezone(dt.UTC).replace(tzinfo=None) if value.tzinfo else value
             case dt.time():
@@ -207,7 +207,7 @@ def test_types_without_a_home_are_refused_without_a_server() -> None:
 def test_a_row_that_would_be_changed_or_left_out_is_refused(
     mysql: Mysql, columns: str, column: pa.Array, how: str
 ) -> None:
-    """LOAD DATA LOCAL does as if IGNORE were written: it cuts, converts and skips, and warns of it."""
+    """LOAD DATA LOCAL implies IGNORE: it truncates, converts and skips, with a warning."""
     table = mysql.table(columns)
     with form(mysql, how):
         for guarantee, mechanism in ((LEAST, "two_phase"), (EXACT, "two_phase"), (EXACT, "one_transaction")):
@@ -255,7 +255,7 @@ def test_table_is_created_only_if_asked(mysql: Mysql) -> None:
     assert mysql.execute(f"SELECT count(*) FROM {table}") == [(200,)]
     with pytest.raises(UsageError, match="SCHEMA_CHANGED"):
         write(mysql.sink(table), [rows(0, 0).drop_columns(["value"])])
-    # Dropped and made anew by us, it is another table.
+    # Dropped and recreated by this package, it is another table.
     mysql.execute(f"DROP TABLE {table}")
     write(asked, [rows(0, 0).drop_columns(["value"])])
 
@@ -273,7 +273,7 @@ def test_engines_that_undo_nothing_are_refused(mysql: Mysql, engine: str) -> Non
 
 
 def test_read_only_server_is_refused_also_for_a_user_who_may_write(mysql: Mysql) -> None:
-    """Its user has all rights, which read_only does not hold back: a replica would get rows of its own."""
+    """Its user has all privileges, which override read_only: a replica would diverge."""
     rig = Rig(mysql.sink())
     rig.run(0)
     fresh = mysql.sink(rig.sink.options.table, lockTimeout="61")  # type: ignore[attr-defined]
@@ -303,7 +303,7 @@ def test_settings_that_weaken_a_commit_are_told(mysql: Mysql) -> None:
 
 @pytest.mark.parametrize("mechanism", sweep(MECHANISMS, lambda m: m == "two_phase"))
 def test_with_a_binary_log(new_mysql: Callable[..., Mysql], mechanism: str) -> None:
-    """Killed with promises in its binary log; and a log of statements, which takes no rows of ours."""
+    """Killed with prepared transactions in its binary log; and a statement-based log, which is refused."""
     mysql = new_mysql(log_bin="binlog", server_id="1", binlog_format="ROW", sync_binlog="1")
     rig = Rig(mysql.sink(mechanism=mechanism))
     assert not rig.sink.preflight(EXACT)
@@ -347,7 +347,7 @@ def test_errors_say_what_to_do(number: int, said: str, code: str) -> None:
 
 
 def test_lock_wait_and_deadlock_are_told(mysql: Mysql) -> None:
-    """A prepared shard holds its unique keys: another one that wants them waits no longer than lockTimeout."""
+    """A prepared shard locks its unique keys: another one waits for them no longer than lockTimeout."""
     table = mysql.table("x bigint UNIQUE")
     sink = mysql.sink(table, mechanism="two_phase", lockTimeout="2")
     batch = pa.record_batch({"x": pa.array(range(100), pa.int64())})
@@ -358,7 +358,7 @@ def test_lock_wait_and_deadlock_are_told(mysql: Mysql) -> None:
     assert 1 < time.monotonic() - began < 15
     assert "lockTimeout" in str(caught.value.next_step)
     sink.committer(Scope("p", sink.name, "i")).abort_orphans(())
-    # Two that want each other's keys.
+    # Two that want each other's keys: a deadlock.
     halves = [batch.slice(0, 50), batch.slice(50, 50)]
     scope = Scope("deadlock", sink.name, "i")
     writers = [sink.writer(Work(scope, 0, i), EXACT, batch.schema) for i in (0, 1)]
@@ -388,7 +388,7 @@ def test_lock_wait_and_deadlock_are_told(mysql: Mysql) -> None:
 
 
 def test_login_password_and_rights(mysql: Mysql, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reference is followed where it is used; no error shows the password."""
+    """A reference is resolved where it is used; no error shows the password."""
     table = mysql.table()
     mysql.execute("CREATE USER app@'127.0.0.1' IDENTIFIED BY 'open-sesame'")
     mysql.execute("GRANT ALL ON ledger_of_app.* TO app@'127.0.0.1'")
@@ -490,7 +490,7 @@ def test_migration_by_several_at_once_and_from_the_future(mysql: Mysql) -> None:
 
 
 def test_migration_that_was_cut_short_is_finished(mysql: Mysql) -> None:
-    """The server commits each table by itself: a process can die between two."""
+    """The server commits each table separately: a process can die in between."""
     sink = mysql.sink(ledgerSchema="cut_short")
     mysql.execute("CREATE DATABASE cut_short")
     mysql.execute("CREATE TABLE cut_short.migration (version integer PRIMARY KEY)")
@@ -557,7 +557,7 @@ def test_idle_connection_that_the_server_closed_is_replaced(mysql: Mysql) -> Non
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_rows_and_decision_are_in_together_or_not_at_all(mysql: Mysql, mechanism: str) -> None:
-    """The ledger's own row is refused at the very end of the decision: no row of the batch is visible."""
+    """The ledger's own row is rejected at the very end of the decision: no row of the batch is visible."""
     schema = f"refusing_{mechanism}"
     rig = Rig(mysql.sink(mechanism=mechanism, ledgerSchema=schema))
     rig.run(0)
@@ -577,7 +577,7 @@ def test_rows_and_decision_are_in_together_or_not_at_all(mysql: Mysql, mechanism
 
 
 def test_another_unique_index_never_takes_another_keys_row(mysql: Mysql) -> None:
-    """What ON DUPLICATE KEY UPDATE would do in silence: a new key with a taken address overwrites its owner."""
+    """ON DUPLICATE KEY UPDATE would silently let a new key with an existing address overwrite its owner."""
     table = mysql.table("id bigint PRIMARY KEY, address varchar(20) UNIQUE")
     sink = mysql.sink(table, mode="upsert", keyColumns="id")
     write(sink, [pa.record_batch({"id": pa.array([1]), "address": ["a"]})])
@@ -590,7 +590,7 @@ def test_a_loose_collation_of_a_key_is_told(mysql: Mysql) -> None:
     table = mysql.table("id varchar(20) COLLATE utf8mb4_general_ci PRIMARY KEY, v bigint")
     sink = mysql.sink(table, mode="upsert", keyColumns="id")
     assert [(f.code, f.refuses) for f in sink.preflight(EXACT)] == [("KEY_COLLATION", False)]
-    # A table of ours tells all keys apart.
+    # A table created by this package distinguishes all keys.
     own = mysql.sink(mysql.table(None), mode="upsert", keyColumns="id", ifNotExists="true")
     keys = ["a", "A", "a ", "ä", "", " "]
     write(own, [pa.record_batch({"id": pa.array(keys), "v": pa.array(range(6))})])
@@ -599,7 +599,7 @@ def test_a_loose_collation_of_a_key_is_told(mysql: Mysql) -> None:
 
 
 def test_no_file_of_this_machine_is_ever_sent(mysql: Mysql) -> None:
-    """A server, or who plays it, may ask for any file in answer to any statement. The client does not send it."""
+    """A server or an impostor may request any file in reply to any statement. The client does not send it."""
     from delivered.connectors.mysql.client import connect
 
     connection, table = connect(mysql.sink().options), mysql.table("x text")

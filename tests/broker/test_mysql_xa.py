@@ -1,4 +1,4 @@
-"""mechanism two_phase of the MySQL sink: what is prepared, whose it is, and error 1397, which says two things."""
+"""mechanism two_phase of the MySQL sink: prepared transactions, their owners, and the ambiguous error 1397."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def hanging(rig: Rig, batch: int = 0, shard: int = 0) -> tuple[Hanging, Prepared
 
 @pytest.mark.parametrize("commit", [True, False])
 def test_a_preparer_that_hangs_is_ended(mysql: Mysql, rig: Rig, commit: bool) -> None:
-    """F7: its session lives, nobody else can end its transaction: the server is told to end the session."""
+    """F7: while its session lives, no other can end its transaction: the session is killed."""
     writer, prepared = hanging(rig)
     committer = rig.context().committer
     began = time.monotonic()
@@ -85,7 +85,7 @@ def test_a_preparer_that_hangs_is_ended(mysql: Mysql, rig: Rig, commit: bool) ->
 def test_1397_of_a_preparer_that_cannot_be_ended_is_neither_done_nor_lost(
     mysql: Mysql, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another user's session, say. The answer is Unknown, until the session is over: then the promise is kept."""
+    """For instance another user's session. The outcome is Unknown until the session ends; then it is committed."""
     monkeypatch.setattr(transactions, "CLOSES_S", 0.1)
     monkeypatch.setattr(transactions, "KILLED_S", 0.1)
     monkeypatch.setattr("delivered.connectors.mysql.sessions.end", lambda session, nonce: None)
@@ -170,7 +170,7 @@ def test_p13_p20_abort_orphans_touches_only_its_own_and_shows_their_age(
     with pytest.raises(UsageError, match="TRANSACTION_NOT_OPEN"):
         committer.end_by_id(listed[0].transactional_id, commit=False)
     for xid in others:
-        mysql.execute(f"XA ROLLBACK {xid}")  # each is there still
+        mysql.execute(f"XA ROLLBACK {xid}")  # each still exists
     assert rig.visible() == Fingerprint()
 
 
@@ -189,14 +189,14 @@ def test_longest_names_fit_a_transaction_id() -> None:
 
 
 def test_what_a_zombie_left_prepared_holds_up_no_decision(mysql: Mysql, rig: Rig) -> None:
-    """Its marker is a row that nobody else may touch. Later decisions forget markers around it."""
+    """Its marker is a locked row. Later decisions delete markers around it."""
     context = rig.context()
     plan = rig.plan(context, 0)
     zombie = write_shard(rig.sink, plan, 0, 0, iter([rows(0, 0)]), SCHEMA).prepared
     assert zombie is not None
     messages = [write_shard(rig.sink, plan, s, 0, iter([rows(0, s)]), SCHEMA) for s in (0, 1)]
     assert commit_batch(context, 0, offsets(0), messages) is not None
-    other = Rig(mysql.sink(mechanism="two_phase"))  # its ledger rows lie beside, and are open too
+    other = Rig(mysql.sink(mechanism="two_phase"))  # its ledger rows are adjacent, and open too
     left_open = other.write(other.plan(other.context(), 0))
     began = time.monotonic()
     for batch in (1, 2):
@@ -213,7 +213,7 @@ def test_what_a_zombie_left_prepared_holds_up_no_decision(mysql: Mysql, rig: Rig
 
 @pytest.mark.parametrize("options", [{}, {"mechanism": "two_phase", "mode": "upsert", "keyColumns": "key"}])
 def test_a_task_that_hangs_with_its_staging_table_open_holds_up_no_start(mysql: Mysql, options: dict[str, str]) -> None:
-    """F7: paused before its promise, it holds the table that recovery drops. It is ended, and can promise no more."""
+    """F7: paused before prepare, it locks the table that recovery drops. It is killed, and can no longer prepare."""
     table = mysql.table("`key` varbinary(40), value longblob, UNIQUE (`key`)")
     rig = Rig(mysql.sink(table, lockTimeout="3", **options))
     rig.plan(rig.context(), 0)
@@ -230,7 +230,7 @@ def test_a_task_that_hangs_with_its_staging_table_open_holds_up_no_start(mysql: 
 
 
 def test_a_claim_ends_a_session_that_holds_the_owners_row(mysql: Mysql, rig: Rig) -> None:
-    """F7: a driver that is paused in mid-decision. Ours is ended; somebody else's is told of."""
+    """F7: a driver paused in mid-decision. This user's session is killed; another user's is reported."""
     rig.run(0)
     paused = rig.context("first").ledger
     paused.claim(rig.context("first").owner)
@@ -263,7 +263,7 @@ def test_a_foreign_lock_on_the_ledger_is_told(mysql: Mysql, rig: Rig, monkeypatc
 
 
 def test_shards_of_one_batch_upsert_side_by_side(mysql: Mysql) -> None:
-    """Neighbours in the index, prepared at once: no lock lies between rows, and none is taken by a scan."""
+    """Neighbours in the index, prepared concurrently: no gap locks, and no locks taken by a scan."""
     import pyarrow as pa
 
     table = mysql.table("id bigint PRIMARY KEY, other varchar(20), v bigint, UNIQUE (other)")

@@ -1,4 +1,4 @@
-"""A receiver, and `delivered run`, started while their server is away: they wait and say so, or give up if told."""
+"""A receiver and `delivered run` started while their server is unreachable: they wait and report it, or give up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUN = [sys.executable, "-m", "delivered.cli.main", "run"]
 
 @pytest.fixture
 def once_told() -> Iterator[Callable[[Callable[[], None]], list[str]]]:
-    """`once_told(act)`: what is logged of an outage; `act` is called with the first line."""
+    """`once_told(act)`: log lines of an outage; `act` is called with the first one."""
     log, handlers = logging.getLogger("delivered.outage"), list[logging.Handler]()
 
     def install(act: Callable[[], None]) -> list[str]:

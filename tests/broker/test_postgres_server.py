@@ -1,4 +1,4 @@
-"""The PostgreSQL that `delivered.brokers` starts: where it listens, what survives a kill."""
+"""PostgreSQL started by `delivered.brokers`: where it listens, what survives a kill."""
 
 from __future__ import annotations
 

@@ -43,14 +43,14 @@ ROW = st.fixed_dictionaries({name: st.none() | values for name, values in VALUES
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROW, min_size=1, max_size=30), st.integers(0, 3))
 def test_every_type_comes_back_as_it_went_in(postgres: Postgres, values: list[dict[str, Any]], start: int) -> None:
-    """By a client that is not ours, and by our own reader; also for a batch that is a slice of another."""
+    """Read by an independent client and by this package's reader; also for a batch that is a slice of another."""
     sink = postgres.sink(postgres.table(None), ifNotExists="true")
     batch = pa.RecordBatch.from_pylist(values, schema=EVERY_TYPE).slice(start)
     if batch.num_rows == 0:
         return
     write(sink, [batch])
     expected = batch.to_pylist()
-    # That client reads a real from its shortest text, as if it were a double.
+    # That client parses a real's shortest text as a double.
     names = ", ".join(f'"{n}"' + ("::float8" if n == "real" else "") for n in EVERY_TYPE.names)
     there = postgres.execute(f"SELECT {names} FROM {sink.options.table}")
     assert sorted(map(repr, there)) == sorted(repr(_as_client(row)) for row in expected)
@@ -255,7 +255,7 @@ def test_unlogged_table_and_view_are_refused(postgres: Postgres) -> None:
 
 
 def test_deadlock_and_lock_wait_are_told(postgres: Postgres) -> None:
-    """Two shards whose rows want each other's unique keys."""
+    """Two shards that want each other's unique keys."""
     half = 3_000
     keys = [pa.record_batch({"x": pa.array(range(a, a + half), pa.int64())}) for a in (0, half)]
     sink = postgres.sink(postgres.table("x bigint UNIQUE"), mechanism="two_phase", lockTimeout="2")
@@ -289,7 +289,7 @@ def test_deadlock_and_lock_wait_are_told(postgres: Postgres) -> None:
     assert all(e.code in ("DELIVERED_DEADLOCK", "DELIVERED_LOCK_TIMEOUT", "DELIVERED_ROW_REFUSED") for e in errors)
     assert errors[0].code != "DELIVERED_ROW_REFUSED"
     assert all(e.next_step for e in errors)
-    # A prepared shard holds its keys: another one that wants them waits no longer than lockTimeout.
+    # A prepared shard locks its keys: another one waits for them no longer than lockTimeout.
     committer = sink.committer(scope)
     committer.abort_orphans(())
     write(sink, [keys[0]], EXACT)
@@ -303,7 +303,7 @@ def test_deadlock_and_lock_wait_are_told(postgres: Postgres) -> None:
 
 
 def test_login_and_password(new_postgres: Callable[..., Postgres], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reference is followed where it is used; no error shows the password."""
+    """A reference is resolved where it is used; no error shows the password."""
     postgres = new_postgres()
     table = postgres.table()
     postgres.execute("CREATE ROLE app LOGIN PASSWORD 'open-sesame'")
@@ -551,7 +551,7 @@ def test_wire_types_load_no_server_library_on_import() -> None:
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_rows_and_decision_are_in_together_or_not_at_all(postgres: Postgres, mechanism: str) -> None:
-    """The ledger's own row is refused at the very end of the decision: no row of the batch is visible."""
+    """The ledger's own row is rejected at the very end of the decision: no row of the batch is visible."""
     schema = f"refusing_{mechanism}"
     rig = Rig(postgres.sink(mechanism=mechanism, ledgerSchema=schema))
     rig.run(0)

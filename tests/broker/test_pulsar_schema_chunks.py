@@ -1,4 +1,4 @@
-"""Values by a schema in messages that go in chunks: written, read wherever a batch ends, and told when they are bad."""
+"""Schema-encoded values in chunked messages: writing, reading across batch boundaries, errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def entries(pulsar: Pulsar, topic: str) -> int:
 
 @pytest.mark.parametrize("kind", ["AVRO", "JSON"])
 def test_each_is_read_by_the_version_that_it_names_wherever_a_batch_ends(pulsar: Pulsar, kind: str) -> None:
-    """Two versions, chunks of both among plain messages: every chunk is a batch of its own."""
+    """Two versions, chunks of both among plain messages: every chunk is its own batch."""
     topic = pulsar.topic()
     plain = [{"id": n, "name": f"plain {n}"} for n in range(4)]
     big = [{"id": n, "name": str(n)[-1] * LONG} for n in (10, 11)]

@@ -1,4 +1,4 @@
-"""Pulsar's schemas at the sink: registered from the columns, or rows fitted to the one that is there."""
+"""Pulsar's schemas at the sink: registered from the columns, or rows fitted to the existing one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_topic_gets_the_schema_of_the_columns(pulsar: Pulsar, tmp_path: Path, 
 def test_rows_are_fitted_to_the_schema_that_is_there_and_more_columns_added(
     pulsar: Pulsar, tmp_path: Path, kind: str
 ) -> None:
-    """Types of another producer: milliseconds, an enum, a field that must be there, one that has no column."""
+    """Another producer's types: milliseconds, an enum, a required field, a field without a column."""
     schema = record(("name", "string"), ("unused", "string"), ("color", _enum("RED", "BLUE")))
     schema["fields"].insert(0, {"name": "id", "type": "long"})
     schema["fields"].append({"name": "at", "type": {"type": "long", "logicalType": "timestamp-millis"}})
@@ -94,7 +94,7 @@ def test_rows_are_fitted_to_the_schema_that_is_there_and_more_columns_added(
     assert len(versions(pulsar, topic)) == 2
     newest = told(read_all(source(pulsar, topic, schema="topic")))
     assert [v["more"] for v in newest] == [None, 0.5]
-    write(made, rows)  # a pipeline that does not know the new field
+    write(made, rows)  # a pipeline without the new field
     assert len(versions(pulsar, topic)) == 2
 
     for bad in ({**good, "color": "GREEN"}, {**good, "id": None}, {**good, "at": AT.replace(microsecond=1)}):

@@ -1,4 +1,4 @@
-"""Pulsar's schemas at the source: values as structs, by versions that change; what cannot be read is an error."""
+"""Pulsar's schemas at the source: values as structs, schema versions, errors for unreadable values."""
 
 from __future__ import annotations
 

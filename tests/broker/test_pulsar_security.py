@@ -1,4 +1,4 @@
-"""Pulsar with tokens and TLS: who is let in reads and writes; who is not is told why, and nothing is lost."""
+"""Pulsar with tokens and TLS: authorized roles read and write; others get a clear error, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ROW = b"row 0"
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pulsar]:
-    """One server for the file."""
+    """One server for this module."""
     broker = brokers.start(
         "pulsar",
         tmp_path_factory.mktemp("guarded"),
@@ -72,7 +72,7 @@ def _tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def place(guarded: Pulsar, role: str | None = None, **more: str | None) -> dict[str, str]:
-    """Options, over TLS; None takes one out."""
+    """Options, over TLS; None removes one."""
     at = guarded.broker.listeners
     found = {
         "url": f"pulsar+ssl://{at['PULSAR_SSL']}",
@@ -102,7 +102,7 @@ def written(made: Any, batch: pa.RecordBatch) -> None:
 
 
 def count(guarded: Pulsar, topic: str) -> int:
-    """Messages that were ever published."""
+    """Number of messages ever published."""
     return int(guarded.admin("GET", f"persistent/public/default/{topic}/stats")["msgInCounter"])
 
 
@@ -124,7 +124,7 @@ def test_the_server_listens_on_127_0_0_1_alone_and_keeps_its_secrets(guarded: Pu
 
 
 def test_roles_do_what_they_may_over_tls(guarded: Pulsar, tmp_path: Path) -> None:
-    """All that a source and a sink ask for: consume and produce are enough."""
+    """Consume and produce are sufficient for source and sink."""
     topic = guarded.topic(2)
     into = sink(tmp_path, place(guarded, "writer"), topic)
     assert [f for g in Guarantee for f in into.preflight(g)] == []
@@ -134,7 +134,7 @@ def test_roles_do_what_they_may_over_tls(guarded: Pulsar, tmp_path: Path) -> Non
 
     of = source(place(guarded, "reader"), topic, subscription="s", startingOffsets="earliest")
     assert of.preflight() == []
-    cuts = batches(of, 1)  # an entry each; how many the 600 rows are, the sender's clock decides
+    cuts = batches(of, 1)  # an entry each; the sender's clock decides how many the 600 rows fill
     assert len(cuts) > 2
     for start, end in cuts:  # each starts within the topic, one in the middle of the message in chunks
         read(of, start, end)
@@ -176,10 +176,10 @@ def test_who_is_not_let_in_is_told_before_the_start_and_nothing_changes(
     told.append(refused(into.preflight(Guarantee.AT_LEAST_ONCE), "NOT_PERMITTED"))
     piece = source(place(guarded, "reader"), topic).driver()
     (slice_,) = piece.slices(*piece.batch())
-    # One that was let in before, and is not any more.
+    # One that was authorized before, and no longer is.
     acts: list[Callable[[], Any]] = [lambda: list(of.read(slice_)), of.driver().batch]
     if role in ("expired", "nobody"):
-        # The binary protocol: a token that is refused looks like a broker that does not answer.
+        # The binary protocol: a rejected token looks like an unresponsive broker.
         monkeypatch.setattr(client, "CONNECT_TIMEOUT_S", 1.0)
         full = f"persistent://public/default/{topic}"
         acts += [lambda: check_connection(of.options, full), lambda: written(into, rows(10))]
@@ -207,7 +207,7 @@ def test_a_role_that_may_only_do_the_other_thing(guarded: Pulsar, tmp_path: Path
 def test_a_token_that_is_replaced_where_it_is_kept_is_taken(
     guarded: Pulsar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that lives long: what it keeps warm must not keep a token that has expired."""
+    """Warm clients of a long-lived process must not keep an expired token."""
     monkeypatch.setattr(client, "CONNECT_TIMEOUT_S", 1.0)
     topic, kept = guarded.topic(), tmp_path / "token"
     written(sink(tmp_path, place(guarded, "writer"), topic), rows(10))
@@ -227,7 +227,7 @@ def test_a_token_that_is_replaced_where_it_is_kept_is_taken(
 
 
 def _everything(guarded: Pulsar, folder: Path, options: dict[str, str], topic: str) -> list[Any]:
-    """Over the HTTP service and over the binary protocol."""
+    """Use the HTTP service and the binary protocol."""
     full = f"persistent://public/default/{topic}"
     binary = {**options, "adminUrl": f"http://{guarded.broker.listeners['HTTP']}"}
     return [
@@ -260,7 +260,7 @@ def test_a_certificate_nobody_vouches_for(guarded: Pulsar, tmp_path: Path) -> No
 
 
 def _misnamed(guarded: Pulsar) -> dict[str, str]:
-    """The server by a name that leads to it, and that its certificate does not have."""
+    """The server under a name that resolves to it but is not in its certificate."""
     at = {k: v.replace("127.0.0.1", "127.1") for k, v in guarded.broker.listeners.items()}
     return place(guarded, "both", url=f"pulsar+ssl://{at['PULSAR_SSL']}", adminUrl=f"https://{at['HTTPS']}")
 
@@ -277,7 +277,7 @@ def test_a_certificate_for_another_name(guarded: Pulsar, tmp_path: Path) -> None
 def test_the_client_library_checks_certificates_itself(
     guarded: Pulsar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """What looks before it connects is for the words; a certificate can change after the look."""
+    """The check before connecting only improves messages; a certificate can change afterwards."""
     topic = guarded.topic()
     monkeypatch.setattr(client, "tls_error", lambda _: None)
     monkeypatch.setattr(client, "CONNECT_TIMEOUT_S", 1.0)
@@ -329,7 +329,7 @@ def test_no_word_of_the_token_anywhere(
             of, into = source(options, topic), sink(tmp_path, options, topic)
             shown += [repr(of), repr(into), repr(of.capability()), repr(into.capability()), repr(of.options)]
             shown += [str(f) for f in (*of.preflight(), *into.preflight(Guarantee.AT_LEAST_ONCE))]
-            # The client library tries for a second each time.
+            # The client library retries for a second each time.
             acts = _everything(guarded, tmp_path, options, topic)
             for act in acts if (name, given) == ("forged", token) else acts[:2]:
                 with pytest.raises(DeliveredError) as caught:
@@ -349,14 +349,14 @@ def test_no_word_of_the_token_anywhere(
 
 
 def _chain(error: BaseException | None) -> Iterator[str]:
-    """What a traceback would show."""
+    """The text of a full traceback."""
     while error is not None:
         yield f"{type(error).__name__} {error} {error.args}"
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def test_a_redirection_out_of_tls_is_not_followed(guarded: Pulsar) -> None:
-    """The token would go on without TLS."""
+    """The token would be sent without TLS."""
     admin = Admin(parse({**place(guarded, "both"), "topics": "t"}))
     with pytest.raises(UsageError, match=r"REDIRECT_WITHOUT_TLS.*http://elsewhere:80.*webServicePortTls"):
         admin._followed("https://here/x", "http://elsewhere:80/x")

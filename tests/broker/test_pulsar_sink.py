@@ -1,4 +1,4 @@
-"""Pulsar as a sink: what arrives after a kill, under the two guarantees it can give; what is refused."""
+"""Pulsar as a sink: what arrives after a kill, under its two guarantees; refusals."""
 
 from __future__ import annotations
 

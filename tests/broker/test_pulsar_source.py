@@ -1,4 +1,4 @@
-"""Pulsar as a source, against a real broker: the same range twice, limits, batches, chunks, what is gone, kills."""
+"""Pulsar as a source, against a real broker: repeated reads, limits, batches, chunks, retention, kills."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_same_range_gives_the_same_rows_and_the_limit_cuts_it(pulsar: Pulsar
     assert sum(sizes) == total
     assert max(sizes) <= 300 + batch * max(1, partitions)
     assert len(sizes) <= total / 300 * 1.5 + 1
-    again = source(pulsar, topic)  # another process, later, with other options for the start
+    again = source(pulsar, topic)  # another process, later, with other start options
     for cut, piece in zip(cuts, pieces, strict=True):
         kept = json.loads(json.dumps(cut))
         assert src.driver().slices(*kept) == again.driver().slices(*cut)
@@ -108,7 +108,7 @@ def test_a_stream_starts_where_it_is_told(pulsar: Pulsar) -> None:
     assert stream(startingTimestamp=times[0] // 1000) == rows(30)
     assert stream(startingTimestamp=int(time.time() * 1000) + 60_000) == []
 
-    # A message id as a client serializes it, in the middle of a batch.
+    # A message id in the middle of a batch, as serialized by a client.
     import pulsar as library
 
     reader = pulsar.client().create_reader(topic, library.MessageId.earliest)
@@ -117,7 +117,7 @@ def test_a_stream_starts_where_it_is_told(pulsar: Pulsar) -> None:
     text = base64.b64encode(seen[-1].serialize()).decode()
     assert stream(startingOffsets=json.dumps({topic: {"-1": text}})) == rows(13, 17)
 
-    # What `initial` gave once stands for itself, whatever came since.
+    # The result of `initial` does not depend on later messages.
     first = json.dumps(source(pulsar, topic).driver().initial())
     pulsar.send(topic, [b"new"])
     assert stream(startingOffsets=first) == [b"new"]
@@ -171,7 +171,7 @@ def _chunks(pulsar: Pulsar, topic: str, messages: list[bytes]) -> None:
 
 
 def test_messages_in_chunks_come_whole_wherever_a_batch_ends(pulsar: Pulsar) -> None:
-    """A batch may end between two chunks, and plain messages may lie between them."""
+    """A batch may end between two chunks, and plain messages may be interleaved."""
     topic = pulsar.topic()
     big = [bytes([n]) * (CHUNK * 2 + 100) for n in (1, 2)]
     pulsar.send(topic, rows(3))
@@ -209,13 +209,13 @@ def test_messages_in_chunks_come_whole_wherever_a_batch_ends(pulsar: Pulsar) -> 
 
 def test_what_is_gone_is_an_error(pulsar: Pulsar) -> None:
     forgets = {"retentionTimeInMinutes": 0, "retentionSizeInMB": 0}
-    # Snapshots of the deduplication would hold ledgers back.
+    # Deduplication snapshots would retain ledgers.
     topic = pulsar.topic(namespace=pulsar.namespace(retention=forgets, deduplication=False))
     path = topic.replace("://", "/")
     pulsar.admin("PUT", f"{path}/subscription/holds", {"ledgerId": -1, "entryId": -1})
     for n in range(5):
         pulsar.send(topic, rows(10, 10 * n))
-        pulsar.admin("PUT", f"{path}/unload")  # the next one begins another ledger
+        pulsar.admin("PUT", f"{path}/unload")  # the next message begins another ledger
     src = source(pulsar, topic, startingOffsets="earliest")
     (_, first), second = batches(src, 15)[:2]
     assert values(read(src, *second)) == rows(15, 15)
@@ -254,7 +254,7 @@ def test_a_subscription_keeps_what_was_not_read_and_moves_after_the_batch(pulsar
     assert behind() == 20
     driver.acknowledge(end)
     assert behind() == 20 - len(read(src, start, end))
-    driver.acknowledge(start)  # told late: what is behind stays behind
+    driver.acknowledge(start)  # late: never moves backwards
     src.driver().acknowledge(start)
     assert behind() == 20 - len(read(src, start, end))
     driver.acknowledge(driver.latest(end, None))
@@ -287,7 +287,7 @@ def test_a_broker_killed_while_a_slice_is_read(new_pulsar: Callable[..., Pulsar]
     assert values(pa.Table.from_batches(found)) == rows(30_000)
     assert values(read(src, start, end)) == rows(30_000)
     driver = src.driver()
-    after = driver.latest(end, None)  # says which ledger follows now: the restart began another
+    after = driver.latest(end, None)  # includes the ledger that the restart began
     assert driver.slices(end, after) == []
     assert driver.latest(after, None) == after
     pulsar.send(topic, [b"more"])
@@ -307,7 +307,7 @@ def test_a_broker_killed_while_a_slice_is_read(new_pulsar: Callable[..., Pulsar]
     ],
 )
 def test_a_pipeline_killed_and_started_again_has_every_message_once(pulsar: Pulsar, tmp_path: Path, point: str) -> None:
-    """F6: Pulsar to SQLite, exactly_once, two partitions, batches of a producer cut by the limit."""
+    """F6: Pulsar to SQLite, exactly_once, two partitions, producer batches split by the limit."""
     topic = pulsar.topic(2)
     for n in range(2):
         pulsar.send(f"{topic}-partition-{n}", rows(2_000, 2_000 * n), batch=30)

@@ -61,13 +61,13 @@ def test_killed_at_a_point_and_started_again(rabbitmq: Rabbitmq, tmp_path: Path,
     said = finish(receive(file, "--idle-seconds", "1.5"))
     assert entered(tmp_path / "log") == each_once()
     assert rabbitmq.left(queue) == 0
-    # At other points too: an acknowledgement that was sent may be lost with the connection.
+    # At other points, too: an acknowledgement may be lost with the connection.
     assert said["repeated"] > 0 or point not in ("receive.persist:after", "receive.ack:before")
 
 
 @pytest.mark.matrix
 def test_senders_that_send_again_and_receivers_that_are_killed(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
-    """Two receivers, restarted whenever one is killed; every third message is sent twice."""
+    """Two receivers, restarted when killed; every third message is sent twice."""
     queue = rabbitmq.queue()
     file = pipeline_file(tmp_path, "rabbitmq", rabbitmq.url, queue, receiveMessagesMax=100)
     process = receive(file, "--processes", "2", "--idle-seconds", "6")
@@ -112,7 +112,7 @@ def test_sigterm_persists_what_was_taken(rabbitmq: Rabbitmq, tmp_path: Path) -> 
     queue = rabbitmq.queue()
     rabbitmq.send(queue, numbered(100))
     file = pipeline_file(tmp_path, "rabbitmq", rabbitmq.url, queue, receiveLingerMs=60_000)
-    # That the queue is empty does not say so: messages may still be on their way.
+    # An empty queue does not prove it: messages may still be in flight.
     process = receive(file, crash="receive.take:after@received=100!wait")
     while not (taken := hits(tmp_path / "hits")):
         assert process.poll() is None
@@ -124,7 +124,7 @@ def test_sigterm_persists_what_was_taken(rabbitmq: Rabbitmq, tmp_path: Path) -> 
 
 
 def test_a_connection_that_an_acknowledgement_found_broken_is_made_anew(rabbitmq: Rabbitmq) -> None:
-    """What notices it first is not `receive`; the receiver must hear of it there all the same, and connect again."""
+    """`receive` is not the first to notice it; but the receiver must learn of it there, and reconnect."""
     queue = rabbitmq.queue()
     rabbitmq.send(queue, numbered(2))
     with closing(StreamProxy(rabbitmq.broker.bootstrap, lambda _: None)) as proxy:
@@ -148,7 +148,7 @@ def test_receivers_end_when_who_started_them_is_killed(rabbitmq: Rabbitmq, tmp_p
     queue = rabbitmq.queue()
     process = receive(pipeline_file(tmp_path, "rabbitmq", rabbitmq.url, queue), "--processes", "2")
     deadline = time.monotonic() + 30
-    while len(workers := psutil.Process(process.pid).children(recursive=True)) < 3:  # and what tracks their resources
+    while len(workers := psutil.Process(process.pid).children(recursive=True)) < 3:  # and the resource tracker
         assert time.monotonic() < deadline
         time.sleep(0.1)
     time.sleep(2)
@@ -222,8 +222,7 @@ def test_a_message_without_an_id_stops_or_is_quarantined(rabbitmq: Rabbitmq, tmp
 def test_poison_is_quarantined_and_the_rest_enters(
     rabbitmq: Rabbitmq, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A message that the log cannot hold keeps no other from entering. A time in microseconds, where AMQP means
-    seconds, saturates: that is none."""
+    """A poison message blocks no others. A time in microseconds, where AMQP means seconds, saturates and is not one."""
     import pika
 
     write = LogJournal._write
@@ -259,7 +258,7 @@ def test_poison_is_quarantined_and_the_rest_enters(
 def test_a_full_log_stops_receiving_until_there_is_room(
     rabbitmq: Rabbitmq, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it is full the receiver holds nothing: every message is in the log or in the queue."""
+    """While it is full, the receiver holds nothing: every message is in the log or in the queue."""
     monkeypatch.setattr("delivered.model.limits.RECEIVE_UPKEEP_S", 0.2)
     queue = rabbitmq.queue()
     source = delivered.endpoint(
@@ -324,7 +323,7 @@ def test_bad_input_is_told_clearly(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
     assert findings(queue=rabbitmq.queue("classic")) == {"QUEUE_CLASSIC": False}
     assert findings(queue=rabbitmq.queue("classic", durable=False)) == {"QUEUE_NOT_DURABLE": False}
     assert findings(queue=rabbitmq.queue("stream")) == {"QUEUE_IS_STREAM": True}
-    # RabbitMQ names one difference at a time, and arguments before the kind.
+    # RabbitMQ reports one difference at a time, arguments before the type.
     kept = {"x_max_length_bytes": 1_000_000, "x_max_age": "7D"}
     assert findings(queue=rabbitmq.queue("stream", **kept)) == {"QUEUE_IS_STREAM": True}
     bounded = {"x_max_length": 1_000, "x_message_ttl": 60_000, "x_overflow": "reject-publish"}

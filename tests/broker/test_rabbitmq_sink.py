@@ -1,4 +1,4 @@
-"""RabbitMQ as a sink: what arrives after a kill, under the two guarantees it can give; what is refused."""
+"""RabbitMQ as a sink: what arrives after a kill, under its two guarantees; refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sink(folder: Path, url: str, queue: str, **options: str) -> Any:
 
 
 def taken(rabbitmq: Rabbitmq, queue: str) -> list[tuple[str | None, bytes]]:
-    """All that is in the queue."""
+    """All messages in the queue."""
     receiver = RabbitmqReceiver(parse({"url": rabbitmq.url, "queue": queue, "log": "/x"}))
     found: list[tuple[str | None, bytes]] = []
     while len(batch := receiver.receive(10_000, 1.0)):

@@ -1,4 +1,4 @@
-"""RabbitMQ streams as a source: the same range twice, gaps, where a stream ends, what is gone, kills."""
+"""RabbitMQ streams as a source: repeated reads, gaps, the end of a stream, retention, kills."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BIG = 10_000
 
 def source(rabbitmq: Rabbitmq, streams: str, **options: Any) -> Source:
     given = {"url": rabbitmq.url, "streams": streams, **options}
-    return CONNECTOR.source({k.lower(): str(v) for k, v in given.items()})  # lower case, as PySpark hands them over
+    return CONNECTOR.source({k.lower(): str(v) for k, v in given.items()})  # lower case, as PySpark passes them
 
 
 def numbered(count: int, first: int = 0, size: int = 0) -> list[tuple[str, bytes]]:
@@ -46,7 +46,7 @@ def numbers(table: pa.Table) -> list[int]:
 
 
 def batches(src: Source, limit: int | None, start: Offsets) -> list[tuple[Offsets, Offsets]]:
-    """As a stream of Spark's would cut what is there."""
+    """The current content, split into batches as by Spark."""
     driver, at, found = src.driver(), start, []
     while (end := driver.latest(at, limit)) != at:
         found.append((at, end))
@@ -74,7 +74,7 @@ def test_columns_are_kafkas(rabbitmq: Rabbitmq) -> None:
 
 
 def test_the_same_range_gives_the_same_rows_over_gaps_and_the_limit_cuts_it(rabbitmq: Rabbitmq) -> None:
-    """RabbitMQ takes an offset for itself at each new segment: a batch may end there, and the next one begin there."""
+    """RabbitMQ reserves an offset at each new segment: a batch may end there, and the next one begin."""
     stream = rabbitmq.queue("stream", x_stream_max_segment_size_bytes=100_000)
     for n in range(0, 100, 5):
         rabbitmq.send(stream, numbered(5, n, BIG))
@@ -92,7 +92,7 @@ def test_the_same_range_gives_the_same_rows_over_gaps_and_the_limit_cuts_it(rabb
 
 
 def test_the_end_is_known_when_a_sender_was_told_that_its_messages_are_in(rabbitmq: Rabbitmq) -> None:
-    """In bursts of any size: a part of the last chunk would be a message that available-now leaves out."""
+    """In bursts of any size: an end within the last chunk would make available-now miss messages."""
     stream, sent = rabbitmq.queue("stream"), 0
     src = source(rabbitmq, stream)
     assert src.driver().newest() == {stream: 0}
@@ -106,7 +106,7 @@ def test_the_end_is_known_when_a_sender_was_told_that_its_messages_are_in(rabbit
 
 
 def test_the_end_is_behind_all_of_a_large_last_chunk(rabbitmq: Rabbitmq) -> None:
-    """What a transaction sends gets into few chunks, of some megabytes; a client has a part of one first."""
+    """A transaction fills few chunks of some megabytes; a client first receives a part of one."""
     stream, count = rabbitmq.queue("stream"), 400
     connection = rabbitmq.connect()
     channel = connection.channel()
@@ -188,7 +188,7 @@ def test_a_stream_made_anew_stops_the_query(rabbitmq: Rabbitmq, monkeypatch: pyt
 def test_a_server_killed_in_the_middle_of_a_slice(
     new_rabbitmq: Callable[[], Rabbitmq], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its streams answer that they are not there until the server has found them again."""
+    """Its streams are reported missing until the server has recovered them."""
     monkeypatch.setattr(stream_reader, "SOURCE_BATCH_RECORDS_MAX", 1_000)
     rabbitmq = new_rabbitmq()
     stream = rabbitmq.queue("stream")

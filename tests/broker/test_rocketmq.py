@@ -35,7 +35,7 @@ parse = RocketmqOptions.parse
 
 COUNT = 600
 IDLE = "6"
-"""Longer than what a killed receiver held takes to come again: 2 s hidden, and then up to 3 s."""
+"""Longer than a killed receiver's messages take to be redelivered: 2 s invisible, then up to 3 s."""
 
 
 def given(rocketmq: Rocketmq, topic: str, group: str, **options: str) -> dict[str, str]:
@@ -93,7 +93,9 @@ def test_an_ordered_group_stays_in_order_over_a_kill_and_repeats(rocketmq: Rocke
     dies = receive(file, crash="receive.persist:before#2!kill")
     dies.communicate(timeout=60)
     assert dies.returncode == -signal.SIGKILL
-    finish(receive(file, "--idle-seconds", "9"))  # a poll that waits is not woken when an ordered message shows again
+    finish(
+        receive(file, "--idle-seconds", "9")
+    )  # a long poll is not woken when an ordered message becomes visible again
     found = rows(tmp_path / "log")
     for of in (b"a", b"b", b"c"):
         assert [r["value"] for r in found if r["key"] == of] == [b"%s %d" % (of, n) for n in range(100)]
@@ -101,13 +103,13 @@ def test_an_ordered_group_stays_in_order_over_a_kill_and_repeats(rocketmq: Rocke
 
 @pytest.mark.parametrize("kind", ["NORMAL", pytest.param("FIFO", marks=pytest.mark.matrix)])
 def test_what_is_held_for_long_is_hidden_for_longer(rocketmq: Rocketmq, kind: str) -> None:
-    """An append that takes twice the invisible time and more: nobody else gets the messages, and they can be
-    acknowledged. A machine that stands still makes renewals late; then the time is too short for it, and is doubled."""
+    """An append takes more than twice the invisible time: no other receiver gets the messages, and they can be
+    acknowledged. If the machine stalls, renewals are late; then the time is too short for it, and is doubled."""
     assert any(_hidden_for_longer(rocketmq, kind, invisible_s) for invisible_s in (4, 8, 16))
 
 
 def _hidden_for_longer(rocketmq: Rocketmq, kind: str, invisible_s: int) -> bool:
-    """False: a renewal was late by the receiver's own count, so what came to others says nothing."""
+    """False: the receiver counted a late renewal, so redelivery proves nothing."""
     topic, group = rocketmq.topic(kind), rocketmq.group(ordered=kind == "FIFO")
     rocketmq.send(topic, numbered(20), "one" if kind == "FIFO" else "")
     options = parse(given(rocketmq, topic, group, invisibleSeconds=str(invisible_s)))
@@ -135,7 +137,7 @@ def _hidden_for_longer(rocketmq: Rocketmq, kind: str, invisible_s: int) -> bool:
 
 
 def test_what_arrives_when_a_receiver_has_just_ended_is_not_forgotten(rocketmq: Rocketmq) -> None:
-    """Long polls wait at the broker for seconds after their receiver: messages are handed to nobody."""
+    """Long polls outlive their receiver at the broker for seconds: messages are delivered to nobody."""
     topic, group = rocketmq.topic(), rocketmq.group()
     options = parse(given(rocketmq, topic, group, invisibleSeconds="3"))
     missing: set[str] = set()
@@ -256,7 +258,7 @@ def test_nothing_listens_but_on_the_loopback(rocketmq: Rocketmq) -> None:
     mine = [c.laddr for c in server.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert {f"{ip}:{port}" for ip, port in mine} == set(rocketmq.broker.listeners.values())
     assert {a.rpartition(":")[0] for a in rocketmq.broker.listeners.values()} == {"127.0.0.1"}
-    # What the servers open is not in this machine's lists at all: 8080 and 10912 are the two that nobody can bind.
+    # The servers' sockets are not in this machine's lists: 8080 and 10912 are the two ports that nobody can bind.
     assert not [a for a in listening() if a.endswith((":8080", ":10912"))]
     inside = Path(f"/proc/{server.pid}/net/tcp").read_text()
     assert " 00000000:1F90 " in inside and " 00000000:2AA0 " in inside, "else the namespace is not needed"
@@ -264,7 +266,7 @@ def test_nothing_listens_but_on_the_loopback(rocketmq: Rocketmq) -> None:
 
 @pytest.mark.matrix
 def test_the_servers_are_killed_and_come_back(new_rocketmq: Callable[..., Rocketmq], tmp_path: Path) -> None:
-    """And nothing is left of those that were killed."""
+    """And nothing is left of the killed ones."""
     rocketmq = new_rocketmq()
     topic, group = rocketmq.topic(), rocketmq.group()
     rocketmq.send(topic, numbered(COUNT))
@@ -288,7 +290,7 @@ def test_the_servers_are_killed_and_come_back(new_rocketmq: Callable[..., Rocket
 
 
 def listening() -> set[str]:
-    """Of this machine, as the system tells it of everybody's sockets."""
+    """Listening ports of this machine, of all users."""
     found = set()
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         address, state = (line.split()[i] for i in (1, 3))

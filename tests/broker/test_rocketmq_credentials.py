@@ -1,4 +1,4 @@
-"""RocketMQ with access control (ACL 2.0): good credentials work everywhere, others are refused and told."""
+"""RocketMQ with access control (ACL 2.0): valid credentials work everywhere, others give a clear error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _INNER = json.dumps({"accessKey": "admin", "secretKey": "right"})
 
 
 def settings(folder: Path) -> dict[str, str]:
-    """Of a server that knows one user."""
+    """Settings of a server with one user."""
     both = {
         "authenticationEnabled": "true",
         "authenticationProvider": f"{_LIBRARY}auth.authentication.provider.DefaultAuthenticationProvider",
@@ -120,7 +120,7 @@ def written(sink: Any, guarantee: Guarantee) -> Promise:
 
 
 def make(peer: Peer) -> None:
-    """Two topics and a group, by a request that is signed."""
+    """Create two topics and a group, by a signed request."""
     topic = {
         "defaultTopic": "TBW102", "readQueueNums": 2, "writeQueueNums": 2, "perm": 6, "topicFilterType": "SINGLE_TAG",
         "topicSysFlag": 0, "order": False,

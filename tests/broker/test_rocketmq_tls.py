@@ -1,6 +1,6 @@
-"""RocketMQ over TLS: a proxy whose certificate is trusted is used; another one is refused, and told why.
+"""RocketMQ over TLS: a proxy with a trusted certificate is used; another one is refused, with the cause.
 
-The server's own TLS needs a library of the machine's own kind; so TLS ends in front of it, as at a load balancer.
+The server's own TLS needs a native library, so TLS is terminated in front of it, as at a load balancer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ parse = RocketmqOptions.parse
 
 
 def certificate(folder: Path) -> dict[str, Path]:
-    """Key and certificate for 127.0.0.1, which vouches for itself."""
+    """Key and self-signed certificate for 127.0.0.1."""
     folder.mkdir(exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "proxy")])
@@ -77,7 +77,7 @@ def written(made: Any) -> None:
 
 @contextmanager
 def front(target: str, files: dict[str, Path]) -> Iterator[str]:
-    """TLS in front of an address; gives the address of that."""
+    """Terminate TLS in front of an address; yields the new address."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(files["certificate"], files["key"])
     context.set_alpn_protocols(["h2"])
@@ -111,7 +111,7 @@ def test_the_proxys_certificate_is_checked(rocketmq: Rocketmq, tmp_path: Path, m
     with front(rocketmq.url, ours) as address:
 
         def route(session: Session) -> Any:
-            """The server names the address that it knows of itself: the one without TLS."""
+            """The server advertises its own address: the one without TLS."""
             queues = told(session)
             for at in [a for q in queues for a in q.broker.endpoints.addresses]:
                 assert f"{at.host}:{at.port}" == rocketmq.url

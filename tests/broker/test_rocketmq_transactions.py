@@ -1,6 +1,6 @@
-"""Exactly once into RocketMQ: half messages that tasks send and the driver ends, each once, against a real broker.
+"""Exactly once into RocketMQ: tasks send half messages, the driver ends each once, against a real broker.
 
-The judge reads the topic by offset: what lies there twice, every reader gets twice.
+The judge reads the topic by offset: every reader sees duplicates there.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from delivered.pipeline.registry import find_sink
 EXACT = Guarantee.EXACTLY_ONCE
 SCHEMA = pa.schema([("value", pa.binary())])
 ROWS = 1_500
-"""Three times what may be in flight."""
+"""Three times the maximum in flight."""
 _names = itertools.count()
 
 
 class Rig:
-    """A topic and one pipeline's sink into it."""
+    """A topic and one pipeline's sink."""
 
     def __init__(self, rocketmq: Rocketmq, folder: Path) -> None:
         self.rocketmq = rocketmq
@@ -62,7 +62,7 @@ class Rig:
         return Work(self.scope, batch, shard)
 
     def prepared(self, rows: int = ROWS, batch: int = 0, shard: int = 0) -> Prepared:
-        """A shard, sent as a task does."""
+        """A shard, sent as by a task."""
         writer = self.sink.writer(self.work(batch, shard), EXACT, SCHEMA)
         writer.stage(pa.record_batch([[b"%d/%d/%d" % (batch, shard, n) for n in range(rows)]], schema=SCHEMA))
         return Prepared.of(self.work(batch, shard), Fingerprint(rows), writer.prepare(Fingerprint(rows)))
@@ -74,7 +74,7 @@ class Rig:
         return Counter(b"%d/%d/%d" % (batch, shard, n) for n in range(rows))
 
     def child(self, prepared: Prepared, *strike: int) -> subprocess.Popen[str]:
-        """Applies in a process of its own, which is struck."""
+        """Applies in a separate process, which is killed or paused."""
         coded = base64.b64encode(pickle.dumps((self.sink, self.work(), prepared))).decode()
         program = str(Path(__file__).with_name("rocketmq_process.py"))
         command = [sys.executable, program, "apply", coded, *map(str, strike)]
@@ -104,13 +104,13 @@ def test_nothing_is_shown_before_another_process_applies_and_every_reader_gets_e
 
 @pytest.mark.parametrize("posted", [700, *(pytest.param(n, marks=pytest.mark.matrix) for n in (0, ROWS - 1))])
 def test_a_driver_killed_between_two_ends_is_finished_by_the_next(rig: Rig, posted: int) -> None:
-    """F6b: it had told the broker of so many, and nobody knows of which of them the broker heard."""
+    """F6b: it had sent that many ends, and it is unknown which of them reached the broker."""
     prepared = rig.prepared()
     dies = rig.child(prepared, posted, signal.SIGKILL)
     dies.communicate(timeout=60)
     assert dies.returncode == -signal.SIGKILL
     deadline = time.monotonic() + 10
-    while rig.shown().total() < posted - IN_FLIGHT_MAX:  # what had its answer is there
+    while rig.shown().total() < posted - IN_FLIGHT_MAX:  # answered ends are visible
         assert time.monotonic() < deadline
     assert rig.shown().total() <= posted
     assert rig.committer.commit(rig.work(), prepared) == Ok(None)
@@ -121,7 +121,7 @@ def test_a_driver_killed_between_two_ends_is_finished_by_the_next(rig: Rig, post
 
 
 def test_a_driver_paused_between_two_ends_is_not_overtaken(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F7: the next one waits, and says for whom; the paused one goes on, and nothing is shown twice."""
+    """F7: the next driver waits, and reports for whom; the paused one resumes, and nothing is visible twice."""
     monkeypatch.setattr(end_journal, "LOCK_WAIT_S", 1.0)
     prepared = rig.prepared()
     paused = rig.child(prepared, 700, signal.SIGSTOP)
@@ -139,7 +139,7 @@ def test_a_driver_paused_between_two_ends_is_not_overtaken(rig: Rig, monkeypatch
 
 @pytest.mark.matrix
 def test_an_end_without_an_answer_is_looked_up(rig: Rig) -> None:
-    """F2: the connection is lost under ends that are on their way; the broker did some of them."""
+    """F2: the connection is lost with ends in flight; the broker processed some of them."""
     prepared = rig.prepared()
     cluster = rig.committer._cluster
     peer, posted = cluster.broker("delivered"), []
@@ -160,7 +160,7 @@ def test_an_end_without_an_answer_is_looked_up(rig: Rig) -> None:
 
 @pytest.mark.matrix
 def test_ends_that_are_still_under_way_are_waited_for(rig: Rig) -> None:
-    """A driver dies with thousands of them at the broker, which goes on doing them while the next driver looks."""
+    """A driver dies with thousands of ends queued at the broker, which still processes them while the next one looks."""
     rows = 4_000
     prepared = rig.prepared(rows)
     handle = HalfMessages.of(prepared)
@@ -181,7 +181,7 @@ def test_ends_that_the_broker_was_too_busy_for_are_told_again(rig: Rig) -> None:
     send = peer.post
 
     def post(code: int, fields: Any, body: bytes, done: Any) -> None:
-        """The first five as a broker answers that took them out of its queue before their turn."""
+        """Answer the first five like a broker that dropped them from its queue before their turn."""
         if left[0]:
             left[0] -= 1
             done(Answer(BUSY, {}, b"", "[TIMEOUT_CLEAN_QUEUE]broker busy"))
@@ -195,7 +195,7 @@ def test_ends_that_the_broker_was_too_busy_for_are_told_again(rig: Rig) -> None:
 
 
 def test_what_somebody_else_ended_too_stops_the_query(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The broker shows a message as often as it is told to. That is why it is told once."""
+    """The broker publishes a message once per commit request, so only one is ever sent."""
     monkeypatch.setattr(committer, "SETTLE_S", 0.5)
     prepared = rig.prepared(5)
     handle = HalfMessages.of(prepared)
@@ -208,7 +208,7 @@ def test_what_somebody_else_ended_too_stops_the_query(rig: Rig, monkeypatch: pyt
 
 
 def test_a_file_that_knows_less_than_the_checkpoint_means_a_look(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F8: the table of ends is gone; of batch 3 nobody knows whether it was told of."""
+    """F8: the end-transaction journal is gone; whether batch 3 was ended is unknown."""
     prepared = rig.prepared(50, batch=3)
     handle = HalfMessages.of(prepared)
     Ending(Cluster(rig.sink.options), "delivered", handle.name).end(handle.by_broker["delivered"][:20], COMMIT)
@@ -247,7 +247,7 @@ def test_findings(rocketmq: Rocketmq, tmp_path: Path) -> None:
     ],
 )
 def test_tasks_in_processes_of_their_own(rocketmq: Rocketmq, tmp_path: Path, guarantee: str, point: str) -> None:
-    """A pipeline whose whole tree of processes is killed; under every guarantee into the same kind of topic."""
+    """A pipeline whose whole process tree is killed, under every guarantee, into the same type of topic."""
     topic = rocketmq.topic("TRANSACTION")
     options = {"format": "rocketmq", **rocketmq.transactions(topic, tmp_path)}
     options.pop("ledger")
@@ -319,7 +319,7 @@ def test_a_server_killed_after_ends_and_in_mid_apply(
     name = HalfMessages.of(first).name
 
     def asked() -> int:
-        """Copies that a broker makes of what it asks about, over and over."""
+        """Copies that a broker makes for its repeated transaction checks."""
         rig.committer._cluster.close()
         copies = open_half_messages(rig.committer._cluster, "delivered", 0)
         return sum(m.properties.get("PGROUP") == name and "TRANSACTION_CHECK_TIMES" in m.properties for m in copies)
@@ -328,12 +328,12 @@ def test_a_server_killed_after_ends_and_in_mid_apply(
     while asked() == 0:
         assert time.monotonic() < deadline, "else this test shows nothing"
         time.sleep(0.2)
-    time.sleep(6)  # three questions, a second between them
+    time.sleep(6)  # three checks, a second apart
     assert rig.shown() == rig.once(rows)
-    # Of these the broker has asked for the last time.
+    # The broker has checked these for the last time.
     assert rig.committer.commit(rig.work(1), second) == Ok(None)
     assert rig.shown() == rig.once(rows) + rig.once(rows, batch=1)
-    # And now under ends that are on their way.
+    # And now with ends in flight.
     post, posted = rig.committer._cluster.broker("delivered").post, []
 
     def killing(code: int, *rest: Any) -> None:

@@ -1,4 +1,4 @@
-"""`delivered transactions` and the audit's look at the ledger, against prepared transactions of real servers."""
+"""`delivered transactions`, and the audit's view of the ledger, with prepared transactions of real servers."""
 
 from __future__ import annotations
 

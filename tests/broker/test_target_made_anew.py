@@ -1,4 +1,4 @@
-"""A topic or a table that is dropped and made anew while the pipeline is stopped, on servers that really do it."""
+"""A topic or table that is dropped and recreated while the pipeline is stopped, on real servers."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def test_the_next_start_says_so_and_writes_nothing(request: pytest.FixtureReques
     with pytest.raises(TargetChanged, match=r"batch 1 was written to .* 200 records") as caught:
         rig.plan(rig.context("second"), 2)
     assert made.targets[rig.scope.sink] in caught.value.message
-    with pytest.raises(TargetChanged):  # nor does it go on after another restart
+    with pytest.raises(TargetChanged):  # nor does it continue after another restart
         rig.plan(rig.context("third"), 2)
     accepted = replace(rig.context("fourth"), tolerance=Tolerance(new_target=True))
     rig.run(2, accepted)
     rig.run(3, rig.context("fifth"))
     deadline = time.monotonic() + 60
-    while rig.visible() != rig.expected(2, 3):  # a coordinator may still have to learn of the new topic
+    while rig.visible() != rig.expected(2, 3):  # a coordinator may not know the new topic yet
         assert time.monotonic() < deadline, (rig.visible(), rig.expected(2, 3))
 
 
@@ -89,7 +89,7 @@ SPELLINGS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 
 @pytest.mark.parametrize("system", SPELLINGS)
 def test_another_spelling_is_the_same_target(request: pytest.FixtureRequest, system: str, tmp_path: Path) -> None:
-    """The ledger lies elsewhere, as in a group; so only the target itself is spelt otherwise."""
+    """With an external ledger, as in a group, so that only the target's spelling differs."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     server = {}
@@ -110,7 +110,7 @@ def test_another_spelling_is_the_same_target(request: pytest.FixtureRequest, sys
 
 
 def test_a_copy_of_a_table_made_by_like_is_another_one(mysql: Any) -> None:
-    """The copy has the comment with our id, and none of the rows."""
+    """The copy has the comment with the id, but none of the rows."""
     table, copy = mysql.table(None), mysql.table(None)
     sink = mysql.sink(table, ifNotExists="true")
     rig = Rig(sink)
@@ -124,7 +124,7 @@ def test_a_table_that_others_make_anew_without_our_mark_is_noticed(mysql: Any) -
     table = mysql.table(None)
     rig = Rig(mysql.sink(table, ifNotExists="true"))
     rig.run(0)
-    mysql.execute(f"ALTER TABLE {table} ADD COLUMN more int, FORCE")  # rewrites every row, and is the same table
+    mysql.execute(f"ALTER TABLE {table} ADD COLUMN more int, FORCE")  # rewrites every row, but stays the same table
     rig.run(1)
     mysql.execute(f"DROP TABLE {table}")
     mysql.execute(f"CREATE TABLE {table} (`key` longblob, value longblob)")

@@ -1,7 +1,7 @@
-"""mode upsert: processes that really die, into PostgreSQL, MySQL and SQLite. The judge looks by plain SQL.
+"""mode upsert: processes really killed, into PostgreSQL, MySQL and SQLite. The judge uses plain SQL.
 
-An upsert that happens twice leaves the same table, so a trigger of the table notes every change in the same
-transaction: each version of each key must get in, and be deleted, at most once.
+A repeated upsert leaves the same table, so a trigger records every change in the same transaction: each version of each
+key must be written, and deleted, at most once.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _MYSQL = (
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """1,000 changes of 97 keys; a key lies in one partition, its versions in order."""
+    """1,000 changes of 97 keys; a key is in one partition, its versions in order."""
     path = tmp_path_factory.mktemp("log") / "changes"
     keys = [f"id-{(i * 31) % KEYS}".encode() for i in range(RECORDS)]
     append(str(path), pa.table({"key": keys, "value": [str(i).encode() for i in range(RECORDS)]}), partition_by=2)
@@ -112,7 +112,7 @@ class World:
         return code
 
     def stop(self, point: str) -> Child:
-        """Start one that stops itself there, and wait until it did."""
+        """Start one that stops itself there, and wait for that."""
         zombie = self.zygote.start(self.spec(point), self.folder)
         zombie.wait_stopped()
         return zombie
@@ -135,7 +135,7 @@ class World:
             return []
 
     def expected(self, end: str | None) -> State:
-        """What the records up to these offsets make of an empty table, one by one in their order."""
+        """The table after applying the records up to these offsets one by one."""
         source = LOG.source({"path": str(self.log)})
         driver = source.driver()
         state: State = {}
@@ -160,7 +160,7 @@ class World:
         return state
 
     def letters(self) -> list[tuple[str, int]]:
-        """Dead letters; their number must be that of the rows that the ledger counts as left out."""
+        """Dead letters; their number must match the ledger's count of skipped rows."""
         place = self.decisions.split(" FROM ")[1].split()[0].replace("decision", "{}")
         own = f"WHERE sink = '{self.table}'"
         kept = self.execute(f"SELECT record FROM {place.format('dead_letter')} {own}")
@@ -308,10 +308,10 @@ def test_a_kill_at_every_point_leaves_a_state_that_was_decided(world: World) -> 
     indirect=True,
 )
 def test_zombie_cannot_bring_an_old_state_back(world: World) -> None:
-    """F7: stopped where it is about to change the table, woken after another driver finished the stream."""
+    """F7: stopped right before it changes the table, resumed after another driver finished the stream."""
     stop_at = "commit.apply:before" if world.whole else "write.prepare:before"
     if "database" in world.sink:
-        stop_at = "commit.decide:before"  # later on it would hold SQLite's one write lock
+        stop_at = "commit.decide:before"  # later it would hold SQLite's only write lock
     zombie = world.stop(stop_at)
     began = time.monotonic()
     assert world.run() == 0, world.errors[-1]
@@ -329,7 +329,7 @@ def test_zombie_cannot_bring_an_old_state_back(world: World) -> None:
 def test_task_killed_after_its_promise_is_run_again(
     request: pytest.FixtureRequest, tmp_path: Path, system: str, mechanism: str
 ) -> None:
-    """F6b: what the dead attempt left prepared holds locks on its keys; the next attempt does not wait for them."""
+    """F6b: the dead attempt's prepared transaction locks its keys; the next attempt does not wait for them."""
     server: Any = request.getfixturevalue(system)
     name = server.table("region varchar(64), id bigint, version bigint, text text, UNIQUE (region, id)")
     rig = Rig(server.sink(name, mechanism=mechanism, lockTimeout="20", **ARRIVAL | {"keyColumns": "region, id"}))

@@ -1,5 +1,5 @@
-"""The judge's readers of messages, with real servers: they take nothing away, lose nothing when the server dies, and
-know when they have all."""
+"""The judge's message readers, with real servers: they consume nothing, lose nothing when the server dies, and
+detect the end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def values(drain: Messages) -> list[str]:
 
 
 def as_sent(system: str, found: list[str]) -> list[str]:
-    """RocketMQ takes requests of a hundred messages in any order."""
+    """RocketMQ accepts requests of a hundred messages in any order."""
     return found if SINK_KINDS[system].ordered else sorted(found, key=lambda v: [int(n) for n in v.split()[1:]])
 
 

@@ -1,4 +1,4 @@
-"""The network that loses frames, between real clients and a real broker."""
+"""The lossy network between real clients and a real broker."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_clients_are_led_back_to_the_proxy_and_lost_replies_are_sent_again(
 
 @pytest.mark.parametrize("api", [Api.METADATA, Api.FIND_COORDINATOR, Api.DESCRIBE_CLUSTER, Api.PRODUCE, Api.FETCH])
 def test_no_reply_names_the_broker_itself(api: Api) -> None:
-    """A broker that is not yet the leader answers Produce and Fetch with the leader's address; it does so for a moment
-    after a topic was made, too short to wait for it, so the frames are written here."""
+    """A broker that is not the leader answers Produce and Fetch with the leader's address. After a topic's creation
+    this is too brief to wait for, so the frames are handwritten."""
     key = next(k for k, a in API_KEYS.items() if a is api)
     with socket.create_server(("127.0.0.1", 0)) as broker:
         port = int(broker.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The judge's readers of SQL databases, and the networks in front of them, with real servers."""
+"""The judge's SQL readers, and the lossy networks in front of them, with real servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Drained = PgTable | MysqlTable
 
 @dataclass(frozen=True)
 class System:
-    """How a database says it: begin a transaction, prepare it, commit what is prepared."""
+    """A database's statements: begin a transaction, prepare it, commit it."""
 
     proxy: Callable[..., SqlProxy]
     drain: Callable[..., Drained]

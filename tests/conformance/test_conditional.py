@@ -1,4 +1,4 @@
-"""Rows that the table decides on (mode insert, expectedVersion, onConstraint), in every database, against a model."""
+"""Conditional writes (mode insert, expectedVersion, onConstraint) in every database, against a model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def rows(given: list[Row], expects: bool) -> pa.RecordBatch:
 
 
 def run(rig: Rig, batch: int, shards: list[list[Row]], context: Context | None = None) -> None:
-    """One batch; each shard's rows come in short record batches."""
+    """Write one batch; each shard's rows come in short record batches."""
     context = context or rig.context()
     expects = rig.sink.capability().write.expected is not None
     schema = rig.schema = rows([], expects).schema
@@ -186,7 +186,7 @@ def test_a_decided_batch_written_again_changes_nothing(store: Store) -> None:
 
 
 def test_a_key_in_two_shards_is_refused(store: Store) -> None:
-    """Which one would be the first? Under two_phase the second shard waits for the first one's lock."""
+    """Their order is undefined. Under two_phase the second shard waits for the first one's lock."""
     name = table(store)
     rig = Rig(store.sink(table=name, **INSERT))
     if rig.sink.capability().commit.value == "two_phase":
@@ -198,7 +198,7 @@ def test_a_key_in_two_shards_is_refused(store: Store) -> None:
 
 @pytest.mark.parametrize("mechanism", ["one_transaction", "two_phase"])
 def test_a_key_that_another_writer_inserts_meanwhile_is_a_conflict(postgres: Any, mechanism: str) -> None:
-    """Its transaction is open when our row is judged: the INSERT waits, breaks the index, and is judged again."""
+    """Its transaction is open when the row is checked: the INSERT waits, violates the index, and is retried."""
     name = postgres.table("id bigint UNIQUE, version bigint, text text")
     rig = Rig(postgres.sink(name, mechanism=mechanism, **INSERT, **LETTERS))
     with psycopg.connect(postgres.url) as other, ThreadPoolExecutor() as pool:

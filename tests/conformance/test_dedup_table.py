@@ -1,4 +1,4 @@
-"""A table of keys beside the ledger: what it knows, when it counts, what it forgets; over every such database."""
+"""A key table next to the ledger: lookups, activation, expiry; in every such database."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Record = tuple[str | None, int | None, str]
 
 
 class Once:
-    """A pipeline whose records go through a table of keys. Keys and times are what tests say."""
+    """A pipeline with a key table. Tests choose keys and times."""
 
     def __init__(self, sink: Any, guarantee: Guarantee = Guarantee.EXACTLY_ONCE) -> None:
         self.sink, self.guarantee, self.owners = sink, guarantee, 0
@@ -49,7 +49,7 @@ class Once:
         self.context = self.start()
 
     def start(self) -> Context:
-        """Another driver, in another process as far as the ledger can tell."""
+        """Another driver, which looks like another process to the ledger."""
         self.owners += 1
         owner = Owner(f"o{self.owners}")
         self.first = True
@@ -90,7 +90,7 @@ class Once:
         return {k for k in keys if hashed(k.encode()) in found}
 
     def rows(self, table: str) -> int:
-        """Of this checkpoint, by a question to the database."""
+        """Rows of this checkpoint, queried from the database."""
         memory: KeyTable[Any] = self.sink.key_memory(self.scope)
         with memory._borrowed() as connection:
             sql = memory._sql(f"SELECT count(*) FROM {{{table}}} WHERE number = {memory._number}")
@@ -112,7 +112,7 @@ def test_repeats_within_the_time_are_dropped_and_others_are_not(once_: Once) -> 
 
 
 def test_a_batch_that_runs_again_does_not_take_its_own_keys_for_seen(once_: Once) -> None:
-    """Killed after its tasks, before its decision; and by the same driver, after tasks that failed."""
+    """Rerun after a kill between tasks and decision; and by the same driver, after failed tasks."""
     records: list[Record] = [("a", 0, "a"), ("b", 1, "b"), ("a", 2, "a")]
     once_.write(once_.plan(0, "0"), records)
     once_.start()
@@ -125,7 +125,7 @@ def test_a_batch_that_runs_again_does_not_take_its_own_keys_for_seen(once_: Once
 
 
 def test_keys_of_a_batch_that_was_not_decided_count_for_nothing(once_: Once) -> None:
-    """F8: its offsets are gone with the checkpoint's last files; the batch comes again, and ends earlier."""
+    """F8: its offsets are lost with the checkpoint's last files; the batch is rerun, and ends earlier."""
     once_.run(0, [("a", 0, "a")])
     once_.write(once_.plan(1, "far"), [("b", 1, "b"), ("c", 2, "c")])
     once_.start()
@@ -135,9 +135,9 @@ def test_keys_of_a_batch_that_was_not_decided_count_for_nothing(once_: Once) -> 
 
 
 def test_a_decided_batch_finds_what_it_found_before(once_: Once) -> None:
-    """Its decision forgot, and brought keys of its own: neither changes what its tasks see when they run again."""
+    """Its decision expired keys and added its own: neither changes what rerun tasks see."""
     once_.run(0, [("old", 0, "old"), ("b", 50, "b")])
-    once_.run(1, [("c", 100, "c")])  # now `old` is over
+    once_.run(1, [("c", 100, "c")])  # now `old` expires
     plan = once_.plan(2, "2")
     before = once_.known(2, "old", "b", "c", "d")
     assert before == {"b", "c"}
@@ -148,7 +148,7 @@ def test_a_decided_batch_finds_what_it_found_before(once_: Once) -> None:
 
 
 def test_a_key_is_remembered_to_the_end_of_its_time(once_: Once) -> None:
-    """What a batch holds ends the memory of others for the batches after it, and not within it."""
+    """A batch's times expire keys for later batches, not within the batch."""
     once_.run(0, [("a", 0, "a")])
     once_.run(1, [("far", 500, "far"), ("a", 60, "a")])
     once_.run(2, [("b", 61, "b"), ("c", 61, "c")])
@@ -205,7 +205,7 @@ def test_a_memory_that_was_lost_is_not_begun_anew(once_: Once) -> None:
 
 @pytest.mark.parametrize("name", ["postgres-two-phase", "mysql-two-phase"])
 def test_a_promise_that_is_gone_is_written_again_with_the_same_rows(name: str, request: pytest.FixtureRequest) -> None:
-    """Decided, with its keys; then a prepared transaction is rolled back by hand, and the shard is written anew."""
+    """Decided with its keys; then a prepared transaction is rolled back by hand, and the shard is rewritten."""
     once_ = Once(SINKS[name](request))
     once_.run(0, [("old", 0, "old"), ("k", 55, "k")])
     once_.run(1, [("m", 110, "m")])
@@ -238,7 +238,7 @@ def test_a_promise_that_is_gone_is_written_again_with_the_same_rows(name: str, r
 def test_under_the_weaker_guarantees_a_decided_key_is_known_and_none_is_lost(
     guarantee: Guarantee, request: pytest.FixtureRequest
 ) -> None:
-    """A batch that was cut off: at_least_once sends its records again; at_most_once gives them up, and knows them."""
+    """An interrupted batch: at_least_once resends its records; at_most_once gives them up, but remembers their keys."""
     once_ = Once(SINKS["sqlite"](request), guarantee)
     once_.run(0, [("a", 0, "a"), ("b", 0, "b")])
     once_.write(once_.plan(1, "1"), [("b", 1, "b"), ("c", 1, "c")])

@@ -1,6 +1,6 @@
-"""What every queue's receiver does that the contract promises. One suite, all queues.
+"""The contract of a queue's receiver. One suite for all queues.
 
-The spool of the crash tests is one of them: what they rest on behaves as a broker does.
+Includes the spool of the crash tests, to show that it behaves like a broker.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from delivered.contract.queue import MessageBatch, Receiver
 from delivered.model.outcome import Ok
 
 COUNT = 30
-"""RocketMQ hands out no more than 32 of an ordered queue before they are acknowledged."""
+"""RocketMQ delivers at most 32 unacknowledged messages of an ordered queue."""
 
 
 @dataclass
 class Rig:
-    """A queue with nothing in it: how to send, and how to connect.
+    """An empty queue: how to send, and how to connect.
 
     Attributes:
-        gives_back_all: it has no way to hand one message back alone. STOMP: Artemis takes a NACK for an ACK.
-        ordered: messages come in the order in which they were sent.
-        goes_back: behind the first that is not acknowledged, all come again. RocketMQ's ordered groups.
+        gives_back_all: it cannot return a single message. STOMP: Artemis treats a NACK as an ACK.
+        ordered: messages arrive in the order sent.
+        goes_back: everything after the first unacknowledged message is redelivered. RocketMQ's ordered groups.
     """
 
     send: Callable[[list[tuple[str, bytes]]], None]
@@ -109,7 +109,7 @@ def rig(request: pytest.FixtureRequest) -> Rig:
 
 
 def take(receiver: Receiver, count: int, at_most: int = 1_000) -> MessageBatch:
-    """So many messages, in as many calls as it takes."""
+    """Receive that many messages, in any number of calls."""
     all_of_it, deadline = MessageBatch(), time.monotonic() + 20
     while len(all_of_it) < count:
         assert time.monotonic() < deadline, f"{len(all_of_it)} of {count} came"
@@ -143,7 +143,7 @@ def test_what_is_acknowledged_is_forgotten_and_the_rest_comes_again(rig: Rig) ->
     taken = take(first, COUNT)
     assert first.acknowledge(taken.handles[:10]) == Ok(10)
     assert first.acknowledge(taken.handles[15:20]) == Ok(5)
-    assert first.acknowledge(taken.handles[20:22]) == Ok(2)  # what lies between is still not acknowledged
+    assert first.acknowledge(taken.handles[20:22]) == Ok(2)  # those in between are still unacknowledged
     first.close()
     first.close()
     again = rig.connect()
@@ -168,11 +168,11 @@ def test_nobody_else_gets_what_is_held(rig: Rig) -> None:
     again: list[str | None] = []
     deadline = time.monotonic() + 20
     expected = taken.ids if rig.gives_back_all else taken.ids[:4]
-    while len(again) < len(expected):  # to either of the two
+    while len(again) < len(expected):  # by either of the two
         assert time.monotonic() < deadline
         again += [*other.receive(10, 0.1).ids, *holder.receive(10, 0.1).ids]
     assert sorted(again, key=str) == expected
-    # A handle of before cannot make the queue forget a message that was given back.
+    # An old handle cannot acknowledge a message that was returned.
     assert not isinstance(holder.acknowledge(taken.handles[:1]), Ok) or not rig.gives_back_all
     holder.close()
     other.close()

@@ -1,4 +1,4 @@
-"""Runs of `df.write`: each is an incarnation named by its id, which every ledger knows for good."""
+"""Runs of `df.write`: each is an incarnation named by its id, which every ledger remembers permanently."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _drivers = itertools.count()
 
 
 ONCE_MORE = ("files-json", "iceberg-rest", "mysql-one-transaction", "postgres-one-transaction", "rocketmq")
-"""Left to `make verify`: each differs little from another sink of its system; and RocketMQ, which is slow to start."""
+"""Left to `make verify`: sinks that differ little from another one of their system, and slow-starting RocketMQ."""
 
 
 @pytest.fixture(params=sweep([n for n in SINKS if "s3" not in n], lambda name: name not in ONCE_MORE))
@@ -71,7 +71,7 @@ class Run:
 
 
 def visible_at_last(rig: Rig, expected: Fingerprint) -> bool:
-    """Whether exactly these rows are in the sink. Kafka's brokers end a transaction just after they say so."""
+    """Whether exactly these rows are in the sink. Kafka's brokers reply just before they end a transaction."""
     deadline = time.monotonic() + 20
     while (found := rig.visible()) != expected and found.count < expected.count and time.monotonic() < deadline:
         pass
@@ -88,13 +88,13 @@ def test_a_run_given_twice_is_written_once_however_many_came_between(rig: Rig) -
     everything = rig.expected(*range(RUNS))
     assert visible_at_last(rig, everything)
     state = Run(rig, "r0").context.ledger.look()
-    known = rig.sink.capability().system == "memory" or state.last is not None  # a folder of files holds its record
+    known = rig.sink.capability().system == "memory" or state.last is not None  # a folder of files keeps its record
     assert known or state.archived is not None
     for i in (0, 1, RUNS - 1, 0):
         again = Run(rig, f"r{i}")
         plan = again.plan()
         assert plan.action is Action.COMPARE
-        shuffled = [pa.concat_batches(list(reversed(rows_of(rig, i))))]  # other partitions, the same rows
+        shuffled = [pa.concat_batches(list(reversed(rows_of(rig, i))))]  # other partitions, same rows
         assert again.commit(again.write(plan, shuffled)) is None
     assert visible_at_last(rig, everything)
     assert Run(rig, "new")(rows_of(rig, 50)) is not None
@@ -136,7 +136,7 @@ def test_weaker_guarantees_know_a_run_too(rig: Rig, guarantee: Guarantee) -> Non
 
 
 def decided_and_killed(rig: Rig, name: str, number: int) -> None:
-    """A run whose driver dies between its decision and the moment at which its rows are visible."""
+    """A run whose driver dies between decision and visibility of its rows."""
     run = Run(rig, name)
     plan = run.plan()
     prepared = tuple(p for m in run.write(plan, rows_of(rig, number)) for p in m.participants)
@@ -161,5 +161,5 @@ def test_an_older_run_given_again_leaves_the_decided_rows_of_a_killed_one(rig: R
     assert Run(rig, "r0")(rows_of(rig, 0)) is None
     if rig.sink.capability().commit is Commit.TWO_PHASE:
         assert visible_at_last(rig, rig.expected(0))
-    Run(rig, "r2")(rows_of(rig, 2))  # finishes r1, whose promise must be there still
+    Run(rig, "r2")(rows_of(rig, 2))  # finishes r1, which must still be prepared
     assert visible_at_last(rig, rig.expected(0, 1, 2))

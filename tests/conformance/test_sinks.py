@@ -1,4 +1,4 @@
-"""What every sink does that the contract promises, driven by what it declares. One suite, all sinks."""
+"""The contract of a sink, driven by its declared capability. One suite for all sinks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from delivered.model.work import Action, Decision, Owner, Tolerance
 OVER_HTTP = pytest.mark.parametrize(
     "rig", sweep(SINKS, lambda name: name not in ("iceberg-s3", "files-json")), indirect=True
 )
-"""The requests to a store or catalog are what differs from a folder, and tests with this mark make them all."""
+"""Stores and catalogs differ from a folder in their requests, all of which are made by tests with this mark."""
 
 
 @pytest.fixture(params=sweep(SINKS, lambda name: not name.endswith(("-s3", "-rest", "-json"))))
@@ -54,7 +54,7 @@ def test_batches_are_visible_once_and_add_up(rig: Rig) -> None:
 
 
 def test_the_ledger_keeps_which_transform_a_batch_ran_with(rig: Rig) -> None:
-    """In decisions of any sink, and none where nobody told it, as in ledgers of before."""
+    """In decisions of any sink; none if unknown, as in earlier ledgers."""
     for batch, transform in enumerate(("", "a", "a", "b")):
         context = replace(rig.context(), transform=transform)
         decided = commit_batch(context, batch, offsets(batch), rig.write(rig.plan(context, batch)))
@@ -106,7 +106,7 @@ def test_recovery_finishes_a_decided_batch(rig: Rig) -> None:
     prepared = tuple(m.prepared for m in rig.write(plan) if m.prepared is not None)
     total = sum((p.fingerprint for p in prepared), Fingerprint())
     decision = Decision(rig.scope, "dies", EXACT, 0, plan.offsets, prepared, total, Fingerprint(), 1)
-    assert context.ledger.decide(decision) == Ok(None)  # and the process dies before it applies
+    assert context.ledger.decide(decision) == Ok(None)  # the process dies before it applies
     again = rig.context("second")
     assert rig.plan(again, 0).action is Action.SKIP
     assert rig.visible() == rig.expected(0)
@@ -115,7 +115,7 @@ def test_recovery_finishes_a_decided_batch(rig: Rig) -> None:
 
 
 def test_participants_of_other_sinks_are_recorded_and_left_alone(rig: Rig) -> None:
-    """The ledger decides for other sinks too; a later revision replaces theirs and adds no row of its own again."""
+    """The ledger also decides for other sinks; a later revision replaces their participants and repeats no own rows."""
     context = rig.context()
     plan = rig.plan(context, 0)
     own = tuple(m.prepared for m in rig.write(plan) if m.prepared is not None)
@@ -148,7 +148,7 @@ def test_batch_prepared_by_a_dead_driver_runs_again(rig: Rig) -> None:
 
 @OVER_HTTP
 def test_abort_orphans_leaves_others_and_the_decided_alone(rig: Rig) -> None:
-    other = Rig(rig.sink, pipeline=f"{rig.pipeline}.more")  # a name that starts with ours
+    other = Rig(rig.sink, pipeline=f"{rig.pipeline}.more")  # a name with the same prefix
     theirs = other.context()
     their_messages = other.write(other.plan(theirs, 0))
     context = rig.context()
@@ -251,7 +251,7 @@ def test_at_most_once_batch_begun_and_not_recorded_is_given_up(rig: Rig) -> None
 
 @pytest.mark.parametrize("guarantee", [Guarantee.AT_MOST_ONCE, Guarantee.EXACTLY_ONCE])
 def test_a_new_checkpoint_knows_of_a_batch_begun_from_another(rig: Rig, guarantee: Guarantee) -> None:
-    """F8: the checkpoint is deleted before its first batch was recorded, and some of its records may be in the sink."""
+    """F8: the checkpoint is deleted before its first batch is recorded; some of its records may be in the sink."""
     rig.write(rig.plan(rig.context(guarantee=Guarantee.AT_MOST_ONCE), 0))  # sent; then driver and checkpoint are gone
     sent = rig.visible()
     later = Rig(rig.sink, pipeline=rig.pipeline, incarnation="i1")
@@ -283,18 +283,18 @@ def test_empty_batch_and_empty_shards(rig: Rig) -> None:
 
 
 def test_a_target_that_was_made_anew_is_not_taken_for_the_former(rig: Rig) -> None:
-    """A topic or a table dropped and made anew between two starts: what was delivered is gone, and the ledger, which
-    may lie elsewhere, knows nothing of it."""
+    """A topic or table is dropped and recreated between two starts: delivered rows are gone, unknown to an external
+    ledger."""
     rig.run(0)
     context = rig.context()
     decided = context.ledger.look().last
     assert decided is not None
-    if rig.sink.capability().system in ("rocketmq", "mysql"):  # its topics have no id; a table that others made
+    if rig.sink.capability().system in ("rocketmq", "mysql"):  # topics have no id; a table created by others
         assert decided.targets == {}
         return
     assert isinstance(context.committer, KnowsTarget)
     assert decided.targets == {sink: target.id for sink, target in context.committer.targets().items()} != {}
-    rig.run(1)  # the same target: goes on
+    rig.run(1)  # the same target: continues
     dropped = replace(decided, batch=2, offsets=offsets(2), participants=(), targets={rig.scope.sink: "another"})
     rig.plan(context, 2)
     assert context.ledger.decide(dropped) == Ok(None)
@@ -309,7 +309,7 @@ def test_a_target_that_was_made_anew_is_not_taken_for_the_former(rig: Rig) -> No
 
 
 def test_a_decision_of_a_version_that_kept_targets_in_words_is_gone_on_from(rig: Rig) -> None:
-    """They held the target's name as it was spelt, besides what the system tells it by."""
+    """They contained the target's name as spelt, besides its id."""
     rig.run(0)
     context = rig.context()
     decided = context.ledger.look().last
@@ -359,8 +359,8 @@ def test_a_decision_of_a_version_that_kept_no_target_is_gone_on_from(rig: Rig) -
 
 
 def test_a_renamed_pipeline_is_told_its_former_name(rig: Rig) -> None:
-    """`queryName` was changed between two starts: the ledger knows the checkpoint under the former name."""
-    rig = replace(rig, incarnation=f"only-{rig.pipeline}")  # as Spark's are, on a server that others use too
+    """`queryName` changed between two starts: the ledger has the checkpoint under the former name."""
+    rig = replace(rig, incarnation=f"only-{rig.pipeline}")  # unique, like Spark's, as the server is shared
     for batch in range(2):
         rig.run(batch)
     renamed = replace(rig, pipeline=f"{rig.pipeline}-renamed")
@@ -376,5 +376,5 @@ def test_a_renamed_pipeline_is_told_its_former_name(rig: Rig) -> None:
         another.plan(another.context("third"), 2)
     assert f"pipeline {another.pipeline!r}" in caught.value.message
     assert "Ledgers in the same place: " in caught.value.message
-    another.run(0)  # a pipeline of its own, from its first batch on
+    another.run(0)  # an independent pipeline, from its first batch on
     assert rig.run(2) is not None

@@ -1,7 +1,7 @@
-"""Every store of a ledger against a model of a few lines, under any order of claims, decisions and forgotten answers.
+"""Every ledger store against a small model, under any order of claims, decisions and lost replies.
 
-Two drivers with two processes each, several checkpoints, one after the other. No rows: what moves with a decision is
-tested in test_sinks.
+Two drivers with two processes each, several checkpoints in sequence. No rows: test_sinks tests what moves with a
+decision.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STORES = {
     "postgres-one-transaction": 4,
     "mysql-one-transaction": 4,
 }
-"""Each kind of store by one sink that has it, and how many histories it is put through."""
+"""One sink per kind of store, and its number of histories."""
 DRIVERS, PROCESSES, STEPS = 2, 2, 25
 _pipelines = itertools.count()
 _moments = itertools.count(1_700_000_000_000)
@@ -47,7 +47,7 @@ _moments = itertools.count(1_700_000_000_000)
 
 @dataclass
 class Checkpoint:
-    """What one incarnation wrote, by the model."""
+    """One incarnation's records in the model."""
 
     last: Decision | None = None
     begun: Begun | None = None
@@ -72,7 +72,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.drivers: list[str] = []
         self.ledgers: list[list[Any]] = []
         self.held: dict[tuple[int, int], int] = {}
-        """(driver, process) -> number of the claim that it works by."""
+        """(driver, process) -> number of its claim."""
         self.begin_checkpoint()
 
     @property
@@ -93,7 +93,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.begin_checkpoint()
 
     def begin_checkpoint(self) -> None:
-        """Another checkpoint, and with it other drivers."""
+        """Another checkpoint, with other drivers."""
         self.teardown()
         self.incarnation = f"i{next(self.names)}"
         self.drivers = [f"d{next(self.names)}" for _ in range(DRIVERS)]
@@ -119,7 +119,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(d=st.integers(0, DRIVERS - 1), batches=st.integers(1, 2))
     def claim_and_decide(self, d: int, batches: int) -> None:
-        """The usual way: else few histories would get to a second batch."""
+        """The common case: otherwise few histories would reach a second batch."""
         self.claim(d, 0)
         self.resume(d, 1)
         for _ in range(batches):
@@ -129,7 +129,7 @@ class StoreMachine(RuleBasedStateMachine):
     def resume(self, d: int, p: int) -> None:
         try:
             state = self.ledgers[d][p].resume(self.drivers[d])
-        except DeliveredError:  # Fenced; of a ledger that nobody made yet, that it is not there
+        except DeliveredError:  # Fenced; or the ledger does not exist yet
             assert self.model.owner != self.drivers[d]
             return
         assert self.model.owner == self.drivers[d]
@@ -161,7 +161,7 @@ class StoreMachine(RuleBasedStateMachine):
         decision = self.decision(what, last)
         outcome = self.ledgers[d][p].decide(decision)
         if what == "again":
-            # It is in: nothing that a later claim could still keep out.
+            # Written: a later claim can no longer fence it.
             assert outcome == Ok(None) or (isinstance(outcome, Failed) and not self.current(d, p))
         elif self.current(d, p) and what in ("next", "revised"):
             assert outcome == Ok(None), outcome

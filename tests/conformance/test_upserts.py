@@ -1,4 +1,4 @@
-"""mode upsert, in every sink that has it, against a model that is a dictionary."""
+"""mode upsert in every sink that supports it, against a dictionary as the model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def options(name: str, version: bool = False, delete: bool = False) -> dict[str,
 
 
 def run(rig: Rig, batch: int, shards: list[list[Row]], delete: bool, guarantee: Guarantee = EXACT) -> None:
-    """One batch; each shard's rows come in short record batches."""
+    """Write one batch; each shard's rows come in short record batches."""
     context = rig.context(guarantee=guarantee)
     schema = rig.schema = rows([], delete).schema
     plan = rig.plan(context, batch)
@@ -63,7 +63,7 @@ def state(store: Store, name: str) -> State:
 
 
 def model(state: State, shards: list[list[Row]], version: bool, delete: bool) -> None:
-    """What a batch does, row by row, in the order of shards. With a version of its own kind: see below."""
+    """Apply a batch row by row, in shard order. With versions, see below."""
     if not version:
         for row in (r for s in shards for r in s):
             if delete and row[4]:
@@ -101,7 +101,7 @@ def model(state: State, shards: list[list[Row]], version: bool, delete: bool) ->
     ],
 )
 def test_final_state_is_that_of_the_model(store: Store, version: bool, delete: bool, spread: bool) -> None:
-    """Random batches; keys in one shard each, or, where a version tells their order, anywhere."""
+    """Random batches; each key in one shard, or, with versions, anywhere."""
     if delete and not store.deletes:
         pytest.skip("two_phase takes no deletions")
     if spread and (not version or "two_phase" in str(store.sink(table="x", **_plain()))):
@@ -113,7 +113,7 @@ def test_final_state_is_that_of_the_model(store: Store, version: bool, delete: b
     texts = iter(range(1_000_000))
     for batch in range(6):
         shards: list[list[Row]] = [[] for _ in range(3)]
-        # Versions that tie within a batch and with what is stored, but never across shards.
+        # Versions that tie within a batch and with stored rows, but never across shards.
         for _ in range(60):
             id_ = random_.randrange(12)
             home = random_.randrange(3) if spread else id_ % 3
@@ -129,7 +129,7 @@ def test_final_state_is_that_of_the_model(store: Store, version: bool, delete: b
     last = ledger.look().last
     assert last is not None
     assert last.total.count == 360
-    default = None if store.connector in TABLES else "kept"  # they know no defaults
+    default = None if store.connector in TABLES else "kept"  # no column defaults
     assert store.execute(f"SELECT DISTINCT note FROM {name}") == [(default,)]
 
 
@@ -147,13 +147,13 @@ def test_key_in_two_shards_without_version_is_refused(store: Store) -> None:
     assert "KEY_IN_TWO_SHARDS" in str(caught.value) or "LOCK_TIMEOUT" in str(caught.value)
     assert "repartition" in f"{caught.value}"
     assert state(store, name) == {("r", 1): (0, "old")}
-    # Brought into one shard, the same batch gets in.
+    # In one shard, the same batch is accepted.
     run(rig, 1, [[("r", 1, 0, "a", False), ("r", 1, 0, "c", False)], [("r", 2, 0, "b", False)]], delete=False)
     assert state(store, name) == {("r", 1): (0, "c"), ("r", 2): (0, "b")}
 
 
 def test_of_equal_versions_the_first_one_stays(store: Store) -> None:
-    """In one batch or in two: how the stream is cut makes no difference."""
+    """In one batch or two: batch boundaries make no difference."""
     name = table(store)
     rig = Rig(store.sink(**options(name, version=True)))
     run(rig, 0, [[("r", 1, 5, "first", None), ("r", 1, 5, "second", None), ("r", 2, 5, "first", None)]], delete=False)
@@ -193,7 +193,7 @@ def test_what_is_wrong_is_refused_before_the_start(store: Store) -> None:
     def refusals(**given: str) -> list[str]:
         return [f.code for f in store.sink(table=name, **given).preflight(EXACT) if f.refuses]
 
-    if store.connector not in TABLES:  # which have no unique index to look at
+    if store.connector not in TABLES:  # tables of files have no unique index
         assert refusals(mode="upsert", keyColumns="region, id") == ["KEY_NOT_UNIQUE"]
     assert refusals(mode="upsert", keyColumns="region") == []
     if store.connector not in TABLES:
@@ -256,7 +256,7 @@ def test_missing_table_is_made_with_its_key(store: Store, tmp_path: Path) -> Non
 
 def test_nothing_is_left_behind(store: Store) -> None:
     def staging() -> set[str]:
-        """Of every pipeline: tests before this one left theirs, on purpose."""
+        """Staging tables of all pipelines: earlier tests left theirs on purpose."""
         return {str(row[0]) for row in store.execute(store.staging)} if store.staging else set()
 
     name, before = table(store), staging()
@@ -268,7 +268,7 @@ def test_nothing_is_left_behind(store: Store) -> None:
 
 
 def test_complete_leaves_the_rows_of_the_newest_batch(store: Store) -> None:
-    """Those of others go, too; a batch without a row empties the table; one that runs again changes nothing."""
+    """Other writers' rows are removed, too; an empty batch empties the table; a rerun changes nothing."""
     name = table(store)
     sink = store.sink(table=name, mode="complete")
     if sink.capability().commit is not Commit.ONE_TRANSACTION:

@@ -1,4 +1,4 @@
-"""What the STOMP client makes of bytes as they may come: in pieces, joined, after heart-beats."""
+"""The STOMP client parses bytes however they arrive: in pieces, joined, after heart-beats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def message(body: bytes, number: int = 0) -> bytes:
 
 @contextmanager
 def says(*pieces: bytes, answers: bool = True) -> Iterator[str]:
-    """A URL where these bytes are said after CONNECT, each in a packet of its own."""
+    """URL of a server that sends these bytes after CONNECT, each in its own packet."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:

@@ -1,4 +1,4 @@
-"""What a ledger keeps for good of runs long past."""
+"""Archive entries of old runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_entry_knows_its_rows() -> None:
     assert entry(7).holds(Fingerprint(7, 7, 7))
     assert not entry(7).holds(Fingerprint(7, 7, 8))
     assert not entry(7).holds(Fingerprint(6, 7, 7))
-    assert entry(7, given_up=2).holds(Fingerprint(9, 1, 1))  # at_most_once: what was given up is not in the digest
+    assert entry(7, given_up=2).holds(Fingerprint(9, 1, 1))  # at_most_once: the digest excludes what was given up
     assert not entry(7, given_up=2).holds(Fingerprint(6, 7, 7))
 
 
@@ -47,7 +47,7 @@ def test_a_decision_counts_more_than_a_batch_that_was_begun() -> None:
 
 
 def test_a_name_is_found_at_its_own_place_alone() -> None:
-    """The bytes of a name may stand across two entries."""
+    """The bytes of a name may span two entries."""
     hidden = Archived(bytes(8), int.from_bytes(key_of("run-1"), "big"))
     archive = Archive().with_more([hidden, *(entry(i) for i in range(2, 100))])
     assert archive.find("run-1") is None
@@ -69,7 +69,7 @@ def test_p4_many_files_become_few_and_nothing_is_forgotten(tmp_path: Path) -> No
 
 
 def test_one_who_comes_late_takes_nothing_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that was fenced while it put files together goes on after the next owner added and did the same."""
+    """A driver fenced during compaction resumes after the next owner has added and compacted files."""
     monkeypatch.setattr(storage, "FILES_MAX", 3)
     late, removed = at(tmp_path), []
     with monkeypatch.context() as paused:

@@ -1,4 +1,4 @@
-"""What each kind of damage is, on histories written by hand, and which of it each guarantee allows."""
+"""Each class of damage, on handwritten histories, and which of them each guarantee allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the counts of an audit prove beside the ledger's account: broken, unknown or held."""
+"""The verdict of an audit's counts and the ledger's totals: broken, unknown or held."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def verdict(made: AuditReport, known: bool = True) -> Verdict:
 
 
 def test_records_that_match_nothing_are_possibly_foreign() -> None:
-    """A sink may be shared: more records than the ledger accounts for prove nothing against this pipeline."""
+    """In a shared sink, records that the ledger does not account for prove nothing against this pipeline."""
     shared = judged(report(Counts(10, 15, unexpected=5), ledger=10), versions_known=True)
     assert shared.verdict is Verdict.UNKNOWN
     assert "5 records match nothing that was sent" in shared.unknowns[0]
     assert "possibly foreign" in shared.unknowns[0]
     assert verdict(report(Counts(10, 15, unexpected=5), ledger=10, own="true")) is Verdict.BROKEN
-    # Nobody asked `judged`: it is no pass either.
+    # Without `judged` it is no pass either.
     assert AuditReport("p", "s", Guarantee.EXACTLY_ONCE, counts=Counts(1, 2, unexpected=1)).verdict is Verdict.UNKNOWN
 
 
@@ -60,18 +60,18 @@ def test_losses_and_duplicates_break_it_in_a_shared_sink_too(counts: Counts) -> 
 
 
 def test_where_ledger_and_sink_agree_the_source_side_is_in_doubt() -> None:
-    """The tasks handed over what is in the sink. That the source gives other records now has two reasons."""
+    """The sink has what the tasks wrote. Two causes explain that the source now gives other records."""
     counts = Counts(10, 10, lost=4, unexpected=4)
     other = judged(report(counts, ledger=10, sent_more=5), versions_known=True)
     assert other.verdict is Verdict.UNKNOWN
     assert "not deterministic" in other.unknowns[0]
     assert verdict(report(Counts(10, 10, altered=2), ledger=10, sent_more=5)) is Verdict.UNKNOWN
-    # Records that the tasks never handed over, and one handed over twice: no transform explains that.
+    # Records that the tasks never wrote, and one written twice: no transform explains that.
     assert verdict(report(Counts(12, 10, lost=2), ledger=10)) is Verdict.BROKEN
     assert verdict(report(Counts(10, 10, lost=1, duplicated=1), ledger=10)) is Verdict.BROKEN
-    # Unless it ran with one that nobody told.
+    # Unless it ran with an undeclared transform.
     assert verdict(report(Counts(12, 10, lost=2), ledger=10), known=False) is Verdict.UNKNOWN
-    # at_most_once gave up what is missing: within its promise, whoever asks.
+    # at_most_once gave up what is missing, which its guarantee allows.
     gave_up = report(Counts(12, 10, lost=2), ledger=10, given_up=2, guarantee=Guarantee.AT_MOST_ONCE)
     assert verdict(gave_up, known=False) is Verdict.HELD
 
@@ -80,7 +80,7 @@ EARLIER = Earlier("0 to 4", prints(40))
 
 
 def of_versions(counts: Counts, delivered_more: int = 0, guarantee: Guarantee = Guarantee.EXACTLY_ONCE) -> AuditReport:
-    """An audit that recomputed 10 records, of a sink to which batches of before handed 40."""
+    """An audit that recomputed 10 records, of a sink that earlier batches wrote 40 to."""
     partitions = (
         PartitionLine("in-0", replace(counts, unexpected=0), prints(0), prints(0)),
         PartitionLine("-", Counts(0, counts.unexpected, unexpected=counts.unexpected), prints(0), prints(0)),
@@ -101,7 +101,7 @@ def test_records_of_another_version_are_known_by_the_ledger() -> None:
     assert made.fingerprints.says == "source, ledger and sink agree"
     assert "batches 0 to 4 ran with another transform" in made.unknowns[0]
     assert "all of them by count and fingerprint" in made.unknowns[0]
-    # Two of the old records are as records of today: the source held them twice.
+    # Two old records equal current ones: the source had them twice.
     assert of_versions(Counts(10, 50, unexpected=38, duplicated=2)).counts == Counts(10, 50, earlier=40)
 
 

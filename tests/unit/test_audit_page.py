@@ -1,4 +1,4 @@
-"""The page holds every number, fetches nothing, and no text of a record can leave its place."""
+"""The page shows every number, fetches nothing, and escapes all text of records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_every_number_stands_in_the_table(text: str) -> None:
 
 
 def test_nothing_is_fetched(text: str) -> None:
-    # The chart library's own text speaks of such elements; what counts is the page.
+    # The chart library's own code mentions such elements; only the page counts.
     bare = re.sub(r"(<script[^>]*>).*?(</script>)", r"\1\2", text, flags=re.DOTALL)
     assert not re.findall(r"<(?:script|img|link|iframe)[^>]*(?:src|href)\s*=", bare)
     assert "@import" not in text
@@ -56,7 +56,7 @@ def test_the_chart_holds_the_same_numbers_in_both_colours(text: str) -> None:
 
 
 def _values(spec: object) -> list[list[dict[str, object]]]:
-    """Every inline data set of a chart, however deep."""
+    """Every inline data set of a chart, at any depth."""
     if isinstance(spec, dict):
         own = [spec["values"]] if isinstance(spec.get("values"), list) else []
         nested = [v for d in spec.get("datasets", {}).values() for v in [d]] if "datasets" in spec else []

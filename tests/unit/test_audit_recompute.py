@@ -1,4 +1,4 @@
-"""What an audit by recomputing leaves open: pure."""
+"""What an audit by recomputing cannot prove. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `brokers start` and `status` print about a server can be used as it is."""
+"""The output of `brokers start` and `status` can be pasted as is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: results, errors, exit codes. What runs Spark is in tests/spark/test_cli_run.py."""
+"""The command line: results, errors, exit codes. Commands that run Spark: tests/spark/test_cli_run.py."""
 
 from __future__ import annotations
 

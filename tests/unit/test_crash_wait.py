@@ -1,4 +1,4 @@
-"""A crash point that waits: the process goes on when whoever stands outside lets it."""
+"""A waiting crash point: the process resumes when it is released from outside."""
 
 from __future__ import annotations
 

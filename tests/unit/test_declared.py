@@ -1,4 +1,4 @@
-"""Every library that the product imports is declared: what another distribution happens to bring may go any day."""
+"""Every imported library is a declared dependency, not just a transitive one, which may disappear."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def imported() -> dict[str, str]:
 
 
 def test_every_import_is_of_a_declared_dependency() -> None:
-    declared = CORE.union(*EXTRAS.values(), {"py4j"})  # py4j: a part of pyspark's interface
+    declared = CORE.union(*EXTRAS.values(), {"py4j"})  # py4j: part of pyspark's interface
     for module, file in imported().items():
         brought_by = {normal(d) for d in DISTRIBUTIONS.get(module, [module])}
         assert brought_by & declared, f"{file} imports {module} of {sorted(brought_by)}, which pyproject.toml lacks"

@@ -1,4 +1,4 @@
-"""Dedup as it is named: durations, identity, and how the audit cuts a range into the batches that the ledger knows."""
+"""Dedup declarations: durations, identity, and how the audit splits a range into the ledger's batches."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_what_a_checkpoint_began_with(tmp_path: Path) -> None:
     assert dedup_kept.changed(place, None) is not None
     with pytest.raises(Refused, match="DEDUP_CHANGED"):
         dedup_kept.keep(place, other, fresh=False)
-    # A start that failed before there was a query left its own behind.
+    # Left behind by a start that failed before its query ran.
     dedup_kept.keep(place, other, fresh=True)
     assert dedup_kept.kept(place) == other
     dedup_kept.keep(place, None, fresh=True)
@@ -124,7 +124,7 @@ def test_a_range_is_cut_where_batches_ended() -> None:
         Stretch(at(0), at(5), several=False),
         Stretch(at(5), at(9), several=False),
     ]
-    # The ledger forgot the first batches, and lacks one.
+    # The ledger has forgotten the first batches, and lacks one.
     assert stretches(at(0), [(7, at(5)), (9, at(9))], at(12)) == [
         Stretch(at(0), at(5), several=True),
         Stretch(at(5), at(9), several=True),

@@ -1,4 +1,4 @@
-"""The Delta sink alone: types, partitions, schemas, errors, what other writers do meanwhile, sizes."""
+"""The Delta sink alone: types, partitions, schemas, errors, concurrent writers, sizes."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_statistics_bound_the_rows_and_let_readers_skip_files(tmp_path: Path) ->
 
 
 def test_bounds_are_there_for_all_columns_or_for_none(tmp_path: Path) -> None:
-    """deltalake leaves rows out of a file that has bounds for some columns alone."""
+    """deltalake skips rows of a file with bounds for only some columns."""
     rows = pa.table({"id": [5, 7], "name": ["a", "b"], "f": [1.0, math.nan]})
     sink = sink_at(tmp_path)
     prepared = staged(sink, rows)
@@ -213,7 +213,7 @@ def test_others_may_append_and_compact_while_a_batch_is_decided(tmp_path: Path) 
 
 
 def test_a_decision_under_way_fails_behind_a_later_claim(tmp_path: Path) -> None:
-    """The driver looked at the log, and was paused; another one claimed, and decided nothing yet."""
+    """The driver is paused after reading the log; another one claims, but has not decided yet."""
     sink = sink_at(tmp_path)
     mine = claimed(sink)
     prepared = staged(sink, ROWS)

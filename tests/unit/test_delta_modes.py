@@ -1,4 +1,4 @@
-"""Modes of the Delta sink that take rows away: overwrite by partition, upsert by key (see conformance, too)."""
+"""Modes of the Delta sink that remove rows: overwrite by partition, upsert by key (see conformance, too)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_overwrite_replaces_the_partitions_of_the_batch_alone(tmp_path: Path) ->
     second = decision(
         1, staged(sink, days(("1", "c=d/é%", 20), ("2", None, 50)), 1), staged(sink, days(("2", None, 51)), 1, shard=1)
     )
-    for _ in range(2):  # the second time it is known
+    for _ in range(2):  # the second time is a repeat
         assert mine.decide(second) == Ok(None)
         assert {row[2]: row[:2] for row in found_by(tmp_path)} == {
             1: ("1", "a"), 20: ("1", "c=d/é%"), 3: ("1", None), 4: ("2", "a"), 50: ("2", None), 51: ("2", None),
@@ -89,7 +89,7 @@ def test_upsert_leaves_files_alone_that_hold_no_key_of_the_batch(tmp_path: Path)
     assert mine.decide(decision(1, staged(sink, items((1, 2, "c"), (2, 0, "late")), 1))) == Ok(None)  # 1 moves to c
     assert found(tmp_path) == [(1, 2, "c"), (2, 1, "a"), (3, 1, "b")]
     assert len(before & named(tmp_path)) == 1
-    assert files(tmp_path) == before | named(tmp_path)  # what tasks staged is gone
+    assert files(tmp_path) == before | named(tmp_path)  # staged files are gone
     assert mine.decide(decision(2, staged(sink, items((2, 0, "later")), 2))) == Ok(None)
     assert found(tmp_path) == [(1, 2, "c"), (2, 1, "a"), (3, 1, "b")]
     assert DeltaCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(0)
@@ -97,7 +97,7 @@ def test_upsert_leaves_files_alone_that_hold_no_key_of_the_batch(tmp_path: Path)
 
 @pytest.fixture
 def in_commit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`in_commit(do)`: what happens just before the next decision's commit is written."""
+    """`in_commit(do)`: call `do` right before the next decision's commit is written."""
     real = DeltaTable.create_write_transaction
 
     def at_next(do: Any) -> None:
@@ -135,7 +135,7 @@ def test_what_a_dead_driver_wrote_of_an_upsert_is_removed(tmp_path: Path, in_com
     mine.claim(Owner("o"))
     assert DeltaCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(
         0
-    )  # files that the upsert made are not taken for staged
+    )  # files written by the upsert do not count as staged
     assert found(tmp_path) == [(1, 2, "b"), (2, 1, "a"), (3, 1, "b")]
 
 

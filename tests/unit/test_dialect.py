@@ -1,4 +1,4 @@
-"""Hints are read in the words of whoever reads them: the notation of Spark's users, or that of a pipeline file."""
+"""Hints use their reader's notation: that of Spark, or of a pipeline file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_option_as_a_file_has_it(stored: str, read: str) -> None:
 
 
 def test_offsets_to_be_pasted_are_whole_json() -> None:
-    """Of any length, through Spark's text of an error, to either reader and through a plan's narrow lines."""
+    """At any length, through Spark's error text, in both notations and through a plan's line wrapping."""
     offsets = {"orders-clean": {str(p): p * 1_000 for p in range(4_000)}}
     hint = starting_at(json.dumps(offsets) + '\n{"0": 12}')
     error = Refused("CHECKPOINT_NEW", f"It ended at {shown(json.dumps(offsets))}", next_step=hint)

@@ -1,4 +1,4 @@
-"""Pages that the code writes are up to date."""
+"""Generated pages are up to date."""
 
 from __future__ import annotations
 

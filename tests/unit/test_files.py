@@ -158,7 +158,7 @@ def test_a_decision_never_takes_a_file_that_is_not_whole(tmp_path: Path, damage:
 
 @pytest.mark.parametrize("what", ["decide", "decide nothing", "begin"])
 def test_what_is_under_way_behind_a_later_claim_fails(tmp_path: Path, what: str) -> None:
-    """The driver looked whether it owns the ledger, and was paused; another one claimed, and decided nothing yet."""
+    """The driver is paused after checking its ownership; another one claims, but has not decided yet."""
     sink = sink_at(tmp_path)
     mine = claimed(sink)
     files = mine._store

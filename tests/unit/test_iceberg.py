@@ -1,4 +1,4 @@
-"""The Iceberg sink alone: types, partitions, errors, what other writers do meanwhile, answers that get lost."""
+"""The Iceberg sink alone: types, partitions, errors, concurrent writers, lost replies."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_partitions_are_known_to_any_reader(tmp_path: Path) -> None:
     assert [f.name for f in table.spec().fields] == ["at_day"]
     [task] = table.scan(row_filter="at >= '2026-01-02T00:00:00+00:00'").plan_files()
     assert task.file.partition[0] == (noon.date() - dt.date(1970, 1, 1)).days + 1
-    # Written by the client itself, the same rows fall into the same partitions.
+    # The client itself puts the same rows into the same partitions.
     for number in ("1", "2"):
         table = theirs(tmp_path / number)
         mine = {task.file.partition for task in table.scan().plan_files()}
@@ -185,7 +185,7 @@ def test_rows_that_others_append_meanwhile_fence_nobody(tmp_path: Path, before_c
     assert mine.decide(decision(1, staged_in(sink, ROWS, 1))) == Ok(None)
     assert seen(tmp_path).num_rows == 3 * ROWS.num_rows
     assert mine.resume("o").last.batch == 1
-    assert strays(tmp_path) == set()  # those of the first try are gone
+    assert strays(tmp_path) == set()  # those of the first attempt are gone
 
 
 def test_a_claim_of_another_pipeline_meanwhile_fences_nobody(tmp_path: Path, before_commit: Any) -> None:
@@ -203,7 +203,7 @@ def test_a_claim_of_another_pipeline_meanwhile_fences_nobody(tmp_path: Path, bef
 
 
 def test_a_decision_under_way_fails_behind_a_later_claim(tmp_path: Path, before_commit: Any) -> None:
-    """The driver looked at the table, and was paused; another one claimed, and decided nothing yet."""
+    """The driver is paused after reading the table; another one claims, but has not decided yet."""
     sink = sink_at(tmp_path)
     mine = claimed(sink)
     prepared = staged_in(sink)
@@ -241,7 +241,7 @@ def test_p7_a_decision_whose_answer_was_lost_is_in(tmp_path: Path, before_commit
 
 
 def test_a_decision_that_may_still_get_in_is_unknown_and_fenced_by_a_claim(tmp_path: Path, before_commit: Any) -> None:
-    """The request is on its way; the driver claims again, looks, and then the request arrives."""
+    """The request is in flight; the driver claims again and checks; then the request arrives."""
     sink = sink_at(tmp_path)
     mine = claimed(sink)
     prepared = staged_in(sink)
@@ -300,11 +300,11 @@ def test_a_shard_sent_without_an_answer(tmp_path: Path, before_commit: Any, guar
         with pytest.raises(Exception, match="DELIVERED_COMMIT_UNKNOWN"):
             writer.prepare(whole)
     writer.abort()
-    assert list((tmp_path / "shop" / "t" / "data" / "delivered").rglob("direct/*.parquet"))  # it may still be named
+    assert list((tmp_path / "shop" / "t" / "data" / "delivered").rglob("direct/*.parquet"))  # it may still be committed
 
 
 def test_drivers_that_claim_at_once_are_one_after_the_other(tmp_path: Path) -> None:
-    """On a table without any snapshot, where the client's own check of branches cannot be used."""
+    """On a table without snapshots, which the client's own branch check rejects."""
     sink = sink_at(tmp_path)
     sink.ready_target(ROWS.schema)
     epochs: list[int] = []
@@ -371,7 +371,7 @@ def test_columns_altered_while_a_batch_is_written(tmp_path: Path) -> None:
     prepared = staged_in(sink)
     with theirs(tmp_path).update_schema() as update:
         update.add_column("note", StringType())
-    assert mine.decide(decision(0, prepared)) == Ok(None)  # one that the rows do not have
+    assert mine.decide(decision(0, prepared)) == Ok(None)  # a column that the rows lack
     prepared = staged_in(sink, ROWS, 1)
     with theirs(tmp_path).update_schema() as update:
         update.rename_column("name", "called")
@@ -449,14 +449,14 @@ def test_manifests_of_a_driver_that_died_in_its_commit_are_removed(tmp_path: Pat
 
 
 def test_f7_a_driver_that_lost_its_claim_removes_nothing(tmp_path: Path) -> None:
-    """F7: paused between its claim and aborting orphans; meanwhile another one claimed, and its tasks write."""
+    """F7: paused between claim and aborting orphans; meanwhile another driver claims, and its tasks write."""
     sink = sink_at(tmp_path)
     claimed(sink)
     mine = open_ledger(sink, SCOPE).look().epoch
     other = open_ledger(sink, SCOPE)
     other.claim(Owner("other"))
     prepared = staged_in(sink)
-    stage.note_claim(ledger_key(sink.options, SCOPE), mine)  # as the process of the first one has it
+    stage.note_claim(ledger_key(sink.options, SCOPE), mine)  # as in the first driver's process
     outcome = IcebergCommitter(sink.options, SCOPE).abort_orphans(())
     assert isinstance(outcome, Unknown)
     assert "DELIVERED_FENCED" in outcome.reason
@@ -474,7 +474,7 @@ def test_a_spoiled_record_of_the_ledger_is_told(tmp_path: Path) -> None:
 
 
 def test_what_the_catalog_points_to_is_durable_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Local files are synced, each with its name, before the commit; the client itself syncs nothing."""
+    """Local files and their names are synced before the commit; the client itself syncs nothing."""
     synced: set[Path] = set()
     real = disk.sync
     monkeypatch.setattr(disk, "sync", lambda paths: (synced.update(paths), real(paths)))

@@ -1,4 +1,4 @@
-"""Modes of the Iceberg sink that take rows away: overwrite by partition, upsert by key (see conformance, too)."""
+"""Modes of the Iceberg sink that remove rows: overwrite by partition, upsert by key (see conformance, too)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_overwrite_replaces_the_partitions_of_the_batch_alone(tmp_path: Path) ->
         staged_in(sink, days(("1", "c=d/é%", 20), ("2", None, 50)), 1),
         staged_in(sink, days(("2", None, 51)), 1, shard=1),
     )
-    for _ in range(2):  # the second time it is known
+    for _ in range(2):  # the second time is a repeat
         assert mine.decide(second) == Ok(None)
         assert {row[0]: row[1:] for row in found(tmp_path, "id", "day", "city")} == {
             1: ("1", "a"), 20: ("1", "c=d/é%"), 3: ("1", None), 4: ("2", "a"), 50: ("2", None), 51: ("2", None),
@@ -116,7 +116,7 @@ def test_upsert_leaves_files_alone_that_hold_no_key_of_the_batch(tmp_path: Path)
     assert mine.decide(decision(1, staged_in(sink, items((1, 2, "c"), (2, 0, "late")), 1))) == Ok(None)  # 1 moves to c
     assert found(tmp_path, "id", "v", "part") == [(1, 2, "c"), (2, 1, "a"), (3, 1, "b")]
     assert len(before & named(tmp_path)) == 1
-    assert files(tmp_path) == before | named(tmp_path)  # what tasks staged is gone
+    assert files(tmp_path) == before | named(tmp_path)  # staged files are gone
     assert IcebergCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(0)
     assert files(tmp_path) >= named(tmp_path), "recovery takes no file that the newest decision made"
     assert mine.decide(decision(2, staged_in(sink, items((2, 0, "later")), 2))) == Ok(None)
@@ -128,7 +128,7 @@ def test_upsert_leaves_files_alone_that_hold_no_key_of_the_batch(tmp_path: Path)
 def test_rows_that_others_add_meanwhile_are_seen(
     tmp_path: Path, before_commit: Callable[..., None], mode: dict[str, str]
 ) -> None:
-    """Between the look at the table and the commit: the change is worked out anew, on top of theirs."""
+    """Rows added between the read and the commit: the change is recomputed on top of them."""
     sink = sink_at(tmp_path, **mode)
     first = items((1, 1, "a"))
     prepared = staged_in(sink, first)
@@ -154,7 +154,7 @@ def test_rows_that_others_add_meanwhile_are_seen(
 
 @pytest.mark.parametrize("got_in", [True, False])
 def test_an_answer_that_was_lost(tmp_path: Path, before_commit: Callable[..., None], got_in: bool) -> None:
-    """In: the files of the upsert stay, also after recovery. Not in: unknown, and the next start removes them."""
+    """Committed: the upsert's files stay, even after recovery. Not committed: unknown; the next start removes them."""
     sink = sink_at(tmp_path, **UPSERT)
     first = items((1, 1, "a"))
     prepared = staged_in(sink, first)
@@ -178,7 +178,7 @@ def test_an_answer_that_was_lost(tmp_path: Path, before_commit: Callable[..., No
 
 
 def test_columns_are_added_on_request_before_the_first_claim(tmp_path: Path) -> None:
-    """Twice, and beside somebody who adds another one at that moment; rows of before read as null there."""
+    """Repeated, and concurrently with another writer that adds one; earlier rows read as null there."""
     first = items((1, 1, "a"))
     sink = sink_at(tmp_path)
     prepared = staged_in(sink, first)

@@ -1,4 +1,4 @@
-"""The log behind receivers: what enters once, whoever appends; what upkeep may take; what a restart knows."""
+"""The log behind receivers: concurrent appends without duplicates, maintenance, restarts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_message_enters_once(log: Path) -> None:
 def test_messages_with_nothing_but_an_id_are_written_as_any_others(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = replace(messages("a", "ü", "c" * 300), headers=[(), [], ()])
     alone = journals.rows_of(replace(plain, times_us=[1, 2, 3]))
-    monkeypatch.setattr(journals, "_ids_alone", None)  # mixed ones do not go there
+    monkeypatch.setattr(journals, "_ids_alone", None)  # not used for mixed ones
     mixed = journals.rows_of(replace(plain, headers=[(), [("h", None)], ()], times_us=[1, 2, 3]))
     without = journals.rows_of(replace(plain, ids=["a", None, "c" * 300], times_us=[1, 2, 3]))
     assert alone.schema == mixed.schema == without.schema
@@ -97,7 +97,7 @@ def test_partitions_by_key_survive_a_restart(log: Path) -> None:
 
 
 def steal(log: Path, *ids: str) -> None:
-    """What a receiver on another machine does: it shares no lock with ours."""
+    """Append as a receiver on another machine, which shares no lock with this one."""
     produce.append(str(log), pa.table(pa.Table.from_batches([journals.rows_of(messages(*ids))])))
 
 
@@ -126,7 +126,7 @@ def test_p8_an_id_known_before_it_is_persisted_loses_the_message(log: Path, monk
 
 
 def test_receivers_of_one_log_share_what_enters(log: Path) -> None:
-    """Three processes, each with the same 300 messages in batches of another size."""
+    """Three processes append the same 300 messages in batches of different sizes."""
     code = """
 import sys
 from tests.support.journal import messages, open_log
@@ -143,7 +143,7 @@ for at in range(0, 300, step):
 
 @pytest.mark.parametrize("landed", [False, True])
 def test_an_error_of_the_storage_is_looked_at(log: Path, monkeypatch: pytest.MonkeyPatch, landed: bool) -> None:
-    """Failed only when it is not in. In, with an error: not acknowledged, and recognised when it comes again."""
+    """Failed only if it was not appended. Appended with an error: not acknowledged, and recognised on redelivery."""
     journal = open_log(log)
     commit = produce.commit
 

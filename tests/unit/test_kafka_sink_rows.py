@@ -1,4 +1,4 @@
-"""What the Kafka sink takes: columns, headers, topics that rows name, and Spark's options."""
+"""What the Kafka sink accepts: columns, headers, topics named by rows, and Spark's options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of the Kafka source: what is understood, and what an error says. No server is asked."""
+"""Options of the Kafka source: parsing and error messages, without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told when Kafka cannot be reached: why, and not merely that."""
+"""Messages when Kafka is unreachable give the cause."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ WHY, THAT = ("_TRANSPORT", "127.0.0.1:1: Connection refused"), ("_ALL_BROKERS_DO
 
 
 def test_that_all_are_down_does_not_hide_why() -> None:
-    """librdkafka says both, in this order; whichever a machine that is busy hands over last."""
+    """librdkafka reports both, in this order; on a busy machine either may come last."""
     connection, failures = ConnectionErrors(), Failures()
     for said in (THAT, WHY, THAT):
         connection.note(*said)

@@ -1,4 +1,4 @@
-"""The inequalities between limits. A limit that breaks one breaks a promise."""
+"""The inequalities between limits. Violating one breaks a guarantee."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_ids_fit_into_topic_names_and_prepared_transaction_ids() -> None:
 
 
 def test_a_usual_batch_is_far_below_the_limit_of_a_decision() -> None:
-    """1000 shards with handles like Kafka's and offsets of 1000 partitions still fit."""
+    """1000 shards with Kafka-like handles and offsets of 1000 partitions still fit."""
     handle = {"transactional_id": "delivered.pipeline.sink.0000.0", "producer_id": 2**40, "epoch": 32_000}
     shards = tuple(Prepared(i, 0, Fingerprint(10**9, 2**64 - 1, 2**64 - 1), handle, sink="s") for i in range(1000))
     offsets = json.dumps({"topic": {str(p): 10**12 for p in range(1000)}})

@@ -1,4 +1,4 @@
-"""The local log alone: appending, offsets, slices, reading; also while the table is rewritten underneath."""
+"""The local log alone: appending, offsets, slices, reading, also while the table is rewritten."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read_all(source: LogSource) -> pa.Table:
 
 
 def rewrite(path: Path, how: str) -> None:
-    """Every record in another file, and the old files gone."""
+    """Move every record to another file, and delete the old files."""
     table = DeltaTable(str(path))
     table.optimize.compact() if how == "compact" else table.optimize.z_order(["value"])
     DeltaTable(str(path)).vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
@@ -147,7 +147,7 @@ def test_a_slice_gives_the_same_records_whatever_happens_to_the_table(log: Path,
     assert before.num_rows == 800
     append(str(log), records(2000, 100), partition_by=2) if how == "append" else rewrite(log, how)
     assert read(source, pieces).equals(before)  # the file names in the slice may be gone
-    again = source.driver().slices(start, end)  # as another process does after a crash
+    again = source.driver().slices(start, end)  # as in another process after a crash
     assert ranges(again) == ranges(pieces)
     assert read(source, again).equals(before)
 
@@ -197,7 +197,7 @@ def test_many_producers_at_once_give_every_offset_once(log: Path) -> None:
     for thread in threads:
         thread.join()
     assert errors == []
-    found = read_all(source_at(log))  # gaps and doubles raise here
+    found = read_all(source_at(log))  # gaps and duplicates raise here
     assert sorted(found.column("value").to_pylist()) == sorted(
         v for i in range(4) for j in range(5) for v in records(1000 * i + 10 * j, 10).column("value").to_pylist()
     )
@@ -221,7 +221,7 @@ KILLED = """
 
 @pytest.mark.parametrize(("when", "rows"), [("before", 0), ("after", 2)])
 def test_killed_producer_appends_again_without_loss_or_double(log: Path, when: str, rows: int) -> None:
-    """F1: it dies before its commit, or after it and before it knows; then it runs again."""
+    """F1: it dies before its commit, or after it but before it learns the outcome; then it is restarted."""
     append(str(log), records(0, 1))
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(log)]
     assert subprocess.run([*command, when], check=False).returncode == -signal.SIGKILL
@@ -232,7 +232,7 @@ def test_killed_producer_appends_again_without_loss_or_double(log: Path, when: s
 
 
 def test_append_is_on_the_disk_when_it_returns(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F4: data files and folders are synced before the commit can be seen, the commit and its folder afterwards."""
+    """F4: data files and folders are synced before the commit is visible, the commit and its folder afterwards."""
     append(str(log), records(0, 1))
     commit_file = log / "_delta_log" / f"{2:020d}.json"
     synced: list[tuple[Path, bool]] = []
@@ -402,7 +402,7 @@ def test_admission_takes_as_much_as_allowed_and_no_more(waiting: dict[int, int],
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_range_of_any_history_reads_as_the_model_says(data: st.DataObject) -> None:
-    """Appends, compactions and sorts in any order: a range of offsets is always the same records."""
+    """Appends, compactions and sorts in any order: a range of offsets always has the same records."""
     model: dict[int, list[bytes]] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log"
@@ -432,7 +432,7 @@ def test_any_range_of_any_history_reads_as_the_model_says(data: st.DataObject) -
 def test_slice_with_vanishing_files_stops_after_a_bound(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append(str(log), records(0, 5))
     for path in log.rglob("*.parquet"):
-        path.unlink()  # a vacuum that went wrong: the table still names them
+        path.unlink()  # a faulty vacuum: the table still references them
     piece = Slice({"partition": 0, "start": 0, "end": 5, "files": [("gone.parquet", 0, 4)]})
     with pytest.raises(InvariantBroken, match="LOG_FILES_VANISH"):
         list(source_at(log).read(piece))

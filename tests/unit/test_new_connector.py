@@ -1,4 +1,4 @@
-"""docs/new-connector.md and the sink on it."""
+"""docs/new-connector.md and its sink."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "new-connector.md"
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The entry point of the page, as of a package that is installed."""
+    """The page's entry point, as if its package were installed."""
     entry = re.search(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert entry is not None
     group, line = entry[1].split("\n", 1)

@@ -1,4 +1,4 @@
-"""What a source knows of its offsets, kept in the checkpoint's sidecar while Spark's log has them in Spark's form."""
+"""Offset metadata in the checkpoint sidecar, while Spark's log has plain offsets."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_belongs_to_one_offset_is_not_told_of_another(tmp_path: Path) -> No
 
 
 def test_metadata_of_offsets_that_spark_never_logged_changes_nothing_before_them(tmp_path: Path) -> None:
-    """A crash between the sidecar and Spark's log: the query goes on from the offsets before, as if it had not been."""
+    """After a crash between sidecar and Spark's log, the query continues from the previous offsets."""
     kept = opened(tmp_path)
     kept.keep(at(0), {IDS: {"t": "A"}})
     assert kept.find(at(5)) == {IDS: {"t": "A"}}
@@ -106,7 +106,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ABC"), st.boolean
 def test_the_offsets_spark_logged_keep_their_metadata_whatever_followed(
     steps: list[tuple[int, str, bool, bool]],
 ) -> None:
-    """Batches that are logged or, after a crash, not: where the stream stands its metadata is what was kept of it."""
+    """Batches that are logged or, after a crash, not: the current position always has its stored metadata."""
     kept = opened(None)
     stands: dict[str, Any] = at(0)
     knows: dict[str, Any] = {}

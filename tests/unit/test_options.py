@@ -1,4 +1,4 @@
-"""What every declared option keeps: its example and its default are allowed, its bounds hold, secrets stay hidden."""
+"""Laws of every declared option: example and default are valid, bounds hold, secrets stay hidden."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TOLD = {
     "delivered_rabbitmq source": {"log": "/data/log"},
     "delivered_rocketmq source": {"log": "/data/log"},
 }
-"""What the examples of required options leave out."""
+"""Required values that the examples lack."""
 
 
 def least(table: OptionTable) -> dict[str, str]:
-    """The fewest options that are enough."""
+    """A minimal set of options."""
     required = {o.name: o.example for o in table.options if o.required and o.example is not None}
     return {**required, **TOLD.get(table.owner, {})}
 

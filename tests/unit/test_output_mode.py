@@ -1,4 +1,4 @@
-"""Output modes as a pipeline declares them: what each makes of a sink, and which requests are refused."""
+"""Declared output modes: their effect on a sink, and refused requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of docs/connectors/kafka.md that need no session, and the form of all."""
+"""Rows of docs/connectors/kafka.md that need no session, and the format of all rows."""
 
 from __future__ import annotations
 

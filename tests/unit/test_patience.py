@@ -1,4 +1,4 @@
-"""Waiting for a server that is away: who is told, when it ends, and what is never repeated."""
+"""Waiting for an unreachable server: warnings, timeouts, and what is never retried."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_outage_is_waited_out_and_told(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_one_call_that_hangs_is_told_too(caplog: pytest.LogCaptureFixture) -> None:
-    """A paused server takes the request, and says nothing."""
+    """A paused server accepts the request, but does not answer."""
     with unanswered("y"):
         assert told(caplog, "y does not answer")
     assert "y answers again" in caplog.text

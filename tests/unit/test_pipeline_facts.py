@@ -1,4 +1,4 @@
-"""What is gathered before a start: owner, ledger, checkpoint, first offsets; and Spark's errors read back."""
+"""Facts gathered before a start: owner, ledger, checkpoint, first offsets; and parsing of Spark's errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROWS = pa.schema([pa.field("value", pa.binary())])
 
 @pytest.fixture
 def neighbour() -> Iterator[psutil.Process]:
-    """Another living process of this machine that is no relative: started by one that ended (-3: DEVNULL)."""
+    """A live process on this machine that is no relative: its parent has exited (-3: DEVNULL)."""
     code = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'input()'], stdin=0, stdout=-3).pid)"
     read, write = os.pipe()
     told = subprocess.run([sys.executable, "-c", code], stdin=read, stdout=subprocess.PIPE, text=True, check=True)
@@ -188,7 +188,7 @@ def test_sources_of_sparks_own_are_judged_by_name(tmp_path: Path) -> None:
 
 
 def test_first_offsets_are_kept_once(tmp_path: Path) -> None:
-    """A source at "latest" must mean the same place when batch 0 runs again: what came in between would be lost."""
+    """ "latest" must mean the same position when batch 0 is rerun: records in between would be lost."""
     made = pipeline(tmp_path)
     source = made.sources["source"].with_options(startingOffsets="latest").source()
     first = first_offsets.keep(made.checkpoint, source.driver().initial)
@@ -203,7 +203,7 @@ def test_first_offsets_are_kept_once(tmp_path: Path) -> None:
 
 
 def test_batch_0_begins_where_it_began_if_the_source_knows_the_checkpoint(tmp_path: Path) -> None:
-    """With another "latest" what lies between would be lost. In the idiom `start()` tells the source the checkpoint."""
+    """A newer "latest" would lose records in between. In the idiom, `start()` passes the checkpoint to the source."""
     made = pipeline(tmp_path)
     source = made.sources["source"].with_options(startingOffsets="latest").source()
     reader = StreamReader(source, Reading(made.checkpoint))
@@ -232,7 +232,7 @@ def test_first_offsets_of_sparks_own_source_are_known(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_with_batches_is_given_no_start(tmp_path: Path) -> None:
-    """Once the Pipeline on a checkpoint of the idiom wrote today's "latest" down as its start."""
+    """Regression: a Pipeline on a checkpoint of the idiom stored the current "latest" as its start."""
     made = pipeline(tmp_path)
     (Path(made.checkpoint) / "offsets").mkdir(parents=True)
     (Path(made.checkpoint) / "offsets" / "0").write_text("v1\n{}\n{}")

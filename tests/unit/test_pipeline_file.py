@@ -1,4 +1,4 @@
-"""Pipeline files: what they may hold, what stands above what, and how faults are told."""
+"""Pipeline files: valid content, precedence, and error messages."""
 
 from __future__ import annotations
 

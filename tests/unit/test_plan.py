@@ -242,7 +242,7 @@ def test_text_keeps_to_the_width(width: int) -> None:
 
 
 def test_sources_that_keep_what_was_sent_twice_say_so() -> None:
-    """Receivers recognise a message that comes again by its id; what is read by offset has nobody who does."""
+    """Receivers recognise redelivered messages by id; sources read by offset do not."""
     from docs.support import SOURCES
 
     found = {e.system: find_source(e.system, e.options).capability().sent_twice for e in SOURCES}
@@ -250,7 +250,7 @@ def test_sources_that_keep_what_was_sent_twice_say_so() -> None:
 
 
 def test_refusals_recommend_what_can_be_had() -> None:
-    """Of every example in the docs: what a connector declares is what its sinks are capable of."""
+    """For every example in the docs: a connector's declaration matches the capabilities of its sinks."""
     for example in support.SINKS:
         able = find_sink(example.system, example.options).capability()
         declared = connector(example.system)

@@ -1,4 +1,4 @@
-"""A plan's steps stand in the order in which the engine meets them: the real engine runs, and is asked."""
+"""A plan lists its steps in the order in which the real engine reaches them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_deciding_step_is_the_one_after_which_the_ledger_knows_the_batch(nam
             ledger = open_ledger(sink, scope)
             known.setdefault(point, ledger.look().last is not None)
             ledger.close()
-        except Exception:  # a ledger that does not exist yet, or is being written, knows nothing
+        except Exception:  # the ledger does not exist yet, or is being written
             known.setdefault(point, False)
 
     step.install(look)

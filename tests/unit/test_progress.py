@@ -1,4 +1,4 @@
-"""What `delivered run` shows while nobody watches: the rate falls to 0, the lag is that of all partitions."""
+"""Progress of `delivered run`: an idle rate falls to 0, the lag covers all partitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `import delivered` gives, and what it does not do."""
+"""What `import delivered` exports, and its lack of side effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of Pulsar's HTTP service that a real one gives only on a bad day."""
+"""Rare error responses of Pulsar's HTTP service."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TOPIC = "persistent://public/default/orders-partition-1"
 FULL = {
     "reason": "Unable to find position for position specified: unable to persist readPosition for cursor reset 38:-1"
 }
-"""What Pulsar 4.0.4 said, with the code 412, in a run of the verifier on a busy machine."""
+"""Pulsar 4.0.4's response with status 412 in a verifier run on a busy machine."""
 
 
 class Service:
-    """Gives written answers and keeps what it was asked."""
+    """Returns canned responses and records requests."""
 
     def __init__(self) -> None:
         self.answers: list[int] = []
@@ -46,7 +46,7 @@ class Service:
             do_PUT = do_POST = _answer  # noqa: N815 - so the library looks for them
 
             def log_message(self, *_: object) -> None:
-                """Tests keep quiet."""
+                """No log output in tests."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 
@@ -67,7 +67,7 @@ def service() -> Iterator[Service]:
 
 
 def test_a_subscription_that_was_made_and_could_not_be_placed_is_placed(service: Service) -> None:
-    """To make it again would be refused: it exists, and stands at the topic's end, where it holds nothing back."""
+    """Creating it again would fail: it exists, at the topic's end, where it retains nothing."""
     service.answers = [412, 412, 204]
     service.admin().move(TOPIC, "pipeline", Position(38, -1), exists=False)
     assert service.asked == [("PUT", "38:-1"), ("POST", "38:-1"), ("POST", "38:-1")]

@@ -1,4 +1,4 @@
-"""Schemas of Pulsar without a server: no bytes and no JSON become a wrong row, or an error of another kind."""
+"""Pulsar schemas without a server: arbitrary bytes and JSON never give a wrong row or an unexpected error."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def column(kind: str, *values: bytes) -> pa.Array:
 
 
 def plain(found: pa.Array) -> list[Any]:
-    """Times as milliseconds: Python's have no room for all of Avro's."""
+    """Times in milliseconds: Python's types cannot represent all of Avro's."""
     times = found.field("at").cast(pa.int64()).to_pylist()
     parts = zip(*(found.field(n).to_pylist() for n in ("id", "name", "tags")), times, strict=True)
     return [{"id": i, "name": n, "tags": t, "at": at // 1000} for i, n, t, at in parts]

@@ -1,4 +1,4 @@
-"""What makes a local session start sooner must never be needed, and never get in the way."""
+"""Accelerators of a local session's start are optional and never interfere."""
 
 from __future__ import annotations
 

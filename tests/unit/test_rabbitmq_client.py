@@ -1,4 +1,4 @@
-"""How a connection to RabbitMQ is asked for, without a server."""
+"""Connection parameters for RabbitMQ, without a server."""
 
 from __future__ import annotations
 

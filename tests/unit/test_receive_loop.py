@@ -1,4 +1,4 @@
-"""The receiver's loop where a queue or a log answers badly: what is acknowledged is in the log, whatever happens."""
+"""The receiver's loop with a faulty queue or log: every acknowledged message is in the log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from delivered.source.receive import ReceiveLimits, ReceiveLoop
 
 
 class Broker:
-    """Messages 0..count-1; what a connection holds when it closes is handed out again."""
+    """Messages 0..count-1; unacknowledged ones are redelivered when a connection closes."""
 
     def __init__(self, count: int, without_id: frozenset[int] = frozenset()) -> None:
         self.ready = list(range(count))
@@ -82,7 +82,7 @@ class Connection:
 
 
 class Memory:
-    """A journal that answers as told, and remembers what is in it."""
+    """A journal with scripted outcomes that records its content."""
 
     def __init__(self, *answers: Any) -> None:
         self.ids: list[str | None] = []
@@ -192,7 +192,7 @@ def test_bad_messages_stop_it_or_are_quarantined(reason: str) -> None:
 
 
 class Picky(Memory):
-    """Refuses some messages: by an outcome or, as code that meets what nobody thought of, by an exception."""
+    """Rejects some messages, by an outcome or by an unexpected exception."""
 
     def __init__(self, refuses: set[str], raises: bool = False) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ def test_a_store_that_refuses_everything_is_broken_and_no_message_is_bad(monkeyp
 
 
 def test_code_that_raises_at_everything_is_broken_after_ten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the messages fall into batches."""
+    """For any split of the messages into batches."""
     monkeypatch.setattr(isolate, "_PAUSE_S", 0.0)
     broker, quarantine = Broker(100), Memory()
     with pytest.raises(DeliveredError, match="11 messages in a row"):

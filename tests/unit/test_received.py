@@ -1,4 +1,4 @@
-"""Queues as sources, before any server is asked: options, the plan's words, what is refused."""
+"""Queues as sources, without a server: options, the plan's text, refusals."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_options_of_the_log_reach_it() -> None:
     assert pickle.loads(pickle.dumps(made)) == made
 
 
-@pytest.mark.parametrize("value", ["quarantine", "set_aside"])  # the latter as earlier versions called it
+@pytest.mark.parametrize("value", ["quarantine", "set_aside"])  # the latter is its name in earlier versions
 def test_bad_messages_are_quarantined_by_both_names(value: str) -> None:
     assert ReceiveOptions.read("delivered.rabbitmq", {"log": "/data/log", "badMessages": value}).quarantine
 

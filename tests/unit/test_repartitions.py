@@ -1,4 +1,4 @@
-"""Batches that only repartitioned a query's state, told from batches that are missing in the ledger."""
+"""Batches that only repartitioned a query's state are distinguished from batches missing in the ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RocketMQ before any server is asked: options, columns, receipts, the plan's words."""
+"""RocketMQ without a server: options, columns, receipts, the plan's text."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_properties_survive_the_way_to_a_broker_and_back(properties: dict[str, s
 
 
 def test_what_is_known_of_ends(tmp_path: Path) -> None:
-    """A batch of which another file, or nobody, may know more is not taken for new."""
+    """A batch that may be recorded in another file, or nowhere, does not count as new."""
     scope = Scope("p", "s", "i")
     known = EndJournal(str(tmp_path / "l.db"), scope)
 

@@ -1,4 +1,4 @@
-"""What an executor loads, what importing does, and the house's habits, as far as a test can see them."""
+"""What an executor loads, side effects of imports, and testable house rules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PRINTS = ("cli/", "demo/")
 
 
 def test_executor_loads_model_contract_its_part_of_the_engine_and_one_connector() -> None:
-    """Unpickle what a task gets, as an executor does, and use it."""
+    """Unpickle a task's input and use it, as an executor does."""
     plan = BatchPlan(Scope("p", "s", "i"), "o", Guarantee.EXACTLY_ONCE, 0, "{}", Action.WRITE)
     sink = CONNECTOR.sink({"world": "executor"})
     code = """
@@ -57,7 +57,7 @@ def test_importing_a_connector_loads_no_client(name: str) -> None:
 
 
 def test_what_stands_outside_of_the_package_follows_its_modules() -> None:
-    """Benchmarks and examples run by hand: a module that was renamed must not show first then."""
+    """Benchmarks and examples run by hand: a renamed module must be noticed earlier."""
     folders = ("benchmarks", "examples", "tools")
     found = [p.relative_to(ROOT) for folder in folders for p in (ROOT / folder).rglob("*.py")]
     names = {".".join(p.with_suffix("").parts) for p in found if "peer_apps" not in p.parts}
@@ -114,7 +114,7 @@ def test_known_violations_are_still_needed() -> None:
 
 
 def test_tests_import_helpers_and_no_other_tests() -> None:
-    """What several tests share lies in tests/support, or in a helper of their folder, which has no tests itself."""
+    """Shared test code is in tests/support, or in a helper module of the folder without tests of its own."""
     tests = Path(__file__).parents[1]
     wrong = []
     for file in tests.rglob("*.py"):

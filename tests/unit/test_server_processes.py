@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however many threads start some at once."""
+"""Processes that end with their parent, even if started by several threads concurrently."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(len(lasting), sum(end(i, kill=True) for i in started))
 
 
 def test_one_thread_starts_all_and_outlives_them(tmp_path: object) -> None:
-    """Linux ends such a process with the thread that started it, and not with the process of that thread."""
+    """Linux ends such a process with the thread that started it, not with that thread's process."""
     for _ in range(3):
         done = subprocess.run(
             [sys.executable, "-c", _AT_ONCE, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False

@@ -1,4 +1,4 @@
-"""Several sinks: what a user may write, what travels to a task, what a ledger holds, what an audit of one sink sees."""
+"""Several sinks: valid options, pickling to tasks, ledger records, the audit's view of one sink."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EXACTLY = Guarantee.EXACTLY_ONCE
 
 
 def group(name: str, *commits: str) -> Group:
-    """Sinks that know nothing of each other: each in a world of its own."""
+    """Independent sinks, each in its own world."""
     for i in range(len(commits)):
         make_world(f"{name}-{i}")
     sinks = [MEMORY.sink({"world": f"{name}-{i}", "commit": c}) for i, c in enumerate(commits)]
@@ -68,7 +68,7 @@ def run(sink: Group, batch: int, on: Context) -> Decision | None:
 
 
 def test_what_one_sink_promised_goes_back_when_another_cannot() -> None:
-    """A task that failed tells nobody of its promise; if the pipeline stays down, readers of a broker wait."""
+    """A failed task never reports what it prepared; if the pipeline stays down, a broker's readers are blocked."""
     sink = group("half", "two_phase", "two_phase")
     on = context(sink)
     plan = plan_batch(on, CheckpointView("i", 0, "o0", None), first=True)
@@ -139,7 +139,7 @@ def test_two_sinks_of_one_name_are_refused_by_the_plan(tmp_path: Path) -> None:
 
 
 def travelled(pipeline: Pipeline) -> PipelineSpec:
-    """What a process of Spark's parses of what `start` says."""
+    """What a Spark worker parses from the options set by `start`."""
     routed = zip(pipeline.spec.sinks, (s.projection.route for s in pipeline.sinks), strict=True)
     spec = replace(pipeline.spec, sinks=tuple(replace(s, route=r) for s, r in routed), start="1", drain="/tmp/d")
     found = PipelineSpec.parse(GROUP, {OPTION: spec.to_option(), "checkpointlocation": spec.checkpoint or ""})
@@ -193,7 +193,7 @@ def test_dead_letters_in_a_file(tmp_path: Path) -> None:
     assert isinstance(group_, Group)
     assert group_.name == "bad"
     assert group_.members[-1].dead_letters
-    assert group_.members[-1].route is None  # SQLite takes letters as columns
+    assert group_.members[-1].route is None  # SQLite accepts dead letters as columns
 
 
 @pytest.mark.parametrize(

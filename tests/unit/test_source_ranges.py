@@ -1,4 +1,4 @@
-"""How much of a backlog a batch takes, and how it is cut: laws that hold for every backlog."""
+"""Admission and splitting of a backlog: laws that hold for every backlog."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_admission(sizes: dict[int, int], limit: int | None) -> None:
     total = sum(sizes.values())
     assert list(taken) == list(sizes)
     assert all(0 <= taken[k] <= n for k, n in sizes.items())
-    # Nobody starves: each partition that has something moves on.
+    # No starvation: each partition with a backlog advances.
     assert all(taken[k] >= 1 for k in waiting)
     assert sum(taken.values()) == (total if limit is None else min(total, max(limit, len(waiting))))
     assert admit(sizes, limit) == taken

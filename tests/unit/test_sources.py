@@ -1,4 +1,4 @@
-"""Several sources: how they are declared, and how a batch's offsets are told apart."""
+"""Several sources: declaration, and a batch's offsets by source."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_ranges_of_all_sources_for_an_audit(tmp_path: Path) -> None:
     with closing(SourceSet(drivers, {"orders": None, "refunds": first})) as found:
         assert (found.unknown, found.first["orders"]) == (["orders"], drivers["orders"].initial())
         end = {n: d.newest() or {} for n, d in drivers.items()}
-        # Of a source that was added, the first range begins where the source did.
+        # The first range of an added source begins at the source's start.
         slices = found.slices({"orders": end["orders"]}, end)
         assert (of_source(slices, "orders"), len(of_source(slices, "refunds"))) == ([], 1)
         assert [s.partition for s in slices] == ["refunds refunds-0"]

@@ -1,4 +1,4 @@
-"""The one value that travels to Spark: from a definition, from options of the idiom, through the option and back."""
+"""The spec passed through Spark: from a definition or options of the idiom, to the option and back."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FULL = PipelineSpec(
     source="orders",
 )
 BY_OTHERS = {"owner": Owner("driver-1"), "run_id": None, "check": None}
-"""What the option does not hold."""
+"""Fields that the option does not contain."""
 
 
 def test_every_field_travels() -> None:

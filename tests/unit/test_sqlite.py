@@ -278,7 +278,7 @@ def test_database_locked_for_too_long(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_writer_killed_in_its_commit_keeps_nobody_from_reading(tmp_path: Path) -> None:
-    """The journal that it leaves has to be rolled back; a connection by mode=ro may not, and would refuse for ever."""
+    """Its hot journal must be rolled back; a mode=ro connection may not do that, and would fail forever."""
     sink = sink_at(tmp_path)
     write(sink, pa.table({"id": [1, 2]}))
     path = sink.options.path
@@ -298,7 +298,7 @@ def test_a_writer_killed_in_its_commit_keeps_nobody_from_reading(tmp_path: Path)
 
 
 def killed_while_it_writes(path: str) -> None:
-    """A transaction whose pages are in the file already, its journal beside it: as in the middle of a commit."""
+    """A transaction in mid-commit: its pages are already in the file, its journal still exists."""
     script = f"""
         import os, signal, sqlite3
         connection = sqlite3.connect({path!r}, isolation_level=None)
@@ -515,7 +515,7 @@ def test_read_only_database(tmp_path: Path) -> None:
 
 
 def test_disk_full_leaves_nothing_half_visible(tmp_path: Path) -> None:
-    """F4: first while staging, then in the transaction, where SQLite's own limit on pages stands for the disk's."""
+    """F4: first while staging, then in the transaction, where SQLite's page limit simulates a full disk."""
     body = """
         import signal, resource
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

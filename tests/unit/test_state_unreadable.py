@@ -1,4 +1,4 @@
-"""What Spark says of state that it cannot read becomes one error that names the place."""
+"""Spark's errors about unreadable state become one error that names the location."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Caused by: java.io.EOFException: Stream ended prematurely
     ids=["deleted", "cut off"],
 )
 def test_the_place_and_the_cause_are_named(said: str, place: str, why: str) -> None:
-    """A file that is cut off ends as the connection of a worker that died, which would be another matter."""
+    """A truncated file must not be mistaken for a dead worker's connection, which ends the same way."""
     found = translated(RuntimeError(said))
     assert found is not None
     assert found.code == "DELIVERED_STATE_UNREADABLE"

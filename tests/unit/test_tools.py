@@ -1,4 +1,4 @@
-"""The tools that watch over the tree see what they are there to see."""
+"""The repository's checking tools detect what they should."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which version of the transform a batch ran with: its fingerprint, what decisions carry, what the audit recomputes."""
+"""Transform versions: fingerprints, their record in decisions, what the audit recomputes."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def chain(*versions: str) -> list[Decision]:
 
 
 def test_a_record_without_versions_is_read_and_written_as_before() -> None:
-    """Ledgers of before, and the bare idiom: the text of a decision does not change."""
+    """Earlier ledgers, and the bare idiom: the text of a decision does not change."""
     last = chain("", "")[-1]
     assert last.transforms == ()
     assert "transforms" not in json.loads(last.to_json())
@@ -124,7 +124,7 @@ def test_a_record_without_versions_is_read_and_written_as_before() -> None:
 
 @given(st.lists(st.sampled_from(["", "a", "b"]), min_size=1, max_size=60))
 def test_ranges_cover_every_batch_and_every_record(versions: list[str]) -> None:
-    """By any ledger: what is read back from its text tells the version of every batch that is still told apart."""
+    """In any ledger: records show the version of every batch whose version is still distinguished."""
     made = [Decision.from_json(d.to_json()) for d in chain(*versions)]
     for d in (made[-1], made[-1].for_sink("b")):
         ranges = version_ranges(d)

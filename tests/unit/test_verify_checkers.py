@@ -1,4 +1,4 @@
-"""The judges of `delivered verify`, against histories written by hand: bad ones must be caught, good ones not."""
+"""The judges of `delivered verify` on handwritten histories: bad ones are caught, good ones pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rows(*effects: str, partition: str = "t") -> list[Seen]:
 
 
 def evidence(*final: str, sent: str = "a b c", guarantee: Guarantee = EXACTLY, **more: object) -> Evidence:
-    """A good run of the records `sent`, but for what the arguments say."""
+    """A good run of the records `sent`, except where arguments override it."""
     ids = sent.split()
     there = rows(*final) if final else rows(*ids)
     base = Evidence(
@@ -115,7 +115,7 @@ def test_the_oracle_belongs_to_the_guarantee() -> None:
 
 
 def test_a_pair_that_doubled_and_a_pair_that_vanished_do_not_cancel() -> None:
-    """What an XOR of ids would not see: the sums of both sides are the same."""
+    """Invisible to an XOR of ids: the sums of both sides are equal."""
     found = judge(evidence("a", "a", "a", "b", sent="a b c c"))
     assert found.verdict is Verdict.BROKEN
     assert (found.count("lost"), found.count("duplicated")) == (2, 2)

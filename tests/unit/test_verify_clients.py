@@ -1,5 +1,5 @@
-"""The judge's readers of tables that are files, over files that no product of ours wrote: they see what is there, in
-the order in which it came, and what was taken away."""
+"""The judge's readers of file-based tables, on independently written files: they see rows in commit order, and
+removals."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ Made = tuple[SinkClient, Callable[[list[str]], None], Path]
 
 
 def followed(drain: SinkClient) -> list[Poll]:
-    """All that a reader sees which is told to stop before it looked."""
+    """Everything seen by a reader that is stopped before its first look."""
     looks: list[Poll] = []
     stop = threading.Event()
     stop.set()
@@ -93,7 +93,7 @@ def test_what_came_first_has_the_lower_place_for_every_reader(made: Made) -> Non
     final = drain.read()
     assert [(r.key, r.value) for r in sorted(final, key=lambda r: r.position)] == [("k", "z"), ("k", "b"), ("k", "a")]
     assert {(r.position, r.value) for r in seen} <= {(r.position, r.value) for r in final}
-    # What one reader met, another one that starts later is told all the same, at the same places.
+    # A reader that starts later sees the same, at the same positions.
     later = [(r.position, r.value) for look in followed(drain) for r in look.rows]
     assert later == sorted((r.position, r.value) for r in final)
 
@@ -118,7 +118,7 @@ def test_a_reader_that_is_left_alone_says_nothing_and_one_whose_files_go_does(ma
 
 @pytest.mark.parametrize("made", ["delta", "iceberg"], indirect=True)
 def test_every_version_of_a_table_is_looked_at_by_itself(made: Made) -> None:
-    """A batch in two commits is torn, however quickly the second one comes."""
+    """A batch in two commits is torn, however soon the second one follows."""
     drain, write, _ = made
     write(["a"])
     write(["b"])
@@ -146,7 +146,7 @@ def test_rows_that_others_move_into_other_files_stay_where_they_were(made: Made)
 
 
 def test_rows_that_somebody_deleted_are_not_found_any_more(tmp_path: Path) -> None:
-    """Their files still lie there, and the log names them in an older version."""
+    """Their files still exist, and an older version of the log references them."""
     drain = DeltaTable(tmp_path / "t")
     into_delta(tmp_path / "t", ["a", "b"])
     first = drain.read()

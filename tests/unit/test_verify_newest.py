@@ -1,4 +1,4 @@
-"""The judge of upserts: what a table with the newest row of each key says of all records before."""
+"""The judge of upserts: what a table with the newest row of each key reveals about all records."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def table(sent: Sequence[Record]) -> list[Row]:
 
 
 def judged(*looks: Sequence[Row], atomic: bool = True) -> Judgement:
-    """A reader saw these tables one after the other; the last one is what is there at the end."""
+    """A reader saw these tables one after the other; the last one is the final state."""
     newest = LatestByKey(CHANGES, SENT)
     told = [newest.seen_in(rows, float(n)) for n, rows in enumerate(looks)]
     seen = [s for t in told for s in [*t, *newest.went_back(t, 0.0)]]

@@ -1,4 +1,4 @@
-"""Oracles of operators, and judges of rows that have a key, by hand-written histories."""
+"""Oracles of operators, and judges of keyed rows, on handwritten histories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of the verifier as files and pages, time to recovery as it is judged, faults as a seed makes them."""
+"""Verifier runs as files and pages, judged recovery times, faults generated from a seed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_run_without_a_cell_leaves_nothing(tmp_path: Path) -> None:
 def test_a_slow_recovery_is_held_against_a_plain_restart_of_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_now_s: float, recovery: str
 ) -> None:
-    """What was known, 0.5 s, may be from a quieter machine."""
+    """The recorded 0.5 s may be from a less loaded machine."""
 
     def run(case: Case, environment: object, plain_s: float | None = None, audit: bool = False) -> Result:
         if case.fault.name == "none":

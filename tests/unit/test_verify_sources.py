@@ -1,5 +1,5 @@
-"""Sources in the matrix: which cases there are, how they are named, and what must be in a sink behind a queue that
-forgets, from histories written by hand."""
+"""Sources in the matrix: cases and their names, and what must be in a sink fed by a queue, on handwritten
+histories."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_positions_in_pulsar_are_ordered_as_the_checkpoint_names_them() -> None:
 
 
 class Sent:
-    """A queue, and a sink that holds what its pipeline is said to have brought there."""
+    """A queue, and a sink with scripted content."""
 
     system = "sent"
     batch_atomic = False
@@ -180,7 +180,7 @@ def test_what_was_confirmed_is_there_once_and_what_was_not_at_most_once(
     fixture.close()
     damaged = {f.checker for f in judged.findings if f.verdict is Verdict.BROKEN}
     wanted = {broken} if broken else set()
-    # What the log lacks, or holds without anybody having sent it, shows there, too.
+    # Records lost from the log, or in it but never sent, also show up there.
     assert damaged - {"source_kept"} == wanted
     assert (judged.verdict is Verdict.BROKEN) == bool(broken)
 

@@ -1,4 +1,4 @@
-"""The verifier speaks the words of its field: a case runs on a fixture in an environment, under a network fault."""
+"""The verifier's terms: a case runs on a fixture in an environment, under a network fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workloads of `delivered verify`: what their transforms really give satisfies the oracle, and damage does not."""
+"""The workloads of `delivered verify`: real output of their transforms satisfies the oracle, damaged does not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def source(name: str) -> list[Record]:
 
 
 def sink(workload: Workload, sent: Sequence[Record]) -> list[Row]:
-    """What an honest pipeline without Spark puts into the sink."""
+    """What a correct pipeline without Spark writes to the sink."""
     batch = pa.record_batch(
         {
             "key": pa.array([None if r.key is None else r.key.encode() for r in sent], pa.binary()),
@@ -47,7 +47,7 @@ def sink(workload: Workload, sent: Sequence[Record]) -> list[Row]:
 
 
 def evidence(workload: Workload, sent: Sequence[Record], rows: Sequence[Row]) -> Evidence:
-    """As the fixture puts it together, from what lies in source and sink."""
+    """Evidence as the fixture collects it from source and sink."""
     if workload.together is not None:
         expected = Counter(workload.effect_of(None, v).id for v in workload.together([r.value for r in sent]))
     else:
@@ -118,7 +118,7 @@ def test_windows_are_counted_from_all_records() -> None:
 
 
 def test_a_window_that_counted_a_record_twice_is_found() -> None:
-    """The state was kept and its record read again: the sink holds the right number of rows, and one lies."""
+    """The state was kept and its record read again: the row count is right, but one row is wrong."""
     sent = source("windowed")
     rows = windows(sent)
     data = json.loads(rows[5][1])
