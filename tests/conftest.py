@@ -1,4 +1,4 @@
-"""Fixtures that more than one folder of tests needs. What is expensive starts once, and only if a test asks for it."""
+"""Fixtures shared by several test folders. Expensive ones start once, and only if a test requests them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from delivered.model import patience
 # Servers and Spark live for a minute here: what the second compiler of Java gives comes too late, and takes two fifths
 # of the processor (a pipeline through Spark: 98 s without this, 55 s with it).
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
-# Tests kill servers, and this client says so many times a second: a failed test's output would be nothing else.
+# Tests kill servers, which this client logs many times a second: it would drown a failed test's output.
 logging.getLogger("kafka").setLevel(logging.CRITICAL)
 logging.getLogger("stomp.py").setLevel(logging.CRITICAL)
 logging.getLogger("rocketmq-python-client").setLevel(logging.CRITICAL)
@@ -32,20 +32,20 @@ logging.getLogger("rocketmq-python-client").setLevel(logging.CRITICAL)
 
 SERVERS = ("rocketmq", "pulsar", "kafka", "mysql", "postgres", "rabbitmq", "activemq")
 FIRST = ("spark", "unit", "kafka", "pulsar", "rocketmq", "postgres", "mysql", "rabbitmq", "activemq", "s3")
-"""What `make test` starts with, by group or folder: what takes longest, and what needs no server while these are
+"""What `make test` starts first, by group or folder: the slowest tests, and those without servers while these are
 fetched."""
 
 
 def _group(item: pytest.Item) -> str:
-    """Tests of one group run in one process, so that the session or server that they share starts once.
+    """Tests of one group run in one process, so that their shared session or server starts once.
 
-    Spark's session comes before any server; of several servers that comes which is dearest to start.
+    Spark's session takes precedence over servers; of several servers, the slowest to start.
     """
     used = set(getattr(item, "fixturenames", ()))
     if "spark" in used:
         return "spark"
     callspec = getattr(item, "callspec", None)
-    if callspec is not None:  # fixtures that a test asks for by the name in its parameters
+    if callspec is not None:  # fixtures requested by name in parameters
         used |= set(re.split(r"[^a-z0-9]+", callspec.id))
     shared = [s for s in (*SERVERS, "s3") if s in used]
     if shared and item.path.parent.name not in ("unit", "property", "crash", "verify", "install"):
@@ -56,7 +56,7 @@ def _group(item: pytest.Item) -> str:
 
 @pytest.fixture(autouse=True)
 def _outside_of_a_query(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that serves a query in this process must not make later ones wait for servers as a query does."""
+    """A test that serves a query in this process must not make later ones wait for servers like a query."""
     monkeypatch.setattr(patience, "_in_query", False)
 
 
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _shared(kind: type[Server]) -> Any:
-    """One server for the whole session. Do not stop it: other tests use it."""
+    """One server for the whole session. Do not stop it: it is shared."""
 
     def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         folder = tmp_path_factory.mktemp(kind.system)
@@ -86,13 +86,13 @@ def _shared(kind: type[Server]) -> Any:
 
 
 def _own(kind: type[Server]) -> Any:
-    """`new_mysql(local_infile="0", ...)`: a server of this test's own with these settings, to be killed at will."""
+    """`new_mysql(local_infile="0", ...)`: a private server with these settings, which the test may kill."""
 
     def starter(tmp_path: Path) -> Iterator[Callable[..., Server]]:
         started: list[Server] = []
 
         def start(**settings: Any) -> Server:
-            # Of Kafka all that `brokers.start` takes, of the others settings alone.
+            # Kafka: all arguments of `brokers.start`; others: settings only.
             options = settings if kind is Kafka else {"properties": settings}
             started.append(kind.start(tmp_path / f"{kind.system}{len(started)}", **options))
             return started[-1]
@@ -115,7 +115,7 @@ rocketmq, new_rocketmq = _shared(Rocketmq), _own(Rocketmq)
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
-    """What starts pipelines that are to be killed. Tell it what they import, by `load`, before the first one."""
+    """Starts pipelines to be killed. Call `load` with their imports before the first one."""
     started = Zygote()
     yield started
     started.stop()
@@ -123,7 +123,7 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A server that speaks S3's protocol, conditional writes included, with the bucket `lake`: options to reach it."""
+    """A server with S3's protocol, including conditional writes, and the bucket `lake`: options to reach it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -152,7 +152,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def rest_catalog(tmp_path: Path) -> Iterator[Any]:
-    """An Iceberg catalog that speaks REST over HTTP: `rest_catalog.url`, `.catalog`, `.lose_answers`."""
+    """An Iceberg REST catalog: `rest_catalog.url`, `.catalog`, `.lose_answers`."""
     from tests.rest_catalog import RestCatalogServer
 
     server = RestCatalogServer(tmp_path / "served")

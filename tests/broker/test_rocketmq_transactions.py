@@ -160,7 +160,7 @@ def test_an_end_without_an_answer_is_looked_up(rig: Rig) -> None:
 
 @pytest.mark.matrix
 def test_ends_that_are_still_under_way_are_waited_for(rig: Rig) -> None:
-    """A driver dies with thousands of ends queued at the broker, which still processes them while the next one looks."""
+    """A driver dies with thousands of ends queued at the broker, still being processed while the next driver looks."""
     rows = 4_000
     prepared = rig.prepared(rows)
     handle = HalfMessages.of(prepared)

@@ -1,4 +1,4 @@
-"""What the pipelines of this folder read."""
+"""Input of this folder's pipelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Sim` with several sinks in one world: each with a name of its own, the second one with half of the rows."""
+"""`Sim` with several named sinks in one world; the second one gets half of the rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A pipeline from a log into a sink without a server, in processes that are really killed.
+"""A pipeline from a log into a serverless sink, in processes that are really killed.
 
-The judge looks from outside: at the records that were appended, and at the sink as another client reads it.
+The judge looks from outside, at the appended records, and at the sink through an independent client.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BATCHES = 3
 
 @dataclass
 class World:
-    """One pipeline: where it reads, writes and remembers."""
+    """One pipeline: its source, sink and checkpoint."""
 
     log: Path
     folder: Path
@@ -60,7 +60,7 @@ class World:
         return {"database": str(self.database)}
 
     def stop(self, point: str) -> Child:
-        """Start one that stops itself there, and wait until it did."""
+        """Start one that stops itself there, and wait for that."""
         zombie = self.zygote.start(self.spec(point), self.folder)
         zombie.wait_stopped()
         return zombie
@@ -72,7 +72,7 @@ class World:
         return code
 
     def rows(self) -> Counter[str]:
-        """id -> how often a reader of the table sees it."""
+        """id -> number of times a reader sees it."""
         if not self.database.exists():
             return Counter()
         connection = sqlite3.connect(self.database)
@@ -100,7 +100,7 @@ class World:
         raise AssertionError(self.errors[-1])
 
     def judge(self) -> tuple[int, int]:
-        """(records lost, repeats), by the guarantee; every broken promise fails."""
+        """(records lost, repeats), under the guarantee; violations fail."""
         rows, expected = self.rows(), {f"id-{i}" for i in range(RECORDS)}
         assert set(rows) <= expected
         lost, repeats = len(expected - set(rows)), sum(n - 1 for n in rows.values())
@@ -129,7 +129,7 @@ class World:
         assert self.judge() == (0, 0)
 
     def outlive_kills_of_recoveries(self) -> None:
-        """Killed after a decision, then in three recoveries of it."""
+        """Killed after a decision, then during three recoveries."""
         crash = "commit.decide:after@batch=1!kill,recover.apply:before!kill,recover.apply:after!kill"
         crash += ",recover.abort_orphans:after!kill"
         kills = [self.run(crash) for _ in range(5)]
@@ -144,7 +144,7 @@ class World:
         return stop_at.format(("decide" if exact else "record") if "commit" in stop_at else middle)
 
     def fence_a_zombie(self, stop_at: str) -> None:
-        """F7: a driver stopped past every time-out goes on after another one has finished its work."""
+        """F7: a driver stopped past every timeout resumes after another one has finished its work."""
         zombie = self.stop(self.zombie_point(stop_at))
         self.finish(1)
         done = self.rows()
@@ -158,7 +158,7 @@ class World:
         assert self.staged() == []
 
     def abort_orphans(self) -> None:
-        """What a zombie leaves goes with the next recovery."""
+        """The next recovery aborts what a zombie left."""
         sink = CONNECTOR.sink({"path": str(self.database), "table": TABLE})
         assert isinstance(sink.committer(Scope(PIPELINE, sink.name, "other")).abort_orphans(()), Ok)
 
@@ -169,7 +169,7 @@ class World:
 
 
 def points(guarantee: str) -> list[str]:
-    """Every crash point that a first run or a recovery of this sink passes, but recover.apply: see below."""
+    """Every crash point that a first run or a recovery of this sink reaches, except recover.apply: see below."""
     transactional = {StepId.WRITE_STAGE, StepId.WRITE_PREPARE, StepId.COMMIT_DECIDE, StepId.COMMIT_APPLY}
     direct = {StepId.WRITE_SEND, StepId.WRITE_FLUSH, StepId.COMMIT_RECORD}
     skipped = {StepId.RECOVER_APPLY, StepId.SOURCE_READ} | (direct if guarantee == "exactly_once" else transactional)

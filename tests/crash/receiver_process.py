@@ -1,4 +1,4 @@
-"""A receiver in a process of its own, over a queue in a SQLite file that forgets as a broker does.
+"""A receiver in a separate process, on a queue in a SQLite file that deletes acknowledged messages.
 
 python -m tests.crash.receiver_process SPOOL LOG [--ack-first] [--quarantine]
 """
@@ -23,11 +23,11 @@ from delivered.testing.crash import install_from_environment
 
 PER_APPEND = 40
 POISON = b"poison"
-"""A body that starts with it comes with a time that no log can hold."""
+"""Messages whose body starts with this have a time that no log can store."""
 
 
 class Spool:
-    """Messages in order. Who takes one holds it until it acknowledges it; what a dead process held comes again."""
+    """Messages in order. A taken message is held until acknowledged; a dead process's messages are redelivered."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Every way to stop every process at every crash point, generated from the steps themselves."""
+"""Every way to stop every process at every crash point, generated from the steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.step import Role
 
 NTH_MAX = 40
-"""Never reached: the search for the n-th time ends with the first one that is not hit."""
+"""Never reached: the search for the n-th occurrence ends with the first one not hit."""
 ZOMBIE_NTH_MAX = 2
 RESUMES = (
     "recover.claim:after",
@@ -32,9 +32,9 @@ CASES = [(g, c) for g in Guarantee for c in (Commit.TWO_PHASE, Commit.ONE_TRANSA
 class Scenario:
     """
     Attributes:
-        decided_first: the first batch was decided before, and its driver died then: the crash meets a recovery.
-        expired: every promise is gone by the time of each restart.
-        several: how each of several sinks commits; empty: one sink, by `commit`.
+        decided_first: an earlier driver died after deciding the first batch: the crash hits a recovery.
+        expired: every prepared transaction has timed out by each restart.
+        several: how each of several sinks commits; empty: one sink, with `commit`.
     """
 
     guarantee: Guarantee
@@ -68,7 +68,7 @@ class Scenario:
 def single(
     guarantee: Guarantee, commit: Commit, how: str, several: tuple[Commit, ...] = ()
 ) -> Iterator[tuple[Scenario, Sim]]:
-    """Run one crash at each point and occurrence; only runs in which it was hit are given."""
+    """Run one crash at each point and occurrence; yields only runs in which it was hit."""
     for point in points():
         if how == "zombie_task" and role(point) is not Role.TASK:
             continue
@@ -85,7 +85,7 @@ def _beginnings(guarantee: Guarantee, commit: Commit, zombie: bool) -> list[tupl
 
 
 def resumes(guarantee: Guarantee) -> list[str]:
-    """Where the others stand when a zombie goes on, in this guarantee's steps."""
+    """Where the other driver is when a zombie resumes, in this guarantee's steps."""
     exactly_once = guarantee is Guarantee.EXACTLY_ONCE
     return [
         r.format(prepare="prepare" if exactly_once else "flush", decide="decide" if exactly_once else "record")
@@ -95,7 +95,7 @@ def resumes(guarantee: Guarantee) -> list[str]:
 
 def _occurrences(base: Scenario, point: str, how: str) -> Iterator[tuple[Scenario, Sim]]:
     zombie = how.startswith("zombie")
-    # How a sink commits plays no part under the weaker guarantees: there one time is enough.
+    # How a sink commits is irrelevant under the weaker guarantees: test them once.
     plain = base.commit is Commit.ONE_TRANSACTION and base.guarantee is not Guarantee.EXACTLY_ONCE
     most = (1 if plain else ZOMBIE_NTH_MAX) if zombie else NTH_MAX
     for nth in range(1, most + 1):

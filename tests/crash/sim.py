@@ -1,13 +1,13 @@
-"""Spark without Spark: logs of offsets and commits, tasks, drivers that die, are paused, or start twice.
+"""Simulates Spark: offset and commit logs, tasks, drivers that die, are paused, or start twice.
 
-One `Sim` is one pipeline over one in-memory world. A driver is two processes, one that plans and one that commits, as
-on Spark; what travels between them and the tasks is pickled. A crash point stops a process in one of these ways:
+One `Sim` is one pipeline in one in-memory world. A driver is two processes, one that plans and one that commits, as in
+Spark; everything passed between them and the tasks is pickled. A crash point stops a process in one of these ways:
 
-    kill        the process dies there: a task (Spark runs it again) or the driver (somebody starts it again)
+    kill        the process dies there: a task (Spark reruns it) or the driver (it is restarted)
     tree        the driver dies with all its tasks
-    fail        an exception: a task runs again, a query stops and is started again in the same session
-    zombie      the driver with all its tasks is paused; another driver runs; the first goes on at a chosen moment
-    zombie_task the task is paused and given up by Spark; it goes on at a chosen moment
+    fail        an exception: a task is rerun, a query stops and is restarted in the same session
+    zombie      the driver with all its tasks is paused; another driver runs; the first resumes at a chosen moment
+    zombie_task the task is paused and given up by Spark; it resumes at a chosen moment
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WAIT_S = 20.0
 
 
 class Dead(BaseException):
-    """This process was killed: not an Exception, nothing of ours handles it."""
+    """This process was killed: not an Exception, so no code under test handles it."""
 
 
 class Failure(Exception):
@@ -63,8 +63,8 @@ class Crash:
     Attributes:
         point: "commit.decide:after".
         nth: counted over all processes of the simulation that are not zombies yet.
-        resume: for zombies: the point at which the others stand when the zombie goes on, or END.
-        same_owner: for zombies: the other driver is the same session, started again.
+        resume: for zombies: the point that the other driver has reached when the zombie resumes, or END.
+        same_owner: for zombies: the other driver is a restart in the same session.
     """
 
     point: str
@@ -92,7 +92,7 @@ class Process:
 
 
 class Pause:
-    """A process that waits to go on."""
+    """A paused process."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -101,7 +101,7 @@ class Pause:
 
 
 class Driver:
-    """One session: contexts stay when a query is started again in it."""
+    """One session: contexts survive a query's restart."""
 
     def __init__(self, sim: Sim, owner: str) -> None:
         self.sim = sim
@@ -115,7 +115,7 @@ class Driver:
         self.epoch: int | None = None
 
     def run(self) -> None:
-        """One start of the query: batches until the source has no more."""
+        """One start of the query: batches until the source is empty."""
         while (view := self.sim.next_batch()) is not None:
             first = self.before is None or self.before != view.batch - 1 or view.logged != self.before
             if not first:
@@ -145,7 +145,7 @@ class Driver:
 
 
 def planned(sink: Sink | SinkGroup, guarantee: Guarantee) -> Plan:
-    """What the planner says of a pipeline with this sink."""
+    """The plan of a pipeline with this sink."""
     members = sink.members if isinstance(sink, SinkGroup) else [Member(sink.name, sink)]
     plan = make_plan(
         Request(
@@ -169,11 +169,11 @@ def _travel(value: T) -> T:
 class Sim:
     """
     Attributes:
-        crashes: happen in any order, each once.
+        crashes: in any order, each once.
         change: (batch of rows, number of the run) -> rows: a transform that is not deterministic.
-        commit_again: how many times more Spark asks to commit each batch.
+        commit_again: number of repeated commit calls for each batch.
         on_start: called before each start of a driver, with its number from 0.
-        keeps_state: the query does: Spark keeps what its tasks read (`read`) of a batch that it logs.
+        keeps_state: the query is stateful: Spark keeps what tasks read (`read`) of a logged batch.
     """
 
     guarantee: Guarantee
@@ -216,8 +216,8 @@ class Sim:
         return CONNECTOR.sink({"world": self.name, "commit": self.commit.value})
 
     def hold(self) -> None:
-        """From here on the steps of this guarantee's plan may be reached. A batch that was decided is finished under
-        its own guarantee."""
+        """From here on, the steps of this guarantee's plan may be reached. A decided batch is finished under its own
+        guarantee."""
         if self.guarantee not in self.guarantees:
             plan = planned(self.sink, self.guarantee)
             self.guarantees.add(self.guarantee)
@@ -292,7 +292,7 @@ class Sim:
     # -- Spark's side ------------------------------------------------------------------------------------------
 
     def next_batch(self) -> CheckpointView | None:
-        """Log the offsets of the next batch, unless one is logged and not committed."""
+        """Log the offsets of the next batch, unless one is logged but not committed."""
         self.gate()
         log = self.checkpoint
         newest = max(log.offsets, default=None)
@@ -350,12 +350,12 @@ class Sim:
         self.read[partition, end] = values
 
     def state(self) -> Counter[bytes]:
-        """What tasks read of the batches that are logged, the last time they read all of a shard."""
+        """What tasks read of the logged batches, the last time they read a whole shard."""
         ends = {(int(p), at) for n in self.checkpoint.commits for p, at in self.checkpoint.offsets[n].items()}
         return Counter(v for (p, end), values in self.read.items() if (int(p), end) in ends for v in values)
 
     def _in_thread(self, driver: Process, pause: Pause, run: Callable[[], None]) -> None:
-        """Run something that may be paused; return when it ended or was paused."""
+        """Run something that may be paused; return once it ended or was paused."""
 
         def body() -> None:
             self._local.driver = driver
@@ -375,7 +375,7 @@ class Sim:
     # -- the whole ---------------------------------------------------------------------------------------------
 
     def run(self) -> Sim:
-        """Start drivers until one comes to the end of the source; then let every zombie go on."""
+        """Start drivers until one reaches the end of the source; then resume every zombie."""
         step.install(self.reach)
         try:
             self._run()
@@ -448,7 +448,7 @@ class Sim:
         return self._decided[1]
 
     def watch(self, point: str) -> None:
-        """What must hold at every moment."""
+        """Check the invariants that always hold."""
         if self.guarantee is not Guarantee.EXACTLY_ONCE or self.change or self.tolerance != Tolerance():
             return
         decided = {(d.scope.incarnation, d.batch): d for d in self.decisions()}
@@ -481,7 +481,7 @@ class Sim:
         return self.last().given_up.count
 
     def verdict(self) -> list[str]:
-        """What is wrong in the end. The oracle belongs to the guarantee."""
+        """What is wrong in the end, by the guarantee's oracle."""
         found = list(self.problems)
         lost, duplicated = self.lost(), self.duplicated()
         match self.guarantee:
@@ -512,11 +512,11 @@ class Sim:
         if any(n > 1 for n in decided.values()):
             yield f"a batch was decided twice: {decided}"
         zombies = any(c.how.startswith("zombie") for c in self.crashes)
-        # A fenced driver that was paused before it aborts orphans may abort what its successor prepared: written again.
+        # A fenced driver paused before aborting orphans may abort its successor's participants: they are rewritten.
         if not zombies and not self.expire_on_start and any(d.revision for d in self.decisions()):
             yield "a shard was written again although no promise expired"
         left = [p for p in self.world.unsettled() if p.state in (State.OPEN, State.PREPARED)]
-        # A task that outlives its driver has nobody to give its promise back; that expires, or a start aborts it.
+        # Nobody aborts what a task prepares that outlives its driver: it times out, or the next start aborts it.
         if left and not any(c.how == "zombie_task" for c in self.crashes):
             yield f"{len(left)} participants outlived their batch"
 
@@ -526,7 +526,7 @@ def role(point: str) -> Role:
 
 
 def points() -> list[str]:
-    """Every crash point of a pipeline; a receiver's, and those of a table of keys, have tests of their own."""
+    """Every crash point of a pipeline; those of receivers and key tables have their own tests."""
     own = {s for s, r in ROLE_OF_STEP.items() if r is Role.RECEIVER} | {StepId.DEDUP_NOTE, StepId.DEDUP_KEEP}
     return [f"{s}:{m}" for s in StepId if s not in own for m in Moment]
 
@@ -539,7 +539,7 @@ def codes(sim: Sim) -> list[str]:
 
 
 def again(sim: Sim, **changes: object) -> Sim:
-    """Start the pipeline anew over the same world and checkpoint."""
+    """Restart the pipeline on the same world and checkpoint."""
     for name, value in {"crashes": (), "problems": [], "errors": [], **changes}.items():
         setattr(sim, name, value)
     return sim.run()

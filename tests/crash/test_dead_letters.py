@@ -1,4 +1,4 @@
-"""Dead letters: a refused row is in the dead-letter sink if and only if its batch counts; a crash changes nothing."""
+"""Dead letters: a rejected row is in the dead-letter sink if and only if its batch counts, despite crashes."""
 
 from __future__ import annotations
 
@@ -105,13 +105,13 @@ def test_one_crash_at_every_point(guarantee: Guarantee, how: str, last: Commit) 
 
 
 def test_dead_letters_alone_are_written_again() -> None:
-    """The promise of the dead-letter sink is gone, that of the others was kept: its rows come from theirs."""
+    """Only the dead-letter sink's participant expired: its rows are derived from the other sinks' again."""
     for sim in crashed(EXACTLY, "tree", (Commit.TWO_PHASE, Commit.TWO_PHASE), expired=True):
         assert sim.verdict() == []
 
 
 def test_over_state_letters_are_counted_not_compared() -> None:
-    """Each tells its row's place in the shard, which another order of the same rows changes."""
+    """Each contains its row's position in the shard, which depends on the order of rows."""
 
     def reversed_rows(batch: pa.RecordBatch, run: int) -> pa.RecordBatch:
         return batch.take(list(range(batch.num_rows - 1, -1, -1))) if run > 1 else batch

@@ -1,4 +1,4 @@
-"""Several sinks, one batch, all or nothing: every crash point x {task, driver, zombie}, also between the sinks."""
+"""Atomic batches across several sinks: every crash point x {task, driver, zombie}, also between the sinks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_batch_reaches_every_sink_once(group: str, guarantee: Guarantee) -> No
 
 
 KEPT = {"both prepare": {"tree", "zombie", "zombie_task"}, "last resource": {"kill", "zombie_task"}}
-"""What `make test` runs; it sweeps the weaker guarantees over memory and SQLite."""
+"""Run by `make test`, which sweeps the weaker guarantees over memory and SQLite."""
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ KEPT = {"both prepare": {"tree", "zombie", "zombie_task"}, "last resource": {"ki
             for group in GROUPS
             for guarantee in Guarantee
             for how in HOWS
-            # How a sink commits plays no part under the weaker guarantees.
+            # How a sink commits is irrelevant under the weaker guarantees.
             if guarantee is Guarantee.EXACTLY_ONCE or group == "both prepare"
         ],
         lambda group, guarantee, how: guarantee is Guarantee.EXACTLY_ONCE and how in KEPT[group],
@@ -93,7 +93,7 @@ def test_one_expired_promise_of_one_sink_is_written_again_alone() -> None:
     sim.tasks = noted  # type: ignore[method-assign]
     sim.run()
     assert sim.verdict() == []
-    # Shard 0 was in at both sinks, shard 1 at the first: its part for the second alone comes again.
+    # Shard 0 was in both sinks, shard 1 only in the first: only its part for the second repeats.
     assert [dict(p.rewrite) for p in plans] == [{}, {1: frozenset({"second"})}]
     assert sim.last().revision == 1
 
@@ -120,14 +120,14 @@ def test_at_most_once_is_begun_before_the_first_row_leaves_to_any_sink(group: st
     sim.crashes = (Crash("write.send:after", 1, "tree"),)
     sim.run()
     assert sim.verdict() == []
-    # Rows of one read reached the first sink and none the second; the account has all of both.
+    # Rows of one read reached the first sink, none the second; the account includes all of both.
     assert {s for s, _ in sim.visible()} == {"first"}
     assert [sim.last().projected(n).given_up.count for n in ("first", "second")] == [8, 4]
 
 
 @pytest.mark.parametrize("stop", ["commit.decide:after", "commit.apply:after", "write.prepare:after", "log:after"])
 def test_another_sink_and_with_it_another_ledger(stop: str) -> None:
-    """Stopped anywhere, then started with another sink whose ledger decides: the former decision is finished."""
+    """Stopped anywhere, then restarted with another deciding sink: the earlier decision is finished."""
     sim = GroupSim(Guarantee.EXACTLY_ONCE, crashes=(Crash(stop, 1, "tree"),))
 
     def change(sim: GroupSim, start: int) -> None:
@@ -141,7 +141,7 @@ def test_another_sink_and_with_it_another_ledger(stop: str) -> None:
     both = Counter({k: n for k, n in sim.expected().items() if k[0] != "third"})
     assert Counter({k: n for k, n in sim.visible().items() if k[0] != "third"}) == both
     assert sim.world.unsettled() == []
-    # It gets what comes after it was named.
+    # It receives what comes after it was added.
     third = Counter({k: n for k, n in sim.visible().items() if k[0] == "third"})
     assert set(third.values()) == {1}
     assert len(third) == (16 if stop == "write.prepare:after" else 8)
@@ -168,7 +168,7 @@ def test_a_sink_left_out_while_its_part_is_open_is_refused() -> None:
 
 
 def test_a_driver_with_the_former_sinks_is_fenced() -> None:
-    """F7: it is paused before its decision; another one runs with another deciding ledger; then it goes on."""
+    """F7: paused before its decision; another driver runs with another deciding ledger; then it resumes."""
     sim = GroupSim(Guarantee.EXACTLY_ONCE, crashes=(Crash("commit.decide:before", 2, "zombie"),))
 
     def change(sim: GroupSim, start: int) -> None:
@@ -202,7 +202,7 @@ def test_two_sinks_of_one_name_are_refused() -> None:
         Group.of([("a", m.sink, None) for m in sim.make_sink().members])
 
 
-# -- the verifier verified: one thing broken at a time, and a run above must find it ---------------------------------
+# -- the verifier verified: break one thing at a time; a run above must find it ---------------------------------------
 
 
 def second_sink_not_applied(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""State put back, promises expired, answers lost, guarantees changed: one history each."""
+"""Restored state, expired transactions, lost replies, changed guarantees: one history each."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_p16_commit_asked_for_again(guarantee: Guarantee, commit: Commit, at: st
 @pytest.mark.parametrize("commit", COMMITS)
 @pytest.mark.parametrize("guarantee", list(Guarantee))
 def test_batch_without_a_task(guarantee: Guarantee, commit: Commit) -> None:
-    """Spark may run no task at all: the batch is decided empty, and known again."""
+    """Spark may run no task at all: the batch is decided empty, and recognised on replay."""
     sim = Sim(guarantee, commit)
     sim.tasks = lambda driver, plan: []  # type: ignore[method-assign]
     sim.run()
@@ -208,7 +208,7 @@ def test_batch_without_a_task(guarantee: Guarantee, commit: Commit) -> None:
 
 @pytest.mark.parametrize("after", [LEAST, MOST])
 def test_decided_batch_is_finished_under_the_guarantee_of_its_decision(after: Guarantee) -> None:
-    """Decided and not applied, then the pipeline names a weaker guarantee: it is applied all the same."""
+    """Decided but not applied, then the guarantee is weakened: it is still applied."""
     for expired in (False, True):
         sim = Sim(EXACTLY, crashes=(Crash("commit.decide:after", 2),), expire_on_start=expired)
         sim.on_start = lambda sim, start: setattr(sim, "guarantee", after) if start else None
@@ -221,7 +221,7 @@ def test_decided_batch_is_finished_under_the_guarantee_of_its_decision(after: Gu
     [("write.send:after", 1), ("write.send:after", 5), ("write.flush:after", 3), ("commit.record:before", 2)],
 )
 def test_stricter_guarantee_after_at_least_once_is_refused_or_gives_up(point: str, nth: int) -> None:
-    """What at_least_once may have sent cannot be sent once more under a stricter name."""
+    """What at_least_once may have sent must not be resent under a stricter guarantee."""
 
     def start_over(guarantee: Guarantee, tolerance: Tolerance) -> Sim:
         sim = Sim(LEAST, crashes=(Crash(point, nth),))
@@ -280,7 +280,7 @@ def test_p11_p13_abort_orphans_leaves_others_alone() -> None:
 
 
 def test_failed_attempts_do_not_outlive_their_batch() -> None:
-    """A task killed after it prepared leaves an open participant; it is gone when the batch is in."""
+    """A task killed after prepare leaves an open participant; it is aborted by the time the batch is applied."""
     sim = Sim(EXACTLY, batches=1, crashes=(Crash("write.prepare:after", 1, "kill"),)).run()
     assert sim.starts == 1
     assert sim.verdict() == []

@@ -1,4 +1,4 @@
-"""The verifier verified: the engine is broken on purpose, one way at a time, and the crash runs must find it."""
+"""Mutation tests: the engine is broken on purpose, one way at a time, and the crash runs must find it."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def unknown_is_ok(patch: pytest.MonkeyPatch) -> None:
 
 def unknown_is_failed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(decide, "_look", lambda context, decision, unknown: Failed(unknown.reason))
-    patch.setattr(decide, "OUTAGE_PATIENCE_S", -1.0)  # to decide it again would find it in
+    patch.setattr(decide, "OUTAGE_PATIENCE_S", -1.0)  # deciding again would find it written
 
 
 def finish_by_the_pipelines_guarantee(patch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def other_checkpoint() -> Sim:
 
 
 def rows_seen_twice() -> Iterator[list[str]]:
-    """A pair that was doubled: its count may agree, its fingerprint must not cancel."""
+    """A duplicated pair: its count may agree, its fingerprint must not cancel."""
     one, two = Fingerprint(1, 5, 7), Fingerprint(1, 9, 2)
     if one + one == two + two:
         yield ["a doubled pair cancels"]
@@ -252,5 +252,5 @@ def test_broken_engine_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("name", [n for n, (_, runs) in MUTANTS.items() if "history" in runs.__qualname__])
 def test_histories_are_clean_in_the_whole_engine(name: str) -> None:
-    """What finds a mutant finds nothing where nothing is wrong."""
+    """The histories that find mutants pass with the unmodified engine."""
     assert not any(MUTANTS[name][1]())

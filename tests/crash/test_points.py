@@ -1,4 +1,4 @@
-"""Every named crash point x {task, driver, zombie} x guarantee x way to commit. The oracle belongs to the guarantee."""
+"""Every named crash point x {task, driver, zombie} x guarantee x way to commit, with the guarantee's oracle."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_two_crashes(guarantee: Guarantee, commit: Commit) -> None:
     ],
 )
 def test_weaker_guarantees_cost_what_they_say(guarantee: Guarantee, commit: Commit, at: str) -> None:
-    """Else the oracles above would pass for a reason that is not theirs."""
+    """Otherwise the oracles above would pass for the wrong reason."""
     sim = Scenario(guarantee, commit, ((at, 1, "tree", "end", False),)).run()
     assert sim.verdict() == []
     if guarantee is Guarantee.AT_LEAST_ONCE:

@@ -1,4 +1,4 @@
-"""Receivers really killed at every crash point: nothing acknowledged is missing, nothing is there twice."""
+"""Receivers really killed at every crash point: no acknowledged message is lost, none is duplicated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from delivered.testing.crash import CRASH, CRASH_DIR, hits, release
 MESSAGES = 400
 QUARANTINE = [f"receive.quarantine:{m}" for m in Moment]
 NEVER_REACHED = {"receive.take:before", *QUARANTINE}
-"""Before a message is taken there is nothing to lose; and these are good messages."""
+"""Skipped: before a message is taken, nothing can be lost; and these are good messages."""
 POINTS = [f"{s}:{m}" for s, role in ROLE_OF_STEP.items() if role is Role.RECEIVER for m in Moment]
 
 
@@ -49,7 +49,7 @@ def entered(spool: Spool, log: str = "log") -> Counter[bytes]:
 
 
 def verdict(spool: Spool) -> tuple[int, int]:
-    """How many messages were lost, and how many are in the log more than once."""
+    """Number of lost messages, and of messages in the log more than once."""
     found = entered(spool)
     return MESSAGES - len(found), sum(1 for n in found.values() if n > 1)
 
@@ -77,7 +77,7 @@ POISONED = [7, 50, 51, 399]
 
 @pytest.fixture
 def poisoned(tmp_path: Path) -> Spool:
-    """As `spool`; four of the messages no log can hold as they are."""
+    """As `spool`, but no log can store four of the messages."""
     made = Spool(tmp_path / "spool.db")
     bodies = [b"poison %d" % n if n in POISONED else b"message %d" % n for n in range(MESSAGES)]
     made.send([(f"id{n}", body) for n, body in enumerate(bodies)])
@@ -92,7 +92,7 @@ def poisoned(tmp_path: Path) -> Spool:
     ),
 )
 def test_poison_goes_to_the_dead_letters_whenever_it_is_killed(poisoned: Spool, point: str, nth: int) -> None:
-    """Each message is in one of the two logs, once, before the queue forgets it."""
+    """Each message is in exactly one of the two logs, once, before the queue deletes it."""
     crash = f"{point}#{nth}!kill"
     assert start(poisoned, crash, "--quarantine").wait(60) == -signal.SIGKILL
     held = len(entered(poisoned)) + len(entered(poisoned, "log.bad"))
@@ -120,17 +120,17 @@ def test_acknowledging_first_is_found_out(spool: Spool) -> None:
 
 
 def test_a_zombie_wakes_up_after_another_took_its_messages(spool: Spool) -> None:
-    """F7: paused with messages taken and not persisted; another receiver appends them; then it goes on."""
+    """F7: paused with messages taken but not persisted; another receiver appends them; then it resumes."""
     zombie = start(spool, "receive.persist:before#2!wait")
     deadline = time.monotonic() + 60
     while not (found := hits(spool.path.parent / "hits")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    # Beside what it persists it gathers the next batch; with both full it takes nothing more.
+    # While one batch is persisted, it gathers the next; with both full it takes no more.
     while spool.held() < 2 * PER_APPEND:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    # As a broker that has waited long enough: what the silent one holds is handed to others.
+    # Like a broker after a timeout: the silent receiver's messages are redelivered to others.
     spool._open().execute("UPDATE m SET holder = NULL")
     assert start(spool).wait(60) == 0
     assert verdict(spool) == (0, 0)
@@ -140,7 +140,7 @@ def test_a_zombie_wakes_up_after_another_took_its_messages(spool: Spool) -> None
 
 
 def test_two_receivers_and_one_is_killed_over_and_over(spool: Spool) -> None:
-    spool.send([(f"id{n}", b"message %d" % n) for n in range(0, MESSAGES, 3)])  # a sender that sends again
+    spool.send([(f"id{n}", b"message %d" % n) for n in range(0, MESSAGES, 3)])  # a sender that retries
     steady = start(spool)
     for _ in range(3):
         other = start(spool)

@@ -1,6 +1,6 @@
-"""Processes that are really killed, at every crash point, under every guarantee: a log into SQLite, no server.
+"""Processes really killed at every crash point, under every guarantee: a log into SQLite, no server.
 
-The judge looks from outside: at the records that were appended, and at the table by plain SQL.
+The judge looks from outside, at the appended records, and at the table by plain SQL.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_older_checkpoint_put_back_stops(world: World) -> None:
 @pytest.mark.parametrize("world", ["exactly_once", "at_least_once", "at_most_once"], indirect=True)
 @pytest.mark.parametrize("stop_at", ["recover.claim:after", "write.{}:after", "write.{}:before", "commit.{}:before"])
 def test_zombie_driver_is_fenced(world: World, stop_at: str) -> None:
-    """F7: a process stopped past every time-out goes on after another one has finished its work."""
+    """F7: a process stopped past every timeout resumes after another one has finished its work."""
     world.fence_a_zombie(stop_at)
 
 

@@ -1,4 +1,4 @@
-"""A query that keeps state: what Spark keeps of a batch is what the sinks got of it, or the query stops."""
+"""Stateful queries: the state that Spark keeps of a batch matches the delivered rows, or the query stops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def made(sim: Sim, change: Any = other_rows) -> Sim:
 
 
 def odd_ones(batch: pa.RecordBatch, run: int) -> pa.RecordBatch:
-    """Other rows in every run, of those that the second of several sinks does not get."""
+    """Different rows in every run, among those not routed to the second of several sinks."""
     values = [v if v[-1] % 2 == 0 else b"%d/%s" % (run, v) for v in batch.column("value").to_pylist()]
     return pa.record_batch([batch.column("key"), pa.array(values, pa.binary())], schema=batch.schema)
 
@@ -65,7 +65,7 @@ def test_the_same_rows_never_stop_a_query(point: str, guarantee: Guarantee) -> N
 
 
 def test_rows_may_come_in_another_order_or_shard() -> None:
-    """Only what is in a batch is state; where it was shuffled to is not."""
+    """State depends only on a batch's rows, not on how they are shuffled."""
     sim = Sim(Guarantee.EXACTLY_ONCE, crashes=(Crash("log:before", 1, "tree"),))
     honest = sim.tasks
 
@@ -103,7 +103,7 @@ def test_a_row_that_only_one_of_several_sinks_sees_is_compared(point: str) -> No
 
 
 def test_a_shard_that_is_rewritten_to_one_sink_is_compared_at_the_other() -> None:
-    """The second sink's rows are the same in every run, and are the only ones that are gone."""
+    """The second sink's rows are the same in every run, and only its participant expired."""
     sim = GroupSim(Guarantee.EXACTLY_ONCE, batches=1, crashes=(Crash("commit.apply:after", 3, "tree"),))
     sim.expire_on_start = True
     made(sim, odd_ones)
@@ -125,7 +125,7 @@ def test_a_query_without_state_skips_unread() -> None:
     sim._read = counted  # type: ignore[method-assign]
     sim.run()
     assert stopped(sim) == []
-    assert reads[1] == reads[2] == 8  # batch 0, then batch 1 alone
+    assert reads[1] == reads[2] == 8  # batch 0, then only batch 1
 
 
 def test_broken_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
-"""Processes that are really killed, at every crash point, under every guarantee: a log into a Delta table, an Iceberg
-table, and a folder of Parquet files.
+"""Processes really killed at every crash point, under every guarantee: a log into a Delta table, an Iceberg table, and
+a folder of Parquet files.
 
-The judge looks from outside: at the records that were appended, and at the table as another client reads it.
+The judge looks from outside, at the appended records, and at the table through an independent client.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from delivered.model.work import Decision
 
 
 class TableWorld(World):
-    """A sink that is a folder of its own, named by its format in the child's spec."""
+    """A sink with its own folder, named by its format in the child's spec."""
 
     format = ""
 
@@ -82,7 +82,7 @@ class DeltaWorld(TableWorld):
         return Counter(pa.table(DeltaTable(str(self.table)).to_pyarrow_table())["id"].to_pylist())
 
     def staged(self) -> list[Path]:
-        """Files of batches, not of direct writers, that the table's log does not name."""
+        """Files of batches (not of direct writers) that the table's log does not reference."""
         there = {p for p in (self.table / "delivered").rglob("*.parquet") if "direct" not in p.parts}
         return sorted(there - {Path(uri) for uri in DeltaTable(str(self.table)).file_uris()})
 
@@ -110,7 +110,7 @@ class IcebergWorld(TableWorld):
         return Counter(self.open().scan().to_arrow()["id"].to_pylist())
 
     def staged(self) -> list[Path]:
-        """What lies with data files of batches, not of direct writers, and no snapshot names."""
+        """Files of batches (not of direct writers) that no snapshot references."""
         table = self.open()
         folder = Path(table.location().removeprefix("file://")) / "data" / "delivered"
         there = {p for p in folder.rglob("*") if p.is_file() and "direct" not in p.parts}
@@ -118,7 +118,7 @@ class IcebergWorld(TableWorld):
         return sorted(there - named)
 
     def strays(self) -> list[Path]:
-        """Manifests of ours that nothing points to, but for those of direct writers."""
+        """This package's unreferenced manifests, except those of direct writers."""
         table = self.open()
         folder = Path(table.location().removeprefix("file://")) / "metadata" / "delivered"
         there = {p for p in folder.rglob("*.avro") if "direct" not in p.parts}
@@ -152,7 +152,7 @@ WORLDS: dict[str, type[TableWorld]] = {"delta": DeltaWorld, "iceberg": IcebergWo
 
 GUARANTEES = ("exactly_once", "at_least_once", "at_most_once")
 WEAKER = {"at_least_once": pytest.mark.matrix, "at_most_once": pytest.mark.matrix}
-"""Under these `make test` sweeps over memory and SQLite."""
+"""`make test` sweeps these over memory and SQLite."""
 
 
 @pytest.fixture(params=list(WORLDS))
@@ -265,7 +265,7 @@ def test_older_copy_of_the_table_put_back_stops(world: DeltaWorld) -> None:
 @pytest.mark.parametrize(
     ("system", "stop_at", "guarantee"),
     [
-        # With Iceberg each starts a process that imports for seconds.
+        # With Iceberg, each starts a process that imports for seconds.
         pytest.param(s, p, g, marks=pytest.mark.matrix if s == "iceberg" and "claim" not in p else WEAKER.get(g, ()))
         for s in WORLDS
         for p in ("recover.claim:after", "write.{}:after", "write.{}:before", "commit.{}:before")
@@ -273,16 +273,16 @@ def test_older_copy_of_the_table_put_back_stops(world: DeltaWorld) -> None:
     ],
 )
 def test_zombie_driver_is_fenced(world: TableWorld, stop_at: str) -> None:
-    """F7: a process stopped past every time-out goes on after another one has finished its work."""
+    """F7: a process stopped past every timeout resumes after another one has finished its work."""
     fenced(world, world.zombie_point(stop_at))
 
 
 INSIDE = {
-    # It looked at the log and at the files: only its commit can still find the later claim.
+    # It has read the log and the files: only its commit can still detect the later claim.
     "delta": "Concurrent transaction",
-    # Between two shards whose files it looks at: those of the second were removed when it goes on.
+    # Between the files of two shards: the second's have been removed when it resumes.
     "iceberg": "[DELIVERED_STAGED_FILE_GONE]",
-    # With a file in the folder that it was about to rename: that folder is gone when it goes on.
+    # With a file in the folder that it is about to rename: that folder is gone when it resumes.
     "files": "FENCED",
 }
 
@@ -293,7 +293,7 @@ def test_zombie_inside_its_decision_is_fenced(world: TableWorld, system: str) ->
 
 
 def fenced(world: TableWorld, point: str) -> str:
-    """What the zombie says in the end."""
+    """The zombie's final error."""
     zombie = world.stop(point)
     world.finish(1)
     done = world.rows()
@@ -306,7 +306,7 @@ def fenced(world: TableWorld, point: str) -> str:
         assert world.rows() == done
     world.abort_orphans()
     world.judge()
-    # What the zombie staged for a batch that others decided long ago is left to the table's vacuum.
+    # What the zombie staged for a batch decided long ago is left to the table's vacuum.
     assert [f for f in world.staged() if (batch_of(f.name) or 0) >= BATCHES - 1] == []
     return error
 
@@ -317,7 +317,7 @@ def test_p3_the_last_batch_is_known_when_its_snapshot_expired(world: IcebergWorl
     world.finish(1)
     table = world.open()
     with table.transaction() as change, change.update_snapshot().fast_append():
-        pass  # a snapshot of somebody else is the table's newest now
+        pass  # now another writer's snapshot is the newest
     mine = [
         s.snapshot_id
         for s in table.snapshots()
@@ -325,7 +325,7 @@ def test_p3_the_last_batch_is_known_when_its_snapshot_expired(world: IcebergWorl
     ]
     assert len(mine) == BATCHES
     table.maintenance.expire_snapshots().by_ids(mine).commit()
-    assert len(world.open().snapshots()) == 2  # that of somebody else, and the claim's
+    assert len(world.open().snapshots()) == 2  # the other writer's, and the claim's
     (world.checkpoint / "commits" / str(BATCHES - 1)).unlink()
     before = world.rows()
     world.finish(1)

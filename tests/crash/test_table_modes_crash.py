@@ -1,7 +1,7 @@
-"""Modes of Delta and Iceberg (upsert, overwrite, mergeSchema): a process that dies at every point of one history, and a
-zombie that looked before.
+"""Modes of Delta and Iceberg (upsert, overwrite, mergeSchema): a process killed at every point of one history, and a
+zombie with a stale view.
 
-The judge compares the table with what an undisturbed run made of it after as many batches as are decided.
+The judge compares the table with an undisturbed run's after the same number of decided batches.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from delivered.model.identity import Scope
 RECORDS, KEYS, BATCHES = 1_000, 97, 3
 State = frozenset[tuple[str, int, str | None]]
 KNOWN = pa.schema([("id", pa.string()), ("version", pa.int64())])
-"""Columns of a table to which a pipeline adds its others."""
+"""Columns of a table before a pipeline adds more."""
 UPSERT = {"mode": "upsert", "keyColumns": "id", "versionColumn": "version", "deleteColumn": "gone"}
 MODES = {
     "delta-upsert": UPSERT,
     "iceberg-upsert": UPSERT,
-    # By its first digit a change has a partition: some are replaced by the next batch, and some stay.
+    # A change's first digit is its partition: some are replaced by the next batch, some stay.
     "iceberg-overwrite": {"mode": "overwrite", "partitionBy": "truncate(1, text)"},
     "delta-overwrite": {"mode": "overwrite", "partitionBy": "gone"},
     "iceberg-mergeSchema": {"mergeSchema": "true"},
@@ -111,7 +111,7 @@ class DeltaWorld:
         return len(list(open_ledger(sink, Scope(PIPELINE, sink.name, incarnation)).history()))
 
     def unnamed(self) -> list[Path]:
-        """Files of ours that no version of the table ever named."""
+        """This package's files that no version of the table ever referenced."""
         table = DeltaTable(str(self.table))
         named = {
             Path(uri) for v in range(table.version() + 1) for uri in DeltaTable(str(self.table), version=v).file_uris()
@@ -155,7 +155,7 @@ class IcebergWorld(DeltaWorld):
         return [s.snapshot_id for s in self.open().snapshots()]
 
     def unnamed(self) -> list[Path]:
-        """Files of ours that no snapshot ever named."""
+        """This package's files that no snapshot ever referenced."""
         table = self.open()
         named = {
             Path(task.file.file_path.removeprefix("file://"))
@@ -178,7 +178,7 @@ def begun(kind: str, log: Path, folder: Path, zygote: Zygote) -> DeltaWorld:
 
 @pytest.fixture(scope="module")
 def states(kind: str, log: Path, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list[State]:
-    """Of the table after so many batches."""
+    """States of the table by number of batches."""
     world = begun(kind, log, tmp_path_factory.mktemp("undisturbed"), zygote)
     assert world.run() == 0, world.error
     found: list[State] = [frozenset()]
@@ -228,7 +228,7 @@ def test_a_kill_at_every_point_leaves_a_state_that_was_decided(world: DeltaWorld
 
 
 def test_zombie_cannot_bring_an_old_state_back(world: DeltaWorld, states: list[State]) -> None:
-    """F7: stopped inside its decision, after it looked at the table, whose files others replace then."""
+    """F7: stopped in its decision, after it read the table; then others replace the table's files."""
     zombie = world.zygote.start(world.spec("commit.apply:after"), world.folder)
     zombie.wait_stopped()
     assert world.run() == 0, world.error

@@ -1,6 +1,6 @@
-"""The sink of docs/new-connector.md in processes that are really killed, at every crash point, under every guarantee.
+"""The sink of docs/new-connector.md in processes really killed at every crash point, under every guarantee.
 
-Its files are read as another client would: by their names, line by line.
+Its files are read as by another client: by name, line by line.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from delivered.model.outcome import Ok
 
 GUARANTEES = ("exactly_once", "at_least_once", "at_most_once")
 WEAKER = {"at_least_once": pytest.mark.matrix, "at_most_once": pytest.mark.matrix}
-"""Under these `make test` sweeps over memory and SQLite."""
+"""`make test` sweeps these over memory and SQLite."""
 
 
 def where(point: str, guarantee: str) -> str:
-    """The point in the second batch, or where it knows no batch."""
+    """The point in the second batch, or a point without a batch."""
     if point.startswith(("recover.claim", "recover.abort_orphans")):
         return point
     return f"{point}@batch={0 if point.startswith('batch.begin') and guarantee == 'at_least_once' else 1}"
@@ -74,7 +74,7 @@ def world(log: Path, zygote: Zygote, tmp_path: Path, request: pytest.FixtureRequ
     indirect=["world"],
 )
 def test_killed_once_at_each_point(world: ToyWorld, point: str) -> None:
-    """F4, F6: the process dies there, and is started again."""
+    """F4, F6: the process dies there and is restarted."""
     assert world.run(f"{where(point, world.guarantee)}!kill") == -signal.SIGKILL, world.errors[-1]
     if world.guarantee == "exactly_once" and world.database.exists():
         assert world.rows().total() <= sum(d.fingerprint.count for d in world.decisions())  # none before its decision
@@ -107,12 +107,12 @@ def test_killed_again_while_recovering(world: ToyWorld) -> None:
 @pytest.mark.parametrize("world", [pytest.param(g, marks=WEAKER.get(g, ())) for g in GUARANTEES], indirect=True)
 @pytest.mark.parametrize("stop_at", ["recover.claim:after", "write.{}:after", "write.{}:before", "commit.{}:before"])
 def test_zombie_driver_is_fenced(world: ToyWorld, stop_at: str) -> None:
-    """F7: a process stopped past every time-out goes on after another one has finished its work."""
+    """F7: a process stopped past every timeout resumes after another one has finished its work."""
     world.fence_a_zombie(stop_at)
 
 
 def test_zombie_between_two_commits_shows_nothing_twice(world: ToyWorld) -> None:
-    """It was decided: another driver committed it meanwhile, and the zombie commits it again."""
+    """Already decided: another driver has committed it, and the zombie commits it again."""
     zombie = world.stop("commit.apply:before")
     world.finish(1)
     done = world.rows()
@@ -127,7 +127,7 @@ def test_p1_last_file_of_commits_deleted_changes_nothing(world: ToyWorld) -> Non
 
 
 def test_a_folder_made_anew_is_refused(world: ToyWorld) -> None:
-    """F8: the ledger lies elsewhere, and knows of rows that are gone."""
+    """F8: the external ledger has rows that are gone."""
     assert world.run("log:after@batch=1!kill") == -signal.SIGKILL
     shutil.rmtree(world.folder / "orders")
     assert world.run() == 3
@@ -142,7 +142,7 @@ def test_a_folder_made_anew_is_refused(world: ToyWorld) -> None:
     ],
 )
 def test_a_broken_copy_is_found(world: ToyWorld, kind: str, point: str) -> None:
-    """Neither differs from the toy until a process dies; then the judge that finds nothing above finds repeats."""
+    """Neither differs from the toy until a process dies; then the same judge finds repeats."""
     world.kind = kind
     assert world.run(f"{point}@batch=1!kill") == -signal.SIGKILL
     world.finish()
