@@ -1,4 +1,4 @@
-"""Kafka clients of the tests' own: judges from outside use no code of the product."""
+"""Independent Kafka clients for tests: judges use no code of the product."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def produce(bootstrap: str, topic: str, records: Iterable[tuple[bytes | None, by
 
 
 def read_committed(bootstrap: str, topic: str, isolation: str = "read_committed") -> list[Message]:
-    """Every record that such a reader finds now, partition by partition, by reading to the end."""
+    """Every record that a read_committed reader finds now, partition by partition."""
     consumer = Consumer(
         {
             "bootstrap.servers": bootstrap,
@@ -57,7 +57,7 @@ def read_committed(bootstrap: str, topic: str, isolation: str = "read_committed"
 
 
 def make_topic_anew(kafka: Any, topic: str, partitions: int) -> None:
-    """Delete it and make it again, as soon as the brokers let its name go."""
+    """Delete and recreate it, as soon as the brokers have released its name."""
     admin = kafka.admin()
     admin.delete_topics([topic])[topic].result(30)
     deadline = time.monotonic() + 30

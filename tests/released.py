@@ -1,4 +1,4 @@
-"""An earlier version of the code, taken from the history, run as a process of its own."""
+"""An earlier version of the code, from the Git history, run in a separate process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FORMAT_0 = "9fb14d38fa0aa993e51a3e8aa11a75673517b4c2"
 
 
 def checkout(commit: str, folder: Path) -> Path:
-    """Put a commit's sources into `folder`, its connectors as installed ones; return what PYTHONPATH begins with.
+    """Put a commit's sources into `folder`, with its connectors installed; return the start of PYTHONPATH.
 
-    Skips the test where there is no history: in an archive of the sources, in a shallow clone.
+    Skips the test without a history: in a source archive or a shallow clone.
     """
     known = subprocess.run(["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=ROOT, capture_output=True)
     if known.returncode:
@@ -31,7 +31,7 @@ def checkout(commit: str, folder: Path) -> Path:
     with tarfile.open(fileobj=BytesIO(archive.stdout)) as tar:
         tar.extractall(folder, filter="data")
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    # The connectors of that version, not those of the one that is installed: the first distribution of a name counts.
+    # That version's connectors, not the installed ones: the first distribution of a name counts.
     installed = folder / "src" / f"delivered-{project['version']}.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: delivered\nVersion: {project['version']}\n")
@@ -44,7 +44,7 @@ def checkout(commit: str, folder: Path) -> Path:
 
 
 def cli(source: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    """The command line of the code in `source`: the command, and the environment that it needs."""
+    """The command line of the code in `source`: the command and its environment."""
     command = [sys.executable, "-c", "from delivered.cli.main import app; app()", *arguments]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("DELIVERED_")}
     path = os.pathsep.join(filter(None, [str(source), inherited.get("PYTHONPATH", "")]))

@@ -1,7 +1,7 @@
-"""Iceberg's REST protocol over HTTP, as far as a writer needs it, in front of the client's own SQL catalog.
+"""The part of Iceberg's REST protocol that a writer needs, in front of the client's own SQL catalog.
 
-No server of that protocol can be had from PyPI; this one keeps its rules: what a request requires is checked, then the
-pointer is swapped. It can lose answers on request, as a proxy does that is cut off.
+PyPI has no server for this protocol; this one follows its rules: it checks a request's requirements, then swaps the
+pointer. It can lose replies on request, like a proxy that is cut off.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pyiceberg.table.update import AssertRefSnapshotId
 
 
 class RestCatalogServer:
-    """`server.url` is its address; of the next `server.lose_answers` commits the answer is lost: they are made."""
+    """`server.url` is its address; the next `server.lose_answers` commits succeed, but their replies are lost."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,14 +39,14 @@ class RestCatalogServer:
         self._server.server_close()
 
     def commit(self, identifier: tuple[str, ...], request: dict[str, Any]) -> Any:
-        with self._one:  # between the look and the swap nobody else is there
+        with self._one:  # check and swap are atomic
             return self._commit(identifier, request)
 
     def _commit(self, identifier: tuple[str, ...], request: dict[str, Any]) -> Any:
         wanted = CommitTableRequest.model_validate(request)
         table = self.catalog.load_table(identifier)
         refs = [r for r in wanted.requirements if isinstance(r, AssertRefSnapshotId)]
-        # As the Java servers do: the client's own check refuses branches of a table without a snapshot.
+        # As in the Java servers: the client's own check rejects branches of a table without a snapshot.
         for ref in refs:
             found = table.metadata.refs.get(ref.ref)
             if (found.snapshot_id if found else None) != ref.snapshot_id:

@@ -1,4 +1,4 @@
-"""A wheel of this tree, and empty environments that it is installed into without the lock."""
+"""A wheel of this tree, installed into empty environments without the lock."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def uv(*arguments: object, cwd: Path = ROOT) -> str:
 
 
 def clean(**more: str) -> dict[str, str]:
-    """An environment without what this process has of this tree's."""
+    """Environment variables without this tree's settings."""
     hidden = ("PYTHONPATH", "VIRTUAL_ENV", "PYSPARK_PYTHON", "PYTHONHOME")
     return {k: v for k, v in os.environ.items() if k not in hidden} | more
 
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with nothing but the wheel and what it asked for."""
+    """An environment with only the wheel and its dependencies."""
 
     folder: Path
 
@@ -43,7 +43,7 @@ class Installed:
         return self.folder / "bin" / "python"
 
     def run(self, *arguments: object, cwd: Path, code: int | None = 0, **environment: str) -> str:
-        """Run a program of it; returns standard output and error, and holds the exit code against `code`."""
+        """Run one of its programs; check the exit code; return standard output and error."""
         done = subprocess.run(
             [str(self.folder / "bin" / str(arguments[0])), *map(str, arguments[1:])],
             cwd=cwd,
@@ -59,7 +59,7 @@ class Installed:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: the build puts the C library beside its source."""
+    """Built from a copy: the build puts the C library next to its source."""
     copy, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE", "hatch_build.py"):
         if (ROOT / name).exists():
@@ -72,7 +72,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def installed(wheel: Path, tmp_path: Path) -> Callable[[str], Installed]:
-    """`installed("kafka")`: the wheel with these extras and the newest of all it depends on; "": with none."""
+    """`installed("kafka")`: the wheel with these extras and the newest dependencies; "": no extras."""
 
     def install(extras: str) -> Installed:
         folder = tmp_path / f"env-{extras or 'none'}"

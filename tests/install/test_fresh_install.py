@@ -1,4 +1,4 @@
-"""What `pip install "delivered[...]"` gives without the lock: the newest of all dependencies, or the lowest."""
+"""`pip install "delivered[...]"` without the lock, with the newest or the lowest dependencies."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_each_extra_alone(extra: str, installed: Callable[[str], Installed], tmp
     said = env.run("delivered", "doctor", cwd=here, code=0 if with_spark else 1)
     assert ('pip install "delivered[spark]"' in said) is not with_spark, "brackets are no markup"
     assert ('pip install "delivered[kafka]"' in said) is (extra != "kafka")
-    # What is imported anywhere and is not there belongs to an extra.
+    # Every missing module that is imported anywhere belongs to an extra.
     assert set(env.run("python", "-c", _IMPORTS, cwd=here).split()) <= set(EXTRA_OF)
 
     can_run = extra == "spark"
@@ -75,8 +75,8 @@ def test_the_example_of_a_fresh_install_runs(installed: Callable[[str], Installe
 @pytest.mark.matrix
 @pytest.mark.timeout(3_600)
 def test_the_lowest_versions_that_are_allowed(wheel: Path, tmp_path: Path) -> None:
-    """The fast tests with the lowest version of each direct dependency; what these ask for is new."""
-    env, locked = ROOT / "build" / "lowest", tmp_path / "lowest.txt"  # where tests of other users reach it
+    """The fast tests with the lowest version of each direct dependency; transitive ones are new."""
+    env, locked = ROOT / "build" / "lowest", tmp_path / "lowest.txt"  # accessible to tests that run as other users
     extras = [x for extra in EXTRAS for x in ("--extra", extra)]
     lowest = ("--resolution", "lowest-direct", "--python-version", "3.11", "--output-file", locked)
     uv("pip", "compile", "--quiet", *lowest, *extras, "pyproject.toml")
@@ -86,7 +86,7 @@ def test_the_lowest_versions_that_are_allowed(wheel: Path, tmp_path: Path) -> No
     uv("pip", "install", "--quiet", "--python", env, "-r", locked, *tools)
     uv("pip", "install", "--quiet", "--python", env, "--no-deps", wheel)  # its entry points
     fast = ("tests/unit", "tests/property", "tests/crash/test_crash_points.py")
-    without = "not object_store and not object_in"  # moto is of the development group
+    without = "not object_store and not object_in"  # moto is a development dependency
     done = subprocess.run(
         [env / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", *fast, "-k", without],
         cwd=ROOT,

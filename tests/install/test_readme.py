@@ -1,4 +1,4 @@
-"""README pasted from top to bottom into an empty folder shows records arriving."""
+"""README, pasted from top to bottom into an empty folder, shows records arriving."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What Spark's own Kafka suites assert, row by row: what its connector does, and what ours does.
+"""The assertions of Spark's own Kafka suites, row by row: behaviour of its connector and of this one.
 
-The table of docs/connectors/kafka.md is generated from this. `tests/spark/test_parity.py` runs every row: one whose
-outcome changed fails, even if the two have become the same.
+The table of docs/connectors/kafka.md is generated from this. `tests/spark/test_parity.py` runs every row: it fails if
+an outcome changed, even if the two have become equal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Differs:
     Attributes:
         spark, ours: what is observed.
         why: for the page.
-        missing: Spark's connector has it and ours does not.
+        missing: Spark's connector has it, this one does not.
     """
 
     spark: Fact
@@ -32,7 +32,7 @@ class Area:
     """
     Attributes:
         title: for the page.
-        suites: of Spark's, from which the rows come.
+        suites: Spark's suites that the rows come from.
         facts: what is looked at -> what is observed.
         matrix: `make verify` runs it, not `make test`.
     """
@@ -47,7 +47,7 @@ class Area:
 class Row:
     """
     Attributes:
-        scenario: the function of `scenarios` that observes it; with what it is asked for after "@".
+        scenario: the function in `scenarios` that observes it, with its argument after "@".
     """
 
     scenario: str
@@ -79,7 +79,7 @@ STARTS: dict[str, Fact | Differs] = {
     for loss in ("true", "false")
 }
 STARTS_ALWAYS = ("subscribe from latest, failOnDataLoss=true", "assign from offsets, failOnDataLoss=true")
-"""Those of the matrix that `make test` runs."""
+"""Rows of the matrix that `make test` runs."""
 
 AREAS: dict[str, Area] = {
     "options_stream": Area(

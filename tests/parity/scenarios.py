@@ -1,6 +1,6 @@
-"""What the rows of `behaviours` observe: each function runs one connector and returns facts by name.
+"""Observations for the rows of `behaviours`: each function runs one connector and returns facts by name.
 
-A scenario groups many rows into few queries. It knows neither what it should find nor which connector it runs.
+A scenario covers many rows with few queries. It knows neither the expected outcome nor which connector it runs.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def batch_columns(w: World) -> Facts:
 
 
 def batch_pieces(w: World) -> Facts:
-    """Ranges of tasks, as Spark's calculator of ranges is tested, through what each task reads."""
+    """Ranges of tasks, as in the tests of Spark's range calculator, by what each task reads."""
     topic = str(w.kafka.topic(3))
     w.send(topic, {p: range(n) for p, n in enumerate((10_001, 15_001, 20_001))})
 
@@ -351,7 +351,7 @@ def stream_min_offsets(w: World) -> Facts:
 
 
 def _transactions(w: World, level: str) -> str:
-    """Batches of three offsets over what four transactions left: commit markers and aborted records are offsets too."""
+    """Batches of three offsets over four transactions: commit markers and aborted records take offsets, too."""
     topic = str(w.kafka.topic(1))
     query = Query(
         w,
@@ -685,7 +685,7 @@ def _window() -> Any:
 
 
 def stream_during(w: World) -> Facts:
-    """What happens in Kafka while a batch runs."""
+    """Changes in Kafka while a batch runs."""
     topic = w.topic(10)
 
     def remake(number: int) -> None:
@@ -745,7 +745,7 @@ def stream_modes(w: World) -> Facts:
 
 
 def sink_rows(w: World) -> Facts:
-    """What a reader of the topic finds of rows that were written."""
+    """Written rows as a reader of the topic sees them."""
     headers = "array(struct('a' AS key, CAST('b' AS BINARY) AS value))"
     twice = "array(struct('e' AS key, CAST('f' AS BINARY) AS value), struct('e' AS key, CAST('g' AS BINARY) AS value))"
 
@@ -953,11 +953,11 @@ STREAM_OPTIONS: dict[str, dict[str, str]] = {
     "includeHeaders": {"subscribe": "t", "includeHeaders": "TRUE"},
     "an unknown option": {"subscribe": "t", "startingOffset": "earliest"},
 }
-"""Options of a stream's source by what is looked at: taken by `load()`, or refused."""
+"""Options of a stream's source, accepted or refused by `load()`."""
 
 
 def options_stream(w: World) -> Facts:
-    """Spark's connector by `load()`; ours by what reads its options there, without a session."""
+    """Spark's connector by `load()`; this one by its option parser, without a session."""
 
     def load(given: dict[str, str]) -> str:
         if w.connector.ours:
@@ -992,7 +992,7 @@ def options_batch(w: World) -> Facts:
 
 
 def options_start(w: World) -> Facts:
-    """What is for a batch, given to a stream."""
+    """Batch options on a stream."""
 
     def run(**options: Any) -> Any:
         return attempt(lambda: w.run_told(subscribe=w.topic(1), startingOffsets="earliest", **options))

@@ -1,4 +1,4 @@
-"""What a scenario works with: a broker, a session, one of the two connectors, and clients that belong to neither."""
+"""A scenario's environment: a broker, a session, one of the two connectors, and independent clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Facts = dict[str, Fact]
 
 @dataclass(frozen=True)
 class Connector:
-    """One of the two: its format, and the options that it alone needs.
+    """One of the two connectors: its format, and options that only it needs.
 
     Attributes:
         reads_with, writes_with: options of every source and sink.
@@ -39,7 +39,7 @@ class Connector:
         return self.format != "kafka"
 
 
-# Its consumer waits so long for records that are not there any more: 120 s by default.
+# How long its consumer waits for deleted records: 120 s by default.
 SPARK = Connector("kafka", reads_with={"kafkaConsumer.pollTimeoutMs": "2000"})
 OURS = Connector("delivered_kafka", writes_with={"guarantee": "at_least_once"})
 
@@ -64,7 +64,7 @@ class World:
 
     @property
     def impatient(self) -> dict[str, str]:
-        """Options with which a sink does not wait a minute for a topic that is not there."""
+        """Options that keep a sink from waiting a minute for a missing topic."""
         return {} if self.connector.ours else {"kafka__max__block__ms": "2000"}
 
     def name(self) -> str:
@@ -73,7 +73,7 @@ class World:
     def checkpoint(self) -> str:
         return str(self.folder / self.name())
 
-    # Topics, through clients that belong to neither connector
+    # Topics, through independent clients
 
     def topic(self, *sizes: int, name: str | None = None, **config: Any) -> str:
         """A topic with as many partitions as sizes; partition p holds the numbers 100p to 100p + size - 1."""
@@ -102,7 +102,7 @@ class World:
         assert self._producer.flush(30) == 0 and not failed, failed
 
     def transaction(self, topic: str, values: Iterable[Any], end: str = "commit") -> Callable[[], None]:
-        """Send in a transaction, and end it: commit, abort, or open; returns what commits an open one."""
+        """Send in a transaction, then commit, abort or leave it open; returns a function that commits an open one."""
         producer = Producer(
             {"bootstrap.servers": self.kafka.bootstrap, "transactional.id": f"{topic}-{next(self._names)}"}
         )
@@ -115,7 +115,7 @@ class World:
 
         def finish(how: Callable[[float], None]) -> None:
             how(30)
-            # The marker is written after the producer was answered: what readers see is what the scenario waits for.
+            # The marker is written after the reply to the producer, so wait until readers see it.
             self.until(
                 lambda: (
                     sent
@@ -146,7 +146,7 @@ class World:
         self.kafka.admin().delete_records([at])[at].result(30)
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Each look asks a server, which takes its time to answer."""
+        """Each check queries a server, which takes time."""
         deadline = time.monotonic() + 60
         while not holds():
             assert time.monotonic() < deadline, "the state that the scenario waits for did not come"
@@ -168,14 +168,14 @@ class World:
         return self.reader(self.spark.read, _dotted(options)).load()
 
     def read(self, **options: Any) -> Fact:
-        """Values that a batch read gives, or how it is refused."""
+        """Values of a batch read, or how it is refused."""
         return attempt(lambda: told([r[0] for r in self.batch(**options).select("value").collect()]))
 
     def stream(self, **options: Any) -> Any:
         return self.reader(self.spark.readStream, _dotted(options)).load()
 
     def run(self, checkpoint: str, frame: Any = None, **options: Any) -> list[list[Any]]:
-        """Run a query to the end of what is there (available now); the values of each batch."""
+        """Run a query with available now; the values of each batch."""
         made = self.stream(**options) if frame is None else frame
         query = Query(self, made, checkpoint, trigger={"availableNow": True})
         query.end()
@@ -193,7 +193,7 @@ class World:
         writer = frame.write.format(self.connector.format).options(**given).mode(mode)
 
         def save() -> str:
-            make_active(self.spark)  # Spark looks for a Python sink in the thread's active session alone
+            make_active(self.spark)  # Spark looks for a Python sink only in the thread's active session
             writer.save()
             return "written"
 
@@ -262,7 +262,7 @@ class Query:
 
 
 def told(values: Iterable[Any]) -> str:
-    """Numbers in order as "0-9 12", what is no number as text; a value that came twice stands twice."""
+    """Numbers in order as "0-9 12", other values as text; duplicates appear twice."""
     texts = [v.decode() if isinstance(v, (bytes, bytearray)) else str(v) for v in values]
     numbers = sorted(int(t) for t in texts if t.lstrip("-").isdigit())
     runs: list[list[int]] = []
@@ -276,11 +276,11 @@ def told(values: Iterable[Any]) -> str:
 
 
 def attempt(work: Callable[[], Fact]) -> Fact:
-    """What `work` gives, or "refused"."""
+    """The result of `work`, or "refused"."""
     try:
         return work()
     except Exception as error:
-        # A fault of the scenario must not look like a refusal of the connector.
+        # A bug in the scenario must not look like a refusal of the connector.
         if isinstance(error, (AssertionError, NameError, TypeError, AttributeError)):
             raise
         return "refused"

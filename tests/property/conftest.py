@@ -1,4 +1,4 @@
-"""Examples are judged by what they show, not by how long they take: the machine may be busy."""
+"""No deadlines for examples: the machine may be busy."""
 
 from hypothesis import settings
 

@@ -1,6 +1,6 @@
-"""Equal multisets of records give equal fingerprints; anything else gives another one.
+"""Equal multisets of records give equal fingerprints; different ones give different fingerprints.
 
-All of it twice: as the C library computes them, and as numpy does without it.
+All tests run twice: with the C library, and with numpy.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_other_multisets_differ(one: Any, two: Any) -> None:
 
 @given(rows.filter(bool), values, values)
 def test_a_doubled_pair_does_not_cancel(some: Any, key: Any, value: Any) -> None:
-    """Why not XOR: under it these three are alike."""
+    """Why not XOR: it would make these three equal."""
     row = (key, value)
     assert len({of(some), of([*some, row, row]), of([*some, row, row, row, row])}) == 3
     assert of([row]) != of([row, row, row])
@@ -93,14 +93,14 @@ def test_any_text_reads_back(count: int, low: int, high: int) -> None:
 
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=20))
 def test_equal_and_mixed_widths_agree(some: list[bytes]) -> None:
-    """A value's hash does not depend on how long its neighbours are."""
+    """A value's hash does not depend on the length of its neighbours."""
     together = record_hashes(pa.record_batch([pa.array(some, pa.binary())], names=["v"]), SEED)
     alone = [record_hashes(pa.record_batch([pa.array([v], pa.binary())], names=["v"]), SEED)[0] for v in some]
     assert together.tolist() == alone
 
 
 def test_what_a_ledger_holds_reads_the_same() -> None:
-    """Fingerprints lie in ledgers for years: these were computed by the first version."""
+    """Ledgers keep fingerprints for years: these were computed by the first version."""
     texts = ["", "a", "seven77", "eight888", "nine99999", "x" * 63, "y" * 64, "z" * 65, "long" * 1500, None]
     numbers = range(len(texts))
     midnight = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
@@ -208,7 +208,7 @@ TYPES: list[tuple[pa.DataType, list[Any]]] = [
 def column(kind: pa.DataType, given_values: list[Any]) -> pa.Array:
     if pa.types.is_run_end_encoded(kind):
         return pa.compute.run_end_encode(pa.array(given_values, kind.value_type), kind.run_end_type)
-    if pa.types.is_float16(kind):  # pyarrow before 21 takes numpy's alone
+    if pa.types.is_float16(kind):  # pyarrow before 21 only accepts numpy's
         return pa.array([None if v is None else np.float16(v) for v in given_values], kind)
     return pa.array(given_values, kind)
 

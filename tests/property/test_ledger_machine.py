@@ -1,4 +1,4 @@
-"""The ledger and the engine against a model of a few lines, under any order of events."""
+"""The ledger and the engine against a small model, under any order of events."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(i=st.integers(0, 1))
     def plan_and_write(self, i: int) -> None:
-        """The usual way to a batch that can be committed: else few examples would get that far."""
+        """The common path to a committable batch: otherwise few examples would get that far."""
         self.plan(i)
         for _ in range(SHARDS):
             self.write(i, False)

@@ -1,4 +1,4 @@
-"""Options keep their names, errors travel, secrets stay out of sight, what travels as text reads back."""
+"""Options keep their names, errors are picklable, secrets stay hidden, text forms round-trip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The receiver's window against a model: the ids of the last offsets of each partition, and nothing else."""
+"""The receiver's window against a model: exactly the ids of the last offsets of each partition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PARTITIONS = st.integers(0, 2)
 
 
 class WindowMachine(RuleBasedStateMachine):
-    """A log is a list of ids for each partition. The window must say what the log's tail says, however it was told."""
+    """A log is a list of ids per partition. The window must match the log's tail, however it was filled."""
 
     @initialize(size=st.integers(1, 8))
     def begin(self, size: int) -> None:
@@ -22,7 +22,7 @@ class WindowMachine(RuleBasedStateMachine):
         self.window = Window(size)
 
     def known(self) -> set[str]:
-        """By the log alone. The window may forget a partition's part that was never told, and tells no more."""
+        """Known ids by the log alone. The window may lack ids that were never added, but has no others."""
         tails = (
             ids[max(self.retired.get(partition, 0), len(ids) - self.size) :] for partition, ids in self.log.items()
         )
@@ -44,7 +44,7 @@ class WindowMachine(RuleBasedStateMachine):
 
     @rule(partition=PARTITIONS, theirs=st.lists(IDS, min_size=1, max_size=12), overlap=st.integers(0, 5))
     def others_append(self, partition: int, theirs: list[str | None], overlap: int) -> None:
-        """Another process appended; ours reads it, perhaps from further back than it needs to."""
+        """Another process appends; this one reads that, perhaps from further back than needed."""
         ids = self.log.setdefault(partition, [])
         ids += theirs
         start = self.window.start(partition, self.retired.get(partition, 0), len(ids))
@@ -53,7 +53,7 @@ class WindowMachine(RuleBasedStateMachine):
 
     @rule(partition=PARTITIONS)
     def retire(self, partition: int) -> None:
-        """Upkeep takes away what lies before the window, as the journal does."""
+        """Maintenance deletes records before the window, as in the journal."""
         self.retired[partition] = max(self.retired.get(partition, 0), len(self.log.get(partition, [])) - self.size)
 
     @rule()

@@ -1,4 +1,4 @@
-"""Rows of every type into a database server, by a sink alone."""
+"""Rows of every type written to a database server by a sink alone."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ POINTS = [
     "commit.decide:before@batch=1", "commit.decide:after@batch=1", "recover.apply:before", "recover.apply:after",
     "commit.apply:before@batch=0", "commit.apply:after@batch=2@shard=0", "log:before@batch=2",
 ]  # fmt: skip
-"""One kill at each, in one life of a pipeline."""
+"""Crash points, with one kill at each in a single history."""
 TASK = """
 import pickle, sys
 from delivered.testing.crash import install_from_environment

@@ -1,4 +1,4 @@
-"""Records in front of a table of keys, without Spark: put into shards by key as its shuffle does."""
+"""Records for a key table, without Spark: sharded by key as by its shuffle."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def with_helpers(batch: pa.RecordBatch, keys: list[bytes | None], times: list[in
 
 
 def by_key(batch: pa.RecordBatch, shards: int) -> list[pa.RecordBatch]:
-    """The rows of each shard: all of one key in one."""
+    """The rows of each shard: a key is in one shard only."""
     at = [0 if k is None else k[0] % shards for k in batch.column(batch.schema.get_field_index(KEY)).to_pylist()]
     return [batch.filter(pa.array([a == s for a in at], pa.bool_())) for s in range(shards)]
 
@@ -41,6 +41,6 @@ def by_key(batch: pa.RecordBatch, shards: int) -> list[pa.RecordBatch]:
 def once(
     sink: Any, scope: Scope, batch: int, within_us: int, rows: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """What a task lets through, as under Spark: the memory is opened by the task."""
+    """What a task passes on, as in Spark: the task opens the key memory."""
     with closing(sink.key_memory(scope)) as memory:
         yield from without_seen(memory, batch, within_us, iter(rows))

@@ -1,4 +1,4 @@
-"""A Delta sink to try things with."""
+"""A Delta sink for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole pipeline without Spark, for a process of its own: a log, the engine, a sink, a checkpoint as Spark keeps it.
+"""A whole pipeline without Spark, for a separate process: a log, the engine, a sink, a checkpoint in Spark's format.
 
 `main` takes {"log": ..., "database": ..., "checkpoint": ..., "guarantee": ..., "owner": ...}. Before a batch its
 offsets are written, after it a file in `commits/`. Crash points come from DELIVERED_CRASH. With "dedup"
@@ -48,7 +48,7 @@ TABLE = "events"
 PIPELINE = "embedded"
 MESSAGE = Columns((("key", "id"), ("value", "payload")))
 ROUTES = {"kafka": MESSAGE, "rocketmq": Columns((("value", "id"),))}
-"""Of several sinks: these get some of the columns."""
+"""Of several sinks, those that get only some columns."""
 
 
 def transform(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -73,7 +73,7 @@ def changes(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def was(version: int) -> int | None:
-    """What a change expects in the table: the change of its key before it; of some, wrongly, no row."""
+    """The version that a change expects: its key's previous one; for some changes, wrongly, no row."""
     return None if version < 97 or version % 13 == 0 else version - 97
 
 
@@ -133,7 +133,7 @@ def run(spec: dict[str, Any]) -> None:
     schema = made(pa.RecordBatch.from_pylist([], schema=source.schema())).schema
     sink.check_schema(schema)
     ready_target(sink, schema)
-    # As under Spark: one process plans, another one commits. Here each has its own ledger and committer.
+    # As in Spark, one process plans, another commits. Here each has its own ledger and committer.
     planning, committing = (Context.open(sink, scope, guarantee, owner) for _ in range(2))
     driver = source.driver()
     for turn in itertools.count():
@@ -170,7 +170,7 @@ def run(spec: dict[str, Any]) -> None:
 def _once(
     within_us: int, sink: Any, scope: Scope, batch: int, read: list[pa.RecordBatch], made: Any
 ) -> list[Iterator[pa.RecordBatch]]:
-    """Shards without the repeats that a table of keys knows."""
+    """Shards without duplicates according to a key table."""
     from tests.support.dedup import by_key, once, with_helpers
 
     parts: list[list[pa.RecordBatch]] = [[], []]

@@ -1,4 +1,4 @@
-"""An Iceberg sink to try things with, and its table as somebody else uses it."""
+"""An Iceberg sink for tests, and its table through another client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sink_at(path: Path, **given: str) -> IcebergSink:
 
 
 def others(path: Path) -> SqlCatalog:
-    """The catalog as somebody else uses it."""
+    """The catalog through another client."""
     return SqlCatalog("default", uri=f"sqlite:///{path}/catalog.db", warehouse=f"file://{path}")
 
 
@@ -37,7 +37,7 @@ def seen(path: Path) -> pa.Table:
 
 
 def strays(path: Path) -> set[str]:
-    """Manifests of ours that no snapshot names."""
+    """This package's manifests that no snapshot references."""
     table = theirs(path)
     there = {f"file://{p}" for p in (path / "shop").rglob("metadata/delivered/**/*.avro")}
     lists = {s.manifest_list for s in table.snapshots()}
@@ -61,6 +61,6 @@ def before_commit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Non
 
 
 def staged_in(sink: IcebergSink, rows: pa.Table = ROWS, *given: Any, **more: Any) -> Any:
-    """Tasks read the table: it has to be there first."""
+    """Tasks read the table, so it must exist first."""
     sink.ready_target(rows.schema)
     return staged(sink, rows, *given, **more)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a fresh interpreter has loaded."""
+"""Modules loaded by a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOURCE = Path(delivered.__file__).parent
 
 
 def fresh(code: str, *inputs: bytes) -> set[str]:
-    """Names of ours and of heavy libraries that a fresh interpreter holds after `code`."""
+    """Modules of this package and of heavy libraries in a fresh interpreter after `code`."""
     tail = "\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
     own = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE_")}  # it would load modules, too
     ran = subprocess.run(

@@ -24,7 +24,7 @@ def open_log(path: Path, window: int = 100, **options: Any) -> LogJournal:
 
 
 def race(monkeypatch: pytest.MonkeyPatch, other: Callable[[], Any]) -> None:
-    """Let `other` run once between the look at the window and the commit of whoever appends next."""
+    """Run `other` once between the next append's window check and its commit."""
     sync, done = produce.sync_data, False
 
     def first(*arguments: Any) -> None:

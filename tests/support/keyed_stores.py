@@ -1,4 +1,4 @@
-"""Databases and tables that take rows by key, as a sink and from outside."""
+"""Databases and tables with upserts, as a sink and from outside."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from delivered.contract.sink import Sink
 
 COLUMNS = "region text, id bigint, version bigint, text text NOT NULL, note text DEFAULT 'kept'"
 KEYED = COLUMNS.replace("region text", "region varchar(64) COLLATE utf8mb4_nopad_bin")
-"""MySQL: no index takes a text without a bound, and its texts are equal that differ in case."""
+"""MySQL: indexes do not accept unbounded text, and its texts compare case-insensitively."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Pulsar's source and sink as a pipeline uses them, and messages as a client that is not ours sees them."""
+"""Pulsar's source and sink as in a pipeline, and messages through an independent client."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from delivered.pipeline.registry import find_sink, find_source
 
 FULL = "persistent://public/default/"
 CHUNK = 5 << 20
-"""The broker's default for maxMessageSize: what is above it goes in chunks."""
+"""The broker's default for maxMessageSize: larger messages are chunked."""
 
 
 def source(pulsar: Pulsar, topic: str, **options: Any) -> Source:
     given = {**pulsar.options, "topics": topic, **options}
-    return CONNECTOR.source({k.lower(): str(v) for k, v in given.items()})  # lower case, as PySpark hands them over
+    return CONNECTOR.source({k.lower(): str(v) for k, v in given.items()})  # lower case, as PySpark passes them
 
 
 def rows(count: int, first: int = 0) -> list[bytes]:
@@ -41,7 +41,7 @@ def values(table: pa.Table) -> list[bytes | None]:
 
 
 def batches(src: Source, limit: int | None, start: Offsets | None = None) -> list[tuple[Offsets, Offsets]]:
-    """As a stream would cut what is there."""
+    """The current content, split into batches as by a stream."""
     driver = src.driver()
     at = driver.initial() if start is None else start
     found = []
@@ -56,7 +56,7 @@ def sink(folder: Path, pulsar: Pulsar, topic: str, **options: str) -> Any:
 
 
 def taken(pulsar: Pulsar, topic: str) -> list[dict[str, Any]]:
-    """All that is in the topic."""
+    """All messages in the topic."""
     source = find_source("pulsar", {**pulsar.options, "topics": topic, "includeHeaders": "true"})
     driver = source.driver()
     return [r for piece in driver.slices(*driver.batch()) for b in source.read(piece) for r in b.to_pylist()]

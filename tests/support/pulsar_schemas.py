@@ -1,4 +1,4 @@
-"""Schemas of Pulsar's registry, written and read by clients that are not ours."""
+"""Schemas of Pulsar's registry, written and read by independent clients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ V1 = record(("id", "long"), ("name", "string"), ("paid", "boolean"))
 
 
 def registers(schema: dict[str, Any], kind: str = "AVRO") -> Any:
-    """What the client's `create_producer` takes as schema; values are bytes that somebody encoded."""
+    """The schema for the client's `create_producer`; values are encoded bytes."""
     import _pulsar
     import pulsar
 

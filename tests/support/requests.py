@@ -1,4 +1,4 @@
-"""What a planner is asked for: sources, sinks, a request."""
+"""The planner's input: sources, sinks, a request."""
 
 from __future__ import annotations
 

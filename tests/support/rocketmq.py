@@ -1,4 +1,4 @@
-"""What lies in a topic of RocketMQ."""
+"""The content of a RocketMQ topic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from delivered.connectors.rocketmq.receiver import RocketmqReceiver
 
 
 def taken(rocketmq: Rocketmq, topic: str, ordered: bool = False, wait_s: float = 1.0) -> list[tuple[Any, ...]]:
-    """All that is in the topic: id, key, value, in the order of arrival."""
+    """All messages in the topic: id, key, value, in order of arrival."""
     group = rocketmq.group(ordered)
     options = {"endpoints": rocketmq.url, "topic": topic, "group": group, "log": "/x"}
     receiver = RocketmqReceiver(RocketmqOptions.parse(options))

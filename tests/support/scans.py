@@ -1,4 +1,4 @@
-"""What an audit finds in a sink."""
+"""A sink's content as read by an audit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real servers and what tests do with them, by clients that are not ours. `tests/conftest.py` has them as fixtures."""
+"""Real servers, used by tests through independent clients. `tests/conftest.py` has them as fixtures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Kafka(Server):
     """
 
     system = "kafka"
-    # Expired transactions are looked for every ten seconds by default.
+    # By default, expired transactions are aborted every ten seconds.
     quick: ClassVar = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": "500"}
     _names = itertools.count()
 
@@ -63,7 +63,7 @@ class Kafka(Server):
         return self.broker.bootstrap
 
     def topic(self, partitions: int = 4, /, name: str | None = None, **config: Any) -> str:
-        """Make a topic nobody else uses; `config` as Kafka names it, with `_` for `.`."""
+        """Create a unique topic; `config` as Kafka names it, with `_` for `.`."""
         from confluent_kafka.admin import NewTopic
 
         name = name or f"t{next(self._names)}"
@@ -119,7 +119,7 @@ class Mysql(Server):
     """A real MariaDB and what tests do with it, as `Postgres`."""
 
     system = "mysql"
-    # What a killed server wrote, the system keeps: tests that pull no plug need no disk.
+    # The system keeps what a killed server wrote: without power loss, no sync is needed.
     quick: ClassVar = {"innodb_flush_method": "nosync", "debug_no_sync": "1"}
     _names = itertools.count()
 
@@ -178,7 +178,7 @@ class Rabbitmq(Server):
         return pika.BlockingConnection(pika.URLParameters(self.url))
 
     def queue(self, kind: str = "quorum", durable: bool = True, **arguments: Any) -> str:
-        """Name of a queue nobody else uses."""
+        """A unique queue name."""
         name = f"q{next(self._names)}"
         given = {"x-queue-type": kind, **{k.replace("_", "-"): v for k, v in arguments.items()}}
         connection = self.connect()
@@ -250,7 +250,7 @@ class Pulsar(Server):
         return json.loads(said) if said else None
 
     def topic(self, partitions: int = 0, namespace: str = "public/default") -> str:
-        """Name of a topic nobody else uses; short in public/default, else full."""
+        """A unique topic name; short in public/default, else full."""
         name = f"t{next(self._names)}"
         path = f"persistent/{namespace}/{name}"
         self.admin("PUT", f"{path}/partitions", partitions) if partitions else self.admin("PUT", path, {})
@@ -401,11 +401,11 @@ class Rocketmq(Server):
 
     system = "rocketmq"
     quick: ClassVar = {
-        # Else nothing that a killed receiver held comes again before ten seconds.
+        # Otherwise a killed receiver's messages are not redelivered for ten seconds.
         "proxy.minInvisibleTimeMillsForRecv": "1000",
-        # Tests leave half messages behind, and each round of questions would write all of them anew.
+        # Tests leave half messages behind, and each round of transaction checks would rewrite all of them.
         "transactionCheckInterval": "3600000",
-        # 5.5.0 turns a core without end, this long after the last transaction was ended (apache/rocketmq issue 10966).
+        # 5.5.0 busy-loops forever this long after the last transaction ended (apache/rocketmq issue 10966).
         "transactionOpBatchInterval": "3600000",
     }
     _names = itertools.count()
@@ -495,5 +495,5 @@ class Rocketmq(Server):
         self._producers.clear()
 
     def stop(self) -> None:
-        self.broker.kill()  # it would take 20 s to end by itself
+        self.broker.kill()  # a graceful stop takes 20 s
         self.close()

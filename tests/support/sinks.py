@@ -1,4 +1,4 @@
-"""Every sink, and how to drive one as Spark would."""
+"""Every sink, and how to drive one as by Spark."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _names = itertools.count()
 
 @dataclass
 class Rig:
-    """A sink and how to drive it as Spark would: each call of `context` is a process of its own."""
+    """A sink, driven as by Spark: each call of `context` acts as a separate process."""
 
     sink: Sink
     pipeline: str = field(default_factory=lambda: f"p{next(_names)}")
@@ -84,13 +84,13 @@ class Rig:
         return commit_batch(context, batch, offsets(batch), messages)
 
     def visible(self) -> Fingerprint:
-        """Of all that a reader of the sink sees, once what is being ended has ended."""
+        """Fingerprint of all visible rows, once pending commits have completed."""
         self.settle()
         seed, names = fingerprint_seed(self.scope), self.sink.records(rows(0, 0)).schema.names
         return sum((fingerprint(batch, seed, names) for batch in scanned(self.sink)), Fingerprint())
 
     def settle(self) -> None:
-        """Kafka answers a commit first, and then ends it in one partition after another."""
+        """Kafka replies to a commit before it has written the markers to all partitions."""
         if self.sink.capability().system != "kafka":
             return
         committer = self.sink.committer(self.scope)

@@ -1,4 +1,4 @@
-"""Rows of every type, and the steps of a batch into a table, one by one."""
+"""Rows of every type, and the single steps of a batch into a table."""
 
 from __future__ import annotations
 

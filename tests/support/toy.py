@@ -32,14 +32,14 @@ class CommitsAgain(ToyCommitter):
 
 
 class NotIdempotent(ToySink):
-    """Each commit shows the rows once more: the staged file is copied, and stays."""
+    """Each commit repeats the rows: the staged file is copied and kept."""
 
     def committer(self, scope: Scope) -> ToyCommitter:
         return CommitsAgain(self.options.path, scope)
 
 
 class ShowsAtOnce(ToySink):
-    """Rows are visible once they are prepared, whatever is decided."""
+    """Rows are visible once prepared, even without a decision."""
 
     def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ToyWriter:
         return super().writer(work, Guarantee.AT_LEAST_ONCE, schema)

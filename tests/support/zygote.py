@@ -1,4 +1,4 @@
-"""Starts embedded pipelines by fork, from a process that has done the imports: they take longer than a run.
+"""Forks embedded pipelines from a process that has done the imports, which take longer than a run.
 
     python zygote.py
 
@@ -28,7 +28,7 @@ class Zygote:
         )
 
     def load(self, *systems: str) -> None:
-        """Import the connectors of these systems and their clients: what starts afterwards has them."""
+        """Import the connectors of these systems and their clients, for pipelines started afterwards."""
         self._ask(load=systems)
 
     def start(self, spec: dict[str, Any], folder: Path, crash: str = "") -> Child:
@@ -36,12 +36,12 @@ class Zygote:
 
         Args:
             spec: as `embedded_pipeline.py` takes it.
-            crash: crash points as DELIVERED_CRASH takes them; those that were hit are noted in `<folder>/crashes`.
+            crash: crash points as in DELIVERED_CRASH; those hit are recorded in `<folder>/crashes`.
         """
         crashes, error = folder / "crashes", folder / "error"
         crashes.mkdir(exist_ok=True)
         if spec.get("stop_at"):
-            error = folder / "error-of-the-stopped"  # another one runs before it goes on
+            error = folder / "error-of-the-stopped"  # another one runs before it resumes
         environment = {**os.environ, "DELIVERED_CRASH": crash, "DELIVERED_CRASH_DIR": str(crashes)}
         return Child(self, self._ask(start=spec, environment=environment, error=str(error)), error)
 
@@ -50,7 +50,7 @@ class Zygote:
         return self.start(spec, folder, crash).finish()
 
     def stop(self) -> None:
-        """Whatever still runs or is stopped is killed."""
+        """Kill everything that still runs or is stopped."""
         self._process.communicate()
 
     def _ask(self, **request: Any) -> int:
@@ -63,19 +63,19 @@ class Zygote:
 
 @dataclass(frozen=True)
 class Child:
-    """A pipeline in a process of its own."""
+    """A pipeline in a separate process."""
 
     zygote: Zygote
     pid: int
     error: Path
 
     def wait_stopped(self) -> None:
-        """Wait until it stopped itself."""
+        """Wait until it has stopped itself."""
         status = self.zygote._ask(wait=self.pid, options=os.WUNTRACED)
         assert os.WIFSTOPPED(status), self.error.read_text()
 
     def go_on(self) -> tuple[int, str]:
-        """One that is stopped: to its end, as `finish`."""
+        """Resume a stopped one and wait for its end, as `finish`."""
         os.kill(self.pid, signal.SIGCONT)
         return self.finish()
 

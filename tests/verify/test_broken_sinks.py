@@ -69,7 +69,7 @@ def test_a_broken_sink_is_found_out(tmp_path: Path, connector: str, fault: str, 
     ("connector", "fault", "how"),
     [
         ("sends_at_once", "killed-after-staging", "torn_batch"),
-        # A driver that was taken for dead puts an old batch over a newer one.
+        # A driver presumed dead overwrites a newer batch with an old one.
         ("fences_nobody", "zombie-decide", "aborted_read"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Workloads of operators through Spark, end to end: honest ones hold, broken ones are found out."""
+"""Workloads of operators through Spark, end to end: correct ones pass, broken ones are detected."""
 
 from __future__ import annotations
 

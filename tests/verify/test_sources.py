@@ -1,4 +1,4 @@
-"""Sources as parts of cases: a queue that forgets, its receiver killed; and a receiver that is wrong is found out."""
+"""Sources in cases: a queue whose receiver is killed; a broken receiver is detected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(environment: Environment, source: str, fault: str | Fault, service: str 
 def test_a_receiver_that_acknowledges_before_it_persists_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both are killed with messages in their hands: those of the right one come again, the others do not."""
+    """Both are killed while holding messages: only the correct one's are redelivered."""
     monkeypatch.setattr(RabbitQueue, "patience_s", 3.0)
     script, requires = receivers.killed(POINT)
     fault = Fault("killed-persisting", "F6c", "killed before it persists", script, requires, keeps_order=False)

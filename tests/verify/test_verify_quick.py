@@ -1,4 +1,4 @@
-"""`delivered verify` end to end: its quick subset over the real sinks, through the command line."""
+"""`delivered verify` end to end: its quick subset with the real sinks, through the command line."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_same_seed_gives_the_same_cases_and_records() -> None:
 
 
 def test_the_same_seed_gives_the_same_faults(tmp_path: Path) -> None:
-    """Run twice with one seed and once with another: the moments of the kills, not only their number."""
+    """Two runs with one seed and one with another: compares the times of the kills, not only their number."""
 
     def moments(seed: int, folder: Path) -> list[object]:
         fault = next(f for f in catalogue(Guarantee.EXACTLY_ONCE, SQLITE) if f.name == "killed-at-random")

@@ -1,4 +1,4 @@
-"""RabbitMQ's receiver as people write it by hand: it acknowledges what it takes, and persists it then."""
+"""A naive RabbitMQ receiver: it acknowledges messages before it persists them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sinks that claim exactly_once and are wrong, each in one way, and an honest one to compare them with.
+"""Sinks that wrongly claim exactly_once, each broken in one way, and a correct one for comparison.
 
 Found through their entry points when this folder is on PYTHONPATH, as any connector that is not ours would be. All
 write to a table (key, value) of a SQLite file, or to what `broken_targets` knows; the ledger is in a SQLite file.
@@ -60,7 +60,7 @@ class StagedFile(Handle):
 
 
 class Writer:
-    """Keeps rows in a file beside the table until the batch is decided."""
+    """Keeps rows in a file next to the table until the batch is decided."""
 
     def __init__(self, path: str, at_once: bool, replace: bool) -> None:
         self._path, self._at_once, self._replace = path, at_once, replace
@@ -86,7 +86,7 @@ class Writer:
 
 
 class Anybody(str):
-    """Takes himself for everybody."""
+    """Equals every owner."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Operators that are wrong, each in one way."""
+"""Wrong operators, each in one way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from delivered.verify import operators
 
 
 def forgets_state(frame: DataFrame) -> DataFrame:
-    """Running totals that begin anew with every batch."""
+    """Running totals that restart with every batch."""
 
     def by_key(key: Any, frames: Iterator[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
         del state  # never read, never kept
@@ -24,7 +24,7 @@ def forgets_state(frame: DataFrame) -> DataFrame:
 
 
 def counts_late_records(frame: DataFrame) -> DataFrame:
-    """Windows without a watermark: what came too late is counted all the same."""
+    """Windows without a watermark: late records are counted, too."""
     kept = operators._timed
     try:
         operators._timed = operators._events
