@@ -1,4 +1,4 @@
-"""One Spark session for all tests of this folder that run Spark in their own process."""
+"""One Spark session for all tests of this folder that run Spark in-process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def spark_kafka_jars() -> str:
-    """Spark's own Kafka connector, with commas; empty where it cannot be had."""
+    """JARs of Spark's own Kafka connector, comma-separated; empty if unavailable."""
     try:
         java = java_home() / "bin" / "java"
         folder = fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, java, print, transitive=False)

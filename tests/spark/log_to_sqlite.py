@@ -1,4 +1,4 @@
-"""What the pipelines of several tests have in common: they read a log and write to SQLite."""
+"""Helpers of tests with pipelines from a log to SQLite."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows(folder: Path) -> int:
     try:
         return int(connection.execute("SELECT count(*) FROM orders").fetchone()[0])
     except sqlite3.OperationalError:
-        return 0  # the table is made by the first batch
+        return 0  # the first batch creates the table
     finally:
         connection.close()
 

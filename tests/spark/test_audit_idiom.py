@@ -82,19 +82,19 @@ def test_the_idiom_then_a_pipeline_on_its_checkpoint(spark: SparkSession, kafka:
     assert (report.verdict, report.counts) == (Verdict.HELD, Counts(400, 400)), str(report)
     assert json.loads(report.range_from)[source] == began[source]
 
-    # Written by a release that asked the source again: later than the checkpoint's last batch.
+    # Written by a release that queried the source again: later than the checkpoint's last batch.
     kept = Path(checkpoint) / first_offsets.FILE
     kept.write_text(json.dumps({"offsets": {source: {"0": 9_999, "1": 9_999}}}))
     report = pipeline.audit(spark)
     assert report.verdict is Verdict.UNKNOWN
     assert "ends before it starts" in report.unknowns[0]
-    # Nothing says where batch 0 began, and today's "earliest" is not it.
+    # The start of batch 0 is unknown, and is not the current "earliest".
     kept.unlink()
     pipeline.source = pipeline.source.with_options(startingOffsets="earliest")
     report = pipeline.audit(spark)
     assert (report.verdict, report.counts.lost) == (Verdict.UNKNOWN, 20)
     assert "does not record where batch 0 started" in report.unknowns[0]
-    # A start on a checkpoint with batches writes nothing down.
+    # A start on a checkpoint with batches stores nothing.
     query = pipeline.start(spark)
     query.processAllAvailable()
     assert pipeline.stop(query)

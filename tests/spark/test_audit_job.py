@@ -1,4 +1,4 @@
-"""The reconcile job catches every class of damage, and says exactly what its definition in `delivered.audit` says."""
+"""The reconcile job detects every class of damage, exactly as defined in `delivered.audit`."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_samples_name_the_record_and_are_bounded(spark: SparkSession) -> None:
 
 
 def test_without_an_id_a_record_is_told_by_its_content(spark: SparkSession) -> None:
-    """An altered record cannot be told from a lost and an unexpected one then."""
+    """Without ids, an altered record looks like a lost and an unexpected one."""
     result = audit(spark, [altered(SENT[0]), *SENT[1:]], id_sql=None)
     assert result.counts == Counts(12, 12, lost=1, unexpected=1)
     assert audit(spark, [*SENT[:11], SENT[3]], id_sql=None).counts == Counts(12, 12, lost=1, duplicated=1)
@@ -148,7 +148,7 @@ def test_batches_in_progress_may_be_there(spark: SparkSession) -> None:
 
 
 def test_one_id_and_one_key_for_everything(spark: SparkSession) -> None:
-    """Skew: what would meet in one partition is summed before it travels."""
+    """Skew: rows of one partition are pre-aggregated before the shuffle."""
     rows = 50_000
     slots = Slots()
     at = slots.placed(["0", "0"])

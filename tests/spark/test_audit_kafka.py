@@ -1,4 +1,4 @@
-"""An audit of a Kafka pipeline that died between decide and apply: nothing is called lost that the next start shows."""
+"""An audit of a Kafka pipeline that died between decide and apply: what the next start applies is not reported lost."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run(file: Path, crash: str | None, until: Callable[[], bool]) -> None:
         while process.poll() is None and not until():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        # One that was to be killed must not have ended by itself.
+        # One meant to be killed must not have ended by itself.
         assert (process.poll() is None) == (crash is not None)
         assert crash is not None or process.returncode == 0
     finally:
@@ -106,7 +106,7 @@ def test_a_batch_that_is_decided_and_not_applied_is_in_progress(
     assert finished.fingerprints.says == "source, ledger and sink agree"
     assert sorted(line.partition for line in finished.partitions) == [f"{source}-0", f"{source}-1"]
 
-    # One record more, by somebody else's hand: without the header it is foreign, with it a duplicate.
+    # One more record by another producer: without the header it is foreign, with it a duplicate.
     from confluent_kafka import Producer
 
     producer = Producer({"bootstrap.servers": kafka.bootstrap})

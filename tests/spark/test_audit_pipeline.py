@@ -121,7 +121,7 @@ def test_a_damaged_sink_breaks_what_forbids_it(
         assert (replace(report, guarantee=guarantee).verdict is Verdict.BROKEN) == (guarantee in breaks)
         if counts.unexpected:
             assert replace(report, guarantee=guarantee).verdict is Verdict.UNKNOWN
-            # Of somebody else, unless nobody else writes here.
+            # Foreign, unless there are no other writers.
             assert replace(report, guarantee=guarantee, own="true").verdict is Verdict.BROKEN
     assert report.fingerprints is not None
     assert report.fingerprints.says == "source and ledger agree, the sink differs"
@@ -217,7 +217,7 @@ def test_a_wrong_id_is_the_users_error(spark: SparkSession, ran: Path) -> None:
 
 
 def test_the_sink_may_be_read_from_an_offset_on(spark: SparkSession, copy: Path) -> None:
-    """What stood in the sink before the pipeline is not its own."""
+    """Rows from before the pipeline are not its own."""
     before = [("k", f'{{"id": {-i}}}') for i in range(1, 4)]
     connection = sqlite3.connect(copy / "sink.db")
     with connection:
@@ -283,7 +283,7 @@ def test_a_transform_that_changed_over_a_restart(spark: SparkSession, tmp_path: 
     report = before.audit(spark)
     assert (report.verdict, report.counts) == (Verdict.UNKNOWN, Counts(50, 70, earlier=20)), str(report)
 
-    # Damage is found in batches of either version.
+    # Damage is detected in batches of either version.
     change(tmp_path, "CREATE TABLE kept AS SELECT * FROM rows")
     for statement, says in (
         ("INSERT INTO rows SELECT * FROM rows WHERE value = '{\"id\": 45}'", "1 records are duplicated"),

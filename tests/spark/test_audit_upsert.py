@@ -113,21 +113,21 @@ def test_a_damaged_state_is_broken(
     shutil.copytree(ran, copy)
     change(copy, statement)
     report = audit(spark, spec(copy))
-    # A row that nobody sent may be somebody else's.
+    # A row that was never sent may be another writer's.
     assert report.verdict is (Verdict.UNKNOWN if "unexpected" in damage else Verdict.BROKEN)
     assert replace(report, own="true").verdict is Verdict.BROKEN
     assert replace(report.counts, sent=0, delivered=0) == Counts(**damage)
 
 
 def test_a_key_that_should_be_deleted(spark: SparkSession, ran: Path, tmp_path: Path) -> None:
-    """Its deletion came last in both partitions or not: what cannot be told is not judged, and said."""
+    """Whether its deletion came last in both partitions: undecidable cases are reported, not judged."""
     gone = sorted(set(range(KEYS)) - set(state()))
     assert gone
     copy = tmp_path / "copy"
     shutil.copytree(ran, copy)
     change(copy, f"INSERT INTO rows VALUES ({gone[0]}, 1, '1')")
     report = audit(spark, spec(copy))
-    # The keys of this log lie in two partitions, so an older row may have come after the deletion.
+    # The keys of this log are in two partitions, so an older row may have arrived after the deletion.
     assert report.verdict is Verdict.HELD
     assert any(f"{len(gone)} keys are not judged" in note for note in report.notes)
 

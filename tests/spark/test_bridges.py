@@ -60,7 +60,7 @@ def test_every_bridge_delivers_each_order_once(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.matrix
 def test_a_rabbitmq_stream_through_spark(rabbitmq: Rabbitmq, spark: SparkSession, tmp_path: Path) -> None:
-    """It needs no receiver; killed when a batch was decided and Spark had not heard of it."""
+    """No receiver needed; killed between a batch's decision and Spark's commit log."""
     stream = rabbitmq.queue("stream")
     rabbitmq.send(stream, [(f"id{n}", b"row %d" % n) for n in range(6_000)])
     file = tmp_path / "p.yaml"

@@ -1,4 +1,4 @@
-"""What may change between two starts on one checkpoint: each row of docs/checkpoint.md is a mark here."""
+"""Changes between two starts on one checkpoint: each row of docs/checkpoint.md is a mark here."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COUNTS = "SELECT CAST(key AS STRING) AS k, count(*) AS n FROM source GROUP BY k"
 
 
 class Life:
-    """A pipeline from a log; every start delivers 20 more records. Values say which."""
+    """A pipeline from a log; every start delivers 20 more records, identified by their values."""
 
     def __init__(self, spark: SparkSession, folder: Path, sink: Any, transform: str = PLAIN, **more: Any) -> None:
         self.spark, self.folder, self.records = spark, folder, 0
@@ -131,7 +131,7 @@ def test_a_query_with_state(spark: SparkSession, tmp_path: Path) -> None:
     assert not report.history.faults
     assert report.counts.sent == report.counts.delivered == 4
 
-    # One batch less in the ledger than in the checkpoint is still seen.
+    # One batch less in the ledger than in the checkpoint is still detected.
     logged = tmp_path / "checkpoint"
     newest = max(int(p.name) for p in (logged / "offsets").glob("[0-9]*"))
     for folder in ("offsets", "commits"):

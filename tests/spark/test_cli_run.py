@@ -1,4 +1,4 @@
-"""`delivered run` as a person runs it: a process, signals, and what is in the sink afterwards."""
+"""`delivered run` as a user runs it: a process, signals, and the sink's content afterwards."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_run_then_audit(example: Path) -> None:
         out, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, err
     assert rows(example.parent) == RECORDS
-    # What somebody takes away is seen, and the exit code says so.
+    # Removed rows are detected, with a matching exit code.
     with sqlite3.connect(example.parent / "orders.db") as connection:
         connection.execute("DELETE FROM orders WHERE id = 'order-0007'")
     with running("audit", str(example)) as process:
@@ -78,7 +78,7 @@ def test_run_then_audit(example: Path) -> None:
 
 @pytest.mark.parametrize("how", ["SIGTERM", pytest.param("Ctrl-C", marks=pytest.mark.matrix)])
 def test_a_signal_lets_the_running_batch_finish(example: Path, how: str) -> None:
-    """Ctrl-C reaches every process of the terminal's group, Spark's workers too: they must go on."""
+    """Ctrl-C reaches every process of the terminal's group, including Spark's workers, which must continue."""
     (example.parent / "slow.py").write_text(
         "import time\n\n\ndef slow(batch):\n    if batch.num_rows:\n        time.sleep(0.4)\n    return batch\n"
     )

@@ -1,4 +1,4 @@
-"""Beyond one machine: a standalone cluster whose worker dies in mid-batch, and Spark Connect."""
+"""A standalone cluster whose worker dies in mid-batch, and Spark Connect."""
 
 from __future__ import annotations
 

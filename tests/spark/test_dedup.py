@@ -1,4 +1,4 @@
-"""Repeats in the source, dropped by Spark's state: what gets in, what the audit says of it, how damage shows."""
+"""Duplicates in the source, dropped by Spark's state: admitted records, the audit's verdict, detected damage."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ SWEEP = pytest.mark.matrix
     ],
 )
 def test_repeats_across_a_crash_are_known(tmp_path: Path, guarantee: str, kills: str, memory: dict[str, str]) -> None:
-    """Each batch holds the ids of the one before again. The transform alone would be a direct stream, past Spark."""
+    """Each batch repeats the ids of the previous one. The transform alone would be a direct stream, bypassing Spark."""
     per_batch = RECORDS // 3
     ids = [i + batch * per_batch // 2 for batch in range(3) for i in range(per_batch)]
     rows = {

@@ -1,4 +1,4 @@
-"""One checkpoint, two connectors: ours and Spark's own Kafka source go on from each other's offsets, killed between."""
+"""One checkpoint, two connectors: this one and Spark's own Kafka source continue from each other's offsets."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(kafka: Any, spark: SparkSess
 def test_in_the_idiom_a_topic_made_again_between_two_runs_stops_the_query(
     kafka: Any, spark: SparkSession, tmp_path: Path
 ) -> None:
-    """`start()` tells the source its checkpoint, where it keeps the topic's id."""
+    """`start()` passes the checkpoint to the source, which stores the topic's id there."""
     delivered.register(spark)
     source, sink = kafka.topic(1), kafka.topic(1)
 

@@ -1,4 +1,4 @@
-"""The only broker goes away under a running pipeline and comes back: nothing ends, nothing is lost or doubled."""
+"""The only broker of a running pipeline goes down and returns: nothing stops, nothing is lost or duplicated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Running:
                 "bootstrap.servers": kafka.bootstrap,
                 "group.id": "judge",
                 "isolation.level": "read_committed",
-                # A broker that has just restarted may say for a moment that it has less.
+                # A broker may briefly report too little after a restart.
                 "auto.offset.reset": "earliest",
                 "log_level": 0,
             }
@@ -155,7 +155,7 @@ def busy(running: Running) -> None:
 
 
 def ended_well(running: Running) -> None:
-    """It is told to stop, and does; then somebody else counts."""
+    """It stops on request; then an independent client counts."""
     assert running.says(BACK) > 0
     assert AWAY.format(running.kafka.bootstrap) in running.spark_log.read_text()
     os.kill(running.process.pid, signal.SIGTERM)

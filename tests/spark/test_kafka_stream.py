@@ -29,7 +29,7 @@ def numbers(start: int, end: int) -> list[tuple[bytes | None, bytes | None]]:
 
 
 def told(kafka: Any, group: str, topic: str) -> int:
-    """What a group's committed offset is, as a client that is not ours sees it; -1001: none."""
+    """A group's committed offset, read by an independent client; -1001: none."""
     consumer = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": group})
     try:
         return int(consumer.committed([TopicPartition(topic, 0)], timeout=30)[0].offset)

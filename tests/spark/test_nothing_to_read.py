@@ -1,4 +1,4 @@
-"""A batch read that finds nothing gives 0 rows, whatever the reason."""
+"""A batch read without records gives 0 rows, whatever the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python workers that outlive their daemon are this driver's own: it is not refused because of them."""
+"""Python workers that outlive their daemon belong to this driver, and do not make it refuse to start."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _is_daemon(process: psutil.Process) -> bool:
 
 
 def kill_daemons(spark: SparkSession) -> list[psutil.Process]:
-    """Kill what forks Python workers; return the workers that live on."""
+    """Kill the daemon that forks Python workers; return the surviving workers."""
     daemons = [p for p in jvm(spark).children() if _is_daemon(p)]
     workers = [w for d in daemons for w in d.children()]
     for daemon in daemons:

@@ -1,4 +1,4 @@
-"""An audit by recomputing: what it proves, and what it leaves open and why. tests/spark/test_totals.py: after kills."""
+"""An audit by recomputing: what it proves, what it cannot, and why. tests/spark/test_totals.py: after kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State and rows of one batch are those of one run, killed after the decision or not.
+"""State and rows of a batch are from the same run, even if it is killed after the decision.
 
 Spark runs a decided batch again and keeps the state of that run, so the sink has to see that its rows are the delivered
 ones. Each row tells the state before it and after it: whatever a key's state was, it must have been delivered.

@@ -1,4 +1,4 @@
-"""`make totals`, in small; and the audit that recomputes it."""
+"""A small `make totals`, and the audit that recomputes it."""
 
 from __future__ import annotations
 

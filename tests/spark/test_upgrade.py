@@ -1,4 +1,4 @@
-"""A pipeline that an earlier version began, killed after its decision, goes on with the code of now."""
+"""A pipeline begun by an earlier version, killed after its decision, continues with the current code."""
 
 from __future__ import annotations
 

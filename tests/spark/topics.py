@@ -1,4 +1,4 @@
-"""Numbers in and out of a topic."""
+"""Write numbers to a topic and read them back."""
 
 from __future__ import annotations
 

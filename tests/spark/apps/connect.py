@@ -1,4 +1,4 @@
-"""Spark Connect in this process and a JVM of its own, on a port of its own."""
+"""Spark Connect in this process, with its own JVM and port."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HANGS_AFTER_S = 540
 
 
 def connected(master: str) -> SparkSession:
-    """A session over Connect to a server that is started here; a process that hangs ends, and says where it stood.
+    """A session over Connect to a server started here; a hanging process exits with a stack trace.
 
     PySpark starts the server at 15002, and no option tells its client of another port: a second one on
     the machine, of another test run, fails with a BindException. It would also listen on every address.

@@ -1,4 +1,4 @@
-"""What goes wrong in the bare Spark idiom, and what its user then reads. Run in a session, or over Spark Connect."""
+"""Mistakes in the bare Spark idiom, and their error messages. Run in a session, or over Spark Connect."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def in_thread(call: Callable[[], Any]) -> Any:
 
 
 def texts(spark: SparkSession, idiom: Idiom) -> dict[str, str]:
-    """What is said to each mistake, by the call that it belongs to; "" where nothing was said."""
+    """The error of each mistake, by call; "" without an error."""
     found: dict[str, str] = {}
 
     def note(name: str, call: Callable[[], Any]) -> None:

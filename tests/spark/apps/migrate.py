@@ -1,4 +1,4 @@
-"""A user's job before, during and after a migration: one query from Kafka to Kafka, by one of the two connectors."""
+"""A user's job before, during and after a migration: one query from Kafka to Kafka, with one of the two connectors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def held(value: bytes | None, at: str) -> bytes | None:
 
 
 def query(spark: Any, connector: str, given: Any, **options: str) -> Any:
-    """The user's query, up to start(). Going to ours is one word twice, and `options` of the sink."""
+    """The user's query, up to start(). Migrating changes one word twice, and adds `options` of the sink."""
     rows = (
         spark.readStream.format(connector)
         .option("kafka.bootstrap.servers", given.bootstrap)

@@ -1,4 +1,4 @@
-"""A user's jobs over Spark Connect: a copy of a topic, then its totals by output mode and by an own foreachBatch."""
+"""A user's jobs over Spark Connect: a copy of a topic, then its totals by output mode and by a custom foreachBatch."""
 
 from __future__ import annotations
 
