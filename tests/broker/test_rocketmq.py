@@ -93,9 +93,7 @@ def test_an_ordered_group_stays_in_order_over_a_kill_and_repeats(rocketmq: Rocke
     dies = receive(file, crash="receive.persist:before#2!kill")
     dies.communicate(timeout=60)
     assert dies.returncode == -signal.SIGKILL
-    finish(
-        receive(file, "--idle-seconds", "9")
-    )  # a long poll is not woken when an ordered message becomes visible again
+    finish(receive(file, "--idle-seconds", "9"))  # a long poll is not woken by an ordered message's reappearance
     found = rows(tmp_path / "log")
     for of in (b"a", b"b", b"c"):
         assert [r["value"] for r in found if r["key"] == of] == [b"%s %d" % (of, n) for n in range(100)]

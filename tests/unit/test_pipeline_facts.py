@@ -188,7 +188,7 @@ def test_sources_of_sparks_own_are_judged_by_name(tmp_path: Path) -> None:
 
 
 def test_first_offsets_are_kept_once(tmp_path: Path) -> None:
-    """ "latest" must mean the same position when batch 0 is rerun: records in between would be lost."""
+    """With "latest", the position must stay the same when batch 0 is rerun: records in between would be lost."""
     made = pipeline(tmp_path)
     source = made.sources["source"].with_options(startingOffsets="latest").source()
     first = first_offsets.keep(made.checkpoint, source.driver().initial)
