@@ -27,6 +27,7 @@ def test_every_crash_point_belongs_to_a_guarantee() -> None:
     assert reachable == set(points())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("guarantee", "commit"), CASES)
 def test_two_crashes(guarantee: Guarantee, commit: Commit) -> None:
     runs = list(pairs(guarantee, commit, count=150, seed=20))

@@ -90,7 +90,7 @@ def test_the_idiom_then_a_pipeline_on_its_checkpoint(spark: SparkSession, kafka:
     assert "ends before it starts" in report.unknowns[0]
     # The start of batch 0 is unknown, and is not the current "earliest".
     kept.unlink()
-    pipeline.source = pipeline.source.with_options(startingOffsets="earliest")
+    pipeline.sources["source"] = pipeline.sources["source"].with_options(startingOffsets="earliest")
     report = pipeline.audit(spark)
     assert (report.verdict, report.counts.lost) == (Verdict.UNKNOWN, 20)
     assert "does not record where batch 0 started" in report.unknowns[0]

@@ -42,6 +42,7 @@ def written(kafka: Kafka, folder: Path) -> tuple[str, str]:
 
 
 @pytest.mark.skipif(not CLI.exists() or not shutil.which("bash"), reason="this PySpark has no spark-pipelines")
+@pytest.mark.matrix
 def test_the_example_is_exact_after_a_kill(kafka: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, sink = written(kafka, tmp_path)
     prepare_environment()

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from benchmarks.cases import SPARK_KAFKA_JARS
 from tests.kafka_tools import produce, read_committed
@@ -17,6 +18,7 @@ from delivered.testing.supervisor import run
 ROWS = 300
 
 
+@pytest.mark.matrix
 def test_the_jvm_source_is_read_exactly_once(kafka: Any, tmp_path: Path) -> None:
     jars = fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, java_home() / "bin" / "java", print, transitive=False)
     source, sink = kafka.topic(2), kafka.topic(2)

@@ -114,13 +114,8 @@ def test_totals_in_delta_are_those_of_the_newest_batch(crash: str, tmp_path: Pat
     assert sorted((r["k"], r["n"], r["total"]) for r in rows) == sorted((k, *v) for k, v in totals().items())
 
 
-@pytest.mark.parametrize(
-    "crash",
-    [
-        pytest.param("commit.decide:after@batch=2,commit.apply:after@batch=4", id="two"),
-        pytest.param(EVERY_POINT, id="every", marks=pytest.mark.matrix),
-    ],
-)
+@pytest.mark.matrix  # test_totals.py updates a table
+@pytest.mark.parametrize("crash", ["commit.decide:after@batch=2,commit.apply:after@batch=4", EVERY_POINT])
 def test_every_change_of_a_total_is_in_kafka_once(kafka: Kafka, crash: str, tmp_path: Path) -> None:
     produce(tmp_path)
     topic = kafka.topic(2)
@@ -138,6 +133,7 @@ def test_every_change_of_a_total_is_in_kafka_once(kafka: Kafka, crash: str, tmp_
     assert told == Counter((k, f"{n},{total}") for batch in changes for k, (n, total) in batch)
 
 
+@pytest.mark.matrix  # the next test runs a batch again
 def test_an_own_foreach_batch_is_exact_after_a_kill(tmp_path: Path) -> None:
     """Two sinks in one call, killed between them, and after the decision of the second one."""
     produce(tmp_path)

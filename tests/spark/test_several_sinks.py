@@ -27,6 +27,7 @@ RECORDS = 3_000
 EVEN = "CAST(substr(CAST(key AS STRING), 4) AS INT) % 2 = 0"
 
 
+@pytest.mark.matrix  # tests/broker/test_group_servers.py kills the same at every step, without Spark
 def test_killed_between_the_two_applies_then_all_is_in_both(kafka: Kafka, postgres: Postgres, tmp_path: Path) -> None:
     """P27: the decision stands, Kafka shows a shard and PostgreSQL nothing; the next start applies the rest."""
     topic, table = kafka.topic(2), postgres.table(None)

@@ -157,6 +157,7 @@ class Shop:
         plan = made.plan(self.spark)
         assert isinstance(plan, Plan), plan
         made.start(self.spark).awaitTermination()
+        assert not any(self.spark.catalog.tableExists(n) for n in names), "a table of this name is hidden no longer"
         expected = {(f"id-{i}", n): 1 for n, count in self.count.items() for i in range(count)}
         assert rows(self.folder) == expected
         return plan.warnings

@@ -31,6 +31,7 @@ def run(folder: Path, workload: str, fault: str, **sink: str) -> Result:
         environment.close()
 
 
+@pytest.mark.matrix
 def test_running_totals_are_recomputed_after_a_kill(tmp_path: Path) -> None:
     found = run(tmp_path, "totals", "killed-after-staging")
     assert found.verdict == Verdict.HELD, found.reasons

@@ -47,7 +47,7 @@ from delivered.spark.audit_recompute import recomputed
 from delivered.spark.audit_sent import expressions, record_columns, sent_range
 from delivered.spark.frames import SliceRows, batches_fit_for, beyond_rows, kept_plain, shuffles_fit_for
 from delivered.spark.reconcile import Slots, hashed, reconcile
-from delivered.spark.rows import apply_transform, projected, taken
+from delivered.spark.rows import apply_transform, own_views, projected, taken
 from delivered.spark.start import ready
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ def audit_sink(
         if isinstance(everything, SinkGroup)
         else None,
     )
-    return audit(spark, request, progress)
+    with own_views(pipeline.transform, spark, pipeline.sources):
+        return audit(spark, request, progress)
 
 
 def _recompute(pipeline: Definition, sink: Endpoint) -> Recompute:

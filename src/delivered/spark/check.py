@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -19,7 +17,7 @@ from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
 from delivered.spark.jvm import jvm_of
 from delivered.spark.quick_start import OVER_TCP, is_over_tcp
-from delivered.spark.rows import apply_transform, projected
+from delivered.spark.rows import apply_transform, own_views, projected
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -67,30 +65,13 @@ def _results(pipeline: Definition, spark: SparkSession, sources: Mapping[str, pa
     """
     read = {n: spark.createDataFrame([], from_arrow_schema(s)) for n, s in sources.items()}
     try:
-        with ExitStack() as views:
-            for name in read if pipeline.transform.kind == "sql" else ():
-                views.enter_context(_own_view(spark, name))
+        with own_views(pipeline.transform, spark, read):
             frame = apply_transform(pipeline.transform, spark, dict.fromkeys(sources))(read)
             # Spark Connect analyses here, not before: the views must still be there.
             frames = [projected(frame, s.projection) for s in pipeline.sinks]
             return [to_arrow_schema(f.schema, timezone="UTC") for f in frames]
     except (AnalysisException, ParseException) as error:
         raise _invalid(error, pipeline.transform.sql, sources) from None
-
-
-@contextlib.contextmanager
-def _own_view(spark: SparkSession, name: str) -> Iterator[None]:
-    """Allow a view of this name; restores the user's own afterwards."""
-    before = None
-    if spark.catalog.tableExists(name) and spark.catalog.getTable(name).isTemporary:
-        before = spark.table(name)
-    try:
-        yield
-    finally:
-        if before is not None:
-            before.createOrReplaceTempView(name)
-        else:
-            spark.catalog.dropTempView(name)
 
 
 def _invalid(error: Any, sql: str, sources: Mapping[str, pa.Schema]) -> UsageError:

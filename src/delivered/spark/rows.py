@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,28 @@ def apply_transform(
             return _map_in_arrow(arrow_transform(transform), source)
         case _:
             return _only
+
+
+@contextmanager
+def own_views(transform: Transform, spark: SparkSession, sources: Iterable[str]) -> Iterator[None]:
+    """SQL over the sources may create their views here. Afterwards the session has the views that it had before.
+
+    Start or resolve the query inside: Spark Connect resolves it only then.
+    """
+    names = sources if transform.kind == "sql" else ()
+    before = {n: spark.table(n) if _is_view(spark, n) else None for n in names}
+    try:
+        yield
+    finally:
+        for name, frame in before.items():
+            if frame is not None:
+                frame.createOrReplaceTempView(name)
+            else:
+                spark.catalog.dropTempView(name)
+
+
+def _is_view(spark: SparkSession, name: str) -> bool:
+    return spark.catalog.tableExists(name) and spark.catalog.getTable(name).isTemporary
 
 
 def arrow_transform(transform: Transform) -> ArrowTransform:

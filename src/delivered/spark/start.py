@@ -43,7 +43,7 @@ from delivered.spark.dedup import without_repeats, without_seen_repeats
 from delivered.spark.foreach import format_of, save_batch
 from delivered.spark.frames import batches_fit_for, with_setting
 from delivered.spark.jvm import make_active, named_sources
-from delivered.spark.rows import COORDINATES, apply_transform, arrow_transform, projected, routed
+from delivered.spark.rows import COORDINATES, apply_transform, arrow_transform, own_views, projected, routed
 from delivered.spark.session import is_registered, register, session
 
 if TYPE_CHECKING:
@@ -142,6 +142,7 @@ def _query(pipeline: Definition, spark: SparkSession, drain: Path) -> StreamingQ
         held.enter_context(with_setting(spark, _BY_NAME, str(named).lower()))
         if named:
             held.enter_context(with_setting(spark, _LOG_FORMAT, "2"))  # Spark 4.2 does not choose it for itself
+        held.enter_context(own_views(pipeline.transform, spark, pipeline.sources))
         return _started(pipeline, spark, drain)
 
 
