@@ -20,6 +20,7 @@ from deltalake import DeltaTable
 from tests.kafka_tools import produce
 
 import delivered
+from delivered.audit.classes import Verdict
 from delivered.connectors.log import append
 from delivered.testing import supervisor
 from delivered.testing.crash import CRASH, CRASH_DIR, hits
@@ -81,6 +82,9 @@ def once(values: list[str], records: int) -> bool:
 @checkpoint("the checkpoint's folder, moved", "goes on", "name the pipeline: its default name is made from the folder")
 @checkpoint("a column, added or removed: SQLite", "refused", "`COLUMN_MISSING`, `SCHEMA_CHANGED`: needs another table")
 @checkpoint("the sink's table, or its name", "refused", "`LEDGER_RENAMED` or `LEDGER_MISSING`: needs a new checkpoint")
+@checkpoint("the pipeline's name", "refused", "`LEDGER_RENAMED` or `LEDGER_MISSING`")
+@checkpoint("a copy of the checkpoint, run after the original went on", "refused", "`LEDGER_AHEAD`")
+@checkpoint("a copy that runs first", "goes on", "the original is refused then, `LEDGER_AHEAD`")
 def test_a_stateless_query(spark: SparkSession, tmp_path: Path) -> None:
     database = tmp_path / "out.db"
     sink = delivered.sqlite(str(database), "rows")
@@ -96,10 +100,30 @@ def test_a_stateless_query(spark: SparkSession, tmp_path: Path) -> None:
     life.start()
     assert once(rows(database), 80)
 
+    produced = life.records
     for other in (f"{PLAIN[:-12]}, 1 AS more FROM source", "SELECT CAST(value AS STRING) AS v FROM source"):
         life.refused("(SCHEMA_CHANGED|COLUMN_MISSING)", transform=other)
     life.refused("LEDGER_(RENAMED|MISSING)", sinks=[delivered.sqlite(str(database), "other")])
+    with pytest.raises(Exception, match=r"DELIVERED_LEDGER_(RENAMED|MISSING)"):
+        delivered.Pipeline(
+            name="another", guarantee="exactly_once", source=delivered.log(str(tmp_path / "in")),
+            trigger="available_now", **life.given,
+        ).start(spark).awaitTermination(WAIT_S)  # fmt: skip
     assert once(rows(database), 80)
+    assert life.records > produced
+
+    shutil.copytree(tmp_path / "moved", tmp_path / "copy")
+    life.start()
+    assert once(rows(database), life.records)
+    life.refused("LEDGER_AHEAD", checkpoint=tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy")
+    shutil.copytree(tmp_path / "moved", tmp_path / "copy")
+    life.start(checkpoint=tmp_path / "copy")
+    life.refused("LEDGER_AHEAD")
+    life.given["checkpoint"] = tmp_path / "copy"
+    life.start()
+    assert once(rows(database), life.records)
+    assert life.pipeline().audit(spark).verdict is not Verdict.BROKEN
 
 
 @checkpoint("`spark.sql.shuffle.partitions`", "goes on", "a query with state keeps the number that it began with")
