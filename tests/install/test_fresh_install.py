@@ -87,8 +87,9 @@ def test_the_lowest_versions_that_are_allowed(wheel: Path, tmp_path: Path) -> No
     uv("pip", "install", "--quiet", "--python", env, "--no-deps", wheel)  # its entry points
     fast = ("tests/unit", "tests/property", "tests/crash/test_crash_points.py")
     without = "not object_store and not object_in"  # moto is a development dependency
+    others = [f"--ignore=tests/unit/test_{n}.py" for n in ("rooms", "tools")]  # of the repository, by grimp
     done = subprocess.run(
-        [env / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", *fast, "-k", without],
+        [env / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", *fast, *others, "-k", without],
         cwd=ROOT,
         env=clean(PYTHONPATH=str(ROOT / "src")),
         capture_output=True,
