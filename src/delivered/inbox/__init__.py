@@ -1,0 +1,154 @@
+"""An inbox: a consumer records a message's id in the transaction of its effect, so that a repeat has none.
+
+    with inbox(connection, message_id, consumer="mail") as first:
+        if first:
+            connection.execute("INSERT INTO mails ...")
+    connection.commit()                  # the id and the effect, or neither
+    # only now acknowledge the message
+
+Needs neither Spark nor a connector.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from delivered.kits.caller import Caller, check_dialect, quoted
+from delivered.model.errors import BadRecord, InvariantBroken, Refused, UsageError
+
+__all__ = ["clean", "ddl", "inbox"]
+
+TABLE = "inbox"
+ID_BYTES_MAX = 512
+CONSUMER_BYTES_MAX = 128
+CLEANED_MAX = 500
+"""Rows that one call of `clean` deletes."""
+
+# Bytes in MySQL: its collations ignore spaces at the end, so a new id could pass for an old one.
+_TYPES = {
+    "postgres": ('TEXT COLLATE "C"', 'TEXT COLLATE "C"', ""),
+    "mysql": (f"VARBINARY({CONSUMER_BYTES_MAX})", f"VARBINARY({ID_BYTES_MAX})", " ENGINE=InnoDB"),
+    "sqlite": ("TEXT", "TEXT", ""),
+}
+_NOW = {
+    "postgres": "CAST(extract(epoch FROM clock_timestamp()) * 1000 AS BIGINT)",
+    "mysql": "CAST(UNIX_TIMESTAMP(NOW(3)) * 1000 AS SIGNED)",
+    "sqlite": "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)",
+}
+"""Unix time in ms by the database's clock, which all consumers share."""
+
+
+def ddl(dialect: str, table: str = TABLE) -> str:
+    """The statement that makes the table, unless it is there.
+
+    Args:
+        dialect: postgres, mysql (and MariaDB), or sqlite.
+    """
+    consumer, message, tail = _TYPES[check_dialect(dialect)]
+    default = f" DEFAULT ({_NOW[dialect]})"
+    return (
+        f"CREATE TABLE IF NOT EXISTS {quoted(dialect, table)} (\n  consumer {consumer} NOT NULL,\n"
+        f"  message_id {message} NOT NULL,\n  received_ms BIGINT NOT NULL{default},\n"
+        f"  PRIMARY KEY (consumer, message_id),\n  UNIQUE (received_ms, consumer, message_id)\n){tail}"
+    )
+
+
+@contextlib.contextmanager
+def inbox(connection: Any, message_id: str | bytes | uuid.UUID, *, consumer: str, table: str = TABLE) -> Iterator[bool]:
+    """Whether this consumer meets the message for the first time. Commits nothing; commit after the block.
+
+    An exception in the block undoes the id and the block's changes together, by a savepoint, so a caller that catches
+    it and commits loses nothing. While another transaction holds the same id, this waits: if that one commits, the
+    message is a repeat; if it rolls back, the first. A wait that the database ends (PostgreSQL: lock_timeout, or a
+    serialization failure under REPEATABLE READ; MySQL: innodb_lock_wait_timeout; SQLite: the connection's timeout)
+    raises the client's own error: roll back, and do not acknowledge.
+
+    Args:
+        connection: of psycopg 3, PyMySQL or sqlite3; a SQLAlchemy Session or Connection.
+        message_id: given by the sender and the same in every repeat; at most 512 bytes of UTF-8.
+        consumer: each has ids of its own.
+
+    Raises:
+        Refused: the connection is in autocommit, or there is no table.
+        BadRecord: no id can be made of the value.
+        InvariantBroken: the transaction ended inside the block.
+    """
+    values = _stored("consumer", consumer, CONSUMER_BYTES_MAX), _stored("message_id", message_id, ID_BYTES_MAX)
+    caller = Caller(connection, what="inbox")
+    if caller.dialect == "mysql":
+        sent: tuple[Any, ...] = tuple(v.encode() for v in values)
+    else:
+        sent = values
+    columns = ("consumer", "message_id")
+
+    def committed() -> Exception:
+        return InvariantBroken(
+            "INBOX_TRANSACTION_ENDED",
+            f"The transaction ended inside the block of message {values[1]!r}: what came after that is not protected.",
+            next_step="commit after the with block, and let errors of the database leave it",
+        )
+
+    with caller.savepoint(committed):
+        try:
+            first = caller.insert(caller.quoted(table), columns, sent)
+        except Exception as error:
+            _refuse_missing(caller, table, error)
+            raise
+        yield first
+
+
+def clean(connection: Any, *, ttl: dt.timedelta, table: str = TABLE, limit: int = CLEANED_MAX) -> int:
+    """Delete ids that are older than `ttl`, at most `limit`, in the transaction that is open on `connection`.
+
+    Call it between messages, in a transaction of its own, until it returns less than `limit`. A repeat that comes after
+    its id was deleted counts as new: choose `ttl` longer than the broker may redeliver, or a person may replay.
+
+    Returns: rows deleted.
+    """
+    if ttl <= dt.timedelta(0) or limit < 1:
+        raise UsageError(
+            "INBOX_TTL", f"ttl is {ttl!r} and limit {limit!r}; both must be above 0.", next_step="pass longer ones"
+        )
+    caller = Caller(connection, what="inbox.clean")
+    name, age = caller.quoted(table), int(ttl.total_seconds() * 1000)
+    try:
+        # Read without locks, deleted by key: consumers at work are not in the way.
+        old = caller.execute(
+            f"SELECT consumer, message_id FROM {name} WHERE received_ms < {_NOW[caller.dialect]} - ? "  # noqa: S608
+            f"ORDER BY received_ms LIMIT {int(limit)}",
+            (age,),
+        ).rows
+    except Exception as error:
+        _refuse_missing(caller, table, error)
+        raise
+    delete = f"DELETE FROM {name} WHERE consumer = ? AND message_id = ?"  # noqa: S608
+    return sum(caller.execute(delete, row).count for row in old)
+
+
+def _refuse_missing(caller: Caller, table: str, error: Exception) -> None:
+    if caller.missing(error):
+        raise Refused(
+            "INBOX_TABLE",
+            f"There is no table {table}.",
+            next_step=f'roll back without acknowledging, then run inbox.ddl("{caller.dialect}")',
+        ) from error
+
+
+def _stored(name: str, value: str | bytes | uuid.UUID, bytes_max: int) -> str:
+    text: Any = str(value) if isinstance(value, uuid.UUID) else value
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        fits = isinstance(text, str) and 0 < len(text.encode()) <= bytes_max and "\0" not in text
+    except UnicodeError:
+        fits = False
+    if not fits:
+        raise BadRecord(
+            "INBOX_VALUE",
+            f"{name} is {value!r:.100} ({type(value).__name__}); it must be 1 to {bytes_max} bytes of UTF-8, no NUL.",
+            next_step="have the sender give each message an id before its first try, and send it with every repeat",
+        )
+    return str(text)

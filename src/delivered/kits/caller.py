@@ -1,0 +1,211 @@
+"""The caller's own transaction, through the client that the caller uses.
+
+psycopg 3, PyMySQL, sqlite3, or a SQLAlchemy Session or Connection over one of them. Nothing here commits or rolls back
+more than its own savepoint. Client libraries are recognised by type, not imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from delivered.model.errors import Refused, UsageError
+
+DIALECTS = ("postgres", "mysql", "sqlite")
+_DUPLICATE_MYSQL, _NO_TABLE_MYSQL = 1062, 1146
+_IN_TRANSACTION_MYSQL = 1  # SERVER_STATUS_IN_TRANS
+_CLIENTS = {"psycopg.Connection": "postgres", "pymysql.Connection": "mysql", "sqlite3.Connection": "sqlite"}
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """
+    Attributes:
+        rows: empty for statements that return none.
+        count: rows that were changed.
+    """
+
+    rows: Sequence[tuple[Any, ...]]
+    count: int
+
+
+class Caller:
+    """One connection of the caller.
+
+    Attributes:
+        dialect: one of `DIALECTS`.
+        driver: the client's own connection, also below SQLAlchemy.
+
+    Raises:
+        UsageError: not a connection of a client that is known.
+        Refused: each statement would commit by itself.
+    """
+
+    def __init__(self, connection: Any, *, what: str) -> None:
+        names = _names(connection)
+        self._given = connection
+        self._alchemy: Any = None
+        if names & {"sqlalchemy.Session", "sqlalchemy.scoped_session"}:
+            self._alchemy = connection.connection()
+        elif "sqlalchemy.Connection" in names:
+            self._alchemy = connection
+        self.driver = connection if self._alchemy is None else self._alchemy.connection.driver_connection
+        found = [dialect for name, dialect in _CLIENTS.items() if name in _names(self.driver)]
+        if not found:
+            raise UsageError(
+                "CONNECTION_TYPE",
+                f"{what} takes a connection of psycopg 3, PyMySQL or sqlite3, or a SQLAlchemy Session or Connection "
+                f"over one of them; it got {type(connection).__module__}.{type(connection).__qualname__}"
+                + ("." if self._alchemy is None else f" over {type(self.driver).__module__}."),
+                next_step="pass the connection that your business rows are written with",
+            )
+        self.dialect = found[0]
+        self._begin(what)
+
+    def _begin(self, what: str) -> None:
+        """Refuse autocommit; begin in SQLite, where a savepoint outside of a transaction would commit by itself."""
+        driver = self.driver
+        if self.dialect == "postgres":
+            alone, how = driver.autocommit and driver.info.transaction_status == 0, "connection.autocommit = False"
+        elif self.dialect == "mysql":
+            alone = driver.get_autocommit() and not driver.server_status & _IN_TRANSACTION_MYSQL
+            how = "connection.autocommit(False)"
+        else:
+            mode = getattr(driver, "autocommit", -1)  # -1: as before Python 3.12, by isolation_level
+            alone = not driver.in_transaction and (mode is True or (mode == -1 and driver.isolation_level is None))
+            how = 'connection.execute("BEGIN")'
+        if alone:
+            raise Refused(
+                "AUTOCOMMIT",
+                f"{what} needs a transaction, but this connection commits each statement by itself: after a crash, "
+                "one of the two rows could be there without the other.",
+                next_step=f"{how} before your first statement, and commit after {what}"
+                if self._alchemy is None
+                else 'make the engine without isolation_level="AUTOCOMMIT"',
+            )
+        if self.dialect == "sqlite" and not driver.in_transaction:
+            self.execute("BEGIN")
+
+    def execute(self, statement: str, values: Sequence[Any] = ()) -> Answer:
+        """Run one statement; `?` stands for a value."""
+        text = statement if self.dialect == "sqlite" else statement.replace("?", "%s")
+        if self._alchemy is not None:
+            result = self._alchemy.exec_driver_sql(text, tuple(values))
+            return Answer([tuple(r) for r in result.fetchall()] if result.returns_rows else [], result.rowcount)
+        with contextlib.closing(self._cursor()) as cursor:
+            cursor.execute(text, tuple(values))
+            return Answer(list(cursor.fetchall()) if cursor.description else [], cursor.rowcount)
+
+    def _cursor(self) -> Any:
+        """A cursor that returns tuples, whatever the connection's own do."""
+        if self.dialect == "postgres":
+            from psycopg.rows import tuple_row
+
+            return self.driver.cursor(row_factory=tuple_row)
+        if self.dialect == "mysql":
+            from pymysql.cursors import Cursor
+
+            return self.driver.cursor(Cursor)
+        cursor = self.driver.cursor()
+        cursor.row_factory = None
+        return cursor
+
+    def insert(self, table: str, columns: Sequence[str], values: Sequence[Any]) -> bool:
+        """Insert a row unless a unique key of it is there. Waits for a transaction that is inserting the same key.
+
+        A duplicate leaves the transaction usable: PostgreSQL would abort it on an error, so the statement has a clause
+        for it; MySQL undoes the statement alone, and its clauses also hide other errors.
+
+        Returns: False: the key is there.
+        """
+        names, marks = ", ".join(columns), ", ".join("?" * len(columns))
+        statement = f"INSERT INTO {table} ({names}) VALUES ({marks})"  # noqa: S608
+        if self.dialect != "mysql":
+            return self.execute(f"{statement} ON CONFLICT DO NOTHING", values).count == 1
+        try:
+            self.execute(statement, values)
+        except Exception as error:
+            if cause(error).args[:1] != (_DUPLICATE_MYSQL,):
+                raise
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def savepoint(self, committed: Callable[[], Exception]) -> Iterator[None]:
+        """What is done inside is undone together if it raises.
+
+        Args:
+            committed: makes the error for a transaction that ended inside.
+        """
+        if self._alchemy is not None:  # a session has rows that it has not sent yet: its own savepoint sends them
+            nested = self._given.begin_nested()
+            if self._given is not self._alchemy:
+                self._given.connection()  # a session makes its savepoint only now
+            release, undo = nested.commit, nested.rollback
+        else:
+            name = f"delivered_{next(_numbers)}"  # MySQL: a second savepoint of one name replaces the first
+            self.execute(f"SAVEPOINT {name}")
+            release = lambda: self.execute(f"RELEASE SAVEPOINT {name}")  # noqa: E731
+            undo = lambda: self.execute(f"ROLLBACK TO SAVEPOINT {name}")  # noqa: E731
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # the connection or the transaction is gone, and with it all rows
+                undo()
+            raise
+        try:
+            release()
+        except Exception as error:
+            raise committed() from error
+
+    def quoted(self, name: str) -> str:
+        """A table or column, `schema.table` included."""
+        return quoted(self.dialect, name)
+
+    def missing(self, error: Exception) -> bool:
+        """The error says that a table does not exist."""
+        found = cause(error)
+        if self.dialect == "postgres":
+            return getattr(found, "sqlstate", None) in ("42P01", "3F000")  # no table, no schema
+        if self.dialect == "mysql":
+            return found.args[:1] == (_NO_TABLE_MYSQL,)
+        return "no such table" in str(found)
+
+
+def cause(error: Exception) -> Exception:
+    """The client's own error below SQLAlchemy's."""
+    return getattr(error, "orig", None) or error
+
+
+def quoted(dialect: str, name: str) -> str:
+    """A name for SQL; dots separate schema and table.
+
+    Raises:
+        UsageError: not a name.
+    """
+    mark = "`" if dialect == "mysql" else '"'
+    parts = name.split(".")
+    if not all(parts) or any(c in name for c in "\0%?"):
+        raise UsageError("TABLE_NAME", f"{name!r} is no name of a table or column.", next_step="write schema.table")
+    return ".".join(mark + part.replace(mark, mark * 2) + mark for part in parts)
+
+
+def check_dialect(dialect: str) -> str:
+    """
+    Raises:
+        UsageError: unknown.
+    """
+    if dialect not in DIALECTS:
+        raise UsageError(
+            "DIALECT", f"There is no dialect {dialect!r}.", next_step=f"write one of: {', '.join(DIALECTS)}"
+        )
+    return dialect
+
+
+def _names(value: Any) -> set[str]:
+    """`library.Class` of a value's classes."""
+    return {f"{c.__module__.partition('.')[0]}.{c.__qualname__}" for c in type(value).__mro__}

@@ -1,0 +1,247 @@
+"""The outbox table, and how a row comes into it."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import astuple, dataclass
+from typing import Any, Literal
+
+from delivered.kits.caller import Caller, check_dialect, quoted
+from delivered.model.errors import BadRecord, Refused, UsageError
+
+TEXT_LENGTH_MAX = 255
+"""Characters of aggregate type, aggregate id and type."""
+
+_TYPES = {
+    "postgres": {"id": "UUID", "text": "VARCHAR(255)", "json": "JSONB", "bytes": "BYTEA", "tail": ""},
+    "mysql": {
+        "id": "CHAR(36) CHARACTER SET ascii COLLATE ascii_bin",
+        "text": "VARCHAR(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_bin",
+        "json": "JSON",
+        "bytes": "LONGBLOB",
+        "tail": " ENGINE=InnoDB",  # others have no transactions
+    },
+    "sqlite": {"id": "TEXT", "text": "TEXT", "json": "TEXT", "bytes": "BLOB", "tail": ""},
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of the table and its columns; Debezium's defaults."""
+
+    table: str = "outbox"
+    id: str = "id"
+    aggregate_type: str = "aggregatetype"
+    aggregate_id: str = "aggregateid"
+    type: str = "type"
+    payload: str = "payload"
+
+    def columns(self, dialect: str) -> tuple[str, ...]:
+        """Quoted, the id first."""
+        return tuple(quoted(dialect, name) for name in astuple(self)[1:])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the outbox.
+
+    Attributes:
+        payload: as the table holds it; JSON as text.
+        stored: by this call; False: the row was there, and these are its values.
+    """
+
+    id: uuid.UUID
+    aggregate_type: str
+    aggregate_id: str
+    type: str
+    payload: str | bytes | None
+    stored: bool
+
+
+class DuplicateId(Refused):
+    """The outbox has a row with this id; the message says which. The transaction can go on."""
+
+
+def ddl(dialect: str, layout: Layout | None = None, *, payload: Literal["json", "bytes"] = "json") -> str:
+    """The statement that makes the table, unless it is there.
+
+    Args:
+        dialect: postgres, mysql (and MariaDB), or sqlite.
+        payload: what `put` takes; bytes: stored unchanged, such as Avro.
+    """
+    types, layout = _TYPES[check_dialect(dialect)], layout or Layout()
+    if payload not in ("json", "bytes"):
+        raise UsageError("OUTBOX_PAYLOAD", f"There is no payload type {payload!r}.", next_step="write json or bytes")
+    kinds = ("id", "text", "text", "text", payload)
+    ends = (" PRIMARY KEY", " NOT NULL", " NOT NULL", " NOT NULL", "")
+    columns = zip(layout.columns(dialect), kinds, ends, strict=True)
+    rows = ",\n".join(
+        f"  {name} {types[kind]}{' NOT NULL' if kind == 'id' else ''}{end}" for name, kind, end in columns
+    )
+    return f"CREATE TABLE IF NOT EXISTS {quoted(dialect, layout.table)} (\n{rows}\n){types['tail']}"
+
+
+def put(
+    connection: Any,
+    *,
+    id: uuid.UUID | str,  # noqa: A002
+    aggregate_type: str,
+    aggregate_id: str,
+    type: str,  # noqa: A002
+    payload: Any,
+    on_duplicate: Literal["refuse", "ignore"] = "refuse",
+    layout: Layout | None = None,
+) -> Entry:
+    """Write a message into the outbox, in the transaction that is open on `connection`. Commits nothing.
+
+    Args:
+        connection: of psycopg 3, PyMySQL or sqlite3; a SQLAlchemy Session or Connection.
+        id: from `new_id`, called before the first try.
+        payload: bytes, stored unchanged (a table made with payload="bytes"); str, which must be JSON; any other value
+            is written as JSON; None: NULL, which Debezium sends as a tombstone.
+        on_duplicate: what a second call with an id and the *same* message does: ignore returns the first row.
+            An id with another message is always refused.
+
+    Returns: the row, or the one that was first.
+
+    Raises:
+        DuplicateId: the id is taken. The transaction can go on.
+        Refused: the connection is in autocommit, or there is no table.
+        BadRecord: a value cannot be stored. Nothing was sent to the database.
+    """
+    layout = layout or Layout()
+    if on_duplicate not in ("refuse", "ignore"):
+        raise UsageError("OUTBOX_DUPLICATE", f"on_duplicate is {on_duplicate!r}.", next_step="write refuse or ignore")
+    entry = Entry(
+        _uuid(id),
+        _text("aggregate_type", aggregate_type),
+        _text("aggregate_id", aggregate_id),
+        _text("type", type),
+        _payload(payload),
+        stored=True,
+    )
+    caller = Caller(connection, what="outbox.put")
+    sent = (str(entry.id), *astuple(entry)[1:5])
+    columns, table = layout.columns(caller.dialect), caller.quoted(layout.table)
+    try:
+        if caller.insert(table, columns, sent):
+            return entry
+        # MySQL: an ordinary read would not see a row that was committed after this transaction's first read.
+        lock = " LOCK IN SHARE MODE" if caller.dialect == "mysql" else ""
+        found = caller.execute(
+            f"SELECT {', '.join(columns)} FROM {table} WHERE {columns[0]} = ?{lock}",  # noqa: S608
+            sent[:1],
+        ).rows
+    except Exception as error:
+        if not caller.missing(error):
+            raise
+        raise Refused(
+            "OUTBOX_TABLE",
+            f"There is no table {layout.table}.",
+            next_step=f'roll back, then run outbox.ddl("{caller.dialect}")',
+        ) from error
+    if not found:  # another unique index of the table refused the row, or it was deleted meanwhile
+        raise Refused(
+            "OUTBOX_ROW",
+            f"{layout.table} refused id {entry.id}, but holds no row with it: another unique index refused it, "
+            "or the row was deleted meanwhile.",
+            next_step="roll back; look at the indexes of the table, then try again with the same id",
+        )
+    first = _entry(found[0])
+    same = _content(first) == _content(entry)
+    if same and on_duplicate == "ignore":
+        return first
+    row = f"{first.aggregate_type} {first.aggregate_id}, {first.type}"
+    if same:
+        raise DuplicateId(
+            "OUTBOX_DUPLICATE",
+            f"{layout.table} has id {entry.id} already, with the same message: {row}.",
+            next_step='this try repeats one that was committed: go on, or pass on_duplicate="ignore"',
+        )
+    raise DuplicateId(
+        "OUTBOX_ID_REUSED",
+        f"{layout.table} has id {entry.id} already, with another message: {row}; this one is "
+        f"{entry.aggregate_type} {entry.aggregate_id}, {entry.type}"
+        + (" with another payload." if _content(first)[:3] == _content(entry)[:3] else "."),
+        next_step="call outbox.new_id() once for each message",
+    )
+
+
+def _uuid(given: uuid.UUID | str) -> uuid.UUID:
+    if isinstance(given, uuid.UUID):
+        return given
+    try:
+        return uuid.UUID(given)
+    except (ValueError, TypeError, AttributeError):
+        raise BadRecord(
+            "OUTBOX_ID",
+            f"The id {given!r} ({given.__class__.__name__}) is no UUID.",
+            next_step="call outbox.new_id() once for the message, before the first try",
+        ) from None
+
+
+def _text(name: str, value: str) -> str:
+    if not isinstance(value, str) or not value or len(value) > TEXT_LENGTH_MAX or _unstorable(value):
+        raise BadRecord(
+            "OUTBOX_VALUE",
+            f"{name} is {value!r:.300} ({value.__class__.__name__}); it must be text of 1 to {TEXT_LENGTH_MAX} "
+            "characters of Unicode without NUL.",
+            next_step=f"pass another {name}",
+        )
+    return value
+
+
+def _unstorable(text: str) -> bool:
+    """PostgreSQL stores no NUL; UTF-8 has no surrogates."""
+    return any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text)
+
+
+def _payload(value: Any) -> str | bytes | None:
+    if value is None or isinstance(value, bytes):
+        return value
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
+        parsed = json.loads(text, parse_constant=_no_constant)
+        if _unstorable(json.dumps(parsed, ensure_ascii=False)) or _holds_nul(parsed):
+            raise ValueError("it holds the character NUL or half of a surrogate pair")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadRecord(
+            "OUTBOX_PAYLOAD",
+            f"The payload {value!r:.200} is no JSON: {error}.",
+            next_step='pass a value that json.dumps takes, or make the table with payload="bytes" and pass bytes',
+        ) from None
+    return text
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not in JSON")
+
+
+def _holds_nul(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any("\0" in k or _holds_nul(v) for k, v in value.items())
+    if isinstance(value, list):
+        return any(map(_holds_nul, value))
+    return isinstance(value, str) and "\0" in value
+
+
+def _entry(row: tuple[Any, ...]) -> Entry:
+    id_, group, key, type_ = (v.decode() if isinstance(v, bytes) else str(v) for v in row[:4])
+    payload = row[4]
+    if isinstance(payload, memoryview | bytearray):
+        payload = bytes(payload)
+    elif payload is not None and not isinstance(payload, str | bytes):
+        payload = json.dumps(payload, ensure_ascii=False)  # psycopg parses JSONB
+    return Entry(uuid.UUID(id_), group, key, type_, payload, stored=False)
+
+
+def _content(entry: Entry) -> tuple[Any, ...]:
+    """What makes two messages the same; JSON by value, which PostgreSQL writes in its own order."""
+    payload: Any = entry.payload
+    return (
+        entry.aggregate_type,
+        entry.aggregate_id,
+        entry.type,
+        json.loads(payload) if isinstance(payload, str) else payload,
+    )

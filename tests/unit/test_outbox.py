@@ -1,0 +1,84 @@
+"""Ids of an outbox; the examples at the top of the pages; what the imports load."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from delivered import outbox
+from delivered.inbox import inbox
+from delivered.model.errors import BadRecord, UsageError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_ids_are_of_version_7_and_increase(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = time.time_ns() // 1_000_000
+    ids = [outbox.new_id() for _ in range(10_000)]
+    assert ids == sorted(set(ids))
+    assert {(i.version, i.variant) for i in ids} == {(7, uuid.RFC_4122)}
+    assert before <= ids[0].int >> 80
+    monkeypatch.setattr(time, "time_ns", lambda: 0)  # the clock is set back
+    assert outbox.new_id() > ids[-1]
+
+
+def test_ids_of_threads_and_forked_processes_differ() -> None:
+    with ThreadPoolExecutor(8) as pool:
+        ids = [i for part in pool.map(lambda _: [outbox.new_id() for _ in range(500)], range(8)) for i in part]
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(write, b"".join(outbox.new_id().bytes for _ in range(100)))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as told:
+        raw = told.read()
+    os.waitpid(child, 0)
+    theirs = [uuid.UUID(bytes=raw[at : at + 16]) for at in range(0, len(raw), 16)]
+    ours = [outbox.new_id() for _ in range(100)]
+    assert len(theirs) == 100
+    assert len({*ids, *theirs, *ours}) == 4_000 + 200
+
+
+@pytest.mark.parametrize("page, printed", [("outbox", "1 order\n1 message\n"), ("inbox", "1 mail\n")])
+def test_the_page_begins_with_an_example_that_runs(page: str, printed: str, tmp_path: Path) -> None:
+    found = re.match(r"# \w+\n\n```python\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL)
+    assert found is not None
+    assert len(found[1].splitlines()) <= 20
+    probe = f"{found[1]}\nimport sys\nassert not {{'pyspark', 'pyarrow', 'numpy', 'pydantic'}} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, printed), done.stderr
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"id": None}, {"id": "7"}, {"payload": "no json"}, {"payload": float("nan")}, {"payload": {"a": "\0"}},
+        {"payload": '"\\ud800"'}, {"payload": object()}, {"type": ""}, {"aggregate_id": 7},
+        {"aggregate_type": "x" * 256},
+    ],
+)  # fmt: skip
+def test_a_bad_message_is_refused_before_the_database_is_asked(given: dict[str, object]) -> None:
+    message = {"id": outbox.new_id(), "aggregate_type": "a", "aggregate_id": "1", "type": "t", "payload": 1}
+    with pytest.raises(BadRecord, match="DELIVERED_OUTBOX_"):
+        outbox.put(None, **message | given)
+
+
+@pytest.mark.parametrize("message_id", [None, "", "a\0", "x" * 513, b"\xff", 7])
+def test_a_bad_message_id_is_refused_before_the_database_is_asked(message_id: object) -> None:
+    with pytest.raises(BadRecord, match="INBOX_VALUE"), inbox(None, message_id, consumer="a"):
+        pass
+
+
+def test_other_connections_and_dialects_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"CONNECTION_TYPE.*builtins\.object"), inbox(object(), "1", consumer="a"):
+        pass
+    with pytest.raises(UsageError, match="DIALECT"):
+        outbox.ddl("oracle")
