@@ -16,7 +16,7 @@ help: ## this list
 
 setup: $(READY) ## an environment in .venv with locked dependencies
 
-$(READY): requirements.lock pyproject.toml hatch_build.py src/delivered/model/mix.c
+$(READY): requirements.lock pyproject.toml hatch_build.py src/delivered/model/mix.c src/delivered/connectors/kafka/record_batch.c
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing locked dependencies into $(VENV) (about a minute) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
@@ -42,7 +42,7 @@ totals: setup ## running totals of 336,776 flights in SQLite, killed ten times i
 test-fast: setup ## unit and property tests, every crash point in memory; no server, no Java, a minute and a half
 	$(TEST) $(FAST)
 
-test: setup ## all tests but the sweeps, with real servers, which are fetched meanwhile: about half an hour on two cores
+test: setup ## all tests but the sweeps, with real servers, which are fetched meanwhile: 15 to 30 minutes on two cores
 	@mkdir -p build
 	@$(BIN)/delivered brokers fetch > build/fetch.log 2>&1 &
 	$(TEST)

@@ -1,6 +1,7 @@
-"""Builds src/delivered/model/mix.c with the package. Without a compiler the package works as well, by numpy alone.
+"""Compiles the package's C files. Without a compiler the package works as well: by numpy, and by librdkafka alone.
 
-With DELIVERED_PURE=1 nothing is compiled: the wheel for systems that no other wheel is for.
+With DELIVERED_PURE=1 nothing is compiled: the wheel for systems that no other wheel is for. `python hatch_build.py`
+compiles in place, for work on the C files.
 """
 
 from __future__ import annotations
@@ -9,43 +10,54 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = Path("src", "delivered", "model", "mix.c")
-LIBRARY = SOURCE.with_name("mix.lib")  # no name that Python would import
+SOURCES = (
+    Path("src", "delivered", "model", "mix.c"),
+    Path("src", "delivered", "connectors", "kafka", "record_batch.c"),
+)
+
+
+def library(source: Path) -> Path:
+    return source.with_suffix(".lib")  # no name that Python would import
 
 
 class Native(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         del version
-        if not self._built():
+        if os.environ.get("DELIVERED_PURE") == "1":
             return
-        build_data["artifacts"].append(str(LIBRARY))
+        if reason := compile_all(Path(self.root)):
+            self.app.display_warning(
+                f"{reason}\nFingerprints are computed by numpy, three times slower, and Kafka is read and written by "
+                "librdkafka alone."
+            )
+            return
+        build_data["artifacts"] += [str(library(source)) for source in SOURCES]
         build_data["pure_python"] = False
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"  # it knows nothing of Python
 
-    def _built(self) -> bool:
-        if os.environ.get("DELIVERED_PURE") == "1":
-            return False
-        root = Path(self.root)
-        compiler = shlex.split(os.environ.get("CC", "cc"))
-        if shutil.which(compiler[0]) is None:
-            self.app.display_warning(
-                f"{compiler[0]} was not found: fingerprints are computed by numpy, three times slower"
-            )
-            return False
-        draft = root / LIBRARY.with_suffix(".draft")
-        command = [*compiler, "-O3", "-shared", "-fPIC", "-o", str(draft), str(root / SOURCE)]
+
+def compile_all(root: Path) -> str:
+    """Compile each C file into a library beside it. Returns why not; empty: all were compiled."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    if shutil.which(compiler[0]) is None:
+        return f"{compiler[0]} was not found."
+    for source in SOURCES:
+        draft = root / source.with_suffix(".draft")
+        command = [*compiler, "-O3", "-shared", "-fPIC", "-o", str(draft), str(root / source)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            self.app.display_warning(
-                f"{shlex.join(command)} failed, fingerprints are computed by numpy:\n{done.stderr}"
-            )
-            return False
-        draft.rename(root / LIBRARY)  # whoever has the old one open keeps it
-        return True
+            return f"{shlex.join(command)} failed:\n{done.stderr}"
+        draft.rename(root / library(source))  # whoever has the old one open keeps it
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(compile_all(Path(__file__).parent) or None)

@@ -17,7 +17,8 @@ from tests.kafka_tools import read_committed
 from tests.support.scans import scanned_table
 from tests.support.sweeps import sweep
 
-from delivered.connectors.kafka import CONNECTOR
+from delivered.connectors.kafka import CONNECTOR, sender, warm
+from delivered.connectors.kafka.producer import Rows
 from delivered.engine.shard import write_shard
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
@@ -30,9 +31,9 @@ from delivered.source.columns import HEADERS
 WEAKER = [Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE]
 
 
-@pytest.fixture
-def rig(kafka: Any) -> Rig:
-    return Rig(kafka, kafka.topic(3))
+@pytest.fixture(params=["librdkafka", "arrow"])
+def rig(kafka: Any, request: pytest.FixtureRequest) -> Rig:
+    return Rig(kafka, kafka.topic(3), options={"client": request.param})
 
 
 def send(rig: Rig, guarantee: Guarantee, *batches: pa.RecordBatch, batch: int = 0) -> Promise:
@@ -100,7 +101,7 @@ def test_keys_lie_where_the_java_client_puts_them(kafka: Any) -> None:
 
 
 def test_null_keys_are_spread(rig: Rig) -> None:
-    for n in range(6):
+    for n in range(30):
         send(rig, Guarantee.AT_LEAST_ONCE, rows([b"v"] * 3000), batch=n)
     assert len({m.partition() for m in read_committed(rig.kafka.bootstrap, rig.topic)}) > 1
 
@@ -171,6 +172,53 @@ def test_records_of_a_megabyte(rig: Rig) -> None:
     values = [bytes([i]) * 1_000_000 for i in range(8)]
     send(rig, EXACT, rows(values))
     assert rig.visible() == values
+
+
+@pytest.mark.parametrize("guarantee", list(Guarantee))
+def test_many_batches_of_one_partition_arrive_once_and_in_order(rig: Rig, guarantee: Guarantee) -> None:
+    """A batch with a sequence that the broker knows already would be dropped as a repetition."""
+    values = [b"%0100d" % i for i in range(80_000)]
+    send(rig, guarantee, *(rows(values[i : i + 10_000], key=b"one") for i in range(0, len(values), 10_000)))
+    assert [m.value() for m in read_committed(rig.kafka.bootstrap, rig.topic)] == values
+
+
+@pytest.mark.parametrize("guarantee", list(Guarantee))
+def test_a_topic_with_a_low_limit_gets_smaller_batches(kafka: Any, guarantee: Guarantee) -> None:
+    """The broker rejects the client's batches of a megabyte; their records are sent in smaller ones."""
+    rig = Rig(kafka, kafka.topic(1, max_message_bytes=50_000), options={"client": "arrow", "compression": "none"})
+    values = [b"%0100d" % i for i in range(30_000)]
+    assert send(rig, guarantee, rows(values)).given_up in (None, {})
+    found = [m.value() for m in read_committed(kafka.bootstrap, rig.topic)]
+    assert found == values if guarantee is not Guarantee.AT_MOST_ONCE else sorted(found) == values  # no sequences
+
+
+@pytest.mark.matrix
+def test_a_throttled_client_waits_and_resends_nothing(
+    new_kafka: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker reads nothing from a client above its quota: a request sent meanwhile would time out."""
+    from kafka.protocol.admin.client_quotas import AlterClientQuotasRequest
+
+    monkeypatch.setattr(sender, "REQUEST_TIMEOUT_S", 1.0)
+    kafka = new_kafka()
+    rig = Rig(kafka, kafka.topic(1), options={"client": "arrow", "compression": "none"})
+    producer = warm.borrow(rig.sink.options, Guarantee.AT_LEAST_ONCE)
+    assert isinstance(producer, sender.Sender)
+    Entry = AlterClientQuotasRequest.EntryData  # noqa: N806 - a class
+    entity = Entry.EntityData(entity_type="client-id", entity_name=None)
+    limit = Entry.OpData(key="producer_byte_rate", value=400_000.0, remove=False)
+    asked = AlterClientQuotasRequest(entries=[Entry(entity=[entity], ops=[limit])], validate_only=False)
+    assert [e.error_code for e in producer._wire.ask(asked).entries] == [0]
+    cluster = producer._cluster
+
+    def send_some() -> dict[int, float]:
+        producer.send(Rows(rig.topic, None, pa.array([bytes(900_000)] * 2, pa.binary())))
+        producer.flush(60)
+        return cluster.throttled
+
+    wait_for(send_some)
+    send_some()  # after the pause
+    assert producer.failures.last_error == ""
 
 
 def test_an_empty_batch_writes_nothing(rig: Rig) -> None:
@@ -261,10 +309,11 @@ def test_a_sink_travels_without_secrets_or_connections(rig: Rig, monkeypatch: py
     assert sink.options.resolved()["sasl.password"] == "hunter2"
 
 
-def test_at_least_once_a_broker_that_restarts_loses_nothing(new_kafka: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("client", ["librdkafka", "arrow"])
+def test_at_least_once_a_broker_that_restarts_loses_nothing(new_kafka: Callable[..., Any], client: str) -> None:
     kafka = new_kafka()
-    rig = Rig(kafka, kafka.topic(2))
-    values = [b"%06d" % i for i in range(60_000)]
+    rig = Rig(kafka, kafka.topic(2), options={"client": client})
+    values = [b"%0100d" % i for i in range(60_000)]
     writer = rig.sink.writer(rig.work(0), Guarantee.AT_LEAST_ONCE, SCHEMA)
     writer.stage(rows(values[:30_000]))
     kafka.broker.kill()
@@ -274,12 +323,13 @@ def test_at_least_once_a_broker_that_restarts_loses_nothing(new_kafka: Callable[
     assert set(rig.visible()) == set(values)
 
 
+@pytest.mark.parametrize("client", ["librdkafka", "arrow"])
 def test_at_most_once_a_broker_that_dies_doubles_nothing_and_the_loss_is_counted(
-    new_kafka: Callable[..., Any],
+    new_kafka: Callable[..., Any], client: str
 ) -> None:
     kafka = new_kafka()
-    rig = Rig(kafka, kafka.topic(2), options={"kafka.message.timeout.ms": "4000"})
-    values = [b"%06d" % i for i in range(60_000)]
+    rig = Rig(kafka, kafka.topic(2), options={"kafka.message.timeout.ms": "4000", "client": client})
+    values = [b"%0100d" % i for i in range(60_000)]
     plan = replace(rig.bare_plan(0), guarantee=Guarantee.AT_MOST_ONCE)
 
     def batches() -> Iterator[pa.RecordBatch]:
@@ -299,13 +349,14 @@ def test_at_most_once_a_broker_that_dies_doubles_nothing_and_the_loss_is_counted
 
 
 @pytest.mark.matrix
-def test_credentials_and_permissions(new_kafka: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("client", ["librdkafka", "arrow"])
+def test_credentials_and_permissions(new_kafka: Callable[..., Any], client: str) -> None:
     """TLS and SCRAM: exactly once, for the driver's own requests, too; a wrong password, a missing permission and an
     untrusted certificate each give one clear error."""
     from kafka.admin import ACL, ACLOperation, ACLPermissionType, KafkaAdminClient, ResourcePattern, ResourceType
 
     kafka = new_kafka(tls=True, scram={"writer": "right"})
-    rig = Rig(kafka, kafka.topic(1))
+    rig = Rig(kafka, kafka.topic(1), options={"client": client})
     rig.options |= {
         "kafka.bootstrap.servers": kafka.broker.listeners["SASL_SSL"],
         "kafka.security.protocol": "SASL_SSL",

@@ -15,6 +15,7 @@ import psutil
 import pyarrow as pa
 import pytest
 from confluent_kafka import Consumer, TopicPartition
+from tests.broker import source_help
 from tests.broker.source_help import Transactions, positions, produce, read_all, read_range, source, values
 from tests.kafka_tools import read_committed
 
@@ -22,6 +23,12 @@ from delivered.checkpoint.offset_metadata import FILE, stream_driver
 from delivered.connectors.kafka import reader
 from delivered.contract.source import Slice, Source
 from delivered.model.errors import InvariantBroken, UsageError
+
+
+@pytest.fixture(params=["librdkafka", "arrow"], autouse=True)
+def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(source_help.DEFAULTS, "client", request.param)
+    return str(request.param)
 
 
 def test_columns_are_those_of_sparks_own_source(kafka: Any) -> None:
@@ -190,7 +197,7 @@ def test_p17_an_empty_range_reads_nothing(kafka: Any, monkeypatch: pytest.Monkey
     start, end = driver.batch()
     assert driver.slices(end, end) == []
     assert [p.data for p in driver.slices(start, end)] == [(topic, 1, 0, 1)]
-    monkeypatch.setattr(reader, "PartitionConsumer", refuse)
+    monkeypatch.setattr(reader, "_consumer", refuse)
     reader._idle.clear()
     assert list(src.read(Slice((topic, 1, 1, 1)))) == []
     with pytest.raises(AssertionError, match="a consumer was made"):

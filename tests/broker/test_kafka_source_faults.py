@@ -20,12 +20,19 @@ from confluent_kafka.admin import (
     ResourcePatternType,
     ResourceType,
 )
+from tests.broker import source_help
 from tests.broker.source_help import positions, produce, read_all, read_range, source, values
 
 from delivered.connectors.kafka import admin as kafka_admin
 from delivered.connectors.kafka import consumer, librdkafka, reader
 from delivered.contract.source import Slice
 from delivered.model.errors import Unreachable, UsageError
+
+
+@pytest.fixture(params=["librdkafka", "arrow"], autouse=True)
+def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(source_help.DEFAULTS, "client", request.param)
+    return str(request.param)
 
 
 @pytest.fixture
@@ -180,6 +187,7 @@ def test_tls_and_scram_and_permissions(
         source(kafka, {"kafka.no.such.setting": "1"}, subscribe=topic).driver().initial()
 
 
+@pytest.mark.parametrize("client", ["librdkafka"], indirect=True)
 def test_without_the_place_of_the_time_and_without_symbols(kafka: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another librdkafka may store times elsewhere: slower, same result. One without exported symbols is reported."""
     topic = kafka.topic(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,11 +28,19 @@ from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.patience import within
 from delivered.model.prepared import Prepared, Promise
 from delivered.model.work import Action
+from delivered.verify.proxy import Fired, NetworkFault, Rule
+from delivered.verify.proxy_kafka import Api, KafkaProxy
+
+
+@pytest.fixture(params=["librdkafka", "arrow"])
+def client(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
 
 
 @pytest.fixture
-def rig(kafka: Any) -> Rig:
-    return Rig(kafka, kafka.topic(3))
+def rig(kafka: Any, client: str) -> Rig:
+    return Rig(kafka, kafka.topic(3), options={"client": client})
 
 
 def test_batches_are_visible_once_and_only_after_their_decision(rig: Rig) -> None:
@@ -78,6 +87,42 @@ def test_p16_apply_may_be_called_again(rig: Rig) -> None:
         assert context.committer.commit(rig.work(0), prepared(message)) == Ok(None)
     assert context.committer.was_committed(rig.work(0))
     assert rig.visible() == rig.expected([0], [0])
+
+
+def test_many_participants_end_together_each_with_its_own_outcome(rig: Rig) -> None:
+    context = rig.context()
+    shards = list(range(60))  # more than one connection takes unanswered
+    messages = rig.write(rig.plan(context, 0), shards)
+    committer = rig.committer()
+    fenced = Transaction.of(prepared(messages[7]))
+    committed = [(rig.work(0, s), prepared(m)) for s, m in zip(shards, messages, strict=True)]
+    wire = Wire(rig.sink.options.resolved())
+    assert isinstance(transactions.initialise(wire, fenced.transactional_id, 60_000, time.monotonic() + 30), Ok)
+    wire.close()
+    for _ in range(2):
+        outcomes = committer.commit_all(committed)
+        assert [i for i, o in enumerate(outcomes) if o != Ok(None)] == [7]
+        assert isinstance(outcomes[7], Failed)
+    rest = [s for s in shards if s != 7]
+    assert rig.visible() == rig.expected([0], rest)
+
+
+def test_many_participants_of_a_dead_broker_have_unknown_outcomes_and_end_after_its_restart(
+    new_kafka: Callable[..., Any], client: str
+) -> None:
+    kafka = new_kafka()
+    rig = Rig(kafka, kafka.topic(2), options={"client": client})
+    context = rig.context()
+    messages = rig.write(rig.plan(context, 0), range(4))
+    committed = [(rig.work(0, s), prepared(m)) for s, m in enumerate(messages)]
+    assert isinstance(context.committer.abort_orphans([p for _, p in committed]), Ok)  # connected
+    kafka.broker.kill()
+    with within(5):
+        outcomes = context.committer.commit_all(committed)
+    assert all(isinstance(o, Unknown) for o in outcomes)
+    kafka.broker.restart()
+    rig.commit(context, 0, messages)
+    assert rig.visible() == rig.expected([0], range(4))
 
 
 def test_apply_after_the_id_was_taken_again_fails_and_the_marker_tells(rig: Rig) -> None:
@@ -133,10 +178,10 @@ def test_p5_one_expired_participant_of_two_is_written_again_alone(rig: Rig) -> N
     assert rig.visible() == rig.expected([0])
 
 
-def test_p6_p7_a_lost_answer_is_unknown_and_asking_again_settles_it(new_kafka: Callable[..., Any]) -> None:
+def test_p6_p7_a_lost_answer_is_unknown_and_asking_again_settles_it(new_kafka: Callable[..., Any], client: str) -> None:
     """The broker dies by SIGKILL between prepare and apply, and comes back: no row is lost, none is there twice."""
     kafka = new_kafka()
-    rig = Rig(kafka, kafka.topic(2))
+    rig = Rig(kafka, kafka.topic(2), options={"client": client})
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
     assert isinstance(context.committer.abort_orphans([prepared(m) for m in messages]), Ok)
@@ -158,6 +203,51 @@ def begun(rig: Rig, value: bytes) -> Writer:
     wait_for(lambda: warm.is_ready(rig.sink.options, work))
     writer.stage(rows([value + b" too"]))
     return writer
+
+
+@pytest.mark.parametrize("killed", ["once"])
+def test_a_broker_killed_while_a_shard_is_sent_stores_it_once_and_in_order(
+    new_kafka: Callable[..., Any], client: str, killed: str
+) -> None:
+    kafka = new_kafka()
+    rig = Rig(kafka, kafka.topic(1), options={"client": client})
+    context = rig.context()
+    rig.plan(context, 0)
+    work, values = rig.work(0), [b"%0100d" % i for i in range(120_000)]
+    writer = rig.sink.writer(work, EXACT, SCHEMA)
+    for first in range(0, len(values), 20_000):
+        writer.stage(rows(values[first : first + 20_000]))
+        if first == 20_000 or (first == 80_000 and killed == "twice"):
+            wait_for(lambda: warm.is_ready(rig.sink.options, work) or context.committer.open_transactions())
+            kafka.broker.kill()
+            kafka.broker.restart()
+    promise = writer.prepare(Fingerprint())
+    assert context.committer.commit(work, Prepared.of(work, Fingerprint(), promise)) == Ok(None)
+    assert [m.value() for m in read_committed(kafka.bootstrap, rig.topic)] == values
+
+
+@pytest.mark.parametrize("api", [Api.ADD_PARTITIONS_TO_TXN, Api.PRODUCE])
+def test_p9_an_attempt_that_gives_up_with_a_request_unanswered_ends_its_epoch(kafka: Any, api: Api) -> None:
+    """The request may arrive after the abort: it must not open the transaction again, for nobody would end that."""
+    fired: list[Fired] = []
+    proxy = KafkaProxy(kafka.bootstrap, fired.append)
+    try:
+        rig = Rig(kafka, kafka.topic(1), options={"client": "arrow"})
+        context = rig.context()
+        rig.plan(context, 0)
+        rig.options["kafka.bootstrap.servers"] = proxy.bootstrap
+        proxy.add(Rule(api, NetworkFault.LOSE_REPLY, times=1000))
+        writer = rig.sink.writer(rig.work(0), EXACT, SCHEMA)
+        writer.stage(rows([bytes(900_000)] * 20))  # more than waits for the id, or fills batches
+        wait_for(lambda: writer.stage(rows([bytes(900_000)])) or fired)
+        held = writer._taken.held
+        writer.abort()
+    finally:
+        proxy.close()
+    wait_for(lambda: not context.committer.open_transactions())
+    now = transactions.describe(context.committer._wire, held.transactional_id)
+    assert now is not None and now.participant != held
+    assert rig.visible() == []
 
 
 def test_p9_every_batch_has_an_epoch_of_its_own_and_a_late_end_hits_nothing(rig: Rig) -> None:
@@ -192,8 +282,8 @@ def test_p9_an_attempt_that_runs_again_takes_a_new_epoch_and_fences_the_sleeping
     assert rig.visible() == rig.expected([0], [0])
 
 
-def test_rows_that_waited_for_the_id_are_in_and_come_first(kafka: Any) -> None:
-    rig = Rig(kafka, kafka.topic(1))
+def test_rows_that_waited_for_the_id_are_in_and_come_first(kafka: Any, client: str) -> None:
+    rig = Rig(kafka, kafka.topic(1), options={"client": client})
     context = rig.context()
     rig.plan(context, 0)
     work = rig.work(0)
@@ -217,10 +307,15 @@ def test_p10_ids_are_bounded_over_batches_attempts_and_incarnations(rig: Rig) ->
         rig.incarnation = incarnation
         for batch in range(5):
             for attempt in range(3):
-                writer = rig.sink.writer(rig.work(batch, attempt=attempt), EXACT, SCHEMA)
+                work = rig.work(batch, attempt=attempt)
+                writer = rig.sink.writer(work, EXACT, SCHEMA)
                 writer.stage(rows([b"x"]))
+                wait_for(partial(warm.is_ready, rig.sink.options, work))
                 writer.abort()
     wire = Wire(rig.sink.options.resolved())
+    # Ids are initialised in the background.
+    wait_for(lambda: len(transactions.listed(wire, rig.scope, [], time.monotonic() + 10)) > 1)
+    warm.close_all()
     found = transactions.listed(wire, rig.scope, [], time.monotonic() + 10)
     wire.close()
     assert 1 < len(found) <= TRANSACTION_SLOTS
@@ -269,6 +364,7 @@ def test_a_zombie_that_was_aborted_cannot_write_on(rig: Rig) -> None:
     context = rig.context()
     rig.plan(context, 0)
     zombie = begun(rig, b"zombie")
+    zombie.stage(rows([bytes(900_000)] * 4))  # more than is held back
     wait_for(context.committer.open_transactions)
     assert context.committer.abort_orphans(()) == Ok(1)
     with pytest.raises(Fenced):
@@ -288,10 +384,10 @@ def test_abort_orphans_keeps_what_was_decided(rig: Rig) -> None:
     assert rig.visible() == rig.expected([0], [0])
 
 
-def test_p13_sinks_whose_names_run_together_do_not_touch_each_other(kafka: Any) -> None:
+def test_p13_sinks_whose_names_run_together_do_not_touch_each_other(kafka: Any, client: str) -> None:
     topic = kafka.topic(1)
-    one = Rig(kafka, topic, pipeline="a.b")
-    other = Rig(kafka, topic, pipeline="a")
+    one = Rig(kafka, topic, pipeline="a.b", options={"client": client})
+    other = Rig(kafka, topic, pipeline="a", options={"client": client})
     scopes = (replace(one.scope, sink="c"), replace(other.scope, sink="b.c"))
     assert scopes[0].prefix == scopes[1].prefix
     assert transactions.id_prefix(scopes[0]) != transactions.id_prefix(scopes[1])
@@ -335,10 +431,10 @@ def test_a_ready_producer_that_lost_its_id_is_not_used(rig: Rig) -> None:
     assert rig.visible() == rig.expected([0, 1])
 
 
-def test_p24_epochs_run_out_and_the_pipeline_goes_on(new_kafka: Callable[..., Any]) -> None:
+def test_p24_epochs_run_out_and_the_pipeline_goes_on(new_kafka: Callable[..., Any], client: str) -> None:
     """The id is put at epoch 32764 in the broker's own log: the next batches cross the limit of 32767."""
     kafka = new_kafka()
-    rig = Rig(kafka, kafka.topic(1))
+    rig = Rig(kafka, kafka.topic(1), options={"client": client})
     context = rig.context()
     rig.run(context, 0, first=True)
     rig.run(context, 1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from delivered.connectors.kafka import transactions
+from delivered.connectors.kafka.login import NoAnswer
 from delivered.connectors.kafka.markers import find_marker
-from delivered.connectors.kafka.protocol import NoAnswer, Wire
+from delivered.connectors.kafka.protocol import Wire
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import ensure_topic, ledger_topic, topic_id
 from delivered.connectors.kafka.transactions import OpenTransaction, Transaction
@@ -36,6 +37,10 @@ class KafkaCommitter:
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:  # noqa: ARG002 - the handle is enough
         """EndTxn(commit) with this transaction's producer id and epoch."""
         return transactions.end(self._wire, Transaction.of(prepared), commit=True)
+
+    def commit_all(self, shards: Sequence[tuple[Work, Prepared]]) -> list[Outcome[None]]:
+        """See `delivered.contract.powers.CommitsMany`."""
+        return transactions.end_all(self._wire, [Transaction.of(p) for _, p in shards], commit=True)
 
     def was_committed(self, work: Work) -> bool:
         """Whether this shard of this batch has a committed marker."""

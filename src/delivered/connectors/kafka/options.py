@@ -16,7 +16,7 @@ from delivered.connectors.kafka.offsets import (
     parse_timestamp,
     parse_timestamps,
 )
-from delivered.connectors.kafka.settings import check_client, client_options
+from delivered.connectors.kafka.settings import check_client, client_options, path_option
 from delivered.kits.options import data_loss_option, headers_option, names, not_blank
 from delivered.model.errors import UsageError
 from delivered.model.options import Option, Options, OptionType, Unfit, choice, option, several, whole
@@ -228,6 +228,7 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",)):
         example="delivered",
     )
 
+    through: str = path_option("How records are read: arrow decodes whole columns")
     client: Mapping[str, str] = several(
         _reader_client,
         SERVERS,

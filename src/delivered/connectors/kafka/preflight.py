@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from delivered.connectors.kafka import protocol
-from delivered.connectors.kafka.protocol import NoAnswer, Wire, name_of
+from delivered.connectors.kafka.login import NoAnswer
+from delivered.connectors.kafka.protocol import Wire, name_of
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.contract.finding import Finding
 from delivered.model.errors import Unreachable

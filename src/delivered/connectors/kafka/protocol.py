@@ -1,4 +1,4 @@
-"""Single requests to brokers through kafka-python, each with its own error code.
+"""Single requests to brokers, each with its own error code.
 
 The driver ends transactions of other processes and writes decisions: there a lost response is an outcome of its own,
 which a client that retries by itself would hide. `Wire.patiently` waits for an unavailable broker only if nothing was
@@ -7,14 +7,18 @@ sent yet or the request is idempotent.
 
 from __future__ import annotations
 
-import socket
-import ssl
+import os
+import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Set
+import uuid
+from collections.abc import Callable, Collection, Mapping, Set
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from delivered.model.errors import MissingExtra, Unreachable, UsageError
+from delivered.connectors.kafka.channel import Channel, Pending
+from delivered.connectors.kafka.login import NoAnswer, NotSent, Rejected, security, unreachable
+from delivered.model.errors import MissingExtra, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.patience import left_s, patience_s, wait_out
 
@@ -38,25 +42,6 @@ TRANSACTIONAL_ID_NOT_FOUND = 105
 
 COORDINATOR_MOVED = frozenset({COORDINATOR_LOADING, COORDINATOR_NOT_AVAILABLE, NOT_COORDINATOR})
 
-_SECURITY = {
-    "security.protocol": "security_protocol",
-    "sasl.mechanism": "sasl_mechanism",
-    "sasl.mechanisms": "sasl_mechanism",
-    "sasl.username": "sasl_plain_username",
-    "sasl.password": "sasl_plain_password",
-    "sasl.kerberos.service.name": "sasl_kerberos_service_name",
-    "client.id": "client_id",
-}
-_TLS = ("ssl.ca.location", "ssl.certificate.location", "ssl.key.location", "ssl.ca.pem", "ssl.certificate.pem")
-
-
-class NoAnswer(Exception):
-    """No response to a request; it is unknown whether it took effect."""
-
-
-class NotSent(NoAnswer):
-    """The request was not sent, so it had no effect."""
-
 
 class NoTopic(NoAnswer):
     """The topic does not exist, or this user may not see it."""
@@ -68,6 +53,10 @@ T = TypeVar("T")
 def server_name(servers: str) -> str:
     """A cluster's name in messages."""
     return f"Kafka at {servers}"
+
+
+def _away(error: BaseException) -> bool:
+    return isinstance(error, NoAnswer) and not isinstance(error, Rejected)
 
 
 def _unanswered(error: BaseException) -> bool:
@@ -85,34 +74,130 @@ def name_of(code: int) -> str:
     return str(getattr(errors.for_code(code), "message", code))
 
 
+@dataclass(frozen=True)
+class Leader:
+    """A partition's leader.
+
+    Attributes:
+        epoch: -1: unknown.
+        topic_id: None: the brokers are too old.
+    """
+
+    node: int
+    epoch: int
+    topic_id: uuid.UUID | None
+
+
 class Wire:
-    """Open connections to the brokers of one cluster. Thread-safe.
+    """Connections to the brokers of one cluster, one to each. Opens them on demand. Thread-safe.
+
+    A forked process opens its own.
 
     Args:
         client: librdkafka's settings, secrets resolved.
+
+    Attributes:
+        coordinators: known coordinators of transactional ids.
     """
 
     def __init__(self, client: Mapping[str, str]) -> None:
-        self._settings = _kafka_python(client)
+        self._security = security(client)
         self._servers = client["bootstrap.servers"]
-        self._lock = threading.Lock()
-        self._admin: Any = None
-        self._refused = False
-        self._coordinators: dict[str, int] = {}
-        self._leaders: dict[tuple[str, int], int] = {}
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._answered = False
+        self._channels: dict[int | None, Channel] = {}
+        self._addresses: dict[int, tuple[str, int]] = {}
+        self.coordinators: dict[str, int] = {}
+        self._leaders: dict[tuple[str, int], Leader] = {}
 
-    def admin(self) -> Any:
-        """kafka-python's admin client.
+    def channel(self, node: int | None = None) -> Channel:
+        """An open connection to a broker (None: any).
 
         Raises:
+            NotSent: no connection to the node now.
             Unreachable: no broker answered within 10 s (120 s inside a running query), or they rejected the
                 credentials.
         """
+        if self._pid != os.getpid():
+            self._pid, self._channels, self._lock = os.getpid(), {}, threading.RLock()
+        if node is None:
+            for open_one in list(self._channels.values()):
+                if open_one.usable():
+                    return open_one
+        elif (known := self._channels.get(node)) is not None and known.usable():
+            return known
         with self._lock:
-            if self._admin is None:
-                away = lambda error: isinstance(error, Unreachable) and not self._refused  # noqa: E731
-                self._admin = wait_out(server_name(self._servers), self._connect, away, patience_s(answered=False))
-            return self._admin
+            try:
+                if not self._addresses:
+                    self._first_contact()
+                if node is None:
+                    return self._any()
+                if node not in self._addresses:
+                    self._learn(self._any())
+                    if node not in self._addresses:
+                        raise NotSent(f"broker {node} is not in the cluster now")
+                return self._open(node)
+            except Rejected as error:
+                raise unreachable(self._servers, error) from None
+
+    def _first_contact(self) -> None:
+        if self._answered:  # the caller knows how long to wait for brokers that were there
+            self._bootstrap()
+            return
+        try:
+            wait_out(server_name(self._servers), self._bootstrap, _away, patience_s(answered=False))
+        except NoAnswer as error:
+            raise unreachable(self._servers, error) from None
+        self._answered = True
+
+    def _open(self, node: int) -> Channel:
+        known = self._channels.get(node)
+        if known is None or not known.usable():
+            known = Channel(*self._addresses[node], self._security, left_s(CONNECT_TIMEOUT_S))
+            self._channels[node] = known
+        return known
+
+    def _bootstrap(self) -> None:
+        """Learn the brokers' addresses from the first bootstrap server that answers."""
+        try:
+            import kafka as _
+        except ImportError:
+            raise MissingExtra("kafka") from None
+        servers = [s.strip() for s in self._servers.split(",") if s.strip()]
+        random.shuffle(servers)
+        for left, server in enumerate(servers, 1 - len(servers)):
+            host, _, port = server.rpartition(":")
+            try:
+                address = host.strip("[]"), int(port)
+                made = Channel(*address, self._security, left_s(CONNECT_TIMEOUT_S))
+                self._learn(made)
+                self._channels[next((n for n, a in self._addresses.items() if a == address), None)] = made
+            except ValueError:
+                raise UsageError(
+                    "OPTION_VALUE",
+                    f"Option 'kafka.bootstrap.servers' has {server!r}; it must be host:port.",
+                    next_step='write .option("kafka.bootstrap.servers", "localhost:9092")',
+                ) from None
+            except NoAnswer:
+                if left == 0:
+                    raise
+            else:
+                return
+
+    def _any(self) -> Channel:
+        """A connection to whichever broker accepts one."""
+        last: NoAnswer = NotSent("no broker is known")
+        for node in random.sample(sorted(self._addresses), len(self._addresses)):
+            try:
+                return self._open(node)
+            except Rejected:
+                raise
+            except NoAnswer as error:
+                last = error
+        # Perhaps the brokers have moved: start from the bootstrap servers.
+        self._addresses.clear()
+        raise last
 
     def patiently(self, ask: Callable[[], T], again: bool = True) -> T:
         """Retry until there is an answer, across a restart of the brokers.
@@ -134,27 +219,13 @@ class Wire:
 
         return wait_out(server_name(self._servers), once, _unanswered if again else _not_sent, patience_s(True))
 
-    def _connect(self) -> Any:
-        try:
-            from kafka import KafkaAdminClient, errors
-            from kafka.net.compat import KafkaNetClient
-        except ImportError:
-            raise MissingExtra("kafka") from None
-        made: list[Any] = []
+    def post(self, request: Any, node: int | None = None) -> Pending:
+        """Send one request to a node (None: any), without waiting for its answer.
 
-        def client(**settings: Any) -> Any:
-            made.append(KafkaNetClient(**settings))
-            return made[0]
-
-        try:
-            return KafkaAdminClient(**self._settings, kafka_client=client)
-        except errors.KafkaError as error:
-            # The client reports that it could not connect, but not why.
-            auth = list(made[0]._manager._auth_failures.values()) if made else []
-            self._refused = bool(auth)
-            for one in made:
-                one.close()
-            raise unreachable(self._servers, auth[0] if auth else error) from None
+        Raises:
+            NotSent: no connection to the node now.
+        """
+        return self.channel(node).post(request, left_s(REQUEST_TIMEOUT_S))
 
     def ask(self, request: Any, node: int | None = None, timeout_s: float = REQUEST_TIMEOUT_S) -> Any:
         """Send one request to a node (None: any) and return its answer, without retries.
@@ -163,31 +234,14 @@ class Wire:
             NotSent: no connection to the node now.
             NoAnswer: the connection broke, or the request timed out.
         """
-        from kafka import errors
-
-        manager = self.admin()._manager
-        timeout_s, sent = left_s(timeout_s), False
-
-        async def send() -> Any:
-            nonlocal sent
-            connection = manager.get_connection(manager.least_loaded_node() if node is None else node)
-            await manager.wait_for(connection.init_future, left_s(CONNECT_TIMEOUT_S) * 1000)
-            sent = True
-            return await connection.send_request(request, request_timeout_ms=int(timeout_s * 1000))
-
-        try:
-            return manager.run(send)
-        except (errors.KafkaError, OSError) as error:
-            if isinstance(error, errors.UnknownBrokerIdError):
-                self._refresh()
-            raise (NoAnswer if sent else NotSent)(f"{type(error).__name__}: {error}") from None
+        return self.post(request, node).answer(left_s(timeout_s))
 
     def nodes(self) -> list[int]:
         """Ids of all brokers in the cluster now."""
         from kafka.protocol.metadata import MetadataRequest
 
         def ask() -> list[int]:
-            found = [b.node_id for b in self.ask(MetadataRequest(topics=[])).brokers]
+            found = [b.node_id for b in self._metadata(MetadataRequest(topics=[])).brokers]
             if not found:  # a broker that has just started may not know itself yet
                 raise NoAnswer("the cluster listed no broker")
             return found
@@ -200,7 +254,7 @@ class Wire:
         Raises:
             NotSent: there is none at the moment.
         """
-        known = self._coordinators.get(transactional_id)
+        known = self.coordinators.get(transactional_id)
         if known is not None:
             return known
         from kafka.protocol.metadata import FindCoordinatorRequest
@@ -211,10 +265,26 @@ class Wire:
             raise NotSent(str(error)) from None
         if answer.error_code != NONE:
             raise NotSent(f"no coordinator for {transactional_id!r}: {name_of(answer.error_code)}")
-        if self.admin()._manager.cluster.broker_metadata(answer.node_id) is None:
-            self._refresh()
-        self._coordinators[transactional_id] = answer.node_id
+        self._addresses[answer.node_id] = (answer.host, answer.port)
+        self.coordinators[transactional_id] = answer.node_id
         return int(answer.node_id)
+
+    def find_coordinators(self, transactional_ids: Collection[str]) -> None:
+        """Look up the coordinators of many ids in one request, where brokers support that (Kafka 3.0)."""
+        from kafka.protocol.metadata import FindCoordinatorRequest
+
+        unknown = [i for i in transactional_ids if i not in self.coordinators]
+        if len(unknown) < 2:
+            return
+        request = FindCoordinatorRequest(key_type=1, coordinator_keys=unknown, min_version=4, max_version=4)
+        try:
+            answer = self.ask(request)
+        except NoAnswer:
+            return  # they are looked up one by one
+        for row in answer.coordinators:
+            if row.error_code == NONE:
+                self._addresses[row.node_id] = (row.host, row.port)
+                self.coordinators[row.key] = row.node_id
 
     def ask_coordinator(self, transactional_id: str, request: Any, again: bool) -> Any:
         """Ask the id's current coordinator. For `again` see `patiently`."""
@@ -237,17 +307,27 @@ class Wire:
         from kafka.protocol.metadata import MetadataRequest
 
         Topic = MetadataRequest.MetadataRequestTopic  # noqa: N806 - a class
-        [found] = self.ask(MetadataRequest(topics=[Topic(name=name)], allow_auto_topic_creation=False)).topics
+        [found] = self._metadata(MetadataRequest(topics=[Topic(name=name)], allow_auto_topic_creation=False)).topics
         return found
 
     def topics(self) -> list[str]:
         """Names of all topics that this user may see."""
         from kafka.protocol.metadata import MetadataRequest
 
-        return [t.name for t in self.ask(MetadataRequest(topics=None, allow_auto_topic_creation=False)).topics]
+        return [t.name for t in self._metadata(MetadataRequest(topics=None, allow_auto_topic_creation=False)).topics]
+
+    def _metadata(self, request: Any) -> Any:
+        answer = self.ask(request)
+        if answer.brokers:
+            self._addresses = {b.node_id: (b.host, b.port) for b in answer.brokers}
+        return answer
 
     def leader(self, topic: str, partition: int) -> int:
         """Node that leads a partition. Raises NotSent if there is none now, NoTopic."""
+        return self.led(topic, partition).node
+
+    def led(self, topic: str, partition: int) -> Leader:
+        """A partition's leader. Raises NotSent if there is none now, NoTopic."""
         known = self._leaders.get((topic, partition))
         if known is not None:
             return known
@@ -261,39 +341,37 @@ class Wire:
             raise NotSent(f"topic {topic!r}: {name_of(found.error_code)}")
         for part in found.partitions:
             if part.leader_id >= 0:
-                self._leaders[(topic, part.partition_index)] = part.leader_id
+                self._leaders[(topic, part.partition_index)] = Leader(
+                    part.leader_id, getattr(part, "leader_epoch", -1), getattr(found, "topic_id", None)
+                )
         if (topic, partition) not in self._leaders:
             raise NotSent(f"partition {partition} of {topic!r} has no leader now")
-        if self.admin()._manager.cluster.broker_metadata(self._leaders[(topic, partition)]) is None:
-            self._refresh()
         return self._leaders[(topic, partition)]
 
     def forget(self, transactional_id: str | None = None) -> None:
         """Drop cached leaders, and the coordinator of this id."""
         if transactional_id is not None:
-            self._coordinators.pop(transactional_id, None)
+            self.coordinators.pop(transactional_id, None)
         self._leaders.clear()
 
-    def _refresh(self) -> None:
-        """Refresh the addresses of brokers that joined or moved."""
-        manager = self.admin()._manager
-
-        async def refresh() -> Any:
-            return await manager.cluster.refresh_metadata()
-
-        from kafka import errors
+    def _learn(self, channel: Channel) -> None:
+        """Ask for the addresses of all brokers."""
+        from kafka.protocol.metadata import MetadataRequest
 
         try:
-            manager.run(refresh)
-        except (errors.KafkaError, OSError) as error:
-            raise NotSent(f"{type(error).__name__}: {error}") from None
+            answer = channel.post(MetadataRequest(topics=[])).answer(left_s(CONNECT_TIMEOUT_S))
+        except NoAnswer as error:
+            raise NotSent(str(error)) from None
+        if not answer.brokers:  # one that has just started may not know itself yet
+            raise NotSent("the cluster listed no broker")
+        self._addresses = {b.node_id: (b.host, b.port) for b in answer.brokers}
 
     def close(self) -> None:
         """Close the connections; the next request opens new ones. Idempotent."""
         with self._lock:
-            admin, self._admin = self._admin, None
-        if admin is not None:
-            admin.close()
+            channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            channel.close()
 
 
 def retried(ask: Callable[[], Any], again: Set[int], deadline: float, pause_s: float = 0.005) -> Any:
@@ -309,74 +387,3 @@ def retried(ask: Callable[[], Any], again: Set[int], deadline: float, pause_s: f
             return answer
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, 0.5)
-
-
-def unreachable(servers: str, error: Exception) -> Unreachable:
-    name = type(error).__name__
-    if "Authentication" in name or "Authorization" in name or "Sasl" in name:
-        return Unreachable(
-            "KAFKA_CREDENTIALS",
-            f"The brokers at {servers} rejected the credentials: {error}.",
-            next_step="check kafka.sasl.* and kafka.ssl.*",
-        )
-    if _listens(servers):
-        return Unreachable(
-            "KAFKA_CREDENTIALS",
-            f"A server at {servers} closed the connection before its first answer: it expects other credentials or "
-            f"another security protocol, its certificate is not trusted here, or it is not a Kafka broker ({error}).",
-            next_step="check kafka.security.protocol, kafka.sasl.* and kafka.ssl.*",
-        )
-    return Unreachable(
-        "KAFKA_UNREACHABLE",
-        f"No broker at {servers} answered within {CONNECT_TIMEOUT_S:.0f} s.",
-        next_step="check kafka.bootstrap.servers and kafka.security.protocol, and that the brokers are running",
-    )
-
-
-def _listens(servers: str) -> bool:
-    for server in servers.split(","):
-        host, _, port = server.strip().rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), 1).close()
-        except (OSError, ValueError):
-            continue
-        return True
-    return False
-
-
-def _kafka_python(client: Mapping[str, str]) -> dict[str, Any]:
-    """librdkafka's settings translated for kafka-python; those without a counterpart are left out."""
-    settings: dict[str, Any] = {
-        "bootstrap_servers": [s.strip() for s in client["bootstrap.servers"].split(",") if s.strip()],
-        "bootstrap_timeout_ms": int(CONNECT_TIMEOUT_S * 1000),
-        "reconnect_backoff_max_ms": 500,
-        "max_in_flight_requests_per_connection": 64,
-        "client_id": "delivered",
-    }
-    for theirs, ours in _SECURITY.items():
-        if theirs in client:
-            settings[ours] = client[theirs]
-    if "security_protocol" in settings:
-        settings["security_protocol"] = settings["security_protocol"].upper()
-    if settings.get("security_protocol", "").endswith("SSL") or any(k in client for k in _TLS):
-        settings["ssl_context"] = _tls(client)
-    return settings
-
-
-def _tls(client: Mapping[str, str]) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(
-            cafile=client.get("ssl.ca.location"), cadata=client.get("ssl.ca.pem") or None
-        )
-        if client.get("ssl.endpoint.identification.algorithm", "https").lower() in ("none", ""):
-            context.check_hostname = False
-        if client.get("enable.ssl.certificate.verification", "true").lower() == "false":
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        if "ssl.certificate.location" in client:
-            context.load_cert_chain(
-                client["ssl.certificate.location"], client.get("ssl.key.location"), client.get("ssl.key.password")
-            )
-    except (OSError, ssl.SSLError) as error:
-        raise UsageError("TLS_FILES", f"The TLS files of kafka.ssl.* cannot be used: {error}.") from None
-    return context

@@ -10,11 +10,14 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import pyarrow as pa
 
 from delivered.connectors.kafka.admin import KafkaDriverClient
+from delivered.connectors.kafka.cluster import SOURCE_SETTINGS, by_arrow
 from delivered.connectors.kafka.consumer import Fetched, PartitionConsumer
+from delivered.connectors.kafka.fetcher import Fetcher
 from delivered.connectors.kafka.offsets import Partition
 from delivered.connectors.kafka.options import OWNER, SourceOptions
 from delivered.kits.warm import WarmClients
@@ -27,16 +30,33 @@ log = logging.getLogger("delivered.kafka")
 _POLL_S = 0.5
 _STALL_LOOK_S = 5.0
 
-_idle: WarmClients[PartitionConsumer] = WarmClients(2)
+
+class RangeConsumer(Protocol):
+    """Reads one partition after another. Not thread-safe. See `PartitionConsumer` for the errors."""
+
+    def assign(self, partition: Partition, offset: int) -> None: ...
+    def fetch(self, end: int, timeout_s: float) -> Fetched: ...
+    def fetch_position(self) -> int: ...
+    def release(self) -> None: ...
+    def close(self) -> None: ...
+
+
+_idle: WarmClients[RangeConsumer] = WarmClients(2)
 
 
 @contextmanager
-def warm_consumer(options: SourceOptions) -> Iterator[PartitionConsumer]:
+def warm_consumer(options: SourceOptions) -> Iterator[RangeConsumer]:
     """An idle, connected consumer with the same options, or a new one."""
-    key = repr((sorted(options.client.items()), options.headers))
-    with _idle.lent(key, lambda: PartitionConsumer(options)) as consumer:
+    key = repr((options.through, sorted(options.client.items()), options.headers))
+    with _idle.lent(key, lambda: _consumer(options)) as consumer:
         yield consumer  # if the slice is not read to its end, the consumer is closed
         consumer.release()
+
+
+def _consumer(options: SourceOptions) -> RangeConsumer:
+    if by_arrow(OWNER, options.through, options.client, SOURCE_SETTINGS):
+        return Fetcher(options)
+    return PartitionConsumer(options)
 
 
 def read_range(options: SourceOptions, wanted: Range[Partition]) -> Iterator[pa.RecordBatch]:
@@ -56,7 +76,7 @@ def read_range(options: SourceOptions, wanted: Range[Partition]) -> Iterator[pa.
 
 
 class _Reading:
-    def __init__(self, options: SourceOptions, wanted: Range[Partition], consumer: PartitionConsumer) -> None:
+    def __init__(self, options: SourceOptions, wanted: Range[Partition], consumer: RangeConsumer) -> None:
         self._options = options
         self._wanted = wanted
         self._consumer = consumer

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from delivered.model.errors import UsageError
-from delivered.model.options import resolve_secret
+from delivered.model.options import choice, option, resolve_secret
 
 PREFIX = "kafka."
 
@@ -138,6 +139,16 @@ def _bytes(value: str) -> int:
             f"Option 'kafka.buffer.memory' is {value!r}; it must be a whole number of bytes.",
             next_step='write .option("kafka.buffer.memory", "33554432")',
         ) from None
+
+
+def path_option(does: str) -> Any:
+    """The option `client`. `does`: what arrow does, as the help says it."""
+    return option(
+        "client",
+        f"{does} over shared connections; librdkafka; auto: arrow, unless a setting or the platform needs librdkafka.",
+        choice(("auto", "arrow", "librdkafka")),
+        default="librdkafka",
+    )
 
 
 def resolved(client: Mapping[str, str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from delivered.connectors.kafka.options import SERVERS
-from delivered.connectors.kafka.settings import check_client, client_options, resolved
+from delivered.connectors.kafka.settings import check_client, client_options, path_option, resolved
 from delivered.model.errors import UsageError
 from delivered.model.limits import NAME_LENGTH_MAX, TRANSACTION_TIMEOUT_S
 from delivered.model.options import Option, Options, OptionType, Unfit, choice, option, several, whole
@@ -70,6 +70,7 @@ class SinkOptions(Options, owner=OWNER, ignored=("path",)):
         client: librdkafka's settings, without the prefix `kafka.`; secrets are not resolved yet.
         acks: all or 1; the ledger and transactions always use all.
         topic: None: taken from each row.
+        through: auto, arrow or librdkafka.
         transaction_timeout_s: whole seconds.
     """
 
@@ -102,6 +103,7 @@ class SinkOptions(Options, owner=OWNER, ignored=("path",)):
         default=None,
         shown="none",
     )
+    through: str = path_option("How records are produced: arrow encodes whole columns")
     transaction_timeout_s: int = option(
         "transactionTimeout",
         "Seconds that a prepared batch waits for its decision before the broker drops it (exactly_once).",

@@ -12,6 +12,7 @@ import pyarrow as pa
 import tenacity
 
 from delivered.connectors.kafka.admin import KafkaDriverClient, joined
+from delivered.connectors.kafka.cluster import SOURCE_SETTINGS, by_arrow
 from delivered.connectors.kafka.librdkafka import check_settings
 from delivered.connectors.kafka.offsets import (
     EARLIEST,
@@ -94,6 +95,7 @@ class KafkaSource:
 
     def planned(self) -> KafkaSource:
         check_settings(OWNER, self.options.client)
+        by_arrow(OWNER, self.options.through, self.options.client, SOURCE_SETTINGS)
         return self
 
     def schema(self) -> pa.Schema:

@@ -25,7 +25,8 @@ from typing import Any
 
 from delivered.connectors.kafka import transactions
 from delivered.connectors.kafka.ledger_write import Again, LedgerProducer, Writes
-from delivered.connectors.kafka.protocol import NoAnswer, NoTopic, Wire
+from delivered.connectors.kafka.login import NoAnswer
+from delivered.connectors.kafka.protocol import NoTopic, Wire
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import (
     HISTORY_PARTITION,

@@ -12,20 +12,26 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from delivered.connectors.kafka import protocol
-from delivered.connectors.kafka.protocol import NoAnswer, Wire, name_of, retried
+from delivered.connectors.kafka.channel import Pending
+from delivered.connectors.kafka.login import NoAnswer
+from delivered.connectors.kafka.protocol import Wire, name_of, retried
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import REQUEST_TIMEOUT_S, TRANSACTION_SLOTS
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.patience import left_s
 from delivered.model.prepared import Handle
 
 OPEN_STATES = ("Ongoing", "PrepareEpochFence", "PrepareCommit", "PrepareAbort")
 _PARALLEL_MAX = 8
+_PIPELINED_MAX = 48
+"""EndTxn requests without an answer; below the connections' own limit."""
 _ENDING_WAIT_S = 2.0
 
 _PROMISE_GONE = frozenset(
@@ -123,12 +129,50 @@ def end(wire: Wire, handle: Transaction, commit: bool) -> Outcome[None]:
             answer = wire.ask_coordinator(name, request, again=False)
     except NoAnswer as error:
         return Unknown(str(error))
-    what = f"{handle.transactional_id}, epoch {handle.epoch}: {name_of(answer.error_code)}"
-    if answer.error_code == protocol.NONE:
+    return _ended(handle, answer.error_code)
+
+
+def end_all(wire: Wire, handles: Sequence[Transaction], commit: bool) -> list[Outcome[None]]:
+    """`end` for many transactions: requests to a coordinator follow each other without waiting for answers."""
+    wire.find_coordinators([h.transactional_id for h in handles])
+    outcomes: list[Outcome[None]] = [Unknown("not asked yet")] * len(handles)
+    deadline = time.monotonic() + _ENDING_WAIT_S
+    todo: deque[int] = deque(range(len(handles)))
+    flying: deque[tuple[int, Pending]] = deque()
+    while todo or flying:
+        while todo and len(flying) < _PIPELINED_MAX:
+            at = todo.popleft()
+            name = handles[at].transactional_id
+            try:
+                flying.append((at, wire.post(end_request(handles[at], commit), wire.coordinator(name))))
+            except NoAnswer as error:
+                wire.forget(name)
+                outcomes[at] = Unknown(str(error))
+        if not flying:
+            break
+        at, pending = flying.popleft()
+        try:
+            code = pending.answer(left_s(REQUEST_TIMEOUT_S)).error_code
+        except NoAnswer as error:
+            wire.forget(handles[at].transactional_id)
+            outcomes[at] = Unknown(str(error))
+            continue
+        if code in protocol.COORDINATOR_MOVED:
+            wire.forget(handles[at].transactional_id)
+        outcomes[at] = _ended(handles[at], code)
+        if code == protocol.CONCURRENT_TRANSACTIONS and time.monotonic() < deadline:
+            # An earlier EndTxn is still writing its markers.
+            if not flying:
+                time.sleep(0.005)
+            todo.append(at)
+    return outcomes
+
+
+def _ended(handle: Transaction, code: int) -> Outcome[None]:
+    what = f"{handle.transactional_id}, epoch {handle.epoch}: {name_of(code)}"
+    if code == protocol.NONE:
         return Ok(None)
-    if answer.error_code in _PROMISE_GONE:
-        return Failed(what)
-    return Unknown(what)
+    return Failed(what) if code in _PROMISE_GONE else Unknown(what)
 
 
 def initialise(wire: Wire, transactional_id: str, timeout_ms: int, deadline: float) -> Outcome[Transaction]:
@@ -159,6 +203,24 @@ def initialise(wire: Wire, transactional_id: str, timeout_ms: int, deadline: flo
         return Ok(Transaction(transactional_id, answer.producer_id, answer.producer_epoch))
     what = f"{transactional_id}: {name_of(answer.error_code)}"
     return Unknown(what) if answer.error_code in again else Failed(what)
+
+
+def producer_id(wire: Wire) -> Transaction:
+    """A new producer id without a transactional id. Raises NoAnswer."""
+    from kafka.protocol.producer.transaction import InitProducerIdRequest
+
+    request = InitProducerIdRequest(
+        transactional_id=None, transaction_timeout_ms=60_000, producer_id=-1, producer_epoch=-1, max_version=4
+    )
+
+    def ask() -> Any:
+        answer = wire.ask(request)
+        if answer.error_code != protocol.NONE:
+            raise NoAnswer(f"no producer id: {name_of(answer.error_code)}")
+        return answer
+
+    answer = wire.patiently(ask)
+    return Transaction("", answer.producer_id, answer.producer_epoch)
 
 
 def listed(wire: Wire, scope: Scope, states: Iterable[str], deadline: float) -> dict[str, str]:

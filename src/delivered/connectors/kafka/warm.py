@@ -17,21 +17,35 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
+from delivered.connectors.kafka.cluster import SINK_SETTINGS, Cluster, by_arrow
 from delivered.connectors.kafka.errors import ProducerError
+from delivered.connectors.kafka.login import NoAnswer
 from delivered.connectors.kafka.producer import Producer, producer_config
-from delivered.connectors.kafka.protocol import NoAnswer, Wire, server_name
-from delivered.connectors.kafka.sink_options import SinkOptions
-from delivered.connectors.kafka.transactions import OpenTransaction, Transaction, describe, transactional_id
+from delivered.connectors.kafka.protocol import Wire, server_name
+from delivered.connectors.kafka.sender import Sender
+from delivered.connectors.kafka.sink_options import OWNER, SinkOptions
+from delivered.connectors.kafka.transactions import (
+    OpenTransaction,
+    Transaction,
+    describe,
+    initialise,
+    producer_id,
+    transactional_id,
+)
 from delivered.kits.warm import WarmClients
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.limits import OUTAGE_PATIENCE_S
-from delivered.model.patience import unanswered
+from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.model.patience import unanswered, within
 
 log = logging.getLogger(__name__)
 
 READY_MAX = 16
 """Ready transactional producers per process: each holds a few threads and connections."""
+
+READY_IDS_MAX = 1_024
+"""The same where a producer is only its id."""
 
 READY_AGE_S_MAX = 300.0
 START_TIMEOUT_S = OUTAGE_PATIENCE_S
@@ -39,10 +53,15 @@ READY_TIMEOUT_S = 2.0
 """For background initialisation. It must not wait out an outage: a late one would fence the task that runs by then."""
 IDLE_MAX = 8
 
+IDLE_AGE_S_MAX = 3_600.0
+"""An idle sender's producer id is dropped before brokers forget it."""
+
+AnyProducer = Producer | Sender
+
 _lock = threading.Lock()
 _ready: OrderedDict[tuple[str, ...], Ready] = OrderedDict()
-_idle: WarmClients[Producer] = WarmClients(IDLE_MAX)
-_wires: dict[tuple[str, ...], Wire] = {}
+_idle: WarmClients[AnyProducer] = WarmClients(IDLE_MAX)
+_clusters: dict[tuple[str, ...], Cluster] = {}
 
 
 @dataclass(frozen=True)
@@ -55,7 +74,7 @@ class Taken:
             has this epoch.
     """
 
-    producer: Producer
+    producer: AnyProducer
     held: Transaction
 
 
@@ -101,7 +120,24 @@ def is_ready(options: SinkOptions, work: Work) -> bool:
     return ready.taken.done()
 
 
+def _by_arrow(options: SinkOptions) -> bool:
+    return by_arrow(OWNER, options.through, options.client, SINK_SETTINGS)
+
+
 def _start(options: SinkOptions, name: str, timeout_s: float = START_TIMEOUT_S) -> Taken:
+    if _by_arrow(options):
+        cluster = _cluster(options)
+        with within(timeout_s):
+            deadline = time.monotonic() + timeout_s
+            outcome = initialise(cluster.wire, name, options.transaction_timeout_s * 1000, deadline)
+        match outcome:
+            case Ok(held):
+                config = producer_config(options, Guarantee.EXACTLY_ONCE, name)
+                return Taken(Sender(cluster, config, held), held)
+            case Failed(reason):
+                raise ProducerError(reason.rpartition(": ")[2], reason)
+            case Unknown(reason):
+                raise ProducerError("_TIMED_OUT", reason)
     producer = Producer(producer_config(options, Guarantee.EXACTLY_ONCE, name))
     try:
         with unanswered(server_name(options.client["bootstrap.servers"])):
@@ -119,16 +155,21 @@ def _holder(options: SinkOptions, name: str) -> Transaction:
 
 def state_of(options: SinkOptions, name: str) -> OpenTransaction:
     """The coordinator's state of a transactional id. Raises ProducerError: no answer, or unknown id."""
-    client = options.resolved()
-    with _lock:
-        wire = _wires.get(key_of(client)) or _wires.setdefault(key_of(client), Wire(client))
     try:
-        found = describe(wire, name)
+        found = describe(_cluster(options).wire, name)
     except NoAnswer as error:
         raise ProducerError("_TIMED_OUT", f"the holder of {name!r} is unknown: {error}") from None
     if found is None:
         raise ProducerError("_STATE", f"the coordinator does not know {name!r}")
     return found
+
+
+def _cluster(options: SinkOptions) -> Cluster:
+    """The process's connections."""
+    client = options.resolved()
+    key = key_of(client)
+    with _lock:
+        return _clusters.get(key) or _clusters.setdefault(key, Cluster(Wire(client), client["bootstrap.servers"]))
 
 
 def _key(options: SinkOptions, work: Work) -> tuple[str, ...]:
@@ -145,7 +186,7 @@ def make_ready(options: SinkOptions, work: Work) -> None:
         limit = time.monotonic() - READY_AGE_S_MAX
         for k in [k for k, r in _ready.items() if r.made_at < limit]:
             old.append(_ready.pop(k))
-        while len(_ready) >= READY_MAX:
+        while len(_ready) >= (READY_MAX if options.through == "librdkafka" else READY_IDS_MAX):
             old.append(_ready.popitem(last=False)[1])
         ready = _ready[key] = Ready(Future(), time.monotonic())
 
@@ -166,18 +207,39 @@ def _drop(ready: Ready) -> None:
     ready.taken.add_done_callback(lambda made: None if made.exception() else made.result().producer.close())
 
 
-def borrow(config: Mapping[str, str]) -> Producer:
-    """An idle producer without transactions, or a new one; owned by the caller until `give_back`."""
-    producer = _idle.take(key_of(config))
+def borrow(options: SinkOptions, guarantee: Guarantee) -> AnyProducer:
+    """An idle producer without transactions, or a new one; owned by the caller until `give_back`.
+
+    Raises:
+        ProducerError: no producer id.
+    """
+    config = producer_config(options, guarantee, None)
+    producer = _idle.take(_idle_key(options, config))
+    if isinstance(producer, Sender) and time.monotonic() - producer.used_at > IDLE_AGE_S_MAX:
+        producer = None
     if producer is None:
-        return Producer(config)
+        return _new_sender(options, config, guarantee) if _by_arrow(options) else Producer(config)
     producer.failures.clear()
     return producer
 
 
-def give_back(config: Mapping[str, str], producer: Producer) -> None:
+def _new_sender(options: SinkOptions, config: Mapping[str, str], guarantee: Guarantee) -> Sender:
+    cluster = _cluster(options)
+    if guarantee is Guarantee.AT_MOST_ONCE:
+        return Sender(cluster, config, None)
+    try:
+        return Sender(cluster, config, producer_id(cluster.wire))
+    except NoAnswer as error:
+        raise ProducerError("_TIMED_OUT", str(error)) from None
+
+
+def _idle_key(options: SinkOptions, config: Mapping[str, str]) -> tuple[str, ...]:
+    return key_of(config, options.through)
+
+
+def give_back(options: SinkOptions, guarantee: Guarantee, producer: AnyProducer) -> None:
     """Return a producer with nothing in flight to the pool."""
-    _idle.give(key_of(config), producer)
+    _idle.give(_idle_key(options, producer_config(options, guarantee, None)), producer)
 
 
 def close_all() -> None:

@@ -16,11 +16,12 @@ import pyarrow.compute as pc
 from delivered.connectors.kafka import columns, transactions, warm
 from delivered.connectors.kafka.errors import ProducerError, delivery_error, producer_error
 from delivered.connectors.kafka.markers import marker_key, marker_partition, marker_value
-from delivered.connectors.kafka.producer import Producer, Rows, producer_config
+from delivered.connectors.kafka.producer import Rows
 from delivered.connectors.kafka.protocol import server_name
+from delivered.connectors.kafka.sender import Sender
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import ledger_topic
-from delivered.connectors.kafka.warm import Taken
+from delivered.connectors.kafka.warm import AnyProducer, Taken
 from delivered.kits.warm import retire
 from delivered.model.errors import BadRecord, DeliveredError
 from delivered.model.fingerprint import Fingerprint
@@ -45,7 +46,7 @@ class _Sender:
         self._options = options
         self._partitions: dict[str, int] = {}
 
-    def send(self, producer: Producer, batch: pa.RecordBatch) -> None:
+    def send(self, producer: AnyProducer, batch: pa.RecordBatch) -> None:
         for rows in self._by_topic(batch):
             self._check(producer, rows)
             producer.send(rows)
@@ -74,7 +75,7 @@ class _Sender:
                 partition=None if rows.partition is None else rows.partition[np.asarray(picked)],
             )
 
-    def _check(self, producer: Producer, rows: Rows) -> None:
+    def _check(self, producer: AnyProducer, rows: Rows) -> None:
         """Reject unknown topics and partitions before anything is sent."""
         count = self._partitions.get(rows.topic)
         if count is None:
@@ -88,7 +89,7 @@ class _Sender:
             )
 
 
-def known_partitions(producer: Producer, topic: str, options: SinkOptions) -> int:
+def known_partitions(producer: AnyProducer, topic: str, options: SinkOptions) -> int:
     """Partition count of a topic; waits briefly for a topic that was just created.
 
     Raises:
@@ -117,7 +118,14 @@ def _explained(options: SinkOptions) -> Iterator[None]:
         raise producer_error(error, options.topic, options) from None
 
 
-def _refuse_failures(producer: Producer, options: SinkOptions) -> None:
+def _retire(producer: AnyProducer) -> None:
+    if isinstance(producer, Sender):
+        producer.close()
+    else:
+        retire(producer)
+
+
+def _refuse_failures(producer: AnyProducer, options: SinkOptions) -> None:
     if producer.failures.count:
         raise delivery_error(producer.failures, options)
 
@@ -154,7 +162,7 @@ class TransactionalWriter:
         if early:
             self._send(self._begun(), early)
 
-    def _send(self, producer: Producer, batches: Sequence[pa.RecordBatch]) -> None:
+    def _send(self, producer: AnyProducer, batches: Sequence[pa.RecordBatch]) -> None:
         with _explained(self._options):
             for batch in batches:
                 self._sender.send(producer, batch)
@@ -179,7 +187,7 @@ class TransactionalWriter:
             self._confirm(taken)
         # From here on the transaction belongs to the driver.
         self._taken = None
-        retire(producer)
+        _retire(producer)
         return Promise(taken.held)
 
     def _confirm(self, taken: Taken) -> None:
@@ -208,7 +216,7 @@ class TransactionalWriter:
                 taken.producer.abort(REQUEST_TIMEOUT_S)
             taken.producer.close()
 
-    def _begun(self) -> Producer:
+    def _begun(self) -> AnyProducer:
         if self._taken is None:
             with _explained(self._options):
                 self._taken = warm.take(self._options, self._work)
@@ -229,15 +237,16 @@ class DirectWriter:
     def __init__(self, options: SinkOptions, guarantee: Guarantee) -> None:
         self._options = options
         self._gives_up = guarantee is Guarantee.AT_MOST_ONCE
-        self._config = producer_config(options, guarantee, None)
+        self._guarantee = guarantee
         self._sender = _Sender(options)
-        self._producer: Producer | None = None
+        self._producer: AnyProducer | None = None
 
     def stage(self, batch: pa.RecordBatch) -> None:
         if batch.num_rows == 0:
             return
         if self._producer is None:
-            self._producer = warm.borrow(self._config)
+            with _explained(self._options):
+                self._producer = warm.borrow(self._options, self._guarantee)
         with _explained(self._options):
             self._sender.send(self._producer, batch)
         self._judge(self._producer)
@@ -252,18 +261,18 @@ class DirectWriter:
         self._producer = None
         failed = dict(sorted(producer.failures.by_name.items()))
         if not failed:
-            warm.give_back(self._config, producer)
+            warm.give_back(self._options, self._guarantee, producer)
             return Promise()
         log.warning("at_most_once: records given up: %s", failed)
-        retire(producer)
+        _retire(producer)
         return Promise(given_up=failed)
 
     def abort(self) -> None:
         producer, self._producer = self._producer, None
         if producer is not None:
-            retire(producer)
+            _retire(producer)
 
-    def _judge(self, producer: Producer) -> None:
+    def _judge(self, producer: AnyProducer) -> None:
         if not self._gives_up:
             _refuse_failures(producer, self._options)
 

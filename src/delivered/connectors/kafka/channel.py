@@ -1,0 +1,373 @@
+"""One connection to a Kafka broker: requests in flight side by side, large fields without a copy.
+
+kafka-python encodes and decodes messages and speaks SASL. Frames are read and written here: its own connection costs
+3 ms of CPU for each MB received (decision 054). Nobody reads in the background: whoever waits for a response reads what
+arrives, for everyone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from delivered.connectors.kafka.login import CLIENT_ID, NoAnswer, NotSent, Rejected, Security, authenticate, connected
+from delivered.model.limits import KAFKA_RESPONSE_BYTES_MAX
+
+_FRAME = struct.Struct(">ihhi")
+"""Request: size of what follows, API key, API version, correlation id."""
+_RESPONSE = struct.Struct(">i")
+_API_VERSIONS = 18
+_PARTS_MAX = 64
+_IDLE_S_MAX = 540.0
+"""Brokers close idle connections after 600 s by default."""
+
+Buffer = bytes | bytearray | memoryview
+
+
+class _Late(OSError):
+    """A deadline passed."""
+
+
+class Pending:
+    """A request that was sent. Thread-safe."""
+
+    def __init__(self, channel: Channel, correlation_id: int, flexible: bool, decode: Any) -> None:
+        self._channel = channel
+        self._decode = decode
+        self.correlation_id = correlation_id
+        self.flexible = flexible
+        self.sent_s = time.monotonic()
+        self._frame: memoryview | None = None
+        self._error: str | None = None
+
+    def ready(self, timeout_s: float = 0.0) -> bool:
+        """Whether the response is here, or will never come; waits at most this long."""
+        return self._over or self._channel.read_until(self, time.monotonic() + timeout_s)
+
+    @property
+    def _over(self) -> bool:
+        return self._frame is not None or self._error is not None
+
+    def body(self, timeout_s: float) -> memoryview:
+        """The response without its header, in memory of its own.
+
+        Raises:
+            NoAnswer: the connection broke, or there was no response in time. Then the connection is closed.
+        """
+        if not self.ready(timeout_s):
+            self._channel.close(f"no response within {timeout_s:.0f} s")
+        if self._frame is None:
+            raise NoAnswer(f"{self._channel.name}: {self._error}")
+        return self._frame[_header_bytes(self._frame, self.flexible) :]
+
+    def answer(self, timeout_s: float) -> Any:
+        """The response as kafka-python's message. Raises as `body`."""
+        return self._decode(self.body(timeout_s))
+
+    def arrived(self, frame: memoryview) -> None:
+        self._frame = frame
+
+    def failed(self, error: str) -> None:
+        if not self._over:
+            self._error = error
+
+
+class Channel:
+    """An open connection, authenticated. Thread-safe. A forked process must open its own.
+
+    Attributes:
+        versions: kafka-python's view of the API versions that the broker supports.
+        features: finalized features of the cluster: {"transaction.version": 2}.
+        closed: why it is closed; None: open.
+    """
+
+    def __init__(self, host: str, port: int, security: Security, timeout_s: float) -> None:
+        """Connect.
+
+        Raises:
+            NotSent: no connection. Rejected: TLS or authentication failed.
+        """
+        self.name = f"{host}:{port}"
+        self.closed: str | None = None
+        self.features: dict[str, int] = {}
+        self._security = security
+        self._pid = os.getpid()
+        self._io = threading.Lock()  # OpenSSL does not allow reading and writing at the same time
+        self._sending = threading.Lock()
+        self._turn = threading.Condition()
+        self._reading = False
+        self._in_flight: deque[Pending] = deque()
+        self._correlation_id = 0
+        self._used_s = time.monotonic()
+        self._expires_s = float("inf")
+        self._head = memoryview(bytearray(4))
+        self._frame: memoryview | None = None
+        self._left = self._head
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._sock = connected(host, port, security, timeout_s)
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError, TimeoutError) as error:
+            raise NotSent(f"{self.name}: {type(error).__name__}: {error}") from None
+        except ssl.SSLError as error:
+            raise Rejected(f"{self.name}: {error}", tls=True) from None
+        except OSError as error:
+            raise NotSent(f"{self.name}: {type(error).__name__}: {error}") from None
+        try:
+            self._read_versions(deadline)
+            if security.mechanism is not None:
+                ask = lambda request: self.post(request).answer(deadline - time.monotonic())  # noqa: E731
+                self._expires_s = time.monotonic() + authenticate(ask, self.name, host, security)
+        except BaseException as error:
+            self.close(str(error))
+            if isinstance(error, NoAnswer) and not isinstance(error, NotSent):
+                raise NotSent(str(error)) from None
+            raise
+
+    def _read_versions(self, deadline: float) -> None:
+        from kafka.protocol.broker_version_data import BrokerVersionData
+        from kafka.protocol.metadata import ApiVersionsRequest
+
+        version = ApiVersionsRequest.max_version
+        while True:
+            request = ApiVersionsRequest(version=version, client_software_name=CLIENT_ID, client_software_version="1")
+            answer = self.post(request).answer(deadline - time.monotonic())
+            if answer.error_code != 35 or version == 0:  # UNSUPPORTED_VERSION: the broker is older
+                break
+            version = min([k.max_version for k in answer.api_keys if k.api_key == _API_VERSIONS], default=0)
+        self.versions = BrokerVersionData(
+            api_versions={k.api_key: (k.min_version, k.max_version) for k in answer.api_keys}
+        )
+        for feature in getattr(answer, "finalized_features", None) or ():
+            self.features[feature.name] = feature.max_version_level
+
+    def usable(self) -> bool:
+        """Whether to send further requests here. False: closed by one side, idle for long, or its session ends soon."""
+        if self.closed is not None or self._pid != os.getpid():
+            return False
+        now = time.monotonic()
+        if now > self._expires_s:
+            return False
+        with self._turn:
+            if self._in_flight or self._reading:
+                return True
+            if now - self._used_s < _IDLE_S_MAX and self._silent():
+                return True
+        self.close("idle or closed by the broker")
+        return False
+
+    def _silent(self) -> bool:
+        """Nothing is in flight: whatever arrives means that the broker closed the connection."""
+        try:
+            with self._io:
+                self._sock.recv_into(self._head, 1)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return True
+        except (OSError, ValueError):
+            pass
+        return False
+
+    def post(self, request: Any, timeout_s: float = 30.0) -> Pending:
+        """Send one of kafka-python's requests.
+
+        Args:
+            timeout_s: for sending.
+
+        Raises:
+            NotSent: the connection is broken, or the broker is too old for the request.
+        """
+        from kafka.errors import IncompatibleBrokerVersion
+        from kafka.protocol.api_header import ResponseClassRegistry
+
+        version = request.API_VERSION
+        if version is None:
+            try:
+                version = request.API_VERSION = self.versions.api_version(request)
+            except IncompatibleBrokerVersion as error:
+                raise NotSent(f"{self.name}: {error}") from None
+        request.with_header()
+        response = ResponseClassRegistry.get_response_class(request.header)
+        flexible = request.flexible_version_q(version)
+        key = request.API_KEY
+        return self.send(
+            key,
+            version,
+            [request.encode()],
+            flexible,
+            decode=response.decode,
+            flexible_answer=flexible and key != _API_VERSIONS,
+            timeout_s=timeout_s,
+        )
+
+    def send(
+        self,
+        key: int,
+        version: int,
+        parts: Sequence[Buffer],
+        flexible: bool,
+        *,
+        decode: Any = None,
+        flexible_answer: bool | None = None,
+        timeout_s: float = 30.0,
+    ) -> Pending:
+        """Send a request whose body is the concatenation of `parts`, which are not copied.
+
+        Args:
+            flexible: whether the headers have tagged fields.
+
+        Raises:
+            NotSent: the connection is broken.
+        """
+        client = self._security.client_id.encode()
+        tail = struct.pack(">h", len(client)) + client + (b"\0" if flexible else b"")
+        size = 8 + len(tail) + sum(memoryview(p).nbytes for p in parts)
+        with self._sending:
+            self._correlation_id = (self._correlation_id + 1) % 2**31
+            pending = Pending(
+                self, self._correlation_id, flexible if flexible_answer is None else flexible_answer, decode
+            )
+            head = _FRAME.pack(size, key, version, self._correlation_id) + tail
+            with self._turn:
+                if self.closed is not None:
+                    raise NotSent(f"{self.name}: {self.closed}")
+                self._in_flight.append(pending)
+            try:
+                self._write([memoryview(head), *(memoryview(p).cast("B") for p in parts)], time.monotonic() + timeout_s)
+            except BaseException as error:
+                self.close(f"{type(error).__name__}: {error}")
+                if isinstance(error, (OSError, ValueError)):
+                    raise NotSent(f"{self.name}: {type(error).__name__}: {error}") from None
+                raise
+        return pending
+
+    def _write(self, parts: list[memoryview], deadline: float) -> None:
+        at = 0
+        while at < len(parts):
+            try:
+                with self._io:
+                    if self._security.tls is None:
+                        sent = self._sock.sendmsg(parts[at : at + _PARTS_MAX])
+                    else:
+                        sent = self._sock.send(parts[at])
+            except (BlockingIOError, ssl.SSLWantWriteError):
+                self._wait(select.POLLOUT, deadline)
+                continue
+            except ssl.SSLWantReadError:
+                self._wait(select.POLLIN, deadline)
+                continue
+            while at < len(parts) and sent >= len(parts[at]):
+                sent -= len(parts[at])
+                at += 1
+            if sent:
+                parts[at] = parts[at][sent:]
+        self._used_s = time.monotonic()
+
+    def _wait(self, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(self._sock.fileno(), event)
+        left = deadline - time.monotonic()
+        if left <= 0 or not poll.poll(left * 1000):
+            raise _Late("timed out")
+
+    def read_until(self, wanted: Pending, deadline: float) -> bool:
+        """Read responses until this one is there, or the deadline passes. One thread reads, for all that wait."""
+        while not wanted._over:
+            with self._turn:
+                while self._reading and not wanted._over:
+                    if (left := deadline - time.monotonic()) <= 0:
+                        return False
+                    self._turn.wait(left)
+                if wanted._over:
+                    break
+                self._reading = True
+            try:
+                self._read_frame(deadline)
+            except _Late:
+                return wanted._over
+            except (OSError, ValueError, NoAnswer) as error:
+                self.close(f"{type(error).__name__}: {error}")
+                wanted.failed(self.closed or str(error))
+            finally:
+                with self._turn:
+                    self._reading = False
+                    self._turn.notify_all()
+        return True
+
+    def _read_frame(self, deadline: float) -> None:
+        """Read one response. After a time-out, the next call goes on where this one stopped."""
+        while self._left:
+            try:
+                with self._io:
+                    n = self._sock.recv_into(self._left)
+            except (BlockingIOError, ssl.SSLWantReadError):
+                self._wait(select.POLLIN, deadline)
+                continue
+            except ssl.SSLWantWriteError:
+                self._wait(select.POLLOUT, deadline)
+                continue
+            if n == 0:
+                raise ConnectionResetError("closed by the broker")
+            self._left = self._left[n:]
+            if not self._left and self._frame is None:
+                [size] = _RESPONSE.unpack(self._head)
+                if not 4 <= size <= KAFKA_RESPONSE_BYTES_MAX:
+                    raise NoAnswer(f"a response of {size} bytes: not a Kafka broker, or a broken connection")
+                # numpy does not clear the memory first.
+                self._left = self._frame = np.empty(size, np.uint8).data
+        frame, self._frame, self._left = self._frame or self._head, None, self._head
+        self._used_s = time.monotonic()
+        [correlation_id] = _RESPONSE.unpack(frame[:4])
+        with self._turn:
+            pending = self._in_flight[0] if self._in_flight else None
+            if pending is None or pending.correlation_id != correlation_id:
+                raise NoAnswer(f"a response to no request in flight ({correlation_id})")
+            self._in_flight.popleft()
+        pending.arrived(frame)
+
+    def close(self, why: str = "closed") -> None:
+        """Requests in flight fail with NoAnswer. Idempotent."""
+        with self._turn:
+            if self.closed is not None:
+                return
+            self.closed = why
+            if self._pid == os.getpid():  # else it would end the connection of the parent
+                with suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):
+                self._sock.close()
+            while self._in_flight:
+                self._in_flight.popleft().failed(why)
+            self._turn.notify_all()
+
+
+def _header_bytes(frame: memoryview, flexible: bool) -> int:
+    """Length of a response's header: the correlation id and, if flexible, tagged fields."""
+    at = 4
+    if flexible:
+        count, at = varint(frame, at)
+        for _ in range(count):
+            _, at = varint(frame, at)
+            size, at = varint(frame, at)
+            at += size
+    return at
+
+
+def varint(data: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7

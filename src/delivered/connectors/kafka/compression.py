@@ -1,0 +1,155 @@
+"""Compression of record batches by pyarrow's codecs, in the framings of Kafka's clients.
+
+Kafka's Java reader of LZ4 frames, which the broker uses too, accepts neither blocks that depend on each other, as
+pyarrow writes them above 64 KiB, nor several frames: blocks are compressed one by one, and make up one frame.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from delivered.model.errors import UsageError
+from delivered.model.limits import RECORD_BATCH_BYTES_MAX
+
+COMPRESSIONS = ("none", "gzip", "snappy", "lz4", "zstd")
+"""By their number in a batch's attributes."""
+
+_SCRATCH_BYTES, _SCRATCH_BYTES_KEPT = 2 << 20, 16 << 20
+_LEVELS = {"gzip": 6, "zstd": 3}
+"""Kafka's defaults where pyarrow's differ."""
+
+_LZ4_FRAME = bytes.fromhex("04224d18 60 40 82")
+"""Magic, version 1 with independent blocks and no checksums, blocks of 64 KiB, checksum of the two."""
+_LZ4_BLOCK = 64 << 10
+_LZ4_END = bytes(4)
+
+
+Compress = Callable[[memoryview], Sequence[Any]]
+"""Records to the parts (with the buffer protocol) of the compressed records."""
+
+
+def compressor(name: str, level: int | None) -> Compress | None:
+    """None: without compression. Raises UsageError: unknown name."""
+    if name not in COMPRESSIONS:
+        raise UsageError("COMPRESSION_UNKNOWN", f"Compression {name!r} is not one of {', '.join(COMPRESSIONS)}.")
+    if name == "none":
+        return None
+    codec = pa.Codec(name, compression_level=_LEVELS.get(name) if level is None else level)
+    if name != "lz4":
+        return lambda records: [codec.compress(records, asbytes=True)]
+
+    def blocks(records: memoryview) -> list[Any]:
+        parts: list[Any] = [_LZ4_FRAME]
+        for at in range(0, len(records), _LZ4_BLOCK):
+            # A frame of one block, which is independent. (A memoryview of it would be longer than the buffer.)
+            frame = codec.compress(records[at : at + _LZ4_BLOCK])
+            parts.append(frame.slice(len(_LZ4_FRAME), frame.size - len(_LZ4_FRAME) - len(_LZ4_END)))
+        return [*parts, _LZ4_END]
+
+    return blocks
+
+
+_XERIAL = b"\x82SNAPPY\x00"
+_SNAPPY_RATIO_MAX = 64
+
+
+def _snappy_size(block: memoryview) -> int:
+    """Decompressed size, from the varint at the start."""
+    size = 0
+    for i, byte in enumerate(block[:5]):
+        size |= (byte & 127) << 7 * i
+        if byte < 128:
+            return size
+    raise ValueError("no size")
+
+
+def _snappy(data: memoryview) -> list[pa.Buffer]:
+    """One snappy block; or, framed as by xerial's library for Java, many, each after its size (four bytes)."""
+    blocks = [data]
+    if data[:8] == _XERIAL:
+        blocks, at = [], 16
+        while at < len(data):
+            (size,) = struct.unpack_from(">i", data, at)
+            at += 4
+            if not 0 < size <= len(data) - at:
+                raise ValueError(f"a block of {size} bytes")
+            blocks.append(data[at : at + size])
+            at += size
+    codec, found, total = pa.Codec("snappy"), [], 0
+    for block in blocks:
+        size = _snappy_size(block)
+        total += size
+        if size > _SNAPPY_RATIO_MAX * len(block) or total > RECORD_BATCH_BYTES_MAX:
+            raise ValueError(f"a block that claims {size} bytes")
+        found.append(codec.decompress(block, size))
+    return found
+
+
+class Scratch:
+    """Memory for decompressed records, used again and again: fresh pages cost as much as decompressing into them.
+
+    Attributes:
+        filled: bytes in use. Whoever has read them sets it to 0.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(_SCRATCH_BYTES, np.uint8)
+        self.filled = 0
+
+    @property
+    def address(self) -> int:
+        """Until more is added."""
+        return int(self._bytes.ctypes.data)
+
+    def add(self, data: memoryview, name: str) -> int:
+        """Decompress `data`; return how many bytes that are.
+
+        Raises:
+            ValueError, OSError (pyarrow's), struct.error: not compressed by this codec, or too large.
+        """
+        before = self.filled
+        if name == "snappy":
+            for part in _snappy(data):
+                self._grow(part.size)
+                self._bytes.data[self.filled : self.filled + part.size] = memoryview(part).cast("B")
+                self.filled += part.size
+            return self.filled - before
+        with pa.CompressedInputStream(pa.BufferReader(data), name) as stream:
+            while True:
+                self.filled += stream.readinto(self._bytes[self.filled :].data)
+                if self.filled < len(self._bytes):
+                    return self.filled - before
+                if self.filled - before > RECORD_BATCH_BYTES_MAX:
+                    raise ValueError(f"more than {RECORD_BATCH_BYTES_MAX} bytes")
+                self._grow(len(self._bytes))
+
+    def _grow(self, more: int) -> None:
+        if self.filled + more > len(self._bytes):
+            larger = np.empty(max(2 * len(self._bytes), self.filled + more), np.uint8)
+            larger[: self.filled] = self._bytes[: self.filled]
+            self._bytes = larger
+
+    def clear(self) -> None:
+        self.filled = 0
+        if len(self._bytes) > _SCRATCH_BYTES_KEPT:
+            self._bytes = np.empty(_SCRATCH_BYTES, np.uint8)
+
+
+class _Scratches(threading.local):
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+
+
+_scratches = _Scratches()
+
+
+def scratch() -> Scratch:
+    """This thread's, empty."""
+    _scratches.scratch.clear()
+    return _scratches.scratch
