@@ -97,13 +97,15 @@ class World:
     runs: int = 0
     errors: list[str] = field(default_factory=list)
     refused: list[tuple[str, int]] = field(default_factory=list)
+    without: tuple[str, ...] = ()
 
     def spec(self, stop_at: str = "") -> dict[str, Any]:
         """Of the next run."""
         self.runs += 1
         return {
             "log": str(self.log), "checkpoint": str(self.folder / "checkpoint"), "guarantee": "exactly_once",
-            "owner": f"owner-{self.runs}", "stop_at": stop_at, "upsert": self.upsert, **self.sink,
+            "owner": f"owner-{self.runs}", "stop_at": stop_at, "upsert": self.upsert, "without": self.without,
+            **self.sink,
         }  # fmt: skip
 
     def run(self, crash: str = "") -> int:
@@ -322,6 +324,42 @@ def test_zombie_cannot_bring_an_old_state_back(world: World) -> None:
     assert code != 0, error
     assert world.state() == done
     assert max(world.history().values()) == 1
+
+
+@pytest.mark.parametrize(
+    "world",
+    sweep(
+        [w for w in WORLDS if "arrival" in w or w in ("postgres-two-phase", "mysql-two-phase")],
+        lambda w: w in ("sqlite-arrival-delete", "postgres-two-phase"),
+    ),
+    indirect=True,
+)
+def test_a_column_is_added_in_mid_stream(world: World) -> None:
+    """Killed with a decided batch of the earlier transform, whose prepared transactions keep ALTER TABLE waiting; then
+    with staged rows of the new one; then the earlier one runs again."""
+    world.execute(f"ALTER TABLE {world.table} DROP COLUMN text")
+    modes = world.upsert
+    points = ["commit.decide:after@batch=0", "write.prepare:after@batch=1@shard=0"]
+    points += ["commit.decide:after@batch=1", "commit.decide:after@batch=2"]
+
+    def start(*, new: bool, dies: bool = True) -> None:
+        world.upsert = {**modes, "mergeSchema": "true"} if new else {**modes}
+        world.without = () if new else ("text",)
+        if "database" not in world.sink:
+            world.upsert["lockTimeout"] = "10"
+        code = world.run(",".join(f"{p}!kill" for p in points))
+        assert code == (-signal.SIGKILL if dies else 0), world.errors[-1]
+
+    start(new=False)
+    start(new=True)
+    known = f"SELECT count(*) FROM {world.table} WHERE text IS NOT NULL"
+    assert world.execute(known) == [(0,)], "decided rows are visible, those of the new transform are not"
+    start(new=False)
+    start(new=True)
+    start(new=True, dies=False)
+    assert world.state() == world.all()  # the last batch has every key
+    assert max(world.history().values()) == 1
+    assert world.decided()[-1].total.count == RECORDS
 
 
 @pytest.mark.parametrize("mechanism", ["one_transaction", "two_phase"])

@@ -13,13 +13,11 @@ import psycopg
 import pyarrow as pa
 import pytest
 from tests.support.keyed_stores import STORES, Store
-from tests.support.sinks import Rig, offsets
+from tests.support.sinks import Rig
 
 import delivered
 from delivered.contract.powers import CountsLeftOut
 from delivered.engine.context import Context
-from delivered.engine.decide import commit_batch
-from delivered.engine.shard import write_shard
 from delivered.model.capability import OnConflict
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.verify.services import wait_for
@@ -51,16 +49,8 @@ def rows(given: list[Row], expects: bool) -> pa.RecordBatch:
 
 
 def run(rig: Rig, batch: int, shards: list[list[Row]], context: Context | None = None) -> None:
-    """Write one batch; each shard's rows come in short record batches."""
-    context = context or rig.context()
     expects = rig.sink.capability().write.expected is not None
-    schema = rig.schema = rows([], expects).schema
-    plan = rig.plan(context, batch)
-    messages = [
-        write_shard(rig.sink, plan, i, 0, iter([rows(s[a : a + 5], expects) for a in range(0, len(s), 5)]), schema)
-        for i, s in enumerate(shards)
-    ]
-    commit_batch(context, batch, offsets(batch), messages)
+    rig.run_rows(batch, [rows(s, expects) for s in shards], context)
 
 
 def state(store: Store, name: str) -> dict[int, tuple[Any, ...]]:

@@ -8,14 +8,13 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from tests.support.keyed_stores import STORES, Store
-from tests.support.sinks import EXACT, Rig, offsets
+from tests.support.sinks import EXACT, Rig
 from tests.support.upserts import SCHEMA, Row, rows
 
 from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.iceberg import CONNECTOR as ICEBERG
 from delivered.connectors.mysql import CONNECTOR as MYSQL
 from delivered.connectors.postgres import CONNECTOR as POSTGRES
-from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
 from delivered.model.capability import Commit
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
@@ -45,15 +44,7 @@ def options(name: str, version: bool = False, delete: bool = False) -> dict[str,
 
 
 def run(rig: Rig, batch: int, shards: list[list[Row]], delete: bool, guarantee: Guarantee = EXACT) -> None:
-    """Write one batch; each shard's rows come in short record batches."""
-    context = rig.context(guarantee=guarantee)
-    schema = rig.schema = rows([], delete).schema
-    plan = rig.plan(context, batch)
-    messages = [
-        write_shard(rig.sink, plan, i, 0, iter([rows(s[a : a + 5], delete) for a in range(0, len(s), 5)]), schema)
-        for i, s in enumerate(shards)
-    ]
-    commit_batch(context, batch, offsets(batch), messages)
+    rig.run_rows(batch, [rows(s, delete) for s in shards], rig.context(guarantee=guarantee))
 
 
 def state(store: Store, name: str) -> State:

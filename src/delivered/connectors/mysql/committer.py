@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from delivered.connectors.mysql import sessions, stage, target, transactions
-from delivered.connectors.mysql.client import MysqlDatabase
 from delivered.connectors.mysql.options import MysqlOptions
-from delivered.connectors.mysql.store import dialect
+from delivered.connectors.mysql.store import staging
 from delivered.kits.sql.committer import ServerCommitter
-from delivered.kits.sql.stage import Staging
 from delivered.kits.sql.transactions import OpenTransaction, PreparedRows
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome
@@ -23,8 +21,7 @@ class MysqlCommitter(ServerCommitter["Session"]):
     """XA COMMIT and XA ROLLBACK, from any session of the server."""
 
     def __init__(self, options: MysqlOptions, scope: Scope) -> None:
-        names = transactions.names_of(scope, options.ledger_schema)
-        super().__init__(MysqlDatabase(options), dialect(options.ledger_schema), names, Staging(options))
+        super().__init__(staging(options), transactions.names_of(scope, options.ledger_schema))
         self._options = options
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:

@@ -67,53 +67,53 @@ def is_lost(error: BaseException) -> bool:
 def explained(error: Exception, options: MysqlOptions) -> DeliveredError:
     """Translate an error. The client's messages never contain passwords."""
     number = number_of(error)
-    said, where = said_by(error), f"MySQL at {options.place}"
+    text, where = said_by(error), f"MySQL at {options.place}"
     if number in _LOGIN:
         return Unreachable(
             "MYSQL_LOGIN",
-            f"{where} rejected the login: {said}",
+            f"{where} rejected the login: {text}",
             next_step="check the options user and password (a reference like env:NAME is resolved where the task "
             "runs), and from which hosts the user may connect",
         )
     if number in _LOST:
         return Unreachable(
             "MYSQL_UNREACHABLE",
-            f"{where} is unreachable, or closed the connection: {said}",
+            f"{where} is unreachable, or closed the connection: {text}",
             next_step=f"check that it is running: mysqladmin -h {options.host} -P {options.port} ping",
         )
     if number in _FULL:
         return Unreachable(
             "MYSQL_UNREACHABLE",
-            f"{where} accepts no more connections: {said}",
+            f"{where} accepts no more connections: {text}",
             next_step="start the pipeline again later; check max_connections, and the user's own limit",
         )
     if number in DENIED:
         return UsageError(
             "PERMISSION",
-            f"{where} reported: {said} (error {number}).",
+            f"{where} reported: {text} (error {number}).",
             next_step=f"GRANT INSERT ON {options.table_text} and ALL ON {options.ledger_schema}.* to the user",
         )
     if number in _READ_ONLY:
         return Unreachable(
-            "READ_ONLY", f"{where} reported: {said} (error {number}).", "point the url at the primary server"
+            "READ_ONLY", f"{where} reported: {text} (error {number}).", "point the url at the primary server"
         )
-    if number in _DISK or (number in _FILE and "space" in said.lower()):
+    if number in _DISK or (number in _FILE and "space" in text.lower()):
         return DeliveredError(
             "DISK_FULL",
-            f"{where} has no disk space left: {said} (error {number}).",
+            f"{where} has no disk space left: {text} (error {number}).",
             next_step="free disk space on the server, then start the pipeline again",
         )
     if number in _ROW:
-        return BadRecord("ROW_REFUSED", f"{where} reported: {said} (error {number}).", _FILTER)
+        return BadRecord("ROW_REFUSED", f"{where} reported: {text} (error {number}).", _FILTER)
     if number in _BY_NUMBER:
         kind, code, next_step = _BY_NUMBER[number]
-        return kind(code, f"{where} reported: {said} (error {number}).", next_step.format(table=options.table_text))
-    return DeliveredError("MYSQL_ERROR", f"{where} reported: {said} (error {number}).")
+        return kind(code, f"{where} reported: {text} (error {number}).", next_step.format(table=options.table_text))
+    return DeliveredError("MYSQL_ERROR", f"{where} reported: {text} (error {number}).")
 
 
-def row_refused(said: str, options: MysqlOptions) -> BadRecord:
+def row_refused(text: str, options: MysqlOptions) -> BadRecord:
     """A row that LOAD DATA changed or skipped with only a warning."""
-    return BadRecord("ROW_REFUSED", f"MySQL at {options.place} rejected a row: {said}.", _FILTER)
+    return BadRecord("ROW_REFUSED", f"MySQL at {options.place} rejected a row: {text}.", _FILTER)
 
 
 def said_by(error: BaseException) -> str:

@@ -18,6 +18,7 @@ class MysqlSink(ServerSink):
     parts = Parts(
         __package__,
         look="preflight:look",
+        add_columns="target:add_columns",
         invalid_rows="types:invalid_rows",
         writer="writer:LoadWriter",
         scan="read:MysqlScan",

@@ -62,14 +62,13 @@ def dialect(schema: str) -> MysqlDialect:
     )
 
 
+def staging(options: MysqlOptions) -> stage.MysqlStaging:
+    return stage.MysqlStaging(options, MysqlDatabase(options), dialect(options.ledger_schema))
+
+
 class MysqlStore(ServerStore["Session"]):
     def __init__(self, options: MysqlOptions, scope: Scope) -> None:
-        super().__init__(
-            MysqlDatabase(options),
-            dialect(options.ledger_schema),
-            names_of(scope, options.ledger_schema),
-            stage.MysqlStaging(options, server=MysqlDatabase(options), dialect=dialect(options.ledger_schema)),
-        )
+        super().__init__(staging(options), names_of(scope, options.ledger_schema))
         self._options = options
 
     def _open(self) -> Session:

@@ -17,7 +17,7 @@ from delivered.connectors.mysql.types import CHARSETS, TYPES
 from delivered.kits.sql.columns import Column, check_typed, compare
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import ORDER, ROUND, Merge, no_unique_index, stored
-from delivered.kits.sql.target import check_unchanged, marked, missing_at_server, new_mark, text_of
+from delivered.kits.sql.target import absent, check_known, extended, marked, missing_at_server, new_mark, text_of
 from delivered.model.errors import UsageError
 
 if TYPE_CHECKING:
@@ -219,6 +219,46 @@ def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
     )
 
 
+def add_columns(session: Session, options: MysqlOptions, schema: pa.Schema) -> None:
+    """Add the columns that the table lacks, then remember them: ALTER TABLE commits. Outside a transaction.
+
+    See `delivered.contract.powers.AddsColumns`. Raises MySQLError, too.
+
+    Args:
+        schema: plain types.
+    """
+    kept = stored(options.write, schema)
+    with alone(session):
+        found = find(session, options)
+        if found is None:
+            return
+        missing = absent(options, kept, table_columns(session, found))
+        if missing:
+            added = ", ".join(f"ADD COLUMN {quoted(f.name)} {_declared(f)} NULL" for f in missing)
+            session.execute(f"ALTER TABLE {found.full} {added}")
+        known = stored_schema(session, options, found)
+        if known is not None:
+            now = extended(options, known, TYPES.canonical_schema(kept), _way_out(options, found))
+            session.execute(
+                f"UPDATE {with_values(options.ledger_schema)}.target SET arrow_schema = %s "
+                "WHERE base = %s AND name = %s",
+                [now.serialize().to_pybytes(), found.base, found.name],
+            )
+
+
+def _declared(field: pa.Field) -> str:
+    """Type of an added column, independent of the table's default charset."""
+    charset = " CHARACTER SET utf8mb4" if pa.types.is_string(field.type) else ""
+    return f"{TYPES.declared(field.type)}{charset}"
+
+
+def _way_out(options: MysqlOptions, found: Found) -> str:
+    return (
+        "restore the rows' columns and types, or write to another table; or, if the existing rows need no audit, "
+        f"DELETE FROM {options.ledger_schema}.target WHERE base = '{found.base}' AND name = '{found.name}'"
+    )
+
+
 def check_hidden(session: Session, options: MysqlOptions) -> None:
     """Check that a table `find` did not find is not just hidden from a user without privileges on it.
 
@@ -336,11 +376,7 @@ def _remember(session: Session, options: MysqlOptions, found: Found, schema: pa.
         )
         known = stored_schema(session, options, found)
     if known is not None:
-        way_out = (
-            "restore the rows' columns and types, or write to another table; or, if the existing rows need no audit, "
-            f"DELETE FROM {options.ledger_schema}.target WHERE base = '{found.base}' AND name = '{found.name}'"
-        )
-        check_unchanged(options.table_text, options.where, known, canonical, way_out)
+        check_known(options, known, canonical, _way_out(options, found))
 
 
 def stored_schema(session: Session, options: MysqlOptions, found: Found) -> pa.Schema | None:

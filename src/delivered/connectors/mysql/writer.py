@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from delivered.connectors.mysql import encode, errors, sessions, stage, target, transactions
-from delivered.connectors.mysql.client import MysqlDatabase
 from delivered.connectors.mysql.options import MysqlOptions
-from delivered.connectors.mysql.store import dialect
+from delivered.connectors.mysql.store import staging
 from delivered.connectors.mysql.types import TYPES, check_values
 from delivered.kits.sql import warm
 from delivered.kits.sql.merge import check_rows
@@ -100,8 +99,8 @@ class LoadWriter:
 
     def __init__(self, options: MysqlOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> None:
         self._options = options
-        self._server = MysqlDatabase(options)
-        self._staging = stage.MysqlStaging(options, server=self._server, dialect=dialect(options.ledger_schema))
+        self._staging = staging(options)
+        self._server = self._staging.server
         self._work = work
         exactly_once = guarantee is Guarantee.EXACTLY_ONCE
         self._moved_later = exactly_once and options.mechanism is Mechanism.ONE_TRANSACTION
@@ -226,7 +225,7 @@ class LoadWriter:
             session.execute(merge.delete(self._staging.full(self._staged)))
 
     def _promise(self, session: Session, fingerprint: Fingerprint) -> str:
-        mark(session, dialect(self._options.ledger_schema), self._work, self._gid, fingerprint)
+        mark(session, self._staging.dialect, self._work, self._gid, fingerprint)
         session.execute(f"XA END {transactions.xid(self._gid)}")
         session.execute(f"XA PREPARE {transactions.xid(self._gid)}")
         return self._gid

@@ -146,34 +146,34 @@ def is_lost(error: BaseException) -> bool:
 def explained(error: Exception, options: PostgresOptions) -> DeliveredError:
     """Translate an error. psycopg's messages never contain passwords."""
     state = getattr(error, "sqlstate", None)
-    said, where = _said(error), f"PostgreSQL at {options.place}"
+    text, where = _said(error), f"PostgreSQL at {options.place}"
     if state is None:
-        if "authentication" in said or "password" in said:
-            return _login(said, where)
+        if "authentication" in text or "password" in text:
+            return _login(text, where)
         return Unreachable(
             "POSTGRES_UNREACHABLE",
-            f"{where} is unreachable, or closed the connection: {said}",
+            f"{where} is unreachable, or closed the connection: {text}",
             next_step=f'check that it is running: psql "{options.url}" -c "SELECT 1"',
         )
     if state.startswith("28"):
-        return _login(said, where)
+        return _login(text, where)
     if state.startswith(("08", "57P", "53300")):
         return Unreachable(
             "POSTGRES_UNREACHABLE",
-            f"{where} rejected or terminated the connection: {said}",
+            f"{where} rejected or terminated the connection: {text}",
             next_step="start the pipeline again once the server accepts connections; check max_connections",
         )
     found = _BY_STATE.get(state) or _BY_CLASS.get(state[:2])
     if found is None:
-        return DeliveredError("POSTGRES_ERROR", f"{where} reported: {said} (SQLSTATE {state}).")
+        return DeliveredError("POSTGRES_ERROR", f"{where} reported: {text} (SQLSTATE {state}).")
     kind, code, next_step = found
-    return kind(code, f"{where} reported: {said} (SQLSTATE {state}).", next_step.format(table=options.table_text))
+    return kind(code, f"{where} reported: {text} (SQLSTATE {state}).", next_step.format(table=options.table_text))
 
 
-def _login(said: str, where: str) -> DeliveredError:
+def _login(text: str, where: str) -> DeliveredError:
     return Unreachable(
         "POSTGRES_LOGIN",
-        f"{where} rejected the login: {said}",
+        f"{where} rejected the login: {text}",
         next_step="check the options user and password (a reference like env:NAME is resolved where the task runs), "
         "and pg_hba.conf",
     )

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.postgres import stage, target, transactions
-from delivered.connectors.postgres.client import PostgresDatabase
 from delivered.connectors.postgres.options import PostgresOptions
-from delivered.connectors.postgres.store import dialect
+from delivered.connectors.postgres.store import staging
 from delivered.kits.sql.committer import ServerCommitter
 from delivered.kits.sql.names import Names
-from delivered.kits.sql.stage import Staging
 from delivered.kits.sql.transactions import OpenTransaction
 from delivered.model.identity import Scope, Target
 
@@ -22,8 +20,7 @@ class PostgresCommitter(ServerCommitter["psycopg.Connection[Any]"]):
     """COMMIT PREPARED and ROLLBACK PREPARED, from any session of the database."""
 
     def __init__(self, options: PostgresOptions, scope: Scope) -> None:
-        names = Names(scope, options.ledger_schema)
-        super().__init__(PostgresDatabase(options), dialect(options.ledger_schema), names, Staging(options))
+        super().__init__(staging(options), Names(scope, options.ledger_schema))
         self._options = options
 
     def _list(self, connection: psycopg.Connection[Any]) -> list[OpenTransaction]:

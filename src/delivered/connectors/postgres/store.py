@@ -16,9 +16,10 @@ from delivered.kits.sql.names import Names
 from delivered.kits.sql.server_store import CLAIM_WAIT_S, ServerStore
 from delivered.kits.sql.stage import Staging
 from delivered.kits.sql.transactions import PreparedRows
-from delivered.ledger.store import Change
 from delivered.model.identity import Scope
 from delivered.model.outcome import Failed, Outcome, Unknown
+from delivered.model.prepared import Prepared
+from delivered.model.work import Decision
 
 if TYPE_CHECKING:
     import psycopg
@@ -45,14 +46,13 @@ def _unpacked(names: Sequence[str]) -> Sequence[str]:
     return names
 
 
+def staging(options: PostgresOptions) -> Staging:
+    return Staging(options, PostgresDatabase(options), dialect(options.ledger_schema))
+
+
 class PostgresStore(ServerStore["psycopg.Connection[Any]"]):
     def __init__(self, options: PostgresOptions, scope: Scope) -> None:
-        super().__init__(
-            PostgresDatabase(options),
-            dialect(options.ledger_schema),
-            Names(scope, options.ledger_schema),
-            Staging(options, server=PostgresDatabase(options), dialect=dialect(options.ledger_schema)),
-        )
+        super().__init__(staging(options), Names(scope, options.ledger_schema))
         self._options = options
 
     def _open(self) -> psycopg.Connection[Any]:
@@ -77,10 +77,10 @@ class PostgresStore(ServerStore["psycopg.Connection[Any]"]):
         reason = str(explained(error, self._options))
         return Unknown(reason) if is_lost(error) else Failed(reason)
 
-    def _move(self, connection: psycopg.Connection[Any], change: Change) -> None:
+    def _move(self, connection: psycopg.Connection[Any], decision: Decision, move: Sequence[Prepared]) -> None:
         """Drops the staging tables in the same transaction."""
-        super()._move(connection, change)
-        for prepared in change.move:
+        super()._move(connection, decision, move)
+        for prepared in move:
             self._staging.drop(connection, PreparedRows.of(prepared).staged)
 
     def _table(self, connection: psycopg.Connection[Any]) -> str | None:

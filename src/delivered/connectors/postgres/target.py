@@ -15,7 +15,7 @@ from delivered.connectors.postgres.types import TYPES
 from delivered.kits.sql.columns import Column, check_typed, compare
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import Merge, stored
-from delivered.kits.sql.target import check_unchanged, missing_at_server, text_of
+from delivered.kits.sql.target import absent, check_known, extended, missing_at_server, text_of
 
 if TYPE_CHECKING:
     import psycopg
@@ -96,6 +96,41 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
     )
 
 
+def add_columns(connection: psycopg.Connection[Any], options: PostgresOptions, schema: pa.Schema) -> None:
+    """Add the columns that the table lacks, and remember them, in one transaction. Outside a transaction.
+
+    See `delivered.contract.powers.AddsColumns`. Raises psycopg.Error, too.
+
+    Args:
+        schema: plain types.
+    """
+    kept = stored(options.write, schema)
+    with connection.transaction():
+        alone(connection)
+        found = find(connection, options)
+        if found is None:
+            return
+        relation, name = found
+        missing = absent(options, kept, table_columns(connection, relation))
+        if missing:
+            added = ", ".join(f"ADD COLUMN {quoted(f.name)} {TYPES.declared(f.type)}" for f in missing)
+            connection.execute(f"ALTER TABLE {name} {added}")
+        known = stored_schema(connection, options, relation)
+        if known is not None:
+            now = extended(options, known, TYPES.canonical_schema(kept), _way_out(options, relation))
+            connection.execute(
+                f"UPDATE {quoted(options.ledger_schema)}.target SET arrow_schema = %s WHERE relation = %s",  # noqa: S608
+                [now.serialize().to_pybytes(), relation],
+            )
+
+
+def _way_out(options: PostgresOptions, relation: int) -> str:
+    return (
+        "restore the rows' columns and types, or write to another table; or, if the existing rows need no audit, "  # noqa: S608
+        f"DELETE FROM {quoted(options.ledger_schema)}.target WHERE relation = {relation}"
+    )
+
+
 def has_unique_index(connection: psycopg.Connection[Any], relation: int, keys: Sequence[str]) -> bool:
     """Whether there is a unique index on exactly these columns, usable for upserts. Raises psycopg.Error."""
     rows = connection.execute(
@@ -147,11 +182,7 @@ def _remember(connection: psycopg.Connection[Any], options: PostgresOptions, rel
         )
         known = stored_schema(connection, options, relation)
     if known is not None:
-        way_out = (
-            "restore the rows' columns and types, or write to another table; or, if the existing rows need no audit, "  # noqa: S608
-            f"DELETE FROM {quoted(options.ledger_schema)}.target WHERE relation = {relation}"
-        )
-        check_unchanged(options.table_text, options.where, known, canonical, way_out)
+        check_known(options, known, canonical, _way_out(options, relation))
 
 
 def stored_schema(connection: psycopg.Connection[Any], options: PostgresOptions, relation: int) -> pa.Schema | None:

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from delivered.connectors.postgres import encode, stage, target, transactions
-from delivered.connectors.postgres.client import PostgresDatabase, explained
+from delivered.connectors.postgres.client import explained
 from delivered.connectors.postgres.migrate import migrate
 from delivered.connectors.postgres.options import PostgresOptions
-from delivered.connectors.postgres.store import dialect
+from delivered.connectors.postgres.store import staging
 from delivered.connectors.postgres.types import TYPES
 from delivered.kits.sql import warm
 from delivered.kits.sql.merge import check_rows
 from delivered.kits.sql.names import Names, new_nonce
 from delivered.kits.sql.options import Mechanism
-from delivered.kits.sql.stage import Staging
 from delivered.kits.sql.transactions import PreparedRows, mark
 from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
@@ -45,8 +44,8 @@ class CopyWriter:
 
     def __init__(self, options: PostgresOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> None:
         self._options = options
-        self._server = PostgresDatabase(options)
-        self._staging = Staging(options, server=self._server, dialect=dialect(options.ledger_schema))
+        self._staging = staging(options)
+        self._server = self._staging.server
         self._work = work
         self._exactly_once = guarantee is Guarantee.EXACTLY_ONCE
         self._moved_later = self._exactly_once and options.mechanism is Mechanism.ONE_TRANSACTION
@@ -163,6 +162,6 @@ class CopyWriter:
         from psycopg import sql
 
         gid = transactions.new_id(self._work, self._options.ledger_schema)
-        mark(connection, dialect(self._options.ledger_schema), self._work, gid, fingerprint)
+        mark(connection, self._staging.dialect, self._work, gid, fingerprint)
         connection.execute(sql.SQL("PREPARE TRANSACTION {}").format(sql.Literal(gid)))
         return gid

@@ -79,9 +79,9 @@ class SqliteScan(TableScan):
 
 def rowid_name(connection: sqlite3.Connection, table: str) -> str | None:
     """A name of the rowid that no column shadows; None: the table is WITHOUT ROWID."""
-    taken: Any = target.table_columns(connection, table)
+    declared: Any = target.table_columns(connection, table)
     for name in ("_rowid_", "rowid", "oid"):
-        if name not in taken:
+        if name not in declared:
             try:
                 connection.execute(f"SELECT {name} FROM {quoted(table)} LIMIT 0")  # noqa: S608 - identifiers quoted
             except sqlite3.OperationalError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -53,6 +54,7 @@ class SqliteSink(DatabaseSink):
             remembers=True,
             local=True,
             write=self.options.write,
+            adds_columns=self.options.merge_schema,
             assumes=("the database file is backed up and restored with its ledger tables", *self._assumed),
             limits=(
                 "one machine: driver and tasks open the same file",
@@ -100,13 +102,25 @@ class SqliteSink(DatabaseSink):
 
     def ready_target(self, schema: pa.Schema) -> None:
         """See `delivered.contract.powers.NeedsTarget`."""
-        connection = connect(self.options.path)
-        try:
+        with self._altering() as connection:
+            if self.options.merge_schema and target.table_columns(connection, self.options.table):
+                target.add_columns(connection, self.options, schema, alter=False)
+            else:
+                target.ready(connection, self.options, schema)
+
+    def add_columns(self, schema: pa.Schema) -> None:
+        """See `delivered.contract.powers.AddsColumns`."""
+        if self.options.merge_schema:
+            with self._altering() as connection:
+                target.add_columns(connection, self.options, schema, alter=True)
+
+    @contextlib.contextmanager
+    def _altering(self) -> Iterator[sqlite3.Connection]:
+        """A connection in a transaction that may change tables."""
+        with contextlib.closing(connect(self.options.path)) as connection:
             migrate(connection, self.options.path)
             with writing(connection, self.options.path, CONNECT_TIMEOUT_S):
-                target.ready(connection, self.options, schema)
-        finally:
-            connection.close()
+                yield connection
 
     def key_memory(self, scope: Scope) -> KeyMemory:
         from delivered.connectors.sqlite.store import key_table

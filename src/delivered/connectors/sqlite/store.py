@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,14 +15,14 @@ from delivered.connectors.sqlite.stage import Merging, StagedRows, read_staged, 
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.keys import KeyTable
 from delivered.kits.sql.store import SqlStore
-from delivered.ledger.store import Change, Head
+from delivered.ledger.store import Head
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Owner
+from delivered.model.work import Decision, Owner
 
 T = TypeVar("T")
 
@@ -94,22 +94,25 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
             return Unknown(f"{reason}; then {second}")
         return Ok(None) if found else Failed(str(reason))
 
-    def _move(self, connection: sqlite3.Connection, change: Change) -> None:
+    def _move(self, connection: sqlite3.Connection, decision: Decision, move: Sequence[Prepared]) -> None:
         merging = None
-        if change.move:
-            schema = staged_schema(self._options, self._scope, StagedRows.of(change.move[0]))
+        if move:
+            schema = staged_schema(self._options, self._scope, StagedRows.of(move[0]))
             target.ready(connection, self._options, schema)
             if self._options.write.merges:
                 merging = Merging(connection, self._options, schema)
-        if self._options.write.complete and change.is_first and target.table_columns(connection, self._options.table):
+        if (
+            self._options.write.complete
+            and not decision.revision
+            and target.table_columns(connection, self._options.table)
+        ):
             connection.execute(f"DELETE FROM {quoted(self._options.table)}")  # noqa: S608
-        for prepared in change.move:
-            facts = {"batch": change.decision.batch if change.decision else None, "shard": prepared.shard}
-            reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
+        for prepared in move:
+            reach(StepId.COMMIT_APPLY, Moment.BEFORE, batch=decision.batch, shard=prepared.shard)
             self._add_shard(connection, prepared, merging)
-            reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)
-        if merging is not None and change.decision is not None:
-            merging.finish(Work(self._scope, change.decision.batch, 0, 0))
+            reach(StepId.COMMIT_APPLY, Moment.AFTER, batch=decision.batch, shard=prepared.shard)
+        if merging is not None:
+            merging.finish(Work(self._scope, decision.batch, 0, 0))
 
     def _add_shard(self, connection: sqlite3.Connection, prepared: Prepared, merging: Merging | None) -> None:
         staged = StagedRows.of(prepared)

@@ -12,7 +12,7 @@ from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.types import TYPES
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import stored
-from delivered.kits.sql.target import check_unchanged, column_missing, marked, missing, new_mark
+from delivered.kits.sql.target import absent, check_known, column_missing, extended, marked, missing, new_mark
 from delivered.model.errors import UsageError
 
 CHUNK_ROWS = 8_192
@@ -46,8 +46,35 @@ def ready(connection: sqlite3.Connection, options: SqliteOptions, schema: pa.Sch
             (options.table, canonical.serialize().to_pybytes()),
         )
     else:
-        way_out = "write to another table, or restore the rows' columns and types"
-        check_unchanged(options.table, options.where, known, canonical, way_out)
+        check_known(options, known, canonical, _WAY_OUT)
+
+
+_WAY_OUT = "write to another table, or restore the rows' columns and types"
+
+
+def add_columns(connection: sqlite3.Connection, options: SqliteOptions, schema: pa.Schema, *, alter: bool) -> None:
+    """Add the columns that the table lacks, and remember them. Runs inside a read-write transaction.
+
+    Args:
+        alter: change the table; False: only check that it can be changed.
+
+    Raises:
+        UsageError: rows of this schema cannot be written to the table.
+    """
+    schema = stored(options.write, TYPES.plain_schema(schema))
+    columns = table_columns(connection, options.table)
+    missing = absent(options, pa.schema([f for f in schema if f.name.lower() not in columns]), columns)
+    compare(options, pa.schema([f for f in schema if f not in missing]), columns)
+    known = stored_schema(connection, options.table)
+    canonical = TYPES.canonical_schema(schema)
+    now = canonical if known is None else extended(options, known, canonical, _WAY_OUT)
+    if alter:
+        for field in missing:
+            kind = TYPES.declared(field.type)
+            connection.execute(f"ALTER TABLE {quoted(options.table)} ADD COLUMN {quoted(field.name)} {kind}")
+        if known is not None:
+            values = (now.serialize().to_pybytes(), options.table)
+            connection.execute("UPDATE _delivered_table SET arrow_schema = ? WHERE name = ?", values)
 
 
 def compare(options: SqliteOptions, schema: pa.Schema, columns: dict[str, str]) -> None:
@@ -61,7 +88,7 @@ def compare(options: SqliteOptions, schema: pa.Schema, columns: dict[str, str]) 
         wanted = TYPES.declared(field.type)
         if sql_type is None:
             way_out = f"ALTER TABLE {quoted(options.table)} ADD COLUMN {quoted(field.name)} {wanted}"
-            raise column_missing(options.table, options.where, field.name, ", ".join(sorted(columns)), way_out)
+            raise column_missing(options, field.name, sorted(columns), way_out)
         if not types.fits(field.type, sql_type):
             raise UsageError(
                 "COLUMN_TYPE",

@@ -50,7 +50,7 @@ def compare(
         if column is None:
             wanted = "..." if untyped(f) else types.declared(f.type)
             way_out = f"ALTER TABLE {table} ADD COLUMN {quoted(f.name)} {wanted}"
-            raise column_missing(table, options.where, f.name, ", ".join(columns), way_out)
+            raise column_missing(options, f.name, columns, way_out)
         if column.computed:
             raise UsageError(
                 "COLUMN_COMPUTED",

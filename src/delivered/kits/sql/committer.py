@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeVar
 from delivered.kits.sql import stage
 from delivered.kits.sql.conditional import LEFT_OUT_VERSION, counted, fold
 from delivered.kits.sql.database import C, Server
-from delivered.kits.sql.dialect import Dialect
 from delivered.kits.sql.names import Names
 from delivered.kits.sql.transactions import OpenTransaction, PreparedRows
 from delivered.model.errors import DeliveredError, UsageError
@@ -33,10 +32,10 @@ class ServerCommitter(ABC, Generic[C]):
     The mechanism is read from the participant's handle: a pipeline may change it between starts.
     """
 
-    def __init__(self, server: Server[C], dialect: Dialect, names: Names, staging: stage.Staging) -> None:
-        self._server = server
+    def __init__(self, staging: stage.Staging, names: Names) -> None:
+        self._server: Server[C] = staging.server
         self._staging = staging
-        self._sql = dialect
+        self._sql = staging.dialect
         self._names = names
         self._scope = names.scope
         self._pool: queue.LifoQueue[C | None] = queue.LifoQueue()

@@ -139,18 +139,18 @@ class Conditional(Generic[C]):
             UsageError: the query must stop.
         """
         mode = self.merge.mode
-        said = "a row of this key is in the table"
+        reason = "a row of this key is in the table"
         if mode.expected is not None:
             wanted = record[mode.expected]
             expects = "no row" if wanted is None else f"{mode.version} = {wanted}"
             finds = f"{mode.version} = {'null' if version is None else version}" if there else "no row"
-            said = f"expected {expects}, found {finds}"
+            reason = f"expected {expects}, found {finds}"
         if mode.on_conflict is not OnConflict.FAIL:
-            return said
+            return reason
         key = ", ".join(f"{k} = {str(record[k])[:60]!r}" for k in mode.keys)
         raise UsageError(
             "KEY_EXISTS" if mode.insert else "VERSION_CONFLICT",
-            f"Table {self.table!r}, key {key}: {said}. Nothing of batch {self.work.batch} is visible.",
+            f"Table {self.table!r}, key {key}: {reason}. Nothing of batch {self.work.batch} is visible.",
             next_step='correct the row at the source, or keep such rows: .option("onConflict", "dead_letter")',
         )
 

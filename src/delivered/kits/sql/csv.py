@@ -96,8 +96,8 @@ class _Text(io.RawIOBase):
         if not self._rest:
             self._fill()
         wanted = len(self._rest) if size < 0 else min(size, len(self._rest))
-        taken, self._rest = self._rest[:wanted], self._rest[wanted:]
-        return bytes(taken)
+        part, self._rest = self._rest[:wanted], self._rest[wanted:]
+        return bytes(part)
 
     def _fill(self) -> None:
         """Collect a full block: servers send single rows."""

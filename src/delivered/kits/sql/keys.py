@@ -81,8 +81,8 @@ def keep(sql: Dialect, connection: Connection, decision: Decision, epoch: int) -
     if row is None or int(row[0]) >= decision.batch:
         return
     claim = f"number = {number} AND epoch = {epoch}"
-    mine = f"{claim} AND batch = {decision.batch}"
-    count, last = connection.execute(sql(f"SELECT count(*), max(at_us) FROM {{noted}} WHERE {mine}"), {}).fetchone()
+    own = f"{claim} AND batch = {decision.batch}"
+    count, last = connection.execute(sql(f"SELECT count(*), max(at_us) FROM {{noted}} WHERE {own}"), {}).fetchone()
     newest = former = int(row[1])
     if not count and former == _NEVER:
         return
@@ -92,7 +92,7 @@ def keep(sql: Dialect, connection: Connection, decision: Decision, epoch: int) -
         connection.execute(
             sql(
                 "INSERT INTO {seen} (number, hash, until_us, batch) "
-                f"SELECT number, hash, until_us, batch FROM {{noted}} WHERE {mine} "
+                f"SELECT number, hash, until_us, batch FROM {{noted}} WHERE {own} "
                 + sql.known("number, hash, until_us", "batch")
             ),
             {},

@@ -50,9 +50,9 @@ def check_columns(mode: WriteMode, schema: pa.Schema, types: Types) -> None:
             f"{', '.join(schema.names)}.",
             next_step="correct keyColumns, versionColumn, deleteColumn or expectedVersion; names are case-sensitive",
         )
-    taken = [n for n in (ORDER, SHARD, ROUND) if n in schema.names]
-    if taken:
-        raise UsageError("COLUMN_NAME", f"The column name {taken[0]!r} is reserved.", next_step="rename the column")
+    reserved = [n for n in (ORDER, SHARD, ROUND) if n in schema.names]
+    if reserved:
+        raise UsageError("COLUMN_NAME", f"The column name {reserved[0]!r} is reserved.", next_step="rename the column")
     if mode.delete is not None and not pa.types.is_boolean(schema.field(mode.delete).type):
         raise UsageError(
             "COLUMN_TYPE",

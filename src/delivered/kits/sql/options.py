@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
-from delivered.kits.options import if_not_exists, password_in_url, sink_name, write_mode
+from delivered.kits.options import if_not_exists, merge_schema, password_in_url, sink_name, write_mode
 from delivered.model.capability import WriteMode
 from delivered.model.options import Options, OptionType, Unfit, choice, option, resolve_secret, whole
 
@@ -30,6 +30,7 @@ class TableOptions(Options):
     """Base of a connector's options."""
 
     create: bool
+    merge_schema: bool = merge_schema("before the first batch, after recovery; they are nullable")
     write: WriteMode = write_mode()
 
     @property

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from delivered.kits.sql import stage
 from delivered.kits.sql.database import C, Server
-from delivered.kits.sql.dialect import Dialect
 from delivered.kits.sql.names import Names
 from delivered.kits.sql.store import SqlStore
-from delivered.ledger.store import Change, Head
+from delivered.ledger.store import Head
 from delivered.model.errors import DeliveredError, Unreachable
 from delivered.model.identity import Work
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.outcome import Ok, Outcome
+from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Owner
+from delivered.model.work import Decision, Owner
 
 T = TypeVar("T")
 CLAIM_WAIT_S = 1
@@ -29,9 +29,9 @@ CLAIM_WAIT_S = 1
 class ServerStore(SqlStore[C]):
     """See `delivered.ledger.store.Store`."""
 
-    def __init__(self, server: Server[C], dialect: Dialect, names: Names, staging: stage.Staging) -> None:
-        super().__init__(server, dialect, names.scope)
-        self._server = server
+    def __init__(self, staging: stage.Staging, names: Names) -> None:
+        super().__init__(staging.server, staging.dialect, names.scope)
+        self._server: Server[C] = staging.server
         self._staging = staging
         self._role = f"ledger {names.check}"
 
@@ -110,19 +110,18 @@ class ServerStore(SqlStore[C]):
                     raise self._server.explained(error) from error
         raise AssertionError("not reached")
 
-    def _move(self, connection: C, change: Change) -> None:
-        self._staging.check_keys(connection, change.move)
-        if self._staging.options.write.complete and change.is_first:
+    def _move(self, connection: C, decision: Decision, move: Sequence[Prepared]) -> None:
+        self._staging.check_keys(connection, move)
+        if self._staging.options.write.complete and not decision.revision:
             table = self._table(connection)
             if table is not None:
                 connection.execute(f"DELETE FROM {table}")
-        for prepared in change.move:
-            facts = {"batch": change.decision.batch if change.decision else None, "shard": prepared.shard}
-            reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
-            batch = change.decision.batch if change.decision is not None else 0
-            self._staging.move(connection, prepared, Work(self._scope, batch, prepared.shard, prepared.attempt))
-            reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)
-        self._staging.delete(connection, change.move)
+        for prepared in move:
+            work = Work(self._scope, decision.batch, prepared.shard, prepared.attempt)
+            reach(StepId.COMMIT_APPLY, Moment.BEFORE, batch=work.batch, shard=work.shard)
+            self._staging.move(connection, prepared, work)
+            reach(StepId.COMMIT_APPLY, Moment.AFTER, batch=work.batch, shard=work.shard)
+        self._staging.delete(connection, move)
 
     @abstractmethod
     def _table(self, connection: C) -> str | None:

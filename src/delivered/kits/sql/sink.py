@@ -18,7 +18,7 @@ from delivered.kits.sql.options import Mechanism, ServerOptions, TableOptions
 from delivered.kits.sql.types import Types
 from delivered.model.capability import Commit, OnConflict, SinkCapability
 from delivered.model.columns import fitted
-from delivered.model.errors import DeliveredError
+from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
@@ -133,6 +133,7 @@ class ServerSink(DatabaseSink):
             "send": f"{words.load} into {into}, one transaction per shard, visible when it commits",
             "remembers": True,
             "write": self.options.write,
+            "adds_columns": self.options.merge_schema,
         }
         if not two_phase:
             return SinkCapability(
@@ -189,6 +190,29 @@ class ServerSink(DatabaseSink):
         except DeliveredError as error:
             found.append(Finding.refusal(error))
         return found
+
+    def add_columns(self, schema: pa.Schema) -> None:
+        """See `delivered.contract.powers.AddsColumns`."""
+        if not self.options.merge_schema:
+            return
+        server: Server[Any] = self.parts["database"](self.options)
+        connection = server.connect("driver")
+        try:
+            with server.explaining():
+                server.migrate(connection)
+                self.parts["add_columns"](connection, self.options, self.types.plain_schema(schema))
+        except DeliveredError as error:
+            if error.code != "DELIVERED_PERMISSION":
+                raise
+            raise UsageError(
+                "PERMISSION",
+                f"mergeSchema: the user may not add columns to table {self.options.table_text!r} "
+                f"{self.options.where}. {error}",
+                next_step="add the columns as the table's owner (ALTER TABLE ... ADD COLUMN), or grant the right to "
+                "alter the table; then start the pipeline again",
+            ) from error
+        finally:
+            server.discard(connection)
 
     def key_memory(self, scope: Scope) -> KeyMemory:
         from delivered.kits.sql.keys import KeyTable, from_warm

@@ -19,17 +19,11 @@ from delivered.model.prepared import Prepared
 
 @dataclass(frozen=True)
 class Staging:
-    """Staging tables in the ledger's schema. Calls run inside an open transaction and raise the client's errors.
-
-    Attributes:
-        merge: the statements of an upsert, in the database's SQL.
-        server, dialect: only for writing rows.
-    """
+    """Staging tables in the ledger's schema. Calls run inside an open transaction and raise the client's errors."""
 
     options: ServerOptions
-    merge: type[Merge] = Merge
-    server: Server[Any] | None = None
-    dialect: Dialect | None = None
+    server: Server[Any]
+    dialect: Dialect
 
     def full(self, table: str) -> str:
         """The qualified name, quoted for SQL."""
@@ -55,8 +49,6 @@ class Staging:
         """Merge reduced rows into the target, except deletes (see `delete`)."""
         name = self.full(table)
         if self.options.write.conditional:
-            if self.server is None or self.dialect is None:
-                raise InvariantBroken("NO_SERVER", "Rows that the table decides on are written without its server.")
             judge = Conditional(
                 connection, self.server, self.dialect, merge, name, work, str(int(work.shard)), self.options.table_text
             )
@@ -114,4 +106,4 @@ class Staging:
 
     def _merge(self, prepared: Prepared) -> Merge:
         handle = PreparedRows.of(prepared)
-        return self.merge(self.options.write, handle.target, handle.stored)
+        return Merge(self.options.write, handle.target, handle.stored)

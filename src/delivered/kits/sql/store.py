@@ -6,7 +6,7 @@ One transaction writes a batch's rows, its decision and the keys of a dedup (`de
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from delivered.kits.sql.conditional import fold
@@ -18,6 +18,7 @@ from delivered.model.archive import Archived
 from delivered.model.identity import OtherLedger, Scope, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS
 from delivered.model.outcome import Ok, Outcome
+from delivered.model.prepared import Prepared
 from delivered.model.work import Begun, Decision, LedgerState, Owner
 
 T = TypeVar("T")
@@ -74,8 +75,8 @@ class SqlStore(ABC, Generic[C]):
         """Whether the table decides which rows are written."""
 
     @abstractmethod
-    def _move(self, connection: C, change: Change) -> None:
-        """Move the staged rows of `change.move` to the table, in the decision's transaction.
+    def _move(self, connection: C, decision: Decision, move: Sequence[Prepared]) -> None:
+        """Move the staged rows of these participants to the table, in the decision's transaction.
 
         Reaches the crash points of `commit.apply` once per participant.
         """
@@ -212,7 +213,7 @@ class SqlStore(ABC, Generic[C]):
                 {**self._key, "batch": change.begun.batch, "offsets": change.begun.offsets},
             )
         if change.decision is not None:
-            self._move(connection, change)
+            self._move(connection, change.decision, change.move)
             keep(self._sql, connection, change.decision, epoch)
             self._record(connection, change.decision.batch, change.decision.to_json())
 

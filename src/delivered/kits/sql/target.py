@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pyarrow as pa
 
 from delivered.contract.finding import Finding
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.options import ServerOptions
+from delivered.kits.sql.options import ServerOptions, TableOptions
 from delivered.kits.sql.types import shown
 from delivered.model.errors import UsageError
 
@@ -62,23 +62,80 @@ def never_written(table: str, where: str, options: str) -> UsageError:
     )
 
 
-def column_missing(table: str, where: str, field: str, has: str, next_step: str) -> UsageError:
+def column_missing(options: TableOptions, field: str, has: Collection[str], next_step: str) -> UsageError:
+    way_out = f'add it with .option("mergeSchema", "true"), or {next_step}; or drop the column from the rows'
     return UsageError(
         "COLUMN_MISSING",
-        f"Table {table!r} {where} has no column {field!r}; it has {has}.",
-        next_step=f"{next_step}; or drop the column from the rows",
+        f"Table {options.table_text!r} {options.where} has no column {field!r}; it has {', '.join(has)}.",
+        next_step="start the pipeline again, which adds it" if options.merge_schema else way_out,
     )
 
 
-def check_unchanged(table: str, where: str, known: pa.Schema, now: pa.Schema, next_step: str) -> None:
-    """
+def check_known(options: TableOptions, known: pa.Schema, now: pa.Schema, next_step: str) -> None:
+    """Check the rows' columns against those written before. Rows may lack columns that were added to the table later.
+
     Raises:
-        UsageError: the rows have other columns or types than those written before.
+        UsageError: they are others, or of other types.
     """
-    if not known.equals(now):
-        raise UsageError(
-            "SCHEMA_CHANGED",
-            f"Table {table!r} {where} was written with the columns {shown(known)}, but the rows now have {shown(now)}. "
-            "Fingerprints of the two cannot be combined.",
-            next_step=next_step,
-        )
+    lacking = [
+        f for f in known if f.name not in now.names and not (options.merge_schema or _ADDED in (f.metadata or {}))
+    ]
+    fresh = [f for f in now if f.name not in known.names]
+    if lacking or fresh or _other_types(known, now):
+        raise _changed(options, known, now, next_step)
+
+
+def extended(options: TableOptions, known: pa.Schema, now: pa.Schema, next_step: str) -> pa.Schema:
+    """The columns written before and those of the rows, sorted by name; the new ones are marked.
+
+    Raises:
+        UsageError: a column has another type.
+    """
+    if _other_types(known, now):
+        raise _changed(options, known, now, next_step)
+    fresh = [f.with_metadata({_ADDED: "1"}) for f in absent(options, now, known.names)]
+    return pa.schema(sorted([*known, *fresh], key=lambda f: f.name))
+
+
+_ADDED = b"delivered.added"
+"""Marks a column that was added after the first rows: rows of an earlier transform do not have it."""
+
+
+def _other_types(known: pa.Schema, now: pa.Schema) -> bool:
+    return any(f.name in known.names and known.field(f.name).type != f.type for f in now)
+
+
+def _changed(options: TableOptions, known: pa.Schema, now: pa.Schema, next_step: str) -> UsageError:
+    merge = "" if options.merge_schema or _other_types(known, now) else '.option("mergeSchema", "true"); or '
+    return UsageError(
+        "SCHEMA_CHANGED",
+        f"Table {options.table_text!r} {options.where} was written with the columns {shown(known)}, but the rows now "
+        f"have {shown(now)}.",
+        next_step=f"{merge}{next_step}",
+    )
+
+
+def absent(options: TableOptions, schema: pa.Schema, columns: Collection[str]) -> list[pa.Field]:
+    """The rows' columns that the table lacks, and `mergeSchema` adds.
+
+    Raises:
+        UsageError: a name differs only in case from one of the table's, or the type of a new column is unknown.
+    """
+    lower = {name.lower(): name for name in columns}
+    missing = [f for f in schema if f.name not in columns]
+    for f in missing:
+        known = lower.get(f.name.lower())
+        if known is not None:
+            raise UsageError(
+                "COLUMN_CASE",
+                f"Column {f.name!r} is {known!r} in table {options.table_text!r} {options.where}.",
+                next_step=f"rename it to {known!r}",
+            )
+        if pa.types.is_null(f.type):
+            raise UsageError(
+                "TYPE_UNKNOWN",
+                f"Column {f.name!r} cannot be added to table {options.table_text!r} {options.where}: it holds only "
+                "nulls, so its type is unknown.",
+                next_step=f'cast it: df.withColumn("{f.name}", col("{f.name}").cast("string"))',
+            )
+    return missing
