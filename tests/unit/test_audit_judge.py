@@ -122,6 +122,15 @@ def test_damage_is_found_across_versions(counts: Counts, more: int, says: str) -
     assert made.counts.adds_up
 
 
+def test_added_columns_leave_only_the_count_of_earlier_records() -> None:
+    made = report(Counts(10, 50, unexpected=40), ledger=50, delivered_more=9)
+    known = judged(with_earlier(made, EARLIER, adds_columns=True), versions_known=True)
+    assert known.verdict is Verdict.UNKNOWN
+    assert "by count alone: with mergeSchema" in known.unknowns[0]
+    lost = report(Counts(10, 49, unexpected=39), ledger=50, delivered_more=9)
+    assert judged(with_earlier(lost, EARLIER, adds_columns=True), versions_known=True).verdict is Verdict.BROKEN
+
+
 def test_what_is_more_than_any_version_handed_over_is_possibly_foreign() -> None:
     made = of_versions(Counts(10, 53, unexpected=43), 7)
     assert (made.verdict, made.counts.unexpected, made.counts.earlier) == (Verdict.UNKNOWN, 3, 40)

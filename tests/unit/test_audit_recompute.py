@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from delivered.audit.classes import Counts, Damage, Verdict
-from delivered.audit.recompute import ALL, GONE, Doubt, Recompute, doubts, of_recomputed, operators
+from delivered.audit.recompute import ALL, GONE, Doubt, Recompute, Way, doubts, keeps_first, of_recomputed, operators
 from delivered.audit.report import AuditReport
-from delivered.model.capability import WriteMode
+from delivered.model.capability import OnConflict, WriteMode
 from delivered.model.guarantee import Guarantee
 
 PLAN = """\
@@ -17,48 +17,91 @@ Aggregate [k#1], [k#1, count(1) AS n#2L, sum(v#3) AS total#4]
 +- ~SubqueryAlias source
    +- ~StreamingRelationV2 org.apache.spark.sql.delivered, delivered_log, [k#1, v#3]
 """
-UPDATE = Recompute("update", ("k",))
+UPDATE, APPEND = Recompute("update", ("k",)), Recompute("append")
+KEYED = WriteMode(keys=("k",))
+SOURCE = "\n+- ~StreamingRelationV2 x"
 REPORT = AuditReport("p", "s", Guarantee.EXACTLY_ONCE)
 
 
 def test_a_sum_by_key_leaves_nothing_open() -> None:
     assert operators(PLAN) == ["Aggregate", "SubqueryAlias", "StreamingRelationV2"]
     for how in (UPDATE, Recompute("complete")):
-        assert doubts(how, PLAN, WriteMode(keys=("k",))) == []
-    assert doubts(UPDATE, PLAN, WriteMode(keys=("k",), version="n")) == []
+        for way in Way:
+            assert doubts(how, PLAN, KEYED, way) == []
+    assert doubts(UPDATE, PLAN, WriteMode(keys=("k",), version="n"), Way.ONE_BATCH) == []
 
 
 @pytest.mark.parametrize(
     ("plan", "how", "mode", "damage"),
     [
-        ("", UPDATE, WriteMode(), ALL),
-        ("Join Inner, (a#1 = b#2)\n:- " + PLAN, UPDATE, WriteMode(), ALL),
-        ("TransformWithStateInPySpark f(k#1)\n+- " + PLAN, UPDATE, WriteMode(), ALL),
-        ("Deduplicate [k#1]\n+- StreamingRelationV2 x", UPDATE, WriteMode(), ALL),
-        ("Aggregate [max(n#2)]\n+- " + PLAN, UPDATE, WriteMode(), ALL),
-        ("Project [current_timestamp() AS t#1]\n+- StreamingRelationV2 x", UPDATE, WriteMode(), ALL),
-        (PLAN, replace(UPDATE, changing=("rand()",)), WriteMode(), ALL),
-        (PLAN, replace(UPDATE, deterministic=False), WriteMode(), ALL),
-        ("Filter (n#2L > 5)\n+- " + PLAN, UPDATE, WriteMode(), (Damage.UNEXPECTED,)),
+        ("~Join LeftOuter, (a#1 = b#2)" + SOURCE, APPEND, WriteMode(), ALL),
+        ("~Join Inner, (a#1 = b#2)\n:- ~EventTimeWatermark t#1: timestamp" + SOURCE, APPEND, WriteMode(), ALL),
+        ("~Deduplicate [k#1]" + SOURCE, APPEND, WriteMode(), ALL),
+        ("~DeduplicateWithinWatermark [k#1]" + SOURCE, APPEND, WriteMode(), ALL),
+        ("~Aggregate [max(n#2)]\n+- " + PLAN, UPDATE, KEYED, ALL),
+        (PLAN, UPDATE, WriteMode(), ALL),
+        (PLAN, APPEND, WriteMode(replaces=("day",)), ALL),
+        ("~Filter (n#2L > 5)\n+- " + PLAN, UPDATE, KEYED, (Damage.UNEXPECTED,)),
         (PLAN, UPDATE, WriteMode(keys=("k",), version="total"), (Damage.ALTERED,)),
     ],
 )
-def test_what_depends_on_batches_is_open(
+def test_what_depends_on_batches_is_open_until_they_are_replayed(
     plan: str, how: Recompute, mode: WriteMode, damage: tuple[Damage, ...]
 ) -> None:
-    (found,) = doubts(how, plan, mode)
+    (found,) = doubts(how, plan, mode, Way.ONE_BATCH)
     assert found.damage == damage
+    assert doubts(how, plan, mode, Way.REPLAY) == []
 
 
-def test_complete_filters_as_a_batch_does() -> None:
-    assert doubts(Recompute("complete"), "Filter (n#2L > 5)\n+- " + PLAN, WriteMode()) == []
+@pytest.mark.parametrize(
+    ("plan", "how", "mode", "damage"),
+    [
+        ("", UPDATE, KEYED, ALL),
+        ("~GlobalLimit 3" + SOURCE, APPEND, WriteMode(), ALL),
+        ("~Project [current_timestamp() AS t#1]" + SOURCE, APPEND, WriteMode(), ALL),
+        ("~Aggregate [k#1], [first(v#2) AS v#3]" + SOURCE, UPDATE, KEYED, ALL),
+        ("~Join Inner, (a#1 = b#2)\n:- ~StreamingRelationV2 x\n+- Relation [b#2] json", APPEND, WriteMode(), ALL),
+        ("~Join Inner, (a#1 = b#2)\n:- ~StreamingRelationV2 x\n+- LocalRelation [b#2]", APPEND, WriteMode(), ALL),
+        (PLAN, replace(UPDATE, changing=("rand()",)), KEYED, ALL),
+        (PLAN, replace(UPDATE, deterministic=False), KEYED, ALL),
+        (PLAN, UPDATE, WriteMode(keys=("k",), expected="v"), ALL),
+        (PLAN, UPDATE, WriteMode(keys=("k",), insert=True), (Damage.ALTERED,)),
+        (PLAN, UPDATE, WriteMode(keys=("k",), on_constraint=OnConflict.DEAD_LETTER), GONE),
+    ],
+)
+def test_what_depends_on_more_stays_open(
+    plan: str, how: Recompute, mode: WriteMode, damage: tuple[Damage, ...]
+) -> None:
+    for way in Way:
+        (found,) = doubts(how, plan, mode, way)
+        assert found.damage == damage
+
+
+def test_what_is_said_to_be_exact_is() -> None:
+    inner = "~Join Inner, (a#1 = b#2)\n:- ~StreamingRelationV2 x\n+- ~StreamingRelationV2 y"
+    values = "~Join LeftOuter, (a#1 = b#2)\n:- ~StreamingRelationV2 x\n+- LocalRelation [b#2]"
+    state = "~TransformWithStateInPySpark f(k#1)\n:- ~StreamingRelationV2 x\n+- LocalRelation <empty>"
+    assert doubts(APPEND, inner, WriteMode(), Way.ONE_BATCH) == []
+    assert doubts(replace(APPEND, sql=True), values, WriteMode(), Way.REPLAY) == []
+    assert doubts(replace(APPEND, deterministic=True), state, WriteMode(), Way.REPLAY) == []
+    (open_,) = doubts(APPEND, state, WriteMode(), Way.REPLAY)
+    assert "deterministic: true" in open_.why
+    timers = state.replace("f(k#1)", "f(k#1), Append, ProcessingTime")
+    (timed,) = doubts(replace(APPEND, deterministic=True), timers, WriteMode(), Way.REPLAY)
+    assert "timers of" in timed.why
+    assert keeps_first("~Deduplicate [k#1]" + SOURCE)
+    assert not keeps_first(PLAN)
+    assert doubts(Recompute("complete"), "~Filter (n#2L > 5)\n+- " + PLAN, WriteMode(), Way.ONE_BATCH) == []
 
 
 def test_a_doubt_turns_its_damage_into_unknown_and_no_other() -> None:
     damaged = replace(REPORT, counts=Counts(sent=9, delivered=8, lost=1))
-    found = of_recomputed(damaged, [Doubt("late", GONE)], [], "key (k)")
+    found = of_recomputed(damaged, [Doubt("late", GONE)], [], "key (k)", "as one batch")
     assert (found.verdict, found.breaches) == (Verdict.UNKNOWN, [])
     assert "late" in found.unknowns[0]
-    assert of_recomputed(damaged, [Doubt("a filter", (Damage.UNEXPECTED,))], [], "key (k)").verdict is Verdict.BROKEN
+    assert (
+        of_recomputed(damaged, [Doubt("a filter", (Damage.UNEXPECTED,))], [], "key (k)", "as one batch").verdict
+        is Verdict.BROKEN
+    )
     clean = replace(REPORT, counts=Counts(sent=9, delivered=9))
-    assert of_recomputed(clean, [Doubt("late", GONE)], [], "key (k)").verdict is Verdict.HELD
+    assert of_recomputed(clean, [Doubt("late", GONE)], [], "key (k)", "as one batch").verdict is Verdict.HELD

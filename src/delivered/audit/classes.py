@@ -69,6 +69,10 @@ class Counts:
         return int(getattr(self, damage.value))
 
     @property
+    def damaged(self) -> bool:
+        return any(self.of(damage) for damage in Damage)
+
+    @property
     def adds_up(self) -> bool:
         """Whether every record of both sides was put into exactly one class.
 

@@ -48,11 +48,14 @@ def judged(report: AuditReport, *, versions_known: bool) -> AuditReport:
     return replace(report, unknowns=tuple(unknowns))
 
 
-def with_earlier(report: AuditReport, earlier: Earlier) -> AuditReport:
+def with_earlier(report: AuditReport, earlier: Earlier, adds_columns: bool = False) -> AuditReport:
     """The report on a sink that also holds records of batches that cannot be recomputed.
 
     The ledger has their count and fingerprint. That many unmatched records are theirs; and since all others are known,
     the sink holds all of theirs if the sums agree.
+
+    Args:
+        adds_columns: the sink may have added columns since: then their rows have other fingerprints than the ledger's.
     """
     counts, handed = report.counts, earlier.handed.count
     unexpected = min(counts.unexpected, handed)
@@ -76,6 +79,9 @@ def with_earlier(report: AuditReport, earlier: Earlier) -> AuditReport:
         f"batches {earlier.batches} ran with another transform and cannot be recomputed with this one. According to "
         f"the ledger, they handed {handed:,} records to the sink; it holds {theirs:,}, {says}"
     )
+    if differs and adds_columns:
+        differs = False
+        reason += " alone: with mergeSchema, rows may have columns that the ledger's fingerprints lack"
     return replace(
         report,
         counts=counts,

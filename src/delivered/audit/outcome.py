@@ -102,7 +102,7 @@ def by_ledger(request: AuditRequest, incarnation: str, ledger: LedgerAccount, wh
     """If source and sink cannot be compared: the pipeline's own account, which proves nothing."""
     visible = ledger.visible
     total, given_up = (visible.total.count, visible.given_up.count) if visible is not None else (0, 0)
-    said = f"the ledger says that {total:,} rows were delivered and {given_up:,} given up; nobody looked"
+    note = f"the ledger says that {total:,} rows were delivered and {given_up:,} given up; nobody looked"
     return AuditReport(
         pipeline=request.pipeline,
         sink=request.named_sink,
@@ -113,7 +113,7 @@ def by_ledger(request: AuditRequest, incarnation: str, ledger: LedgerAccount, wh
         history=ledger.history,
         transactions=ledger.transactions,
         unknowns=(why,),
-        notes=(*ledger.notes, said),
+        notes=(*ledger.notes, note),
     )
 
 

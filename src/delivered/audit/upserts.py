@@ -8,6 +8,7 @@ from dataclasses import replace
 from delivered.audit.classes import Damage
 from delivered.audit.report import AuditReport
 from delivered.model.capability import WriteMode
+from delivered.model.columns import backquoted
 from delivered.model.errors import Refused
 
 
@@ -54,8 +55,7 @@ def check(mode: WriteMode, *, dedup: bool = False) -> None:
 
 def id_sql(mode: WriteMode) -> str:
     """SQL that identifies a key."""
-    columns = ", ".join("`" + k.replace("`", "``") + "`" for k in mode.keys)
-    return f"to_json(struct({columns}))"
+    return f"to_json(struct({', '.join(map(backquoted, mode.keys))}))"
 
 
 def of_state(report: AuditReport, mode: WriteMode, unclear: int) -> AuditReport:
@@ -86,8 +86,8 @@ def of_conditional(report: AuditReport, mode: WriteMode, left_out: Mapping[str, 
     excused = max(counts.sent - (handed - conflict - constraint), 0) if mode.insert else constraint
     lost = min(counts.lost, constraint, excused)
     altered = min(counts.altered, excused - lost)
-    said = f"the table allowed all but {conflict + constraint:,} rows, by the ledger: {conflict:,} conflicts, "
-    notes = [f"{said}{constraint:,} broken constraints"]
+    note = f"the table allowed all but {conflict + constraint:,} rows, by the ledger: {conflict:,} conflicts, "
+    notes = [f"{note}{constraint:,} broken constraints"]
     if mode.insert:
         notes.append(
             f"compared is the first row of each key ({mode.keys_text}); of keys in several source partitions, any"

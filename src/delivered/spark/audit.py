@@ -84,12 +84,12 @@ def audit_sink(
             f"The source {own.format!r} is Spark's own, which an audit cannot read by offset range.",
             next_step=f"read it with the format {own.system!r}",
         )
-    if pipeline.output_mode != "append" and chosen.sink().capability().write == APPEND:
+    if not recompute and pipeline.output_mode != "append" and chosen.sink().capability().write == APPEND:
         raise Refused(
             "AUDIT_OUTPUT_MODE",
             f"Output mode {pipeline.output_mode} delivers a record for each row that a batch changed. Where batches "
             "begin and end is known to the batches that ran, not to the source, so the two cannot be compared.",
-            next_step="compare the newest record of each key with a query of your own",
+            next_step="delivered audit --recompute",
         )
     spark = ready(pipeline, given)
     sources = {n: planned(e.source()) for n, e in pipeline.sources.items()}
@@ -124,7 +124,8 @@ def audit_sink(
 def _recompute(pipeline: Definition, sink: Endpoint) -> Recompute:
     facts = pipeline.transform.facts()
     keys = sink.sink().capability().write.keys or grouping_columns(pipeline.transform.sql)
-    return Recompute(pipeline.output_mode, tuple(keys), facts.changing, pipeline.transform.deterministic)
+    sql = pipeline.transform.kind == "sql"
+    return Recompute(pipeline.output_mode, tuple(keys), facts.changing, pipeline.transform.deterministic, sql)
 
 
 def _chosen(pipeline: Definition, sink: str | None) -> Endpoint:
@@ -132,10 +133,10 @@ def _chosen(pipeline: Definition, sink: str | None) -> Endpoint:
     if sink is None and len(endpoints) == 1:
         return next(iter(endpoints.values()))
     if sink not in endpoints:
-        said = "no sink was named" if sink is None else f"no sink is named {sink!r}"
+        reason = "no sink was named" if sink is None else f"no sink is named {sink!r}"
         raise UsageError(
             "AUDIT_SINK",
-            f"An audit checks one sink, and {said}; the pipeline writes to {', '.join(endpoints)}.",
+            f"An audit checks one sink, and {reason}; the pipeline writes to {', '.join(endpoints)}.",
             next_step="name one of them; `delivered audit` checks all of them",
         )
     return endpoints[sink]
@@ -151,8 +152,8 @@ def _all_transforms(
         return shared if pipeline.transform.kind != "none" else None
 
     def all_of_it(frames: Mapping[str, DataFrame]) -> DataFrame:
-        mine = projected(shared(frames), sink.projection)
-        return taken(mine, sink.sink()) if validating else mine
+        expected = projected(shared(frames), sink.projection)
+        return taken(expected, sink.sink()) if validating else expected
 
     return all_of_it
 
@@ -216,7 +217,7 @@ def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditRe
             rows, foreign = _kept(found, request)
             expected = ledger.visible.total.count if ledger.visible is not None else 0
             held.enter_context(shuffles_fit_for(spark, rows + expected))
-            mine = found.filter("own").drop("own") if request.own is not None else found
+            own = found.filter("own").drop("own") if request.own is not None else found
             view = read_view(request.checkpoint)
             start, unsure = read.start()
             end = parsed(ledger.visible.offsets) if ledger.visible is not None else None
@@ -234,21 +235,21 @@ def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditRe
                 ends = [(batch, parsed(text)) for batch, text in ledger.ends]
                 once = held.enter_context(read.once(spark, scope, start, ends, end))
             if mode.insert:
-                sent, undecided = read.first(spark, scope, start, end, until, mine)
-                ordered, there = True, mine.join(undecided, "id", "left_anti")
+                sent, undecided = read.first(spark, scope, start, end, until, own)
+                ordered, there = True, own.join(undecided, "id", "left_anti")
             elif mode.upserts:
                 state = read.final(spark, start, end, until, once)
                 state.unclear.persist(StorageLevel.DISK_ONLY)
                 unclear, ordered = state.unclear.count(), True
                 sent = read.as_rows(state.rows, scope)
-                sent, there = (f.join(state.unclear, "id", "left_anti") for f in (sent, mine))
+                sent, there = (f.join(state.unclear, "id", "left_anti") for f in (sent, own))
             elif once is not None:
                 coming = read.hashed(spark, scope, [(end or start, until)])[0] if until != end else None
-                sent, ahead, there = once.sides(mine, coming)
+                sent, ahead, there = once.sides(own, coming)
                 ordered = True
             else:
                 sent, ordered = read.hashed(spark, scope, offsets_of(again, start))
-                there = mine
+                there = own
                 if until != end:
                     ahead = read.hashed(spark, scope, [(end or start, until)])[0]
             with expressions(request):
@@ -262,7 +263,8 @@ def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditRe
     report = of_result(request, incarnation, ledger, view, start, end, until, result, ordered)
     report = replace(report, own=request.own or "", foreign=foreign, undeleted=undeleted)
     if others is not None:
-        report = with_earlier(replace(report, given_up=report.given_up - others.given_up.count), others)
+        adds_columns = request.sink.capability().adds_columns
+        report = with_earlier(replace(report, given_up=report.given_up - others.given_up.count), others, adds_columns)
     report = replace(report, unknowns=(*report.unknowns, *contradictions(report)))
     if unsure:
         report = replace(report, judged=False, unknowns=(unsure, *report.unknowns))

@@ -27,6 +27,7 @@ from pyspark.sql.window import Window
 
 from delivered.audit.classes import DedupCounts
 from delivered.audit.dedup import Stretch
+from delivered.model.columns import backquoted
 from delivered.model.dedup import Dedup
 from delivered.spark.dedup import TIME, key_columns, with_keys
 
@@ -83,7 +84,7 @@ class Judged:
         """As many records as `copies`, but each key's first one repeated."""
         times = F.explode(F.sequence(F.lit(1), F.col(_COPIES))).alias(f"{_OWN}time")
         first = self._all.where(self._certain & (F.col(_COPIES) > 1) & (F.col(_RANK) == 1))
-        return first.select(*map(_quoted, self._columns), times).drop(f"{_OWN}time")
+        return first.select(*map(backquoted, self._columns), times).drop(f"{_OWN}time")
 
     def counts(self) -> DedupCounts:
         certain, copies = self._certain, F.col(_COPIES)
@@ -107,7 +108,7 @@ class Judged:
         return F.col(_JUDGED) if self._named else F.col(_JUDGED) & F.col(_ALIKE)
 
     def _of(self, condition: Column) -> DataFrame:
-        return self._all.where(condition).select(*map(_quoted, self._columns))
+        return self._all.where(condition).select(*map(backquoted, self._columns))
 
 
 def _late_until(placed: DataFrame, parts: Sequence[Stretch], dedup: Dedup) -> list[int]:
@@ -127,7 +128,7 @@ def _late_until(placed: DataFrame, parts: Sequence[Stretch], dedup: Dedup) -> li
 def _judged(placed: DataFrame, late_until: Sequence[int], dedup: Dedup, columns: Sequence[str]) -> DataFrame:
     """One shuffle by key: a key's records meet in one task, which sorts on disk."""
     limits = F.element_at(F.array(*map(F.lit, late_until)), F.col(_STRETCH) + 1) if late_until else F.lit(0)
-    content = [_quoted(c) for c in columns if c not in _COORDINATES]
+    content = [backquoted(c) for c in columns if c not in _COORDINATES]
     content_hash = F.xxhash64(*content) if content else F.lit(0).cast("long")
     late = F.lit(False) if dedup.in_table else F.coalesce(F.col(TIME) <= limits, F.lit(False))
     marked = placed.withColumn(_LATE, late).withColumn(_ALIKE, content_hash).withColumn(_UNTIL, limits.cast("long"))
@@ -139,7 +140,7 @@ def _judged(placed: DataFrame, late_until: Sequence[int], dedup: Dedup, columns:
         near = near & ((F.count(F.lit(1)).over(same) == 1) | (first >= F.max(_UNTIL).over(same)))
     all_late = F.min(_LATE).over(same)
     return marked.select(
-        *map(_quoted, columns),
+        *map(backquoted, columns),
         F.count(F.lit(1)).over(same).alias(_COPIES),
         F.row_number().over(same.orderBy(_STRETCH, _AT)).alias(_RANK),
         (near & ~all_late).alias(_JUDGED),
@@ -256,7 +257,3 @@ def as_one_value(rows: DataFrame, either: DataFrame) -> DataFrame:
             for c in rows.columns
         ]
     )
-
-
-def _quoted(name: str) -> str:
-    return "`" + name.replace("`", "``") + "`"

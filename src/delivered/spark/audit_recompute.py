@@ -1,61 +1,76 @@
-"""Audit by recomputing: the transform over the whole source range, as one batch, against the rows of the sink.
+"""Audit by recomputing: the transform over the whole source range, against the rows of the sink.
 
-For queries whose rows replace each other: output modes update and complete, and upserts. Rows are joined by key, and
-compared column by column. `delivered.audit.recompute` lists what one batch cannot show about many; how late a record
-may have been is determined here, from the batches that the ledger keeps.
+As one batch, if that gives what the query's batches gave; else, and if the two differ, as a replay of its batches
+(`delivered.spark.replay`). `delivered.audit.recompute` lists what neither can show. Rows are joined by key, and
+compared column by column.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
-import pyarrow as pa
 from pyspark import StorageLevel
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
-from pyspark.sql.pandas.types import from_arrow_schema
-from pyspark.sql.types import DecimalType, DoubleType, FloatType, StructType, TimestampType
 from pyspark.sql.window import Window
 
-from delivered.audit.classes import Counts, Damage, Sample
-from delivered.audit.dedup import Stretch, stretches
 from delivered.audit.ledger import LedgerAccount, read_ledger
 from delivered.audit.outcome import Result, by_ledger, of_result
-from delivered.audit.recompute import FLOAT_TOLERANCE, GONE, Doubt, Recompute, doubts, of_recomputed, operators
+from delivered.audit.recompute import (
+    ALL,
+    GONE,
+    Doubt,
+    Way,
+    keeps_first,
+    of_recomputed,
+    operators,
+)
 from delivered.audit.report import AuditReport
 from delivered.audit.request import AuditRequest
-from delivered.audit.sources import parsed
-from delivered.audit.upserts import id_sql
+from delivered.audit.sources import Positions, parsed
 from delivered.audit.versions import earlier, version_ranges
-from delivered.checkpoint.folder import read, read_view
+from delivered.checkpoint.folder import read_view
 from delivered.model.capability import WriteMode
+from delivered.model.columns import backquoted
 from delivered.model.errors import DeliveredError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
-from delivered.spark.audit_sent import expressions, final_state, record_columns, sent_range
-from delivered.spark.frames import keeps_partitions, kept_plain, logical_plan, shuffles_fit_for, slice_frame
+from delivered.model.offsets import SOURCE
+from delivered.spark.audit_compared import compared
+from delivered.spark.audit_doubts import Query, closed, of_copies, of_watermark, recorded
+from delivered.spark.audit_sent import expressions, final_state, sent_range
+from delivered.spark.frames import kept_plain, logical_plan, shuffles_fit_for, slice_frame
+from delivered.spark.replay import BATCH, Script, replayed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
-_ID, _COPY, _MUST, _THERE, _STRETCH, _TIME = (
-    f"__delivered_{n}" for n in ("id", "copy", "must", "there", "stretch", "time")
-)
-_WATERMARK = "spark.watermarkDelayMs"
-"""Spark's, in the metadata of a column: it is event time, or the window of one."""
-_WINDOW_END = re.compile(r"#\d+-T\d+ms\.end AS ([^#,]+)#")
-"""In Spark's plan: a column that is the end of an event-time window."""
+_COPY, _RANK, _UNLIKE = (f"__delivered_{n}" for n in ("copy", "rank", "unlike"))
 _TRIES = 3
 _UNDECIDED = "the ledger holds no decided batch of this checkpoint: nothing was promised yet"
 _DEDUP = "dedup drops repeats batch by batch, and a recomputation is one batch; audit without --recompute"
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """Recomputed rows that must be in the sink.
+
+    Attributes:
+        ran: how, for the report.
+        doubts: about this way.
+        further: doubts that take a job to find: only asked for if there is damage.
+    """
+
+    rows: DataFrame
+    ran: str
+    doubts: Sequence[Doubt]
+    further: Callable[[], Sequence[Doubt]]
 
 
 def recomputed(spark: SparkSession, request: AuditRequest, say: Callable[[str], None]) -> AuditReport:
@@ -75,45 +90,161 @@ def recomputed(spark: SparkSession, request: AuditRequest, say: Callable[[str], 
             return by_ledger(request, scope.incarnation, ledger, _UNDECIDED if visible is None else _DEDUP)
         view = read_view(request.checkpoint)
         start, unsure = sent.start()
-        end, planned = parsed(visible.offsets), parsed(view.offsets)
-        parts = stretches(start, [(batch, parsed(text)) for batch, text in ledger.ends], end)
-        slices, numbers = sent.cut(parts)
-        query = sent.query(spark)
-        plan = logical_plan(query)
-        with _watermarks() as watermarks:
-            frame = sent.frame(spark, slices)
+        end, planned = _named(parsed(visible.offsets), request), _named(parsed(view.offsets), request)
+        ends = [(batch, _named(parsed(text), request)) for batch, text in ledger.ends]
+        stream = sent.query(spark)
+        query = Query(request, how, mode, sent, stream, logical_plan(stream), start, end, ends, visible)
+        script, impossible = _script(query)
+        ways = _ways(spark, query, script, say)
+        if not ways:
+            return by_ledger(request, scope.incarnation, ledger, f"its batches cannot be replayed: {impossible}")
         held.enter_context(shuffles_fit_for(spark, rows + visible.total.count))
-        say("recomputing the source range and comparing")
         mine, foreign = _own(found, request)
-        found_doubts = [
-            *doubts(how, plan, mode),
-            *_of_ledger(request, ledger, unsure, planned != end),
-            *_of_watermark(watermarks, numbers if len(request.sources) == 1 else (), parts, how),
-        ]
-        closed = _closed(query, plan, request.checkpoint, visible.batch) if how.output_mode == "append" else None
-        frame, more = _expected(frame if closed is None else frame.where(closed), how, mode, operators(plan), closed)
-        found_doubts += more
-        schema = record_columns(request, frame, found.columns)
-        records = request.sink.records
-
-        def canonical(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            for batch in batches:
-                yield records(batch)
-
-        must = _typed(frame.mapInArrow(canonical, from_arrow_schema(schema)), frame.schema)
-        there = _typed(mine.select(*map(_quoted, schema.names)), frame.schema, must.schema)
-        identity, says = _identity(request, how, mode, schema.names)
-        with expressions(request):
-            joined = _joined(must, there, identity).persist(StorageLevel.DISK_ONLY)
-        held.callback(joined.unpersist)
-        counts, columns = _counted(joined, must.schema)
-        samples = _samples(joined, must.schema, counts, request.samples_max)
+        found_doubts, replay = _of_ledger(request, ledger, unsure, planned != end), query.doubts(Way.REPLAY)
+        for number, way in enumerate(ways, 1):
+            with way() as expected, compared(request, how, mode, expected.rows, mine) as (both, says):
+                counts, columns = both.counts()
+                mistaken = [*expected.doubts, *(expected.further() if counts.damaged else ())]
+                last = number == len(ways) or not any(d.weighs(counts) and d not in replay for d in mistaken)
+                if last:
+                    samples = both.samples(counts, request.samples_max)
+            if last:
+                break
+        if script is None and any(d.weighs(counts) for d in mistaken):
+            mistaken.append(Doubt(f"its batches cannot be replayed: {impossible}"))
     nothing = Fingerprint()
     result = Result(counts, (), samples, nothing, nothing, 0)
     report = of_result(request, scope.incarnation, ledger, view, start, end, planned, result, ordered=True)
     own = request.own or ("true" if mode.complete else "")
     report = replace(report, fingerprints=None, id_says=says, own=own, foreign=foreign)
-    return of_recomputed(report, found_doubts, columns, says)
+    return of_recomputed(report, [*found_doubts, *mistaken], columns, says, expected.ran)
+
+
+def _named(positions: Positions, request: AuditRequest) -> Positions:
+    """Offsets by the pipeline's names. A stream joined with itself is several sources to Spark, which read the same."""
+    read = list(positions.values())
+    if list(request.sources) == [SOURCE] and SOURCE not in positions and all(p == read[0] for p in read):
+        return {SOURCE: read[0]}
+    return positions
+
+
+def _script(query: Query) -> tuple[Script | None, str]:
+    """The batches to replay; or None, and why they cannot be."""
+    names = set(query.request.sources)
+    for batch, end in query.ends:
+        if end.keys() != names:
+            return None, f"batch {batch} read the sources {', '.join(end)}, and the pipeline has {', '.join(names)}"
+    if not query.ends:
+        return None, "the ledger holds none of them"
+    return Script(query.start, [end for _, end in query.ends], [batch for batch, _ in query.ends]), ""
+
+
+def _ways(
+    spark: SparkSession, query: Query, script: Script | None, say: Callable[[str], None]
+) -> list[Callable[[], AbstractContextManager[_Expected]]]:
+    """The cheap way first, unless it cannot tell anything; then the exact one."""
+    replay = query.doubts(Way.REPLAY)
+    found: list[Callable[[], AbstractContextManager[_Expected]]] = []
+    if not any(d.damage == ALL and d not in replay for d in query.doubts(Way.ONE_BATCH)):
+        found.append(partial(_one_batch, spark, query, say))
+    if script is not None:
+        found.append(partial(_replay, spark, query, script, say))
+    return found
+
+
+@contextmanager
+def _one_batch(spark: SparkSession, query: Query, say: Callable[[str], None]) -> Iterator[_Expected]:
+    say("recomputing the source range as one batch and comparing")
+    how, mode, parts = query.how, query.mode, query.parts
+    slices, numbers = query.sent.cut(parts)
+    with recorded("withWatermark") as calls:
+        frame = query.sent.frame(spark, slices)
+    found, names = query.doubts(Way.ONE_BATCH), operators(query.plan)
+    complete = closed(query) if how.output_mode == "append" else None
+    if complete is not None:
+        frame = frame.where(complete)
+    elif how.output_mode == "append" and "Aggregate" in names:
+        found.append(Doubt("rows that the watermark has not closed are not delivered yet", GONE))
+    single = numbers if len(query.request.sources) == 1 else ()
+    further: list[Callable[[], Sequence[Doubt]]] = [partial(of_watermark, calls, single, parts, query)]
+    rows = frame
+    if mode.upserts and mode.version is not None:
+        state = final_state(frame, mode, None)
+        rows = state.rows
+        if mode.delete is not None:
+            further.append(partial(_if_any, state.unclear, _BACK))
+    elif mode.upserts:
+        if how.output_mode == "append" or "Aggregate" not in names:
+            twice = frame.groupBy(*map(backquoted, mode.keys)).count().where("count > 1")
+            further.append(partial(_if_any, twice, _several(mode)))
+        rows = _without_deleted(frame, mode)
+    yield _Expected(rows, "as one batch", found, lambda: [d for each in further for d in each()])
+
+
+@contextmanager
+def _replay(spark: SparkSession, query: Query, script: Script, say: Callable[[str], None]) -> Iterator[_Expected]:
+    count, first = len(script.ends), script.batches[0]
+    say(f"replaying {count:,} batches and comparing")
+    request, found = query.request, query.doubts(Way.REPLAY)
+    if first > 0:
+        found.append(
+            Doubt(f"the ledger no longer keeps batches 0 to {first - 1}, which were replayed together with {first}")
+        )
+    run = replayed(
+        spark, query.sent.transformed, request.sources, request.checkpoint, script, query.how.output_mode, say
+    )
+    with run as (frame, differs):
+        if differs:
+            found.append(Doubt(differs))
+        rows, unclear, why = _last(frame, query.mode)
+        further = [*([partial(_if_any, unclear, why)] if unclear is not None else [])]
+        if keeps_first(query.plan):
+            further.append(partial(of_copies, spark, query))
+        yield _Expected(
+            rows, f"in the ledger's {count:,} batches", found, lambda: [d for each in further for d in each()]
+        )
+
+
+_BACK = Doubt("a deleted key comes back with an older version, depending on the order of batches")
+
+
+def _several(mode: WriteMode) -> Doubt:
+    return Doubt(f"several rows have the same {mode.keys_text}, and the last one by arrival stays")
+
+
+def _if_any(rows: DataFrame, doubt: Doubt) -> list[Doubt]:
+    return [doubt] if rows.take(1) else []
+
+
+def _without_deleted(frame: DataFrame, mode: WriteMode) -> DataFrame:
+    if mode.delete is None:
+        return frame
+    gone = F.coalesce(F.col(backquoted(mode.delete)), F.lit(False))
+    return frame.where(~gone).drop(mode.delete)
+
+
+def _last(frame: DataFrame, mode: WriteMode) -> tuple[DataFrame, DataFrame | None, Doubt]:
+    """Of rows with the number of their batch, those that stay; and rows whose order within a batch would decide."""
+    rows, doubt = frame.drop(BATCH), _several(mode)
+    if mode.replaces:
+        newest = Window.partitionBy(*map(backquoted, mode.replaces))
+        kept = frame.withColumn(_COPY, F.max(BATCH).over(newest)).where(F.col(BATCH) == F.col(_COPY))
+        return kept.drop(BATCH, _COPY), None, doubt
+    if not mode.upserts:
+        return rows, None, doubt
+    if mode.version is not None and mode.delete is not None:
+        state = final_state(rows, mode, None)
+        return state.rows, state.unclear, _BACK
+    order = [F.col(BATCH).asc() if mode.insert else F.col(BATCH).desc()]
+    if mode.version is not None:  # of equal ones the first stays
+        order = [F.col(backquoted(mode.version)).desc(), F.col(BATCH).asc()]
+    keys = [*map(backquoted, mode.keys)]
+    by_key = Window.partitionBy(*keys).orderBy(*order)
+    best = frame.withColumns({_COPY: F.row_number().over(by_key), _RANK: F.rank().over(by_key)}).where(f"{_RANK} = 1")
+    row = F.xxhash64(F.to_json(F.struct(*map(backquoted, rows.columns))))
+    unclear = best.groupBy(*keys).agg((F.min(row) != F.max(row)).alias(_UNLIKE)).where(_UNLIKE)
+    kept = best.where(f"{_COPY} = 1").drop(BATCH, _COPY, _RANK)
+    return _without_deleted(kept, mode), unclear, doubt
 
 
 @contextmanager
@@ -165,199 +296,3 @@ def _of_ledger(request: AuditRequest, ledger: LedgerAccount, unsure: str, underw
     if others is not None:
         found.append(Doubt(f"batches {others.batches} ran with another transform"))
     return found
-
-
-def _expected(
-    frame: DataFrame, how: Recompute, mode: WriteMode, names: Sequence[str], closed: Column | None
-) -> tuple[DataFrame, list[Doubt]]:
-    """The recomputed rows that must be in the sink.
-
-    Args:
-        names: operators of the query.
-    """
-    found: list[Doubt] = []
-    if mode.replaces:
-        found.append(Doubt(f"each batch replaces the rows of its values in {', '.join(mode.replaces)}"))
-    if how.output_mode == "append" and "Aggregate" in names and closed is None:
-        found.append(Doubt("rows that the watermark has not closed are not delivered yet", GONE))
-    if not mode.upserts:
-        return frame, found
-    if mode.version is not None:
-        state = final_state(frame, mode, None)
-        if mode.delete is not None and state.unclear.take(1):
-            found.append(Doubt("a deleted key comes back with an older version, depending on the order of batches"))
-        return state.rows, found
-    if how.output_mode == "append" or "Aggregate" not in names:
-        one_each = frame.groupBy(*map(_quoted, mode.keys)).count().where("count > 1").take(1)
-        if one_each:
-            found.append(Doubt(f"several rows have the same {mode.keys_text}, and the last one by arrival stays"))
-    if mode.delete is not None:
-        gone = F.coalesce(F.col(_quoted(mode.delete)), F.lit(False))
-        frame = frame.where(~gone).drop(mode.delete)
-    return frame, found
-
-
-def _closed(query: DataFrame, plan: str, checkpoint: str, batch: int) -> Column | None:
-    """Whether the watermark of `batch` has closed a row of an aggregation; None: no column shows it."""
-    times = {f.name: f for f in query.schema.fields if _WATERMARK in (f.metadata or {})}
-    ends = _WINDOW_END.findall(plan.splitlines()[0])
-    header = (read(checkpoint, f"offsets/{batch}") or b"").decode().splitlines()
-    if len({*times, *ends}) != 1 or len(header) < 2 or "Aggregate" not in operators(plan):
-        return None
-    column = F.col(_quoted([*times, *ends][0]))
-    if times and isinstance(next(iter(times.values())).dataType, StructType):
-        column = column["end"]
-    return column <= F.timestamp_millis(F.lit(int(json.loads(header[1])["batchWatermarkMs"])))
-
-
-Watermarks = list[tuple["DataFrame", str, str]]
-"""The rows below each withWatermark of a transform, its column and its delay."""
-
-
-@contextmanager
-def _watermarks() -> Iterator[Watermarks]:
-    """Record the calls of withWatermark while the context is open: Spark drops them from the plan of a batch."""
-    found: Watermarks = []
-    with ExitStack() as undo:
-        for kind in ("classic", "connect"):
-            try:
-                owner = import_module(f"pyspark.sql.{kind}.dataframe").DataFrame
-            except ImportError:  # without grpcio
-                continue
-            original = owner.withWatermark
-
-            def noted(self: Any, eventTime: str, delayThreshold: str, *, then: Any = original) -> Any:  # noqa: N803
-                found.append((self, eventTime, delayThreshold))
-                return then(self, eventTime, delayThreshold)
-
-            owner.withWatermark = noted
-            undo.callback(setattr, owner, "withWatermark", original)
-        yield found
-
-
-def _of_watermark(
-    watermarks: Watermarks, numbers: Sequence[int], parts: Sequence[Stretch], how: Recompute
-) -> list[Doubt]:
-    """Whether a record may have been dropped as late: no newer than the newest one of earlier batches, minus the delay.
-
-    Output mode complete drops none.
-    """
-    if not watermarks or how.output_mode == "complete":
-        return []
-    below, column, delay = watermarks[0]
-    if len(watermarks) > 1 or not numbers or not keeps_partitions(below):
-        return [Doubt("records may have been dropped as late, depending on where batches ended", GONE)]
-    stretch = F.element_at(F.array(*map(F.lit, numbers)), F.spark_partition_id() + 1).alias(_STRETCH)
-    spans = (
-        below.select(stretch, F.col(column).cast(TimestampType()).alias(_TIME))
-        .groupBy(_STRETCH)
-        .agg(
-            F.unix_micros(F.min(_TIME)).alias("low"),
-            F.unix_micros(F.max(_TIME) - F.expr(f"INTERVAL '{delay}'")).alias("mark"),
-        )
-    )
-    mark, late = 0, 0
-    for row in sorted(spans.where("low IS NOT NULL").collect(), key=lambda r: int(r[_STRETCH])):
-        after = max(mark, row["mark"])
-        late += row["low"] <= (after if parts[row[_STRETCH]].several else mark)
-        mark = after
-    if not late:
-        return []
-    return [Doubt(f"{late} of {len(parts)} batches hold records that may have been dropped as late", GONE)]
-
-
-def _typed(frame: DataFrame, given: StructType, like: StructType | None = None) -> DataFrame:
-    """Rows in comparable form: decimals with all their digits, everything else as the sink stores it.
-
-    Args:
-        given: columns before the sink took them: a sink may store decimals as text.
-        like: the other side's resulting columns; None: this is the first side.
-    """
-    columns = []
-    for field in frame.schema.fields:
-        column, kind = F.col(_quoted(field.name)), field.dataType
-        before = given[field.name].dataType
-        if isinstance(before, DecimalType):
-            kind = DecimalType(38, 38 - (before.precision - before.scale))
-        elif "map<" in kind.simpleString():
-            column = F.to_json(F.struct(column))  # maps have no order
-        elif like is not None:
-            kind = like[field.name].dataType
-        columns.append((column if kind == field.dataType else column.try_cast(kind)).alias(field.name))
-    return frame.select(*columns)
-
-
-def _identity(request: AuditRequest, how: Recompute, mode: WriteMode, columns: Sequence[str]) -> tuple[str | None, str]:
-    """SQL that identifies a row, and its name in a report; None: the whole row does."""
-    if mode.upserts:
-        return id_sql(mode), f"key ({mode.keys_text})"
-    if request.id is not None:
-        return request.id, f"`{request.id}`"
-    if how.keys and set(how.keys) <= set(columns):
-        keys = WriteMode(keys=how.keys)
-        return id_sql(keys), f"key ({keys.keys_text})"
-    return None, "the whole row"
-
-
-def _joined(must: DataFrame, there: DataFrame, identity: str | None) -> DataFrame:
-    """Rows of both sides by id; copies of one id are numbered."""
-    whole = F.to_json(F.struct(*map(_quoted, must.columns)))
-
-    def side(frame: DataFrame, name: str) -> DataFrame:
-        id_ = F.coalesce(F.expr(identity).cast("string"), whole) if identity else whole
-        copies = Window.partitionBy(_ID).orderBy(F.xxhash64(*map(_quoted, frame.columns)))
-        row = frame.select(
-            id_.alias(_ID), F.struct(*map(_quoted, frame.columns)).alias(name), *map(_quoted, frame.columns)
-        )
-        return row.select(_ID, name, F.row_number().over(copies).alias(_COPY))
-
-    return side(must, _MUST).join(side(there, _THERE), [_ID, _COPY], "full_outer")
-
-
-def _differs(name: str, schema: StructType) -> Column:
-    sent, found = (F.col(side)[name] for side in (_MUST, _THERE))
-    differs = ~sent.eqNullSafe(found)
-    if isinstance(schema[name].dataType, FloatType | DoubleType):
-        near = F.abs(sent - found) <= FLOAT_TOLERANCE * F.greatest(F.abs(sent), F.abs(found))
-        differs = differs & ~F.coalesce(near, F.lit(False))
-    return differs
-
-
-def _damage(schema: StructType) -> dict[Damage, Column]:
-    must, there = F.col(_MUST).isNotNull(), F.col(_THERE).isNotNull()
-    differs = F.lit(False)
-    for name in schema.names:
-        differs = differs | _differs(name, schema)
-    return {
-        Damage.LOST: must & ~there,
-        Damage.DUPLICATED: there & ~must & (F.col(_COPY) > 1),
-        Damage.ALTERED: must & there & differs,
-        Damage.UNEXPECTED: there & ~must & (F.col(_COPY) == 1),
-    }
-
-
-def _counted(joined: DataFrame, schema: StructType) -> tuple[Counts, list[tuple[str, int]]]:
-    both = F.col(_MUST).isNotNull() & F.col(_THERE).isNotNull()
-    (row,) = joined.agg(
-        F.count(_MUST).alias("sent"),
-        F.count(_THERE).alias("delivered"),
-        *[F.count_if(condition).alias(damage.value) for damage, condition in _damage(schema).items()],
-        *[F.count_if(both & _differs(name, schema)).alias(f"column {i}") for i, name in enumerate(schema.names)],
-    ).collect()
-    counts = Counts(**{k: int(v) for k, v in row.asDict().items() if not k.startswith("column ")})
-    columns = [(name, int(row[f"column {i}"])) for i, name in enumerate(schema.names)]
-    return counts, [(name, count) for name, count in columns if count]
-
-
-def _samples(joined: DataFrame, schema: StructType, counts: Counts, samples_max: int) -> tuple[Sample, ...]:
-    sides = [F.col(side).isNotNull().cast("int").alias(side) for side in (_MUST, _THERE)]
-    return tuple(
-        Sample(damage, row[_ID], None, None, None, row[_MUST], row[_THERE])
-        for damage, condition in _damage(schema).items()
-        if counts.of(damage)
-        for row in joined.where(condition).orderBy(_ID, _COPY).limit(samples_max).select(_ID, *sides).collect()
-    )
-
-
-def _quoted(name: str) -> str:
-    return "`" + name.replace("`", "``") + "`"

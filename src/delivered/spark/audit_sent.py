@@ -22,6 +22,7 @@ from delivered.checkpoint.offset_metadata import stream_driver
 from delivered.contract.source import Slice, Source
 from delivered.engine.shard import fingerprint_seed
 from delivered.model.capability import WriteMode
+from delivered.model.columns import backquoted
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.spark.audit_dedup import Judged, Once
@@ -100,16 +101,17 @@ class SentRange:
 
     def frame(self, spark: SparkSession, slices: Sequence[Slice]) -> DataFrame:
         """Rows written to the sink for a range; no slices: only the columns matter."""
-        return self._transformed(self._read(spark, slices))
+        return self.transformed(self._read(spark, slices))
 
     def query(self, spark: SparkSession) -> DataFrame:
         """The transform over streams with the sources' columns, for its plan: of a batch, Spark drops watermarks."""
-        return self._transformed({n: _nothing(spark, s) for n, s in self._request.sources.items()})
+        return self.transformed({n: _nothing(spark, s) for n, s in self._request.sources.items()})
 
     def _read(self, spark: SparkSession, slices: Sequence[Slice]) -> dict[str, DataFrame]:
         return {n: slice_frame(spark, s, of_source(slices, n)) for n, s in self._request.sources.items()}
 
-    def _transformed(self, read: Mapping[str, DataFrame]) -> DataFrame:
+    def transformed(self, read: Mapping[str, DataFrame]) -> DataFrame:
+        """The transform's rows from those of each source, by name."""
         if self._request.transform is not None:
             made: DataFrame = self._request.transform(read)
             return made
@@ -118,7 +120,7 @@ class SentRange:
 
     def _of_only(self, read: DataFrame) -> DataFrame:
         (name,) = self._request.sources
-        return self._transformed({name: read})
+        return self.transformed({name: read})
 
     @contextmanager
     def once(
@@ -228,10 +230,10 @@ class SentRange:
         partition = F.monotonically_increasing_id()  # order unknown: each row its own
         if slices and keeps_partitions(frame):
             partition = F.element_at(F.array(*[F.lit(names.index(n)) for n in names]), F.spark_partition_id() + 1)
-        columns = list(map(_quoted, frame.columns))
+        columns = list(map(backquoted, frame.columns))
         placed = frame.select(*columns, partition.alias(_PARTITION), F.monotonically_increasing_id().alias(_AT))
         row = F.struct(*columns)
-        by_partition = placed.groupBy(*map(_quoted, mode.keys), _PARTITION).agg(F.min_by(row, _AT).alias(_ROW))
+        by_partition = placed.groupBy(*map(backquoted, mode.keys), _PARTITION).agg(F.min_by(row, _AT).alias(_ROW))
         candidates = self.as_rows(by_partition.select(f"{_ROW}.*"), scope)
         there = found.select("id", "low", F.lit(1).alias("is_there")).distinct()
         best = Window.partitionBy("id").orderBy(F.col("is_there").desc_nulls_last(), "low")
@@ -286,21 +288,21 @@ def final_state(frame: DataFrame, mode: WriteMode, partitions: Sequence[int] | N
         partitions: for each partition of `frame` the index of its source partition, rows in its order; None: rows were
             shuffled.
     """
-    version = F.col(_quoted(str(mode.version)))
-    gone = F.lit(False) if mode.delete is None else F.coalesce(F.col(_quoted(mode.delete)), F.lit(False))
+    version = F.col(backquoted(str(mode.version)))
+    gone = F.lit(False) if mode.delete is None else F.coalesce(F.col(backquoted(mode.delete)), F.lit(False))
     partition = F.lit(-1)
     if partitions:
         partition = F.element_at(F.array(*map(F.lit, partitions)), F.spark_partition_id() + 1)
     kept = [c for c in frame.columns if c != mode.delete]
     placed = frame.select(
-        *map(_quoted, kept),
+        *map(backquoted, kept),
         gone.alias(_GONE),
         partition.alias(_PARTITION),
         F.monotonically_increasing_id().alias(_AT),
     )
-    by_key = placed.groupBy(*map(_quoted, mode.keys)).agg(
+    by_key = placed.groupBy(*map(backquoted, mode.keys)).agg(
         # Of equal versions the first one wins.
-        F.max_by(F.struct(*map(_quoted, kept), _GONE, _AT), F.struct(version, -F.col(_AT))).alias(_ROW),
+        F.max_by(F.struct(*map(backquoted, kept), _GONE, _AT), F.struct(version, -F.col(_AT))).alias(_ROW),
         F.max(F.when(~F.col(_GONE), F.col(_AT))).alias("newest"),
         F.min(_PARTITION).alias("first_partition"),
         F.max(_PARTITION).alias("last_partition"),
@@ -309,10 +311,6 @@ def final_state(frame: DataFrame, mode: WriteMode, partitions: Sequence[int] | N
     order_known = (F.col("first_partition") == F.col("last_partition")) & F.lit(partitions is not None)
     perhaps_back = F.col("newest").isNotNull() & (~order_known | (F.col("newest") > F.col(f"{_ROW}.{_AT}")))
     unclear = F.col(f"{_ROW}.{_GONE}") & perhaps_back
-    rows = by_key.filter(~F.col(f"{_ROW}.{_GONE}")).select(*[F.col(f"{_ROW}.{_quoted(c)}").alias(c) for c in kept])
+    rows = by_key.filter(~F.col(f"{_ROW}.{_GONE}")).select(*[F.col(f"{_ROW}.{backquoted(c)}").alias(c) for c in kept])
     key = F.expr(id_sql(mode)).alias("id")
     return FinalState(rows, by_key.filter(unclear).select(key), by_key.filter(f"{_ROW}.{_GONE}").select(key))
-
-
-def _quoted(name: str) -> str:
-    return "`" + name.replace("`", "``") + "`"

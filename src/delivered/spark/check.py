@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -16,7 +17,7 @@ from delivered.model.errors import DeliveredError, UsageError
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
 from delivered.spark.jvm import jvm_of
-from delivered.spark.quick_start import OVER_TCP, is_over_tcp
+from delivered.spark.quick_start import advice
 from delivered.spark.rows import apply_transform, own_views, projected
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def session_facts(pipeline: Definition, spark: SparkSession) -> SessionFacts:
 
 
 def _slow_workers(spark: SparkSession) -> tuple[Finding, ...]:
-    return (Finding("WORKERS_OVER_TCP", OVER_TCP, False),) if is_over_tcp(spark) else ()
+    return tuple(Finding("WORKERS_OVER_TCP", missing, False) for missing in advice(partial(spark.conf.get, default="")))
 
 
 def checked_transform(pipeline: Definition, spark: SparkSession) -> tuple[Finding, ...]:

@@ -132,7 +132,7 @@ def without_seen_repeats(frame: DataFrame, dedup: Dedup, sink: Sink, scope: Scop
     return meeting.select(*columns, *HELPERS).mapInArrow(task, schema)
 
 
-def _text(given: str, kind: str, column: str) -> str:
+def _text(value: str, kind: str, column: str) -> str:
     """A text unique per value, whatever the session's time zone; null stays null."""
     if kind in ("string", "binary"):
         return f"hex(`{column}`)"
@@ -142,9 +142,9 @@ def _text(given: str, kind: str, column: str) -> str:
         return f"CAST(unix_micros(`{column}`) AS STRING)"
     raise UsageError(
         "DEDUP_KEY_TYPE",
-        f"dedup.by has {given}, of type {kind}; a table of keys supports string, binary, integers, decimal, boolean, "
+        f"dedup.by has {value}, of type {kind}; a table of keys supports string, binary, integers, decimal, boolean, "
         "date and timestamp.",
-        next_step=f"write CAST({given} AS STRING), or to_json({given})",
+        next_step=f"write CAST({value} AS STRING), or to_json({value})",
     )
 
 

@@ -61,10 +61,10 @@ def write_batch(
         checkpoint=str(checkpoint) if checkpoint is not None else _checkpoint(df),
         batch=batch_id,
     )
-    asked = replace(spec, batch=None).to_option()
-    if asked not in _checked:
+    option = replace(spec, batch=None).to_option()
+    if option not in _checked:
         check_start(spec, spec.open())
-        _checked.add(asked)
+        _checked.add(option)
     save_batch(spec, df, batch_id)
 
 

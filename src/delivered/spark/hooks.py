@@ -128,9 +128,9 @@ def _wrap(owner: type, name: str, wrapper: Callable[..., Callable[..., Any]], la
 
 def _message_first(original: Callable[..., str]) -> Callable[..., str]:
     def text(self: Exception) -> str:
-        said = original(self)
-        found = from_our_code(said)
-        return said if found is None else f"{found}\n(raised in a Spark worker; Spark's log has the trace)"
+        message = original(self)
+        found = from_our_code(message)
+        return message if found is None else f"{found}\n(raised in a Spark worker; Spark's log has the trace)"
 
     return text
 
@@ -184,9 +184,9 @@ def _analysed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _explained(original: Callable[..., None]) -> Callable[..., None]:
     def explain(self: Any, *given: Any, **named: Any) -> None:
-        with contextlib.redirect_stdout(io.StringIO()) as said:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
             original(self, *given, **named)
-        sys.stdout.write(said.getvalue() + (_PLANNED_ONCE if f"BatchScan {PREFIX}" in said.getvalue() else ""))
+        sys.stdout.write(printed.getvalue() + (_PLANNED_ONCE if f"BatchScan {PREFIX}" in printed.getvalue() else ""))
 
     return explain
 
@@ -281,11 +281,11 @@ def _tell_classic(writer: Any, checkpoint: str) -> None:
     options = {**dict(reads[0].extraOptions().asCaseSensitiveMap()), CHECKPOINT: checkpoint}
     # Load it again: Spark created the data source when the frame was loaded, and keeps its options.
     loaded = writer._spark.readStream.format(reads[0].sourceName()).options(**options).load()
-    (told,) = _classic_reads(loaded._jdf.queryExecution().analyzed())
-    if not told.schema().equals(reads[0].schema()):
+    (loaded_read,) = _classic_reads(loaded._jdf.queryExecution().analyzed())
+    if not loaded_read.schema().equals(reads[0].schema()):
         raise ValueError("the source has other columns now")
     for name in ("extraOptions", "table"):
-        _java_field(reads[0], name).set(reads[0], _java_field(told, name).get(told))
+        _java_field(reads[0], name).set(reads[0], _java_field(loaded_read, name).get(loaded_read))
     dataset = jvm.org.apache.spark.sql.classic.Dataset.ofRows(writer._spark._jsparkSession, plan)
     _java_field(writer._jwrite, "ds").set(writer._jwrite, dataset)
 
@@ -294,9 +294,9 @@ def _tell_connect(writer: Any, checkpoint: str) -> None:
     stream = writer._write_stream
     reads = list(_connect_reads(stream._child))
     if len(reads) == 1 and _wants_checkpoint(str(reads[0]._format), reads[0]._options):
-        told = copy.copy(reads[0])
-        told._options = {**told._options, CHECKPOINT: checkpoint}
-        stream._child = _connect_replaced(stream._child, reads[0], told)
+        replaced = copy.copy(reads[0])
+        replaced._options = {**replaced._options, CHECKPOINT: checkpoint}
+        stream._child = _connect_replaced(stream._child, reads[0], replaced)
 
 
 def _wants_checkpoint(name: str, options: Mapping[str, str]) -> bool:
@@ -347,8 +347,8 @@ def _check(spark: Any, write: Write) -> None:
     """Check on the driver, which may be remote to a Connect client: `schema` of a data source runs there eagerly."""
     reader = spark.read.format(write.format).options(**write.options)
     try:
-        asked = StartCheck(json.loads(write.columns()), write.output_mode.lower())
-        reader.option(OPTION, idiom_option(check=asked)).load()
+        check = StartCheck(json.loads(write.columns()), write.output_mode.lower())
+        reader.option(OPTION, idiom_option(check=check)).load()
     except Exception as error:
         found = translated(error)
         if found is not None:
@@ -377,14 +377,14 @@ def _classic_write(writer: Any) -> Write:
 
 
 def _connect_write(writer: Any) -> Write:
-    told = writer._write_proto
-    options = dict(told.options)
-    if told.query_name:
-        options["queryName"] = told.query_name
+    proto = writer._write_proto
+    options = dict(proto.options)
+    if proto.query_name:
+        options["queryName"] = proto.query_name
 
     def columns() -> str:
         frames = import_module("pyspark.sql.connect.dataframe")
         found: str = frames.DataFrame(writer._write_stream._child, writer._session).schema.json()
         return found
 
-    return Write(told.format, options, told.output_mode or "append", columns)
+    return Write(proto.format, options, proto.output_mode or "append", columns)

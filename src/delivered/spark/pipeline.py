@@ -54,7 +54,9 @@ class Pipeline(Definition):
         timestamp_ms: int | None = None,
         write: bool = True,
     ) -> Adoption:
-        """Start the first run where another job stopped: see `delivered.pipeline.adopt`. Does not start Spark.
+        """Start the first run where another job stopped. Does not start Spark.
+
+        Writes one file into this pipeline's checkpoint. Changes nothing in the source, the sink or the old job.
 
         Args:
             checkpoint: of a query with Spark's own Kafka source: its last committed batch.
@@ -120,8 +122,8 @@ class Pipeline(Definition):
             sink_from: offsets in the sink to start from; earlier records belong to other writers or to an earlier
                 checkpoint. Kafka: {"topic": {"0": 12}}; SQLite: {"rowid": 12}. Default: the whole sink.
             progress: called at each step with its description.
-            recompute: run the transform over the whole source range as one batch, and compare the rows with the sink's
-                by key: for output modes update and complete, and upserts.
+            recompute: run the transform over the whole source range, and compare the rows with the sink's by key: for
+                queries that keep state, output modes update and complete, and upserts.
 
         Raises:
             UsageError: invalid options, several sinks and none named, or one of Spark's own sources.

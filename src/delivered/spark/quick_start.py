@@ -19,19 +19,15 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pyspark
 
 from delivered.brokers.fetch import cache_folder
 from delivered.brokers.java import java_home, write_launcher
 from delivered.model.errors import DeliveredError
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 _LOCAL_SOCKETS = "spark.python.unix.domain.socket.enabled"
@@ -61,8 +57,8 @@ exec "{python}" "$@"
 
 def archive() -> Path:
     """Path of the archive for this Java and this pyspark, whether it exists or not."""
-    told = f"{java_home().resolve()} {Path(pyspark.__file__).parent} {pyspark.__version__}"
-    name = hashlib.sha256(told.encode()).hexdigest()[:12]
+    versions = f"{java_home().resolve()} {Path(pyspark.__file__).parent} {pyspark.__version__}"
+    name = hashlib.sha256(versions.encode()).hexdigest()[:12]
     return cache_folder() / "classes" / f"spark-{pyspark.__version__}-{name}.jsa"
 
 
@@ -106,6 +102,11 @@ def local_sockets() -> dict[str, str]:
     return {_LOCAL_SOCKETS: "true", "spark.python.unix.domain.socket.dir": folder}
 
 
-def is_over_tcp(spark: SparkSession) -> bool:
-    """Whether a session talks to its workers over TCP although local sockets are possible."""
-    return os.name == "posix" and str(spark.conf.get(_LOCAL_SOCKETS, "false")).lower() != "true"
+def advice(setting: Callable[[str], str | None]) -> tuple[str, ...]:
+    """The settings that a session lacks for cheap Python tasks, and what each is worth.
+
+    Args:
+        setting: the session's value of a key, None if unset.
+    """
+    over_tcp = os.name == "posix" and str(setting(_LOCAL_SOCKETS)).lower() != "true"
+    return (OVER_TCP,) * over_tcp

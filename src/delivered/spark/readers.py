@@ -62,8 +62,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         driver = self._driver
         # Batch 0 may run again: its start is fixed the first time, whatever "latest" is by then.
-        told = self._reading.checkpoint
-        began = first_offsets.keep(told, driver.initial, self._reading.source) if told is not None else None
+        checkpoint = self._reading.checkpoint
+        began = first_offsets.keep(checkpoint, driver.initial, self._reading.source) if checkpoint is not None else None
         if began is None:
             initial = driver.initial()
         else:

@@ -6,11 +6,12 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import WriterCommitMessage
 
-from delivered.contract.powers import ready_target
+from delivered.contract.powers import add_columns, ready_target
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.engine.shard import write_shard
 from delivered.model.errors import DeliveredError, InvariantBroken
@@ -112,6 +113,7 @@ def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> 
         first=first,
         since=since,
         keeps_state=lambda: spec.batch is not None or holds_state(checkpoint),
+        add_columns=partial(add_columns, sink, schema),
     )
     _planned[key] = _Planned(view.batch, plan.epoch, spec.start)
     return plan
@@ -123,19 +125,20 @@ def plan_run(spec: PipelineSpec, sink: Sink | SinkGroup, run: str, schema: pa.Sc
 
     arm()
     ready_target(sink, schema)
-    return plan_batch(context(spec, sink, run), CheckpointView(run, 0, f"run {run}", None, run=True), first=True)
+    view = CheckpointView(run, 0, f"run {run}", None, run=True)
+    return plan_batch(context(spec, sink, run), view, first=True, add_columns=partial(add_columns, sink, schema))
 
 
-def commit(opened: Context, batch: int, offsets: str, said: Sequence[ShardMessage | None], *, run: bool) -> None:
+def commit(opened: Context, batch: int, offsets: str, messages: Sequence[ShardMessage | None], *, run: bool) -> None:
     from delivered.engine.decide import commit_batch
 
-    commit_batch(opened, batch, offsets, said, run=run)
+    commit_batch(opened, batch, offsets, messages, run=run)
 
 
-def abort(opened: Context, said: Sequence[ShardMessage]) -> None:
+def abort(opened: Context, messages: Sequence[ShardMessage]) -> None:
     from delivered.engine.decide import abort_batch
 
-    abort_batch(opened, said)
+    abort_batch(opened, messages)
 
 
 def checkpoint_of(spec: PipelineSpec) -> str:

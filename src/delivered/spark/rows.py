@@ -20,6 +20,7 @@ from delivered.contract.source import Source
 from delivered.engine.dead_letters import validated
 from delivered.engine.direct import ArrowTransform
 from delivered.group import Columns
+from delivered.model.columns import backquoted
 from delivered.model.errors import UsageError
 from delivered.pipeline.projection import Projection
 from delivered.pipeline.transform import Transform
@@ -135,12 +136,12 @@ def routed(
     """
     if all(p.is_all for p in projections):
         return frame, [None] * len(projections)
-    given = list(frame.columns)
+    names = list(frame.columns)
     frame = _with_columns(frame, {f"{_OWN}{i}": p.where for i, p in enumerate(projections) if p.where is not None})
     _check_conditions(frame, projections)
     made: dict[str, str] = {}
     routes: list[Columns | None] = []
-    used = [c for c in keep if c in given]
+    used = [c for c in keep if c in names]
     for number, projection in enumerate(projections):
         where = f"{_OWN}{number}" if projection.where is not None else None
         take = []
@@ -149,20 +150,20 @@ def routed(
             if item.sql is not None:
                 column = f"{_OWN}{number}_{item.name}"
                 # CASE evaluates it only for the sink's own rows, and rules out generators and aggregates.
-                made[column] = f"CASE WHEN {_quoted(where) if where else 'true'} THEN ({item.sql}) END"
-            elif column not in given:
+                made[column] = f"CASE WHEN {backquoted(where) if where else 'true'} THEN ({item.sql}) END"
+            elif column not in names:
                 raise UsageError(
-                    "SELECT_COLUMN", f"A sink's select names the column {column!r}; the rows have {', '.join(given)}."
+                    "SELECT_COLUMN", f"A sink's select names the column {column!r}; the rows have {', '.join(names)}."
                 )
             take.append((item.name, column))
-        take = take or [(n, n) for n in given]
+        take = take or [(n, n) for n in names]
         used += [c for _, c in take] + ([where] if where else [])
         routes.append(None if projection.is_all else Columns(tuple(take), where))
     frame = _with_columns(frame, made)
     if any(r is None for r in routes):
-        used += given
-        routes = [r or Columns(tuple((n, n) for n in given)) for r in routes]
-    return frame.select(*[_quoted(c) for c in dict.fromkeys(used)]), routes
+        used += names
+        routes = [r or Columns(tuple((n, n) for n in names)) for r in routes]
+    return frame.select(*[backquoted(c) for c in dict.fromkeys(used)]), routes
 
 
 def taken(frame: DataFrame, sink: Sink) -> DataFrame:
@@ -183,15 +184,15 @@ def projected(frame: DataFrame, projection: Projection) -> DataFrame:
     if route is None:
         return frame
     if route.where is not None:
-        routed_frame = routed_frame.where(_quoted(route.where))
-    return routed_frame.selectExpr(*[f"{_quoted(column)} AS {_quoted(name)}" for name, column in route.take])
+        routed_frame = routed_frame.where(backquoted(route.where))
+    return routed_frame.selectExpr(*[f"{backquoted(column)} AS {backquoted(name)}" for name, column in route.take])
 
 
 def _with_columns(frame: DataFrame, columns: Mapping[str, str]) -> DataFrame:
     if not columns:
         return frame
     try:
-        return frame.selectExpr("*", *[f"({sql}) AS {_quoted(name)}" for name, sql in columns.items()])
+        return frame.selectExpr("*", *[f"({sql}) AS {backquoted(name)}" for name, sql in columns.items()])
     except (AnalysisException, ParseException) as error:
         raise UsageError(
             "SINK_EXPRESSION",
@@ -209,7 +210,3 @@ def _check_conditions(frame: DataFrame, projections: Sequence[Projection]) -> No
                 "WHERE_VALUE",
                 f"A sink's where is {projection.where!r}, of type {kind}; it must be boolean.",
             )
-
-
-def _quoted(name: str | None) -> str:
-    return "`" + str(name).replace("`", "``") + "`"

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ from delivered.pipeline.spec import GROUP
 from delivered.spark.formats import DeliveredDataSource
 from delivered.spark.hooks import install
 from delivered.spark.jvm import active, jvm_of, make_active
-from delivered.spark.quick_start import OVER_TCP, is_over_tcp, local_sockets, with_archive, worker_python
+from delivered.spark.quick_start import advice, local_sockets, with_archive, worker_python
 
 _CONF = {
     "spark.ui.enabled": "false",
@@ -58,8 +59,9 @@ def register(spark: SparkSession) -> None:
     The registered classes carry an id of this driver, new for each call: by it the driver's processes act as one owner
     of a ledger, and a second driver on the same checkpoint is detected.
     """
-    if spark not in _registered and is_over_tcp(spark):
-        log.warning(OVER_TCP)
+    if spark not in _registered:
+        for missing in advice(partial(spark.conf.get, default="")):
+            log.warning(missing)
     _register(spark, None)
     install(spark, _register)
     make_active(spark)

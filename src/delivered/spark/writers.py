@@ -49,20 +49,20 @@ class BatchOfQuery(Recovering):
 
         arm()
         in_query()
-        said = recovery.messages_of(messages)
-        plan = next((m.plan for m in said if m is not None), None)
+        shards = recovery.messages_of(messages)
+        plan = next((m.plan for m in shards if m is not None), None)
         if plan is not None:
             incarnation, offsets = plan.scope.incarnation, plan.offsets
         else:
             view = read_view(recovery.checkpoint_of(self._spec))
             incarnation, offsets = view.incarnation, view.offsets
-        recovery.commit(recovery.context(self._spec, self._sink, incarnation), batch, offsets, said, run=False)
+        recovery.commit(recovery.context(self._spec, self._sink, incarnation), batch, offsets, shards, run=False)
         reach(StepId.LOG, Moment.BEFORE, batch=batch)
 
     def _abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        said = [m for m in recovery.messages_of(messages) if m is not None]
-        if said:
-            recovery.abort(recovery.context(self._spec, self._sink, said[0].plan.scope.incarnation), said)
+        shards = [m for m in recovery.messages_of(messages) if m is not None]
+        if shards:
+            recovery.abort(recovery.context(self._spec, self._sink, shards[0].plan.scope.incarnation), shards)
 
 
 class StreamWriter(BatchOfQuery, DataSourceStreamArrowWriter):
@@ -137,8 +137,8 @@ class BatchWriter(Recovering, DataSourceArrowWriter):
         recovery.commit(opened, 0, f"run {self._run}", recovery.messages_of(messages), run=True)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        said = [m for m in recovery.messages_of(messages) if m is not None]
-        recovery.abort(recovery.context(self._spec, self._sink, self._run), said)
+        shards = [m for m in recovery.messages_of(messages) if m is not None]
+        recovery.abort(recovery.context(self._spec, self._sink, self._run), shards)
 
 
 def run_id(spec: PipelineSpec) -> str:

@@ -1,0 +1,232 @@
+"""A query run again in the batches that it ran in: the same source ranges, through Spark's own state, into files.
+
+Where a batch ended decides what an operator with state gives: when a watermark moved, which record was late, which of
+two copies came first. The ledger has each batch's source offsets. A streaming query with a temporary checkpoint reads
+exactly these, batch by batch. What it does not repeat: the time of a batch.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pyarrow as pa
+from pyarrow import fs
+from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
+from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
+from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, SupportsTriggerAvailableNow
+from pyspark.sql.types import IntegerType, StructField, StructType
+
+from delivered.audit.sources import Positions
+from delivered.checkpoint.folder import batch_metadata, open_folder
+from delivered.checkpoint.offset_metadata import stream_driver
+from delivered.contract.powers import planned
+from delivered.contract.source import Offsets, Slice, Source, SourceDriver
+from delivered.model.errors import InvariantBroken
+from delivered.spark.frames import with_setting
+from delivered.spark.jvm import active
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+BATCH = "__delivered_batch"
+_NOT_KEPT = (
+    "spark.sql.shuffle.partitions",  # changes no row
+    "spark.sql.streaming.queryEvolution.enableSourceEvolution",  # the script's sources have no names
+    "spark.sql.streaming.offsetLog.formatVersion",
+)
+_RETAINED = "spark.sql.streaming.minBatchesToRetain"
+_PROGRESS_S = 2
+
+
+@dataclass(frozen=True)
+class Script:
+    """
+    Attributes:
+        start: of the first batch.
+        ends: offsets of the sources after each batch.
+        batches: their numbers in the pipeline's checkpoint.
+    """
+
+    start: Positions
+    ends: Sequence[Positions]
+    batches: Sequence[int]
+
+
+class _Slice(InputPartition):
+    def __init__(self, piece: Slice) -> None:
+        self.piece = piece
+
+
+class ScriptReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Reads from `start` to each of `ends`, one per batch. Spark asks once per batch, in one process per query."""
+
+    def __init__(self, source: Source, name: str, checkpoint: str, start: Offsets, ends: Sequence[Offsets]) -> None:
+        self._source, self._name, self._checkpoint = source, name, checkpoint
+        self._start, self._ends = start, list(ends)
+        self._at = 0
+        self._opened: SourceDriver | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None, "_ends": []}
+
+    def initialOffset(self) -> Offsets:  # noqa: N802
+        return self._start
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        return ReadAllAvailable()
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        pass
+
+    def reportLatestOffset(self) -> Offsets | None:  # noqa: N802
+        return None
+
+    def latestOffset(self, start: Offsets, limit: ReadLimit) -> Offsets:  # noqa: N802, ARG002
+        expected = self._ends[self._at - 1] if self._at else self._start
+        if start != expected:
+            raise InvariantBroken(
+                "REPLAY_OFFSETS", f"Batch {self._at} of the replay starts at {start}; it must start at {expected}."
+            )
+        if self._at == len(self._ends):
+            return start
+        self._at += 1
+        return self._ends[self._at - 1]
+
+    def partitions(self, start: Offsets, end: Offsets) -> Sequence[InputPartition]:
+        if start == end:
+            return []
+        if self._opened is None:
+            self._opened = stream_driver(self._source, self._checkpoint, writes=False, name=self._name)
+        return [_Slice(s) for s in self._opened.slices(start, end)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        if isinstance(partition, _Slice):
+            yield from self._source.read(partition.piece)
+
+    def commit(self, end: Offsets) -> None:
+        pass
+
+    def stop(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+
+class ScriptSource(DataSource):
+    """Spark creates it from its class alone, which holds the arguments of its reader."""
+
+    called: ClassVar[str] = ""
+    source_schema: ClassVar[StructType]
+    arguments: ClassVar[tuple[Source, str, str, Offsets, Sequence[Offsets]]]
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.called
+
+    def schema(self) -> StructType:
+        return self.source_schema
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802, ARG002
+        return ScriptReader(*self.arguments)
+
+
+def _stream(spark: SparkSession, source: Source, name: str, checkpoint: str, script: Script) -> DataFrame:
+    fixed = planned(source)
+    arguments = (fixed, name, checkpoint, script.start[name], [e[name] for e in script.ends])
+    called = f"delivered_replay_{uuid.uuid4().hex}"
+    made = {"called": called, "source_schema": from_arrow_schema(fixed.schema()), "arguments": arguments}
+    # Not importable by name, so that Spark pickles the class by value.
+    spark.dataSource.register(type("Replay", (ScriptSource,), made))
+    return spark.readStream.format(called).load()
+
+
+@contextmanager
+def replayed(
+    spark: SparkSession,
+    transform: Callable[[Mapping[str, DataFrame]], DataFrame],
+    sources: Mapping[str, Source],
+    checkpoint: str,
+    script: Script,
+    output_mode: str,
+    say: Callable[[str], None],
+) -> Iterator[tuple[DataFrame, str]]:
+    """The rows that the batches delivered, each with its batch's place in the script, as `BATCH`.
+
+    Args:
+        checkpoint: of the query that ran.
+
+    Yields:
+        the rows, and why they may not be what the batches delivered; empty: they are. Of output mode complete, the rows
+        of the last batch alone.
+    """
+    count = len(script.ends)
+    with ExitStack() as held:
+        folder = held.enter_context(_folder(spark, checkpoint))
+        rows = f"{folder}/rows"
+        held.enter_context(active(spark))
+        frames = {n: _stream(spark, s, n, checkpoint, script) for n, s in sources.items()}
+        for key, value in _settings(checkpoint, script.batches).items():
+            held.enter_context(with_setting(spark, key, value))
+        held.enter_context(with_setting(spark, _RETAINED, str(count + 2)))
+        frame = transform(frames)
+
+        def keep(df: DataFrame, number: int) -> None:
+            if number == count - 1 or (number < count and output_mode != "complete"):
+                df.withColumn(BATCH, F.lit(number)).write.mode("append").parquet(rows)
+            else:
+                df.write.format("noop").mode("overwrite").save()  # its state is needed
+
+        writer = frame.writeStream.outputMode(output_mode).foreachBatch(keep)
+        query = writer.option("checkpointLocation", f"{folder}/checkpoint").trigger(availableNow=True).start()
+        try:
+            while not query.awaitTermination(_PROGRESS_S):
+                if (done := query.lastProgress) is not None:
+                    say(f"replaying: {min(done.batchId + 1, count):,} of {count:,} batches")
+        finally:
+            query.stop()
+        schema = StructType([*frame.schema.fields, StructField(BATCH, IntegerType())])
+        yield spark.read.schema(schema).parquet(rows), _differs(checkpoint, f"{folder}/checkpoint", script.batches)
+
+
+def _settings(checkpoint: str, batches: Sequence[int]) -> dict[str, str]:
+    """Spark logs with a batch what its state depends on."""
+    for batch in batches:
+        if (logged := batch_metadata(checkpoint, batch)) is not None:
+            return {k: v for k, v in logged.get("conf", {}).items() if k not in _NOT_KEPT}
+    return {}
+
+
+def _differs(checkpoint: str, again: str, batches: Sequence[int]) -> str:
+    """Why the replay is not what ran, by the watermarks that Spark logged; empty: no difference is known."""
+    for number, batch in enumerate(batches):
+        ran, now = batch_metadata(checkpoint, batch), batch_metadata(again, number)
+        if now is None:
+            return f"the replay ended before batch {batch}: the query ran batches without input for another reason"
+        if ran is not None and ran["batchWatermarkMs"] != now["batchWatermarkMs"]:
+            return (
+                f"batch {batch} ran with the watermark {ran['batchWatermarkMs']} ms, and its replay with "
+                f"{now['batchWatermarkMs']} ms: a restart of the query changes it if there are several"
+            )
+    return ""
+
+
+@contextmanager
+def _folder(spark: SparkSession, checkpoint: str) -> Iterator[str]:
+    """For state and rows; removed afterwards. On a cluster beside the checkpoint, which every executor reaches."""
+    if str(spark.conf.get("spark.master", "")).startswith("local"):
+        with tempfile.TemporaryDirectory(prefix="delivered-replay-", ignore_cleanup_errors=True) as folder:
+            yield f"file://{folder}"
+        return
+    location = f"{checkpoint.rstrip('/')}/delivered/replay-{uuid.uuid4().hex}"
+    try:
+        yield location
+    finally:
+        filesystem, path = open_folder(location)
+        if filesystem.get_file_info(path).type is fs.FileType.Directory:
+            filesystem.delete_dir(path)
