@@ -10,23 +10,28 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cases import LATENCY, MEMORY, RATIOS, THROUGHPUT, Case
+from benchmarks.cases import LATENCY, MEMORY, RATIOS, SHARDS, SHARDS_BATCHES, SHARDS_ROWS, THROUGHPUT, Case
+from benchmarks.peers import FLINK_JARS, FLINK_PACKAGES
 from delivered import brokers
 from delivered.brokers import kafka
 
 PARTITIONS = 4
 KEY_BYTES, VALUE_BYTES = 8, 100
+_LOOK_S = 0.1
 console = Console()
 
 
@@ -94,10 +99,43 @@ def count(bootstrap: str, topic: str) -> int:
     return found
 
 
+class Visible:
+    """When read-committed readers could read the last record of a topic. Jobs end later: Flink's once a checkpoint is
+    complete, Spark's once the batch is logged and no other follows."""
+
+    def __init__(self, bootstrap: str, topic: str) -> None:
+        self._admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
+        self._ask = {TopicPartition(topic, p): OffsetSpec.latest() for p in range(PARTITIONS)}
+        self._ends = [0] * PARTITIONS
+        self.last_at = time.time()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> list[int]:
+        level = IsolationLevel.READ_COMMITTED
+        return [f.result().offset for f in self._admin.list_offsets(self._ask, isolation_level=level).values()]
+
+    def _run(self) -> None:
+        while not self._stop.wait(_LOOK_S):
+            with suppress(KafkaException):  # a new topic has no leader yet
+                if (ends := self._read()) != self._ends:
+                    self._ends, self.last_at = ends, time.time()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
 def run(case: Case, bootstrap: str, topic_in: str, records: int | None) -> dict[str, Any]:
-    """One repetition of one case, checked by counting what arrived."""
+    """One repetition of one case, checked by counting what arrived.
+
+    Args:
+        records: that must arrive; None: not counted.
+    """
     topic_out = f"out-{uuid.uuid4().hex[:8]}"
     create_topic(bootstrap, topic_out)
+    visible = Visible(bootstrap, topic_out)
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.run_case", case.name, bootstrap, topic_in, topic_out],
         capture_output=True,
@@ -105,17 +143,33 @@ def run(case: Case, bootstrap: str, topic_in: str, records: int | None) -> dict[
         timeout=900,
         check=False,
     )
+    visible.stop()
     line = next((text for text in done.stdout.splitlines() if text.startswith("RESULT ")), None)
     if line is None:
         raise RuntimeError(f"{case.name} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
     result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    if "began_at" in result:
+        result["visible_seconds"] = visible.last_at - result["began_at"]
     if records is not None:
         found = count(bootstrap, topic_out)
         if found != records:
             raise RuntimeError(f"{case.name} is invalid: {found:,} records arrived of {records:,}")
-        result["records_per_second"] = records / result["seconds"]
     delete_topic(bootstrap, topic_out)
     return result
+
+
+def repeat(
+    cases: Sequence[Case], bootstrap: str, topic_in: str, records: int, repetitions: int
+) -> dict[str, list[dict[str, Any]]]:
+    """All cases in turn, so that a drift of the machine's speed meets all of them."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for repetition in range(repetitions):
+        for case in cases:
+            result = run(case, bootstrap, topic_in, records * max(1, len(case.partitions)))
+            runs.setdefault(case.name, []).append(result)
+            said = result.get("batch_ms") or f"{records / result['seconds']:,.0f} records/s"
+            console.print(f"{repetition + 1}/{repetitions} {case.name}: {said}", soft_wrap=True)
+    return runs
 
 
 def versions() -> dict[str, str]:
@@ -123,17 +177,20 @@ def versions() -> dict[str, str]:
     return {n: version(n) for n in names} | {
         "python": platform.python_version(),
         "kafka": kafka.VERSION,
+        "flink": FLINK_PACKAGES[0].partition("==")[2],
+        "flink-sql-connector-kafka": FLINK_JARS[0][2],
         "cores": str(os.cpu_count()),
     }
 
 
-def summary(case: Case, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    rates = [r["records_per_second"] for r in runs]
+def summary(name: str, runs: list[dict[str, Any]], records: int) -> dict[str, Any]:
+    rates = [records / r["seconds"] for r in runs]
     return {
-        "name": case.name,
+        "name": name,
         "records_per_second": rates,
         "median": statistics.median(rates),
-        "cpu_us_per_record": [1e6 * r["cpu_seconds"] / (r["records_per_second"] * r["seconds"]) for r in runs],
+        "visible_seconds": [r["visible_seconds"] for r in runs],
+        "cpu_us_per_record": [1e6 * r["cpu_seconds"] / records for r in runs],
         "peak_worker_bytes": max(r["worker_bytes"] for r in runs),
         "peak_jvm_bytes": max(r["jvm_bytes"] for r in runs),
         "batches_ms": [r["batches_ms"] for r in runs],
@@ -142,8 +199,8 @@ def summary(case: Case, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    parser.add_argument("--records", type=int, default=9_000_000)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--records", type=int, default=12_000_000)
+    parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--only", default="", help="run cases whose name contains this")
     parser.add_argument("--out", type=Path, default=Path("build/bench.json"))
     given = parser.parse_args()
@@ -165,18 +222,15 @@ def measure(bootstrap: str, given: argparse.Namespace) -> dict[str, Any]:
     console.print(f"Filling a topic with {given.records:,} records of {KEY_BYTES} + {VALUE_BYTES} bytes ...")
     create_topic(bootstrap, "bench-in")
     fill(bootstrap, "bench-in", given.records)
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for repetition in range(given.repeat):
-        for case in chosen(THROUGHPUT):
-            result = run(case, bootstrap, "bench-in", given.records)
-            runs.setdefault(case.name, []).append(result)
-            cpu = 1e6 * result["cpu_seconds"] / given.records
-            rate = f"{result['records_per_second']:,.0f} records/s, {cpu:.2f} us CPU per record"
-            console.print(f"{repetition + 1}/{given.repeat} {case.name}: {rate}", soft_wrap=True)
-    for case in chosen(MEMORY):
-        runs[case.name] = [run(case, bootstrap, "bench-in", given.records)]
-        console.print(f"{case.name}: worker {runs[case.name][0]['worker_bytes'] / 2**20:,.0f} MiB")
-    cases = [summary(c, runs[c.name]) for c in (*chosen(THROUGHPUT), *chosen(MEMORY))]
+    runs = repeat(chosen(THROUGHPUT), bootstrap, "bench-in", given.records, given.repetitions)
+    runs |= repeat(chosen(MEMORY), bootstrap, "bench-in", given.records, 1)
+    cases = [summary(name, found, given.records) for name, found in runs.items()]
+    in_shards: dict[str, list[dict[str, Any]]] = {}
+    if chosen(SHARDS):
+        records = SHARDS_ROWS * SHARDS_BATCHES
+        create_topic(bootstrap, "bench-shards")
+        fill(bootstrap, "bench-shards", records)
+        in_shards = repeat(chosen(SHARDS), bootstrap, "bench-shards", records, given.repetitions)
     latencies = []
     for case in chosen(LATENCY):
         topic_in = f"one-{uuid.uuid4().hex[:8]}"
@@ -187,6 +241,17 @@ def measure(bootstrap: str, given: argparse.Namespace) -> dict[str, Any]:
         "records": given.records,
         "cases": cases,
         "ratios": ratios(runs),
+        "shards": [
+            {
+                "partitions": partitions,
+                "case": case.name.removeprefix("shards, "),
+                "batch_ms": statistics.median(r["batch_ms"][str(partitions)] for r in in_shards[case.name]),
+                "each_ms": [r["batch_ms"][str(partitions)] for r in in_shards[case.name]],
+            }
+            for case in chosen(SHARDS)
+            for partitions in case.partitions
+        ],
+        "shards_of": {"rows": SHARDS_ROWS, "batches": SHARDS_BATCHES - 1},
         "one_record": latencies,
         "versions": versions(),
     }
@@ -197,10 +262,10 @@ def ratios(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     found = []
     for name, over, under in RATIOS:
         if over in runs and under in runs:
-            pairs = [
-                a["records_per_second"] / b["records_per_second"] for a, b in zip(runs[over], runs[under], strict=True)
-            ]
-            found.append({"name": name, "ratio": statistics.median(pairs), "ratios": pairs})
+            both = list(zip(runs[over], runs[under], strict=True))
+            pairs = [b["seconds"] / a["seconds"] for a, b in both]
+            cpu = statistics.median(a["cpu_seconds"] / b["cpu_seconds"] for a, b in both)
+            found.append({"name": name, "ratio": statistics.median(pairs), "ratios": pairs, "cpu": cpu})
     return found
 
 
@@ -216,7 +281,10 @@ def show(report: dict[str, Any]) -> None:
         )
     console.print(table)
     for ratio in report["ratios"]:
-        console.print(f"{ratio['name']}: {ratio['ratio']:.2f}  ({', '.join(f'{r:.2f}' for r in ratio['ratios'])})")
+        each = ", ".join(f"{r:.2f}" for r in ratio["ratios"])
+        console.print(f"{ratio['name']}: {ratio['ratio']:.2f}  ({each}); CPU a record {ratio['cpu']:.2f}")
+    for shard in report["shards"]:
+        console.print(f"{shard['case']}, {shard['partitions']} partitions: {shard['batch_ms']:,.0f} ms a batch")
     for case in report["one_record"]:
         console.print(f"{case['name']}: median {case['median_ms']:.0f} ms, p95 {case['p95_ms']:.0f} ms")
 

@@ -22,6 +22,7 @@ class Case:
         rows_per_batch: `maxOffsetsPerTrigger`; None: the whole topic in one batch.
         jars: whether Spark's own Kafka connector must be on the session.
         direct: by `delivered.Pipeline` with an Arrow transform: records do not pass through the JVM.
+        partitions: each a run of `repartition(n)` before the sink; none: one run without.
     """
 
     name: str
@@ -31,9 +32,12 @@ class Case:
     rows_per_batch: int | None = 3_000_000
     jars: bool = False
     direct: bool = False
+    partitions: tuple[int, ...] = ()
 
 
 SPARK_OWN = "Spark's own, at least once"
+FLINK = "flink"
+FLINK_EXACTLY, FLINK_AT_LEAST = "flink, exactly once", "flink, at least once"
 OURS = "delivered_kafka"
 
 THROUGHPUT = (
@@ -41,9 +45,25 @@ THROUGHPUT = (
     Case("at_least_once", OURS, OURS, "at_least_once"),
     Case("exactly_once", OURS, OURS, "exactly_once"),
     Case("exactly_once from Spark's own source", "kafka", OURS, "exactly_once", jars=True),
+    Case(FLINK_AT_LEAST, FLINK, FLINK, "at_least_once"),
+    Case(FLINK_EXACTLY, FLINK, FLINK, "exactly_once"),
+    Case("at_most_once, direct", OURS, OURS, "at_most_once", direct=True),
     Case("at_least_once, direct", OURS, OURS, "at_least_once", direct=True),
     Case("exactly_once, direct", OURS, OURS, "exactly_once", direct=True),
 )
+
+SHARDS_ROWS = 40_000
+"""Of a batch of the cases with `partitions`."""
+SHARDS_BATCHES = 6
+"""Of each of their runs. The first, in which workers start, is left out."""
+SHARDS = tuple(
+    Case(f"shards, {name}", "kafka", sink, guarantee, SHARDS_ROWS, jars=True, partitions=(1, 32, 200))
+    for name, sink, guarantee in (
+        ("Spark's own", "kafka", None),
+        *((guarantee, OURS, guarantee) for guarantee in ("at_most_once", "at_least_once", "exactly_once")),
+    )
+)
+"""All with Spark's own source, so that only their sinks differ."""
 
 MEMORY = (
     Case("memory, batches of 1 million", OURS, OURS, "exactly_once", 1_000_000),
@@ -65,4 +85,8 @@ RATIOS = (
     ("exactly_once / Spark's own at least once", "exactly_once", SPARK_OWN),
     ("exactly_once from Spark's own source / Spark's own", "exactly_once from Spark's own source", SPARK_OWN),
     ("exactly_once, direct / Spark's own at least once", "exactly_once, direct", SPARK_OWN),
+    ("at_most_once, direct / at_least_once, direct", "at_most_once, direct", "at_least_once, direct"),
+    ("exactly_once, direct / Flink, exactly once", "exactly_once, direct", FLINK_EXACTLY),
+    ("exactly_once / Flink, exactly once", "exactly_once", FLINK_EXACTLY),
+    ("at_least_once, direct / Flink, at least once", "at_least_once, direct", FLINK_AT_LEAST),
 )

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from deltalake import DeltaTable, write_deltalake
 
 from benchmarks import engine, parquet_source
+from benchmarks.run_case import timed
 from benchmarks.tables import (
     CORES,
     batches,
@@ -31,7 +32,6 @@ from benchmarks.tables import (
     require,
     say,
     shares,
-    timed,
 )
 
 if TYPE_CHECKING:

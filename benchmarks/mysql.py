@@ -137,13 +137,13 @@ CASES: dict[str, Callable[..., Span]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mysql")
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("build/bench-mysql.json"))
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-mysql-") as folder:
         broker = delivered.brokers.start("mysql", Path(folder), properties=SERVER, dies_with_parent=True)
         try:
-            found = measure(broker.url, broker.pid, given.rows, given.repeat)
+            found = measure(broker.url, broker.pid, given.rows, given.repetitions)
         finally:
             broker.stop()
     given.out.parent.mkdir(parents=True, exist_ok=True)

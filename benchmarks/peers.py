@@ -89,14 +89,19 @@ def _spark_own(pipeline: Path) -> list[str]:
     return [sys.executable, str(APPS / "spark_own.py"), str(pipeline), str(_jars())]
 
 
-def _flink(pipeline: Path) -> list[str]:
+def flink() -> tuple[str, str, str]:
+    """Flink's interpreter, the folder of its Kafka connector, and the Java for it; installed once."""
     from delivered.brokers.fetch import fetch_jars
     from delivered.brokers.java import java_home
 
     java = java_home()
     jars = fetch_jars("flink-kafka/5.0.0-2.2", FLINK_JARS, java / "bin" / "java", print, transitive=False)
-    python = str(_environment("flink-env", FLINK_PACKAGES))
-    return [python, str(APPS / "flink_copy.py"), str(pipeline), str(RECORD_S), str(jars), str(java)]
+    return str(_environment("flink-env", FLINK_PACKAGES)), str(jars), str(java)
+
+
+def _flink(pipeline: Path) -> list[str]:
+    python, *places = flink()
+    return [python, str(APPS / "flink_copy.py"), str(pipeline), str(RECORD_S), *places]
 
 
 def _quix(pipeline: Path) -> list[str]:

@@ -28,7 +28,8 @@ from pyarrow import csv
 
 import delivered.brokers
 from benchmarks import engine, parquet_source
-from benchmarks.tables import CORES, Data, batches, data, finish, measure, parser, report, require, say, shares, timed
+from benchmarks.run_case import timed
+from benchmarks.tables import CORES, Data, batches, data, finish, measure, parser, report, require, say, shares
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 import delivered
-from benchmarks.cases import LATENCY, MEMORY, SPARK_KAFKA_JARS, THROUGHPUT, Case
+from benchmarks.cases import FLINK, LATENCY, MEMORY, SHARDS, SPARK_KAFKA_JARS, THROUGHPUT, Case
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -63,6 +66,26 @@ def cpu_seconds() -> float:
     return total
 
 
+def timed(work: Callable[[], None], cpu_aside: Callable[[], float] = lambda: 0.0) -> dict[str, float]:
+    """Seconds, CPU seconds and memory of `work` in this process and those below it.
+
+    Args:
+        cpu_aside: CPU seconds until now of processes that are not below this one, such as a server.
+    """
+    memory = Memory()
+    cpu, began_at, began = cpu_seconds() + cpu_aside(), time.time(), time.perf_counter()
+    work()
+    seconds, cpu = time.perf_counter() - began, cpu_seconds() + cpu_aside() - cpu
+    memory.stop()
+    return {
+        "began_at": began_at,
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "worker_bytes": memory.worker,
+        "jvm_bytes": memory.jvm,
+    }
+
+
 def make_session(case: Case) -> SparkSession:
     from delivered.brokers.fetch import fetch_jars
     from delivered.brokers.java import java_home
@@ -92,8 +115,9 @@ class Run:
     topic_out: str
     once: bool
 
-    def start(self, spark: SparkSession) -> StreamingQuery:
-        return self._pipeline(spark) if self.case.direct else self._idiom(spark)
+    def start(self, spark: SparkSession, partitions: int | None = None) -> StreamingQuery:
+        """Args: partitions: to repartition into, before the sink."""
+        return self._pipeline(spark) if self.case.direct else self._idiom(spark, partitions)
 
     @property
     def _sink_options(self) -> dict[str, str]:
@@ -104,14 +128,16 @@ class Run:
         limit = {} if self.case.rows_per_batch is None else {"maxOffsetsPerTrigger": str(self.case.rows_per_batch)}
         return {"subscribe": self.topic_in, "startingOffsets": "earliest", **limit}
 
-    def _idiom(self, spark: SparkSession) -> StreamingQuery:
+    def _idiom(self, spark: SparkSession, partitions: int | None) -> StreamingQuery:
         server = {"kafka.bootstrap.servers": self.bootstrap}
         rows = spark.readStream.format(self.case.source).options(**server, **self._source_options).load()
-        writer = rows.select("key", "value").writeStream.format(self.case.sink)
+        rows = rows.select("key", "value")
+        writer = (rows if partitions is None else rows.repartition(partitions)).writeStream.format(self.case.sink)
         writer = writer.options(**server, **self._sink_options)
         writer = writer.option("checkpointLocation", tempfile.mkdtemp(prefix="bench-"))
         if self.case.guarantee is not None:
-            writer = writer.option("guarantee", self.case.guarantee).option("pipeline", self.topic_out)
+            name = self.topic_out if partitions is None else f"{self.topic_out}-{partitions}"
+            writer = writer.option("guarantee", self.case.guarantee).option("pipeline", name)
         return (writer.trigger(availableNow=True) if self.once else writer).start()
 
     def _pipeline(self, spark: SparkSession) -> StreamingQuery:
@@ -128,23 +154,69 @@ class Run:
 
 
 def throughput(run: Run) -> dict[str, Any]:
-    """Copy the whole topic; time from query start to query end."""
+    """Copy the whole topic; time from the start of the query, or of Flink's job, to its end."""
+    return _with_flink(run) if run.case.source == FLINK else _with_spark(run)
+
+
+def _with_spark(run: Run) -> dict[str, Any]:
     spark = make_session(run.case)
-    memory = Memory()
-    cpu_before, began = cpu_seconds(), time.perf_counter()
-    query = run.start(spark)
-    query.awaitTermination()
-    seconds, cpu = time.perf_counter() - began, cpu_seconds() - cpu_before
-    memory.stop()
-    batches = [p["durationMs"]["triggerExecution"] for p in query.recentProgress if p["numInputRows"]]
+    batches: list[int] = []
+
+    def copy() -> None:
+        query = run.start(spark)
+        query.awaitTermination()
+        batches.extend(_batches_ms(query))
+
+    found = timed(copy)
     spark.stop()
-    return {
-        "seconds": seconds,
-        "cpu_seconds": cpu,
-        "jvm_bytes": memory.jvm,
-        "worker_bytes": memory.worker,
-        "batches_ms": batches,
-    }
+    return {**found, "batches_ms": batches}
+
+
+def _with_flink(run: Run) -> dict[str, Any]:
+    from benchmarks.peers import APPS, flink
+
+    python, *places = flink()
+    args = [run.bootstrap, run.topic_in, run.topic_out, str(run.case.guarantee), *places]
+    with (
+        tempfile.NamedTemporaryFile("w+") as log,
+        subprocess.Popen(
+            [python, str(APPS / "flink_bench.py"), *args],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+        ) as job,
+    ):  # fmt: skip
+
+        def until(word: str) -> None:
+            for line in job.stdout or ():
+                if line.strip() == word:
+                    return
+            raise RuntimeError(f"Flink ended before {word}: {Path(log.name).read_text(encoding='utf-8')[-4000:]}")
+
+        def copy() -> None:
+            if job.stdin is not None:
+                job.stdin.write("\n")
+                job.stdin.flush()
+            until("DONE")
+
+        until("READY")
+        found = timed(copy)
+        job.communicate()
+    return {**found, "batches_ms": []}
+
+
+def shards(run: Run) -> dict[str, Any]:
+    """Milliseconds of a batch, for each number of partitions; the first batch of each query left out."""
+    spark = make_session(run.case)
+    found = {}
+    for partitions in run.case.partitions:
+        query = run.start(spark, partitions)
+        query.awaitTermination()
+        found[str(partitions)] = statistics.median(_batches_ms(query)[1:])
+    spark.stop()
+    return {"batch_ms": found}
+
+
+def _batches_ms(query: StreamingQuery) -> list[int]:
+    return [p["durationMs"]["triggerExecution"] for p in query.recentProgress if p["numInputRows"]]
 
 
 def latency(run: Run, samples: int = 30) -> dict[str, Any]:
@@ -187,9 +259,10 @@ def main() -> None:
     parser.add_argument("topic_in")
     parser.add_argument("topic_out")
     given = parser.parse_args()
-    case = next(c for c in (*THROUGHPUT, *MEMORY, *LATENCY) if c.name == given.name)
+    case = next(c for c in (*THROUGHPUT, *MEMORY, *SHARDS, *LATENCY) if c.name == given.name)
     run = Run(case, given.bootstrap, given.topic_in, given.topic_out, once=case not in LATENCY)
-    print("RESULT " + json.dumps(throughput(run) if run.once else latency(run)), flush=True)
+    measure = shards if case in SHARDS else throughput if run.once else latency
+    print("RESULT " + json.dumps(measure(run)), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
-
-from benchmarks.run_case import Memory, cpu_seconds
 
 console = Console()
 CORES = os.cpu_count() or 1
@@ -108,26 +105,12 @@ def parser(name: str, *inner: str) -> argparse.ArgumentParser:
     """Options that all these benchmarks have; `inner` are those that one passes to its own cases."""
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
     made.add_argument("--rows", type=int, default=5_000_000)
-    made.add_argument("--repeat", type=int, default=3)
+    made.add_argument("--repetitions", type=int, default=3)
     made.add_argument("--only", default="", help="run cases whose name contains this")
     made.add_argument("--out", type=Path, default=Path(f"build/bench-{name}.json"))
     for option in ("case", "folder", *inner):
         made.add_argument(f"--{option}", help=argparse.SUPPRESS)
     return made
-
-
-def timed(run: Callable[[], None], cpu_aside: Callable[[], float] = lambda: 0.0) -> dict[str, float]:
-    """Seconds, CPU seconds and memory of one run in this process and those below it.
-
-    Args:
-        cpu_aside: CPU seconds until now of processes that are not below this one, such as a server.
-    """
-    memory = Memory()
-    cpu, began = cpu_seconds() + cpu_aside(), time.perf_counter()
-    run()
-    seconds, cpu = time.perf_counter() - began, cpu_seconds() + cpu_aside() - cpu
-    memory.stop()
-    return {"seconds": seconds, "cpu_seconds": cpu, "worker_bytes": memory.worker, "jvm_bytes": memory.jvm}
 
 
 def say(result: dict[str, float]) -> None:
@@ -145,14 +128,14 @@ def measure(
     module: str, names: Sequence[str], given: argparse.Namespace, made: Data, *inner: str,
     after: Callable[[], None] = lambda: None,
 ) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
-    """Every case in a process of its own, in turn, `given.repeat` times.
+    """Every case in a process of its own, in turn, `given.repetitions` times.
 
     Args:
         inner: more of a case's command line.
         after: called after each case.
     """
     runs: dict[str, list[dict[str, Any]]] = {}
-    for repetition in range(given.repeat):
+    for repetition in range(given.repetitions):
         for name in (n for n in names if given.only in n):
             command = [sys.executable, "-m", f"benchmarks.{module}", "--rows", str(made.rows), "--case", name]
             command += ["--folder", str(made.folder), *inner]
@@ -165,7 +148,7 @@ def measure(
             runs.setdefault(name, []).append(last)
             cpu = 1e6 * last["cpu_seconds"] / made.rows
             console.print(
-                f"{repetition + 1}/{given.repeat} {name}: {last['seconds']:.1f} s, {cpu:.2f} us of CPU per row"
+                f"{repetition + 1}/{given.repetitions} {name}: {last['seconds']:.1f} s, {cpu:.2f} us of CPU per row"
             )
     return runs
 

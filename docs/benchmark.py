@@ -22,8 +22,25 @@ Each repetition runs all cases in turn, each in its own session and JVM, from th
 separate reader counts what arrived before a rate is accepted. Batches have 3 million records.
 
 *Spark's own* is the Kafka connector that ships with Spark (JARs, at least once). *Direct* is `delivered.Pipeline` with
-an Arrow transform or none: records do not pass through the JVM.
+an Arrow transform or none: records do not pass through the JVM. *Flink* is Flink SQL with its Kafka connector, from the
+submission of the job to its end, in one process, set up for speed: object reuse, parallelism 2, checkpoints every 3 s,
+a bounded scan, larger fetches and producer batches than by default (`benchmarks/peer_apps/flink_bench.py`).
 """
+
+_SHARDS = """## Shards
+
+{rows:,} records a batch from Spark's own Kafka source through `repartition(n)` into the sink; the median of {batches}
+batches after the first, in ms, and how it compares with Spark's own sink.
+"""
+
+_GOALS: tuple[tuple[str, str, str, float], ...] = (
+    ("exactly_once, direct / Flink, exactly once", "ratio", ">=", 1.75),
+    ("exactly_once, direct / Flink, exactly once", "cpu", "<=", 0.5),
+    ("exactly_once / at_least_once, direct", "ratio", ">=", 0.97),
+    ("at_most_once, direct / at_least_once, direct", "ratio", ">=", 1.0),
+    ("exactly_once / Spark's own at least once", "ratio", ">=", 1.5),
+)
+"""Name of a ratio, records per second or CPU a record, and what it should be."""
 
 _TABLES = {
     "bench-postgres": """## PostgreSQL
@@ -83,16 +100,24 @@ def _kafka() -> str:
     run: dict[str, Any] = json.loads(stored.read_text(encoding="utf-8"))
     versions = run["versions"]
     lines = [_HEAD.format(records=run["records"], cores=versions["cores"])]
-    lines += ["| ratio of records per second | median | each repetition |", "|---|---:|---|"]
+    lines += ["| ratio of records per second | median | each repetition | CPU a record |", "|---|---:|---|---:|"]
     for ratio in run["ratios"]:
-        lines.append(f"| {ratio['name']} | {ratio['ratio']:.2f} | {_each(ratio['ratios'])} |")
-    lines += ["", "| case | records/s, median | CPU, us a record | largest worker, MiB | JVM, MiB |"]
-    lines += ["|---|---:|---:|---:|---:|"]
+        lines.append(f"| {ratio['name']} | {ratio['ratio']:.2f} | {_each(ratio['ratios'])} | {_cpu(ratio)} |")
+    lines += ["", *_goals(run)]
+    lines += ["| case | records/s, median | CPU, us a record | visible after, s | largest worker, MiB | JVM, MiB |"]
+    lines += ["|---|---:|---:|---:|---:|---:|"]
     for case in run["cases"]:
         cpu = statistics.median(case["cpu_us_per_record"])
+        visible = f"{statistics.median(case['visible_seconds']):.1f}" if "visible_seconds" in case else "-"
         worker, jvm = (case[k] / 2**20 for k in ("peak_worker_bytes", "peak_jvm_bytes"))
-        lines.append(f"| {case['name']} | {case['median']:,.0f} | {cpu:.2f} | {worker:,.0f} | {jvm:,.0f} |")
-    lines += ["", "CPU is that of Spark and its workers, without the broker. The *memory* cases ran once.", ""]
+        lines.append(f"| {case['name']} | {case['median']:,.0f} | {cpu:.2f} | {visible} | {worker:,.0f} | {jvm:,.0f} |")
+    lines += [
+        "",
+        "CPU is that of the client side: Spark and its workers, or Flink, without the broker. *Visible*: from the",
+        "start until a read-committed reader could read the last record. The *memory* cases ran once.",
+        "",
+        *_shards(run),
+    ]
     lines += ["| latency of one record, send to read-committed reader | median, ms | p95, ms |"]
     lines += ["|---|---:|---:|"]
     for case in run["one_record"]:
@@ -100,6 +125,57 @@ def _kafka() -> str:
             f"| {case['name'].removeprefix('one record, ')} | {case['median_ms']:.0f} | {case['p95_ms']:.0f} |"
         )
     return "\n".join([*lines, "", f"Versions: {_versions(versions)}.", ""])
+
+
+def _cpu(ratio: dict[str, Any]) -> str:
+    return f"{ratio['cpu']:.2f}" if "cpu" in ratio else "-"
+
+
+def _goals(run: dict[str, Any]) -> list[str]:
+    """What the project set out to reach, and whether this run did."""
+    ratios = {ratio["name"]: ratio for ratio in run["ratios"]}
+    goals = [
+        (f"{name}, {'records/s' if key == 'ratio' else 'CPU a record'}", ratios[name][key], sign, goal)
+        for name, key, sign, goal in _GOALS
+        if key in ratios.get(name, {})
+    ]
+    spark = {s["partitions"]: s["batch_ms"] for s in run.get("shards", ()) if s["case"] == "Spark's own"}
+    for shard in run.get("shards", ()):
+        goal = {"at_least_once": 1.5, "exactly_once": 2.0}.get(shard["case"])
+        if goal and shard["partitions"] == 200 and 200 in spark:
+            goals.append((f"200 shards, {shard['case']} / Spark's own", shard["batch_ms"] / spark[200], "<=", goal))
+    goals += [
+        (f"{case['name']}, largest worker, MiB", case["peak_worker_bytes"] / 2**20, "<=", 256.0)
+        for case in run["cases"]
+        if case["name"].startswith("memory, direct")
+    ]
+    goals += [
+        (f"{case['name']}, median, ms", case["median_ms"], "<=", 200.0)
+        for case in run["one_record"]
+        if case["name"] == "one record, exactly_once"
+    ]
+    rows = [
+        f"| {n} | {sign} {goal:g} | {v:.{2 if v < 10 else 0}f} | {_reached(v, sign, goal)} |"
+        for n, v, sign, goal in goals
+    ]
+    return ["| goal | limit | found | reached |", "|---|---:|---:|---|", *rows, ""] if rows else []
+
+
+def _reached(value: float, sign: str, goal: float) -> str:
+    return "yes" if (value >= goal if sign == ">=" else value <= goal) else "no"
+
+
+def _shards(run: dict[str, Any]) -> list[str]:
+    if not (found := run.get("shards")):
+        return []
+    partitions = sorted({s["partitions"] for s in found})
+    ms = {(s["case"], s["partitions"]): s["batch_ms"] for s in found}
+    head = " | ".join(f"n = {p}" for p in partitions)
+    lines = [_SHARDS.format(**run["shards_of"]), f"| sink | {head} |", f"|---|{'---:|' * len(partitions)}"]
+    for name in dict.fromkeys(s["case"] for s in found):
+        cells = (f"{ms[name, p]:,.0f} ({ms[name, p] / ms[found[0]['case'], p]:.2f})" for p in partitions)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return [*lines, ""]
 
 
 def _versions(found: dict[str, Any]) -> str:
