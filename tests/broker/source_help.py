@@ -13,9 +13,12 @@ from confluent_kafka.admin import OffsetSpec
 from delivered.connectors.kafka import CONNECTOR
 from delivered.contract.source import Offsets, Source, SourceDriver
 
+DEFAULTS: dict[str, str] = {}
+"""Options of every source of a test, such as its client."""
+
 
 def source(kafka: Any, options: Mapping[str, Any] | None = None, /, **more: Any) -> Source:
-    given = {"kafka.bootstrap.servers": kafka.bootstrap, **(options or {}), **more}
+    given = {"kafka.bootstrap.servers": kafka.bootstrap, **DEFAULTS, **(options or {}), **more}
     return CONNECTOR.source({k.lower(): str(v) for k, v in given.items()})  # lower case, as PySpark passes them
 
 

@@ -80,7 +80,9 @@ def once(values: list[str], records: int) -> bool:
 @checkpoint("`maxOffsetsPerTrigger`", "goes on", "from the next batch on")
 @checkpoint("sink options that do not name the target", "go on", "here `ifNotExists`")
 @checkpoint("the checkpoint's folder, moved", "goes on", "name the pipeline: its default name is made from the folder")
-@checkpoint("a column, added or removed: SQLite", "refused", "`COLUMN_MISSING`, `SCHEMA_CHANGED`: needs another table")
+@checkpoint(
+    "a column, added or removed: SQL tables", "refused", "`COLUMN_MISSING`, `SCHEMA_CHANGED`; with `mergeSchema`: below"
+)
 @checkpoint("the sink's table, or its name", "refused", "`LEDGER_RENAMED` or `LEDGER_MISSING`: needs a new checkpoint")
 @checkpoint("the pipeline's name", "refused", "`LEDGER_RENAMED` or `LEDGER_MISSING`")
 @checkpoint("a copy of the checkpoint, run after the original went on", "refused", "`LEDGER_AHEAD`")
@@ -109,8 +111,8 @@ def test_a_stateless_query(spark: SparkSession, tmp_path: Path) -> None:
             name="another", guarantee="exactly_once", source=delivered.log(str(tmp_path / "in")),
             trigger="available_now", **life.given,
         ).start(spark).awaitTermination(WAIT_S)  # fmt: skip
+    assert life.records > produced  # for the refused starts to deliver
     assert once(rows(database), 80)
-    assert life.records > produced
 
     shutil.copytree(tmp_path / "moved", tmp_path / "copy")
     life.start()
@@ -175,10 +177,27 @@ def test_columns_of_delta(spark: SparkSession, tmp_path: Path) -> None:
     life.refused("COLUMN_MISSING", transform=more)
     life.given["sinks"] = [delivered.endpoint("delta", path=str(table), mergeSchema="true")]
     life.start(transform=more)
+    report = life.pipeline(transform=more).audit(spark)
+    assert (report.verdict, report.breaches) == (Verdict.UNKNOWN, [])
     life.start(transform="SELECT CAST(key AS STRING) AS k, CAST(value AS STRING) AS v FROM source WHERE true")
     found = DeltaTable(str(table)).to_pyarrow_table()
     assert once(found["v"].to_pylist(), life.records)
     assert found["position"].null_count == 40
+
+
+def test_columns_of_sqlite(spark: SparkSession, tmp_path: Path) -> None:
+    database = tmp_path / "out.db"
+    life = Life(spark, tmp_path, delivered.sqlite(str(database), "rows"))
+    life.start()
+    more = "SELECT CAST(key AS STRING) AS k, CAST(value AS STRING) AS v, offset AS at FROM source"
+    merging = {"transform": more, "sinks": [delivered.sqlite(str(database), "rows", mergeSchema="true")]}
+    life.start(**merging)
+    report = life.pipeline(**merging).audit(spark)
+    assert (report.verdict, report.breaches) == (Verdict.UNKNOWN, [])
+    life.start()
+    assert once(rows(database), life.records)
+    added = {int(v): at for v, at in rows(database, columns="v, at")}
+    assert [n for n, at in added.items() if at is not None] == list(range(20, 40))
 
 
 @checkpoint("more partitions in the Kafka topic", "goes on", "new partitions are read from their beginning")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 import delivered
+from delivered.audit.classes import Counts, Verdict
 from delivered.pipeline.transform import load_function
 from delivered.verify.systems.log import Log
 from delivered.verify.workload import TABLE
@@ -63,3 +65,21 @@ def test_a_transform_gives_what_its_oracle_says(
         (k, wanted.get(k), found.get(k)) for k in wanted | found if not accepted(wanted.get(k, ""), found.get(k, ""))
     ]
     assert wrong == []
+    report = made.audit(spark, recompute=True)
+    if workload.table is not None:
+        assert report.verdict is Verdict.UNKNOWN
+        assert any("a table that is not a stream" in u for u in report.unknowns), report.unknowns
+        return
+    assert (report.verdict, report.counts) == (Verdict.HELD, Counts(len(rows), len(rows))), str(report)
+    replays = name != "totals"
+    assert any("in the ledger's" in n for n in report.notes) == replays, report.notes
+    with sqlite3.connect(tmp_path / "out.db") as connection:
+        gone, altered, copied = connection.execute("SELECT rowid FROM rows ORDER BY 1 LIMIT 3").fetchall()
+        connection.execute("DELETE FROM rows WHERE rowid = ?", gone)
+        connection.execute("UPDATE rows SET value = '-1 -1' WHERE rowid = ?", altered)
+        connection.execute("INSERT INTO rows SELECT 'more', value FROM rows WHERE rowid = ?", copied)
+    report = made.audit(spark, recompute=True)
+    assert report.verdict is Verdict.BROKEN, str(report)
+    by_key = workload.output_mode == "update"
+    damage = Counts(lost=1, altered=1, unexpected=1) if by_key else Counts(lost=2, unexpected=2)
+    assert replace(report.counts, sent=0, delivered=0) == damage

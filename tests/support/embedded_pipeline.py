@@ -2,8 +2,8 @@
 
 `main` takes {"log": ..., "database": ..., "checkpoint": ..., "guarantee": ..., "owner": ...}. Before a batch its
 offsets are written, after it a file in `commits/`. Crash points come from DELIVERED_CRASH. With "dedup"
-(microseconds) it drops repeats of a key by a table. With "stop_at" the process stops itself (SIGSTOP) at that point,
-once: a zombie to be.
+(microseconds) it drops repeats of a key by a table; "without" names columns that an earlier transform of changes lacks.
+With "stop_at" the process stops itself (SIGSTOP) at that point, once: a zombie to be.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from delivered.connectors.files import CONNECTOR as FILES
 from delivered.connectors.iceberg import CONNECTOR as ICEBERG
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract.powers import ready_target
+from delivered.contract.powers import add_columns, ready_target
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
@@ -128,7 +129,8 @@ def run(spec: dict[str, Any]) -> None:
     def made(batch: pa.RecordBatch) -> pa.RecordBatch:
         if not upsert:
             return MESSAGE(transform(batch)) if "toy" in spec else transform(batch)
-        return changes(batch).drop_columns([n for n in ("gone", "was") if n not in upsert.values()])
+        unused = [n for n in ("gone", "was") if n not in upsert.values()]
+        return changes(batch).drop_columns([*unused, *spec.get("without", ())])
 
     schema = made(pa.RecordBatch.from_pylist([], schema=source.schema())).schema
     sink.check_schema(schema)
@@ -149,7 +151,8 @@ def run(spec: dict[str, Any]) -> None:
             batch, entry = planned, checkpoint.offsets(planned)
             start, end = entry["start"], entry["end"]
         text = json.dumps(end)
-        plan = plan_batch(planning, CheckpointView(scope.incarnation, batch, text, logged), first=turn == 0)
+        view = CheckpointView(scope.incarnation, batch, text, logged)
+        plan = plan_batch(planning, view, first=turn == 0, add_columns=partial(add_columns, sink, schema))
         pieces = driver.slices(start, end)
 
         def rows(piece: Any) -> Iterator[pa.RecordBatch]:

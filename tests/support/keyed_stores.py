@@ -53,28 +53,23 @@ def _sqlite(request: pytest.FixtureRequest) -> Store:
     return Store(lambda **o: SQLITE.sink({"path": path, "table": o.pop("table"), **o}), execute, True, SQLITE)
 
 
-def _postgres(request: pytest.FixtureRequest, mechanism: str) -> Store:
-    server: Any = request.getfixturevalue("postgres")
-    return Store(
-        lambda **o: server.sink(mechanism=mechanism, **o),
-        server.execute,
-        mechanism == "one_transaction",
-        POSTGRES,
-        staging="SELECT relname FROM pg_class WHERE relname LIKE 's\\_%\\_0\\_0\\_%' AND relkind = 'r'",
-    )
-
-
-def _mysql(request: pytest.FixtureRequest, mechanism: str) -> Store:
-    server: Any = request.getfixturevalue("mysql")
-    return Store(
-        lambda **o: server.sink(mechanism=mechanism, **o),
-        server.execute,
-        mechanism == "one_transaction",
-        MYSQL,
-        KEYED,
-        "(text(3))",
+def _server(request: pytest.FixtureRequest, name: str, mechanism: str) -> Store:
+    server: Any = request.getfixturevalue(name)
+    connector, *texts = {
+        "postgres": (POSTGRES, COLUMNS, "(id) WHERE id > 0"),
+        "mysql": (MYSQL, KEYED, "(text(3))"),
+    }[name]
+    staging = (
         "SELECT table_name FROM information_schema.tables WHERE table_schema = 'delivered' AND "
-        "table_name LIKE 's\\_%\\_0\\_0\\_%'",
+        "table_name LIKE 's\\_%\\_0\\_0\\_%'"
+    )
+    return Store(
+        lambda **o: server.sink(mechanism=mechanism, **o),
+        server.execute,
+        mechanism == "one_transaction",
+        connector,
+        *texts,
+        staging,
     )
 
 
@@ -145,8 +140,8 @@ STORES: dict[str, Callable[[pytest.FixtureRequest], Store]] = {
     "sqlite": _sqlite,
     "delta": _delta,
     "iceberg": _iceberg,
-    "postgres-one-transaction": lambda r: _postgres(r, "one_transaction"),
-    "postgres-two-phase": lambda r: _postgres(r, "two_phase"),
-    "mysql-one-transaction": lambda r: _mysql(r, "one_transaction"),
-    "mysql-two-phase": lambda r: _mysql(r, "two_phase"),
+    "postgres-one-transaction": lambda r: _server(r, "postgres", "one_transaction"),
+    "postgres-two-phase": lambda r: _server(r, "postgres", "two_phase"),
+    "mysql-one-transaction": lambda r: _server(r, "mysql", "one_transaction"),
+    "mysql-two-phase": lambda r: _server(r, "mysql", "two_phase"),
 }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from delivered.connectors.files import CONNECTOR as FILES
 from delivered.connectors.iceberg import CONNECTOR as ICEBERG
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract.powers import HoldsTransactions, ready_target
+from delivered.contract.powers import HoldsTransactions, add_columns, ready_target
 from delivered.contract.sink import Sink
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
@@ -69,7 +70,7 @@ class Rig:
     def plan(self, context: Context, batch: int, first: bool = True) -> BatchPlan:
         ready_target(self.sink, self.schema)
         view = CheckpointView(self.incarnation, batch, offsets(batch), batch - 1 if batch else None)
-        return plan_batch(context, view, first=first)
+        return plan_batch(context, view, first=first, add_columns=partial(add_columns, self.sink, self.schema))
 
     def write(self, plan: BatchPlan, attempt: int = 0) -> list[ShardMessage]:
         messages = [
@@ -82,6 +83,16 @@ class Rig:
         context = context or self.context()
         messages = self.write(self.plan(context, batch))
         return commit_batch(context, batch, offsets(batch), messages)
+
+    def run_rows(self, batch: int, shards: Sequence[pa.RecordBatch], context: Context | None = None) -> None:
+        """Write one batch; each shard's rows come in short record batches."""
+        context, self.schema = context or self.context(), shards[0].schema
+        plan = self.plan(context, batch)
+        messages = [
+            write_shard(self.sink, plan, i, 0, iter([s.slice(a, 5) for a in range(0, s.num_rows, 5)]), self.schema)
+            for i, s in enumerate(shards)
+        ]
+        commit_batch(context, batch, offsets(batch), messages)
 
     def visible(self) -> Fingerprint:
         """Fingerprint of all visible rows, once pending commits have completed."""

@@ -137,6 +137,17 @@ def test_doctor_is_content_here_and_names_what_is_wrong(example: Path, monkeypat
     assert bad[0]["next"].startswith("export PYSPARK_PYTHON=")
 
 
+def test_doctor_names_settings_that_a_cluster_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "spark-defaults.conf").write_text(
+        "# cluster\nspark.master yarn\nspark.python.unix.domain.socket.enabled = false\n"
+    )
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
+    _, out, _ = call("doctor", "-o", "json")
+    (found,) = [c for c in json.loads(out) if c["check"] == "Python tasks"]
+    assert found["health"] == "missing"
+    assert "spark.python.unix.domain.socket.enabled=true" in found["says"]
+
+
 def test_brokers_of_an_empty_folder(tmp_path: Path) -> None:
     code, out, _ = call("brokers", "status", "kafka", "--folder", tmp_path)
     assert code == 1

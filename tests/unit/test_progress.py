@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from tests.support.sinks import Rig, offsets
 
+import delivered
+from delivered.engine.decide import commit_batch
+from delivered.engine.shard import write_shard
 from delivered.pipeline import progress
 from delivered.pipeline.progress import Progress
 from delivered.source.lag import lag
@@ -66,3 +72,30 @@ def test_the_rate_falls_to_zero_when_nothing_arrives(monkeypatch: pytest.MonkeyP
 def test_lag_of_what_a_source_writes(newest: Any, end: Any, behind: int | None) -> None:
     assert lag({"latestOffset": newest, "endOffset": end}) == behind
     assert lag({"latestOffset": json.dumps(newest), "endOffset": json.dumps(end)}) == behind
+
+
+def test_rows_that_the_table_did_not_take_are_counted(tmp_path: Path) -> None:
+    sink = delivered.sqlite(str(tmp_path / "out.db"), "rows", mode="insert", keyColumns="key")
+    pipeline = delivered.Pipeline(
+        name="life", guarantee="exactly_once", source=delivered.log(str(tmp_path / "in")), sinks=[sink],
+        checkpoint=tmp_path / "checkpoint",
+    )  # fmt: skip
+    rig = Rig(pipeline.spec.open(), "life")  # type: ignore[arg-type]
+
+    def run(batch: int, keys: range) -> None:
+        context, rows = rig.context(), pa.record_batch({"key": list(keys)})
+        rig.schema = rows.schema
+        message = write_shard(rig.sink, rig.plan(context, batch), 0, 0, iter([rows]), rows.schema)
+        commit_batch(context, batch, offsets(batch), [message])
+
+    run(0, range(5))
+    run(1, range(4, 6))
+    with progress.watch(pipeline, type("Query", (), {"id": "i0", "lastProgress": None})) as seen:
+        assert not seen.left_out
+        run(2, range(3, 10))
+        seen.refresh()
+        assert (seen.records, dict(seen.left_out)) == (7, {"conflict": 3})
+        assert "7 records, 3 not taken by a table (3 conflict)" in seen.text
+        assert seen.to_json()["left_out"] == {"conflict": 3}
+        seen.refresh()
+        assert dict(seen.left_out) == {"conflict": 3}

@@ -183,16 +183,16 @@ def start(
     if state is not None and state.kind != kind:
         raise UsageError("BROKER_FOLDER", f"The folder {place} holds a server of kind {state.kind!r}, not {kind!r}.")
     if state is not None:
-        asked = _at(state, port)
+        planned = _at(state, port)
         if state.identity is not None and state.identity.find() is not None:
-            if asked.listeners != state.listeners:
+            if planned.listeners != state.listeners:
                 raise UsageError(
                     "BROKER_PORT",
                     f"{kind} in {place} runs already, at {state.listeners[SERVERS[kind].main]}, and port is {port}.",
                     next_step=f"delivered brokers stop {kind}, then start it again",
                 )
             return Broker(place, state, state.identity)
-        return Broker(place, *_run(place, asked, say))
+        return Broker(place, *_run(place, planned, say))
     settings: dict[str, Any] = {
         "scram": dict(scram or {}),
         "tls": tls,
@@ -208,8 +208,8 @@ def start(
             return Broker(place, *_run(place, _at(State(kind, listeners, settings), port), say))
         except DeliveredError as error:
             # Another program can take a free port before the bind. A requested port would stay taken.
-            taken = "address already in use" in error.message.lower()
-            if not taken or port is not None or attempt == _TRIES - 1:
+            port_taken = "address already in use" in error.message.lower()
+            if not port_taken or port is not None or attempt == _TRIES - 1:
                 raise
     raise AssertionError("not reached")
 

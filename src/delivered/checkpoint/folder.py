@@ -95,6 +95,16 @@ def repartitions_before(location: str, batch: int) -> int:
     return count
 
 
+def batch_metadata(location: str, batch: int) -> dict[str, Any] | None:
+    """What Spark logged with a batch's offsets: `batchWatermarkMs`, `batchTimestampMs`, `conf`; None: it is not logged.
+
+    Raises:
+        Unreachable: the checkpoint cannot be read.
+    """
+    found = _logged(location, batch)
+    return None if found is None else found[0]
+
+
 def _logged(location: str, batch: int) -> tuple[dict[str, Any], str] | None:
     """Spark's metadata of a batch, and its offsets; None: it is not logged."""
     lines = (read(location, f"offsets/{batch}") or b"").decode("utf-8").split("\n") if batch >= 0 else []

@@ -80,7 +80,7 @@ class OffsetMetadata:
 
         Args:
             start: plain offsets that precede `plain`. Until Spark logs `plain`, they are the stream's position and keep
-            their metadata.
+                their metadata.
 
         Raises:
             Unreachable: the checkpoint cannot be written to.
@@ -94,8 +94,8 @@ class OffsetMetadata:
             entries.append(_Entry(start, self.find(start)))
         entries = [*entries, _Entry(plain, metadata)][-OFFSET_METADATA_MAX:]
         if self._writes and self._location is not None:
-            said = {"version": 1, "entries": [{"offsets": e.at, "metadata": e.metadata} for e in entries]}
-            folder.write(self._location, self._file, json.dumps(said, separators=(",", ":")).encode(), first=False)
+            document = {"version": 1, "entries": [{"offsets": e.at, "metadata": e.metadata} for e in entries]}
+            folder.write(self._location, self._file, json.dumps(document, separators=(",", ":")).encode(), first=False)
         self._entries = entries
 
     def _of_others(self, entry: _Entry) -> Offsets:
@@ -112,10 +112,10 @@ def _read(location: str, file: str) -> Iterator[_Entry]:
     if text is None:
         return
     try:
-        said = json.loads(text)
-        if said["version"] != 1:
-            raise ValueError(said["version"])
-        for entry in said["entries"]:
+        document = json.loads(text)
+        if document["version"] != 1:
+            raise ValueError(document["version"])
+        for entry in document["entries"]:
             yield _Entry(dict(entry["offsets"]), dict(entry["metadata"]))
     except (ValueError, KeyError, TypeError) as error:
         raise InvariantBroken(

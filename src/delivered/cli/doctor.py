@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -60,6 +61,7 @@ def examine(pipeline: Pipeline | None) -> list[Check]:
     looks += [_library(*names) for names in _LIBRARIES]
     looks += [_disk(tempfile.gettempdir()), _disk(str(Path.cwd())), _ports, _host_name]
     found = [look() for look in looks]
+    found.append(_workers(pipeline))
     if pipeline is not None:
         found.extend(_pipeline(pipeline))
     return spoken(found)
@@ -91,8 +93,8 @@ def _java() -> Check:
         home = java_home()
     except DeliveredError as error:
         return Check("Java", Health.BAD, error.message, error.next_step)
-    told = subprocess.run([str(home / "bin" / "java"), "-version"], capture_output=True, text=True, check=False)
-    first = (told.stderr or told.stdout).splitlines()
+    answer = subprocess.run([str(home / "bin" / "java"), "-version"], capture_output=True, text=True, check=False)
+    first = (answer.stderr or answer.stdout).splitlines()
     return Check("Java", Health.GOOD, f"{first[0] if first else 'unknown version'}, {home}")
 
 
@@ -119,6 +121,38 @@ def _class_archive() -> Check:
     return Check("quick start", Health.GOOD, f"Spark's class archive is {file}")
 
 
+def _workers(pipeline: Pipeline | None) -> Check:
+    """Settings of the session that a pipeline, or `spark-submit`, would make."""
+    try:
+        from delivered.spark.quick_start import advice
+    except ImportError:
+        return Check("Python tasks", Health.MISSING, "needs pyspark")
+    conf = _defaults() | (dict(pipeline.conf) if pipeline is not None else {})
+    master = (pipeline.master if pipeline is not None else None) or conf.get("spark.master", "local[*]")
+    if master == "local" or master.startswith("local["):
+        return Check("Python tasks", Health.GOOD, f"on {master}, delivered.session sets what makes them cheap")
+    missing = advice(conf.get)
+    if missing:
+        return Check(
+            "Python tasks",
+            Health.MISSING,
+            f"on {master}: {' '.join(missing)}",
+            "set it by --conf or in spark-defaults.conf; docs/spark.md has the figures",
+        )
+    return Check("Python tasks", Health.GOOD, f"on {master}: Spark talks to its workers over local sockets")
+
+
+def _defaults() -> dict[str, str]:
+    """Spark's configuration file: a key and a value on each line, with blanks or an equals sign between them."""
+    folder = os.environ.get("SPARK_CONF_DIR") or f"{os.environ.get('SPARK_HOME', '')}/conf"
+    try:
+        text = (Path(folder) / "spark-defaults.conf").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    lines = (re.split(r"[\s=]+", x.strip(), maxsplit=1) for x in text.splitlines() if not x.lstrip().startswith("#"))
+    return {words[0]: words[1] for words in lines if len(words) > 1}
+
+
 def _worker_python() -> Check:
     """Spark's workers run PYSPARK_PYTHON; another minor version cannot unpickle what the driver sends."""
     named = os.environ.get("PYSPARK_PYTHON")
@@ -130,10 +164,14 @@ def _worker_python() -> Check:
             "PYSPARK_PYTHON", Health.BAD, f"{named!r} cannot be run", f"export PYSPARK_PYTHON={sys.executable}"
         )
     code = "import sys, importlib.util as u; print('%d.%d' % sys.version_info[:2], bool(u.find_spec('delivered')))"
-    told = subprocess.run([path, "-c", code], capture_output=True, text=True, check=False).stdout.split()
+    answer = subprocess.run([path, "-c", code], capture_output=True, text=True, check=False).stdout.split()
     own = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if told != [own, "True"]:
-        says = f"{path} is Python {told[0]}, this is {own}" if told and told[0] != own else f"{path} has no delivered"
+    if answer != [own, "True"]:
+        says = (
+            f"{path} is Python {answer[0]}, this is {own}"
+            if answer and answer[0] != own
+            else f"{path} has no delivered"
+        )
         return Check("PYSPARK_PYTHON", Health.BAD, says, f"export PYSPARK_PYTHON={sys.executable}")
     return Check("PYSPARK_PYTHON", Health.GOOD, path)
 

@@ -209,7 +209,7 @@ def audit(
     ] = None,
     recompute: Annotated[
         bool,
-        typer.Option("--recompute", help="Run the transform over the source range as one batch and compare by key."),
+        typer.Option("--recompute", help="Run the transform over the source range again and compare by key."),
     ] = False,
     spark_log: Annotated[str | None, typer.Option(help="As for run.")] = None,
     output: OutputOption = Output.TEXT,

@@ -34,7 +34,7 @@ _LEDGER_EVERY_S = 1.0
 
 
 @dataclass
-class Asked:
+class StopRequest:
     """Stop requests by signal: the first one stops between batches, the second one at once."""
 
     stop: threading.Event
@@ -63,8 +63,8 @@ def run_pipeline(
     from delivered.pipeline.progress import watch
     from delivered.planner import Refusal
 
-    asked = Asked(threading.Event(), threading.Event())
-    _listen(asked)
+    request = StopRequest(threading.Event(), threading.Event())
+    _listen(request)
     tell_warnings()
     with working(f"checking source and sink of {pipeline.name}"):
         try:
@@ -73,7 +73,7 @@ def run_pipeline(
                 lambda: pipeline.plan(takeover=takeover),
                 away=lambda answer: answer.error if isinstance(answer, Refusal) and answer.transient else None,
                 patience_s=OUTAGE_PATIENCE_S if wait else 0.0,
-                stop=asked.stop.is_set,
+                stop=request.stop.is_set,
             )
         except StoppedWaiting:
             return 0
@@ -86,13 +86,13 @@ def run_pipeline(
     with contextlib.ExitStack() as stack:
         with working("starting Spark"):
             spark = stack.enter_context(quiet_spark(pipeline, log))
-        _listen(asked)  # again: a new SparkContext takes over SIGINT to cancel running jobs
-        if asked.stop.is_set():
+        _listen(request)  # again: a new SparkContext takes over SIGINT to cancel running jobs
+        if request.stop.is_set():
             return 0
         query = pipeline.start(spark, takeover=takeover)
         with watch(pipeline, query) as progress:
-            show = _Shown(output, _Told(log.path))
-            idle = _until_done(pipeline, query, progress, show, asked, stop_timeout, beside)
+            show = _Shown(output, _Warnings(log.path))
+            idle = _until_done(pipeline, query, progress, show, request, stop_timeout, beside)
             progress.refresh()
             failure = query.exception()
             show.end()
@@ -102,9 +102,9 @@ def run_pipeline(
     return 0
 
 
-def _listen(asked: Asked) -> None:
+def _listen(request: StopRequest) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, asked.signalled)
+        signal.signal(number, request.signalled)
 
 
 def _until_done(
@@ -112,19 +112,19 @@ def _until_done(
     query: Any,
     progress: Progress,
     show: _Shown,
-    asked: Asked,
+    request: StopRequest,
     stop_timeout: float,
     beside: Callable[[], None],
 ) -> bool:
     """Watch until the query has ended or was stopped on request. Returns False if a batch was cut off."""
     while query.isActive:
-        if asked.stop.wait(_POLL_S):
+        if request.stop.wait(_POLL_S):
             log_line("stopping after the current batch; signal again to stop now")
             deadline = time.monotonic() + stop_timeout
 
             def waiting() -> None:
                 show.line(progress)
-                if asked.now.is_set():
+                if request.now.is_set():
                     raise _StopNow
 
             try:
@@ -142,7 +142,7 @@ class _StopNow(Exception):
     """A second signal."""
 
 
-class _Told:
+class _Warnings:
     """Workers' messages for the user: their lines in Spark's log, unless that is shown anyway."""
 
     def __init__(self, log: Path | None) -> None:
@@ -167,9 +167,9 @@ class _Told:
 class _Shown:
     """Progress: one updating line on a terminal, else a line every two seconds; JSON lines for programs."""
 
-    def __init__(self, output: Output, told: _Told) -> None:
+    def __init__(self, output: Output, warnings: _Warnings) -> None:
         self._output = output
-        self._told = told
+        self._warnings = warnings
         self._console: Console = messages()
         self._status = None
         self._last: tuple[Any, ...] = ()
@@ -179,7 +179,7 @@ class _Shown:
             self._status.start()
 
     def line(self, progress: Progress) -> None:
-        for text in self._told.new():
+        for text in self._warnings.new():
             log_line(text)
         now = progress.shown
         if now == self._last:
@@ -195,7 +195,7 @@ class _Shown:
                 log_line(progress.text)
 
     def end(self) -> None:
-        self._told.close()
+        self._warnings.close()
         if self._status is not None:
             self._status.stop()
 

@@ -141,16 +141,16 @@ def _kafka(folder: Path | None) -> str:
     return brokers.attach(_place("kafka", folder)).bootstrap
 
 
-def _shown(given: bytes | None) -> str:
-    return "null" if given is None else given.decode(errors="replace")[:200]
+def _shown(value: bytes | None) -> str:
+    return "null" if value is None else value.decode(errors="replace")[:200]
 
 
-def _properties(given: list[str]) -> dict[str, str]:
+def _properties(pairs: list[str]) -> dict[str, str]:
 
-    bad = next((x for x in given if not x.partition("=")[0] or "=" not in x), None)
+    bad = next((x for x in pairs if not x.partition("=")[0] or "=" not in x), None)
     if bad is not None:
         raise UsageError("OPTION_VALUE", f"--set {bad!r} is not NAME=VALUE.")
-    return {name: value for name, _, value in (x.partition("=") for x in given)}
+    return {name: value for name, _, value in (x.partition("=") for x in pairs)}
 
 
 def _place(kind: str, folder: Path | None) -> Path:

@@ -11,9 +11,9 @@ import pyarrow as pa
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import Offsets
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, Target
+from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Outcome
-from delivered.model.prepared import Handle
+from delivered.model.prepared import Handle, Prepared
 
 S = TypeVar("S")
 
@@ -35,6 +35,25 @@ def ready_target(sink: Sink | SinkGroup, schema: pa.Schema) -> None:
     """Prepare the target of any sink, before a claim."""
     if isinstance(sink, NeedsTarget):
         sink.ready_target(schema)
+
+
+@runtime_checkable
+class AddsColumns(Protocol):
+    """A sink whose target can take new columns, but not while transactions hold it."""
+
+    def add_columns(self, schema: pa.Schema) -> None:
+        """Add nullable columns that the target lacks, if the options request it.
+
+        Runs on the driver after a start's recovery, under its claim, before a row is staged: recovery ends prepared
+        transactions, which would block it. May be called again, and by a fenced driver. Changes no rows. Raises
+        UsageError if rows of this schema cannot be written to the target.
+        """
+
+
+def add_columns(sink: Sink | SinkGroup, schema: pa.Schema) -> None:
+    """Extend the target of any sink, after recovery."""
+    if isinstance(sink, AddsColumns):
+        sink.add_columns(schema)
 
 
 @runtime_checkable
@@ -144,6 +163,17 @@ class KnowsTarget(Protocol):
 
         A target's id is constant while it exists, however the options spell its name; a recreated target has a new one.
         Runs on the driver at recovery, after the claim. May be called again. Read-only.
+        """
+
+
+@runtime_checkable
+class CommitsMany(Protocol):
+    """A committer that commits many participants in fewer round trips."""
+
+    def commit_all(self, shards: Sequence[tuple[Work, Prepared]]) -> Sequence[Outcome[None]]:
+        """`Committer.commit` for each, with the outcomes in the same order.
+
+        Runs on the driver; may be called again. For each Unknown, `commit` is called next.
         """
 
 

@@ -48,8 +48,8 @@ class MessageBatch:
         return MessageBatch(*([column[i] for i in at] for column in self._lists()))
 
     def extend(self, others: MessageBatch) -> None:
-        for mine, more in zip(self._lists(), others._lists(), strict=True):
-            mine += more
+        for own, more in zip(self._lists(), others._lists(), strict=True):
+            own += more
 
     def _lists(self) -> tuple[list[Any], ...]:
         return self.ids, self.keys, self.values, self.headers, self.times_us, self.handles

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import tenacity
 
+from delivered.contract.powers import CommitsMany
 from delivered.engine.context import Context
 from delivered.model.errors import OutcomeUnknown
 from delivered.model.identity import Work
@@ -51,12 +52,17 @@ def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Pr
                     next_step="start the pipeline again once the sink responds; recovery finishes the batch",
                 )
 
+    failed: list[Prepared] = []
+    if not armed() and len(pending) > 1 and isinstance(context.committer, CommitsMany):
+        outcomes = context.committer.commit_all([(work_of(decision, p), p) for p in pending])
+        failed = [p for p, o in zip(pending, outcomes, strict=True) if isinstance(o, Failed)]
+        pending = [p for p, o in zip(pending, outcomes, strict=True) if isinstance(o, Unknown)]
     if armed() or len(pending) < 2:
         broken = [one(p) for p in pending]
     else:
         with ThreadPoolExecutor(min(_PARALLEL_MAX, len(pending))) as pool:
             broken = list(pool.map(one, pending))
-    return [p for p in broken if p is not None]
+    return failed + [p for p in broken if p is not None]
 
 
 def _settle(context: Context, work: Work, prepared: Prepared) -> Outcome[None]:

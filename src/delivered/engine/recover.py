@@ -30,6 +30,7 @@ def plan_batch(
     first: bool,
     since: int | None = None,
     keeps_state: Callable[[], bool] = lambda: False,
+    add_columns: Callable[[], None] = lambda: None,
 ) -> BatchPlan:
     """Recover, and plan the batch that Spark is about to run.
 
@@ -41,20 +42,22 @@ def plan_batch(
                            earlier checkpoint decided
         4  recover.abort_orphans   abort undecided participants
         5  batch.begin     at_most_once: from here on, records may be sent
+        6  add columns     to the targets, if the user wants that: prepared transactions that block it have ended
 
     A decided batch is finished under the guarantee of its decision, even if the pipeline's has changed.
 
     Args:
         first: this process did not plan the previous batch, or that batch failed: claim, and abort orphans. Otherwise
-        only check that this driver still owns the ledger.
+            only check that this driver still owns the ledger.
         since: epoch of this process's previous plan. If the ledger was claimed since, this counts as a first batch:
             the same session may have restarted the query, or have fenced a decision of unknown outcome.
         keeps_state: whether the query is stateful. Then a decided batch is read again and compared: Spark commits the
-        rerun's state, which must not contain undelivered rows.
+            rerun's state, which must not contain undelivered rows.
+        add_columns: adds columns that the sinks' targets lack (`delivered.contract.powers.AddsColumns`).
 
     Raises:
         Fenced, LedgerAhead, LedgerBehind, TargetChanged, PromiseBroken, Refused, OutcomeUnknown: a new start can
-        continue from any partial change.
+            continue from any partial change.
     """
     state = None if first else context.ledger.resume(context.owner.id)
     if state is None or since not in (None, state.epoch):
@@ -85,6 +88,8 @@ def plan_batch(
             begin = parts(guarantee).begin
             if begin is not None and (fresh or guarantee is Guarantee.AT_MOST_ONCE):
                 _begin(context, view, begin)
+    if first:
+        add_columns()
     return BatchPlan(
         context.scope, context.owner.id, guarantee, view.batch, view.offsets, action, rewrite, state.epoch, targets
     )
@@ -114,7 +119,7 @@ def _finish(context: Context, decision: Decision, other: Decision | None = None)
 
     Args:
         other: the newest decision of other incarnations, if this incarnation may return after it. Its participants may
-        still have to be applied, and are left alone.
+            still have to be applied, and are left alone.
     """
     _known_sinks(context, decision)
     keep = (decision,) if other is None else (decision, other)

@@ -62,7 +62,7 @@ def judge(
         LedgerAhead: the checkpoint was restored from an older copy.
         LedgerBehind: the sink or its ledger was restored from an older copy, or replaced.
         Refused: the checkpoint is new, but an earlier one already wrote to this sink; or the guarantee became stricter,
-        and records of this batch may have been sent under the weaker one.
+            and records of this batch may have been sent under the weaker one.
     """
     last, begun = state.last, state.begun
     if last is None and state.archived is not None:

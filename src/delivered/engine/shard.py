@@ -156,8 +156,8 @@ def _lines(sink: Sink | SinkGroup, plan: BatchPlan, shard: int) -> list[_Line]:
     batch's rows are compared."""
     members = sink.members if isinstance(sink, SinkGroup) else (Member(plan.scope.sink, sink),)
     on_bad_row = sink.on_bad_row if isinstance(sink, SinkGroup) else OnBadRow.FAIL
-    asked = plan.rewrite.get(shard)
-    wanted = [m for m in members if asked is None or m.name in asked]
+    rewritten = plan.rewrite.get(shard)
+    wanted = [m for m in members if rewritten is None or m.name in rewritten]
     found = []
     every = plan.action is Action.COMPARE or any(m.dead_letters for m in wanted)
     for member in members if every else wanted:

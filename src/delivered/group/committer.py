@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from delivered.contract.powers import KnowsTarget, SetsUp
+from delivered.contract.powers import CommitsMany, KnowsTarget, SetsUp
 from delivered.contract.sink import Committer
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope, Target, Work
-from delivered.model.outcome import Ok, Outcome
+from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
 
 
@@ -22,6 +22,16 @@ class GroupCommitter:
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         return self._named(work.scope.sink).commit(work, prepared)
+
+    def commit_all(self, shards: Sequence[tuple[Work, Prepared]]) -> list[Outcome[None]]:
+        """See `delivered.contract.powers.CommitsMany`: by sink, for those that can."""
+        outcomes: list[Outcome[None]] = [Unknown("not asked yet")] * len(shards)
+        for sink, committer in self._by_name.items():
+            own = [i for i, (work, _) in enumerate(shards) if work.scope.sink == sink]
+            if own and isinstance(committer, CommitsMany):
+                for i, outcome in zip(own, committer.commit_all([shards[i] for i in own]), strict=True):
+                    outcomes[i] = outcome
+        return outcomes
 
     def was_committed(self, work: Work) -> bool:
         return self._named(work.scope.sink).was_committed(work)

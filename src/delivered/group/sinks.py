@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from delivered.contract.powers import ready_target
+from delivered.contract.powers import add_columns, ready_target
 from delivered.contract.sink import DEAD_LETTERS, Committer, Member, Route, Sink
 from delivered.group.committer import GroupCommitter
 from delivered.model.bad_row import OnBadRow
@@ -124,16 +124,23 @@ class Group:
         return frozenset(m.name for m in self.members) - {self.name}
 
     def check_schema(self, schema: pa.Schema) -> None:
-        empty = pa.RecordBatch.from_pylist([], schema=schema)
-        for member in self.members:
-            unrouted = pa.RecordBatch.from_pylist([], schema=DEAD_LETTERS) if member.dead_letters else empty
-            member.sink.check_schema(unrouted.schema if member.route is None else member.route(unrouted).schema)
+        for member, own in self._own_schemas(schema):
+            member.sink.check_schema(own)
 
     def ready_target(self, schema: pa.Schema) -> None:
         """See `delivered.contract.powers.NeedsTarget`: for every sink that needs one."""
+        for member, own in self._own_schemas(schema):
+            ready_target(member.sink, own)
+
+    def add_columns(self, schema: pa.Schema) -> None:
+        """See `delivered.contract.powers.AddsColumns`."""
+        for member, own in self._own_schemas(schema):
+            add_columns(member.sink, own)
+
+    def _own_schemas(self, schema: pa.Schema) -> Iterator[tuple[Member, pa.Schema]]:
         for member in self.members:
             unrouted = pa.RecordBatch.from_pylist([], schema=DEAD_LETTERS if member.dead_letters else schema)
-            ready_target(member.sink, unrouted.schema if member.route is None else member.route(unrouted).schema)
+            yield member, unrouted.schema if member.route is None else member.route(unrouted).schema
 
     def store(self, scope: Scope) -> Store:
         from delivered.group.store import GroupStore

@@ -47,17 +47,17 @@ class GroupStore:
 
     def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
         """Claims the deciding ledger first: a driver superseded there fences nobody elsewhere."""
-        asked: list[Owner] = []
+        owners: list[Owner] = []
 
         def noted(head: Head) -> Owner:
-            asked.append(successor(head))
-            return asked[-1]
+            owners.append(successor(head))
+            return owners[-1]
 
         outcome = self._deciding.take(noted)
         if isinstance(outcome, Ok) and self._ledgers and self._deciding.read().epoch == outcome.value:
             for ledger in self._ledgers:
                 if ledger.look().owner is not None:
-                    ledger.claim(asked[-1])
+                    ledger.claim(owners[-1])
         return outcome
 
     def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:

@@ -52,6 +52,10 @@ def if_not_exists(*, default: bool) -> Any:
     return option("ifNotExists", "Create a missing table from the rows' schema.", FLAG, default=default)
 
 
+def merge_schema(when: str) -> Any:
+    return option("mergeSchema", f"Add columns that the table lacks {when}.", FLAG, default=False)
+
+
 def rows_max_option(what: str) -> Any:
     doc = f"Approximate maximum number of {what} per batch."
     return option("maxOffsetsPerTrigger", doc, whole(1), default=None, shown="no bound")

@@ -42,17 +42,12 @@ class Change:
 
     Attributes:
         move: participants whose staged rows this write makes visible. Empty if, by the plan, every sink commits its
-        prepared rows after the decision.
+            prepared rows after the decision.
     """
 
     begun: Begun | None = None
     decision: Decision | None = None
     move: tuple[Prepared, ...] = ()
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it decides a batch rather than revising a decision."""
-        return self.decision is not None and not self.decision.revision
 
 
 class Store(Protocol):

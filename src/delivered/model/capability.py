@@ -119,6 +119,7 @@ class SinkCapability:
         prepared_timeout_s: seconds after which the sink drops a prepared participant; None: never.
         remembers: it can keep dedup's keys next to its ledger (`delivered.contract.powers.Remembers`).
         write: whether records are appended or replace others.
+        adds_columns: it may have added columns to its table, which earlier rows read back as null.
         assumes: what exactly_once assumes of the sink and its readers.
         limits: bounds to print with the plan.
     """
@@ -137,6 +138,7 @@ class SinkCapability:
     prepared_timeout_s: float | None = None
     remembers: bool = False
     write: WriteMode = APPEND
+    adds_columns: bool = False
     assumes: tuple[str, ...] = ()
     limits: tuple[str, ...] = field(default=())
 

@@ -1,4 +1,4 @@
-"""Casts rows to another schema."""
+"""Casts rows to another schema; names of columns in Spark SQL."""
 
 from __future__ import annotations
 
@@ -21,3 +21,8 @@ def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise BadRecord("VALUE", f"A value does not fit its column: {str(error)[:300]}") from None
     return pa.RecordBatch.from_arrays(cast, schema=schema)
+
+
+def backquoted(name: str) -> str:
+    """A column's name in Spark SQL."""
+    return "`" + name.replace("`", "``") + "`"

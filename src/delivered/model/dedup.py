@@ -23,7 +23,7 @@ class Dedup:
         within_ms: a duplicate is recognised if it is at most this much later than its key's first record.
         time: SQL over the source's columns, a timestamp.
         drops_late: the user accepts that records older than the newest one by more than `within_ms` are dropped,
-        duplicate or not.
+            duplicate or not.
         kind: where keys are kept: `KIND` or `TABLE`.
     """
 

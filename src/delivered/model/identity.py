@@ -36,7 +36,7 @@ class Scope:
 
     Attributes:
         incarnation: Spark's query id, stored in the checkpoint. A new checkpoint is a new incarnation, so its batch 0
-        is never mistaken for an older one's.
+            is never mistaken for an older one's.
     """
 
     pipeline: str
@@ -84,7 +84,7 @@ class Target:
     Attributes:
         name: for messages: "topic orders". May have several spellings.
         id: distinguishes it from another target of the same name; no spaces. Constant for the target's lifetime,
-        however its name is spelt. Earlier decisions lack what follows an `@`.
+            however its name is spelt. Earlier decisions lack what follows an `@`.
     """
 
     name: str

@@ -75,6 +75,12 @@ SOURCE_BATCH_RECORDS_MAX = 16_384
 SOURCE_QUEUE_KBYTES = 16_384
 """Records that a Kafka consumer prefetches for the task, in KiB."""
 
+RECORD_BATCH_BYTES_MAX = 256 << 20
+"""One Kafka record batch, decompressed."""
+
+KAFKA_RESPONSE_BYTES_MAX = 256 << 20
+"""One response of a Kafka broker: a fetch holds at least one record batch, however large."""
+
 OFFSET_METADATA_MAX = 200
 """Changes of a stream's offset metadata that a checkpoint's sidecar keeps: new topics and partitions, lost records."""
 

@@ -84,7 +84,7 @@ def steps_of(mechanism: Mechanism, *, keys_in_table: bool = False) -> tuple[Step
 
     Args:
         keys_in_table: a dedup keeps its keys in the deciding sink's database: noted when read, active from the
-        decision's transaction on.
+            decision's transaction on.
     """
     found: list[StepId] = []
     for step in STEPS[mechanism]:

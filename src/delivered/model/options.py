@@ -30,13 +30,13 @@ class Unfit(Exception):
     """Raised by a type's `read`: the text is not a valid value.
 
     Attributes:
-        said: continues "option 'x' ", without a full stop: "is 0; it must be at least 1".
+        reason: continues "option 'x' ", without a full stop: "is 0; it must be at least 1".
         next_step: None: built from the option's example.
     """
 
-    def __init__(self, said: str, next_step: str | None = None, code: str = "OPTION_VALUE") -> None:
-        super().__init__(said)
-        self.said, self.next_step, self.code = said, next_step, code
+    def __init__(self, reason: str, next_step: str | None = None, code: str = "OPTION_VALUE") -> None:
+        super().__init__(reason)
+        self.reason, self.next_step, self.code = reason, next_step, code
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class OptionType(Generic[T]):
             return self.read(text)
         except Unfit as why:
             step = why.next_step or next_step or (self.example and f"write {_call(name, self.example)}")
-            raise UsageError(why.code, f"{owner}: option {name!r} {why.said}.", step) from None
+            raise UsageError(why.code, f"{owner}: option {name!r} {why.reason}.", step) from None
 
 
 TEXT = OptionType[str](str)

@@ -44,13 +44,13 @@ class _Silence:
     Attributes:
         since: time.monotonic() of the first unanswered call.
         calls: in flight.
-        told: time of the last warning; 0: none during this outage.
+        warned_at: time of the last warning; 0: none during this outage.
     """
 
     since: float
     ended: float
     calls: int = 0
-    told: float = 0.0
+    warned_at: float = 0.0
 
 
 _lock = threading.Lock()
@@ -177,11 +177,11 @@ def _ended(silence: _Silence, server: str, answered: bool) -> None:
         silence.ended = now
         if not answered:
             return
-        away_s, told = now - silence.since, silence.told
-        silence.since, silence.told = now, 0.0
+        away_s, warned_at = now - silence.since, silence.warned_at
+        silence.since, silence.warned_at = now, 0.0
         if silence.calls == 0:
             _silences.pop(server, None)
-    if told:
+    if warned_at:
         log.warning("%s answers again, after %.0f s", server, away_s)
 
 
@@ -202,10 +202,10 @@ def _tell() -> None:
             due = [
                 (server, now - s.since)
                 for server, s in _silences.items()
-                if s.calls and now - s.since >= TELL_AFTER_S and now - s.told >= TELL_EVERY_S
+                if s.calls and now - s.since >= TELL_AFTER_S and now - s.warned_at >= TELL_EVERY_S
             ]
             for server, _ in due:
-                _silences[server].told = now
+                _silences[server].warned_at = now
         for server, away_s in due:
             log.warning("%s does not answer, retrying (%.0f s)", server, away_s)
 

@@ -67,7 +67,7 @@ class Prepared:
     Attributes:
         fingerprint: of the rows as passed to the sink.
         handle: the connector's `Handle` as JSON. Identifies the rows of this writer: Spark restarts attempts at 0 when
-        a batch or stage reruns, so two writers may share one `Work`. Empty if there is nothing to apply or abort.
+            a batch or stage reruns, so two writers may share one `Work`. Empty if there is nothing to apply or abort.
         given_up: as in `Promise`.
         sink: name of the sink.
     """

@@ -66,11 +66,11 @@ def _ours(text: str) -> DeliveredError | None:
     return kind(code, message[:_LENGTH_MAX], next_step.strip() if next_step else None)
 
 
-def _state_unreadable(said: str) -> DeliveredError | None:
-    found = _STATE_UNREADABLE.search(said)
+def _state_unreadable(trace: str) -> DeliveredError | None:
+    found = _STATE_UNREADABLE.search(trace)
     if found is None:
         return None
-    places = [p.groupdict() for p in _STATE_PLACE.finditer(said)]
+    places = [p.groupdict() for p in _STATE_PLACE.finditer(trace)]
     numbers = {k: v for p in reversed(places) for k, v in p.items() if v is not None}
     operator = numbers.get("operator") or numbers.get("operator2")
     partition = numbers.get("partition") or numbers.get("partition2")
@@ -79,8 +79,8 @@ def _state_unreadable(said: str) -> DeliveredError | None:
         if operator and partition
         else "a partition (Spark does not name it here: it has the number of the lost task in Spark's log)"
     )
-    message = said[found.start() :].partition("\n")[0].partition(" SQLSTATE")[0]
-    causes = _CAUSE.findall(said)
+    message = trace[found.start() :].partition("\n")[0].partition(" SQLSTATE")[0]
+    causes = _CAUSE.findall(trace)
     why = f"{message} ({causes[-1].strip()})" if causes else message
     return DeliveredError(
         "STATE_UNREADABLE",
@@ -92,8 +92,8 @@ def _state_unreadable(said: str) -> DeliveredError | None:
     )
 
 
-def _worker_died(said: str) -> DeliveredError | None:
-    found = _WORKER_DIED.search(said)
+def _worker_died(trace: str) -> DeliveredError | None:
+    found = _WORKER_DIED.search(trace)
     if found is None:
         return None
     return DeliveredError(

@@ -86,7 +86,7 @@ class ShardMessage:
         did: what it did. WRITE has a participant per written sink; GIVE_UP the fingerprint of what was not sent.
         given_up: by sink, as `Prepared.sink` names it.
         compared: rows that were only read, by sink: of COMPARE, and of a shard in such a batch that is rewritten to
-        other sinks.
+            other sinks.
     """
 
     plan: BatchPlan
@@ -112,13 +112,13 @@ class Decision:
         offsets: the sources' offsets of the batch; a replay must have the same.
         participants: every written shard at every sink, ordered by shard, then by sink.
         total: running fingerprint of all decided batches of this incarnation, including this one, at the sink that
-        keeps the ledger.
+            keeps the ledger.
         given_up: running fingerprint of what at_most_once gave up there (an upper bound of its loss).
         revision: 0, plus one for each rewrite of shards after the decision.
         others: the same two for every other sink of the batch, by name.
         targets: sink name -> identity of its target (see `contract.powers`), if it has one.
         transforms: the versions of the transform that this incarnation's batches ran with, oldest first, this batch's
-        last. Empty: never known. Bounded: the oldest ones are merged.
+            last. Empty: never known. Bounded: the oldest ones are merged.
     """
 
     scope: Scope
@@ -289,10 +289,10 @@ class LedgerState:
         begun: newest begun batch of this incarnation (at_most_once only).
         earlier: newest decisions of other incarnations of the same pipeline and sink, newest incarnation first.
         earlier_begun: newest begun batches of other incarnations without a decision, by incarnation: their records may
-        have been sent.
+            have been sent.
         archived: this incarnation's archive entry, if its decisions have been forgotten.
         epoch: increases with every claim. Distinguishes two claims of one owner: a query stopped and restarted in one
-        session. 0: the ledger has no epochs.
+            session. 0: the ledger has no epochs.
     """
 
     owner: Owner | None = None

@@ -49,20 +49,9 @@ def adopt(
     timestamp_ms: int | None = None,
     write: bool = True,
 ) -> Adoption:
-    """Start `pipeline` where another job stopped.
+    """See `delivered.Pipeline.adopt`.
 
-    Writes one file into the pipeline's checkpoint, from which its batch 0 starts. Idempotent, even after a kill: the
-    same start is written once. Changes nothing in the source, the sink or the old job.
-
-    Args:
-        checkpoint: of a query with Spark's own Kafka source: its last committed batch.
-        group: a consumer group: its committed offsets.
-        timestamp_ms: milliseconds since 1970: the first record of each partition at or after it.
-        write: False: only report what would be done.
-
-    Raises:
-        UsageError: not exactly one origin, or a source that does not support takeover.
-        Refused: the old job has not ended or finished, the pipeline has already started, or records would be skipped.
+    Idempotent, even after a kill: batch 0 starts from one file in the checkpoint, which is written once.
     """
     origins = {"checkpoint": checkpoint, "group": group, "timestamp": timestamp_ms}
     given = [name for name, value in origins.items() if value is not None]
@@ -84,7 +73,7 @@ def adopt(
     adopter = origin.adopter()
     view = None
     if checkpoint is not None:
-        view = _finished(str(checkpoint), pipeline)
+        view = _finished(str(checkpoint))
         lines = by_source(view.offsets)
         if len(lines) != 1:
             raise Refused(
@@ -142,7 +131,7 @@ def _not_started(pipeline: Definition) -> None:
         )
 
 
-def _finished(location: str, pipeline: Definition) -> CheckpointView:
+def _finished(location: str) -> CheckpointView:
     """The last batch of a query with Spark's own source.
 
     Raises:
@@ -174,12 +163,6 @@ def _finished(location: str, pipeline: Definition) -> CheckpointView:
             f"Batch {view.batch} of {location!r} is logged and not committed: the query is running, or died in it. "
             f"Of the batch's records, up to {view.offsets[:300]}, the old sink may hold none, some or all.",
             next_step="run the old query once more with trigger(availableNow=True), so that it finishes the batch",
-        )
-    if Path(location).absolute() == Path(pipeline.checkpoint):
-        raise Refused(
-            "ADOPT_SAME",
-            f"The pipeline's checkpoint is the old one, {location!r}.",
-            next_step="give the pipeline a new checkpoint; or continue on the old one (docs/migrate.md)",
         )
     return view
 
@@ -217,13 +200,10 @@ def _keep(pipeline: Definition, source: str, found: Resumption, *, write: bool) 
 def _notes(view: CheckpointView | None, group: str | None) -> tuple[str, ...]:
     sink = "the old job's sink is left as it is"
     if view is not None:
-        sink += (
-            ". If that job was at-least-once, records of batches that it ran again are there twice; its last batch is "
-        )
-        sink += "finished"
-    if view is not None:
         return (
-            f"{sink}. The audit counts from this start: name these records with audit: own, or write to a new target",
+            f"{sink}. If that job was at-least-once, records of batches that it ran again are there twice; its last "
+            "batch is finished. The audit counts from this start: name these records with audit: own, or write to a "
+            "new target",
             "an idle query cannot be told from a stopped one: stop it before the pipeline starts",
         )
     if group is not None:

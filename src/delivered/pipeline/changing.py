@@ -94,8 +94,8 @@ def _codes(what: Any) -> Iterator[tuple[CodeType, Names]]:
 def _is_own(what: Any, user: Any) -> bool:
     """Whether it comes from the transform's top-level package, or from the main program."""
     module = str(getattr(what, "__module__", "") or getattr(type(what), "__module__", ""))
-    mine = str(getattr(user, "__module__", ""))
-    return callable(what) and module.partition(".")[0] in ("__main__", mine.partition(".")[0])
+    own_module = str(getattr(user, "__module__", ""))
+    return callable(what) and module.partition(".")[0] in ("__main__", own_module.partition(".")[0])
 
 
 def _closure(function: FunctionType) -> Names:

@@ -169,8 +169,8 @@ class Definition:
         self.new_target = new_target
         self.on_bad_row = _on_bad_row(on_bad_row, dead_letter)
         self.dead_letter = dead_letter
-        for said in (self.audit_by, *(s.audit for s in self.sinks)):
-            if unknown := set(said) - set(AuditEntry.model_fields):
+        for entry in (self.audit_by, *(s.audit for s in self.sinks)):
+            if unknown := set(entry) - set(AuditEntry.model_fields):
                 raise UsageError("AUDIT_KEY", f"audit knows no {sorted(unknown)}; known: id, key, own.")
 
     @classmethod
@@ -303,34 +303,34 @@ def _absolute(location: str) -> str:
     return location if ":" in location.split("/", 1)[0] else str(Path(location).expanduser().absolute())
 
 
-def _endpoint(what: str, given: object) -> Endpoint:
-    if not isinstance(given, Endpoint):
+def _endpoint(what: str, endpoint: object) -> Endpoint:
+    if not isinstance(endpoint, Endpoint):
         raise UsageError(
             "ENDPOINT_VALUE",
-            f"{what} is {given!r} ({type(given).__name__}); it must be an endpoint.",
+            f"{what} is {endpoint!r} ({type(endpoint).__name__}); it must be an endpoint.",
             next_step='write it as in delivered.kafka("localhost:9092", topic="orders")',
         )
-    return given
+    return endpoint
 
 
-def _dedup(given: object, sources: Mapping[str, Endpoint]) -> Dedup | None:
-    if given is not None and len(sources) > 1:
+def _dedup(dedup: object, sources: Mapping[str, Endpoint]) -> Dedup | None:
+    if dedup is not None and len(sources) > 1:
         raise UsageError(
             "DEDUP_SOURCES",
             f"dedup drops the repeats of one source, and the pipeline has {', '.join(sources)}.",
             next_step="remove dedup, and drop repeats in a Python transform with dropDuplicatesWithinWatermark",
         )
-    if given is None or isinstance(given, Dedup):
-        return given
+    if dedup is None or isinstance(dedup, Dedup):
+        return dedup
     raise UsageError(
         "DEDUP_VALUE",
-        f"dedup is {given!r} ({type(given).__name__}); it must come from delivered.dedup.",
+        f"dedup is {dedup!r} ({type(dedup).__name__}); it must come from delivered.dedup.",
         next_step='write it as in delivered.dedup("key", within="1 hour")',
     )
 
 
-def _on_bad_row(said: str, dead_letter: Endpoint | None) -> OnBadRow:
-    found = choice(OnBadRow).parse("delivered.Pipeline", "on_bad_row", str(said), 'write on_bad_row="fail"')
+def _on_bad_row(on_bad_row: str, dead_letter: Endpoint | None) -> OnBadRow:
+    found = choice(OnBadRow).parse("delivered.Pipeline", "on_bad_row", str(on_bad_row), 'write on_bad_row="fail"')
     if (found is OnBadRow.DEAD_LETTER) != (dead_letter is not None):
         raise UsageError(
             "DEAD_LETTER",

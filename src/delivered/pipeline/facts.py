@@ -256,9 +256,9 @@ def check_start(spec: PipelineSpec, sink: Sink | SinkGroup) -> None:
 
 def _refused_by_plan(spec: PipelineSpec, sink: Sink, checkpoint: str) -> None:
     """By the planner's rules that need only the sink: source and transform are unknown here."""
-    told = spec.sinks[0]
-    label = Endpoint(told.system, told.options).label
-    facts = SinkFacts(told.name or sink.name, label, sink.capability(), tuple(sink.preflight(spec.guarantee)))
+    declared = spec.sinks[0]
+    label = Endpoint(declared.system, declared.options).label
+    facts = SinkFacts(declared.name or sink.name, label, sink.capability(), tuple(sink.preflight(spec.guarantee)))
     source = SourceFacts("the query's source", SourceCapability("spark", replayable=True))
     # A stream appends; what a user's own foreachBatch gets is the user's business.
     mode = "complete" if facts.capability.write.complete and spec.batch is not None else "append"

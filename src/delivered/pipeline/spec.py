@@ -346,8 +346,8 @@ def _pipeline_name(values: Mapping[str, str]) -> str:
 
 
 def _refuse_async(options: Mapping[str, str], guarantee: Guarantee) -> None:
-    asked = next((v for k, v in options.items() if k.lower() == _ASYNC_ENABLED), "false")
-    if asked.lower() == "true" and guarantee is not Guarantee.AT_LEAST_ONCE:
+    enabled = next((v for k, v in options.items() if k.lower() == _ASYNC_ENABLED), "false")
+    if enabled.lower() == "true" and guarantee is not Guarantee.AT_LEAST_ONCE:
         raise Refused(
             "ASYNC_PROGRESS",
             f"Asynchronous progress tracking logs offsets after the batch; a batch that runs again may read other "

@@ -116,7 +116,7 @@ class CheckpointFacts:
         earlier: what the ledger has of another checkpoint, if it has nothing of this one; else None.
         accepts_new: the user accepts that this checkpoint starts over.
         transform_changed: first and newest batch that ran with another transform than the current one; None: the newest
-        one ran with the current one, or it is unknown.
+            one ran with the current one, or it is unknown.
         unwritable: why Spark could not write it; None: it could, or it is unknown.
         ledger_behind: the ledger has lost decided batches, and the user did not accept that.
         ledger_missing: the ledger has none of the checkpoint's batches, and the user did not accept that.

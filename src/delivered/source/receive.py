@@ -179,13 +179,13 @@ class ReceiveLoop:
     def _gather(self, gathering: _Gathering, stopping: bool, busy: bool, stop: Callable[[], bool]) -> _Gathering:
         """Take new messages. If the connection is lost, drop those not persisted: they are redelivered."""
         receiver = self._receiver
-        room = max(0, self._limits.messages_max - len(gathering.batch))
+        free = max(0, self._limits.messages_max - len(gathering.batch))
         if stopping or gathering.bytes >= self._limits.bytes_max or receiver is None:
-            room = 0
+            free = 0
         try:
             if receiver is None:
                 return _Gathering()
-            arrived = receiver.receive(room, self._wait_s(busy, gathering))
+            arrived = receiver.receive(free, self._wait_s(busy, gathering))
         except Unreachable as error:
             self._again(error, stop)
             return _Gathering()

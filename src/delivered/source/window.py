@@ -14,7 +14,7 @@ class Window:
     """
     Args:
         size: number of offsets per partition whose ids are kept. A message redelivered after more than this many others
-        in its partition counts as new.
+            in its partition counts as new.
     """
 
     def __init__(self, size: int) -> None:

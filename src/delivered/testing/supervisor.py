@@ -26,12 +26,10 @@ class Kill:
     Attributes:
         hit: why the tree was killed.
         processes: how many processes were killed.
-        run_s: how long the command had run.
     """
 
     hit: Hit
     processes: int
-    run_s: float
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,6 @@ def run(
     runs = 0
     while True:
         runs += 1
-        started = time.monotonic()
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
@@ -93,7 +90,7 @@ def run(
             return Outcome(tuple(kills), process.wait(), runs)
         killed = kill_tree(process.pid)
         process.wait()
-        kills.append(Kill(hit, killed, time.monotonic() - started))
+        kills.append(Kill(hit, killed))
 
 
 def _wait(

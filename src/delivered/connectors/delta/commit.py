@@ -157,7 +157,7 @@ def _all_there(change: TableChange) -> Callable[[Any], bool]:
 
     def look(table: Any) -> bool:
         named = pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist()
-        mine = {f.path for f in change.adds}
-        return bool(mine) and mine <= {unquote(path) for path in named}
+        added = {f.path for f in change.adds}
+        return bool(added) and added <= {unquote(path) for path in named}
 
     return look

@@ -39,6 +39,7 @@ class DeltaSink(FileTableSink):
             send="one commit of the log per shard, visible when it completes",
             batch_atomic=True,
             write=self.options.write,
+            adds_columns=self.options.merge_schema,
             local=self.options.local,
             assumes=(
                 "the table's folder is backed up and restored as a whole, with _delivered in it",

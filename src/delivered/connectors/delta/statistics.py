@@ -50,15 +50,15 @@ def of_file(metadata: Any, not_a_number: Collection[str]) -> str:
             whole = whole and found is not None
             if found is not None:
                 bounds[column.path] = found
-    said: dict[str, Any] = {"numRecords": metadata.num_rows, "nullCount": nulls}
+    statistics: dict[str, Any] = {"numRecords": metadata.num_rows, "nullCount": nulls}
     if whole and bounds:
-        said |= {"minValues": {k: low for k, (low, _) in bounds.items()}}
-        said |= {"maxValues": {k: high for k, (_, high) in bounds.items()}}
-    text = json.dumps(said, separators=(",", ":"), ensure_ascii=False)
-    while len(text.encode()) > BYTES_MAX and len(said) > 1:
-        said.popitem()
-        said.pop("minValues", None)
-        text = json.dumps(said, separators=(",", ":"), ensure_ascii=False)
+        statistics |= {"minValues": {k: low for k, (low, _) in bounds.items()}}
+        statistics |= {"maxValues": {k: high for k, (_, high) in bounds.items()}}
+    text = json.dumps(statistics, separators=(",", ":"), ensure_ascii=False)
+    while len(text.encode()) > BYTES_MAX and len(statistics) > 1:
+        statistics.popitem()
+        statistics.pop("minValues", None)
+        text = json.dumps(statistics, separators=(",", ":"), ensure_ascii=False)
     return text
 
 

@@ -63,9 +63,9 @@ def effect(options: DeltaOptions, table: Any, store: Store, work: Work, shards: 
     if options.write.complete:
         return Effect(files, [f["path"] for f in active_files(options, table)], exact=True)
     if options.write.replaces and files:
-        taken = {tuple(file.partition.items()) for file in files}  # in the order of `partitionBy`, as in the table
+        partitions = {tuple(file.partition.items()) for file in files}  # in the order of `partitionBy`, as in the table
         found = active_files(options, table)
-        gone = [f["path"] for f in found if tuple((n, text(n, v)) for n, v in f["partition"].items()) in taken]
+        gone = [f["path"] for f in found if tuple((n, text(n, v)) for n, v in f["partition"].items()) in partitions]
         return Effect(files, gone, exact=True)
     return Effect(files)
 
@@ -224,17 +224,17 @@ class DeltaStore:
             made.discard()
             raise
         data = Record(decision.to_json(), previous, made.writer).encode()
-        mine = (decision.batch, digest(data))
-        name = self._names.decided_file(incarnation, *mine)
+        own = (decision.batch, digest(data))
+        name = self._names.decided_file(incarnation, *own)
         records.store.put(name, data)
         before = table.version()
 
         def there(now: Any) -> bool:
             # Others may have claimed and decided since then: search the chain.
             with explained(self._options):
-                return any(at == mine for at in records.positions(now, incarnation, mine[0]))
+                return any(at == own for at in records.positions(now, incarnation, own[0]))
 
-        change = {self._names.batch(incarnation): mine[0], self._names.record(incarnation): mine[1]}
+        change = {self._names.batch(incarnation): own[0], self._names.record(incarnation): own[1]}
         outcome = self._commit(table, claim, change, made, there)
         if isinstance(outcome, Failed):
             self._take_away([name])

@@ -88,13 +88,13 @@ def check_features(options: DeltaOptions, table: Any) -> None:
         Refused: the table requires a writer feature that this sink does not support.
     """
     configuration = dict(table.metadata().configuration)
-    asked = sorted(set(table.protocol().writer_features or ()) - _FEATURES)
-    asked += sorted(key for key in configuration if key.startswith("delta.constraints."))
+    unsupported = sorted(set(table.protocol().writer_features or ()) - _FEATURES)
+    unsupported += sorted(key for key in configuration if key.startswith("delta.constraints."))
     if configuration.get("delta.columnMapping.mode", "none") != "none":
-        asked.append("delta.columnMapping.mode")
+        unsupported.append("delta.columnMapping.mode")
     for field in json.loads(table.schema().to_json())["fields"]:
-        asked += [f"{key} of column {field['name']}" for key in field.get("metadata", {}) if key in _COLUMN_RULES]
-    target.check_asked(options, asked)
+        unsupported += [f"{key} of column {field['name']}" for key in field.get("metadata", {}) if key in _COLUMN_RULES]
+    target.check_supported(options, unsupported)
     if "delta.setTransactionRetentionDuration" in configuration:
         raise Refused(
             "TABLE_FORGETS",

@@ -113,11 +113,11 @@ def text(name: str, value: Any) -> str | None:
         return "true" if value else "false"
     if isinstance(value, dt.date):
         return value.isoformat()
-    said = str(value)
-    if not said:
+    written = str(value)
+    if not written:
         raise BadRecord(
             "PARTITION_EMPTY",
             f"A row has an empty string in the partition column {name!r}, which Delta would read back as NULL.",
             next_step=f"replace it, for example: when({name} = '', 'none').otherwise({name})",
         )
-    return said
+    return written

@@ -256,8 +256,8 @@ class FilesStore:
         record = self._places.batch(incarnation, newest + 1) / RECORD
         if record.exists():
             decision = Decision.from_json(record.read_bytes())
-            mine = (decision.scope.pipeline, decision.scope.sink)
-            if mine == (self._scope.pipeline, self._scope.sink):
+            own = (decision.scope.pipeline, decision.scope.sink)
+            if own == (self._scope.pipeline, self._scope.sink):
                 return decision
         return Decision.from_json(copies[newest].read_bytes()) if copies else None
 

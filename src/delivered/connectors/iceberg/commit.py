@@ -87,7 +87,7 @@ def commit(options: IcebergOptions, change: Callable[[Any], TableChange | None])
 
     Args:
         change: called with the current table before each attempt. None: already committed. Its exceptions propagate;
-        nothing was changed.
+            nothing was changed.
 
     Returns:
         Failed: not committed, and never will be. Unknown: it may still be committed.

@@ -33,7 +33,7 @@ def overwritten(options: IcebergOptions, table: Any, files: Sequence[Any]) -> Ef
     """
     if not files:
         return Effect()
-    taken = {tuple(f.partition) for f in files}
+    partitions = {tuple(f.partition) for f in files}
     spec = table.metadata.default_spec_id
     gone = []
     for task in _tasks(table):
@@ -45,7 +45,7 @@ def overwritten(options: IcebergOptions, table: Any, files: Sequence[Any]) -> Ef
                 next_step="rewrite the table's data files with the current partition spec, using another engine; or "
                 'use option("mode", "upsert")',
             )
-        if tuple(task.file.partition) in taken:
+        if tuple(task.file.partition) in partitions:
             gone.append(task.file)
     return Effect(files, gone)
 

@@ -166,16 +166,16 @@ class Records:
     def history(self, incarnation: str) -> Iterator[Decision]:
         """Decisions still kept, oldest first; only the newest revision of each."""
         scope = self._names.scope
-        mine = {
+        own = {
             "delivered.pipeline": scope.pipeline,
             "delivered.sink": scope.sink,
             "delivered.incarnation": incarnation,
         }
         found: dict[int, Decision] = {}
         for snapshot in sorted(self._table.metadata.snapshots, key=lambda s: s.sequence_number or 0):
-            said = snapshot.summary.additional_properties if snapshot.summary is not None else {}
-            if IN_SUMMARY in said and mine.items() <= said.items():
-                text = unpacked(f"the summary of snapshot {snapshot.snapshot_id}", said[IN_SUMMARY])
+            properties = snapshot.summary.additional_properties if snapshot.summary is not None else {}
+            if IN_SUMMARY in properties and own.items() <= properties.items():
+                text = unpacked(f"the summary of snapshot {snapshot.snapshot_id}", properties[IN_SUMMARY])
                 decision = Decision.from_json(text)
                 found[decision.batch] = decision
         last = self.decided(incarnation)

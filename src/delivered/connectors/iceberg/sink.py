@@ -44,6 +44,7 @@ class IcebergSink(FileTableSink):
             send="one snapshot per shard, visible when it is committed",
             batch_atomic=True,
             write=self.options.write,
+            adds_columns=self.options.merge_schema,
             local=self.options.local,
             assumes=(_BACKUP,) if self.options.local else (_BACKUP, _CATALOG),
             limits=(

@@ -92,13 +92,13 @@ def check_features(options: IcebergOptions, table: Any) -> None:
     Raises:
         Refused: the table requires a writer feature that this sink does not support.
     """
-    asked = []
+    unsupported = []
     if table.metadata.format_version != FORMAT_VERSION:
-        asked.append(f"format version {table.metadata.format_version} (this sink writes {FORMAT_VERSION})")
+        unsupported.append(f"format version {table.metadata.format_version} (this sink writes {FORMAT_VERSION})")
     if table.properties.get("write.wap.enabled", "false").lower() == "true":
-        asked.append("write.wap.enabled: snapshots are published separately")
-    asked += sorted(key for key in table.properties if key.startswith("encryption."))
-    target.check_asked(options, asked)
+        unsupported.append("write.wap.enabled: snapshots are published separately")
+    unsupported += sorted(key for key in table.properties if key.startswith("encryption."))
+    target.check_supported(options, unsupported)
 
 
 def compare(options: IcebergOptions, table: Any, schema: pa.Schema, *, adds: bool = False) -> list[pa.Field]:

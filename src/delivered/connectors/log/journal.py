@@ -167,14 +167,14 @@ class LogJournal:
         """Data files for these messages, and their ids in order."""
         chosen = batch if len(fresh) == len(batch) else batch.pick(fresh)
         rows = rows_of(chosen)
-        given = list(produce.rows_by_partition(rows, self._partitions if self._partitions > 1 else None))
+        parts = list(produce.rows_by_partition(rows, self._partitions if self._partitions > 1 else None))
         ids: dict[int, list[str | None]] = {}
-        if len(given) == 1:
-            ids[given[0][0]] = list(chosen.ids)
+        if len(parts) == 1:
+            ids[parts[0][0]] = list(chosen.ids)
         else:
-            for partition, rows in given:
+            for partition, rows in parts:
                 ids.setdefault(partition, []).extend(ids_of(rows.column("headers")))
-        return produce.write_files(self._path, self._storage, given, self.window.ends), ids
+        return produce.write_files(self._path, self._storage, parts, self.window.ends), ids
 
     def _committed(self, files: Sequence[Any], ids: Mapping[int, list[str | None]]) -> None:
         self._table.update_incremental()

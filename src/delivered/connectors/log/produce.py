@@ -296,8 +296,8 @@ def commit(table: Any, files: list[_File], idempotence: tuple[str, int] | None) 
         )
         for file in files
     ]
-    mine = (table.transaction_version(layout.CONFLICT_ID) or 0) + 1
-    transactions = [Transaction(layout.CONFLICT_ID, mine)]
+    version = (table.transaction_version(layout.CONFLICT_ID) or 0) + 1
+    transactions = [Transaction(layout.CONFLICT_ID, version)]
     if idempotence is not None:
         transactions.append(Transaction(*idempotence))
     table.create_write_transaction(

@@ -48,12 +48,12 @@ class MemoryCommitter:
         if self._world.next_answer("abort_orphans"):
             return Unknown("the answer was lost")
         kept = {Opened.of(p).id for p in keep if p.handle}
-        mine = (self._scope.pipeline, self._scope.sink)
+        own = (self._scope.pipeline, self._scope.sink)
         with self._world.lock:
             gone = [
                 p
                 for p in self._world.unsettled()
-                if (p.work.scope.pipeline, p.work.scope.sink) == mine and p.id not in kept
+                if (p.work.scope.pipeline, p.work.scope.sink) == own and p.id not in kept
             ]
             for participant in gone:
                 participant.state = State.ABORTED
@@ -61,7 +61,7 @@ class MemoryCommitter:
 
     def targets(self) -> dict[str, Target]:
         """See `delivered.contract.powers.KnowsTarget`."""
-        return {self._scope.sink: Target("world", str(self._world.generation))}
+        return {self._scope.sink: Target("world", "1")}
 
     def close(self) -> None:
         """Nothing to close."""

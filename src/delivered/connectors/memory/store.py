@@ -74,8 +74,8 @@ class MemoryStore:
         return self._room.of(self._scope.incarnation)[-LEDGER_HISTORY_BATCHES:]
 
     def others(self) -> list[OtherLedger]:
-        mine, incarnation = (self._scope.pipeline, self._scope.sink), self._scope.incarnation
-        rooms = {name: room for name, room in self._world.rooms.items() if name != mine and room.owner is not None}
+        own, incarnation = (self._scope.pipeline, self._scope.sink), self._scope.incarnation
+        rooms = {name: room for name, room in self._world.rooms.items() if name != own and room.owner is not None}
         return named_first(
             OtherLedger(*name, same_incarnation=bool(room.of(incarnation)) or incarnation in room.begun)
             for name, room in rooms.items()

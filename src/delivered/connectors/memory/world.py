@@ -94,7 +94,6 @@ class World:
         visible: what readers of the sink see, in commit order.
         log: markers in commit order: (pipeline, sink, shard, incarnation, batch).
         gate: called before every change; a simulation raises here for a dead process.
-        generation: incremented when the target is dropped and recreated.
         answers: faults of the next calls, by method: "decide", "begin", "apply", "abort", "abort_orphans".
     """
 
@@ -102,7 +101,6 @@ class World:
         self.lock = threading.RLock()
         self.inputs: list[list[tuple[bytes | None, bytes | None]]] = []
         self.visible: list[tuple[Work, pa.RecordBatch]] = []
-        self.generation = 1
         self.log: list[tuple[str, str, int, str, int]] = []
         self.participants: dict[int, Participant] = {}
         self.rooms: dict[tuple[str, str], Room] = {}
@@ -148,19 +146,13 @@ class World:
                 participant.state = State.ABORTED
             return len(gone)
 
-    def make_target_anew(self) -> None:
-        """Drop the visible rows, as when a topic is deleted and recreated under its name."""
-        with self.lock:
-            self.visible.clear()
-            self.generation += 1
-
     def marker(self, work: Work) -> tuple[str, int] | None:
         """(incarnation, batch) of the shard's newest marker before the oldest open participant, as a read_committed
         reader sees it."""
         with self.lock:
             stable = min((p.opened_at for p in self.unsettled()), default=len(self.log))
-            mine = (work.scope.pipeline, work.scope.sink, work.shard)
-            found = [(m[3], m[4]) for m in self.log[:stable] if m[:3] == mine]
+            own = (work.scope.pipeline, work.scope.sink, work.shard)
+            found = [(m[3], m[4]) for m in self.log[:stable] if m[:3] == own]
             return found[-1] if found else None
 
     def next_answer(self, method: str) -> Answer | None:

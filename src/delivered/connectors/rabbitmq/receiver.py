@@ -63,8 +63,8 @@ class RabbitmqReceiver:
             raise Unreachable(
                 "RABBITMQ_CHANNEL_CLOSED", f"RabbitMQ at {self._options.place} closed the channel: {reason}"
             )
-        taken, self._arrived = arrived.split(count_max)
-        return taken
+        messages, self._arrived = arrived.split(count_max)
+        return messages
 
     def acknowledge(self, handles: Sequence[Any]) -> Outcome[int]:
         """RabbitMQ does not confirm acknowledgements. Ok: it was sent; if it is lost, the messages are redelivered."""
@@ -109,10 +109,10 @@ class RabbitmqReceiver:
 
 def headers(properties: Any) -> Sequence[tuple[str, bytes | None]]:
     """A message's headers, and AMQP's properties."""
-    given, own = properties.headers, _own(properties)
-    if not given and own == _NO_OWN:
+    users, own = properties.headers, _own(properties)
+    if not users and own == _NO_OWN:
         return ()
-    found = [] if given is None else [(name, _bytes(value)) for name, value in given.items()]
+    found = [] if users is None else [(name, _bytes(value)) for name, value in users.items()]
     for value, (_, header) in zip(own, _PROPERTIES, strict=True):
         if value is not None:
             found.append((header, value.encode()))

@@ -94,7 +94,7 @@ class RocketmqReceiver:
         with session.changed:
             session.changed.wait_for(lambda: session.failed is not None or bool(count_max and self._arrived), wait_s)
             failed = session.failed
-            taken = [self._arrived.popleft() for _ in range(min(count_max, len(self._arrived)))]
+            messages = [self._arrived.popleft() for _ in range(min(count_max, len(self._arrived)))]
         if failed is not None:  # messages that arrived are redelivered
             if isinstance(failed, UsageError | Unreachable) and failed.code not in MISSING:
                 raise failed
@@ -102,32 +102,32 @@ class RocketmqReceiver:
         self._renew()
         self._heartbeat()
         return MessageBatch(
-            ids=[c.id for _, c in taken],
-            keys=[c.key for _, c in taken],
-            values=[c.value for _, c in taken],
-            headers=[c.headers for _, c in taken],
-            times_us=[c.time_us for _, c in taken],
-            handles=[held for held, _ in taken],
+            ids=[c.id for _, c in messages],
+            keys=[c.key for _, c in messages],
+            values=[c.value for _, c in messages],
+            headers=[c.headers for _, c in messages],
+            times_us=[c.time_us for _, c in messages],
+            handles=[held for held, _ in messages],
         )
 
     def acknowledge(self, handles: Sequence[Any]) -> Outcome[int]:
         """Ok: the broker accepted every acknowledgement."""
         if self._session.closed:
             return Unknown("the connection was closed, which requeued them")
-        mine = [h for h in handles if h in self._held]
-        for held in mine:
+        held_now = [h for h in handles if h in self._held]
+        for held in held_now:
             if held.renewal is not None:  # else an old receipt could be sent
                 with suppress(Late, DeliveredError, self._session.library.grpc.RpcError):
                     held.renewal.result(REQUEST_TIMEOUT_S)
             self._held.pop(held)
         try:
-            taken, detail = self._acknowledged(mine)
+            acknowledged, detail = self._acknowledged(held_now)
         except DeliveredError as error:
             return Unknown(error.message)
-        if taken < len(handles):
+        if acknowledged < len(handles):
             detail = detail or "they were requeued, or their invisible time expired"
-            return Unknown(f"{len(handles) - taken} of {len(handles)} were not acknowledged: {detail}")
-        return Ok(taken)
+            return Unknown(f"{len(handles) - acknowledged} of {len(handles)} were not acknowledged: {detail}")
+        return Ok(acknowledged)
 
     def give_back(self, handles: Sequence[Any]) -> None:
         """Requeue messages. Of an ordered group all held messages, so that none overtakes an earlier one."""

@@ -43,7 +43,6 @@ class Stored:
     offset: int
     place: int
     half: int
-    born_ms: int
     body: bytes
     properties: dict[str, str]
 
@@ -52,7 +51,7 @@ def stored(data: bytes) -> Iterator[Stored]:
     """Parse a broker's reply to a pull."""
     at = 0
     while at + _HEAD.size <= len(data):
-        size, magic, _, _, _, offset, place, flag, born = _HEAD.unpack_from(data, at)
+        size, magic, _, _, _, offset, place, flag, _ = _HEAD.unpack_from(data, at)
         here = at + _HEAD.size
         here += (_ADDRESS_6 if flag & _BORN_6 else _ADDRESS) + 8  # who sent it, when it was stored
         here += (_ADDRESS_6 if flag & _STORED_6 else _ADDRESS) + 4  # who stored it, attempts
@@ -65,7 +64,7 @@ def stored(data: bytes) -> Iterator[Stored]:
         here += (2 if wide else 1) + named
         length = struct.unpack_from(">h", data, here)[0]
         text = data[here + 2 : here + 2 + length].decode(errors="replace")
-        yield Stored(offset, place, half, born, body, parsed(text))
+        yield Stored(offset, place, half, body, parsed(text))
         at += size
 
 
@@ -164,7 +163,7 @@ def _read(peer: Peer, topic: str, queue: int, at: int, until: int) -> Iterator[t
             if first <= at:
                 continue
             at = first
-            yield -1, Stored(at, 0, 0, 0, b"", {})
+            yield -1, Stored(at, 0, 0, b"", {})
             continue
         if answer.code != OK:
             raise peer.error_of(answer)

@@ -173,8 +173,8 @@ def _matches(mode: WriteMode, there: pa.Table, rows: pa.Table) -> _Matches:
     keys, version = list(mode.keys), [mode.version] if mode.version is not None else []
     there = there.rename_columns([*keys, *("\0stored" for _ in version)])
     there = there.append_column(_ROW, pa.array(np.arange(there.num_rows)))
-    mine = rows.select(_key_columns(mode)).append_column(ORDER, pa.array(np.arange(rows.num_rows)))
-    both = there.join(mine, keys, join_type="inner", use_threads=False)
+    staged = rows.select(_key_columns(mode)).append_column(ORDER, pa.array(np.arange(rows.num_rows)))
+    both = there.join(staged, keys, join_type="inner", use_threads=False)
     source = both[ORDER].to_numpy()
     if version:
         newer = pc.or_kleene(pc.is_null(both["\0stored"]), pc.greater(both[version[0]], both["\0stored"]))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Self
 
-from delivered.kits.options import COMPLETE_DOC, UPSERT_OPTIONS, if_not_exists, parse_mode
+from delivered.kits.options import COMPLETE_DOC, UPSERT_OPTIONS, if_not_exists, merge_schema, parse_mode
 from delivered.model.capability import APPEND, WriteMode
-from delivered.model.options import FLAG, Option, Options, choice, option, several
+from delivered.model.options import Option, Options, choice, option, several
 
 MODES = ("append", "overwrite", "upsert", "complete")
 
@@ -20,12 +20,7 @@ class FileTableOptions(Options):
     """
 
     create: bool = if_not_exists(default=True)
-    merge_schema: bool = option(
-        "mergeSchema",
-        "Add columns that the table lacks before the first batch.",
-        FLAG,
-        default=False,
-    )
+    merge_schema: bool = merge_schema("before the first batch")
     partition_by: tuple[Any, ...] | None
     compression: str
     write: WriteMode = several(

@@ -177,8 +177,8 @@ class Undecided:
         Raises:
             Fenced: another process has claimed the ledger since.
         """
-        mine, newest = _claims.get(self.ledger), self.claim()
-        if mine is not None and newest != mine:
+        known, newest = _claims.get(self.ledger), self.claim()
+        if known is not None and newest != known:
             raise Fenced(
                 "FENCED",
                 f"The ledger of sink {self.scope.sink!r} of pipeline {self.scope.pipeline!r} was claimed by a later "

@@ -86,11 +86,11 @@ SLICE_BYTES = 64 << 20
 def packed(files: Iterable[T], size: Callable[[T], int]) -> list[list[T]]:
     """Group files to about `SLICE_BYTES`, in order; a larger file is a group of its own."""
     groups: list[list[T]] = []
-    room = 0
+    free = 0
     for file in files:
-        if not groups or size(file) > room:
+        if not groups or size(file) > free:
             groups.append([])
-            room = SLICE_BYTES
+            free = SLICE_BYTES
         groups[-1].append(file)
-        room -= size(file)
+        free -= size(file)
     return groups

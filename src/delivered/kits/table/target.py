@@ -98,18 +98,19 @@ def compare(
     return missing
 
 
-def check_asked(options: FileTableOptions, asked: Sequence[str]) -> None:
+def check_supported(options: FileTableOptions, unsupported: Sequence[str]) -> None:
     """
     Args:
-        asked: writer features that the table requires and this sink does not support.
+        unsupported: writer features that the table requires and this sink does not support.
 
     Raises:
         Refused: there are such features.
     """
-    if asked:
+    if unsupported:
         raise Refused(
             "TABLE_FEATURES",
-            f"The table {options.where} requires writer features that this sink does not support: {', '.join(asked)}.",
+            f"The table {options.where} requires writer features that this sink does not support: "
+            f"{', '.join(unsupported)}.",
             next_step="write to a table without them, and copy the rows from there",
         )
 

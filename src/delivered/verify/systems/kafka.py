@@ -172,8 +172,8 @@ class Topic:
 
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
         newest: Any = OffsetSpec.latest
-        asked = {TopicPartition(name, p): newest() for name, p in self._all()}
-        answers = self._admin().list_offsets(asked, isolation_level=level, request_timeout=ANSWER_TIMEOUT_S)
+        partitions = {TopicPartition(name, p): newest() for name, p in self._all()}
+        answers = self._admin().list_offsets(partitions, isolation_level=level, request_timeout=ANSWER_TIMEOUT_S)
         return {(tp.topic, tp.partition): f.result().offset for tp, f in answers.items()}
 
     def open_transactions(self, pipeline: str) -> list[str]:

@@ -100,12 +100,12 @@ class SqliteTable:
             if there is None:
                 return [], 0
             (total,) = connection.execute(f"SELECT count(*) FROM {self._quoted}").fetchone()  # noqa: S608
-            asked = connection.execute(
+            cursor = connection.execute(
                 f"SELECT rowid, * FROM {self._quoted} WHERE rowid > ? ORDER BY rowid",  # noqa: S608
                 (position,),
             )
-            columns = [c[0] for c in asked.description][1:]
-            rows = [(r[0], dict(zip(columns, r[1:], strict=True))) for r in asked.fetchall()]
+            columns = [c[0] for c in cursor.description][1:]
+            rows = [(r[0], dict(zip(columns, r[1:], strict=True))) for r in cursor.fetchall()]
             return [as_row(self.name, rowid, values) for rowid, values in rows], total
 
 
