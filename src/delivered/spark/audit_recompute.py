@@ -190,9 +190,8 @@ def _replay(spark: SparkSession, query: Query, script: Script, say: Callable[[st
         found.append(
             Doubt(f"the ledger no longer keeps batches 0 to {first - 1}, which were replayed together with {first}")
         )
-    run = replayed(
-        spark, query.sent.transformed, request.sources, request.checkpoint, script, query.how.output_mode, say
-    )
+    several, at = operators(query.plan).count("EventTimeWatermark") > 1, request.checkpoint
+    run = replayed(spark, query.sent.transformed, request.sources, at, script, query.how.output_mode, several, say)
     with run as (frame, differs):
         if differs:
             found.append(Doubt(differs))

@@ -154,12 +154,14 @@ def replayed(
     checkpoint: str,
     script: Script,
     output_mode: str,
+    several: bool,
     say: Callable[[str], None],
 ) -> Iterator[tuple[DataFrame, str]]:
     """The rows that the batches delivered, each with its batch's place in the script, as `BATCH`.
 
     Args:
         checkpoint: of the query that ran.
+        several: the query has more than one watermark.
 
     Yields:
         the rows, and why they may not be what the batches delivered; empty: they are. Of output mode complete, the rows
@@ -191,7 +193,8 @@ def replayed(
         finally:
             query.stop()
         schema = StructType([*frame.schema.fields, StructField(BATCH, IntegerType())])
-        yield spark.read.schema(schema).parquet(rows), _differs(checkpoint, f"{folder}/checkpoint", script.batches)
+        differs = _differs(checkpoint, f"{folder}/checkpoint", script.batches, several)
+        yield spark.read.schema(schema).parquet(rows), differs
 
 
 def _settings(checkpoint: str, batches: Sequence[int]) -> dict[str, str]:
@@ -202,8 +205,13 @@ def _settings(checkpoint: str, batches: Sequence[int]) -> dict[str, str]:
     return {}
 
 
-def _differs(checkpoint: str, again: str, batches: Sequence[int]) -> str:
-    """Why the replay is not what ran, by the watermarks that Spark logged; empty: no difference is known."""
+def _differs(checkpoint: str, again: str, batches: Sequence[int], several: bool) -> str:
+    """Why the replay is not what ran, by the watermarks that Spark logged; empty: no difference is known.
+
+    Args:
+        several: the query has more than one watermark. A single one is the same after a restart.
+    """
+    gone = 0
     for number, batch in enumerate(batches):
         ran, now = batch_metadata(checkpoint, batch), batch_metadata(again, number)
         if now is None:
@@ -213,6 +221,12 @@ def _differs(checkpoint: str, again: str, batches: Sequence[int]) -> str:
                 f"batch {batch} ran with the watermark {ran['batchWatermarkMs']} ms, and its replay with "
                 f"{now['batchWatermarkMs']} ms: a restart of the query changes it if there are several"
             )
+        gone += ran is None and now["batchWatermarkMs"] > 0
+    if gone and several:
+        return (
+            f"Spark no longer keeps the watermarks of {gone:,} of {len(batches):,} batches: with several, a restart of "
+            "the query may have changed them"
+        )
     return ""
 
 
