@@ -22,10 +22,12 @@ Each repetition runs all cases in turn, each in its own session and JVM, from th
 separate reader counts what arrived before a rate is accepted. Batches have 3 million records.
 
 *Spark's own* is the Kafka connector that ships with Spark (JARs, at least once). *Direct* is `delivered.Pipeline` with
-an Arrow transform or none: records do not pass through the JVM. *Flink* is Flink SQL with its Kafka connector, from the
-submission of the job to its end, in one process, set up for speed: object reuse, parallelism 2, checkpoints every 3 s,
-a bounded scan, larger fetches and producer batches than by default (`benchmarks/peer_apps/flink_bench.py`).
+an Arrow transform or none: records do not pass through the JVM.{flink}
 """
+
+_FLINK = """ *Flink* is Flink SQL with its Kafka connector, from the
+submission of the job to its end, in one process, set up for speed: object reuse, parallelism 2, checkpoints every 3 s,
+a bounded scan, larger fetches and producer batches than by default (`benchmarks/peer_apps/flink_bench.py`)."""
 
 _SHARDS = """## Shards
 
@@ -99,7 +101,8 @@ def _kafka() -> str:
         return "# Benchmark\n\nNot measured yet: `make bench`, then `python -m docs.benchmark build/bench.json`.\n"
     run: dict[str, Any] = json.loads(stored.read_text(encoding="utf-8"))
     versions = run["versions"]
-    lines = [_HEAD.format(records=run["records"], cores=versions["cores"])]
+    flink = _FLINK if any(case["name"].startswith("flink") for case in run["cases"]) else ""
+    lines = [_HEAD.format(records=run["records"], cores=versions["cores"], flink=flink)]
     lines += ["| ratio of records per second | median | each repetition | CPU a record |", "|---|---:|---|---:|"]
     for ratio in run["ratios"]:
         lines.append(f"| {ratio['name']} | {ratio['ratio']:.2f} | {_each(ratio['ratios'])} | {_cpu(ratio)} |")
@@ -113,7 +116,7 @@ def _kafka() -> str:
         lines.append(f"| {case['name']} | {case['median']:,.0f} | {cpu:.2f} | {visible} | {worker:,.0f} | {jvm:,.0f} |")
     lines += [
         "",
-        "CPU is that of the client side: Spark and its workers, or Flink, without the broker. *Visible*: from the",
+        "CPU is that of the client side, without the broker. *Visible*: from the",
         "start until a read-committed reader could read the last record. The *memory* cases ran once.",
         "",
         *_shards(run),

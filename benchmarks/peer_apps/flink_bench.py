@@ -7,7 +7,7 @@ What Flink needs to be at its best here:
 - SQL with the raw format and object reuse: operators hand rows on without a copy, and no Python runs in the job.
 - A bounded scan: the job ends by itself, after a last checkpoint that commits.
 - Parallelism 2, a slot for each core; checkpoints every 3 s, so that commits rarely hold it up.
-- Larger fetches and producer batches than the Java client's defaults, with time to fill: a seventh less CPU a record.
+- Larger fetches and producer batches than the Java client's defaults, with time to fill.
 """
 
 import os

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
 
-from delivered.connectors.kafka import CONNECTOR, columns
+from delivered.connectors.kafka import CONNECTOR, columns, record_batch, warm
 from delivered.connectors.kafka.producer import producer_config
+from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
 from delivered.source.columns import HEADER, HEADERS
 from delivered.source.columns import columns as of_source
 
@@ -101,3 +105,17 @@ def test_options_of_sparks_users_are_taken_translated_or_refused_before_a_task()
     with pytest.raises(UsageError, match=r"OPTION_UNKNOWN.*delivered_kafka source.*'kafka\.ssl\.protocol'"):
         CONNECTOR.source({"kafka.bootstrap.servers": "h:1", "subscribe": "t", "kafka.ssl.protocol": "x"}).planned()  # type: ignore[attr-defined]
     sink(kafka__sasl__jaas__config="env:JAAS", kafka__sasl__password="env:P").check_schema(value)
+
+
+@pytest.mark.parametrize(("codec", "bound"), [(True, warm.READY_IDS_MAX), (False, warm.READY_MAX)])
+def test_ready_clients_of_librdkafka_are_few_and_ready_ids_are_many(
+    monkeypatch: pytest.MonkeyPatch, codec: bool, bound: int
+) -> None:
+    """With client=auto, librdkafka serves a package without the codec."""
+    monkeypatch.setattr(record_batch, "available", lambda: codec)
+    monkeypatch.setattr(warm, "_ready", OrderedDict())
+    monkeypatch.setattr(warm, "_start", Mock())
+    options, scope = SinkOptions.parse({**SERVERS, "client": "auto"}), Scope("p", "t", "i")
+    for shard in range(bound + 5):
+        warm.make_ready(options, Work(scope, 0, shard))
+    assert len(warm._ready) == bound

@@ -1,7 +1,7 @@
-"""`mix.c` through ctypes: hashes of Arrow arrays, if the library was built with the package.
+"""Libraries in C through ctypes, if they were built with the package; and `mix.c`: hashes of Arrow arrays.
 
-Without it (no compiler, or built on another platform), `library` is None and fingerprint.py computes the same hashes
-with numpy.
+Without `mix.c` (no compiler, or built on another platform), `library` is None and fingerprint.py computes the same
+hashes with numpy.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +23,39 @@ LIBRARY = Path(__file__).with_name("mix.lib")
 U64 = npt.NDArray[np.uint64]
 
 _P, _N, _KEY = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
-_FIXED = [_P, _N, _KEY, _P]
-_SIGNATURES: dict[str, list[Any]] = {
+_FIXED = (None, _P, _N, _KEY, _P)
+_BYTES = (ctypes.c_int, _P, _P, _N, _N, _KEY, _P)
+Signatures = Mapping[str, tuple[Any, ...]]
+"""Function -> return type, then argument types."""
+
+_SIGNATURES: Signatures = {
     **{f"hash_{kind}": _FIXED for kind in ("i8", "i16", "i32", "i64", "u8", "u16", "u32", "f32", "f64", "i128")},
-    "hash_bytes32": [_P, _P, _N, _N, _KEY, _P],
-    "hash_bytes64": [_P, _P, _N, _N, _KEY, _P],
-    "fold": [_P, _P, _N],
-    "finish_all": [_P, _N],
-    "sums": [_P, _N, _P],
+    "hash_bytes32": _BYTES,
+    "hash_bytes64": _BYTES,
+    "fold": (None, _P, _P, _N),
+    "finish_all": (None, _P, _N),
+    "sums": (None, _P, _N, _P),
 }
+
+
+def load(path: Path, signatures: Signatures) -> ctypes.CDLL | None:
+    """A library with these functions. None: not built, or built for another platform."""
+    if sys.byteorder != "little" or not path.exists():
+        return None
+    try:
+        loaded = ctypes.CDLL(str(path))
+        for name, (gives, *takes) in signatures.items():
+            function = getattr(loaded, name)
+            function.restype, function.argtypes = gives, takes
+    except (OSError, AttributeError):
+        return None
+    return loaded
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library, loaded once. None: not built, or built for another platform."""
-    if sys.byteorder != "little" or not LIBRARY.exists():
-        return None
-    try:
-        loaded = ctypes.CDLL(str(LIBRARY))
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(loaded, name)
-            function.argtypes = arguments
-            function.restype = ctypes.c_int if name.startswith("hash_bytes") else None
-    except (OSError, AttributeError):
-        return None
-    return loaded
+    """`mix.c`, loaded once."""
+    return load(LIBRARY, _SIGNATURES)
 
 
 def hash_fixed(array: pa.Array, key: int) -> U64 | None:

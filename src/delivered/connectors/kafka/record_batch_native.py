@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from delivered.model.errors import BadRecord, DeliveredError
+from delivered.model.native import Signatures, load
 
 LIBRARY = Path(__file__).with_name("record_batch.lib")
 """Where hatch_build.py puts it."""
@@ -73,7 +73,7 @@ BATCH = np.dtype(
     ]
 )
 
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
+_SIGNATURES: Signatures = {
     "rb_crc32c": (ctypes.c_uint32, _P, _N, ctypes.c_int),
     "rb_encode": (None, ctypes.POINTER(Records), _N, _N, _P, _N, ctypes.POINTER(Encoded)),
     "rb_seal": (None, _P, _N, ctypes.c_int16, ctypes.c_int32, _N, _N, _N, ctypes.c_int16, ctypes.c_int32),
@@ -83,21 +83,11 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rb_decode": (None, _P, _N, _N, _N, ctypes.POINTER(Columns)),
     "rb_headers": (None, _P, _N, _N, _N, ctypes.POINTER(Headers)),
 }
-"""Return type, then argument types."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    if sys.byteorder != "little" or not LIBRARY.exists():
-        return None
-    try:
-        loaded = ctypes.CDLL(str(LIBRARY))
-        for name, (gives, *takes) in _SIGNATURES.items():
-            function = getattr(loaded, name)
-            function.restype, function.argtypes = gives, takes
-    except (OSError, AttributeError):
-        return None
-    return loaded
+    return load(LIBRARY, _SIGNATURES)
 
 
 def functions() -> ctypes.CDLL:

@@ -186,7 +186,7 @@ def make_ready(options: SinkOptions, work: Work) -> None:
         limit = time.monotonic() - READY_AGE_S_MAX
         for k in [k for k, r in _ready.items() if r.made_at < limit]:
             old.append(_ready.pop(k))
-        while len(_ready) >= (READY_MAX if options.through == "librdkafka" else READY_IDS_MAX):
+        while len(_ready) >= (READY_IDS_MAX if _by_arrow(options) else READY_MAX):
             old.append(_ready.popitem(last=False)[1])
         ready = _ready[key] = Ready(Future(), time.monotonic())
 
