@@ -147,6 +147,23 @@ def test_another_sink_and_with_it_another_ledger(stop: str) -> None:
     assert len(third) == (16 if stop == "write.prepare:after" else 8)
 
 
+@pytest.mark.parametrize("stop", ["commit.decide:after", "commit.apply:after", "write.prepare:after", "log:after"])
+def test_sinks_that_change_places_and_change_back(stop: str) -> None:
+    """Their ledgers take turns: the one that decided first lacks the batch that the other decided meanwhile."""
+    nth = 2 if stop in ("commit.decide:after", "log:after") else 5
+    sim = GroupSim(Guarantee.EXACTLY_ONCE, batches=3, crashes=(Crash("log:after"), Crash(stop, nth)))
+
+    def change(sim: GroupSim, start: int) -> None:
+        sim.sink = Group(tuple(reversed(sim.make_sink().members))) if start == 1 else sim.make_sink()
+
+    sim.on_start = change  # type: ignore[assignment]
+    sim.run()
+    assert codes(sim) == []
+    assert all(c.hit for c in sim.crashes)
+    assert sim.visible() == sim.expected()
+    assert sim.world.unsettled() == []
+
+
 def test_a_sink_left_out_while_its_part_is_open_is_refused() -> None:
     sim = GroupSim(Guarantee.EXACTLY_ONCE, crashes=(Crash("commit.decide:after"),))
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-import sqlite3
 import subprocess
 import sys
 import time
-from collections import Counter
-from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pytest
 import yaml
 from deltalake import DeltaTable
 from tests.kafka_tools import produce
+from tests.spark.life import PLAIN, WAIT_S, Life, once, rows
 
 import delivered
 from delivered.audit.classes import Verdict
 from delivered.connectors.log import append
+from delivered.planner import Refusal
 from delivered.testing import supervisor
 from delivered.testing.crash import CRASH, CRASH_DIR, hits
 
@@ -30,50 +30,9 @@ if TYPE_CHECKING:
     from tests.support.servers import Kafka
 
 checkpoint = pytest.mark.checkpoint
-WAIT_S = 180
 SPARK_42 = "DELIVERED_SPARK_42"
 ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
-PLAIN = "SELECT CAST(key AS STRING) AS k, CAST(value AS STRING) AS v FROM source"
 COUNTS = "SELECT CAST(key AS STRING) AS k, count(*) AS n FROM source GROUP BY k"
-
-
-class Life:
-    """A pipeline from a log; every start delivers 20 more records, identified by their values."""
-
-    def __init__(self, spark: SparkSession, folder: Path, sink: Any, transform: str = PLAIN, **more: Any) -> None:
-        self.spark, self.folder, self.records = spark, folder, 0
-        self.given = {"sinks": [sink], "transform": transform, "checkpoint": folder / "checkpoint", **more}
-
-    def pipeline(self, **changes: Any) -> delivered.Pipeline:
-        given = {**self.given, **changes}
-        source = delivered.log(str(self.folder / "in"), **given.pop("source", {}))
-        return delivered.Pipeline(
-            name="life", guarantee="exactly_once", source=source, trigger="available_now", **given
-        )
-
-    def produce(self) -> None:
-        numbers = range(self.records, self.records + 20)
-        rows = {"key": [f"k{i % 4}".encode() for i in numbers], "value": [str(i).encode() for i in numbers]}
-        append(str(self.folder / "in"), pa.table(rows))
-        self.records += 20
-
-    def start(self, **changes: Any) -> None:
-        self.produce()
-        self.pipeline(**changes).start(self.spark).awaitTermination(WAIT_S)
-
-    def refused(self, code: str, **changes: Any) -> None:
-        with pytest.raises(Exception, match=f"DELIVERED_{code}"):
-            self.start(**changes)
-
-
-def rows(database: Path, table: str = "rows", columns: str = "v") -> list[Any]:
-    with closing(sqlite3.connect(database)) as connection:
-        found = connection.execute(f"SELECT {columns} FROM {table}").fetchall()
-    return [r[0] if len(r) == 1 else r for r in found]
-
-
-def once(values: list[str], records: int) -> bool:
-    return Counter(values) == Counter(str(i) for i in range(records))
 
 
 @checkpoint("SQL of a stateless transform", "goes on", "`plan` names the batch from which it runs")
@@ -165,6 +124,51 @@ def test_a_query_with_state(spark: SparkSession, tmp_path: Path) -> None:
     text = (logged / "offsets" / str(newest + 1)).read_text()
     (logged / "offsets" / str(newest + 1)).write_text(text.replace('"batchTimestampMs":', '"batchTimestampMs":1'))
     life.refused("LEDGER_BEHIND")
+
+
+@checkpoint("a source, added to or removed from a union below a query with state", "goes on", "its state counts both")
+@checkpoint(
+    "a source, added by a join to a query with state", "refused", "by Spark, before a write; `plan` names the way back"
+)
+def test_sources_of_a_query_with_state(spark: SparkSession, tmp_path: Path) -> None:
+    def start(sql: str, *names: str) -> None:
+        for name in ("orders", "payments"):
+            keys = [f"k{i % 4}".encode() for i in range(20)]
+            append(str(tmp_path / name), pa.table({"key": keys, "value": keys}))
+        made(sql, *names).start(spark).awaitTermination(WAIT_S)
+
+    def made(sql: str, *names: str) -> delivered.Pipeline:
+        return delivered.Pipeline(
+            name="shop", guarantee="exactly_once", checkpoint=tmp_path / "checkpoint", output_mode="update",
+            transform=f"SELECT k, count(*) AS n FROM ({sql}) GROUP BY k", trigger="available_now",
+            sinks=[delivered.sqlite(str(tmp_path / "out.db"), "counts", ifNotExists=True)],
+            sources={n: delivered.log(str(tmp_path / n)) for n in names},
+        )  # fmt: skip
+
+    def counted(n: int) -> bool:
+        return sorted(rows(tmp_path / "out.db", "counts", "k, n")) == [(f"k{i}", n) for i in range(4)]
+
+    one = "SELECT CAST(key AS STRING) AS k FROM orders"
+    start(one, "orders")
+    start(f"{one} UNION ALL SELECT CAST(key AS STRING) FROM payments", "orders", "payments")
+    assert counted(5 + 5 + 10)
+    start(one, "orders")
+    assert counted(25)
+
+    join = "SELECT CAST(o.key AS STRING) AS k FROM orders o JOIN refunds r ON o.key = r.key"
+    append(str(tmp_path / "refunds"), pa.table({"key": [b"k1"], "value": [b""]}))
+    with pytest.raises(Exception, match="STATEFUL_OPERATOR_NOT_MATCH"):
+        start(join, "orders", "refunds")
+    assert counted(25)
+    refused = made(one, "orders").plan(spark)
+    assert isinstance(refused, Refusal)
+    assert refused.code == "SOURCES_UNFINISHED"
+    named = re.findall(r"offsets/\S*\d+(?:\.crc)?", refused.way_out)
+    assert len(named) == 2, refused.way_out
+    for name in named:
+        (tmp_path / "checkpoint" / name).unlink()
+    start(one, "orders")
+    assert counted(35)
 
 
 @checkpoint("a nullable column, added: Delta", "goes on", "with `mergeSchema`; earlier rows are null there")

@@ -1,8 +1,8 @@
 """The ledger's store, at one sink, for all sinks.
 
-A change of sinks may change which ledger decides. Until the new one has a decision of this checkpoint, the ledgers of
-the other sinks count: their state is read, projected to the new ledger's sink, and carried over. Their owners are
-fenced, as a driver may still be running with the previous sinks.
+A change of sinks may change which ledger decides, and another one may change it back. Until the deciding ledger has the
+newest decision of this checkpoint, the ledgers of the other sinks count: their state is read, projected to the deciding
+ledger's sink, and carried over. Their owners are fenced, as a driver may still be running with the previous sinks.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class GroupStore:
         self._deciding = deciding
         self._others = others
         self._ledgers = [Ledger(member.sink.store(theirs), theirs) for member, theirs in others]
+        self._decides = False
+        """The deciding ledger has the newest decision; since a claim, no other one can have a newer."""
 
     @property
     def where(self) -> str:
@@ -48,6 +50,7 @@ class GroupStore:
     def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
         """Claims the deciding ledger first: a driver superseded there fences nobody elsewhere."""
         owners: list[Owner] = []
+        self._decides = False
 
         def noted(head: Head) -> Owner:
             owners.append(successor(head))
@@ -88,22 +91,23 @@ class GroupStore:
             ledger.close()
 
     def _carried_on(self, state: LedgerState) -> LedgerState:
-        if state.last is not None:
+        if self._decides:
             return state
         states = [state, *(ledger.look() for ledger in self._ledgers)]
         name = self._scope.sink
         lasts = [s.last.for_sink(name) for s in states if s.last is not None]
+        last = max(lasts, key=lambda d: (d.batch, d.revision), default=None)
+        begun = max((s.begun for s in states if s.begun is not None), key=lambda b: b.batch, default=None)
+        if state.last is not None:
+            self._decides = last == state.last
+            return replace(state, last=last, begun=begun)
         earlier: dict[str, Decision] = {}
         for d in (d.for_sink(name) for s in states for d in s.earlier):
             known = earlier.get(d.scope.incarnation)
             if known is None or (known.batch, known.revision) < (d.batch, d.revision):
                 earlier[d.scope.incarnation] = d
-        return replace(
-            state,
-            last=max(lasts, key=lambda d: (d.batch, d.revision), default=None),
-            begun=max((s.begun for s in states if s.begun is not None), key=lambda b: b.batch, default=None),
-            earlier=tuple(sorted(earlier.values(), key=lambda d: d.decided_at_ms, reverse=True)),
-        )
+        newest = tuple(sorted(earlier.values(), key=lambda d: d.decided_at_ms, reverse=True))
+        return replace(state, last=last, begun=begun, earlier=newest)
 
     def _forget(self, batch: int) -> None:
         """Delete markers of batches before a decided one, which are visible everywhere."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 
+from delivered.checkpoint.decider import decider
 from delivered.checkpoint.dedup import changed
 from delivered.checkpoint.folder import is_done, logged, newest_offsets, read_view, repartitions_before, unwritable
 from delivered.checkpoint.sources import removed
@@ -197,6 +198,7 @@ def _checkpoint(pipeline: Definition, session: SessionFacts | None, takeover: bo
         transform_changed=_transform_changed(state, spec.transform),
         offsets_text=newest_offsets(pipeline.checkpoint),
         unfinished=newest is not None and not done,
+        other_decider=_other_decider(pipeline, state, newest, done),
         removed=removed(pipeline.checkpoint),
         other_dedup=changed(pipeline.checkpoint, pipeline.dedup, scope.sink) if incarnation is not None else None,
     )
@@ -209,6 +211,17 @@ def _is_behind(state: LedgerState, checkpoint: str, following: int) -> bool:
     if newest in (None, following) or decided >= following - 1:
         return False
     return decided < following - 1 - repartitions_before(checkpoint, following)
+
+
+def _other_decider(pipeline: Definition, state: LedgerState, newest: int | None, done: bool) -> str | None:
+    """The sink that decided before and is gone, if the ledger asked now may lack a batch that it decided."""
+    if newest is None or pipeline.missing_ledger:
+        return None
+    former = decider(pipeline.checkpoint)
+    now = {e.name or e.sink().name for e in pipeline.all_sinks}
+    own = -1 if state.last is None else state.last.batch
+    up_to_date = own == newest or (done and own == newest - repartitions_before(pipeline.checkpoint, newest + 1))
+    return None if former in now or up_to_date else former
 
 
 def _newest(state: LedgerState) -> int | None:

@@ -1,8 +1,9 @@
-"""The plan's lines on several sinks: which one decides, in which order they are written, what readers may see."""
+"""Several sinks in the plan: which one decides, in which order they are written, what readers may see."""
 
 from __future__ import annotations
 
 from delivered.model.guarantee import Guarantee
+from delivered.planner.answer import Reason
 from delivered.planner.request import Request, SinkFacts
 
 
@@ -57,6 +58,25 @@ def limits(request: Request) -> tuple[str, ...]:
                 "writes are not atomic across sinks: of an interrupted batch, one may hold rows that another lacks; "
                 "given-up records are counted per sink",
             )
+
+
+def decider_kept(request: Request) -> Reason | None:
+    """Without the sink that decided, another ledger would be asked: it may lack the newest batch."""
+    facts, now = request.checkpoint, request.decider.name
+    former = facts.other_decider
+    if former is None:
+        return None
+    ends = f"ends at batch {facts.ledger_newest}" if facts.ledger_newest is not None else "has no batch of it"
+    return Reason(
+        "DECIDER_REMOVED",
+        f"The sink {former!r} decided the batches of the checkpoint {facts.location!r}, up to batch {facts.newest}"
+        f"{' (not finished)' if facts.unfinished else ''}, and the pipeline no longer has it. {now!r} would decide "
+        f"now; its ledger {ends}. A batch could be written twice.",
+        f"start once with {former!r} in the pipeline, {now!r} listed before it, let a batch finish, stop: "
+        f"{now!r} has then decided, and {former!r} can be removed. If {former!r} always decides, because its own "
+        "transaction carries the decision, remove it after that stop and accept the other ledger once: "
+        "missing_ledger: accept",
+    )
 
 
 def _last_resource(request: Request) -> bool:

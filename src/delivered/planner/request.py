@@ -122,6 +122,8 @@ class CheckpointFacts:
         ledger_missing: the ledger has none of the checkpoint's batches, and the user did not accept that.
         offsets_text: the sources' offsets of the newest batch, as Spark logged them; empty: none.
         unfinished: Spark has not committed that batch.
+        other_decider: the sink that decided this checkpoint's batches, if the pipeline no longer has it and the ledger
+            of the deciding one may lack the newest batch; else None.
         removed: where sources ended that were removed from the query earlier, by name.
         other_dedup: the checkpoint's dedup, for display, if the pipeline's differs; else None.
     """
@@ -141,6 +143,7 @@ class CheckpointFacts:
     transform_changed: tuple[int, int] | None = None
     offsets_text: str = ""
     unfinished: bool = False
+    other_decider: str | None = None
     removed: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -11,6 +11,7 @@ from delivered.model.dialect import shown, starting_at
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import BROKER_TRANSACTION_TIMEOUT_S_DEFAULT
 from delivered.planner.answer import Reason, seconds
+from delivered.planner.group import decider_kept
 from delivered.planner.request import Request, Trigger
 from delivered.planner.sources import sources_known
 
@@ -371,6 +372,7 @@ RULES: tuple[Rule, ...] = (
     dedup_unchanged,
     sources_known,
     checkpoint_writable,
+    decider_kept,
     ledger_not_ahead,
     ledger_there,
     ledger_not_behind,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from delivered.model.dialect import shown, starting_at
+from delivered.model.guarantee import Guarantee
 from delivered.model.offsets import SOURCE
 from delivered.planner.answer import Reason
 from delivered.planner.request import Request
@@ -40,9 +41,22 @@ def sources_known(request: Request) -> Reason | None:
             "SOURCES_UNFINISHED",
             f"Batch {facts.newest} was logged for the sources {_listed(before)} and is not finished; the pipeline now "
             f"has {_listed(now)}. Spark would run the batch again without the records of a source that is gone.",
-            f"start once with {_listed(before)}, let one batch finish, stop, then change the sources",
+            f"start once with {_listed(before)}, let one batch finish, stop, then change the sources{_undone(request)}",
         )
     return None
+
+
+def _undone(request: Request) -> str:
+    """The way back from a batch that Spark logged and then refused to run, as with other operators that keep state."""
+    facts = request.checkpoint
+    newest = facts.newest
+    decided = newest is None or (facts.ledger_newest is not None and facts.ledger_newest >= newest)
+    if decided or request.guarantee is not Guarantee.EXACTLY_ONCE:
+        return ""
+    return (
+        f"; or, if Spark refuses to run the batch, delete offsets/{newest} and offsets/.{newest}.crc of the "
+        "checkpoint: the batch is not decided, and no sink shows any of it"
+    )
 
 
 def changed(request: Request) -> Iterator[str]:

@@ -23,6 +23,7 @@ from pyspark.cloudpickle import dumps
 from pyspark.sql import SparkSession
 
 from delivered.checkpoint import dedup, first_offsets
+from delivered.checkpoint.decider import keep_decider
 from delivered.checkpoint.folder import logged
 from delivered.checkpoint.sources import keep_removed
 from delivered.contract.powers import planned
@@ -166,6 +167,7 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Path) -> Streamin
         writer = writer.outputMode(pipeline.output_mode).foreachBatch(partial(save_batch, by_key))
     _keep_dedup(pipeline, spec)
     keep_removed(pipeline.checkpoint, pipeline.sources)
+    keep_decider(pipeline.checkpoint, spec.scope(spec.open()).sink, several=spec.is_group)
     with batches_fit_for(spark, frame.schema):
         return writer.queryName(pipeline.name).trigger(**pipeline.trigger.for_spark()).start()
 
