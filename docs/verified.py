@@ -23,7 +23,7 @@ STORED = Path(__file__).parent / "verified.json"
 _BY_KEY = ("missing", "extra", "different")
 _KEPT = (
     "sink", "guarantee", "workload", "fault", "seed", "verdict", "lost", "duplicated", "fired", "final_read",
-    "service", "source", "place", "plain_s", "recovery_s", *_BY_KEY,
+    "service", "source", "place", "parts", "plain_s", "recovery_s", *_BY_KEY,
 )  # fmt: skip
 _KEY = ("sink", "guarantee", "workload", "fault", "seed", "service", "source")
 _PLACES = [p for p in PLACES if p != "none"]
@@ -49,7 +49,7 @@ def store(paths: Sequence[Path]) -> None:
         for r in read_results(path)["results"]:
             if r["workload"] != "own":
                 kept = _KEPT if WORKLOADS[r["workload"]].oracle is not None else _KEPT[: -len(_BY_KEY)]
-                found[key(r)] = {k: r[k] for k in kept if r.get(k, "") != ""}
+                found[key(r)] = {k: r[k] for k in kept if r.get(k, "") not in ("", {})}
     lines = ",\n".join(json.dumps(found[k]) for k in sorted(found))
     write_file(STORED, f'{{"format": {FORMAT}, "results": [\n{lines}\n]}}\n')
 
@@ -86,7 +86,7 @@ def operators(results: Sequence[dict[str, Any]]) -> list[str]:
     for workload in (w for w in WORKLOADS.values() if w.oracle is not None):
         for sink in (s for s in SINKS if s in workload.sinks):
             row = [r for r in results if (r["workload"], r["sink"]) == (workload.name, sink)]
-            cells = [cell([r for r in row if r["place"] == p]) for p in ("none", *_PLACES)]
+            cells = [cell(at(row, p)) for p in ("none", *_PLACES)]
             sums = ", ".join(str(sum(int(r[k]) for r in row)) for k in _BY_KEY) if row else NOTHING
             lines.append(f"| {workload.name} | {sink} | " + " | ".join(cells) + f" | {sums} |")
     return lines
@@ -110,6 +110,12 @@ def _by_service(
     return lines
 
 
+def at(results: Sequence[dict[str, Any]], place: str) -> list[dict[str, Any]]:
+    """Results of one failure point, with the faults that fired there."""
+    parts = [(r, r.get("parts") or {r["place"]: r["fired"]}) for r in results]
+    return [{**r, "fired": of[place]} for r, of in parts if place in of]
+
+
 def cell(results: Sequence[dict[str, Any]]) -> str:
     """Of one failure point: the worst verdict, and how many faults it rests on."""
     if not results:
@@ -127,7 +133,7 @@ def matrix(results: Sequence[dict[str, Any]]) -> list[str]:
             for service in SERVICES:
                 row = [r for r in results if (r["sink"], r["guarantee"], r["service"]) == (sink, guarantee, service)]
                 absent = SINK_KINDS[sink].absent
-                cells = [NOTHING if p in absent else cell([r for r in row if r["place"] == p]) for p in _PLACES]
+                cells = [NOTHING if p in absent else cell(at(row, p)) for p in _PLACES]
                 lines.append(f"| {sink} | `{guarantee}` | {service} | " + " | ".join(cells) + " |")
     return lines
 
@@ -201,7 +207,7 @@ def summary(results: Sequence[dict[str, Any]]) -> list[str]:
             cells = []
             for guarantee in reversed(Guarantee):
                 found = [r for r in results if (r["sink"], r["guarantee"], r["service"]) == (sink, guarantee, service)]
-                points = [p for p in _PLACES if cell([r for r in found if r["place"] == p]) != UNPROVEN]
+                points = [p for p in _PLACES if cell(at(found, p)) != UNPROVEN]
                 text, of = cell(found), len(_PLACES) - len(SINK_KINDS[sink].absent)
                 if guarantee not in SINK_KINDS[sink].guarantees:
                     text = REFUSED

@@ -74,6 +74,7 @@ class Result:
         plain_s: seconds from a plain restart to its first effect: of this case if it killed nothing, else of the
             baseline that recovery is compared with.
         missing, extra, different: keys of an operator's rows, against its oracle.
+        parts: failure point -> faults that fired there, if the case passes several; `place` is then one of them.
         recovery_s: the same for each restart after a SIGKILL of the driver; recovery: their verdict, separate from the
             case's.
     """
@@ -95,6 +96,7 @@ class Result:
     reasons: list[str] = field(default_factory=list)
     findings: list[dict[str, Any]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    parts: dict[str, int] = field(default_factory=dict)
     stops: list[dict[str, Any]] = field(default_factory=list)
     undelivered: int = 0
     missing: int = 0
@@ -120,6 +122,10 @@ class Result:
     def between(self) -> str:
         """The sink, with the source if one was chosen."""
         return f"{self.source} to {self.sink}" if self.source else self.sink
+
+    def fired_at(self, place: str) -> int | None:
+        """Faults that fired at a failure point; None: the case does not pass it."""
+        return (self.parts or {self.place: self.fired}).get(place)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -151,7 +157,7 @@ def run_case(case: Case, environment: Environment, *, plain_s: float | None = No
                 case, folder, began, Judgement(Verdict.UNKNOWN, (), (f"the verifier could not go on: {text}",))
             )
         result = _result(case, folder, began, judgement)
-        _add_facts(result, fixture)
+        _add_facts(case, result, fixture)
         if judgement.verdict is Verdict.HELD:
             with contextlib.suppress(Exception):
                 fixture.setting.sink.remove()
@@ -285,7 +291,7 @@ def _result(case: Case, folder: Path, began: float, judgement: Judgement) -> Res
     )
 
 
-def _add_facts(result: Result, fixture: Fixture) -> None:
+def _add_facts(case: Case, result: Result, fixture: Fixture) -> None:
     evidence = fixture.result
     if evidence is None:
         return
@@ -296,6 +302,7 @@ def _add_facts(result: Result, fixture: Fixture) -> None:
         result.missing, result.extra, result.different = (by_key.get(w, 0) for w in ("missing", "extra", "different"))
     result.faults = fired(fixture.history)
     result.fired = len(result.faults)
+    result.parts = {p: sum(name in names for name in result.faults) for p, names in case.fault.parts.items()}
     result.final_read = evidence.final is not None
     result.sent = evidence.expected.total()
     result.delivered = Counter(s.effect for s in evidence.final or ()).total()

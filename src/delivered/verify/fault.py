@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ class Fault:
     Attributes:
         place: one of `PLACES`.
         requires: names that must fire, each as often as it is listed.
+        parts: those of `requires` by failure point, if the case passes several; `place` is then one of them.
         workload: the one that this fault needs; None: the case's.
         extra: more keys of the pipeline file.
         needs: PROXY: the pipeline reaches its sink's server through one; BROKER: a server that may be killed; MOUNT: a
@@ -51,3 +53,4 @@ class Fault:
     keeps_order: bool = True
     quick: bool = False
     soak: bool = False
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify import interference, receivers, scripts
+from delivered.verify import interference, receivers, scripts, two_drivers
+from delivered.verify.everywhere import everywhere
 from delivered.verify.fault import AT_LEAST, AT_MOST, BROKER, CLUSTER, EXACTLY, MOUNT, TOPICS, Fault
 from delivered.verify.interference import TRANSACTION_TIMEOUT_S
 from delivered.verify.network_faults import before_sink, behind_source, soak_network
 from delivered.verify.scripts import Script, kills, point, random_kills, shards_changed, worker_killed
-from delivered.verify.systems import KAFKA, SINK_KINDS, SOURCE_KINDS, SQLITE
+from delivered.verify.systems import DELTA, KAFKA, POSTGRES, SINK_KINDS, SOURCE_KINDS, SQLITE
 from delivered.verify.systems.base import SinkKind, SourceKind
 
 NOTHING = Fault("none", "none", "an undisturbed run", scripts.nothing)
@@ -36,6 +37,7 @@ def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
         *_zombies(guarantee, kind),
         *_state(guarantee, sink),
         *_soak(guarantee, sink),
+        *([everywhere(kind)] if guarantee is EXACTLY and sink in (SQLITE, KAFKA, POSTGRES, DELTA) else ()),
     ]
     names = [f.name for f in found]
     if len(set(names)) != len(names):
@@ -127,10 +129,10 @@ def _zombies(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
     exactly = guarantee is EXACTLY
     for step in ("decide", "prepare", *(["apply"] if exactly and kind.name != SQLITE else [])):
         text = f"a driver is paused before {point(guarantee, step)}, another takes over, the first wakes up"
-        script, quick = interference.zombie(step, kind.locked), exactly and kind.name == SQLITE and step == "decide"
+        script, quick = two_drivers.zombie(step, kind.locked), exactly and kind.name == SQLITE and step == "decide"
         yield Fault(f"zombie-{step}", "F7", text, script, ("paused", "woken up"), quick=quick)
     text = "a second driver starts on the checkpoint of a living one"
-    yield Fault("second-driver", "F7", text, interference.second_driver, ("second driver",))
+    yield Fault("second-driver", "F7", text, two_drivers.second_driver, ("second driver",))
     if exactly and kind.name == KAFKA:
         short = {"sink": {"transactionTimeout": TRANSACTION_TIMEOUT_S}}
         for name, text, moment, workload in (

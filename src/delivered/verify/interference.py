@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,7 @@ TRANSACTION_TIMEOUT_S = 10
 """For cases in which transactions must expire. Longer than a batch on a busy machine, including its first imports."""
 _EXPIRED_TIMEOUT_S = 60
 _HELD_S = 3.0
-_KEYS_HELD = "LOCK_TIMEOUT"
-"""The error of a writer whose keys are locked by another open transaction."""
+_PRODUCER_KILLED = "producer killed {} a send"
 
 
 def _able(fixture: Fixture, power: Any, what: str) -> Any:
@@ -63,19 +62,28 @@ def producer_killed_at(*moments: str) -> Scripted:
 
     def script(fixture: Fixture) -> None:
         fixture.send(0.2)
-        producer = fixture.producer(portion=40, pause_s=0.0)
         run = fixture.start()
-        for number, moment in enumerate(moments):
-            stop = producer.start(3 + 4 * number, moment)
-            fixture.wait(stop.exists, f"the producer stands {moment} a send")
-            producer.kill()
-            fixture.fire(f"producer killed {moment} a send", portion=3 + 4 * number)
-        producer.start()
-        producer.finish(END_TIMEOUT_S)
+        kill_producer(fixture, moments, portion=40)
         fixture.end(run)
         fixture.drain()
 
-    return script, tuple(f"producer killed {m} a send" for m in moments)
+    return script, tuple(map(_PRODUCER_KILLED.format, moments))
+
+
+def kill_producer(fixture: Fixture, moments: Sequence[str], portion: int, again: bool = True) -> None:
+    """A producer application sends all that is left, in portions of so many records, and is killed at these moments.
+
+    Args:
+        again: after a restart it resends what was not acknowledged.
+    """
+    producer = fixture.producer(portion, pause_s=0.0, again=again)
+    for number, moment in enumerate(moments):
+        stop = producer.start(3 + 4 * number, moment)
+        fixture.wait(stop.exists, f"the producer stands {moment} a send")
+        producer.kill()
+        fixture.fire(_PRODUCER_KILLED.format(moment), portion=3 + 4 * number)
+    producer.start()
+    producer.finish(END_TIMEOUT_S)
 
 
 # -- F2 and F5: the network --------------------------------------------------------------------------------------------
@@ -131,15 +139,20 @@ def _in_a_batch(fixture: Fixture, run: Run) -> Run:
 # -- F3: servers -------------------------------------------------------------------------------------------------------
 
 
+def kill_broker(fixture: Fixture, run: Run, hit: Path, name: str = "broker killed") -> None:
+    """The server of the sink is killed, the run goes on, and the server is restarted a second later."""
+    fixture.broker.kill()
+    run.go_on(hit)
+    fixture.fire(name, pid=fixture.broker.pid)
+    fixture.wait(after(1.0), "the broker is down")
+    fixture.broker.restart()
+
+
 def broker_killed(*points: str) -> Scripted:
     """At each point the broker is killed and restarted."""
 
     def harm(fixture: Fixture, run: Run, stands: Path, _: Hit, name: str) -> None:
-        fixture.broker.kill()
-        run.go_on(stands)
-        fixture.fire(name, pid=fixture.broker.pid)
-        fixture.wait(after(1.0), "the broker is down")
-        fixture.broker.restart()
+        kill_broker(fixture, run, stands, name)
 
     return at_each("broker killed", points, harm)
 
@@ -211,19 +224,21 @@ def disk_full(fixture: Fixture) -> None:
 # -- other users of the table ------------------------------------------------------------------------------------------
 
 
+def hold_lock(fixture: Fixture, run: Run, hit: Path) -> None:
+    """Another program holds the lock that the writer needs next."""
+    with _able(fixture, Lockable, "be locked").locked():
+        run.go_on(hit)
+        fixture.fire("lock held", seconds=_HELD_S)
+        fixture.wait(after(_HELD_S), "the lock is held")
+
+
 def lock_held(step: str) -> Script:
-    """Another program holds the lock that a writer needs when it reaches a step."""
-
-    def harm(fixture: Fixture, run: Run, hit: Path) -> None:
-        with _able(fixture, Lockable, "be locked").locked():
-            run.go_on(hit)
-            fixture.fire("lock held", seconds=_HELD_S)
-            fixture.wait(after(_HELD_S), "the lock is held")
-
-    return at_point(lambda fixture: f"{point_of(fixture, step)}:before", harm)
+    """The same when a writer reaches a step."""
+    return at_point(lambda fixture: f"{point_of(fixture, step)}:before", hold_lock)
 
 
-def _read_slowly(fixture: Fixture, run: Run, hit: Path) -> None:
+def read_slowly(fixture: Fixture, run: Run, hit: Path) -> None:
+    """A reader is in the middle of its read while the batch goes on."""
     disturbed = None
     try:
         with _able(fixture, LongReads, "be read at length").reading():
@@ -235,23 +250,27 @@ def _read_slowly(fixture: Fixture, run: Run, hit: Path) -> None:
     fixture.stops.append(Stop((), disturbed, "a reader while a batch commits"))
 
 
-slow_reader = at_point(lambda fixture: f"{point_of(fixture, 'decide')}:before@batch=1", _read_slowly)
+slow_reader = at_point(lambda fixture: f"{point_of(fixture, 'decide')}:before@batch=1", read_slowly)
 """A batch commits in the middle of a read: reader and writer must not disturb each other."""
 
 
+OTHERS = ("another writer appended", "another writer compacted")
+
+
+def write_as_others(fixture: Fixture, run: Run, hit: Path) -> None:
+    """Others commit: one without rows, one that only moves rows."""
+    table = _able(fixture, SharedTable, "be written to by others")
+    table.append_nothing()
+    fixture.fire(OTHERS[0])
+    table.compact()
+    fixture.fire(OTHERS[1])
+    run.go_on(hit)
+
+
 def other_writers(where: str) -> Scripted:
-    """Others commit between a batch's read of the log and its commit: one without rows, one that only moves rows."""
-
-    def harm(fixture: Fixture, run: Run, hit: Path) -> None:
-        table = _able(fixture, SharedTable, "be written to by others")
-        table.append_nothing()
-        fixture.fire("another writer appended")
-        table.compact()
-        fixture.fire("another writer compacted")
-        run.go_on(hit)
-
-    script = at_point(lambda _: f"{where}@batch=1", harm, must="the run between other writers")
-    return script, ("another writer appended", "another writer compacted")
+    """The same between a batch's read of the log and its commit."""
+    script = at_point(lambda _: f"{where}@batch=1", write_as_others, must="the run between other writers")
+    return script, OTHERS
 
 
 def table_altered(where: str) -> Scripted:
@@ -338,58 +357,3 @@ def _pause_until_expired(fixture: Fixture, run: Run, hit: Path) -> None:
 
 paused_past_timeout = at_point(lambda _: "commit.decide:before@batch=1", _pause_until_expired)
 """A whole driver is paused with a prepared batch until its transactions have expired; then it resumes and decides."""
-
-
-# -- F7: two drivers on one checkpoint ---------------------------------------------------------------------------------
-
-
-def zombie(step: str, locked: str | None) -> Script:
-    """A driver is paused before a step; another takes over and finishes; then the first one resumes.
-
-    Args:
-        locked: the error of other writers while one writer locks the whole sink.
-
-    A paused driver that locks the whole sink cannot be taken over: the second one must report so, and the first must
-    succeed. A two-phase upsert locks its keys: the second driver may be rejected because of them, and a start after the
-    first one has ended continues. A driver that had already decided can no longer be stopped: it may end either way.
-    """
-
-    def script(fixture: Fixture) -> None:
-        fixture.send()
-        first = fixture.start(f"{point_of(fixture, step)}:before@batch=1!wait")
-        hit = waits(fixture, first)
-        if hit is None:
-            return
-        first.pause()
-        fixture.fire("paused", processes=len(first.workers()))
-        code = fixture.end(fixture.start("", "--takeover"))
-        held = code is not None and code == locked
-        if not held:
-            upserts_prepared = fixture.setting.workload.replaces and not fixture.setting.sink.batch_atomic
-            right = (code,) if upserts_prepared and code == _KEYS_HELD else ()
-            fixture.stops.append(Stop(right, code, "the second driver, which takes over"))
-        first.go_on(hit)
-        first.resume()
-        fixture.fire("woken up")
-        code = fixture.end(first)
-        if held:
-            fixture.stops.append(Stop((), code, "the first driver, which held the sink"))
-        elif step != "apply":
-            fixture.stops.append(Stop((code or "an error",), code, "the zombie"))
-        fixture.drain()
-
-    return script
-
-
-def _start_a_second(fixture: Fixture, first: Run, hit: Path) -> None:
-    code = fixture.must_stop("CHECKPOINT_OWNED", when="the second driver")
-    fixture.fire("second driver", code=code)
-    first.go_on(hit)
-
-
-second_driver = at_point(
-    lambda fixture: f"{point_of(fixture, 'decide')}:before@batch=1",
-    _start_a_second,
-    must="the first driver, which nobody may disturb",
-)
-"""A second driver starts, without a takeover request, while the first one is in the middle of a batch."""

@@ -20,7 +20,7 @@ LATE = NetworkFault.LATE_REQUEST
 SOAK_FRAMES = 12
 SOAK_STARTS_MAX = 30
 """A lost decision request ends the start; every start meets some of them."""
-_DECISION = ".decision"
+DECISION = ".decision"
 """Identifies a deciding transaction: one of its statements contains this text."""
 _BLACK_HOLE = (
     "for 3 s nothing arrives anywhere, then every connection is reset; twice",
@@ -105,7 +105,7 @@ def _sql(two: bool, words: Statements) -> Iterator[Fault]:
     def ended(fault: NetworkFault, by: tuple[str, str], skip: int, seconds: float = 1.0) -> Rule:
         return Rule(by[0], fault, by[1], skip=skip, seconds=seconds)
 
-    decision = ("COMMIT", _DECISION)
+    decision = ("COMMIT", DECISION)
     lost = network(ended(LOSE, shard, 2), ended(LOSE, decision, 1), *committed(LOSE, 3))
     yield Fault("replies-lost", "F2", f"the server's answer to one {named} never arrives", *lost, needs=(PROXY,))
     dropped = network(ended(DROP, shard, 3), ended(DROP, decision, 2), *committed(DROP, 2))

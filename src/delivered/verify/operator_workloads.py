@@ -91,7 +91,7 @@ def _regions(folder: Path, number: int) -> None:
     (folder / "regions.json").write_text("\n".join(lines), encoding="utf-8")
 
 
-_FAULTS = ("none", "killed-twice", "killed-after", "log-entry-removed", "killed-at-random")
+_FAULTS = ("none", "killed-everywhere", "killed-twice", "killed-after", "log-entry-removed", "killed-at-random")
 _AT_EVERY_POINT = (
     *_FAULTS, "producer-killed-at", "lock-held", "other-writers", "replies-lost", "killed-in-transaction",
     "broker-killed", "worker-killed", "slow-reader", "fetch-lost", "killed-before", "killed-between", "zombie-decide",

@@ -50,7 +50,7 @@ def page(results: Sequence[Result]) -> str:
         "delivered verify",
         _TEMPLATE,
         columns=columns,
-        places=[(p, text) for p, text in PLACES.items() if any(r.place == p for r in results)],
+        places=[(p, text) for p, text in PLACES.items() if any(r.fired_at(p) is not None for r in results)],
         square=lambda place, column: square(results, place, column),
         speeds=[(c, s) for c in columns if (s := recovery(results, c)) is not None],
         ratio_max=RECOVERY_RATIO_MAX,
@@ -68,11 +68,12 @@ def page(results: Sequence[Result]) -> str:
 
 def square(results: Iterable[Result], place: str, column: tuple[str, str, str]) -> Square | None:
     """None: no case ran there."""
-    found = [r for r in results if r.place == place and (r.between, r.guarantee, r.service) == column]
+    there = [(r, r.fired_at(place)) for r in results if (r.between, r.guarantee, r.service) == column]
+    found = [(r, fired) for r, fired in there if fired is not None]
     if not found:
         return None
-    verdict = Verdict.worst([Verdict(r.verdict) for r in found])
-    return Square(verdict.value, SIGNS[verdict], len(found), sum(r.fired for r in found))
+    verdict = Verdict.worst([Verdict(r.verdict) for r, _ in found])
+    return Square(verdict.value, SIGNS[verdict], len(found), sum(fired for _, fired in found))
 
 
 @dataclass(frozen=True)

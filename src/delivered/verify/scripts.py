@@ -134,15 +134,16 @@ def nothing(fixture: Fixture) -> None:
     fixture.drain()
 
 
-def _kill_at(fixture: Fixture, where: str) -> None:
-    """Start the pipeline, and kill the whole process tree when it has stopped at a point."""
+def kill_at(fixture: Fixture, where: str) -> bool:
+    """Start the pipeline, and kill the whole process tree when it has stopped at a point. False: it ended before."""
     run = fixture.start(where)
     found = run.wait_hit(HIT_TIMEOUT_S)
     if found is None:
         fixture.end(run)
-        return
+        return False
     fixture.kill(run)
     fixture.fire(f"kill@{where}", pid=found[1].pid, facts=dict(found[1].facts))
+    return True
 
 
 def kills(*points: str) -> Scripted:
@@ -151,7 +152,7 @@ def kills(*points: str) -> Scripted:
     def script(fixture: Fixture) -> None:
         fixture.send()
         for where in points:
-            _kill_at(fixture, where)
+            kill_at(fixture, where)
         fixture.drain()
 
     return script, tuple(f"kill@{p}" for p in points)
@@ -293,12 +294,17 @@ def log_entry_removed(fixture: Fixture) -> None:
     """The last file of commits/ is missing: Spark reruns the last batch."""
     fixture.send(0.5)
     must_go_through(fixture, "the first half")
+    remove_log_entry(fixture)
+    fixture.send(0.5)
+    fixture.drain()
+
+
+def remove_log_entry(fixture: Fixture) -> None:
+    """Of Spark's commit log, the last one."""
     newest = fixture.batches_logged()[-1]
     for name in (str(newest), f".{newest}.crc"):
         (fixture.checkpoint / "commits" / name).unlink(missing_ok=True)
     fixture.fire("last commit removed", batch=newest)
-    fixture.send(0.5)
-    fixture.drain()
 
 
 def older_checkpoint(fixture: Fixture) -> None:
@@ -363,7 +369,7 @@ def shards_changed(change: Callable[[Fixture, int], None]) -> Script:
         fixture.send()
         for shards, step in ((3, "prepare"), (5, "decide")):
             change(fixture, shards)
-            _kill_at(fixture, f"{point_of(fixture, step)}:after")
+            kill_at(fixture, f"{point_of(fixture, step)}:after")
         change(fixture, 2)
         fixture.drain()
 
