@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from delivered.verify.fixture import empty
 from delivered.verify.judge import Verdict
 from delivered.verify.matrix import Choice, Store, cases
 from delivered.verify.services import ENGINE, SPARK
-from delivered.verify.systems import KAFKA, SINK_KINDS, SQLITE
+from delivered.verify.systems import DELTA, KAFKA, POSTGRES, SINK_KINDS, SQLITE
 from delivered.verify.workloads import WORKLOADS
 
 
@@ -129,6 +130,21 @@ def test_every_sink_meets_every_failure_point_but_for_those_that_it_says_are_abs
         places = {f.place for f in catalogue(guarantee, sink)}
         can_have = guarantee in SINK_KINDS[sink].guarantees
         assert places == (set(PLACES) - set(SINK_KINDS[sink].absent) if can_have else set())
+
+
+@pytest.mark.parametrize("sink", [SQLITE, KAFKA, POSTGRES, DELTA])
+def test_one_case_passes_every_failure_point(sink: str) -> None:
+    fault = next(f for f in catalogue(Guarantee.EXACTLY_ONCE, sink) if f.name == "killed-everywhere")
+    assert set(fault.parts) == set(PLACES) - {"none"}
+    assert all(fault.parts.values())
+    assert Counter(fault.requires) == Counter(name for names in fault.parts.values() for name in names)
+
+
+def test_a_case_of_several_failure_points_counts_at_each() -> None:
+    one, several = result("killed-after", fired=2, place="F6c"), result("killed-everywhere", fired=3, place="F6b")
+    several.parts = {"F6b": 2, "F6c": 1}
+    assert [one.fired_at(p) for p in ("F6b", "F6c")] == [None, 2]
+    assert [several.fired_at(p) for p in ("F6b", "F6c", "F7")] == [2, 1, None]
 
 
 def test_the_faults_that_were_asked_for_exist() -> None:
