@@ -236,6 +236,23 @@ def labelled(frame: DataFrame) -> DataFrame:
     return windows(frame).select(F.date_format("window.end", "HH:mm:ss").alias("label"), "count")
 
 
+@pytest.mark.matrix
+def test_partitions_that_batches_replaced_are_recomputed(
+    spark: SparkSession, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Of part 0 the second batch's rows stay, of part 1 the third's."""
+    sink = SINKS["delta"](request, tmp_path)
+    sql = f"SELECT CAST({VALUE} / 60 AS BIGINT) AS part, CAST(value AS STRING) AS text FROM source"
+    ran = Ran(spark, tmp_path, sql, "append", sink, mode="overwrite", partitionBy="part")
+    assert {r["text"] for r in sink.rows()} == {str(v) for v in (*range(40, 60), *range(80, ROWS))}
+    report = ran.audit()
+    assert (report.verdict, report.counts) == (Verdict.HELD, Counts(60, 60)), str(report)
+    assert any("in the ledger's 3 batches" in note for note in report.notes)
+    sink.remove("text", "41")
+    report = ran.audit()
+    assert (report.verdict, report.counts) == (Verdict.BROKEN, Counts(60, 59, lost=1)), str(report)
+
+
 LATE = """
 from pyspark.sql import functions as F
 
@@ -282,85 +299,3 @@ def test_late_records_of_a_killed_run_are_not_missed(
     sink.add([again])
     report = delivered.Pipeline.from_file(file).audit(spark, recompute=True)
     assert (report.verdict, report.counts.duplicated) == (Verdict.BROKEN, 1), str(report)
-
-
-class Shop:
-    """Orders and payments, each with an event time in seconds as its value, joined by key."""
-
-    def __init__(self, spark: SparkSession, folder: Path, transform: Any) -> None:
-        self.spark, self.folder = spark, folder
-        self.pipeline = delivered.Pipeline(
-            name="shop",
-            guarantee="exactly_once",
-            checkpoint=folder / "checkpoint",
-            sources={n: delivered.log(str(folder / n), maxOffsetsPerTrigger=30) for n in ("orders", "payments")},
-            transform=transform,
-            sinks=[delivered.sqlite(str(folder / "out.db"), "paid")],
-            trigger="available_now",
-        )
-
-    def run(self, **times: range) -> None:
-        for source, seconds in times.items():
-            keys = [f"{t}".encode() for t in seconds]
-            append(str(self.folder / source), pa.table({"key": keys, "value": keys}))
-        self.pipeline.start(self.spark).awaitTermination(120)
-
-    def change(self, statement: str) -> None:
-        with closing(sqlite3.connect(self.folder / "out.db")) as connection, connection:
-            assert connection.execute(statement).rowcount == 1
-
-
-INNER = (
-    "SELECT CAST(o.key AS STRING) AS id, CAST(p.value AS STRING) AS paid FROM orders o JOIN payments p ON o.key = p.key"
-)
-
-
-def outer(orders: DataFrame, payments: DataFrame) -> DataFrame:
-    """Payments within ten seconds, or none."""
-
-    def timed(frame: DataFrame, prefix: str) -> DataFrame:
-        second = F.col("value").cast("string").cast("bigint")
-        found = frame.select(F.col("key").cast("string").alias(f"{prefix}_id"), second.cast("timestamp").alias(prefix))
-        return found.withWatermark(prefix, "5 seconds")
-
-    fits = "o_id = p_id AND p >= o AND p <= o + INTERVAL 10 SECONDS"
-    joined = timed(orders, "o").join(timed(payments, "p"), F.expr(fits), "leftOuter")
-    return joined.select(F.col("o_id").alias("id"), F.unix_seconds("p").cast("string").alias("paid"))
-
-
-@pytest.mark.matrix
-def test_an_inner_join_is_recomputed_in_one_batch(spark: SparkSession, tmp_path: Path) -> None:
-    shop = Shop(spark, tmp_path, INNER)
-    shop.run(orders=range(100), payments=range(20, 60))
-    shop.run(payments=range(60, 80))
-    report = shop.pipeline.audit(spark, recompute=True)
-    assert (report.verdict, report.counts) == (Verdict.HELD, Counts(60, 60)), str(report)
-    assert any("as one batch" in note for note in report.notes)
-    shop.change("DELETE FROM paid WHERE id = '70'")
-    assert shop.pipeline.audit(spark, recompute=True).verdict is Verdict.BROKEN
-
-
-@pytest.mark.matrix
-def test_an_outer_join_is_replayed(spark: SparkSession, tmp_path: Path) -> None:
-    shop = Shop(spark, tmp_path, outer)
-    shop.run(orders=range(100), payments=range(20, 120))
-    report = shop.pipeline.audit(spark, recompute=True)
-    assert report.verdict is Verdict.HELD, str(report)
-    assert report.counts.sent == 99, "an order at the epoch is no newer than the first watermark, and dropped as late"
-    shop.change("UPDATE paid SET paid = NULL WHERE id = '70'")
-    report = shop.pipeline.audit(spark, recompute=True)
-    assert (report.verdict, report.counts.lost, report.counts.unexpected) == (Verdict.BROKEN, 1, 1)
-
-
-@pytest.mark.matrix
-def test_an_idle_source_holds_the_watermark_after_a_restart(spark: SparkSession, tmp_path: Path) -> None:
-    """Spark forgets at a restart how far each source was: the replay, in one go, says that it may be wrong."""
-    shop = Shop(spark, tmp_path, outer)
-    shop.run(orders=range(30), payments=range(20, 120))
-    report = shop.pipeline.audit(spark, recompute=True)
-    assert report.verdict is Verdict.HELD, str(report)
-    shop.run(orders=range(30, 90))
-    shop.run(orders=range(10, 20))
-    report = shop.pipeline.audit(spark, recompute=True)
-    assert (report.verdict, report.breaches) == (Verdict.UNKNOWN, []), str(report)
-    assert any("a restart of the query changes it" in u for u in report.unknowns), report.unknowns

@@ -43,6 +43,7 @@ def test_a_sum_by_key_leaves_nothing_open() -> None:
         (PLAN, APPEND, WriteMode(replaces=("day",)), ALL),
         ("~Filter (n#2L > 5)\n+- " + PLAN, UPDATE, KEYED, (Damage.UNEXPECTED,)),
         (PLAN, UPDATE, WriteMode(keys=("k",), version="total"), (Damage.ALTERED,)),
+        (PLAN, UPDATE, WriteMode(keys=("k",), version="total", expected="v"), ALL),
     ],
 )
 def test_what_depends_on_batches_is_open_until_they_are_replayed(
@@ -64,7 +65,6 @@ def test_what_depends_on_batches_is_open_until_they_are_replayed(
         ("~Join Inner, (a#1 = b#2)\n:- ~StreamingRelationV2 x\n+- LocalRelation [b#2]", APPEND, WriteMode(), ALL),
         (PLAN, replace(UPDATE, changing=("rand()",)), KEYED, ALL),
         (PLAN, replace(UPDATE, deterministic=False), KEYED, ALL),
-        (PLAN, UPDATE, WriteMode(keys=("k",), expected="v"), ALL),
         (PLAN, UPDATE, WriteMode(keys=("k",), insert=True), (Damage.ALTERED,)),
         (PLAN, UPDATE, WriteMode(keys=("k",), on_constraint=OnConflict.DEAD_LETTER), GONE),
     ],

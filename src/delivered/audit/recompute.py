@@ -82,9 +82,11 @@ class Doubt:
 
     why: str
     damage: tuple[Damage, ...] = ALL
+    always: bool = False
+    """Also if no damage was found: the recomputation is not what ran."""
 
     def weighs(self, counts: Counts) -> bool:
-        return any(counts.of(damage) for damage in self.damage)
+        return self.always or any(counts.of(damage) for damage in self.damage)
 
 
 def doubts(how: Recompute, plan: str, mode: WriteMode, way: Way) -> list[Doubt]:
@@ -114,6 +116,8 @@ def doubts(how: Recompute, plan: str, mode: WriteMode, way: Way) -> list[Doubt]:
         found.append(Doubt("the transform aggregates aggregates, batch by batch"))
     if how.output_mode == "update" and not mode.upserts:
         found.append(Doubt("each batch delivers the rows that it changed"))
+    if mode.expected is not None:
+        found.append(Doubt(f"a row is written only if its {mode.expected} stands in the table when its turn comes"))
     if mode.replaces:
         found.append(Doubt(f"each batch replaces the rows of its values in {', '.join(mode.replaces)}"))
     if how.output_mode == "update" and _filtered(names):
@@ -123,10 +127,11 @@ def doubts(how: Recompute, plan: str, mode: WriteMode, way: Way) -> list[Doubt]:
                 (Damage.UNEXPECTED,),
             )
         )
-    if how.output_mode == "update" and mode.version is not None and not _counts(plan, mode.version):
+    greatest = mode.version if mode.expected is None else None
+    if how.output_mode == "update" and greatest is not None and not _counts(plan, greatest):
         found.append(
             Doubt(
-                f"a row replaces another one only if its {mode.version} is greater: of equal ones the first stays",
+                f"a row replaces another one only if its {greatest} is greater: of equal ones the first stays",
                 (Damage.ALTERED,),
             )
         )
@@ -158,8 +163,6 @@ def _of_tables(how: Recompute, plan: str) -> list[Doubt]:
 
 def _of_conditions(mode: WriteMode) -> list[Doubt]:
     found: list[Doubt] = []
-    if mode.expected is not None:
-        found.append(Doubt(f"a row is written only if its {mode.expected} stands in the table"))
     if mode.insert:
         found.append(Doubt("a row that stood in the table before stays", (Damage.ALTERED,)))
     if mode.on_constraint is not OnConflict.FAIL:

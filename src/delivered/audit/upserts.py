@@ -29,14 +29,14 @@ def check(mode: WriteMode, *, dedup: bool = False) -> None:
             f"Each batch replaces what the sink has of its values in {', '.join(mode.replaces)}. What is left of "
             "earlier batches is known to the batches that ran, not to the source, so the table cannot be held against "
             "it.",
-            next_step="compare the newest partitions with a query of your own",
+            next_step="delivered audit --recompute",
         )
     if mode.expected is not None:
         raise Refused(
             "AUDIT_ORDER",
             f"A row is written only if its {mode.expected} stands in the table. Which rows met theirs is known to the "
             "batches that ran, not to the source, so the table cannot be held against it.",
-            next_step="compare the keys with a query of your own; conflicts are counted in the ledger's table left_out",
+            next_step="delivered audit --recompute; conflicts are counted in the ledger's table left_out",
         )
     if mode.insert and dedup:
         raise Refused(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -44,6 +44,7 @@ class Query:
         start, end: of the source range.
         ends: (batch, its end) as far as the ledger keeps them, oldest first.
         visible: the newest decision that must be in the sink.
+        left_out: rows that the table did not take, by kind, as the ledger counts them.
     """
 
     request: AuditRequest
@@ -56,6 +57,7 @@ class Query:
     end: Positions
     ends: Sequence[tuple[int, Positions]]
     visible: Decision
+    left_out: Mapping[str, int]
 
     @property
     def parts(self) -> list[Stretch]:

@@ -42,9 +42,10 @@ from delivered.model.identity import Scope
 from delivered.model.offsets import SOURCE
 from delivered.spark.audit_compared import compared
 from delivered.spark.audit_doubts import Query, closed, of_copies, of_watermark, recorded
+from delivered.spark.audit_expected import met
 from delivered.spark.audit_sent import expressions, final_state, sent_range
 from delivered.spark.frames import kept_plain, logical_plan, shuffles_fit_for, slice_frame
-from delivered.spark.replay import BATCH, Script, replayed
+from delivered.spark.replay import AT, BATCH, Script, replayed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,7 +94,9 @@ def recomputed(spark: SparkSession, request: AuditRequest, say: Callable[[str], 
         end, planned = _named(parsed(visible.offsets), request), _named(parsed(view.offsets), request)
         ends = [(batch, _named(parsed(text), request)) for batch, text in ledger.ends]
         stream = sent.query(spark)
-        query = Query(request, how, mode, sent, stream, logical_plan(stream), start, end, ends, visible)
+        query = Query(
+            request, how, mode, sent, stream, logical_plan(stream), start, end, ends, visible, ledger.left_out
+        )
         script, impossible = _script(query)
         ways = _ways(spark, query, script, say)
         if not ways:
@@ -195,7 +198,12 @@ def _replay(spark: SparkSession, query: Query, script: Script, say: Callable[[st
     with run as (frame, differs):
         if differs:
             found.append(Doubt(differs))
-        rows, unclear, why = _last(frame, query.mode)
+        if query.mode.expected is not None:
+            rows, unmet, unclear = met(spark, frame, query)
+            found += unmet
+            why = _several(query.mode)
+        else:
+            rows, unclear, why = _last(frame.drop(AT), query.mode)
         further = [*([partial(_if_any, unclear, why)] if unclear is not None else [])]
         if keeps_first(query.plan):
             further.append(partial(of_copies, spark, query))

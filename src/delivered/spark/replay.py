@@ -20,7 +20,7 @@ from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, SupportsTriggerAvailableNow
-from pyspark.sql.types import IntegerType, StructField, StructType
+from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from delivered.audit.sources import Positions
 from delivered.checkpoint.folder import batch_metadata, open_folder
@@ -34,7 +34,7 @@ from delivered.spark.jvm import active
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-BATCH = "__delivered_batch"
+BATCH, AT = "__delivered_batch", "__delivered_at"
 _NOT_KEPT = (
     "spark.sql.shuffle.partitions",  # changes no row
     "spark.sql.streaming.queryEvolution.enableSourceEvolution",  # the script's sources have no names
@@ -157,7 +157,8 @@ def replayed(
     several: bool,
     say: Callable[[str], None],
 ) -> Iterator[tuple[DataFrame, str]]:
-    """The rows that the batches delivered, each with its batch's place in the script, as `BATCH`.
+    """The rows that the batches delivered, each with its batch's place in the script, as `BATCH`, and its own among
+    those of its task, as `AT`.
 
     Args:
         checkpoint: of the query that ran.
@@ -180,7 +181,8 @@ def replayed(
 
         def keep(df: DataFrame, number: int) -> None:
             if number == count - 1 or (number < count and output_mode != "complete"):
-                df.withColumn(BATCH, F.lit(number)).write.mode("append").parquet(rows)
+                place = {BATCH: F.lit(number), AT: F.monotonically_increasing_id()}
+                df.withColumns(place).write.mode("append").parquet(rows)
             else:
                 df.write.format("noop").mode("overwrite").save()  # its state is needed
 
@@ -192,7 +194,8 @@ def replayed(
                     say(f"replaying: {min(done.batchId + 1, count):,} of {count:,} batches")
         finally:
             query.stop()
-        schema = StructType([*frame.schema.fields, StructField(BATCH, IntegerType())])
+        places = [StructField(BATCH, IntegerType()), StructField(AT, LongType())]
+        schema = StructType([*frame.schema.fields, *places])
         differs = _differs(checkpoint, f"{folder}/checkpoint", script.batches, several)
         yield spark.read.schema(schema).parquet(rows), differs
 
