@@ -69,7 +69,7 @@ def there(rig: Rig) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.checkpoint("nullable columns, added: PostgreSQL, MySQL, SQLite", "go on", "with `mergeSchema`")
 @pytest.mark.checkpoint(
-    "added columns, removed: PostgreSQL, MySQL, SQLite", "go on", "an upsert keeps what stands there"
+    "added columns, removed: PostgreSQL, MySQL, SQLite", "go on", "an upsert keeps the existing values"
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_columns_come_and_go(store: Store, mode: str) -> None:
