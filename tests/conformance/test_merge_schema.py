@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 from decimal import Decimal
 from typing import Any
 
@@ -12,10 +13,13 @@ from tests.support.keyed_stores import STORES, Store
 from tests.support.scans import scanned_table
 from tests.support.sinks import Rig, offsets
 
+from delivered.connectors.mysql import CONNECTOR as MYSQL
+from delivered.connectors.postgres import CONNECTOR as POSTGRES
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
 from delivered.model.errors import UsageError
 
+CONNECTORS = {"mysql": MYSQL, "postgres": POSTGRES}
 DATABASES = [n for n in STORES if n not in ("delta", "iceberg")]
 MODES: dict[str, dict[str, str]] = {
     "append": {},
@@ -133,6 +137,45 @@ def test_a_fenced_driver_that_alters_the_table_hurts_nobody(store: Store) -> Non
     message = write_shard(rig.sink, plan, 0, 0, iter([rows(range(5, 8), 1)]), KNOWN)
     commit_batch(context, 1, offsets(1), [message])
     assert {i: r["small"] for i, r in there(rig).items()} == dict.fromkeys(range(8))
+
+
+RIGHTS = {
+    "postgres": ("CREATE ROLE {user} LOGIN", "GRANT CREATE ON DATABASE delivered TO {user}",
+                 "GRANT SELECT, INSERT ON {table} TO {user}", "GRANT USAGE ON SCHEMA public TO {user}"),
+    "mysql": ("CREATE USER {user}@'127.0.0.1'", "GRANT ALL ON ledger_{user}.* TO {user}@'127.0.0.1'",
+              "GRANT SELECT, INSERT ON {table} TO {user}@'127.0.0.1'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("system", RIGHTS)
+def test_without_the_right_to_alter_the_table(system: str, request: pytest.FixtureRequest) -> None:
+    """Refused before a row is written; once the owner has run the statement of the error, the same start goes on."""
+    server: Any = request.getfixturevalue(system)
+    user, name = f"writer{next(_count)}", f"{'public' if system == 'postgres' else 'dev'}.m{next(_count)}"
+    server.execute(f"CREATE TABLE {name} (id bigint NOT NULL, version bigint)")
+    for statement in RIGHTS[system]:
+        server.execute(statement.format(user=user, table=name))
+
+    def sink(**more: str) -> Any:
+        url = server.url.replace("delivered@", f"{user}@")
+        return CONNECTORS[system].sink({"url": url, "dbtable": name, "ledgerSchema": f"ledger_{user}", **more})
+
+    rig = Rig(sink())
+    run(rig, 0, rows(range(5), 0))
+    rig.sink = sink(mergeSchema="true")
+    with pytest.raises(UsageError) as caught:
+        run(rig, 1, rows(range(5, 8), 1, ("note", "small")))
+    error = caught.value
+    assert error.code == "DELIVERED_PERMISSION"
+    assert f"mergeSchema adds columns to table {name!r}" in str(error)
+    assert "the user may not alter it" in str(error)
+    assert server.execute(f"SELECT count(*) FROM {name}") == [(5,)]
+    assert error.next_step is not None
+    statement, grant = re.findall(r"(ALTER TABLE .*?|GRANT ALTER ON .*?);", error.next_step)
+    assert name in grant
+    server.execute(statement)
+    run(rig, 1, rows(range(5, 8), 1, ("note", "small")))
+    assert server.execute(f"SELECT count(*), count(note), count(small) FROM {name}") == [(8, 3, 3)]
 
 
 def test_what_cannot_be_merged(store: Store) -> None:

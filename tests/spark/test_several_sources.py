@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sqlite3
 import sys
@@ -22,12 +23,14 @@ from delivered.audit.classes import Verdict
 from delivered.connectors.log import append
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.planner import Plan, Refusal
+from delivered.spark.check import cannot_restart
 from delivered.testing import supervisor
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from tests.support.servers import Kafka
 
+SPARK_42 = "DELIVERED_SPARK_42"
 APP = Path(__file__).parent / "apps" / "run_file.py"
 ORDERS, PAYMENTS = 600, 400
 UNION = """
@@ -74,10 +77,15 @@ def rows(folder: Path) -> Counter[tuple[str, str]]:
         return Counter(connection.execute("SELECT id, kind FROM shop"))
 
 
-def run(folder: Path, file: Path, crash: str = "") -> tuple[supervisor.Outcome, str]:
+EARLIER = "from delivered.spark import start; start.cannot_restart = lambda *_: None; "
+"""Before the job: what an earlier version did not check."""
+
+
+def run(folder: Path, file: Path, crash: str = "", before: str = "", **env: str) -> tuple[supervisor.Outcome, str]:
     with (folder / "output").open("wb") as output:
-        command = [sys.executable, str(APP), str(file)]
-        done = supervisor.run(command, crash, folder / "hits", timeout_s=400, output=output)
+        job = "import delivered, sys; delivered.Pipeline.from_file(sys.argv[1]).start().awaitTermination()"
+        command = [sys.executable, *(["-c", before + job] if before else [str(APP)]), str(file)]
+        done = supervisor.run(command, crash, folder / "hits", timeout_s=400, output=output, env=env)
     return done, (folder / "output").read_text()
 
 
@@ -112,6 +120,40 @@ def test_every_record_takes_effect_once(way: str, second: str, kafka: Kafka, tmp
     assert acknowledged(kafka, orders, 2) == ORDERS
     if second == "kafka":
         assert acknowledged(kafka, payments["subscribe"], 1) == PAYMENTS
+
+
+def test_spark_4_2_cannot_restart_named_sources() -> None:
+    assert cannot_restart(["source"], "4.2.0") is None
+    assert cannot_restart(["a", "b"], "4.3.0") is None
+    refused = cannot_restart(["orders", "payments"], "4.2.1")
+    assert refused is not None
+    assert "Spark 4.2.1" in str(refused)
+    assert 'pip install -U "pyspark>=4.3"' in str(refused)
+
+
+@pytest.mark.checkpoint("`sources`, from Spark 4.2 on", "refused", "`SOURCES_SPARK_VERSION` under 4.2; 4.3 goes on")
+@pytest.mark.matrix
+@pytest.mark.skipif(SPARK_42 not in os.environ, reason=f"{SPARK_42} names no folder with pyspark 4.2 in it")
+@pytest.mark.parametrize("anyway", [False, True], ids=["refused", "as an earlier version ran it"])
+def test_named_sources_under_spark_4_2(spark: SparkSession, anyway: bool, tmp_path: Path) -> None:
+    """Killed in batch 1, Spark 4.2 does not start again; 4.3 finishes the batch."""
+    keys = [f"id-{i}".encode() for i in range(400)]
+    for name in ("orders", "payments"):
+        append(str(tmp_path / name), pa.table({"key": keys, "value": keys}))
+    sources = {n: {"format": "log", "path": n, "maxOffsetsPerTrigger": 100} for n in ("orders", "payments")}
+    file = pipeline(tmp_path, sources, {"sql": UNION})
+    path = os.pathsep.join([os.environ[SPARK_42], *filter(None, [os.environ.get("PYTHONPATH")])])
+    done, said = run(tmp_path, file, "commit.decide:after@batch=1", EARLIER if anyway else "", PYTHONPATH=path)
+    assert done.exit_code != 0
+    if anyway:
+        assert (len(done.kills), done.runs) == (1, 2)
+        assert "OfflineStateRepartitionUtils" in said
+        assert sum(rows(tmp_path).values()) == 400
+    else:
+        assert "DELIVERED_SOURCES_SPARK_VERSION] Spark 4.2." in said
+        assert not (tmp_path / "checkpoint" / "offsets").exists()
+    delivered.Pipeline.from_file(file).start(spark).awaitTermination()
+    assert rows(tmp_path) == Counter((f"id-{i}", kind) for i in range(400) for kind in ("order", "payment"))
 
 
 def acknowledged(kafka: Kafka, topic: str, partitions: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,8 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from delivered.contract.finding import Finding
 from delivered.contract.powers import planned
-from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.errors import DeliveredError, Refused, UsageError
+from delivered.model.offsets import SOURCE
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
 from delivered.spark.jvm import jvm_of
@@ -34,7 +35,29 @@ def session_facts(pipeline: Definition, spark: SparkSession) -> SessionFacts:
         str(spark.conf.get("spark.master", "local")),
         str(spark.conf.get(ASYNC_CONF, "false")).lower() == "true",
         jvm_of(spark),
-        lambda: (*checked_transform(pipeline, spark), *_slow_workers(spark)),
+        lambda: (*_sources_restart(pipeline, spark), *checked_transform(pipeline, spark), *_slow_workers(spark)),
+    )
+
+
+def _sources_restart(pipeline: Definition, spark: SparkSession) -> tuple[Finding, ...]:
+    error = cannot_restart(pipeline.sources, spark.version)
+    return () if error is None else (Finding.refusal(error),)
+
+
+def cannot_restart(sources: Collection[str], version: str) -> Refused | None:
+    """Why this version of Spark cannot restart a query with named sources; None: it can.
+
+    Spark 4.2 expects the number of state partitions in the offset log, which its format 2 does not hold: a start whose
+    newest batch is not finished ends with "None.get".
+    """
+    if set(sources) == {SOURCE} or not version.startswith("4.2."):
+        return None
+    return Refused(
+        "SOURCES_SPARK_VERSION",
+        f"Spark {version} cannot start a query with named sources again after it stopped in the middle of a batch (it "
+        f"ends with None.get); sources ({', '.join(sorted(sources))}) need Spark 4.3 or later. Nothing was started.",
+        next_step='pip install -U "pyspark>=4.3", which also goes on with a checkpoint of 4.2; or read one source, '
+        "under source:",
     )
 
 

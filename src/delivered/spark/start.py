@@ -40,6 +40,7 @@ from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import PREFIX
 from delivered.pipeline.spec import OPTION, PipelineSpec
+from delivered.spark.check import cannot_restart
 from delivered.spark.dedup import without_repeats, without_seen_repeats
 from delivered.spark.foreach import format_of, save_batch
 from delivered.spark.frames import batches_fit_for, with_setting
@@ -139,10 +140,13 @@ def stop_between_batches(query: StreamingQuery, timeout_s: float, waiting: Calla
 
 def _query(pipeline: Definition, spark: SparkSession, drain: Path) -> StreamingQuery:
     named = tuple(pipeline.sources) != (SOURCE,)
+    refused = cannot_restart(pipeline.sources, spark.version)
+    if refused is not None:
+        raise refused
     with _one_start, ExitStack() as held:  # a query keeps the configuration that it started with
         held.enter_context(with_setting(spark, _BY_NAME, str(named).lower()))
         if named:
-            held.enter_context(with_setting(spark, _LOG_FORMAT, "2"))  # Spark 4.2 does not choose it for itself
+            held.enter_context(with_setting(spark, _LOG_FORMAT, "2"))
         held.enter_context(own_views(pipeline.transform, spark, pipeline.sources))
         return _started(pipeline, spark, drain)
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from delivered.connectors.mysql.options import MysqlOptions
+from delivered.kits.sql.target import no_right_to_alter
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError
+
+if TYPE_CHECKING:
+    from delivered.connectors.mysql.wire import Session
 
 LOCK_TIMEOUT, DEADLOCK = 1205, 1213
 NO_TABLE, NO_DATABASE = 1146, 1049
@@ -120,3 +126,14 @@ def said_by(error: BaseException) -> str:
     """The server's message on one line."""
     text = str(error.args[1]) if len(error.args) > 1 else str(error)
     return " ".join(text.split())[:1500] or type(error).__name__
+
+
+def alter(session: Session, options: MysqlOptions, statement: str) -> None:
+    """Run a change of the table for `mergeSchema`. Raises UsageError if the user may not, and MySQLError."""
+    try:
+        session.execute(statement)
+    except Exception as error:
+        if number_of(error) not in DENIED:
+            raise
+        plain = statement.replace('"', "`")  # sessions of ours quote names as standard SQL does
+        raise no_right_to_alter(options, error, plain, f"GRANT ALTER ON {options.table_text} TO the user") from error

@@ -235,7 +235,7 @@ def add_columns(session: Session, options: MysqlOptions, schema: pa.Schema) -> N
         missing = absent(options, kept, table_columns(session, found))
         if missing:
             added = ", ".join(f"ADD COLUMN {quoted(f.name)} {_declared(f)} NULL" for f in missing)
-            session.execute(f"ALTER TABLE {found.full} {added}")
+            errors.alter(session, options, f"ALTER TABLE {found.full} {added}")
         known = stored_schema(session, options, found)
         if known is not None:
             now = extended(options, known, TYPES.canonical_schema(kept), _way_out(options, found))

@@ -15,7 +15,7 @@ from delivered.connectors.postgres.types import TYPES
 from delivered.kits.sql.columns import Column, check_typed, compare
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import Merge, stored
-from delivered.kits.sql.target import absent, check_known, extended, missing_at_server, text_of
+from delivered.kits.sql.target import absent, check_known, extended, missing_at_server, no_right_to_alter, text_of
 
 if TYPE_CHECKING:
     import psycopg
@@ -96,6 +96,16 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
     )
 
 
+def _alter(connection: psycopg.Connection[Any], options: PostgresOptions, statement: str) -> None:
+    from psycopg.errors import InsufficientPrivilege
+
+    try:
+        connection.execute(statement)
+    except InsufficientPrivilege as error:
+        grant = f"ALTER TABLE {options.table_text} OWNER TO {connection.info.user}"
+        raise no_right_to_alter(options, error, statement, grant) from error
+
+
 def add_columns(connection: psycopg.Connection[Any], options: PostgresOptions, schema: pa.Schema) -> None:
     """Add the columns that the table lacks, and remember them, in one transaction. Outside a transaction.
 
@@ -114,7 +124,7 @@ def add_columns(connection: psycopg.Connection[Any], options: PostgresOptions, s
         missing = absent(options, kept, table_columns(connection, relation))
         if missing:
             added = ", ".join(f"ADD COLUMN {quoted(f.name)} {TYPES.declared(f.type)}" for f in missing)
-            connection.execute(f"ALTER TABLE {name} {added}")
+            _alter(connection, options, f"ALTER TABLE {name} {added}")
         known = stored_schema(connection, options, relation)
         if known is not None:
             now = extended(options, known, TYPES.canonical_schema(kept), _way_out(options, relation))

@@ -18,7 +18,7 @@ from delivered.kits.sql.options import Mechanism, ServerOptions, TableOptions
 from delivered.kits.sql.types import Types
 from delivered.model.capability import Commit, OnConflict, SinkCapability
 from delivered.model.columns import fitted
-from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
@@ -201,16 +201,6 @@ class ServerSink(DatabaseSink):
             with server.explaining():
                 server.migrate(connection)
                 self.parts["add_columns"](connection, self.options, self.types.plain_schema(schema))
-        except DeliveredError as error:
-            if error.code != "DELIVERED_PERMISSION":
-                raise
-            raise UsageError(
-                "PERMISSION",
-                f"mergeSchema: the user may not add columns to table {self.options.table_text!r} "
-                f"{self.options.where}. {error}",
-                next_step="add the columns as the table's owner (ALTER TABLE ... ADD COLUMN), or grant the right to "
-                "alter the table; then start the pipeline again",
-            ) from error
         finally:
             server.discard(connection)
 

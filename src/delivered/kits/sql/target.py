@@ -54,6 +54,21 @@ def permission(options: ServerOptions, user: str, rights: Sequence[str], table: 
     )
 
 
+def no_right_to_alter(options: ServerOptions, said: Exception, statement: str, grant: str) -> UsageError:
+    """
+    Args:
+        said: the server's error.
+        statement: adds the columns.
+        grant: gives the user the right to run it.
+    """
+    return UsageError(
+        "PERMISSION",
+        f"mergeSchema adds columns to table {options.table_text!r} {options.where}, and the user may not alter it: "
+        f"{' '.join(str(said.args[-1]).split())}. No row of the batch was written.",
+        next_step=f"run as the table's owner: {statement}; or {grant}; then start the pipeline again",
+    )
+
+
 def never_written(table: str, where: str, options: str) -> UsageError:
     return UsageError(
         "TABLE_UNKNOWN",
