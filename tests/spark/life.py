@@ -29,11 +29,9 @@ class Life:
         self.given = {"sinks": [sink], "transform": transform, "checkpoint": folder / "checkpoint", **more}
 
     def pipeline(self, **changes: Any) -> delivered.Pipeline:
-        given = {**self.given, **changes}
+        given = {"trigger": "available_now", **self.given, **changes}
         source = delivered.log(str(self.folder / "in"), **given.pop("source", {}))
-        return delivered.Pipeline(
-            name="life", guarantee="exactly_once", source=source, trigger="available_now", **given
-        )
+        return delivered.Pipeline(name="life", guarantee="exactly_once", source=source, **given)
 
     def produce(self) -> None:
         numbers = range(self.records, self.records + 20)

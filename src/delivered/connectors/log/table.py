@@ -111,7 +111,8 @@ def open_table(path: str, storage: Mapping[str, str], version: int | None = None
         raise UsageError(
             "LOG_MISSING",
             f"The log at {path!r} does not exist.",
-            next_step="check the path, or append the first records with delivered.connectors.log.append",
+            next_step="check the path; restore the folder if records were read from it before; else append the first "
+            "records with delivered.connectors.log.append",
         ) from None
     except (deltalake.exceptions.DeltaError, OSError) as error:
         raise Unreachable(
