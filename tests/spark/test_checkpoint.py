@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 import yaml
 from deltalake import DeltaTable
+from pyiceberg.catalog.sql import SqlCatalog
 from tests.kafka_tools import produce
 from tests.spark.life import PLAIN, WAIT_S, Life, once, rows
 
@@ -171,20 +172,26 @@ def test_sources_of_a_query_with_state(spark: SparkSession, tmp_path: Path) -> N
     assert counted(35)
 
 
-@checkpoint("a nullable column, added: Delta", "goes on", "with `mergeSchema`; earlier rows are null there")
-@checkpoint("a nullable column, removed: Delta", "goes on", "new rows are null there")
-def test_columns_of_delta(spark: SparkSession, tmp_path: Path) -> None:
-    table = tmp_path / "table"
-    life = Life(spark, tmp_path, delivered.endpoint("delta", path=str(table)))
+@checkpoint("a nullable column, added: Delta, Iceberg", "goes on", "with `mergeSchema`; earlier rows are null there")
+@checkpoint("a nullable column, removed: Delta, Iceberg", "goes on", "new rows are null there")
+@pytest.mark.parametrize("kind", ["delta", "iceberg"])
+def test_columns_of_a_lake_table(spark: SparkSession, tmp_path: Path, kind: str) -> None:
+    lake = tmp_path / "lake"
+    where = {"path": str(lake)} if kind == "delta" else {"table": "shop.rows", "warehouse": str(lake)}
+    life = Life(spark, tmp_path, delivered.endpoint(kind, **where))
     life.start()
     more = "SELECT CAST(key AS STRING) AS k, CAST(value AS STRING) AS v, offset AS position FROM source"
     life.refused("COLUMN_MISSING", transform=more)
-    life.given["sinks"] = [delivered.endpoint("delta", path=str(table), mergeSchema="true")]
+    life.given["sinks"] = [delivered.endpoint(kind, **where, mergeSchema="true")]
     life.start(transform=more)
     report = life.pipeline(transform=more).audit(spark)
     assert (report.verdict, report.breaches) == (Verdict.UNKNOWN, [])
     life.start(transform="SELECT CAST(key AS STRING) AS k, CAST(value AS STRING) AS v FROM source WHERE true")
-    found = DeltaTable(str(table)).to_pyarrow_table()
+    if kind == "delta":
+        found = DeltaTable(str(lake)).to_pyarrow_table()
+    else:
+        catalog = SqlCatalog("default", uri=f"sqlite:///{lake}/catalog.db", warehouse=f"file://{lake}")
+        found = catalog.load_table("shop.rows").scan().to_arrow()
     assert once(found["v"].to_pylist(), life.records)
     assert found["position"].null_count == 40
 
