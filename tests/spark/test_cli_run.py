@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+import yaml
 
 from delivered.cli.example import RECORDS, write_example
+from delivered.connectors.log import append
 
 WAIT_S = 250.0
 RUN = [sys.executable, "-c", "from delivered.cli.main import app; app()"]
@@ -106,6 +109,38 @@ def test_a_signal_lets_the_running_batch_finish(example: Path, how: str) -> None
     )
     assert offsets == commits, "every batch that began is logged"
     assert 40 <= rows(example.parent) < RECORDS, "and it stopped before the end"
+
+
+def test_rows_that_lost_are_counted(tmp_path: Path) -> None:
+    """expectedVersion: three of ten rows expect another version than the table has."""
+    with sqlite3.connect(tmp_path / "out.db") as connection:
+        connection.execute("CREATE TABLE stock (id bigint NOT NULL, version bigint, UNIQUE (id))")
+    expected = [b"7" if i < 3 else b"" for i in range(10)]
+    append(str(tmp_path / "in"), pa.table({"key": [str(i).encode() for i in range(10)], "value": expected}))
+    sql = "SELECT CAST(CAST(key AS STRING) AS BIGINT) AS id, 1L AS version, try_cast({0} AS BIGINT) AS was FROM source"
+    pipeline = {
+        "pipeline": "stock", "guarantee": "exactly_once", "checkpoint": "checkpoint", "trigger": "available_now",
+        "source": {"format": "log", "path": "in"}, "transform": {"sql": sql.format("CAST(value AS STRING)")},
+        "master": "local[1]",
+        "sinks": [{
+            "format": "sqlite", "path": "out.db", "table": "stock", "mode": "upsert", "keyColumns": "id",
+            "versionColumn": "version", "expectedVersion": "was", "onConflict": "dead_letter",
+        }],
+    }  # fmt: skip
+    file = tmp_path / "stock.yaml"
+    file.write_text(yaml.safe_dump(pipeline))
+    with running("run", str(file)) as process:
+        out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, err
+    assert "stock: 1 batch, 10 records, 3 not taken by a table (3 conflict) in" in out
+    with sqlite3.connect(tmp_path / "out.db") as connection:
+        assert connection.execute("SELECT count(*) FROM stock").fetchone() == (7,)
+    append(str(tmp_path / "in"), pa.table({"key": [b"5"], "value": [b"4"]}))
+    with running("run", str(file), "--output", "json") as process:
+        out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, err
+    last = json.loads(out.splitlines()[-1])
+    assert (last["records"], last["left_out"]) == (1, {"conflict": 1})
 
 
 def test_a_query_that_fails_gives_one_clear_error(example: Path) -> None:
