@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 COUNTS = "SELECT CAST(key AS STRING) AS k, count(*) AS n FROM source GROUP BY k"
 RUNNING = "0 seconds"
+checkpoint = pytest.mark.checkpoint
 
 
 def ended(query: StreamingQuery) -> DeliveredError:
@@ -39,6 +40,7 @@ def until(query: StreamingQuery, database: Path, records: int) -> None:
     assert once(rows(database), records)
 
 
+@checkpoint("the source's log, removed or put back to an older copy", "refused", "`LOG_MISSING`, `LOG_BEHIND`")
 def test_a_log_that_vanishes(spark: SparkSession, tmp_path: Path) -> None:
     """In mid-run, and between two runs; put back, it goes on."""
     database = tmp_path / "out.db"
@@ -64,6 +66,7 @@ def test_a_log_that_vanishes(spark: SparkSession, tmp_path: Path) -> None:
     assert once(rows(database), 40)
 
 
+@checkpoint("the source's topic, deleted", "refused", "`TOPIC_MISSING`; in mid-run the query stops")
 def test_a_topic_that_vanishes(kafka: Kafka, spark: SparkSession, tmp_path: Path) -> None:
     """In mid-run, and between two runs."""
     database, topic = tmp_path / "out.db", kafka.topic(1)

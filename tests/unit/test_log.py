@@ -277,6 +277,22 @@ def test_log_put_back_to_an_older_copy_is_an_error(log: Path) -> None:
         source_at(log).driver().latest({"version": 9, "offsets": {"0": 11}}, None)
 
 
+def test_a_log_that_vanishes_while_it_is_read(log: Path) -> None:
+    """To an incremental update, a folder that is gone is one without a new version."""
+    append(str(log), records(0, 10))
+    driver = source_at(log).driver()
+    start, end = driver.initial(), driver.latest(driver.initial(), None)
+    log.rename(log.with_name("away"))
+    with pytest.raises(UsageError, match=r"LOG_MISSING.*restore the folder"):
+        driver.latest(end, None)
+    log.with_name("away").rename(log)
+    assert driver.latest(start, None) == end
+    log.rename(log.with_name("away"))
+    append(str(log), records(0, 30))
+    with pytest.raises(InvariantBroken, match=r"DATA_LOST.*deleted and recreated"):
+        driver.latest(end, None)
+
+
 @pytest.mark.parametrize(
     ("starting", "ending", "expected"),
     [

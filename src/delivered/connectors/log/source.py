@@ -105,6 +105,7 @@ class LogDriver:
         self._table: Any = None
         self._snapshot: layout.Snapshot | None = None
         self._synced = -1
+        self._log: tuple[int, int] | None = None
         self._frozen: layout.Snapshot | None = None
 
     def initial(self) -> Offsets:
@@ -170,13 +171,17 @@ class LogDriver:
     def _refresh(self) -> layout.Snapshot:
         """The newest version; on a local disk it is durable before its offsets are reported."""
         path = self._options.path
+        log = layout.log_folder(path)
         if self._table is None:
             self._table = layout.open_table(path, self._storage)
+        elif log != self._log:  # to an update, a folder that is gone has no new version
+            self._reopen()
         else:
             try:
                 self._table.update_incremental()
             except Exception:  # the log was cleaned up, or the table recreated: open it again
-                self._table = layout.open_table(path, self._storage)
+                self._reopen()
+        self._log = log
         version = self._table.version()
         if self._snapshot is None or self._snapshot.version != version:
             first = self._synced + 1 if self._synced >= 0 else version - _VERSIONS_SYNCED_AT_START
@@ -184,6 +189,18 @@ class LogDriver:
             self._synced = version
             self._snapshot = layout.snapshot(self._table, path, self._storage)
         return self._snapshot
+
+    def _reopen(self) -> None:
+        path, before = self._options.path, self._table.metadata().id
+        self._table, self._snapshot = layout.open_table(path, self._storage), None
+        now = self._table.metadata().id
+        if now != before:
+            raise InvariantBroken(
+                "DATA_LOST",
+                f"The log {path!r} was deleted and recreated while it was read: its id was {before}, and is {now}. "
+                "Records may be lost.",
+                next_step="restore the log, or start a new checkpoint",
+            )
 
     def _at(self, version: int) -> layout.Snapshot:
         """The table at the version of a batch's end; the newest one if that version no longer exists."""

@@ -125,6 +125,15 @@ def open_table(path: str, storage: Mapping[str, str], version: int | None = None
     return table
 
 
+def log_folder(path: str) -> tuple[int, int] | None:
+    """Identity of the folder with a local table's log: another one was moved or made anew. None: remote, or gone."""
+    try:
+        found = (Path(path) / "_delta_log").stat() if is_local(path) else None
+    except OSError:
+        return None
+    return None if found is None else (found.st_dev, found.st_ino)
+
+
 def snapshot(table: Any, path: str, storage: Mapping[str, str]) -> Snapshot:
     """List the files of an open table with their offsets."""
     actions = pa.table(table.get_add_actions(flatten=True))
