@@ -33,23 +33,23 @@ batch.
 """
 
 
-def rows() -> Iterator[tuple[str, str, str, str]]:
-    """Change, outcome, remark, and the file of the test."""
+def marks(mark: str) -> Iterator[tuple[str, str, str, str]]:
+    """The three arguments of each such mark of a test, and the file of the test."""
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         text = path.read_text(encoding="utf-8")
-        if "mark.checkpoint" not in text:
+        if f"mark.{mark}" not in text:
             continue
         for node in ast.walk(ast.parse(text)):
-            for mark in getattr(node, "decorator_list", ()):
-                name = ast.unparse(mark.func) if isinstance(mark, ast.Call) else ""
-                if name in ("checkpoint", "pytest.mark.checkpoint"):
-                    change, outcome, remark = (ast.literal_eval(argument) for argument in mark.args)
+            for made in getattr(node, "decorator_list", ()):
+                name = ast.unparse(made.func) if isinstance(made, ast.Call) else ""
+                if name in (mark, f"pytest.mark.{mark}"):
+                    change, outcome, remark = (ast.literal_eval(argument) for argument in made.args)
                     yield change, outcome, remark, path.relative_to(ROOT).as_posix()
 
 
 def page() -> str:
     lines = [
         f"| {change} | {outcome} | {remark} | [{Path(file).stem.removeprefix('test_')}](../{file}) |"
-        for change, outcome, remark, file in rows()
+        for change, outcome, remark, file in marks("checkpoint")
     ]
     return _ABOVE + "\n".join(lines) + "\n" + _BELOW

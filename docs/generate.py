@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from docs import behaviours, benchmark, checkpoint, new_connector, pitfalls, support, verified
+from docs import behaviours, benchmark, checkpoint, new_connector, pitfalls, recompute, support, verified
 
 from delivered.model.options import OptionTable
 from delivered.pipeline.registry import connectors
@@ -38,8 +38,9 @@ def reference() -> str:
 
 
 def pages() -> dict[Path, str]:
-    kafka, new = DOCS / "connectors" / "kafka.md", DOCS / "new-connector.md"
+    audit, kafka, new = DOCS / "audit.md", DOCS / "connectors" / "kafka.md", DOCS / "new-connector.md"
     return {
+        audit: recompute.into(audit.read_text(encoding="utf-8")),
         DOCS / "benchmark.md": benchmark.page(),
         DOCS / "checkpoint.md": checkpoint.page(),
         kafka: behaviours.into(kafka.read_text(encoding="utf-8")),

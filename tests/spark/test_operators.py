@@ -23,6 +23,18 @@ WAIT_S = 240.0
 OPERATORS = [n for n, w in WORKLOADS.items() if w.oracle is not None]
 
 
+@pytest.mark.recompute("sessions; aggregates of aggregates", "in batches", "")
+@pytest.mark.recompute(
+    "`dropDuplicates`, `dropDuplicatesWithinWatermark`",
+    "in batches",
+    "everything, if copies in one batch differ: which one stays depends on their order",
+)
+@pytest.mark.recompute(
+    "`transformWithState`, `applyInPandasWithState`",
+    "in batches",
+    "everything, unless you declare `deterministic: true`: a function may depend on the order of rows. "
+    "Processing-time timers",
+)
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_transform_gives_what_its_oracle_says(

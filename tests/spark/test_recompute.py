@@ -94,6 +94,7 @@ def test_complete_owns_its_table_and_floats_have_a_tolerance(spark: SparkSession
     assert (report.verdict, report.counts.unexpected) == (Verdict.BROKEN, 1)
 
 
+@pytest.mark.recompute("totals with a `versionColumn`", "as one batch; then in batches, unless it is a `count(*)`", "")
 @pytest.mark.matrix
 def test_a_version_that_counts_is_exact_and_another_may_tie(spark: SparkSession, tmp_path: Path) -> None:
     """Of equal versions the first row stays: the replay knows which came first."""
@@ -126,6 +127,7 @@ def test_what_depends_on_more_than_batches_is_unknown(
     assert any(why in reason for reason in report.unknowns), report.unknowns
 
 
+@pytest.mark.recompute("windows, if no record was late: `update`, `append`", "as one batch", "")
 @pytest.mark.matrix
 @pytest.mark.parametrize("mode", ["update", "append"])
 def test_a_watermark_that_dropped_nothing_is_exact(spark: SparkSession, mode: str, tmp_path: Path) -> None:
@@ -134,10 +136,12 @@ def test_a_watermark_that_dropped_nothing_is_exact(spark: SparkSession, mode: st
     report = ran.audit()
     assert report.verdict is Verdict.HELD, str(report)
     assert report.counts.sent == (13 if mode == "update" else 11)
+    assert any("as one batch" in note for note in report.notes)
     report = ran.audit('UPDATE rows SET "count" = 99 WHERE rowid = 3')
     assert (report.verdict, report.counts.altered + report.counts.lost) == (Verdict.BROKEN, 1)
 
 
+@pytest.mark.recompute("`HAVING`, or a filter above an aggregation", "as one batch, then in batches", "")
 @pytest.mark.matrix
 def test_a_key_that_no_longer_passes_a_filter_keeps_its_last_row(spark: SparkSession, tmp_path: Path) -> None:
     ran = Ran(spark, tmp_path, f"{BY_KEY} GROUP BY k HAVING n < 10", "update")
@@ -148,6 +152,9 @@ def test_a_key_that_no_longer_passes_a_filter_keeps_its_last_row(spark: SparkSes
     assert (report.verdict, report.counts.altered) == (Verdict.BROKEN, 1)
 
 
+@pytest.mark.recompute(
+    "windows, if records may have been late: `update`, `append`", "as one batch, then in batches", ""
+)
 @pytest.mark.parametrize("mode", sweep(["update", "append"], lambda mode: mode == "append"))
 def test_records_that_spark_dropped_as_late_are_not_missed(spark: SparkSession, mode: str, tmp_path: Path) -> None:
     """The last batch is all late: its four windows are nowhere."""
@@ -156,6 +163,7 @@ def test_records_that_spark_dropped_as_late_are_not_missed(spark: SparkSession, 
     report = ran.audit()
     assert report.verdict is Verdict.HELD, str(report)
     assert report.counts.sent == (9 if mode == "update" else 7)
+    assert any("in the ledger's" in note for note in report.notes)
     report = ran.audit('UPDATE rows SET "count" = 11 WHERE rowid = 3')
     assert (report.verdict, report.counts.altered + report.counts.lost) == (Verdict.BROKEN, 1)
 
@@ -168,6 +176,7 @@ TOTALS = BY_KEY.replace(f"sum({VALUE})", f"sum(CAST({VALUE} / 4 AS DECIMAL(18, 2
 TABLES = [s for s in SINKS if s != "kafka"]
 
 
+@pytest.mark.recompute("running totals: `update`, `complete`", "as one batch", "")
 @pytest.mark.matrix
 @pytest.mark.parametrize("mode", ["update", "complete"])
 @pytest.mark.parametrize("system", TABLES)
@@ -179,6 +188,7 @@ def test_every_table_is_recomputed(
     ran = Ran(spark, tmp_path, TOTALS, mode, sink)
     report = ran.audit()
     assert (report.verdict, report.counts) == (Verdict.HELD, Counts(KEYS, KEYS)), str(report)
+    assert any("as one batch" in note for note in report.notes)
     sink.alter("k", "k1", {"top": 7})
     sink.remove("k", "k2")
     sink.add([{"k": "k99", "n": 1, "total": Decimal("1.00"), "top": 1}])
@@ -194,6 +204,7 @@ CHANGES = TOTALS.replace("CAST(key AS STRING) AS k", "CAST(key AS STRING) AS key
 CHANGES = f"SELECT key, concat_ws(',', n, total, top) AS value FROM ({CHANGES})"
 
 
+@pytest.mark.recompute("each change as a record: `update` to Kafka", "in batches", "")
 @pytest.mark.matrix
 @pytest.mark.parametrize(("mode", "sql"), [("update", CHANGES), ("append", "SELECT key, value FROM source")])
 def test_kafka_holds_each_record_once(
@@ -205,6 +216,7 @@ def test_kafka_holds_each_record_once(
     rows = KEYS * ROWS // PER_BATCH if mode == "update" else ROWS
     report = ran.audit()
     assert (report.verdict, report.counts) == (Verdict.HELD, Counts(rows, rows)), str(report)
+    assert any("in the ledger's 3 batches" in note for note in report.notes) == (mode == "update")
     sink.add(sink.rows()[3:6])
     sink.add([{"key": b"k99", "value": b"1"}])
     report = ran.audit()
@@ -236,6 +248,7 @@ def labelled(frame: DataFrame) -> DataFrame:
     return windows(frame).select(F.date_format("window.end", "HH:mm:ss").alias("label"), "count")
 
 
+@pytest.mark.recompute("`mode: overwrite` of partitions", "in batches", "")
 @pytest.mark.matrix
 def test_partitions_that_batches_replaced_are_recomputed(
     spark: SparkSession, request: pytest.FixtureRequest, tmp_path: Path

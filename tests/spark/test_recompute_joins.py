@@ -75,6 +75,7 @@ def outer(orders: DataFrame, payments: DataFrame) -> DataFrame:
     return joined.select(F.col("o_id").alias("id"), F.unix_seconds("p").cast("string").alias("paid"))
 
 
+@pytest.mark.recompute("inner join of streams, no watermark", "as one batch", "")
 @pytest.mark.matrix
 def test_an_inner_join_is_recomputed_in_one_batch(spark: SparkSession, tmp_path: Path) -> None:
     shop = Shop(spark, tmp_path, INNER)
@@ -87,12 +88,14 @@ def test_an_inner_join_is_recomputed_in_one_batch(spark: SparkSession, tmp_path:
     assert shop.pipeline.audit(spark, recompute=True).verdict is Verdict.BROKEN
 
 
+@pytest.mark.recompute("other joins of streams", "in batches", "")
 @pytest.mark.matrix
 def test_an_outer_join_is_replayed(spark: SparkSession, tmp_path: Path) -> None:
     shop = Shop(spark, tmp_path, outer)
     shop.run(orders=range(100), payments=range(20, 120))
     report = shop.pipeline.audit(spark, recompute=True)
     assert report.verdict is Verdict.HELD, str(report)
+    assert any("in the ledger's" in note for note in report.notes)
     assert report.counts.sent == 99, "an order at the epoch is no newer than the first watermark, and dropped as late"
     shop.change("UPDATE paid SET paid = NULL WHERE id = '70'")
     report = shop.pipeline.audit(spark, recompute=True)
@@ -123,6 +126,11 @@ def with_prices(kind: str, path: Path) -> Any:
     return priced
 
 
+@pytest.mark.recompute(
+    "join with a table",
+    "inner: as one batch; others: in batches",
+    "everything, if a row differs: the table may have changed",
+)
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "rows", "way"), [("inner", 80, "as one batch"), ("left", 90, "in the ledger's 3 bat")]
@@ -144,12 +152,14 @@ def test_a_join_with_a_table_is_unknown_once_the_table_changed(
     assert any("a table that is not a stream" in reason for reason in report.unknowns), report.unknowns
 
 
+@pytest.mark.recompute("join with `VALUES` in the SQL", "in batches", "")
 @pytest.mark.matrix
 def test_a_join_with_values_in_the_sql_is_exact(spark: SparkSession, tmp_path: Path) -> None:
     shop = Shop(spark, tmp_path, VALUES, "orders")
     shop.run(orders=range(10))
     report = shop.pipeline.audit(spark, recompute=True)
     assert (report.verdict, report.counts) == (Verdict.HELD, Counts(10, 10)), str(report)
+    assert any("in the ledger's" in note for note in report.notes)
     shop.change("UPDATE paid SET paid = 'three' WHERE id = '2'")
     report = shop.pipeline.audit(spark, recompute=True)
     assert report.verdict is Verdict.BROKEN, str(report)
