@@ -74,10 +74,10 @@ def with_earlier(report: AuditReport, earlier: Earlier, adds_columns: bool = Fal
     clean = counts == Counts(counts.sent, counts.sent + theirs, reordered=counts.reordered, earlier=theirs)
     differs = clean and theirs == handed and prints is not None and prints.delivered != prints.sent
     explained = [d for d in (Damage.UNEXPECTED, Damage.DUPLICATED) if not counts.of(d)]
-    says = "all of them by count and fingerprint" if clean and theirs == handed and not differs else "by count"
+    evidence = "all of them by count and fingerprint" if clean and theirs == handed and not differs else "by count"
     reason = (
         f"batches {earlier.batches} ran with another transform and cannot be recomputed with this one. According to "
-        f"the ledger, they handed {handed:,} records to the sink; it holds {theirs:,}, {says}"
+        f"the ledger, they handed {handed:,} records to the sink; it holds {theirs:,}, {evidence}"
     )
     if differs and adds_columns:
         differs = False

@@ -141,11 +141,11 @@ def doubts(how: Recompute, plan: str, mode: WriteMode, way: Way) -> list[Doubt]:
 def _of_values(how: Recompute, plan: str) -> list[Doubt]:
     found: list[Doubt] = []
     if how.changing or how.deterministic is False:
-        said = ", ".join(how.changing) or "a function declared deterministic: false"
-        found.append(Doubt(f"the transform calls {said}, whose value changes between runs"))
+        calls = ", ".join(how.changing) or "a function declared deterministic: false"
+        found.append(Doubt(f"the transform calls {calls}, whose value changes between runs"))
     known = {c.rstrip("()") for c in how.changing}
-    if how.deterministic is None and (named := sorted({c.lower() for c in _BY_ORDER.findall(plan)} - known)):
-        called = ", ".join(f"{c}()" for c in named)
+    if how.deterministic is None and (by_order := sorted({c.lower() for c in _BY_ORDER.findall(plan)} - known)):
+        called = ", ".join(f"{c}()" for c in by_order)
         found.append(Doubt(f"the transform calls {called}, whose value changes between runs"))
     if clocks := sorted({c.lower() for c in _CLOCK.findall(plan)} - known):
         found.append(Doubt(f"the transform calls {', '.join(c + '()' for c in clocks)}, which has another value now"))

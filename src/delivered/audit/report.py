@@ -93,21 +93,21 @@ class AuditReport:
             return []
         counts = self.counts if self.all_own else replace(self.counts, unexpected=0)
         counts = replace(counts, **{damage.value: 0 for damage in self.uncertain})
-        found = breaches(self.guarantee, counts, self.given_up)
+        violations = breaches(self.guarantee, counts, self.given_up)
         if self.undeleted:
-            found.append(f"{self.undeleted} deleted keys are still in the sink")
+            violations.append(f"{self.undeleted} deleted keys are still in the sink")
         if self.earlier is not None and not self.guarantee.may_lose:
             if self.earlier.missing:
-                found.append(
+                violations.append(
                     f"{self.earlier.missing} records of batches {self.earlier.batches} are lost: according to the "
                     "ledger, they were handed to the sink"
                 )
             elif self.earlier.differs:
-                found.append(
+                violations.append(
                     f"records of batches {self.earlier.batches} are lost or altered: the sink holds as many as the "
                     "ledger says, but with another fingerprint"
                 )
-        return found
+        return violations
 
     @property
     def verdict(self) -> Verdict:

@@ -49,12 +49,12 @@ class SourceSet:
                 f"The pipeline's batches read the sources {', '.join(end)}, and it has {', '.join(self._drivers)}.",
                 next_step="audit with the sources that the pipeline ran with",
             )
-        found = []
+        slices = []
         for name in (n for n in self._drivers if n in end):
             prefix = "" if name == SOURCE else f"{name} "
             for piece in self._drivers[name].slices(start.get(name, self.first[name]), end[name]):
-                found.append(Slice((name, piece), prefix + piece.partition if piece.partition else ""))
-        return found
+                slices.append(Slice((name, piece), prefix + piece.partition if piece.partition else ""))
+        return slices
 
     def close(self) -> None:
         for driver in self._drivers.values():

@@ -96,11 +96,11 @@ def of_conditional(report: AuditReport, mode: WriteMode, left_out: Mapping[str, 
         notes.append(f"{altered:,} keys hold another row than was sent: it stood there before, by the ledger's count")
     if lost:
         notes.append(f"{lost:,} rows are missing because they broke a constraint, by the ledger's count")
-    gone = {Damage.LOST: counts.lost == lost, Damage.ALTERED: counts.altered == altered}
+    explained = {Damage.LOST: counts.lost == lost, Damage.ALTERED: counts.altered == altered}
     return replace(
         report,
         counts=replace(counts, sent=counts.sent - lost, lost=counts.lost - lost, altered=counts.altered - altered),
-        samples=tuple(s for s in report.samples if not gone.get(s.damage)),
+        samples=tuple(s for s in report.samples if not explained.get(s.damage)),
         notes=(*report.notes, *notes),
         fingerprints=None if lost or altered else report.fingerprints,
     )

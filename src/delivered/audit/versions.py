@@ -35,14 +35,14 @@ def version_ranges(newest: Decision) -> list[VersionRange]:
     total = Account(newest.total, newest.given_up)
     if not newest.transforms:
         return [VersionRange("", 0, newest.batch, "", newest.offsets, total)]
-    sink, found = newest.scope.sink, []
+    sink, ranges = newest.scope.sink, []
     following = [*((t.batch - 1, t.after, t.accounts.get(sink, Account())) for t in newest.transforms[1:])]
     following.append((newest.batch, newest.offsets, total))
     for version, (last, end, until) in zip(newest.transforms, following, strict=True):
         before = version.accounts.get(sink, Account())
         decided = Account(until.total - before.total, until.given_up - before.given_up)
-        found.append(VersionRange(version.fingerprint, version.batch, last, version.after, end, decided))
-    return found
+        ranges.append(VersionRange(version.fingerprint, version.batch, last, version.after, end, decided))
+    return ranges
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,11 @@ def examine(pipeline: Pipeline | None) -> list[Check]:
     looks: list[Callable[[], Check]] = [_python, _java, _pyspark, _worker_python, _class_archive]
     looks += [_library(*names) for names in _LIBRARIES]
     looks += [_disk(tempfile.gettempdir()), _disk(str(Path.cwd())), _ports, _host_name]
-    found = [look() for look in looks]
-    found.append(_workers(pipeline))
+    checks = [look() for look in looks]
+    checks.append(_workers(pipeline))
     if pipeline is not None:
-        found.extend(_pipeline(pipeline))
-    return spoken(found)
+        checks.extend(_pipeline(pipeline))
+    return spoken(checks)
 
 
 def show(checks: list[Check]) -> None:
@@ -74,12 +74,12 @@ def show(checks: list[Check]) -> None:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for check in checks:
-        says = check.says if check.next_step is None else f"{check.says}\nNext: {check.next_step}"
-        table.add_row(marks[check.health], Text(check.name), Text(says))  # brackets are not markup
-    shown = console()
-    if not shown.is_terminal:
-        shown.width = _UNWRAPPED
-    shown.print(table)
+        text = check.says if check.next_step is None else f"{check.says}\nNext: {check.next_step}"
+        table.add_row(marks[check.health], Text(check.name), Text(text))  # brackets are not markup
+    terminal = console()
+    if not terminal.is_terminal:
+        terminal.width = _UNWRAPPED
+    terminal.print(table)
 
 
 def _python() -> Check:
@@ -100,12 +100,12 @@ def _java() -> Check:
 
 def _pyspark() -> Check:
     try:
-        found = importlib.metadata.version("pyspark")
+        version = importlib.metadata.version("pyspark")
     except importlib.metadata.PackageNotFoundError:
         return Check("pyspark", Health.BAD, "not installed", 'pip install "delivered[spark]"')
-    if tuple(int(n) for n in found.split(".")[:2] if n.isdigit()) < (4, 2):
-        return Check("pyspark", Health.BAD, f"{found}; 4.2 or later is needed", 'pip install -U "delivered[spark]"')
-    return Check("pyspark", Health.GOOD, found)
+    if tuple(int(n) for n in version.split(".")[:2] if n.isdigit()) < (4, 2):
+        return Check("pyspark", Health.BAD, f"{version}; 4.2 or later is needed", 'pip install -U "delivered[spark]"')
+    return Check("pyspark", Health.GOOD, version)
 
 
 def _class_archive() -> Check:
@@ -155,24 +155,24 @@ def _defaults() -> dict[str, str]:
 
 def _worker_python() -> Check:
     """Spark's workers run PYSPARK_PYTHON; another minor version cannot unpickle what the driver sends."""
-    named = os.environ.get("PYSPARK_PYTHON")
-    if named is None:
+    configured = os.environ.get("PYSPARK_PYTHON")
+    if configured is None:
         return Check("PYSPARK_PYTHON", Health.GOOD, "not set; delivered runs its workers with this Python")
-    path = shutil.which(named)
+    path = shutil.which(configured)
     if path is None:
         return Check(
-            "PYSPARK_PYTHON", Health.BAD, f"{named!r} cannot be run", f"export PYSPARK_PYTHON={sys.executable}"
+            "PYSPARK_PYTHON", Health.BAD, f"{configured!r} cannot be run", f"export PYSPARK_PYTHON={sys.executable}"
         )
     code = "import sys, importlib.util as u; print('%d.%d' % sys.version_info[:2], bool(u.find_spec('delivered')))"
     answer = subprocess.run([path, "-c", code], capture_output=True, text=True, check=False).stdout.split()
     own = f"{sys.version_info.major}.{sys.version_info.minor}"
     if answer != [own, "True"]:
-        says = (
+        problem = (
             f"{path} is Python {answer[0]}, this is {own}"
             if answer and answer[0] != own
             else f"{path} has no delivered"
         )
-        return Check("PYSPARK_PYTHON", Health.BAD, says, f"export PYSPARK_PYTHON={sys.executable}")
+        return Check("PYSPARK_PYTHON", Health.BAD, problem, f"export PYSPARK_PYTHON={sys.executable}")
     return Check("PYSPARK_PYTHON", Health.GOOD, path)
 
 
@@ -189,12 +189,14 @@ def _disk(folder: str) -> Callable[[], Check]:
     def look() -> Check:
         name = f"disk {folder}"
         free = shutil.disk_usage(folder).free
-        says = f"{free / (1 << 30):.1f} GiB free"
+        space = f"{free / (1 << 30):.1f} GiB free"
         if free < _DISK_FREE_MIN:
-            return Check(name, Health.BAD, f"{says}; 1 GiB is needed", "free some space, or set TMPDIR to another disk")
+            return Check(
+                name, Health.BAD, f"{space}; 1 GiB is needed", "free some space, or set TMPDIR to another disk"
+            )
         if not os.access(folder, os.W_OK):
-            return Check(name, Health.MISSING, f"{says}, not writable", "run from a writable folder")
-        return Check(name, Health.GOOD, says)
+            return Check(name, Health.MISSING, f"{space}, not writable", "run from a writable folder")
+        return Check(name, Health.GOOD, space)
 
     return look
 
@@ -240,5 +242,5 @@ def _pipeline(pipeline: Pipeline) -> Iterator[Check]:
     if isinstance(answer, Refusal):
         yield Check(f"pipeline {pipeline.name}", Health.BAD, answer.reason, answer.next_step)
     else:
-        says = f"{answer.guarantee.value} by {answer.mechanism}"
-        yield Check(f"pipeline {pipeline.name}", Health.GOOD, "; ".join([says, *answer.warnings]))
+        summary = f"{answer.guarantee.value} by {answer.mechanism}"
+        yield Check(f"pipeline {pipeline.name}", Health.GOOD, "; ".join([summary, *answer.warnings]))

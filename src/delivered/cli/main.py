@@ -123,17 +123,17 @@ def adopt(
     """Start a pipeline where another job stopped: show where, and with --yes keep it in the new checkpoint."""
     pipeline = read(file, set_)
     with working("asking the source, the sink and the old job"):
-        found = pipeline.adopt(checkpoint=from_checkpoint, group=from_group, timestamp_ms=from_timestamp, write=yes)
+        adoption = pipeline.adopt(checkpoint=from_checkpoint, group=from_group, timestamp_ms=from_timestamp, write=yes)
     if output is Output.JSON:
-        say_json(found.to_json())
+        say_json(adoption.to_json())
         return
-    say(f"from {found.origin}")
-    for name, (offset, ahead) in found.partitions.items():
+    say(f"from {adoption.origin}")
+    for name, (offset, ahead) in adoption.partitions.items():
         say(f"  {name}: starts at offset {offset:,}, {ahead:,} offsets ahead")
-    for text in found.notes:
+    for text in adoption.notes:
         say(f"- {text}")
-    did = f"written to {found.checkpoint}. Next: delivered run {file}"
-    say(did if found.written else f"nothing written. To write it to {found.checkpoint}: repeat with --yes")
+    did = f"written to {adoption.checkpoint}. Next: delivered run {file}"
+    say(did if adoption.written else f"nothing written. To write it to {adoption.checkpoint}: repeat with --yes")
 
 
 @app.command()
@@ -329,20 +329,20 @@ def verify(
     return run_verify(file, choice, out, folder.resolve(), resume, listing, output)
 
 
-def _offsets(option: str, given: str | None) -> dict[str, Any] | None:
-    if given is None:
+def _offsets(option: str, text: str | None) -> dict[str, Any] | None:
+    if text is None:
         return None
     try:
-        found = json.loads(given)
+        offsets = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        offsets = None
+    if not isinstance(offsets, dict):
         raise UsageError(
             "OFFSETS_VALUE",
-            f"{option} is {given!r}; it must be a JSON object.",
+            f"{option} is {text!r}; it must be a JSON object.",
             next_step="""write it as in '{"orders": {"0": 12}}' (Kafka) or '{"rowid": 12}' (SQLite)""",
         )
-    return found
+    return offsets
 
 
 def read(file: Path, sets: list[str], **named: Any) -> Pipeline:

@@ -76,9 +76,9 @@ class _Lines(logging.Handler):
 
 def tell_warnings() -> None:
     """Print this package's warnings from now on: nothing else configures logging in this process."""
-    ours = logging.getLogger("delivered")
-    if not any(isinstance(h, _Lines) for h in ours.handlers):
-        ours.addHandler(_Lines(logging.WARNING))
+    logger = logging.getLogger("delivered")
+    if not any(isinstance(h, _Lines) for h in logger.handlers):
+        logger.addHandler(_Lines(logging.WARNING))
 
 
 def stamp() -> str:
@@ -146,19 +146,19 @@ def fail(error: Exception, as_json: bool) -> int:
     """Show an error; return its exit code."""
     if os.environ.get("DELIVERED_TRACEBACK"):
         messages().print_exception()
-    found = _ours(error)
-    message = redact(spoken(found.message))[:_MESSAGE_LENGTH_MAX]
-    next_step = redact(spoken(found.next_step)) if found.next_step else None
+    own = _ours(error)
+    message = redact(spoken(own.message))[:_MESSAGE_LENGTH_MAX]
+    next_step = redact(spoken(own.next_step)) if own.next_step else None
     if as_json:
-        say_json({"error": {"code": found.code, "message": message, "next": next_step}})
+        say_json({"error": {"code": own.code, "message": message, "next": next_step}})
     else:
         shown = messages()
-        shown.print(f"[{found.code}]", style="bold red", end=" ", markup=False)
+        shown.print(f"[{own.code}]", style="bold red", end=" ", markup=False)
         shown.print(message, markup=False)
         if next_step:
             shown.print("Next:", style="bold", end=" ")
             shown.print(next_step, markup=False)
-    return found.exit_code
+    return own.exit_code
 
 
 def _ours(error: Exception) -> DeliveredError:

@@ -97,7 +97,7 @@ def run_pipeline(
             failure = query.exception()
             show.end()
         if failure is not None:
-            raise _said(failure, log)  # inside, so that the log file it names is kept
+            raise _own_error(failure, log)  # inside, so that the log file it names is kept
     _summary(pipeline, progress, time.monotonic() - began, idle, output)
     return 0
 
@@ -156,8 +156,8 @@ class _Warnings:
         if self._file is None:
             return []
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
-        ours = (line.decode(errors="replace") for line in lines if WARNING_MARK.encode() in line)
-        return list(dict.fromkeys(line.partition(WARNING_MARK)[2] for line in ours))
+        warnings = (line.decode(errors="replace") for line in lines if WARNING_MARK.encode() in line)
+        return list(dict.fromkeys(line.partition(WARNING_MARK)[2] for line in warnings))
 
     def close(self) -> None:
         if self._file is not None:
@@ -218,12 +218,12 @@ def _summary(pipeline: Pipeline, progress: Progress, seconds: float, idle: bool,
         say("The current batch was interrupted; the next start finishes or repeats it.")
 
 
-def _said(failure: Any, log: SparkLog) -> Exception:
+def _own_error(failure: Any, log: SparkLog) -> Exception:
     """A failed query's own error, with a pointer to Spark's log."""
 
-    found = translated(failure)
-    if found is not None:
-        return found
+    own_error = translated(failure)
+    if own_error is not None:
+        return own_error
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     cause = next((line for line in reversed(lines) if "Error" in line and not line.startswith("at ")), lines[0])
     where = log.path or "standard error"
@@ -291,13 +291,13 @@ def _stderr_to(path: Path | None) -> Iterator[None]:
         yield
         return
     sys.stderr.flush()
-    kept = os.dup(2)
+    saved = os.dup(2)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         os.dup2(file, 2)
         yield
     finally:
         sys.stderr.flush()
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(saved, 2)
+        os.close(saved)
         os.close(file)

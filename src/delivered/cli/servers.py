@@ -132,9 +132,9 @@ def stop(kind: KindArgument = "kafka", folder: FolderOption = None, output: Outp
 def status(kind: KindArgument = "kafka", folder: FolderOption = None, output: OutputOption = Output.TEXT) -> int:
     """Show whether a server is up, and its address (exit code 1 if not)."""
     with working(f"checking {kind}"):
-        found = brokers.status(_place(kind, folder))
-    _show(found, output)
-    return 0 if found.answering else 1
+        servers = brokers.status(_place(kind, folder))
+    _show(servers, output)
+    return 0 if servers.answering else 1
 
 
 def _kafka(folder: Path | None) -> str:

@@ -42,7 +42,7 @@ def verify(
     store = Store(out)
     if resume:
         store.load()
-    log = RunLog(folder, _asked(file, choice))
+    log = RunLog(folder, _as_options(file, choice))
 
     def keep(result: Result, number: int, of: int) -> None:
         log.add(result)
@@ -63,7 +63,7 @@ def verify(
     return worst(everything).exit_code
 
 
-def _asked(file: Path | None, choice: Choice) -> str:
+def _as_options(file: Path | None, choice: Choice) -> str:
     """How this run differs from the default, as options."""
     options = [str(file)] if file is not None else []
     options += [f"--only {pattern}" for pattern in choice.only]

@@ -274,13 +274,13 @@ def _apply(context: Context, decision: Decision) -> None:
     if step is None:
         return
     broken = apply_decided(context, decision, step)
-    gone = [
+    expired = [
         (p.shard, decision.scope_of(p).sink)
         for p in broken
         if not context.committer.was_committed(work_of(decision, p))
     ]
-    if gone:
-        text = ", ".join(f"{shard} at {sink!r}" for shard, sink in gone[:50])
+    if expired:
+        text = ", ".join(f"{shard} at {sink!r}" for shard, sink in expired[:50])
         raise PromiseBroken(
             "PROMISE_EXPIRED",
             f"Batch {decision.batch} is decided, but its prepared rows were dropped before they became visible, in "

@@ -64,16 +64,18 @@ class _Keys:
         """
         if self._writer is None:
             return
-        found = np.empty(sum(len(one) for one, _ in self._hashes), dtype=[("one", np.uint64), ("other", np.uint64)])
+        total = sum(len(first) for first, _ in self._hashes)
+        hashes = np.empty(total, dtype=[("one", np.uint64), ("other", np.uint64)])
         at = 0
-        for one, other in self._hashes:
-            found["one"][at : at + len(one)], found["other"][at : at + len(one)] = one, other
-            at += len(one)
+        for first, second in self._hashes:
+            here = slice(at, at + len(first))
+            hashes["one"][here], hashes["other"][here] = first, second
+            at += len(first)
         self._hashes.clear()
-        order = np.argsort(found["one"])  # of the few that are equal, both hashes decide
-        sorted_hashes = found["one"][order]
+        order = np.argsort(hashes["one"])  # of the few that are equal, both hashes decide
+        sorted_hashes = hashes["one"][order]
         equal = np.append(sorted_hashes[1:] == sorted_hashes[:-1], False)
-        suspects = found[order[equal | np.roll(equal, 1)]]
+        suspects = hashes[order[equal | np.roll(equal, 1)]]
         pairs, counts = np.unique(suspects, return_counts=True)
         if (counts > 1).any():
             self._refuse(pairs[counts > 1][0])

@@ -73,11 +73,11 @@ def check_same_rows(context: Context, decided: Archived, messages: Sequence[Shar
     rows += sum((p.fingerprint for p in written(messages) if p.sink == context.scope.sink), Fingerprint())
     if decided.holds(rows):
         return
-    what = "different ones" if rows.count == decided.rows else str(rows.count)
+    count = "different ones" if rows.count == decided.rows else str(rows.count)
     raise Refused(
         "RUN_ID_TAKEN",
         f"Run {context.scope.incarnation!r} of pipeline {context.scope.pipeline!r} was already written to sink "
-        f"{context.scope.sink!r} with {decided.rows} records; now it has {what}. A run id must always name the same "
+        f"{context.scope.sink!r} with {decided.rows} records; now it has {count}. A run id must always name the same "
         "rows. Nothing was written.",
         next_step="use another runId for other rows; in foreachBatch, combine the query's id and the batch's: "
         'f"{query_id}-{batch_id}"',
@@ -135,8 +135,8 @@ def complete(context: Context, batch: int, messages: Sequence[ShardMessage]) -> 
     """
     sinks = sorted((context.scope.sink, *context.others))
     for m in messages:
-        named = sorted(p.sink for p in m.participants if p.shard == m.shard)
-        wrote = m.did is Action.WRITE and named == sinks and len(m.participants) == len(sinks)
+        sinks_written = sorted(p.sink for p in m.participants if p.shard == m.shard)
+        wrote = m.did is Action.WRITE and sinks_written == sinks and len(m.participants) == len(sinks)
         gave_up = m.did is Action.GIVE_UP and m.plan.guarantee is Guarantee.AT_MOST_ONCE
         if not (wrote or gave_up):
             raise InvariantBroken(
@@ -149,8 +149,8 @@ def complete(context: Context, batch: int, messages: Sequence[ShardMessage]) -> 
 
 def orphans(messages: Sequence[ShardMessage], decision: Decision) -> list[Prepared]:
     """Prepared participants that the decision does not name."""
-    named = {_key(p) for p in decision.participants}
-    return [p for p in written(messages) if p.handle and _key(p) not in named]
+    kept = {_key(p) for p in decision.participants}
+    return [p for p in written(messages) if p.handle and _key(p) not in kept]
 
 
 def _key(p: Prepared) -> tuple[int, str, str]:

@@ -146,11 +146,11 @@ def _finish(context: Context, decision: Decision, other: Decision | None = None)
 
 def _known_sinks(context: Context, decision: Decision) -> None:
     """Participants at a sink removed since then can be neither applied nor queried."""
-    gone = sorted({p.sink for p in decision.participants if p.handle} - {context.scope.sink, *context.others})
-    if gone:
+    removed = sorted({p.sink for p in decision.participants if p.handle} - {context.scope.sink, *context.others})
+    if removed:
         raise Refused(
             "SINK_LEFT_OUT",
-            f"Batch {decision.batch} of incarnation {decision.scope.incarnation} was also decided for sinks {gone}, "
+            f"Batch {decision.batch} of incarnation {decision.scope.incarnation} was also decided for sinks {removed}, "
             f"but the pipeline now has {sorted((context.scope.sink, *context.others))}. Their part of the batch may or "
             "may not be visible; nothing was changed.",
             next_step="start once with the previous sinks, let one batch finish, stop, then change them",

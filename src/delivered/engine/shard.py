@@ -63,12 +63,12 @@ def write_shard(
     lines = _lines(sink, plan, shard)
     if action is Action.COMPARE:
         for batch in batches:
-            for _ in _shared(lines, batch, plan.batch, shard):
+            for _ in _split(lines, batch, plan.batch, shard):
                 pass  # counted
-        return ShardMessage(plan, shard, attempt, action, compared=_compared(lines))
+        return ShardMessage(plan, shard, attempt, action, compared=_fingerprints(lines))
     if action is Action.GIVE_UP:
         for batch in batches:
-            for line, _ in _shared(lines, batch, plan.batch, shard):
+            for line, _ in _split(lines, batch, plan.batch, shard):
                 line.total += line.dropped
                 line.dropped = Fingerprint()
         return ShardMessage(plan, shard, attempt, Action.GIVE_UP, given_up={n.scope.sink: n.total for n in lines})
@@ -86,7 +86,7 @@ def write_shard(
     # Unacknowledged records that the sink gave up: only counted, as it is unknown which they are.
     dropped = {n.scope.sink: n.dropped for n in lines}
     unanswered = {p.sink: Fingerprint(sum(p.given_up.values())) + dropped[p.sink] for p in participants}
-    return ShardMessage(plan, shard, attempt, Action.WRITE, tuple(participants), unanswered, _compared(lines))
+    return ShardMessage(plan, shard, attempt, Action.WRITE, tuple(participants), unanswered, _fingerprints(lines))
 
 
 @dataclass
@@ -145,7 +145,7 @@ class _Line:
             )
 
 
-def _compared(lines: Sequence[_Line]) -> dict[str, Fingerprint]:
+def _fingerprints(lines: Sequence[_Line]) -> dict[str, Fingerprint]:
     """Dead letters are only counted: they contain row numbers, and rows may arrive in another order."""
     read = [n for n in lines if n.writer is None]
     return {n.scope.sink: Fingerprint(n.total.count) if n.member.dead_letters else n.total for n in read}
@@ -157,20 +157,20 @@ def _lines(sink: Sink | SinkGroup, plan: BatchPlan, shard: int) -> list[_Line]:
     members = sink.members if isinstance(sink, SinkGroup) else (Member(plan.scope.sink, sink),)
     on_bad_row = sink.on_bad_row if isinstance(sink, SinkGroup) else OnBadRow.FAIL
     rewritten = plan.rewrite.get(shard)
-    wanted = [m for m in members if rewritten is None or m.name in rewritten]
-    found = []
-    every = plan.action is Action.COMPARE or any(m.dead_letters for m in wanted)
-    for member in members if every else wanted:
+    written = [m for m in members if rewritten is None or m.name in rewritten]
+    lines = []
+    every = plan.action is Action.COMPARE or any(m.dead_letters for m in written)
+    for member in members if every else written:
         scope = replace(plan.scope, sink=member.name)
-        found.append(_Line(member, scope, fingerprint_seed(scope), on_bad_row, member in wanted))
-    return found
+        lines.append(_Line(member, scope, fingerprint_seed(scope), on_bad_row, member in written))
+    return lines
 
 
-def _shared(
+def _split(
     lines: Sequence[_Line], batch: pa.RecordBatch, number: int, shard: int
 ) -> Iterator[tuple[_Line, pa.RecordBatch]]:
     """Each sink's rows of a batch, counted, in sink order; dead letters come last."""
-    found: list[pa.RecordBatch] = []
+    rejected: list[pa.RecordBatch] = []
     for line in (n for n in lines if not n.member.dead_letters):
         rows = line.routed(batch)
         if line.on_bad_row is not OnBadRow.FAIL:
@@ -180,11 +180,11 @@ def _shared(
                 line.dropped += Fingerprint(routed.num_rows - rows.num_rows)
             elif reasons is not None:
                 origin = batch if routed.num_rows == batch.num_rows else None
-                found.append(dead_letters(line.scope.sink, reasons, routed, origin, number, shard, line.rows))
+                rejected.append(dead_letters(line.scope.sink, reasons, routed, origin, number, shard, line.rows))
             line.rows += routed.num_rows
         yield line, line.count(rows)
     for line in (n for n in lines if n.member.dead_letters):
-        for written in found:
+        for written in rejected:
             yield line, line.count(line.routed(written))
 
 
@@ -195,7 +195,7 @@ def _stage(
     facts = {"batch": plan.batch, "shard": shard, "attempt": attempt}
     reach(write, Moment.BEFORE, **facts)
     for batch in batches:
-        for line, rows in _shared(lines, batch, plan.batch, shard):
+        for line, rows in _split(lines, batch, plan.batch, shard):
             if line.writer is not None:
                 line.writer.stage(rows)
                 reach(write, Moment.AFTER, rows=line.total.count, sink=line.scope.sink, **facts)

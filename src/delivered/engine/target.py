@@ -45,11 +45,11 @@ def check_targets(context: Context, last: Decision | None) -> Mapping[str, str]:
     for sink, before in sorted(last.targets.items()):
         if sink in sinks and not (sink in now and same_target(before, now[sink])):
             written_to = before if _IN_WORDS.fullmatch(before) else f"a target with id {before}"
-            found = f"its target is now {now[sink]}" if sink in now else "no such target exists now"
+            state = f"its target is now {now[sink]}" if sink in now else "no such target exists now"
             raise TargetChanged(
                 "TARGET_CHANGED",
                 f"Sink {sink!r} of pipeline {context.scope.pipeline!r}: batch {last.batch} was written to "
-                f"{written_to}, but {found}. It was dropped or recreated, and lacks the {last.total_of(sink).count} "
+                f"{written_to}, but {state}. It was dropped or recreated, and lacks the {last.total_of(sink).count} "
                 "records delivered before. Nothing was written.",
                 next_step="restore the original target; or redeliver everything with a new checkpoint; or continue "
                 'with the new target as it is: accept it once with .option("newTarget", "accept")',

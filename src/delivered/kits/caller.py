@@ -168,12 +168,12 @@ class Caller:
 
     def missing(self, error: Exception) -> bool:
         """The error says that a table does not exist."""
-        found = cause(error)
+        own = cause(error)
         if self.dialect == "postgres":
-            return getattr(found, "sqlstate", None) in ("42P01", "3F000")  # no table, no schema
+            return getattr(own, "sqlstate", None) in ("42P01", "3F000")  # no table, no schema
         if self.dialect == "mysql":
-            return found.args[:1] == (_NO_TABLE_MYSQL,)
-        return "no such table" in str(found)
+            return own.args[:1] == (_NO_TABLE_MYSQL,)
+        return "no such table" in str(own)
 
 
 def cause(error: Exception) -> Exception:

@@ -96,21 +96,21 @@ def parse_mode(owner: str, values: Mapping[str, str], modes: Sequence[str]) -> W
         UsageError: unknown mode, upsert without a key, upsert options in another mode, or one column in two roles.
     """
     mode = choice(modes).parse(owner, "mode", values.get("mode", "append"))
-    given = [o.name for o in UPSERT_OPTIONS if o.name in values]
+    upsert_options = [o.name for o in UPSERT_OPTIONS if o.name in values]
     on_constraint = choice((OnConflict.FAIL, OnConflict.DEAD_LETTER)).parse(
         owner, "onConstraint", values.get("onConstraint", OnConflict.FAIL)
     )
     condition = _condition(owner, mode, values, on_constraint)
     if mode in ("append", "complete"):
-        if given:
+        if upsert_options:
             raise UsageError(
                 "OPTION_VALUE",
-                f"{owner}: option {given[0]!r} is for mode upsert, but the mode is {mode}.",
+                f"{owner}: option {upsert_options[0]!r} is for mode upsert, but the mode is {mode}.",
                 next_step='add .option("mode", "upsert"), or remove the option',
             )
         return WriteMode(complete=mode == "complete", on_constraint=on_constraint)
     if mode == "overwrite":
-        return _overwrite(owner, values.get("partitionBy", ""), given)
+        return _overwrite(owner, values.get("partitionBy", ""), upsert_options)
     keys = tuple(k.strip() for k in values.get("keyColumns", "").split(",") if k.strip())
     if not keys:
         raise UsageError(
@@ -120,8 +120,8 @@ def parse_mode(owner: str, values: Mapping[str, str], modes: Sequence[str]) -> W
         )
     version, delete = (values.get(n, "").strip() or None for n in ("versionColumn", "deleteColumn"))
     expected = values.get("expectedVersion", "").strip() or None
-    named = [*keys, *(n for n in (version, delete, expected) if n is not None)]
-    twice = next((n for n in named if named.count(n) > 1), None)
+    columns = [*keys, *(n for n in (version, delete, expected) if n is not None)]
+    twice = next((n for n in columns if columns.count(n) > 1), None)
     if twice is not None:
         raise UsageError(
             "OPTION_VALUE",
@@ -225,10 +225,10 @@ def names(what: str) -> OptionType[tuple[str, ...]]:
     """Comma-separated names, at least one; duplicates are dropped."""
 
     def read(text: str) -> tuple[str, ...]:
-        found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-        if not found:
+        parts = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+        if not parts:
             raise Unfit(f"is {text!r}; it names no {what}")
-        return found
+        return parts
 
     return OptionType(read)
 

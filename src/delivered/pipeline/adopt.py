@@ -54,11 +54,11 @@ def adopt(
     Idempotent, even after a kill: batch 0 starts from one file in the checkpoint, which is written once.
     """
     origins = {"checkpoint": checkpoint, "group": group, "timestamp": timestamp_ms}
-    given = [name for name, value in origins.items() if value is not None]
-    if len(given) != 1:
+    origin_names = [name for name, value in origins.items() if value is not None]
+    if len(origin_names) != 1:
         raise UsageError(
             "ADOPT_ORIGIN",
-            f"adopt takes the old job's position from one origin, and {' and '.join(given) or 'none'} is given.",
+            f"adopt takes the old job's position from one origin, and {' and '.join(origin_names) or 'none'} is given.",
             next_step="name its checkpoint, its consumer group, or a timestamp",
         )
     name, source = next(iter(pipeline.sources.items()))
@@ -81,17 +81,17 @@ def adopt(
                 f"The query of {str(checkpoint)!r} has {len(lines)} sources; one can be taken over.",
                 next_step="continue on the old checkpoint (docs/migrate.md)",
             )
-        found = adopter.of_offsets(_offsets(next(iter(lines.values())), str(checkpoint)))
+        resumption = adopter.of_offsets(_offsets(next(iter(lines.values())), str(checkpoint)))
         where = f"batch {view.batch} of the checkpoint {str(checkpoint)!r}, its last one, committed"
     elif group is not None:
-        found, where = (
+        resumption, where = (
             adopter.of_group(group),
             f"the committed offsets of the consumer group {group!r}, without members",
         )
     else:
-        found, where = adopter.of_time(int(timestamp_ms or 0)), f"the first records at or after {timestamp_ms} ms"
-    adoption = Adoption(where, pipeline.checkpoint, found.partitions, (*found.notes, *_notes(view, group)))
-    _keep(pipeline, name, found, write=False)
+        resumption, where = adopter.of_time(int(timestamp_ms or 0)), f"the first records at or after {timestamp_ms} ms"
+    adoption = Adoption(where, pipeline.checkpoint, resumption.partitions, (*resumption.notes, *_notes(view, group)))
+    _keep(pipeline, name, resumption, write=False)
     if not write:
         return adoption
     if view is not None and read_view(str(checkpoint)) != view:
@@ -100,7 +100,7 @@ def adopt(
             f"The query of {str(checkpoint)!r} began another batch meanwhile: it is still running.",
             next_step="stop it, then repeat",
         )
-    _keep(pipeline, name, found, write=True)
+    _keep(pipeline, name, resumption, write=True)
     return replace(adoption, written=True)
 
 
@@ -169,30 +169,30 @@ def _finished(location: str) -> CheckpointView:
 
 def _offsets(text: str, location: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        offsets = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        offsets = None
+    if not isinstance(offsets, dict):
         raise Refused(
             "ADOPT_OFFSETS",
             f"The offsets in {location!r} are not those of a Kafka source: {text[:100]!r}.",
             next_step="adopt needs a query with format('kafka')",
         )
-    return found
+    return offsets
 
 
-def _keep(pipeline: Definition, source: str, found: Resumption, *, write: bool) -> None:
+def _keep(pipeline: Definition, source: str, resumption: Resumption, *, write: bool) -> None:
     """
     Raises:
         Refused: the checkpoint keeps another start.
     """
-    kept = first_offsets.kept(pipeline.checkpoint, source)
-    if kept is None and write:
-        kept = first_offsets.keep(pipeline.checkpoint, lambda: found.offsets, source)
-    if kept is not None and kept != found.offsets:
+    stored = first_offsets.kept(pipeline.checkpoint, source)
+    if stored is None and write:
+        stored = first_offsets.keep(pipeline.checkpoint, lambda: resumption.offsets, source)
+    if stored is not None and stored != resumption.offsets:
         raise Refused(
             "ADOPT_STARTED",
-            f"The checkpoint {pipeline.checkpoint!r} already keeps another start: {json.dumps(kept)[:300]}.",
+            f"The checkpoint {pipeline.checkpoint!r} already keeps another start: {json.dumps(stored)[:300]}.",
             next_step="give the pipeline a new checkpoint; or start it, and it begins there",
         )
 

@@ -54,8 +54,8 @@ def sql_keeps_state(sql: str) -> bool:
 
 def changing_in_python(function: Any) -> tuple[str, ...]:
     """The functions that it calls, or another of the user's own that it references: ("uuid.uuid4()",)."""
-    found = (name for code, names in _codes(function) for name in _changing(code, names))
-    return tuple(dict.fromkeys(f"{name}()" for name in found))
+    calls = (name for code, names in _codes(function) for name in _changing(code, names))
+    return tuple(dict.fromkeys(f"{name}()" for name in calls))
 
 
 def python_keeps_state(function: Any) -> bool:
@@ -65,30 +65,30 @@ def python_keeps_state(function: Any) -> bool:
 Names = dict[str, Any]
 
 
-def _codes(what: Any) -> Iterator[tuple[CodeType, Names]]:
+def _codes(user_code: Any) -> Iterator[tuple[CodeType, Names]]:
     """The code of a function, of nested functions, and of the user's own functions and classes that it names."""
-    pending, seen = [what], set[int]()
+    pending, seen = [user_code], set[int]()
     while pending and len(seen) < _CODES_MAX:
-        one = pending.pop()
-        if id(one) in seen or not str(getattr(one, "__module__", "") or "").strip():
+        item = pending.pop()
+        if id(item) in seen or not str(getattr(item, "__module__", "") or "").strip():
             continue
-        seen.add(id(one))
-        if isinstance(one, functools.partial):
-            pending += [one.func, *one.args, *one.keywords.values()]
-        elif hasattr(one, "deterministic") and hasattr(one, "func"):  # a UDF
-            pending.append(one.func)
-        elif isinstance(one, type):
-            pending += vars(one).values()
-        elif isinstance(one, FunctionType):
-            names = {**one.__globals__, **_closure(one)}
-            for code in _nested(one.__code__):
+        seen.add(id(item))
+        if isinstance(item, functools.partial):
+            pending += [item.func, *item.args, *item.keywords.values()]
+        elif hasattr(item, "deterministic") and hasattr(item, "func"):  # a UDF
+            pending.append(item.func)
+        elif isinstance(item, type):
+            pending += vars(item).values()
+        elif isinstance(item, FunctionType):
+            names = {**item.__globals__, **_closure(item)}
+            for code in _nested(item.__code__):
                 yield code, names
                 # The user's own only: calls inside installed packages are not examined.
-                own = [v for n in (*code.co_names, *code.co_freevars) if _is_own(v := names.get(n), one)]
+                own = [v for n in (*code.co_names, *code.co_freevars) if _is_own(v := names.get(n), item)]
                 pending += own
-            pending += [v for v in (getattr(one, "__wrapped__", None),) if v is not None]
-        elif not isinstance(one, ModuleType) and callable(one) and _is_own(type(one), what):
-            pending += [type(one), *getattr(one, "__dict__", {}).values()]
+            pending += [v for v in (getattr(item, "__wrapped__", None),) if v is not None]
+        elif not isinstance(item, ModuleType) and callable(item) and _is_own(type(item), user_code):
+            pending += [type(item), *getattr(item, "__dict__", {}).values()]
 
 
 def _is_own(what: Any, user: Any) -> bool:
@@ -99,13 +99,13 @@ def _is_own(what: Any, user: Any) -> bool:
 
 
 def _closure(function: FunctionType) -> Names:
-    found: Names = {}
+    variables: Names = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            found[name] = cell.cell_contents
+            variables[name] = cell.cell_contents
         except ValueError:  # not set yet
             continue
-    return found
+    return variables
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

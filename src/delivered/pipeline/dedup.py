@@ -63,8 +63,8 @@ def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse", 
 def _ms(text: str) -> int:
     """Milliseconds of "1 hour 30 minutes". Months and years have no fixed length."""
     total, at = 0, 0
-    while found := _PART.match(text, at):
-        total, at = total + int(found[1]) * _MS[found[2].lower()], found.end()
+    while part := _PART.match(text, at):
+        total, at = total + int(part[1]) * _MS[part[2].lower()], part.end()
     if total <= 0 or text[at:].strip():
         raise UsageError(
             "DEDUP_WITHIN",

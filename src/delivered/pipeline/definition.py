@@ -330,17 +330,17 @@ def _dedup(dedup: object, sources: Mapping[str, Endpoint]) -> Dedup | None:
 
 
 def _on_bad_row(on_bad_row: str, dead_letter: Endpoint | None) -> OnBadRow:
-    found = choice(OnBadRow).parse("delivered.Pipeline", "on_bad_row", str(on_bad_row), 'write on_bad_row="fail"')
-    if (found is OnBadRow.DEAD_LETTER) != (dead_letter is not None):
+    policy = choice(OnBadRow).parse("delivered.Pipeline", "on_bad_row", str(on_bad_row), 'write on_bad_row="fail"')
+    if (policy is OnBadRow.DEAD_LETTER) != (dead_letter is not None):
         raise UsageError(
             "DEAD_LETTER",
-            f"on_bad_row is {found.value!r}, and there is {'a' if dead_letter else 'no'} dead_letter sink; one needs "
+            f"on_bad_row is {policy.value!r}, and there is {'a' if dead_letter else 'no'} dead_letter sink; one needs "
             "the other.",
             next_step="write on_bad_row: dead_letter and dead_letter: {format: ...}, or neither",
         )
     if dead_letter is not None and not _endpoint("dead_letter", dead_letter).projection.is_all:
         raise UsageError("DEAD_LETTER", "The dead_letter sink has select or where; it gets letters as they are.")
-    return found
+    return policy
 
 
 def _beside(folder: Path, location: str) -> str:
@@ -372,5 +372,5 @@ def _transform(entry: TransformEntry | None, folder: Path) -> Transform:
         return NO_TRANSFORM
     if entry.sql is None and entry.python is None:
         return arrow(load_function(entry.arrow, folder) if entry.arrow else None, select=entry.select or ())
-    what = entry.sql if entry.sql is not None else load_function(str(entry.python), folder)
-    return declare(what, stateful=entry.stateful, deterministic=entry.deterministic)
+    definition = entry.sql if entry.sql is not None else load_function(str(entry.python), folder)
+    return declare(definition, stateful=entry.stateful, deterministic=entry.deterministic)

@@ -129,26 +129,26 @@ def _source(name: str, endpoint: Endpoint, offline: bool) -> SourceFacts:
         )
         return SourceFacts(endpoint.label, capability, name=name)
     source = endpoint.source()
-    findings = () if offline else _asked(source.preflight)
+    findings = () if offline else _run_preflight(source.preflight)
     return SourceFacts(endpoint.label, source.capability(), findings, name)
 
 
 def _sink(endpoint: Endpoint, sink: Sink, guarantee: Guarantee, offline: bool) -> SinkFacts:
-    findings = () if offline else _asked(lambda: sink.preflight(guarantee))
+    findings = () if offline else _run_preflight(lambda: sink.preflight(guarantee))
     return SinkFacts(endpoint.name or sink.name, endpoint.label, sink.capability(), findings)
 
 
-def _asked(preflight: Any) -> tuple[Finding, ...]:
+def _run_preflight(preflight: Any) -> tuple[Finding, ...]:
     """A preflight that raises becomes a refusal: a server that is down does not deserve a traceback."""
     try:
         return tuple(preflight())
     except (Refused, MissingExtra) as error:
         return (Finding.refusal(error),)
     except ModuleNotFoundError as error:
-        found = missing_extra(str(error))
-        if found is None:
+        missing = missing_extra(str(error))
+        if missing is None:
             raise
-        return (Finding.refusal(found),)
+        return (Finding.refusal(missing),)
 
 
 def _execution(pipeline: Definition, session: SessionFacts | None) -> Execution:

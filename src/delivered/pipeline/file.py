@@ -150,14 +150,14 @@ def _references(value: Any, name: str, lines: Mapping[Path_, int], path: Path_) 
         case list():
             return [_references(v, name, lines, (*path, i)) for i, v in enumerate(value)]
         case str() if "${" in value:
-            found = _REFERENCE.fullmatch(value.strip())
-            if found is None:
+            reference = _REFERENCE.fullmatch(value.strip())
+            if reference is None:
                 raise UsageError(
                     "REFERENCE_INVALID",
                     f"{name}{_line(lines, path)}: {_dotted(path)} contains '${{' but is not a reference as a whole.",
                     next_step="write ${env:NAME} or ${file:/path}, with nothing around it",
                 )
-            return found.group(1)
+            return reference.group(1)
     return value
 
 
@@ -195,14 +195,14 @@ def _validated(data: dict[str, Any], name: str, lines: Mapping[Path_, int]) -> P
 
 
 def _faults(error: pydantic.ValidationError, name: str, lines: Mapping[Path_, int]) -> Iterable[tuple[str, str | None]]:
-    seen = set[Path_]()
+    reported = set[Path_]()
     for fault in error.errors(include_url=False):
         path = _known_part(fault["loc"], lines)
         where = f"{name}{_line(lines, path)}"
         key = _dotted(path) or "the pipeline"
-        if path in seen:
+        if path in reported:
             continue  # one line per key, not one per member of a union
-        seen.add(path)
+        reported.add(path)
         match fault["type"]:
             case "extra_forbidden":
                 yield _unknown(where, path)

@@ -26,9 +26,9 @@ def for_output_mode(sink: Endpoint, mode: str, transform: Transform) -> Endpoint
     """
     if mode == "append" or sink.is_spark_own:
         return sink
-    given = {k.lower(): v for k, v in sink.options.items()}
+    values = {k.lower(): v for k, v in sink.options.items()}
     is_table = _has_table(connector(sink.system))
-    wanted = "complete" if mode == "complete" else "upsert"
+    required = "complete" if mode == "complete" else "upsert"
     if mode == "complete" and not is_table:
         raise Refused(
             "OUTPUT_MODE_COMPLETE",
@@ -37,16 +37,16 @@ def for_output_mode(sink: Endpoint, mode: str, transform: Transform) -> Endpoint
             next_step="choose output_mode update, which delivers the rows that changed; or a sink with tables "
             f"({', '.join(c.name for c in connectors().values() if _has_table(c))})",
         )
-    if not is_table or (mode == "update" and given.get("mode") == "append"):
+    if not is_table or (mode == "update" and values.get("mode") == "append"):
         return sink
-    if given.get("mode", wanted) != wanted:
+    if values.get("mode", required) != required:
         raise UsageError(
             "OUTPUT_MODE",
-            f"output_mode is {mode!r}, and the sink {sink.label} has mode {given['mode']!r}; it must be {wanted!r}.",
+            f"output_mode is {mode!r}, and the sink {sink.label} has mode {values['mode']!r}; it must be {required!r}.",
             next_step="remove the sink's mode, or choose another output_mode",
         )
-    options = {**sink.options, **({} if "mode" in given else {"mode": wanted})}
-    if mode == "update" and not given.get("keycolumns", "").strip():
+    options = {**sink.options, **({} if "mode" in values else {"mode": required})}
+    if mode == "update" and not values.get("keycolumns", "").strip():
         options["keyColumns"] = ",".join(_keys(sink, transform))
     return replace(sink, options=options)
 
@@ -67,8 +67,8 @@ def grouping_columns(sql: str) -> list[str]:
 def _keys(sink: Endpoint, transform: Transform) -> list[str]:
     columns = grouping_columns(transform.sql)
     if not columns:
-        found = [re.sub(r"\s+", " ", text).strip() for text in _GROUP_BY.findall(transform.sql)]
-        why = f"its SQL groups by {found[0]!r}" if len(found) == 1 else "the transform does not tell them"
+        groupings = [re.sub(r"\s+", " ", text).strip() for text in _GROUP_BY.findall(transform.sql)]
+        why = f"its SQL groups by {groupings[0]!r}" if len(groupings) == 1 else "the transform does not tell them"
         raise UsageError(
             "OUTPUT_MODE_KEYS",
             f"output_mode update writes upserts into {sink.label}, which needs the columns that identify a row: "

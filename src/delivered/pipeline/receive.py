@@ -111,15 +111,15 @@ def queue_among(sources: Mapping[str, Endpoint]) -> Endpoint:
         UsageError: there are several queues, or no queue among several sources.
     """
     queues = {n: e for n, e in sources.items() if not e.is_spark_own and connector(e.system).queues is not None}
-    found = sources if len(sources) == 1 else queues
-    if len(found) != 1:
+    candidates = sources if len(sources) == 1 else queues
+    if len(candidates) != 1:
         raise UsageError(
             "RECEIVE_SOURCES",
             f"Receivers fill the log of one queue, and of the sources {', '.join(sources)} "
             f"{', '.join(queues) if queues else 'none'} {'are queues' if queues else 'is one'}.",
             next_step="write a pipeline file for each queue, with that source alone, and run `delivered receive` on it",
         )
-    return next(iter(found.values()))
+    return next(iter(candidates.values()))
 
 
 def _await(source: Endpoint, patience_s: float, stop: Callable[[], bool]) -> bool:

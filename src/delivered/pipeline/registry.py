@@ -23,17 +23,17 @@ PREFIX = "delivered_"
 
 def connectors() -> dict[str, Connector]:
     """Every installed connector by name."""
-    found = {e.name: e.load() for e in entry_points(group=ENTRY_POINTS)}
-    return dict(sorted(found.items()))
+    loaded = {e.name: e.load() for e in entry_points(group=ENTRY_POINTS)}
+    return dict(sorted(loaded.items()))
 
 
 def alternatives() -> Alternatives:
     """What a refusal can recommend, from all installed connectors."""
-    found = connectors().values()
-    able = [(c.name, c.transactions) for c in found if c.transactions is not None]
+    installed = connectors().values()
+    able = [(c.name, c.transactions) for c in installed if c.transactions is not None]
     return Alternatives(
         tuple(f"{name} with {option}" if option else name for name, option in able),
-        tuple(c.name for c in found if c.key_table),
+        tuple(c.name for c in installed if c.key_table),
     )
 
 
@@ -44,15 +44,15 @@ def connector(name: str) -> Connector:
         UsageError: there is none of that name.
     """
     name = name.removeprefix(PREFIX)
-    found = {e.name: e for e in entry_points(group=ENTRY_POINTS)}
-    if name not in found:
-        near = difflib.get_close_matches(name, found, n=1)
+    entries = {e.name: e for e in entry_points(group=ENTRY_POINTS)}
+    if name not in entries:
+        near = difflib.get_close_matches(name, entries, n=1)
         raise UsageError(
             "FORMAT_UNKNOWN",
-            f"There is no connector {name!r}. Known: {', '.join(sorted(found))}.",
+            f"There is no connector {name!r}. Known: {', '.join(sorted(entries))}.",
             next_step=f"write {near[0]!r}" if near else "use one of these",
         )
-    loaded: Connector = found[name].load()
+    loaded: Connector = entries[name].load()
     return loaded
 
 
@@ -62,8 +62,8 @@ def find_source(system: str, options: Mapping[str, str]) -> Source:
     Raises:
         UsageError: no such connector, not a source, or a bad option.
     """
-    found = connector(system)
-    return received(system, options) if found.queues is not None else found.source(options)
+    system_connector = connector(system)
+    return received(system, options) if system_connector.queues is not None else system_connector.source(options)
 
 
 def received(system: str, options: Mapping[str, str]) -> ReceivedSource:

@@ -21,14 +21,14 @@ _OPTION = {"type": ["string", "number", "boolean", "object"]}
 
 def schema() -> dict[str, Any]:
     """JSON Schema, draft 2020-12."""
-    made = PipelineFile.model_json_schema()
-    found = connectors()
-    sources = {n: c.source_options for n, c in found.items() if c.source_options is not None}
-    sinks = {n: c.sink_options for n, c in found.items() if c.sink_options is not None}
-    definitions = made["$defs"]
+    document = PipelineFile.model_json_schema()
+    installed = connectors()
+    sources = {n: c.source_options for n, c in installed.items() if c.source_options is not None}
+    sinks = {n: c.sink_options for n, c in installed.items() if c.sink_options is not None}
+    definitions = document["$defs"]
     definitions["SourceEntry"] = _endpoint(definitions["SourceEntry"], sources, own=True)
     definitions["SinkEntry"] = _endpoint(definitions["SinkEntry"], sinks, own=False)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document}
 
 
 def _endpoint(model: dict[str, Any], tables: dict[str, OptionTable], *, own: bool) -> dict[str, Any]:

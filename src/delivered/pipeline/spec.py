@@ -210,9 +210,9 @@ class PipelineSpec:
             UsageError: no guarantee, or an invalid value.
             Refused: asynchronous progress tracking, under which a rerun batch may have different offsets.
         """
-        given = _option_json(options)
+        settings = _option_json(options)
         rest = {k: v for k, v in options.items() if k.lower() != OPTION and not k.lower().startswith(_ASYNC)}
-        made = "pipeline" in given
+        made = "pipeline" in settings
         foreign = sorted(k for k in rest if k.lower() not in _SPARKS_OWN)
         if (made and foreign) or (system == GROUP and not made):
             raise UsageError(
@@ -221,10 +221,10 @@ class PipelineSpec:
                 f"all options itself; it was given the options {foreign}.",
                 next_step="name several sinks in delivered.Pipeline(sinks=[...]) or in a pipeline file",
             )
-        spec = _from_json(given) if made else _from_options(system, rest)
+        spec = _from_json(settings) if made else _from_options(system, rest)
         _refuse_async(options, spec.guarantee)
-        check = StartCheck(**given["check"]) if given.get("check") else None
-        return replace(spec, owner=owner or spec.owner, start=given.get("start", ""), check=check)
+        check = StartCheck(**settings["check"]) if settings.get("check") else None
+        return replace(spec, owner=owner or spec.owner, start=settings.get("start", ""), check=check)
 
 
 @dataclass(frozen=True)
@@ -250,12 +250,12 @@ class Reading:
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> tuple[Reading, dict[str, str]]:
         """Parse the options of a read; returns it and the connector's remaining options."""
-        given = _option_json(options)
-        named = next((v for k, v in options.items() if k.lower() == CHECKPOINT.lower()), None)
+        settings = _option_json(options)
+        checkpoint = next((v for k, v in options.items() if k.lower() == CHECKPOINT.lower()), None)
         rest = {k: v for k, v in options.items() if k.lower() not in (OPTION, CHECKPOINT.lower())}
-        if "pipeline" not in given:
-            return cls(named), rest
-        spec = _from_json(given)
+        if "pipeline" not in settings:
+            return cls(checkpoint), rest
+        spec = _from_json(settings)
         return cls(spec.checkpoint, spec.drain, spec.direct is not None, spec.source), rest
 
 
@@ -305,9 +305,9 @@ def _from_json(data: Mapping[str, Any]) -> PipelineSpec:
 
 def _from_options(system: str, options: Mapping[str, str]) -> PipelineSpec:
     known = {o.name.lower() for o in PIPELINE_OPTIONS.options}
-    ours = {k: v for k, v in options.items() if k.lower() in known}
-    guarantee = Guarantee.parse(next((v for k, v in ours.items() if k.lower() == "guarantee"), None))
-    values = PIPELINE_OPTIONS.restore(ours)
+    own = {k: v for k, v in options.items() if k.lower() in known}
+    guarantee = Guarantee.parse(next((v for k, v in own.items() if k.lower() == "guarantee"), None))
+    values = PIPELINE_OPTIONS.restore(own)
     sink = checked_name("sink", values["sink"]) if "sink" in values else None
     return PipelineSpec(
         pipeline=_pipeline_name(values),

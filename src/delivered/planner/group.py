@@ -16,20 +16,20 @@ def mechanism(request: Request) -> str:
 def order(request: Request) -> tuple[str, ...]:
     """Which sink decides, the order of the others, and why."""
     decider = request.decider
-    named = ", ".join(s.name for s in request.sinks)
+    names = ", ".join(s.name for s in request.sinks)
     if request.guarantee is not Guarantee.EXACTLY_ONCE:
         return (
-            f"{named}: rows are sent to each in this order",
+            f"{names}: rows are sent to each in this order",
             f"the ledger of {decider.name} records a batch once every sink has it",
         )
     if not _last_resource(request):
         return (
-            f"{named}: each task prepares them in this order; the driver applies them in parallel",
+            f"{names}: each task prepares them in this order; the driver applies them in parallel",
             f"the ledger of {decider.name} decides for all: every sink can prepare, and it is listed first",
         )
     others = ", ".join(s.name for s in _others(request))
     return (
-        f"{named}: each task prepares them in this order",
+        f"{names}: each task prepares them in this order",
         f"{decider.name} decides for all: {decider.capability.system} cannot prepare a batch before it commits, so its "
         "own transaction carries the decision, as the last resource",
         f"{others}: prepared before it, so none can still vote no; applied after it, in parallel",
@@ -42,13 +42,13 @@ def limits(request: Request) -> tuple[str, ...]:
     match request.guarantee:
         case Guarantee.EXACTLY_ONCE:
             others = ", ".join(s.name for s in _others(request))
-            who = (
+            visibility = (
                 f"readers of {request.decider.name} see a batch before readers of {others}"
                 if _last_resource(request)
                 else f"readers of {', '.join(names)} see a batch at different times"
             )
             return (
-                f"{who}: it is visible in all after the last commit.apply (about 10 ms per transaction after "
+                f"{visibility}: it is visible in all after the last commit.apply (about 10 ms per transaction after "
                 "commit.decide; the log has the time); after a crash in between, the next start applies the rest",
             )
         case Guarantee.AT_LEAST_ONCE:

@@ -105,20 +105,20 @@ def _assumptions(request: Request) -> list[str]:
 
 def _same_state(request: Request) -> list[str]:
     """Assumption of a stateful query: Spark keeps the state of a decided batch's rerun."""
-    found = []
+    assumptions = []
     if request.dedup is not None and not request.dedup.in_table:
-        found.append("copies of one record in one batch are identical")
+        assumptions.append("copies of one record in one batch are identical")
     if request.transform.deterministic is False:
-        found.append(
+        assumptions.append(
             f"no batch reruns after commit.decide: the transform{_changing(request)} is not deterministic and keeps "
             "state, so the query would stop (REPLAY_DIFFERS) before it goes on from values that were never delivered"
         )
     else:
-        found.append(
+        assumptions.append(
             "a rerun of a decided batch yields the same rows: the query keeps state, so they are read and compared, "
             "and a difference stops it (REPLAY_DIFFERS)"
         )
-    return found
+    return assumptions
 
 
 def _changing(request: Request) -> str:
@@ -165,22 +165,22 @@ def _each(request: Request) -> str:
 
 def _limits(request: Request) -> list[str]:
     exactly_once = request.guarantee is Guarantee.EXACTLY_ONCE
-    found = list(dict.fromkeys(limit for s in request.sinks for limit in s.capability.limits))
-    promises = [p for s in request.sinks if (p := s.capability.prepared_timeout_s) is not None]
+    limits = list(dict.fromkeys(limit for s in request.sinks for limit in s.capability.limits))
+    timeouts = [p for s in request.sinks if (p := s.capability.prepared_timeout_s) is not None]
     if exactly_once:
-        if promises:
+        if timeouts:
             declared = request.execution.batch_s_max
             tail = f"; a batch may take {seconds(declared)}, as declared" if declared is not None else ""
-            found.append(f"a transaction times out {seconds(min(promises))} after its first row{tail}")
+            limits.append(f"a transaction times out {seconds(min(timeouts))} after its first row{tail}")
         if not all(s.capability.batch_atomic for s in request.sinks):
-            found.append("a reader may see the shards of a batch appear one after another")
+            limits.append("a reader may see the shards of a batch appear one after another")
     if request.is_group:
-        found.extend(group.limits(request))
-    found.extend(_bad_rows(request))
+        limits.extend(group.limits(request))
+    limits.extend(_bad_rows(request))
     for source in request.sources:
         if source.capability.sent_twice and request.dedup is None:
             to = f" to {source.name}" if source.name else ""
-            found.append(f"a record that a producer sent twice{to} is delivered twice: the pipeline has no dedup")
-    found.extend(f"the source {s.label} uses files on this machine" for s in request.sources if s.capability.local)
-    found.extend(f"the sink {s.label} uses files on this machine" for s in request.sinks if s.capability.local)
-    return found
+            limits.append(f"a record that a producer sent twice{to} is delivered twice: the pipeline has no dedup")
+    limits.extend(f"the source {s.label} uses files on this machine" for s in request.sources if s.capability.local)
+    limits.extend(f"the sink {s.label} uses files on this machine" for s in request.sinks if s.capability.local)
+    return limits

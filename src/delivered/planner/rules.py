@@ -40,10 +40,10 @@ def one_last_resource(request: Request) -> Reason | None:
     unable = [s for s in request.sinks if s.capability.commit is Commit.ONE_TRANSACTION]
     if request.guarantee is not Guarantee.EXACTLY_ONCE or len(unable) < 2:
         return None
-    named = " and ".join(f"{s.name} ({s.capability.system})" for s in unable)
+    sinks = " and ".join(f"{s.name} ({s.capability.system})" for s in unable)
     return Reason(
         "SINKS_CANNOT_PREPARE",
-        f"The sinks {named} commit a batch in their own transaction and cannot prepare it first. One such sink can "
+        f"The sinks {sinks} commit a batch in their own transaction and cannot prepare it first. One such sink can "
         "decide for all the others; of two, one could commit while the other rolls back, and only one would hold the "
         "batch.",
         "let all but one of them prepare (mysql, postgres: mechanism two_phase), or move all but one to separate "
@@ -384,9 +384,9 @@ RULES: tuple[Rule, ...] = (
 def reasons(request: Request) -> Iterator[Reason]:
     """Every reason to refuse, in the order of `RULES`. A pipeline without a sink yields only that one."""
     for rule in RULES:
-        found = rule(request)
-        if found is not None:
-            yield found
+        reason = rule(request)
+        if reason is not None:
+            yield reason
             if rule is some_sink:
                 return
 

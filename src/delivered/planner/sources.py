@@ -18,7 +18,7 @@ def sources_known(request: Request) -> Reason | None:
     if not before or (_unnamed(now) and _unnamed(before)):
         return None
     if _unnamed(now) or _unnamed(before):
-        is_named, was_named = _listed(now), _listed(before)
+        is_named, was_named = _join(now), _join(before)
         return Reason(
             "SOURCES_UNNAMED",
             f"The pipeline reads {'source' if _unnamed(now) else f'the named sources {is_named}'}, but the checkpoint "
@@ -39,9 +39,9 @@ def sources_known(request: Request) -> Reason | None:
     if now != before and facts.unfinished:
         return Reason(
             "SOURCES_UNFINISHED",
-            f"Batch {facts.newest} was logged for the sources {_listed(before)} and is not finished; the pipeline now "
-            f"has {_listed(now)}. Spark would run the batch again without the records of a source that is gone.",
-            f"start once with {_listed(before)}, let one batch finish, stop, then change the sources{_undone(request)}",
+            f"Batch {facts.newest} was logged for the sources {_join(before)} and is not finished; the pipeline now "
+            f"has {_join(now)}. Spark would run the batch again without the records of a source that is gone.",
+            f"start once with {_join(before)}, let one batch finish, stop, then change the sources{_undone(request)}",
         )
     return None
 
@@ -82,5 +82,5 @@ def _unnamed(names: Iterable[str]) -> bool:
     return all(n == SOURCE or n.isdigit() for n in names)
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))

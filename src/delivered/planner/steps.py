@@ -162,13 +162,13 @@ def _decide(request: Request) -> Steps:
     sink, at_once = request.decider, mechanism_of(request) is not Mechanism.TWO_PHASE
     does = _at(request, sink, sink.capability.decide)
     if request.is_group:
-        seen = (
+        visibility = (
             f"and is visible at {sink.name}; recovery makes the rest visible"
             if at_once
             else "but is not visible yet; recovery makes it visible"
         )
         does += "; it names the participants of every sink"
-        after = f"the batch counts at every sink {seen}"
+        after = f"the batch counts at every sink {visibility}"
     elif at_once:
         after = "the batch counts and is visible; Spark's rerun writes nothing"
     else:
@@ -188,9 +188,9 @@ def _apply(request: Request) -> Steps:
     if not request.is_group:
         return _each(request, StepId.COMMIT_APPLY, lambda s: s.apply, f"what is applied is visible; {rest}")
     decider, last = request.decider, mechanism_of(request) is Mechanism.LAST_RESOURCE
-    seen = f"visible at {f'{decider.name} and at ' * last}every sink that was applied; {rest}"
+    after = f"visible at {f'{decider.name} and at ' * last}every sink that was applied; {rest}"
     others = [s for s in request.sinks if not last or s is not decider]
-    return _each(request, StepId.COMMIT_APPLY, lambda s: s.apply, seen, others)
+    return _each(request, StepId.COMMIT_APPLY, lambda s: s.apply, after, others)
 
 
 def _record(request: Request) -> Steps:

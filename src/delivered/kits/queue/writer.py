@@ -77,9 +77,9 @@ class SendingWriter(ABC, Generic[M]):
 
     def _next_id(self) -> str:
         """Message id of the next row of this shard."""
-        found = f"{self._id}.{self._rows}"
+        message_id = f"{self._id}.{self._rows}"
         self._rows += 1
-        return found
+        return message_id
 
     @abstractmethod
     def _connect(self) -> Publisher[M]: ...

@@ -82,7 +82,7 @@ class ServerCommitter(ABC, Generic[C]):
         outcome = self._end(gid, commit=True)
         if isinstance(outcome, Failed):
             try:
-                return Ok(None) if self._marked(work, gid) else outcome
+                return Ok(None) if self._has_marker(work, gid) else outcome
             except DeliveredError as error:
                 return Unknown(str(error))
         return outcome
@@ -90,7 +90,7 @@ class ServerCommitter(ABC, Generic[C]):
     def was_committed(self, work: Work) -> bool:
         """Whether a committed marker, or a decision that moved the rows itself, names this shard of this batch; or a
         later batch was decided, which implies that all of this one is visible."""
-        return self._marked(work) or self._moved(work)
+        return self._has_marker(work) or self._has_moved(work)
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
         rows = PreparedRows.of(prepared)
@@ -201,8 +201,8 @@ class ServerCommitter(ABC, Generic[C]):
     def _end(self, gid: str, commit: bool) -> Outcome[None]:
         """Failed: no transaction is prepared under this id, nor ever will be."""
         match self._try(lambda connection: self._end_prepared(connection, gid, commit)):
-            case Ok(there):
-                return Ok(None) if there else Failed(f"there is no prepared transaction {gid}")
+            case Ok(prepared):
+                return Ok(None) if prepared else Failed(f"there is no prepared transaction {gid}")
             case other:
                 return other
 
@@ -216,7 +216,7 @@ class ServerCommitter(ABC, Generic[C]):
         except DeliveredError as error:
             return Unknown(str(error))
 
-    def _marked(self, work: Work, gid: str | None = None) -> bool:
+    def _has_marker(self, work: Work, gid: str | None = None) -> bool:
         """Whether a committed marker names this shard of this batch; with `gid`: written by that transaction."""
 
         def question(connection: C) -> bool:
@@ -227,15 +227,15 @@ class ServerCommitter(ABC, Generic[C]):
             ).fetchone()
             if later is not None:  # its decision deleted the markers of this one
                 return True
-            found = connection.execute(
+            markers = connection.execute(
                 self._sql(f"SELECT gid FROM {{marker}} WHERE {_BATCHES} = :batch AND shard = :shard"),
                 {**_values(work), "shard": work.shard},
             ).fetchall()
-            return bool(found) if gid is None else gid in {row[0] for row in found}
+            return bool(markers) if gid is None else gid in {row[0] for row in markers}
 
         return self._ask(question)
 
-    def _moved(self, work: Work) -> bool:
+    def _has_moved(self, work: Work) -> bool:
         """Whether a decision moved the rows of this shard itself."""
 
         def question(connection: C) -> bool:

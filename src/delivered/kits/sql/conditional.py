@@ -92,17 +92,17 @@ class Conditional(Generic[C]):
         """Remove conflicts from the staging table; return their number."""
         mode = self.merge.mode
         if mode.expected is not None and self.dialect.hold:
-            found = f"SELECT 1 {self.merge.found(self.staged)} AND {only}{self.dialect.hold}"
-            self.connection.execute(f"SELECT count(*) FROM ({found}) AS locked").fetchone()
+            rows = f"SELECT 1 {self.merge.found(self.staged)} AND {only}{self.dialect.hold}"
+            self.connection.execute(f"SELECT count(*) FROM ({rows}) AS locked").fetchone()
         conflicts = f"{self.merge.conflicts(self.staged)} AND {only}"
         if mode.on_conflict is OnConflict.SKIP:
-            gone = self._delete(f"SELECT s.{quoted(ORDER)} AS o {conflicts}")
+            removed = self._delete(f"SELECT s.{quoted(ORDER)} AS o {conflicts}")
         else:
             version = f"t.{quoted(mode.version)}" if mode.version is not None else "NULL"
-            there = f"t.{quoted(mode.keys[0])} IS NOT NULL"
-            gone = self._keep(conflicts, (there, version), self._conflict)
-        self.left_out[CONFLICT] += gone
-        return gone
+            present = f"t.{quoted(mode.keys[0])} IS NOT NULL"
+            removed = self._keep(conflicts, (present, version), self._conflict)
+        self.left_out[CONFLICT] += removed
+        return removed
 
     def _write(self, only: str, low: int, high: int) -> None:
         """Write a range of staged rows; bisect it to find each row that violates a constraint."""
@@ -130,10 +130,10 @@ class Conditional(Generic[C]):
         if mode.on_constraint is not OnConflict.DEAD_LETTER:
             raise error
         reason = " ".join(str(error.args[-1] if error.args else error).split())
-        found = f"FROM {self.staged} AS s WHERE {own}"
-        self.left_out[CONSTRAINT] += self._keep(found, ("NULL", "NULL"), lambda *_: reason)
+        row = f"FROM {self.staged} AS s WHERE {own}"
+        self.left_out[CONSTRAINT] += self._keep(row, ("NULL", "NULL"), lambda *_: reason)
 
-    def _conflict(self, record: Mapping[str, Any], there: Any, version: Any) -> str:
+    def _conflict(self, record: Mapping[str, Any], exists: Any, version: Any) -> str:
         """
         Raises:
             UsageError: the query must stop.
@@ -141,10 +141,10 @@ class Conditional(Generic[C]):
         mode = self.merge.mode
         reason = "a row of this key is in the table"
         if mode.expected is not None:
-            wanted = record[mode.expected]
-            expects = "no row" if wanted is None else f"{mode.version} = {wanted}"
-            finds = f"{mode.version} = {'null' if version is None else version}" if there else "no row"
-            reason = f"expected {expects}, found {finds}"
+            expected = record[mode.expected]
+            expects = "no row" if expected is None else f"{mode.version} = {expected}"
+            actual = f"{mode.version} = {'null' if version is None else version}" if exists else "no row"
+            reason = f"expected {expects}, found {actual}"
         if mode.on_conflict is not OnConflict.FAIL:
             return reason
         key = ", ".join(f"{k} = {str(record[k])[:60]!r}" for k in mode.keys)
@@ -173,8 +173,8 @@ class Conditional(Generic[C]):
                 record = dict(zip(names, values[len(more) :], strict=True))
                 letters.append((shard, reason(record, *values[: len(more)]), as_json_text(record)))
             self._send(letters)
-            found = ", ".join(str(int(row[0])) for row in rows)
-            self.connection.execute(f"DELETE FROM {self.staged} WHERE {quoted(ORDER)} IN ({found})")
+            positions = ", ".join(str(int(row[0])) for row in rows)
+            self.connection.execute(f"DELETE FROM {self.staged} WHERE {quoted(ORDER)} IN ({positions})")
             moved += len(rows)
         return moved
 
@@ -234,8 +234,8 @@ def fold(connection: Connection, dialect: Dialect, scope: Scope, batch: int) -> 
 
 def counted(connection: Connection, dialect: Dialect, scope: Scope) -> dict[str, int]:
     """Skipped rows of this incarnation, by kind."""
-    found = connection.execute(dialect(f"SELECT kind, total FROM {{left_out}} WHERE {_SCOPE}"), _scope(scope))
-    return dict(_summed(found.fetchall()))
+    rows = connection.execute(dialect(f"SELECT kind, total FROM {{left_out}} WHERE {_SCOPE}"), _scope(scope))
+    return dict(_summed(rows.fetchall()))
 
 
 def _summed(rows: Sequence[tuple[str, int]]) -> Counter[str]:

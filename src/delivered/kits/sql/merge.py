@@ -41,8 +41,8 @@ def check_columns(mode: WriteMode, schema: pa.Schema, types: Types) -> None:
     Raises:
         UsageError: the rows lack a column of the mode, or its type does not suit its role.
     """
-    named = [*mode.keys, *(n for n in (mode.version, mode.delete, mode.expected) if n is not None)]
-    absent = [n for n in named if n not in schema.names]
+    columns = [*mode.keys, *(n for n in (mode.version, mode.delete, mode.expected) if n is not None)]
+    absent = [n for n in columns if n not in schema.names]
     if absent:
         raise UsageError(
             "COLUMN_MISSING",

@@ -101,9 +101,9 @@ class ServerStore(SqlStore[C]):
             try:
                 connection = self._open()
                 self._begin_view(connection)
-                found = question(connection) if self._server.version(connection) else nothing
+                answer = question(connection) if self._server.version(connection) else nothing
                 connection.execute("COMMIT")
-                return found
+                return answer
             except self._server.errors() as error:
                 self.close()
                 if attempt == 2 or not self._server.is_lost(error):

@@ -71,15 +71,15 @@ class Staging:
         staged = self.full(table)
         if self.options.write.merges:
             row = connection.execute(f"SELECT count(*) FROM {staged}").fetchone()
-            rows, wanted = row[0] if row else 0, handle.kept
+            rows, prepared_rows = row[0] if row else 0, handle.kept
             self.add(connection, table, self._merge(prepared), work)
         else:
             rows = connection.execute(f"INSERT INTO {target} ({columns}) SELECT {columns} FROM {staged}").rowcount
-            wanted = prepared.fingerprint.count
-        if rows != wanted:
+            prepared_rows = prepared.fingerprint.count
+        if rows != prepared_rows:
             raise InvariantBroken(
                 "STAGED_ROWS_DIFFER",
-                f"Shard {prepared.shard}: {rows} rows were inserted into {target}, but {wanted} were prepared.",
+                f"Shard {prepared.shard}: {rows} rows were inserted into {target}, but {prepared_rows} were prepared.",
                 next_step="check whether a trigger or rule of the table drops rows; then start the pipeline again, "
                 "which repeats the batch",
             )
@@ -93,9 +93,9 @@ class Staging:
         write = self.options.write
         if len(staged) > 1 and write.upserts and (write.version is None or write.keeps_all):
             tables = [self.full(PreparedRows.of(p).staged) for p in staged]
-            found = connection.execute(self._merge(staged[0]).key_in_two(tables)).fetchone()
-            if found is not None:
-                raise key_in_two_shards(write, found, self.options.table_text)
+            duplicate_key = connection.execute(self._merge(staged[0]).key_in_two(tables)).fetchone()
+            if duplicate_key is not None:
+                raise key_in_two_shards(write, duplicate_key, self.options.table_text)
 
     def delete(self, connection: Connection, staged: Sequence[Prepared]) -> None:
         """Apply the deletes of all shards, after the last `move`: with a version, a delete must find older rows of any

@@ -24,8 +24,8 @@ def new_mark() -> str:
 
 def marked(text: str | None) -> str | None:
     """The id in a table's comment; None: it was not created here."""
-    found = _MARK.search(text or "")
-    return None if found is None else found[1]
+    comment = _MARK.search(text or "")
+    return None if comment is None else comment[1]
 
 
 def missing(table: str, where: str, next_step: str) -> UsageError:

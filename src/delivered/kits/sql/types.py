@@ -127,8 +127,8 @@ def because(reasons: pa.Array | None, mask: pa.Array, text: str) -> pa.Array | N
     mask = pc.fill_null(mask, False)
     if not pc.any(mask).as_py():
         return reasons
-    here = pc.if_else(mask, text, pa.scalar(None, pa.string()))
-    return here if reasons is None else pc.coalesce(reasons, here)
+    added = pc.if_else(mask, text, pa.scalar(None, pa.string()))
+    return added if reasons is None else pc.coalesce(reasons, added)
 
 
 def outside_years(batch: pa.RecordBatch) -> pa.Array | None:

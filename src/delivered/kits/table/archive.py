@@ -31,9 +31,9 @@ class ArchiveFiles:
     def read(self) -> Archive:
         """All entries."""
         while True:
-            found = [self._store.get(name) for name in self._names()]
-            if all(data is not None for data in found):
-                return Archive(b"".join(data for data in found if data is not None), repr(self._folder))
+            contents = [self._store.get(name) for name in self._names()]
+            if all(data is not None for data in contents):
+                return Archive(b"".join(data for data in contents if data is not None), repr(self._folder))
             # Compacted since the listing: another file has its entries.
 
     def add(self, entries: Iterable[Archived]) -> None:
@@ -44,16 +44,16 @@ class ArchiveFiles:
         self._put(data)
         small = {n: size for n, size in self._names().items() if size < FULL_BYTES}
         if len(small) > FILES_MAX:
-            self._put_together(list(small))
+            self._compact(list(small))
 
-    def _put_together(self, names: list[str]) -> None:
-        found = {name: data for name in names if (data := self._store.get(name)) is not None}
-        if not found:  # another process was faster
+    def _compact(self, names: list[str]) -> None:
+        contents = {name: data for name in names if (data := self._store.get(name)) is not None}
+        if not contents:  # another process was faster
             return
-        whole = self._put(
-            b"".join(sorted({a.encode() for data in found.values() for a in Archive(data, self._folder)}))
+        compacted = self._put(
+            b"".join(sorted({a.encode() for data in contents.values() for a in Archive(data, self._folder)}))
         )
-        self._store.remove(name for name in found if name != whole)
+        self._store.remove(name for name in contents if name != compacted)
 
     def _put(self, data: bytes) -> str:
         """Write a file named by its content hash, so that equal entries give the same file."""

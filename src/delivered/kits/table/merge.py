@@ -126,8 +126,8 @@ def batch_of(shards: Iterable[Iterable[pa.Table]]) -> pa.Table:
     for number, shard in enumerate(shards):
         for rows in shard:
             tables.append(rows.append_column(SHARD, pa.array(np.full(rows.num_rows, number, dtype=np.int32))))
-    whole = pa.concat_tables(tables)
-    return whole.append_column(ORDER, pa.array(np.arange(whole.num_rows)))
+    batch = pa.concat_tables(tables)
+    return batch.append_column(ORDER, pa.array(np.arange(batch.num_rows)))
 
 
 def one_of_each(mode: WriteMode, rows: pa.Table, where: str) -> pa.Table:
@@ -164,17 +164,17 @@ def _key_columns(mode: WriteMode) -> list[str]:
     return [*mode.keys, *([mode.version] if mode.version is not None else [])]
 
 
-def _matches(mode: WriteMode, there: pa.Table, rows: pa.Table) -> _Matches:
+def _matches(mode: WriteMode, stored_rows: pa.Table, rows: pa.Table) -> _Matches:
     """
     Args:
-        there: `_key_columns` of a file, all rows in order.
+        stored_rows: `_key_columns` of a file, all rows in order.
         rows: from `one_of_each`.
     """
     keys, version = list(mode.keys), [mode.version] if mode.version is not None else []
-    there = there.rename_columns([*keys, *("\0stored" for _ in version)])
-    there = there.append_column(_ROW, pa.array(np.arange(there.num_rows)))
+    stored_rows = stored_rows.rename_columns([*keys, *("\0stored" for _ in version)])
+    stored_rows = stored_rows.append_column(_ROW, pa.array(np.arange(stored_rows.num_rows)))
     staged = rows.select(_key_columns(mode)).append_column(ORDER, pa.array(np.arange(rows.num_rows)))
-    both = there.join(staged, keys, join_type="inner", use_threads=False)
+    both = stored_rows.join(staged, keys, join_type="inner", use_threads=False)
     source = both[ORDER].to_numpy()
     if version:
         newer = pc.or_kleene(pc.is_null(both["\0stored"]), pc.greater(both[version[0]], both["\0stored"]))
@@ -184,23 +184,23 @@ def _matches(mode: WriteMode, there: pa.Table, rows: pa.Table) -> _Matches:
 
 
 def _rewritten(
-    mode: WriteMode, batches: Iterable[pa.RecordBatch], columns: pa.Schema, rows: pa.Table, found: _Matches
+    mode: WriteMode, batches: Iterable[pa.RecordBatch], columns: pa.Schema, rows: pa.Table, matches: _Matches
 ) -> Iterator[pa.RecordBatch]:
     """A file's rows with the batch's values in replaced rows; columns missing from the batch keep their values."""
-    given = set(stored(mode, rows.schema).names)
+    batch_columns = set(stored(mode, rows.schema).names)
     at = 0
     for batch in batches:
-        lo, hi = np.searchsorted(found.row, [at, at + batch.num_rows])
-        here, by = found.row[lo:hi] - at, found.by[lo:hi]
+        lo, hi = np.searchsorted(matches.row, [at, at + batch.num_rows])
+        replaced, by = matches.row[lo:hi] - at, matches.by[lo:hi]
         at += batch.num_rows
-        kept = np.ones(batch.num_rows, dtype=bool)
-        kept[here] = False
-        yield batch.filter(pa.array(kept))
-        if not len(here):
+        unchanged = np.ones(batch.num_rows, dtype=bool)
+        unchanged[replaced] = False
+        yield batch.filter(pa.array(unchanged))
+        if not len(replaced):
             continue
-        new, old = rows.take(pa.array(by)), batch.take(pa.array(here))
+        new, old = rows.take(pa.array(by)), batch.take(pa.array(replaced))
         table = pa.table(
-            [new[f.name] if f.name in given else old[f.name] for f in columns],
+            [new[f.name] if f.name in batch_columns else old[f.name] for f in columns],
             pa.schema([pa.field(f.name, f.type) for f in columns]),
         )
         if mode.delete is not None:

@@ -188,14 +188,14 @@ class Undecided:
 
     def remove(self, names: Iterable[str]) -> None:
         """Delete those of these files that are undecided; never deletes a decided row, whoever calls it."""
-        found = []
+        undecided = []
         for name in names:
             incarnation = incarnation_of(self.scope, name)
-            newest, named = (None, set[str]()) if incarnation is None else self.decided(incarnation)
+            newest, decided_writers = (None, set[str]()) if incarnation is None else self.decided(incarnation)
             batch = batch_of(name)
-            if batch is not None and (newest is None or batch >= newest) and writer_of(name) not in named:
-                found.append(name)
-        self.store.remove(found)
+            if batch is not None and (newest is None or batch >= newest) and writer_of(name) not in decided_writers:
+                undecided.append(name)
+        self.store.remove(undecided)
 
     def _open(self, incarnation: str) -> list[str]:
         """Files of an incarnation that no decision names, in the folders that may have some.
@@ -203,6 +203,10 @@ class Undecided:
         Decisions are read again after the listing, which may take long: files that appeared meanwhile may have been
         decided by then.
         """
-        found = newest_files(self.store, self.scope, incarnation, self.decided(incarnation)[0])
-        newest, named = self.decided(incarnation)
-        return [n for n in found if newest is None or ((batch_of(n) or 0) >= newest and writer_of(n) not in named)]
+        candidates = newest_files(self.store, self.scope, incarnation, self.decided(incarnation)[0])
+        newest, decided_writers = self.decided(incarnation)
+        return [
+            n
+            for n in candidates
+            if newest is None or ((batch_of(n) or 0) >= newest and writer_of(n) not in decided_writers)
+        ]

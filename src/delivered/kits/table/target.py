@@ -142,11 +142,11 @@ def unreachable(options: FileTableOptions, error: Exception, check: str) -> Deli
 @contextlib.contextmanager
 def but_gone(explained: contextlib.AbstractContextManager[None]) -> Iterator[None]:
     """`explained`, except for missing files, which are not a failure of the store."""
-    gone = None
+    missing_file = None
     with explained:
         try:
             yield
         except FileNotFoundError as error:
-            gone = error
-    if gone is not None:
-        raise gone
+            missing_file = error
+    if missing_file is not None:
+        raise missing_file
