@@ -179,11 +179,11 @@ def _files(request: pytest.FixtureRequest, kind: str) -> Sink:
     return FILES.sink({"path": str(folder / "orders"), "fileFormat": kind})
 
 
-def _kafka(request: pytest.FixtureRequest) -> Sink:
+def _kafka(request: pytest.FixtureRequest, client: str) -> Sink:
     from delivered.connectors.kafka import CONNECTOR as KAFKA
 
     kafka: Any = request.getfixturevalue("kafka")
-    return KAFKA.sink({"kafka.bootstrap.servers": kafka.bootstrap, "topic": kafka.topic()})
+    return KAFKA.sink({"kafka.bootstrap.servers": kafka.bootstrap, "topic": kafka.topic(), "client": client})
 
 
 def _postgres(request: pytest.FixtureRequest, mechanism: str) -> Sink:
@@ -218,7 +218,8 @@ SINKS: dict[str, Callable[[pytest.FixtureRequest], Sink]] = {
     "files-json": lambda request: _files(request, "json"),
     "toy": lambda request: toy(request.getfixturevalue("tmp_path")),
     "delta-s3": _delta_s3,
-    "kafka": _kafka,
+    "kafka": lambda request: _kafka(request, "librdkafka"),
+    "kafka-arrow": lambda request: _kafka(request, "arrow"),
     "postgres-one-transaction": lambda request: _postgres(request, "one_transaction"),
     "postgres-two-phase": lambda request: _postgres(request, "two_phase"),
     "mysql-one-transaction": lambda request: _mysql(request, "one_transaction"),

@@ -93,6 +93,7 @@ class SourceCapability:
         repeats: why it may hold a message twice; empty: it does not.
         sent_twice: records that a producer sent twice appear twice.
         local: it uses files on one machine.
+        records: by which of several clients records are read, and why, for the plan; empty: there is one.
         assumes: what the guarantee assumes of this source.
     """
 
@@ -102,6 +103,7 @@ class SourceCapability:
     repeats: str = ""
     sent_twice: bool = False
     local: bool = False
+    records: str = ""
     assumes: tuple[str, ...] = ()
 
 
@@ -120,6 +122,7 @@ class SinkCapability:
         remembers: it can keep dedup's keys next to its ledger (`delivered.contract.powers.Remembers`).
         write: whether records are appended or replace others.
         adds_columns: it may have added columns to its table, which earlier rows read back as null.
+        records: as of a source, how they are written.
         assumes: what exactly_once assumes of the sink and its readers.
         limits: bounds to print with the plan.
     """
@@ -139,6 +142,7 @@ class SinkCapability:
     remembers: bool = False
     write: WriteMode = APPEND
     adds_columns: bool = False
+    records: str = ""
     assumes: tuple[str, ...] = ()
     limits: tuple[str, ...] = field(default=())
 

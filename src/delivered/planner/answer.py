@@ -46,6 +46,7 @@ class Plan:
         warnings: findings of preflight and the ledger that are no reason to refuse.
         dedup: which duplicates in the source are recognised, which keys expire, and the cost. Empty: no dedup.
         order: which of several sinks decides, the order of the others, and why. Empty for a single sink.
+        records: by which client sources and sinks read and write them, and why, if a system has several.
     """
 
     pipeline: str
@@ -59,6 +60,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     order: tuple[str, ...] = ()
     dedup: tuple[str, ...] = ()
+    records: tuple[str, ...] = ()
 
     @property
     def deciding(self) -> Step:
@@ -124,6 +126,7 @@ def to_json(answer: Plan | Refusal) -> dict[str, Any]:
                 "assumptions": list(answer.assumptions),
                 "limits": list(answer.limits),
                 "warnings": list(answer.warnings),
+                **({"records": list(answer.records)} if answer.records else {}),
                 **({"order": list(answer.order)} if answer.order else {}),
                 **({"dedup": list(answer.dedup)} if answer.dedup else {}),
             }
@@ -158,6 +161,7 @@ def _plan_lines(plan: Plan, width: int) -> Iterable[str]:
         else:
             yield from _wrapped(step.id.value, step.does, width)
     yield ""
+    yield from _block("records", plan.records, width)
     yield from _block("order", plan.order, width)
     yield from _block("dedup", plan.dedup, width)
     yield from _wrapped("on start", ", ".join(f"{s.id.value} ({s.does})" for s in plan.recovery), width)

@@ -10,7 +10,7 @@ from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
 from delivered.planner import group, repeats, sources
 from delivered.planner.answer import Plan, Reason, Refusal, seconds
-from delivered.planner.request import Request
+from delivered.planner.request import Request, SinkFacts, SourceFacts
 from delivered.planner.rules import reasons
 from delivered.planner.steps import batch_steps, mechanism, recovery_steps
 
@@ -34,9 +34,16 @@ def make_plan(request: Request) -> Plan | Refusal:
             *_transform_changed(request),
             *(f.message for f in request.findings),
         ),
+        records=tuple(f"{part.label}: {part.capability.records}" for part in _by_choice(request)),
         order=group.order(request) if request.is_group else (),
         dedup=repeats.says(request.dedup, request.decider.capability.system) if request.dedup is not None else (),
     )
+
+
+def _by_choice(request: Request) -> list[SourceFacts | SinkFacts]:
+    """Sources and sinks that read or write records by one of several clients."""
+    parts: tuple[SourceFacts | SinkFacts, ...] = (*request.sources, *request.sinks)
+    return [part for part in parts if part.capability.records]
 
 
 def _refusal(request: Request, reason: Reason) -> Refusal:

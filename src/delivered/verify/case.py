@@ -217,8 +217,9 @@ def _setting(
     needs, template, kind = case.fault.needs, environment.template, SINK_KINDS[case.sink]
     workload = template.workload if template is not None else WORKLOADS[case.workload]
     options = {**workload.sink_options(kind.upserts), **environment.sink_options}
-    own = template.source if template is not None else kind.source
-    source = SOURCE_KINDS[case.source or (KAFKA if TOPICS in needs or workload.topics > 1 else own)]
+    own = SOURCE_KINDS[template.source if template is not None else kind.source]
+    topics = TOPICS in needs or workload.topics > 1
+    source = SOURCE_KINDS[case.source or (KAFKA if topics and own.server != KAFKA else own.name)]
 
     def server_of(kind: str | None) -> brokers.Broker | None:
         return None if kind is None else environment.server(kind)
@@ -243,7 +244,7 @@ def _setting(
 
     source_server = server_of(source.server)
     # Only Kafka as the sink's own source is reached through its proxy.
-    through = address(source.server) if source.name == KAFKA else None
+    through = address(source.server) if source.server == KAFKA else None
     log, connector = folder / "log", environment.source_format
     return Setting(
         name=case.name,

@@ -12,11 +12,12 @@ from delivered.verify.fault import AT_LEAST, AT_MOST, BROKER, CLUSTER, EXACTLY, 
 from delivered.verify.interference import TRANSACTION_TIMEOUT_S
 from delivered.verify.network_faults import before_sink, behind_source, soak_network
 from delivered.verify.scripts import Script, kills, point, random_kills, shards_changed, worker_killed
-from delivered.verify.systems import DELTA, KAFKA, POSTGRES, SINK_KINDS, SOURCE_KINDS, SQLITE
+from delivered.verify.systems import DELTA, KAFKA, KAFKA_ARROW, POSTGRES, SINK_KINDS, SOURCE_KINDS, SQLITE
 from delivered.verify.systems.base import SinkKind, SourceKind
 
 NOTHING = Fault("none", "none", "an undisturbed run", scripts.nothing)
 _QUICK_BETWEEN = {(EXACTLY, KAFKA), (AT_LEAST, SQLITE), (AT_MOST, SQLITE)}
+_EVERYWHERE = (SQLITE, KAFKA, KAFKA_ARROW, POSTGRES, DELTA)
 SOAK_KILLS = 20
 SMALL_BATCHES = {"rows_per_batch": 20}
 
@@ -36,8 +37,8 @@ def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
         *_consumer(guarantee, kind),
         *_zombies(guarantee, kind),
         *_state(guarantee, sink),
-        *_soak(guarantee, sink),
-        *([everywhere(kind)] if guarantee is EXACTLY and sink in (SQLITE, KAFKA, POSTGRES, DELTA) else ()),
+        *_soak(guarantee, kind),
+        *([everywhere(kind)] if guarantee is EXACTLY and sink in _EVERYWHERE else ()),
     ]
     names = [f.name for f in found]
     if len(set(names)) != len(names):
@@ -110,13 +111,13 @@ def _consumer(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
     failing = [f"{write}:after", f"{prepare}:before", f"{prepare}:after"][: 1 if at_most else 3]
     text = f"a task fails {len(failing)} times, and is run again in the same batch"
     yield Fault("task-retried", "F6b", text, *scripts.task_retried(*failing), extra=scripts.RETRIES)
-    if sink == KAFKA:
+    if kind.format == KAFKA:
         script = scripts.speculation(f"{prepare}:before")
         text = "two attempts of a task at a time, on two hosts: the second one wins, then the first one goes on"
         yield Fault("speculation", "F6b", text, script, ("a speculative attempt won",), needs=(CLUSTER,))
     text = "the transform fails at a record until it is mended"
     yield Fault("poison", "F6a", text, scripts.poison, ("poison met",) * 2, workload="poison")
-    if sink == KAFKA:
+    if kind.format == KAFKA:
         script = scripts.oversized_given_up if at_most else scripts.oversized
         text = "the sink cannot take a record" + (": it is given up" if at_most else " until its limit is raised")
         yield Fault("oversized", "F6b", text, script, ("record too large",) * (2 - at_most), workload="oversized")
@@ -133,7 +134,7 @@ def _zombies(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
         yield Fault(f"zombie-{step}", "F7", text, script, ("paused", "woken up"), quick=quick)
     text = "a second driver starts on the checkpoint of a living one"
     yield Fault("second-driver", "F7", text, two_drivers.second_driver, ("second driver",))
-    if exactly and kind.name == KAFKA:
+    if exactly and kind.format == KAFKA:
         short = {"sink": {"transactionTimeout": TRANSACTION_TIMEOUT_S}}
         for name, text, moment, workload in (
             ("before-decide", "prepared transactions expire before the decision", "before", None),
@@ -185,11 +186,11 @@ def _state(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
     yield Fault("slices-changed", "F8", text, script, fires, needs=(TOPICS,), keeps_order=False)
 
 
-def _soak(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
+def _soak(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
     """Many faults in one case, for their sheer number."""
     text = f"killed {SOAK_KILLS} times at random moments, in small batches"
     yield Fault("soak-kills", "F6b", text, *random_kills(SOAK_KILLS), extra=SMALL_BATCHES, soak=True)
-    if sink == KAFKA:
+    if kind.format == KAFKA:
         text = "every so many requests one, or its reply, never arrives"
         yield soak_network(guarantee, text, SMALL_BATCHES)
 

@@ -69,6 +69,14 @@ def by_arrow(owner: str, through: str, client: Mapping[str, str], known: Set[str
     return missing is None
 
 
+def path(through: str, client: Mapping[str, str], known: Set[str], arrow: str) -> str:
+    """By which client records travel, and why, for the plan. `arrow`: what it says of Arrow."""
+    missing = lacks(client, known)
+    if missing is not None:
+        return f"librdkafka, because {missing}"
+    return "librdkafka, because client=librdkafka; client=arrow is possible" if through == "librdkafka" else arrow
+
+
 def lacks(client: Mapping[str, str], known: Set[str]) -> str | None:
     """Why only librdkafka can be used with these settings; None: nothing is missing."""
     if not record_batch.available():
@@ -76,7 +84,7 @@ def lacks(client: Mapping[str, str], known: Set[str]) -> str | None:
     if unknown := sorted(set(client) - known):
         return f"kafka.{unknown[0]} is a setting of librdkafka"
     mechanism = client.get("sasl.mechanism", client.get("sasl.mechanisms", "PLAIN")).upper()
-    return None if mechanism in _MECHANISMS else f"SASL mechanism {mechanism}"
+    return None if mechanism in _MECHANISMS else f"SASL mechanism {mechanism} needs librdkafka"
 
 
 @dataclass

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.connectors.kafka import columns
+from delivered.connectors.kafka.cluster import SINK_SETTINGS, by_arrow, path
 from delivered.connectors.kafka.librdkafka import check_settings
 from delivered.connectors.kafka.sink_options import OWNER, SinkOptions
 from delivered.contract.finding import Finding
@@ -44,6 +45,7 @@ class KafkaSink:
             send=f"kafka {target}: acks=all",
             batch_atomic=False,
             prepared_timeout_s=float(timeout),
+            records=path(self.options.through, self.options.client, SINK_SETTINGS, "Arrow, encoded in C"),
             assumes=(
                 f"readers of {target} use isolation.level=read_committed",
                 "a replayed batch gives the same rows (only needed if the query keeps state or a transaction expired: "
@@ -63,6 +65,7 @@ class KafkaSink:
         try:
             self.check_guarantee(guarantee)
             check_settings(OWNER, self.options.client)
+            by_arrow(OWNER, self.options.through, self.options.client, SINK_SETTINGS)
         except UsageError as error:
             return [Finding.refusal(error)]
         return preflight(self.options, guarantee)

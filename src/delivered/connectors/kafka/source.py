@@ -12,7 +12,7 @@ import pyarrow as pa
 import tenacity
 
 from delivered.connectors.kafka.admin import KafkaDriverClient, joined
-from delivered.connectors.kafka.cluster import SOURCE_SETTINGS, by_arrow
+from delivered.connectors.kafka.cluster import SOURCE_SETTINGS, by_arrow, path
 from delivered.connectors.kafka.librdkafka import check_settings
 from delivered.connectors.kafka.offsets import (
     EARLIEST,
@@ -70,9 +70,14 @@ class KafkaSource:
             )
         if not self.options.committed_only:
             assumes.append("read_uncommitted: records of transactions that abort later count")
-        return SourceCapability(system="kafka", replayable=True, sent_twice=True, assumes=tuple(assumes))
+        records = path(self.options.through, self.options.client, SOURCE_SETTINGS, "Arrow, decoded in C")
+        return SourceCapability("kafka", replayable=True, sent_twice=True, records=records, assumes=tuple(assumes))
 
     def preflight(self) -> Sequence[Finding]:
+        try:
+            self.planned()
+        except UsageError as error:
+            return [Finding.refusal(error)]
         client = KafkaDriverClient(self.options)
         try:
             client.offsets(dict.fromkeys(client.partitions()[0], LATEST))

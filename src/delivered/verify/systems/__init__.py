@@ -16,12 +16,15 @@ from typing import Any, TypeVar
 
 from delivered.verify.systems.base import SinkKind, SourceClient, SourceKind, System
 
-SQLITE, KAFKA, POSTGRES, POSTGRES_2PC, DELTA, FILES = "sqlite", "kafka", "postgres", "postgres-2pc", "delta", "files"
+SQLITE, POSTGRES, POSTGRES_2PC, DELTA, FILES = "sqlite", "postgres", "postgres-2pc", "delta", "files"
+KAFKA, KAFKA_ARROW = "kafka", "kafka-arrow"
 MYSQL, MYSQL_XA, ICEBERG = "mysql", "mysql-xa", "iceberg"
 RABBITMQ, PULSAR, RABBITMQ_STREAM, LOG = "rabbitmq", "pulsar", "rabbitmq_stream", "log"
 GROUP = f"{KAFKA}-{POSTGRES}-{DELTA}"
-_SINK_ORDER = (SQLITE, KAFKA, POSTGRES, POSTGRES_2PC, MYSQL, MYSQL_XA, DELTA, ICEBERG, FILES, GROUP, RABBITMQ)
-_SOURCE_ORDER = (LOG, KAFKA, PULSAR, RABBITMQ_STREAM, RABBITMQ)
+_SINK_ORDER = (
+    SQLITE, KAFKA, KAFKA_ARROW, POSTGRES, POSTGRES_2PC, MYSQL, MYSQL_XA, DELTA, ICEBERG, FILES, GROUP, RABBITMQ,
+)  # fmt: skip
+_SOURCE_ORDER = (LOG, KAFKA, KAFKA_ARROW, PULSAR, RABBITMQ_STREAM, RABBITMQ)
 """In the order of cases and pages; all others follow by name."""
 
 Kind = TypeVar("Kind", SinkKind, SourceKind)

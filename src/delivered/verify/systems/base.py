@@ -276,7 +276,7 @@ class SinkKind:
 class SourceKind:
     """
     Attributes:
-        name: its format in a pipeline file.
+        name: on the command line.
         client: recreated in another process by `address`; at: the client of a place.
         server: kind of the server that holds it, as named by `delivered.brokers`; None: local files.
         queue: it drops acknowledged messages, so receivers first store them in a log.

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from delivered.verify.proxy_kafka import KafkaProxy
@@ -250,19 +251,25 @@ def _flat(listed: Any) -> list[Any]:
 
 
 def _sink(kind: SinkKind, at: SinkPlace) -> Topic:
-    del kind
     big = {"kafka.message.max.bytes": str(MESSAGE_BYTES_MAX)} if at.workload.name == "big" else {}
-    extra = {**big, **at.extra}
+    extra = {**big, **_CLIENTS[kind.name], **at.extra}
     return Topic(at.server.bootstrap, f"{at.name}-out", at.pipeline_address, extra=extra, topics=at.workload.topics)
 
 
-def _source(at: SourcePlace) -> TopicSource:
-    return TopicSource(at.server.bootstrap, f"{at.name}-in", at.pipeline_address, topics=at.topics)
+def _source(at: SourcePlace, name: str = "kafka") -> TopicSource:
+    at_pipeline, extra = at.pipeline_address, _CLIENTS[name]
+    return TopicSource(at.server.bootstrap, f"{at.name}-in", at_pipeline, extra=extra, topics=at.topics)
 
+
+_CLIENTS: dict[str, dict[str, Any]] = {"kafka": {}, "kafka-arrow": {"client": "arrow"}}
+"""Options of the pipeline, by kind."""
 
 SYSTEM = System(
-    (SinkKind("kafka", "kafka", _sink, server="kafka", source="kafka", two_phase=True, own=True),),
-    (SourceKind("kafka", TopicSource, _source, server="kafka"),),
+    (
+        SinkKind("kafka", "kafka", _sink, server="kafka", source="kafka", two_phase=True, own=True),
+        SinkKind("kafka-arrow", "kafka", _sink, server="kafka", source="kafka-arrow", two_phase=True),
+    ),
+    tuple(SourceKind(n, TopicSource, partial(_source, name=n), server="kafka") for n in _CLIENTS),
     properties={
         # By default the broker looks for expired transactions every ten seconds: too long for a case.
         "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
