@@ -271,6 +271,20 @@ def test_deleted_records_are_an_error_not_a_gap(log: Path) -> None:
     assert source.driver().initial()["offsets"] == {"0": 10}
 
 
+def test_offsets_know_their_log_again(log: Path) -> None:
+    """Offsets logged by an earlier version have no id. A batch planned before is not read from another log either."""
+    append(str(log), records(0, 10))
+    driver = source_at(log).driver()
+    start, end = driver.initial(), driver.latest(driver.initial(), None)
+    log.rename(log.with_name("away"))
+    append(str(log), records(0, 30))
+    for read in (lambda: source_at(log).driver().latest(end, None), lambda: source_at(log).driver().slices(start, end)):
+        with pytest.raises(InvariantBroken, match=r"DATA_LOST.*deleted and recreated"):
+            read()
+    plain = {k: v for k, v in end.items() if k in ("version", "offsets")}
+    assert source_at(log).driver().latest(plain, None)["offsets"] == {"0": 30}
+
+
 def test_log_put_back_to_an_older_copy_is_an_error(log: Path) -> None:
     append(str(log), records(0, 10))
     with pytest.raises(InvariantBroken, match="LOG_BEHIND"):

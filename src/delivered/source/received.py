@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from delivered.contract.finding import Finding
+from delivered.contract.powers import HasOffsetMetadata
 from delivered.contract.queue import NamesIds, Queue
 from delivered.contract.source import Slice, Source, SourceDriver
 from delivered.model import limits
@@ -177,6 +178,14 @@ class ReceivedSource:
 
     def schema(self) -> pa.Schema:
         return self.log.schema()
+
+    @property
+    def offset_metadata(self) -> frozenset[str]:
+        return self.log.offset_metadata if isinstance(self.log, HasOffsetMetadata) else frozenset()
+
+    @property
+    def lasting_metadata(self) -> frozenset[str]:
+        return self.log.lasting_metadata if isinstance(self.log, HasOffsetMetadata) else frozenset()
 
     def driver(self) -> SourceDriver:
         return self.log.driver()

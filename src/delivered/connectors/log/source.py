@@ -20,6 +20,8 @@ from delivered.source.columns import columns
 
 _RELOADS_MAX = 5
 _VERSIONS_SYNCED_AT_START = 100
+_ID = "#log"
+"""Key of the Delta table's id in the offsets: a log that was deleted and recreated has another one."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,14 @@ class LogSource:
     @property
     def rows_per_batch_max(self) -> int | None:
         return self.options.rows_max
+
+    @property
+    def offset_metadata(self) -> frozenset[str]:
+        return frozenset({_ID})
+
+    @property
+    def lasting_metadata(self) -> frozenset[str]:
+        return frozenset({_ID})
 
     def capability(self) -> SourceCapability:
         local = layout.is_local(self.options.path)
@@ -96,8 +106,8 @@ class LogSource:
 
 
 class LogDriver:
-    """Offsets are `{"version": v, "offsets": {"0": 12}}`: the next offset of each partition, and the table version that
-    the batch's end was read from, so that a replay opens the same files directly."""
+    """Offsets are `{"version": v, "offsets": {"0": 12}, "#log": id}`: the next offset of each partition, and the table
+    version that the batch's end was read from, so that a replay opens the same files directly."""
 
     def __init__(self, options: LogOptions) -> None:
         self._options = options
@@ -114,22 +124,26 @@ class LogDriver:
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         now = self._frozen or self._refresh()
+        self._check_id(start)
         begin = self._begin(start, now)
         ends = now.ends()
         target = {p: max(ends.get(p, at), at) for p, at in begin.items()}
         if rows_max is not None:
             target = admit(begin, target, rows_max)
         # A new version without new records (a compaction) starts no batch.
-        return start if target == _read(start) else _offsets(now.version, target)
+        return start if target == _read(start) else self._offsets(now, target)
 
     def newest(self) -> Offsets | None:
         now = self._refresh()
-        return _offsets(now.version, now.ends())
+        return self._offsets(now, now.ends())
 
     def freeze(self) -> None:
         self._frozen = self._refresh()
 
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
+        if self._table is None and _ID in end:
+            self._refresh()
+            self._check_id(end)
         at = self._at(int(end.get("version", -1)))
         earliest = at.earliest()
         begin, pieces = _read(start), []
@@ -191,16 +205,22 @@ class LogDriver:
         return self._snapshot
 
     def _reopen(self) -> None:
-        path, before = self._options.path, self._table.metadata().id
-        self._table, self._snapshot = layout.open_table(path, self._storage), None
-        now = self._table.metadata().id
-        if now != before:
+        before = self._table.metadata().id
+        self._table, self._snapshot = layout.open_table(self._options.path, self._storage), None
+        self._check_id({_ID: before})
+
+    def _check_id(self, offsets: Offsets) -> None:
+        before, now = offsets.get(_ID), str(self._table.metadata().id)
+        if before not in (None, now):
             raise InvariantBroken(
                 "DATA_LOST",
-                f"The log {path!r} was deleted and recreated while it was read: its id was {before}, and is {now}. "
-                "Records may be lost.",
+                f"The log {self._options.path!r} was deleted and recreated since it was read: its id was {before}, and "
+                f"is {now}. Records may be lost.",
                 next_step="restore the log, or start a new checkpoint",
             )
+
+    def _offsets(self, now: layout.Snapshot, offsets: Mapping[int, int]) -> Offsets:
+        return {**_offsets(now.version, offsets), _ID: str(self._table.metadata().id)}
 
     def _at(self, version: int) -> layout.Snapshot:
         """The table at the version of a batch's end; the newest one if that version no longer exists."""
