@@ -22,7 +22,8 @@ from delivered.contract.sink import Sink
 from delivered.engine.context import open_ledger
 from delivered.ledger import ledger as rules
 from delivered.ledger.ledger import Ledger
-from delivered.model.errors import DeliveredError, Fenced
+from delivered.model import record_format
+from delivered.model.errors import DeliveredError, Fenced, Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
@@ -224,6 +225,31 @@ def check(sink: Sink, histories: int, phases: Collection[Phase] = tuple(Phase)) 
 @pytest.mark.parametrize("name", STORES)
 def test_store_agrees_with_the_model(name: str, request: pytest.FixtureRequest) -> None:
     check(SINKS[name](request), STORES[name])
+
+
+@pytest.mark.parametrize("name", [name for name in STORES if not name.startswith("memory")])
+def test_ledger_of_a_later_version_is_refused(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written by this version, with later numbers in its records."""
+    sink, scope = SINKS[name](request), Scope(f"store{next(_pipelines)}", "sink", "i")
+    ready_target(sink, SCHEMA)
+    decision = Decision(
+        scope, "a", Guarantee.EXACTLY_ONCE, 0, '{"0":0}', (), Fingerprint(1, 1, 2), Fingerprint(), next(_moments)
+    )
+    ledger = open_ledger(sink, scope)
+    with monkeypatch.context() as later:
+        later.setattr(record_format, "FORMAT", record_format.FORMAT + 1)
+        later.setattr(record_format, "check_format", lambda *_: None)
+        ledger.claim(Owner("a", "host", 1, 2))
+        assert ledger.decide(decision) == Ok(None)
+    ledger.close()
+    uses: list[Callable[[Ledger], object]] = [Ledger.look, lambda found: found.claim(Owner("b", "host", 1, 2))]
+    for use in uses:
+        ledger = open_ledger(sink, scope)
+        with pytest.raises(Refused, match="FORMAT_NEWER"):
+            use(ledger)
+        ledger.close()
 
 
 MUTANTS: dict[str, tuple[object, str, Callable[..., object]]] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from delivered.checkpoint import first_offsets
+from delivered.checkpoint import decider, dedup, first_offsets, offset_metadata, sources
 from delivered.connectors.delta import commit as delta
 from delivered.connectors.files.disk import StagedFile
 from delivered.connectors.iceberg import staged as iceberg
@@ -21,6 +21,7 @@ from delivered.connectors.log.table import open_table, read_progress
 from delivered.connectors.rocketmq.half_messages import HalfMessages
 from delivered.connectors.sqlite.stage import StagedRows
 from delivered.kits.sql.transactions import PreparedRows
+from delivered.model.dedup import Dedup
 from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
@@ -28,8 +29,12 @@ from delivered.model.prepared import Handle, Prepared, Promise
 from delivered.model.record_format import FORMAT, LOG_PROPERTY
 from delivered.model.work import Begun, Decision, Owner
 
-UNNUMBERED: dict[str, str] = json.loads((Path(__file__).parent / "formats" / "unnumbered.json").read_text())
+FORMATS = Path(__file__).parent / "formats"
+UNNUMBERED: dict[str, str] = json.loads((FORMATS / "unnumbered.json").read_text())
 """As they were written before formats were numbered."""
+FORMAT_1: dict[str, str] = json.loads((FORMATS / "format_1.json").read_text())
+"""As 0.1 writes them. A later format gets a file of its own; this one stays."""
+STORED = [(name, kind) for name, records in (("unnumbered", UNNUMBERED), ("format_1", FORMAT_1)) for kind in records]
 
 
 def progress(text: str, folder: Path) -> Any:
@@ -38,10 +43,18 @@ def progress(text: str, folder: Path) -> Any:
     return read_progress(str(folder), {}, "reader")
 
 
-def first(text: str, folder: Path) -> Any:
-    (folder / first_offsets.FILE).parent.mkdir(exist_ok=True)
-    (folder / first_offsets.FILE).write_text(text)
-    return first_offsets.kept(str(folder))
+def sidecar(file: str, read: Callable[[str], Any]) -> Callable[[str, Path], Any]:
+    def reader(text: str, folder: Path) -> Any:
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text(text)
+        return read(str(folder))
+
+    return reader
+
+
+def metadata(location: str) -> Any:
+    keys = frozenset({"#topic ids"})
+    return offset_metadata.OffsetMetadata(location, keys, keys).find({"orders": {"0": 17}})
 
 
 READERS: dict[str, Callable[[str, Path], Any]] = {
@@ -51,14 +64,19 @@ READERS: dict[str, Callable[[str, Path], Any]] = {
     "owner_iceberg": lambda text, _: Owner.from_json(text),
     "begun": lambda text, _: Begun.from_json(text),
     "marker": lambda text, _: read_marker(text.encode()),
-    "first_offsets": first,
+    "first_offsets": sidecar(first_offsets.FILE, first_offsets.kept),
+    "offset_metadata": sidecar(offset_metadata.FILE, metadata),
+    "deciding_sink": sidecar(decider.FILE, decider.decider),
+    "dedup": sidecar(dedup.FILE, lambda location: (dedup.kept(location), dedup.changed(location, None))),
+    "removed_sources": sidecar(sources.FILE, sources.removed),
     "log_progress": progress,
 }
 
 
-@pytest.mark.parametrize("kind", UNNUMBERED)
-def test_record_without_a_format_is_read(kind: str, tmp_path: Path) -> None:
-    found = READERS[kind](UNNUMBERED[kind], tmp_path)
+@pytest.mark.parametrize(("records", "kind"), STORED)
+def test_stored_record_is_read(records: str, kind: str, tmp_path: Path) -> None:
+    text = (UNNUMBERED if records == "unnumbered" else FORMAT_1)[kind]
+    found = READERS[kind](text, tmp_path)
     owner = Owner("driver-2", "host-1", 4711, 1763884700000, ("driver-1", "driver-0"))
     match kind:
         case "decision":
@@ -70,9 +88,9 @@ def test_record_without_a_format_is_read(kind: str, tmp_path: Path) -> None:
             assert [*found.transforms[1].accounts] == ["kafka"]
             assert (found.transform, found.transforms[1].batch) == ("def", 40)
             assert [p.given_up for p in found.participants] == [{}, {}, {"unknown": 2}], "it stood in the handle"
-            stored = json.loads(UNNUMBERED[kind])
+            stored = json.loads(text)
             stored["participants"][2] |= {"handle": {}, "given_up": {"unknown": 2}}
-            assert json.loads(found.to_json()) == {"format": FORMAT, **stored}
+            assert json.loads(found.to_json()) == {**stored, "format": FORMAT}
         case "owner":
             assert found == (owner, {})
         case "owner_kafka":
@@ -85,6 +103,15 @@ def test_record_without_a_format_is_read(kind: str, tmp_path: Path) -> None:
             assert found == ("5f0c7f9e-3a63-4f0e-9a53-0d1f0a7a6d11", 41, Fingerprint(10, 11, 12))
         case "first_offsets":
             assert found == {"orders": {"0": 17}}
+        case "offset_metadata":
+            assert found == {"#topic ids": {"orders": "Ab3"}}
+        case "deciding_sink":
+            assert found == "audit"
+        case "dedup":
+            kept = Dedup(("id",), 3_600_000, kind="table")
+            assert found == (kept, f"dedup {kept.says} of the database of sink 'audit'")
+        case "removed_sources":
+            assert found == {"orders": '{"orders":{"0":17}}'}
         case "log_progress":
             assert found == {0: 17}
         case _:
@@ -92,9 +119,9 @@ def test_record_without_a_format_is_read(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("newer", [FORMAT + 1, "2024a", -1])
-@pytest.mark.parametrize("kind", UNNUMBERED)
+@pytest.mark.parametrize("kind", READERS)
 def test_record_of_a_later_version_is_refused(kind: str, newer: object, tmp_path: Path) -> None:
-    text = json.dumps({**json.loads(UNNUMBERED[kind]), "format": newer})
+    text = json.dumps({**json.loads(FORMAT_1[kind]), "format": newer})
     with pytest.raises(Refused, match="FORMAT_NEWER") as refused:
         READERS[kind](text, tmp_path)
     assert repr(newer) in refused.value.message

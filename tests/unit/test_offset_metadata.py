@@ -84,7 +84,7 @@ def test_offsets_of_an_earlier_version_hold_their_metadata_themselves(tmp_path: 
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    for text in ("", "{", '{"version": 2, "entries": []}', '{"version": 1, "entries": [{"offsets": 5}]}'):
+    for text in ("", "{", '{"format": 1}', '{"format": 1, "entries": [{"offsets": 5}]}'):
         (tmp_path / FILE).parent.mkdir(exist_ok=True)
         (tmp_path / FILE).write_text(text)
         with pytest.raises(InvariantBroken, match="OFFSET_METADATA_DAMAGED"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import os
 import random
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from delivered.connectors.rocketmq.publish import BATCH_BYTES_MAX, BATCH_MAX, Me
 from delivered.connectors.rocketmq.receiver import forgetful, renewed
 from delivered.connectors.rocketmq.topic import joined, parsed
 from delivered.connectors.rocketmq.writer import RocketmqWriter
-from delivered.model.errors import BadRecord, UsageError
+from delivered.model.errors import BadRecord, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import DECISION_BYTES_MAX
@@ -195,6 +197,20 @@ def test_what_is_known_of_ends(tmp_path: Path) -> None:
     assert known.begin(work(4), "e") is State.VOID
     assert known.tops() == {"b": 10}
     assert EndJournal(str(tmp_path / "l.db"), Scope("p", "other", "i")).tops() == {}
+
+
+def test_a_journal_of_half_messages_of_a_later_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "l.db"
+    known, work = EndJournal(str(path), Scope("p", "s", "i")), Work(Scope("p", "s", "i"), 0, 0)
+    known.begin(work, "a")
+    with closing(sqlite3.connect(path)) as connection:  # as before the journal had a format
+        connection.execute("DROP TABLE _delivered_rocketmq_format")
+    assert known.begin(work, "a") is State.BEGUN
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE _delivered_rocketmq_format SET format = 2")
+    for use in (lambda: known.begin(work, "a"), lambda: known.void(["b"]), lambda: known.is_visible(work), known.tops):
+        with pytest.raises(Refused, match="FORMAT_NEWER"):
+            use()
 
 
 def test_a_renewed_receipt_begins_at_its_own_message() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.verify import matrix, report, runs
 from delivered.verify.case import Case, Result
@@ -15,7 +17,7 @@ from delivered.verify.fault import PLACES
 from delivered.verify.faults import catalogue
 from delivered.verify.fixture import empty
 from delivered.verify.judge import Verdict
-from delivered.verify.matrix import Choice, Store, cases
+from delivered.verify.matrix import FORMAT, Choice, Store, cases
 from delivered.verify.services import ENGINE, SPARK
 from delivered.verify.systems import DELTA, KAFKA, POSTGRES, SINK_KINDS, SQLITE
 from delivered.verify.workloads import WORKLOADS
@@ -45,6 +47,14 @@ def test_a_run_is_listed_while_it_goes_on_and_when_it_ended(tmp_path: Path) -> N
     (found,) = runs.load_runs(tmp_path)
     assert found == log.run
     assert found.verdict is Verdict.BROKEN
+
+
+@pytest.mark.parametrize("newer", [FORMAT + 1, "2030a"])
+def test_results_of_a_later_version_are_refused(newer: object, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"format": newer, "results": []}))
+    with pytest.raises(UsageError, match="VERIFY_FORMAT_NEWER"):
+        Store(path).load()
 
 
 def test_a_file_that_is_no_run_does_not_hide_the_others(tmp_path: Path) -> None:

@@ -5,11 +5,7 @@ A pipeline without that sink asks another ledger, which may lack the newest batc
 
 from __future__ import annotations
 
-import json
-
 from delivered.checkpoint import folder
-from delivered.model import record_format
-from delivered.model.errors import InvariantBroken
 
 FILE = "delivered/deciding-sink.json"
 
@@ -21,18 +17,8 @@ def decider(location: str) -> str | None:
         InvariantBroken: the file is damaged.
         Unreachable: the checkpoint cannot be read.
     """
-    text = folder.read(location, FILE)
-    if text is None:
-        return None
-    try:
-        return str(record_format.known(json.loads(text), "a checkpoint's deciding sink")["sink"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvariantBroken(
-            "DECIDING_SINK_DAMAGED",
-            f"{FILE!r} of the checkpoint {location!r} contains {text[:80]!r}; it must be what a start of the pipeline "
-            "wrote.",
-            next_step="restore the file from the checkpoint's backup",
-        ) from error
+    what = "a checkpoint's deciding sink"
+    return folder.read_record(location, FILE, what, lambda found: str(found["sink"]), "DECIDING_SINK_DAMAGED")
 
 
 def keep_decider(location: str, sink: str, *, several: bool) -> None:
@@ -43,5 +29,4 @@ def keep_decider(location: str, sink: str, *, several: bool) -> None:
     """
     before = decider(location)
     if sink != before and (several or before is not None):
-        text = json.dumps(record_format.numbered({"sink": sink}), separators=(",", ":"))
-        folder.write(location, FILE, text.encode(), first=False)
+        folder.write_record(location, FILE, {"sink": sink})

@@ -6,14 +6,30 @@ continues. So the first start stores the dedup, and later starts with another on
 
 from __future__ import annotations
 
-import json
+from dataclasses import dataclass
+from typing import Any
 
 from delivered.checkpoint import folder
-from delivered.model import record_format
 from delivered.model.dedup import Dedup
-from delivered.model.errors import InvariantBroken, Refused
+from delivered.model.errors import Refused
 
 FILE = "delivered/dedup.json"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    dedup: Dedup | None
+    sink: str
+    """The one whose database has the key table."""
+
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> _Kept:
+        dedup = found["dedup"]
+        return cls(None if dedup is None else Dedup.from_json(dedup), str(found.get("sink", "")))
+
+
+def _read(location: str) -> _Kept | None:
+    return folder.read_record(location, FILE, "a dedup's settings", _Kept.of, "DEDUP_DAMAGED")
 
 
 def kept(location: str) -> Dedup | None:
@@ -23,19 +39,8 @@ def kept(location: str) -> Dedup | None:
         InvariantBroken: the file is damaged.
         Unreachable: the checkpoint cannot be read.
     """
-    text = folder.read(location, FILE)
-    if text is None:
-        return None
-    try:
-        found = record_format.known(json.loads(text), "a dedup's settings")["dedup"]
-        return None if found is None else Dedup.from_json(found)
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvariantBroken(
-            "DEDUP_DAMAGED",
-            f"{FILE!r} of the checkpoint {location!r} contains {text[:80]!r}; it must be what the first start of the "
-            "pipeline wrote.",
-            next_step="restore the file from the checkpoint's backup",
-        ) from error
+    found = _read(location)
+    return None if found is None else found.dedup
 
 
 def changed(location: str, dedup: Dedup | None, sink: str = "") -> str | None:
@@ -44,18 +49,14 @@ def changed(location: str, dedup: Dedup | None, sink: str = "") -> str | None:
     Args:
         sink: the deciding sink, whose database has the key table.
     """
-    before = kept(location)
-    if before is None:
+    found = _read(location)
+    if found is None or found.dedup is None:
         return None if dedup is None else "no dedup"
-    at = _sink(location) if before.in_table else sink
+    before = found.dedup
+    at = found.sink if before.in_table else sink
     if dedup is not None and dedup.remembers_as(before) and at == sink:
         return None
     return f"dedup {before.says}" + f" of the database of sink {at!r}" * before.in_table
-
-
-def _sink(location: str) -> str:
-    """The sink whose database has the key table."""
-    return str(json.loads(folder.read(location, FILE) or "{}").get("sink", ""))
 
 
 def keep(location: str, dedup: Dedup | None, *, fresh: bool, sink: str = "") -> None:
@@ -74,6 +75,4 @@ def keep(location: str, dedup: Dedup | None, *, fresh: bool, sink: str = "") -> 
     if not fresh:
         raise Refused("DEDUP_CHANGED", f"The checkpoint {location!r} started with {before}.", "restore that setting")
     place = {"sink": sink} if dedup is not None and dedup.in_table else {}
-    record = record_format.numbered({"dedup": dedup.to_json() if dedup is not None else None, **place})
-    data = json.dumps(record, separators=(",", ":"))
-    folder.write(location, FILE, data.encode(), first=False)
+    folder.write_record(location, FILE, {"dedup": dedup.to_json() if dedup is not None else None, **place})

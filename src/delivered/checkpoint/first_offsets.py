@@ -12,8 +12,6 @@ from collections.abc import Callable
 
 from delivered.checkpoint import folder
 from delivered.contract.source import Offsets
-from delivered.model import record_format
-from delivered.model.errors import InvariantBroken
 from delivered.model.offsets import SOURCE, by_source
 
 FILE = "delivered/source-offsets.json"
@@ -30,19 +28,10 @@ def kept(location: str, source: str = SOURCE) -> Offsets | None:
         Unreachable: the checkpoint cannot be read.
     """
     file = folder.sidecar(FILE, source)
-    text = folder.read(location, file)
-    if text is None:
-        return _kept_by_spark(location) if source == SOURCE else None
-    try:
-        found: Offsets = record_format.known(json.loads(text), "a source's first offsets")["offsets"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvariantBroken(
-            "SOURCE_OFFSETS_DAMAGED",
-            f"{file!r} of the checkpoint {location!r} contains {text[:80]!r}; it must be what the first start of the "
-            "pipeline wrote.",
-            next_step="restore the file from the checkpoint's backup",
-        ) from error
-    return found
+    found = folder.read_record(
+        location, file, "a source's first offsets", lambda found: dict(found["offsets"]), "SOURCE_OFFSETS_DAMAGED"
+    )
+    return _kept_by_spark(location) if found is None and source == SOURCE else found
 
 
 def is_ours(location: str) -> bool:
@@ -74,7 +63,6 @@ def keep(location: str, initial: Callable[[], Offsets], source: str = SOURCE) ->
     if found is not None or source in by_source(folder.newest_offsets(location)):
         return found
     offsets = initial()
-    text = json.dumps(record_format.numbered({"offsets": offsets}), separators=(",", ":"))
-    folder.write(location, folder.sidecar(FILE, source), text.encode(), first=True)
+    folder.write_record(location, folder.sidecar(FILE, source), {"offsets": offsets}, first=True)
     # Another start may have been faster: the file's content counts.
     return kept(location, source) or offsets

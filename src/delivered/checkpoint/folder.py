@@ -11,17 +11,20 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pyarrow import fs
 
 from delivered.kits.table.durable import put, put_first, sync
+from delivered.model import record_format
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.limits import OFFSETS_BYTES_MAX
 from delivered.model.offsets import SOURCE
 from delivered.model.work import CheckpointView
 
+T = TypeVar("T")
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*:")
 _STATE_PARTITIONS = "spark.sql.shuffle.partitions"
 """Spark's key in a batch's metadata for the number of state partitions."""
@@ -243,6 +246,41 @@ def write(location: str, file: str, data: bytes, *, first: bool) -> None:
             stream.write(data)
     except OSError as error:
         raise _unusable(location, error) from error
+
+
+def read_record(
+    location: str, file: str, what: str, of: Callable[[dict[str, Any]], T], damaged: str, *, without: str = ""
+) -> T | None:
+    """The record in a sidecar file, or None if there is no such file.
+
+    Args:
+        what: the record, for errors: "a source's first offsets".
+        of: makes the record of its fields.
+        damaged: code of the error if the file is damaged.
+        without: what is lost without the file, after "; ".
+
+    Raises:
+        InvariantBroken: the file is damaged.
+        Refused: a later version of this package wrote it.
+        Unreachable: the checkpoint cannot be read.
+    """
+    text = read(location, file)
+    if text is None:
+        return None
+    try:
+        return of(record_format.known(json.loads(text), what))
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvariantBroken(
+            damaged,
+            f"{file!r} of the checkpoint {location!r} contains {text[:80]!r}; it must be what a start of the pipeline "
+            "wrote.",
+            next_step="restore the file from the checkpoint's backup" + f"; {without}" * bool(without),
+        ) from error
+
+
+def write_record(location: str, file: str, record: Mapping[str, Any], *, first: bool = False) -> None:
+    """Write a record to a sidecar file, with its format. As `write`."""
+    write(location, file, json.dumps(record_format.numbered(record), separators=(",", ":")).encode(), first=first)
 
 
 def _unreadable(location: str, error: Exception) -> Unreachable:

@@ -7,15 +7,13 @@ offset that Spark never logged is superseded by the next one.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from delivered.checkpoint import folder
 from delivered.contract.powers import HasOffsetMetadata
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver
-from delivered.model.errors import InvariantBroken
 from delivered.model.limits import OFFSET_METADATA_MAX
 from delivered.model.offsets import SOURCE
 
@@ -94,8 +92,8 @@ class OffsetMetadata:
             entries.append(_Entry(start, self.find(start)))
         entries = [*entries, _Entry(plain, metadata)][-OFFSET_METADATA_MAX:]
         if self._writes and self._location is not None:
-            document = {"version": 1, "entries": [{"offsets": e.at, "metadata": e.metadata} for e in entries]}
-            folder.write(self._location, self._file, json.dumps(document, separators=(",", ":")).encode(), first=False)
+            record = {"entries": [{"offsets": e.at, "metadata": e.metadata} for e in entries]}
+            folder.write_record(self._location, self._file, record)
         self._entries = entries
 
     def _of_others(self, entry: _Entry) -> Offsets:
@@ -103,28 +101,17 @@ class OffsetMetadata:
 
     def _loaded(self) -> list[_Entry]:
         if self._entries is None:
-            self._entries = list(_read(self._location, self._file)) if self._location is not None else []
+            self._entries = _read(self._location, self._file) if self._location is not None else []
         return self._entries
 
 
-def _read(location: str, file: str) -> Iterator[_Entry]:
-    text = folder.read(location, file)
-    if text is None:
-        return
-    try:
-        document = json.loads(text)
-        if document["version"] != 1:
-            raise ValueError(document["version"])
-        for entry in document["entries"]:
-            yield _Entry(dict(entry["offsets"]), dict(entry["metadata"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvariantBroken(
-            "OFFSET_METADATA_DAMAGED",
-            f"{file!r} of the checkpoint {location!r} holds {text[:80]!r}; it must be what this version of the source "
-            "wrote.",
-            next_step="restore the file from the checkpoint's backup; without it a topic that was recreated "
-            "while the query was stopped is not detected",
-        ) from error
+def _read(location: str, file: str) -> list[_Entry]:
+    def entries(found: dict[str, Any]) -> list[_Entry]:
+        return [_Entry(dict(entry["offsets"]), dict(entry["metadata"])) for entry in found["entries"]]
+
+    lost = "without it a topic that was recreated while the query was stopped is not detected"
+    what = "the metadata of a source's offsets"
+    return folder.read_record(location, file, what, entries, "OFFSET_METADATA_DAMAGED", without=lost) or []
 
 
 def _is_ahead(one: Any, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The journal of ended half messages: a table in the ledger's file, and a lock file beside it.
+"""The journal of ended half messages: tables in the ledger's file, and a lock file next to it.
 
 EndTransaction is not idempotent, so each shard is recorded before its first half message is ended, and again when all
 are. A shard recorded only once was interrupted: the topic shows which messages were committed.
@@ -25,7 +25,10 @@ from urllib.parse import quote
 from delivered.model.errors import DeliveredError, Unreachable
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import CONNECT_TIMEOUT_S
+from delivered.model.record_format import check_format
 
+FORMAT = 1
+"""Of these tables. Tables without one are of format 1."""
 VOID_KEPT = 10_000
 INCARNATIONS_KEPT = 1_000
 """Checkpoints whose two newest batches are kept. Older batches are looked up in the topic."""
@@ -38,6 +41,9 @@ _TABLE = """CREATE TABLE IF NOT EXISTS _delivered_rocketmq_end (
 _TOP = """CREATE TABLE IF NOT EXISTS _delivered_rocketmq_top (
     pipeline TEXT NOT NULL, sink TEXT NOT NULL, broker TEXT NOT NULL, top INTEGER NOT NULL,
     PRIMARY KEY (pipeline, sink, broker))"""
+
+_FORMAT = """CREATE TABLE IF NOT EXISTS _delivered_rocketmq_format (
+    only INTEGER PRIMARY KEY CHECK (only = 1), format INTEGER NOT NULL)"""
 
 
 class State(StrEnum):
@@ -175,15 +181,18 @@ class EndJournal:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, durable on exit. Raises Unreachable."""
+        """One transaction, durable on exit. Raises Unreachable; Refused: a later version of this package wrote it."""
         try:
             with closing(
                 sqlite3.connect(f"file:{quote(self._path)}", uri=True, timeout=CONNECT_TIMEOUT_S, isolation_level=None)
             ) as connection:
                 connection.execute("PRAGMA synchronous=EXTRA")
                 connection.execute("BEGIN IMMEDIATE")
-                connection.execute(_TABLE)
-                connection.execute(_TOP)
+                for table in (_TABLE, _TOP, _FORMAT):
+                    connection.execute(table)
+                connection.execute("INSERT OR IGNORE INTO _delivered_rocketmq_format VALUES (1, ?)", (FORMAT,))
+                (found,) = connection.execute("SELECT format FROM _delivered_rocketmq_format").fetchone()
+                check_format(found, f"a journal of half messages in {self._path!r}", FORMAT)
                 yield connection
                 connection.execute("COMMIT")
         except sqlite3.Error as error:
