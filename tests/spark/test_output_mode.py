@@ -205,6 +205,26 @@ def test_the_spark_idiom_says_what_to_write_instead(spark: SparkSession, tmp_pat
     assert not (tmp_path / "checkpoint").exists()
 
 
+@pytest.mark.parametrize(
+    ("mode", "sql", "next_step"),
+    [
+        ("append", SQL, "set output_mode: update.*withWatermark"),
+        ("complete", "SELECT key FROM source", "set output_mode: append or update"),
+    ],
+)
+def test_a_mode_that_spark_refuses_for_a_query(
+    spark: SparkSession, mode: str, sql: str, next_step: str, tmp_path: Path
+) -> None:
+    produce(tmp_path)
+    pipeline = delivered.Pipeline(
+        name="totals", guarantee="exactly_once", checkpoint=tmp_path / "checkpoint", transform=sql, output_mode=mode,
+        source=delivered.log(str(tmp_path / "in")), sinks=[delivered.sqlite(str(tmp_path / "out.db"), "totals")],
+        trigger="available_now",
+    )  # fmt: skip
+    with pytest.raises(delivered.UsageError, match=rf"DELIVERED_OUTPUT_MODE\].*output mode: {mode}.*{next_step}"):
+        pipeline.start(spark)
+
+
 def test_the_example_of_the_docs(spark: SparkSession, tmp_path: Path) -> None:
     """docs/stateful.md, as it stands there; then more orders."""
     (text,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)

@@ -21,6 +21,7 @@ from tests.support.sweeps import sweep
 import delivered
 from delivered.audit.classes import Counts, Damage, Verdict
 from delivered.connectors.log import append
+from delivered.pipeline.progress import watch
 from delivered.testing import supervisor
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class Ran:
             output_mode=output_mode,
             trigger="available_now",
         )
-        self.pipeline.start(spark).awaitTermination(120)
+        self.query = self.pipeline.start(spark)
+        self.query.awaitTermination(120)
 
     def audit(self, change: str = "") -> AuditReport:
         if change:
@@ -160,6 +162,8 @@ def test_records_that_spark_dropped_as_late_are_not_missed(spark: SparkSession, 
     """The last batch is all late: its four windows are nowhere."""
     values = [*range(40, 80), *range(80, 120), *range(40)]
     ran = Ran(spark, tmp_path, flat, mode, values=values, **keyed(mode))
+    with watch(ran.pipeline, ran.query) as seen:
+        assert seen.late >= 4, "`delivered run` counts them"
     report = ran.audit()
     assert report.verdict is Verdict.HELD, str(report)
     assert report.counts.sent == (9 if mode == "update" else 7)

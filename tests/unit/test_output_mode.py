@@ -33,6 +33,9 @@ def test_update_is_an_upsert_by_the_columns_of_group_by(tmp_path: Path) -> None:
     table = delivered.sqlite(str(tmp_path / "out.db"), "t")
     (found,) = made(tmp_path, table).sinks
     assert found.sink().capability().write.keys == ("k", "day")
+    assert "one row for each k, day: a second one stops" in " ".join(
+        str(made(tmp_path, table).plan(offline=True)).split()
+    )
     named = delivered.sqlite(str(tmp_path / "out.db"), "t", keyColumns="k", versionColumn="n")
     (found,) = made(tmp_path, named, sql=lambda frame: frame).sinks
     assert (found.sink().capability().write.keys, found.options["versionColumn"]) == (("k",), "n")

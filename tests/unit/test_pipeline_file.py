@@ -204,7 +204,15 @@ def _by_import(frame: Any) -> Any:
 
 
 def _plain(frame: Any) -> Any:
+    """Not first() of anything."""
     return frame.where("k > 1").selectExpr("now() AS at")
+
+
+def _by_text(frame: Any) -> Any:
+    return frame.selectExpr("key", "value", "uuid() AS id").where(IS_FIRST).selectExpr(*["key", "id", "rand (3) AS r"])
+
+
+IS_FIRST = "first_value(value) OVER (ORDER BY key) = value"
 
 
 @pytest.mark.parametrize(
@@ -214,6 +222,7 @@ def _plain(frame: Any) -> Any:
         (_by_import, ("clock.now()", "randint()"), False),
         (functools.partial(_by_class), ("uuid.uuid4()",), True),
         (_plain, (), False),
+        (_by_text, ("uuid()", "first_value()", "rand()"), False),
     ],
 )
 def test_what_a_python_function_calls(function: Any, changing: tuple[str, ...], stateful: bool) -> None:

@@ -99,3 +99,36 @@ def test_rows_that_the_table_did_not_take_are_counted(tmp_path: Path) -> None:
         assert seen.to_json()["left_out"] == {"conflict": 3}
         seen.refresh()
         assert dict(seen.left_out) == {"conflict": 3}
+
+
+def report(second: int, *dropped: int) -> Any:
+    operators = [{"numRowsDroppedByWatermark": n} for n in dropped]
+    return {"timestamp": f"2026-11-24T10:00:{second:02}.000Z", "sources": [], "stateOperators": operators}
+
+
+class Query:
+    """With state, and its reports so far."""
+
+    def __init__(self) -> None:
+        self.recentProgress: list[Any] = []
+
+    @property
+    def lastProgress(self) -> Any:  # noqa: N802
+        return self.recentProgress[-1] if self.recentProgress else None
+
+
+def test_late_rows_of_every_batch_are_counted_once() -> None:
+    query = Query()
+    seen = Progress(Ledger(), lambda since: progress._reported(query, since))  # type: ignore[arg-type]
+    seen.refresh()
+    assert seen.late == 0 and "late" not in seen.totals
+    query.recentProgress = [report(0, 0), report(1, 3), report(2, 0, 4)]
+    seen.refresh()
+    query.recentProgress.append(report(13, 0))
+    seen.refresh()
+    query.recentProgress += [report(14, 2), report(24, 0)]
+    seen.refresh()
+    seen.refresh()
+    assert seen.late == 9
+    assert "9 rows dropped as late" in seen.totals
+    assert seen.to_json()["late"] == 9

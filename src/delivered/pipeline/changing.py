@@ -1,5 +1,6 @@
 """Functions called by a transform whose value changes when a batch reruns: found in its SQL and bytecode, without
-running it. Calls inside installed packages, methods of values, and tables that it reads are not examined."""
+running it; also in strings that its Python holds, as for `selectExpr`. Calls inside installed packages, methods of
+values, and tables that it reads are not examined."""
 
 from __future__ import annotations
 
@@ -122,6 +123,8 @@ def _changing(code: CodeType, names: Names) -> Iterator[str]:
     path = ""
     for step in dis.get_instructions(code):
         name = step.argval if isinstance(step.argval, str) else ""
+        if step.opname == "LOAD_CONST":
+            yield from _in_strings(step.argval)
         if step.opname == "IMPORT_NAME":
             value, path = sys.modules.get(name), name
         elif step.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST")):
@@ -137,8 +140,16 @@ def _changing(code: CodeType, names: Names) -> Iterator[str]:
             continue
         else:
             continue
+        yield from _in_strings(value)
         if _changes(value):
             yield path
+
+
+def _in_strings(value: Any) -> Iterator[str]:
+    """SQL that a string holds, or a list of them."""
+    for text in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(text, str):
+            yield from (call.removesuffix("()") for call in changing_in_sql(text))
 
 
 def _known(parent: Any, name: str) -> bool:

@@ -8,6 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from delivered.contract.powers import CountsLeftOut
@@ -29,6 +30,7 @@ class Progress:
         batch: the newest decided batch; None: none yet.
         records: decided since `watch` began, at all sinks; given_up: the same, for at_most_once.
         left_out: of these, rows that a table did not take, by kind: "conflict", "constraint".
+        late: rows that Spark dropped as older than the watermark; an aggregation counts them after it grouped a task's.
         rate: records per second over the last ten seconds: 0 when nothing arrives.
         lag: offsets between what the last batch read and the end of its sources; None: a source does not count them.
     """
@@ -36,11 +38,11 @@ class Progress:
     def __init__(
         self,
         ledger: Ledger,
-        sources: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
+        reports: Callable[[str], Sequence[Mapping[str, Any]]] = lambda _: (),
         left_out: Callable[[], Counter[str]] = Counter,
     ) -> None:
         self._ledger = ledger
-        self._sources = sources
+        self._reports = reports
         self._left_out = left_out
         self._window: deque[tuple[float, int]] = deque()
         self.lag: int | None = None
@@ -51,6 +53,8 @@ class Progress:
         self.records = 0
         self.given_up = 0
         self.left_out = Counter[str]()
+        self.late = 0
+        self._reported = ""
         self.rate = 0.0
 
     def refresh(self, every_s: float = 0.0) -> None:
@@ -65,8 +69,16 @@ class Progress:
             self._window.popleft()
         first_at, first = self._window[0]
         self.rate = (self.records - first) / max(now - first_at, 1.0)
-        behind = [lag(s) for s in self._sources()]
-        self.lag = sum(n for n in behind if n is not None) if behind and None not in behind else None
+        self._read_reports()
+
+    def _read_reports(self) -> None:
+        reports = self._reports(self._reported)
+        for report in reports:
+            self.late += sum(int(o.get("numRowsDroppedByWatermark", 0)) for o in report["stateOperators"])
+        if reports:
+            self._reported = reports[-1]["timestamp"]
+            behind = [lag(s) for s in reports[-1]["sources"]]
+            self.lag = sum(n for n in behind if n is not None) if behind and None not in behind else None
 
     def _look_at_ledger(self) -> None:
         try:
@@ -102,6 +114,7 @@ class Progress:
         lost = f", {self.given_up:,} given up" if self.given_up else ""
         kinds = ", ".join(f"{n:,} {kind}" for kind, n in sorted(self.left_out.items()))
         lost += f", {self.left_out.total():,} not taken by a table ({kinds})" if kinds else ""
+        lost += f", {self.late:,} rows dropped as late" if self.late else ""
         return f"{self.batches:,} {_plural(self.batches, 'batch', 'batches')}, {self.records:,} records{lost}"
 
     @property
@@ -120,6 +133,7 @@ class Progress:
             "records": self.records,
             "given_up": self.given_up,
             "left_out": dict(self.left_out),
+            "late": self.late,
             "records_per_second": round(self.rate, 1),
             "lag": self.lag,
         }
@@ -144,7 +158,7 @@ def watch(pipeline: Definition, query: Any) -> Iterator[Progress]:
         return sum((Counter(c.left_out()) for c in committers if isinstance(c, CountsLeftOut)), Counter())
 
     try:
-        progress = Progress(ledger, lambda: _reported(query), left_out)
+        progress = Progress(ledger, lambda since: _reported(query, since), left_out)
         progress.refresh()
         yield progress
     finally:
@@ -153,13 +167,27 @@ def watch(pipeline: Definition, query: Any) -> Iterator[Progress]:
             committer.close()
 
 
-def _reported(query: Any) -> Sequence[Mapping[str, Any]]:
-    """Spark's status of the sources, from its last report: at least every ten seconds."""
+def _reported(query: Any, since: str) -> Sequence[Mapping[str, Any]]:
+    """Spark's reports later than this time: the last one; of a query with state, all that Spark keeps (100)."""
     with contextlib.suppress(Exception):  # the query may have ended meanwhile
-        progress = query.lastProgress
-        if progress is not None:
-            return list(json.loads(progress.json if hasattr(progress, "json") else json.dumps(progress))["sources"])
+        last = _plain(query.lastProgress)
+        if last["timestamp"] == since or not last["stateOperators"]:
+            return [last] * (last["timestamp"] != since)
+        return list(takewhile(lambda report: report["timestamp"] > since, _newest_first(query)))[::-1]
     return ()
+
+
+def _newest_first(query: Any) -> Iterator[Mapping[str, Any]]:
+    if hasattr(query, "_jsq"):  # PySpark reads all fields of all reports, one by one
+        kept = query._jsq.recentProgress()
+        yield from (json.loads(kept[i].json()) for i in reversed(range(len(kept))))
+    else:
+        yield from map(_plain, reversed(query.recentProgress))
+
+
+def _plain(report: Any) -> Mapping[str, Any]:
+    plain: Mapping[str, Any] = json.loads(report.json if hasattr(report, "json") else json.dumps(report))
+    return plain
 
 
 def _plural(count: int, one: str, many: str) -> str:

@@ -91,6 +91,7 @@ def _assumptions(request: Request) -> list[str]:
         case Guarantee.EXACTLY_ONCE:
             found.extend(dict.fromkeys(a for s in request.sinks for a in s.capability.assumes))
             found.extend(_same_rows(request))
+            found.extend(_one_row_per_key(request))
         case Guarantee.AT_LEAST_ONCE:
             found.append(f"readers of {_each(request)} tolerate duplicates")
             if request.transform.deterministic is False:
@@ -144,6 +145,13 @@ def _same_rows(request: Request) -> list[str]:
             "its rows could not be rewritten, and the query would stop with an error"
         ]
     return [f"a rerun of a batch yields the same rows (matters only if a transaction times out: {span})"]
+
+
+def _one_row_per_key(request: Request) -> list[str]:
+    """Of output mode update: a row is a key's newest result, so a second one cannot be one, too."""
+    writes = [s.capability.write for s in request.sinks if request.output_mode == "update"]
+    keys = dict.fromkeys(w.keys_text for w in writes if w.upserts and w.version is None)
+    return [f"a batch yields one row for each {key}: a second one stops the query (KEY_TWICE)" for key in keys]
 
 
 def _bad_rows(request: Request) -> list[str]:

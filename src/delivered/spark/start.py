@@ -58,6 +58,14 @@ _BY_NAME = "spark.sql.streaming.queryEvolution.enableSourceEvolution"
 """Gives every source a name that identifies it in Spark's offset log, in format 2 of the log."""
 _LOG_FORMAT = "spark.sql.streaming.offsetLog.formatVersion"
 _TWICE = re.compile(r"DUPLICATE_SOURCE_NAMES.*?'(\w+)'")
+_MODE_REFUSED = re.compile(r"\[STREAMING_OUTPUT_MODE\.\w+\] (.*?)\s*(?:SQLSTATE|\n|$)")
+_OTHER_MODE = {
+    "append": "set output_mode: update, so that every batch delivers the rows that it changed, or complete, all rows; "
+    "or call withWatermark in a Python transform, so that rows become final",
+    "update": "set output_mode: append, with a watermark if the query aggregates: rows are delivered once final",
+    "complete": "set output_mode: append or update; complete is for queries that aggregate",
+}
+"""By the mode that Spark refused for a query."""
 _IDLE = ("Waiting for data to arrive", "Waiting for next trigger")
 """Spark's status messages when no batch runs. The first one disappears as soon as it asks a source for offsets."""
 
@@ -77,7 +85,7 @@ def start(pipeline: Definition, given: SparkSession | None) -> StreamingQuery:
     except DeliveredError:
         raise
     except Exception as error:
-        found = translated(error) or _read_twice(error)
+        found = translated(error) or _read_twice(error) or _output_mode(error, pipeline.output_mode)
         raise (found if found is not None else error) from None
     _drains[str(query.runId)] = drain
     return query
@@ -92,6 +100,13 @@ def _read_twice(error: Exception) -> UsageError | None:
         f"The transform reads the source {twice[1]!r} twice; a query reads each of its sources once.",
         next_step="read it once in a WITH query of the SQL, and use that twice; or give it two names in sources",
     )
+
+
+def _output_mode(error: Exception, mode: str) -> UsageError | None:
+    refused = _MODE_REFUSED.search(str(error))
+    if refused is None:
+        return None
+    return UsageError("OUTPUT_MODE", refused[1], next_step=_OTHER_MODE[mode])
 
 
 def ready(pipeline: Definition, given: SparkSession | None) -> SparkSession:
