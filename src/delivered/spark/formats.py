@@ -22,7 +22,6 @@ from delivered.contract.source import Source
 from delivered.engine.direct import SLICE_COLUMN, SLICE_SCHEMA, Direct
 from delivered.model.errors import Refused, UsageError
 from delivered.model.work import Owner
-from delivered.pipeline.facts import check_start
 from delivered.pipeline.registry import PREFIX, find_source
 from delivered.pipeline.spec import PipelineSpec, Reading, is_start_check
 from delivered.spark import tables
@@ -126,6 +125,8 @@ class DeliveredDataSource(DataSource):
     def _check_start(self) -> None:
         """Called by hooks.py through `schema`, the only part of a data source that Spark runs eagerly, in classic
         sessions and over Spark Connect."""
+        from delivered.pipeline.facts import check_start  # a third of this module's import; processes of a query skip it
+
         spec = PipelineSpec.parse(self.system, self.options, self.owner)
         if spec.check is None:
             return
