@@ -125,7 +125,9 @@ class DeliveredDataSource(DataSource):
     def _check_start(self) -> None:
         """Called by hooks.py through `schema`, the only part of a data source that Spark runs eagerly, in classic
         sessions and over Spark Connect."""
-        from delivered.pipeline.facts import check_start  # a third of this module's import; processes of a query skip it
+        from delivered.pipeline.facts import (
+            check_start,
+        )  # a third of this module's import; processes of a query skip it
 
         spec = PipelineSpec.parse(self.system, self.options, self.owner)
         if spec.check is None:

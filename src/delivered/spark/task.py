@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 
 from pyspark import TaskContext
 
@@ -12,6 +13,8 @@ from delivered.model.errors import InvariantBroken
 from delivered.model.translate import WARNING_MARK
 
 _armed = False
+_modules_frozen = 0
+"""How many modules were imported when the collector was last told to spare them."""
 
 
 def arm() -> None:
@@ -45,8 +48,14 @@ def running_batch(task: TaskContext) -> tuple[str | None, str | None]:
 
 
 def _spare_the_collector() -> None:
-    """Exempt what is imported from garbage collection: PySpark's daemon runs a full collection after every task."""
-    if not gc.get_freeze_count():
+    """Exempt what is imported from garbage collection: PySpark's daemon runs a full collection after every task.
+
+    Again whenever modules were imported since: the first task imports as much as all that Spark itself needs. Not by
+    gc.get_freeze_count, which walks all that is frozen.
+    """
+    global _modules_frozen
+    if len(sys.modules) != _modules_frozen:
+        _modules_frozen = len(sys.modules)
         gc.freeze()
 
 
