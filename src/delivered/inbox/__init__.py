@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from delivered.kits.caller import Caller, check_dialect, quoted
+from delivered.kits.caller import NOW_MS, Caller, check_dialect, quoted
 from delivered.model.errors import BadRecord, InvariantBroken, Refused, UsageError
 
 __all__ = ["clean", "ddl", "inbox"]
@@ -34,12 +34,6 @@ _TYPES = {
     "mysql": (f"VARBINARY({CONSUMER_BYTES_MAX})", f"VARBINARY({ID_BYTES_MAX})", " ENGINE=InnoDB"),
     "sqlite": ("TEXT", "TEXT", ""),
 }
-_NOW = {
-    "postgres": "CAST(extract(epoch FROM clock_timestamp()) * 1000 AS BIGINT)",
-    "mysql": "CAST(UNIX_TIMESTAMP(NOW(3)) * 1000 AS SIGNED)",
-    "sqlite": "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)",
-}
-"""Unix time in ms by the database's clock, which all consumers share."""
 
 
 def ddl(dialect: str, table: str = TABLE) -> str:
@@ -49,7 +43,7 @@ def ddl(dialect: str, table: str = TABLE) -> str:
         dialect: postgres, mysql (and MariaDB), or sqlite.
     """
     consumer, message, tail = _TYPES[check_dialect(dialect)]
-    default = f" DEFAULT ({_NOW[dialect]})"
+    default = f" DEFAULT ({NOW_MS[dialect]})"
     return (
         f"CREATE TABLE IF NOT EXISTS {quoted(dialect, table)} (\n  consumer {consumer} NOT NULL,\n"
         f"  message_id {message} NOT NULL,\n  received_ms BIGINT NOT NULL{default},\n"
@@ -118,7 +112,7 @@ def clean(connection: Any, *, ttl: dt.timedelta, table: str = TABLE, limit: int 
     try:
         # Read without locks, deleted by key: consumers at work are not in the way.
         old = caller.execute(
-            f"SELECT consumer, message_id FROM {name} WHERE received_ms < {_NOW[caller.dialect]} - ? "  # noqa: S608
+            f"SELECT consumer, message_id FROM {name} WHERE received_ms < {NOW_MS[caller.dialect]} - ? "  # noqa: S608
             f"ORDER BY received_ms LIMIT {int(limit)}",
             (age,),
         ).rows

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,12 @@ from delivered.model.errors import Refused, UsageError
 DIALECTS = ("postgres", "mysql", "sqlite")
 _DUPLICATE_MYSQL, _NO_TABLE_MYSQL = 1062, 1146
 _IN_TRANSACTION_MYSQL = 1  # SERVER_STATUS_IN_TRANS
+NOW_MS = {
+    "postgres": "CAST(extract(epoch FROM clock_timestamp()) * 1000 AS BIGINT)",
+    "mysql": "CAST(UNIX_TIMESTAMP(NOW(3)) * 1000 AS SIGNED)",
+    "sqlite": "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)",
+}
+"""Unix time in ms by the database's clock, which all its clients share."""
 _CLIENTS = {"psycopg.Connection": "postgres", "pymysql.Connection": "mysql", "sqlite3.Connection": "sqlite"}
 _numbers = itertools.count()
 
@@ -174,6 +181,36 @@ class Caller:
         if self.dialect == "mysql":
             return own.args[:1] == (_NO_TABLE_MYSQL,)
         return "no such table" in str(own)
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON that every database here stores; text is taken as JSON already.
+
+    Raises:
+        ValueError, TypeError, RecursionError: it is none.
+    """
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
+    parsed = json.loads(text, parse_constant=_no_constant)
+    if unstorable(json.dumps(parsed, ensure_ascii=False)) or _holds_nul(parsed):
+        raise ValueError("it holds the character NUL or half of a surrogate pair")
+    return text
+
+
+def unstorable(text: str) -> bool:
+    """PostgreSQL stores no NUL; UTF-8 has no surrogates."""
+    return any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not in JSON")
+
+
+def _holds_nul(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any("\0" in k or _holds_nul(v) for k, v in value.items())
+    if isinstance(value, list):
+        return any(map(_holds_nul, value))
+    return isinstance(value, str) and "\0" in value
 
 
 def cause(error: Exception) -> Exception:

@@ -7,7 +7,7 @@ import uuid
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
-from delivered.kits.caller import Caller, check_dialect, quoted
+from delivered.kits.caller import Caller, check_dialect, json_text, quoted, unstorable
 from delivered.model.errors import BadRecord, Refused, UsageError
 
 TEXT_LENGTH_MAX = 255
@@ -182,7 +182,7 @@ def _uuid(given: uuid.UUID | str) -> uuid.UUID:
 
 
 def _text(name: str, value: str) -> str:
-    if not isinstance(value, str) or not value or len(value) > TEXT_LENGTH_MAX or _unstorable(value):
+    if not isinstance(value, str) or not value or len(value) > TEXT_LENGTH_MAX or unstorable(value):
         raise BadRecord(
             "OUTBOX_VALUE",
             f"{name} is {value!r:.300} ({value.__class__.__name__}); it must be text of 1 to {TEXT_LENGTH_MAX} "
@@ -192,38 +192,17 @@ def _text(name: str, value: str) -> str:
     return value
 
 
-def _unstorable(text: str) -> bool:
-    """PostgreSQL stores no NUL; UTF-8 has no surrogates."""
-    return any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text)
-
-
 def _payload(value: Any) -> str | bytes | None:
     if value is None or isinstance(value, bytes):
         return value
     try:
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
-        parsed = json.loads(text, parse_constant=_no_constant)
-        if _unstorable(json.dumps(parsed, ensure_ascii=False)) or _holds_nul(parsed):
-            raise ValueError("it holds the character NUL or half of a surrogate pair")
+        return json_text(value)
     except (ValueError, TypeError, RecursionError) as error:
         raise BadRecord(
             "OUTBOX_PAYLOAD",
             f"The payload {value!r:.200} is no JSON: {error}.",
             next_step='pass a value that json.dumps takes, or make the table with payload="bytes" and pass bytes',
         ) from None
-    return text
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not in JSON")
-
-
-def _holds_nul(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any("\0" in k or _holds_nul(v) for k, v in value.items())
-    if isinstance(value, list):
-        return any(map(_holds_nul, value))
-    return isinstance(value, str) and "\0" in value
 
 
 def _entry(row: tuple[Any, ...]) -> Entry:
