@@ -19,7 +19,7 @@ from delivered.model.step import ROLE_OF_STEP, Role
 POINTS = [
     f"{step}:{moment}"
     for step, role in ROLE_OF_STEP.items()
-    if role is not Role.RECEIVER
+    if role not in (Role.RECEIVER, Role.WORKER)
     for moment in ("before", "after")
 ]
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from delivered.cli import servers, transactions
+from delivered.cli import sagas, servers, transactions
 from delivered.cli.output import Output, OutputOption, command, console, say, say_json, spoken, tell_warnings, working
 from delivered.model.errors import UsageError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVERS_MAX
@@ -24,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(transactions.app, name="transactions")
+app.add_typer(sagas.app, name="sagas")
 app.add_typer(servers.app, name="brokers")
 
 FileArgument = Annotated[Path, typer.Argument(help="The pipeline file.", show_default=False)]

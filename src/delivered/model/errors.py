@@ -146,6 +146,7 @@ EXTRA_OF: Mapping[str, tuple[str, str]] = MappingProxyType(
         "pika": ("pika", "rabbitmq"),
         "rocketmq": ("rocketmq-python-client", "rocketmq"),
         "grpc": ("grpcio", "rocketmq"),
+        "httpx": ("httpx", "saga"),
         "altair": ("altair", "report"),
         "jinja2": ("jinja2", "report"),
         "vl_convert": ("vl-convert-python", "report"),

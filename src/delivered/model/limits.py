@@ -128,3 +128,18 @@ RECEIVE_UPKEEP_S = 10.0
 
 RECEIVERS_MAX = 64
 """Receiver processes that one command starts."""
+
+SAGA_STEPS_MAX = 64
+"""Steps of one saga."""
+
+SAGA_ID_BYTES_MAX = 128
+"""A saga's id, in UTF-8."""
+
+SAGA_DATA_BYTES_MAX = 1 << 20
+"""A saga's data, or the result of one of its steps, as JSON."""
+
+SAGA_ERROR_LENGTH_MAX = 500
+"""Characters of an error that a saga's log keeps."""
+
+SAGA_BACKOFF_S_MAX = 60.0
+"""Longest pause before a step of a saga is tried again."""

@@ -14,7 +14,7 @@ from typing import Any
 
 
 class StepId(StrEnum):
-    """In the order of a batch; `receive.*` belongs to receivers, outside batches."""
+    """In the order of a batch; `receive.*` belongs to receivers and `saga.*` to whoever runs sagas, outside batches."""
 
     SOURCE_READ = "source.read"
     DEDUP_NOTE = "dedup.note"
@@ -36,6 +36,8 @@ class StepId(StrEnum):
     RECEIVE_PERSIST = "receive.persist"
     RECEIVE_QUARANTINE = "receive.quarantine"
     RECEIVE_ACK = "receive.ack"
+    SAGA_LOG = "saga.log"
+    SAGA_CALL = "saga.call"
 
 
 class Moment(StrEnum):
@@ -49,6 +51,7 @@ class Role(StrEnum):
     DRIVER = "driver"
     TASK = "task"
     RECEIVER = "receiver"
+    WORKER = "worker"
 
 
 ROLE_OF_STEP: dict[StepId, Role] = {
@@ -72,6 +75,8 @@ ROLE_OF_STEP: dict[StepId, Role] = {
     StepId.RECEIVE_PERSIST: Role.RECEIVER,
     StepId.RECEIVE_QUARANTINE: Role.RECEIVER,
     StepId.RECEIVE_ACK: Role.RECEIVER,
+    StepId.SAGA_LOG: Role.WORKER,
+    StepId.SAGA_CALL: Role.WORKER,
 }
 
 

@@ -1,0 +1,160 @@
+"""`delivered sagas`: run sagas, list them, and resolve stuck ones."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, tell_warnings
+
+if TYPE_CHECKING:
+    from delivered.saga import Log
+
+app = typer.Typer(help="Run sagas, list them, and resolve stuck ones.", no_args_is_help=True)
+
+LISTED_MAX = 1_000
+
+LogOption = Annotated[
+    str, typer.Option("--log", help="SQLite file, or postgresql://... or mysql://..., without a password.")
+]
+PasswordOption = Annotated[str | None, typer.Option(help="Password of the log's database: env:NAME or file:PATH.")]
+IdArgument = Annotated[str, typer.Argument(help="The saga's id, as shown by `list`.", show_default=False)]
+SagaOption = Annotated[str | None, typer.Option(help="The saga's name, if two have this id.")]
+
+
+def _log(where: str, password: str | None) -> Log:
+    from delivered.saga import Log
+
+    return Log(where, password)
+
+
+@app.command()
+@command
+def create(log: LogOption, password: PasswordOption = None, output: OutputOption = Output.TEXT) -> None:
+    """Make the tables of a saga log, unless they are there."""
+    _log(log, password).create()
+    if output is Output.JSON:
+        say_json({"log": log})
+    else:
+        say(f"{log}: ready for sagas")
+
+
+@app.command()
+@command
+def run(
+    sagas: Annotated[list[str], typer.Argument(help="Where a saga is declared, as module:name.", show_default=False)],
+    log: LogOption,
+    password: PasswordOption = None,
+    until_rest: Annotated[bool, typer.Option("--until-rest", help="Stop once every saga is at rest.")] = False,
+    threads: Annotated[int, typer.Option(min=1, max=64, help="Sagas that run at the same time.")] = 4,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Run sagas until stopped; SIGTERM or Ctrl-C lets running calls finish. Any number of workers may run."""
+    from delivered.saga import run as run_sagas
+    from delivered.saga.definition import load
+    from delivered.testing.crash import install_from_environment
+
+    install_from_environment()
+    tell_warnings()
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    found = [load(name) for name in sagas]
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    rested = run_sagas(_log(log, password), *found, forever=not until_rest, threads=threads, stop=stop)
+    if output is Output.JSON:
+        say_json({s.value: n for s, n in rested.items()})
+    else:
+        say(", ".join(f"{n} {s}" for s, n in sorted(rested.items())) or "no sagas came to rest")
+
+
+@app.command("list")
+@command
+def list_(
+    log: LogOption,
+    password: PasswordOption = None,
+    every: Annotated[bool, typer.Option("--all", help="Also those that are complete or compensated.")] = False,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """List sagas that are stuck or not at rest, oldest first."""
+    from delivered.saga import Status
+
+    wanted = [s for s in Status if every or s not in (Status.COMPLETE, Status.COMPENSATED)]
+    with contextlib.closing(_log(log, password).open()) as opened:
+        rows = opened.rows(wanted, LISTED_MAX)
+    if output is Output.JSON:
+        say_json([asdict(r) for r in rows])
+        return
+    if not rows:
+        say("no sagas" if every else "no sagas are stuck or under way")
+        return
+    table = Table("saga", "id", "status", "step", "age", "error", box=None, pad_edge=False)
+    for r in rows:
+        table.add_row(r.saga, r.id, r.status, r.step, f"{r.age_s:.0f} s", r.error)
+    console().print(table)
+    stuck = sum(r.status is Status.STUCK for r in rows)
+    if stuck:
+        note(
+            f"{stuck} stuck: a compensation failed too often. Next: mend its cause, then delivered sagas retry ID; or "
+            "undo the step by hand, then delivered sagas done ID; or leave it as it is: delivered sagas skip ID"
+        )
+
+
+@app.command()
+@command
+def retry(
+    id: IdArgument,  # noqa: A002
+    log: LogOption,
+    saga: SagaOption = None,
+    password: PasswordOption = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Try a stuck saga's compensation again, with its attempts counted anew."""
+    _resolve(id, "retry", log, saga, password, output)
+
+
+@app.command()
+@command
+def skip(
+    id: IdArgument,  # noqa: A002
+    log: LogOption,
+    saga: SagaOption = None,
+    password: PasswordOption = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Leave what a stuck saga's step did as it is, and go on with the compensations before it."""
+    _resolve(id, "skipped", log, saga, password, output)
+
+
+@app.command()
+@command
+def done(
+    id: IdArgument,  # noqa: A002
+    log: LogOption,
+    saga: SagaOption = None,
+    password: PasswordOption = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Say that you have taken back the stuck saga's step by hand; the compensations before it go on."""
+    _resolve(id, "done", log, saga, password, output)
+
+
+def _resolve(id_: str, how: str, log: str, saga: str | None, password: str | None, output: Output) -> None:
+    from delivered.saga.progress import Event
+
+    with contextlib.closing(_log(log, password).open()) as opened:
+        row = opened.resolve(id_, Event(how), saga)
+    what: dict[str, Any] = {"saga": row.saga, "id": row.id, "step": row.step, "did": how}
+    if output is Output.JSON:
+        say_json(what)
+    else:
+        say(f"{row.saga} {row.id}: undo of {row.step}: {how}; a worker goes on (delivered sagas run)")
