@@ -66,16 +66,16 @@ def cpu_seconds() -> float:
     return total
 
 
-def timed(work: Callable[[], None], cpu_aside: Callable[[], float] = lambda: 0.0) -> dict[str, float]:
+def timed(work: Callable[[], None], cpu_elsewhere: Callable[[], float] = lambda: 0.0) -> dict[str, float]:
     """Seconds, CPU seconds and memory of `work` in this process and those below it.
 
     Args:
-        cpu_aside: CPU seconds until now of processes that are not below this one, such as a server.
+        cpu_elsewhere: CPU seconds until now of processes that are not below this one, such as a server.
     """
     memory = Memory()
-    cpu, began_at, began = cpu_seconds() + cpu_aside(), time.time(), time.perf_counter()
+    cpu, began_at, began = cpu_seconds() + cpu_elsewhere(), time.time(), time.perf_counter()
     work()
-    seconds, cpu = time.perf_counter() - began, cpu_seconds() + cpu_aside() - cpu
+    seconds, cpu = time.perf_counter() - began, cpu_seconds() + cpu_elsewhere() - cpu
     memory.stop()
     return {
         "began_at": began_at,

@@ -27,7 +27,7 @@ from delivered.model.limits import KEY_MEMORIES_KEPT
 from delivered.model.outcome import Ok
 from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner, ShardMessage, Tolerance
 
-KEEPERS = (
+KEY_TABLES = (
     "sqlite", "postgres-one-transaction", "postgres-two-phase", "mysql-one-transaction", "mysql-two-phase"
 )  # fmt: skip
 MINUTE = 60_000_000
@@ -97,7 +97,7 @@ class Once:
             return int(connection.execute(sql, {}).fetchone()[0])
 
 
-@pytest.fixture(params=KEEPERS)
+@pytest.fixture(params=KEY_TABLES)
 def once_(request: pytest.FixtureRequest) -> Once:
     return Once(SINKS[request.param](request))
 

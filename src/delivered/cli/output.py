@@ -96,9 +96,9 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
         yield lambda now: status.update(Text(now))
 
 
-def spoken(given: T) -> T:
+def spoken(value: T) -> T:
     """Texts, alone or nested, in the vocabulary of a pipeline file, which command line users write."""
-    found: Any = given
+    found: Any = value
     if isinstance(found, str) and not isinstance(found, StrEnum):
         found = in_file_words(found)
     elif isinstance(found, tuple | list):

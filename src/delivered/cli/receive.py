@@ -37,9 +37,9 @@ def receive_file(
     install_from_environment()
     quiet_client(warnings=False)
     tell_warnings()
-    given = load_file(file, overrides).endpoints
+    queues = load_file(file, overrides).endpoints
     endpoint = queue_among(
-        {n: Endpoint(e.format, {k: as_text(k, v) for k, v in (e.model_extra or {}).items()}) for n, e in given.items()}
+        {n: Endpoint(e.format, {k: as_text(k, v) for k, v in (e.model_extra or {}).items()}) for n, e in queues.items()}
     )
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

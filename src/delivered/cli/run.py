@@ -50,14 +50,14 @@ def run_pipeline(
     stop_timeout: float,
     spark_log: str | None,
     output: Output,
-    beside: Callable[[], None] = lambda: None,
+    supervise: Callable[[], None] = lambda: None,
     *,
     wait: bool = True,
 ) -> int:
     """Run it; returns the exit code. Raises the cause of a failed query as a `DeliveredError`.
 
     Args:
-        beside: raises if something that runs next to the query failed, which ends the query.
+        supervise: raises if something that runs next to the query failed, which ends the query.
         wait: for an unreachable server, as long as its restart may take.
     """
     from delivered.pipeline.progress import watch
@@ -92,7 +92,7 @@ def run_pipeline(
         query = pipeline.start(spark, takeover=takeover)
         with watch(pipeline, query) as progress:
             show = _Shown(output, _Warnings(log.path))
-            idle = _until_done(pipeline, query, progress, show, request, stop_timeout, beside)
+            idle = _until_done(pipeline, query, progress, show, request, stop_timeout, supervise)
             progress.refresh()
             failure = query.exception()
             show.end()
@@ -114,7 +114,7 @@ def _until_done(
     show: _Shown,
     request: StopRequest,
     stop_timeout: float,
-    beside: Callable[[], None],
+    supervise: Callable[[], None],
 ) -> bool:
     """Watch until the query has ended or was stopped on request. Returns False if a batch was cut off."""
     while query.isActive:
@@ -132,7 +132,7 @@ def _until_done(
             except _StopNow:
                 query.stop()
                 return False
-        beside()
+        supervise()
         progress.refresh(every_s=_LEDGER_EVERY_S)
         show.line(progress)
     return True
@@ -243,13 +243,13 @@ class SparkLog:
     temporary: bool = False
 
     @classmethod
-    def of(cls, pipeline: Pipeline, given: str | None) -> SparkLog:
+    def of(cls, pipeline: Pipeline, place: str | None) -> SparkLog:
         """From the option --spark-log: a file; "-": standard error; None: a temporary file."""
-        if given is None:
+        if place is None:
             handle, name = tempfile.mkstemp(prefix=f"delivered-{pipeline.name}-", suffix=".log")
             os.close(handle)
             return cls(Path(name), temporary=True)
-        return cls(None if given == "-" else Path(given))
+        return cls(None if place == "-" else Path(place))
 
 
 @contextlib.contextmanager

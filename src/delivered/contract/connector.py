@@ -27,9 +27,9 @@ class Made:
     options: type[Options]
     by: str
 
-    def __call__(self, given: Mapping[str, str], *more: Any) -> Any:
+    def __call__(self, values: Mapping[str, str], *more: Any) -> Any:
         module, _, name = self.by.partition(":")
-        return getattr(import_module(module), name)(self.options.parse(given), *more)
+        return getattr(import_module(module), name)(self.options.parse(values), *more)
 
 
 @dataclass(frozen=True)

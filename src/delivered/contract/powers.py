@@ -219,7 +219,7 @@ class Adopter(Protocol):
     Its methods raise Refused if records would be skipped or may have been read, and Unreachable.
     """
 
-    def of_offsets(self, given: Offsets) -> Resumption:
+    def of_offsets(self, offsets: Offsets) -> Resumption:
         """From the offsets in a checkpoint of Spark's own source."""
 
     def of_group(self, group: str) -> Resumption:

@@ -287,16 +287,16 @@ class Options:
     _DECLARED: ClassVar[tuple[tuple[str, _Declared], ...]]
 
     def __init_subclass__(
-        cls, owner: str = "", ignored: tuple[str, ...] = (), beside: tuple[type[Options], ...] = ()
+        cls, owner: str = "", ignored: tuple[str, ...] = (), more: tuple[type[Options], ...] = ()
     ) -> None:
         """
         Args:
             owner, ignored: see `OptionTable`.
-            beside: other classes that read some of the same options.
+            more: other classes that read some of the same options.
         """
         dataclass(frozen=True, kw_only=True)(cls)
         cls._DECLARED = tuple((f.name, f.metadata[_KEY]) for f in fields(cls) if _KEY in f.metadata)
-        declared = [d for c in (cls, *beside) for _, d in c._DECLARED]
+        declared = [d for c in (cls, *more) for _, d in c._DECLARED]
         options = tuple(o for d in declared for o in d.options)
         cls.TABLE = OptionTable(owner, options, tuple({p: None for d in declared for p in d.passthrough}), ignored)
 

@@ -189,7 +189,7 @@ class Definition:
         return cls(
             name=file.pipeline,
             guarantee=file.guarantee,
-            checkpoint=_beside(folder, file.checkpoint),
+            checkpoint=_resolved(folder, file.checkpoint),
             sources={n: _endpoint_of(s, folder) for n, s in file.endpoints.items()},
             sinks=[_endpoint_of(s, folder) for s in file.sinks],
             dedup=_dedup_of(file.dedup),
@@ -343,7 +343,7 @@ def _on_bad_row(on_bad_row: str, dead_letter: Endpoint | None) -> OnBadRow:
     return policy
 
 
-def _beside(folder: Path, location: str) -> str:
+def _resolved(folder: Path, location: str) -> str:
     """A relative path in a file is relative to the file."""
     plain = "://" not in location and not location.startswith(("env:", "file:", "~"))
     return str((folder / location).absolute()) if plain else location
@@ -352,7 +352,7 @@ def _beside(folder: Path, location: str) -> str:
 def _endpoint_of(entry: SourceEntry | SinkEntry, folder: Path) -> Endpoint:
     options = {k: as_text(k, v) for k, v in (entry.__pydantic_extra__ or {}).items()}
     for key in [k for k in options if k.lower() == "path"]:
-        options[key] = _beside(folder, options[key])
+        options[key] = _resolved(folder, options[key])
     if isinstance(entry, SourceEntry):
         return Endpoint(entry.format, options)
     audit = entry.audit.model_dump(exclude_none=True) if entry.audit else {}

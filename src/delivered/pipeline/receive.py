@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 _POLL_S = 0.2
 _RESTART_S_MAX = 30.0
 _STOP_TIMEOUT_S = 60.0
-_TELL_S = 0.5
+_REPORT_S = 0.5
 _LATENCIES_TOLD = 1_000
 Report = Callable[[int, Counts], None]
 
@@ -271,7 +271,7 @@ class _Line:
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
         self._over = False
-        self._told_at = 0.0
+        self._reported_at = 0.0
 
     def stop(self) -> bool:
         if not self._over:
@@ -282,9 +282,9 @@ class _Line:
         return self._over
 
     def tell(self, counts: Counts, last: bool = False) -> None:
-        if not last and time.monotonic() - self._told_at < _TELL_S:
+        if not last and time.monotonic() - self._reported_at < _REPORT_S:
             return
-        self._told_at = time.monotonic()
+        self._reported_at = time.monotonic()
         with contextlib.suppress(OSError):
             self._pipe.send(replace(counts, latencies_s=counts.latencies_s[-_LATENCIES_TOLD:]))
 

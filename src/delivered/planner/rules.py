@@ -158,7 +158,7 @@ def late_records_known(request: Request) -> Reason | None:
     )
 
 
-def keys_beside_the_ledger(request: Request) -> Reason | None:
+def key_table_without_ledger(request: Request) -> Reason | None:
     dedup = request.dedup
     if dedup is None or not dedup.in_table or request.decider.capability.remembers:
         return None
@@ -360,7 +360,7 @@ RULES: tuple[Rule, ...] = (
     source_replays,
     source_recognises,
     late_records_known,
-    keys_beside_the_ledger,
+    key_table_without_ledger,
     dedup_in_batches,
     sink_commits,
     one_last_resource,

@@ -29,12 +29,12 @@ def sources_known(request: Request) -> Reason | None:
         )
     back = sorted((now - before) & set(facts.removed))
     if back:
-        ended = facts.removed[back[0]]
+        end = facts.removed[back[0]]
         return Reason(
             "SOURCE_RETURNED",
-            f"The source {back[0]!r} was removed from this query before, where it stood at {shown(ended)}. Spark has "
+            f"The source {back[0]!r} was removed from this query before, where it stood at {shown(end)}. Spark has "
             "forgotten that and would read it from the start again: its records would be delivered twice.",
-            f"give it a name that the query has not had, and {starting_at(ended)}",
+            f"give it a name that the query has not had, and {starting_at(end)}",
         )
     if now != before and facts.unfinished:
         return Reason(

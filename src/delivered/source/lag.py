@@ -18,8 +18,8 @@ def spark_metrics(end: str | None, latest: str | None) -> dict[str, str]:
     Args:
         end, latest: offsets as JSON.
     """
-    ended = dict(_numbers(end))
-    pairs = [(at, ended.get(partition)) for partition, at in _numbers(latest)]
+    ends = dict(_numbers(end))
+    pairs = [(at, ends.get(partition)) for partition, at in _numbers(latest)]
     behind = [max(0, now - at) for now, at in pairs if now is not None and at is not None]
     if not behind:
         return {}

@@ -47,7 +47,7 @@ from delivered.spark.audit_recompute import recomputed
 from delivered.spark.audit_sent import expressions, record_columns, sent_range
 from delivered.spark.frames import SliceRows, batches_fit_for, beyond_rows, kept_plain, shuffles_fit_for
 from delivered.spark.reconcile import Slots, hashed, reconcile
-from delivered.spark.rows import apply_transform, own_views, projected, taken
+from delivered.spark.rows import accepted, apply_transform, own_views, projected
 from delivered.spark.start import ready
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ Progress = Callable[[str], None]
 
 def audit_sink(
     pipeline: Definition,
-    given: SparkSession | None,
+    session: SparkSession | None,
     sink: str | None,
     samples_max: int,
     sink_from: Mapping[str, Any] | None,
@@ -91,7 +91,7 @@ def audit_sink(
             "begin and end is known to the batches that ran, not to the source, so the two cannot be compared.",
             next_step="delivered audit --recompute",
         )
-    spark = ready(pipeline, given)
+    spark = ready(pipeline, session)
     sources = {n: planned(e.source()) for n, e in pipeline.sources.items()}
     spec = pipeline.spec
     everything = spec.open()
@@ -153,7 +153,7 @@ def _all_transforms(
 
     def all_of_it(frames: Mapping[str, DataFrame]) -> DataFrame:
         expected = projected(shared(frames), sink.projection)
-        return taken(expected, sink.sink()) if validating else expected
+        return accepted(expected, sink.sink()) if validating else expected
 
     return all_of_it
 
@@ -175,12 +175,12 @@ def audit(spark: SparkSession, request: AuditRequest, progress: Progress | None 
         raise
     except Exception as error:
         # A failed audit proves nothing.
-        report = unknown_report(request.pipeline, request.named_sink, request.guarantee, _said(error))
+        report = unknown_report(request.pipeline, request.named_sink, request.guarantee, _reason(error))
     versions = {"delivered": version("delivered"), "pyspark": version("pyspark")}
     return _with(report, seconds=time.monotonic() - began, versions=versions)
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     text = str(error) if isinstance(error, DeliveredError) else f"{type(error).__name__}: {error}"
     return text if len(text) <= _ERROR_LENGTH_MAX else f"{text[:_ERROR_LENGTH_MAX]} ..."
 
@@ -203,7 +203,7 @@ def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditRe
     except Refused as error:
         if error.code != NOT_READABLE:
             raise
-        return by_ledger(request, incarnation, ledger, _said(error))
+        return by_ledger(request, incarnation, ledger, _reason(error))
     say("reading the sink")
     with sent_range(request) as read, ExitStack() as held:
         probe = read.frame(spark, ()).drop(*([mode.delete] if mode.delete else []))

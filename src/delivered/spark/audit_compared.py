@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 _ID, _COPY, _MUST, _THERE = (f"__delivered_{n}" for n in ("id", "copy", "must", "there"))
 
 
-def _typed(frame: DataFrame, given: StructType, like: StructType | None = None) -> DataFrame:
+def _typed(frame: DataFrame, written: StructType, like: StructType | None = None) -> DataFrame:
     """Rows in comparable form: decimals with all their digits, everything else as the sink stores it.
 
     Args:
-        given: columns before the sink took them: a sink may store decimals as text.
+        written: columns before the sink took them: a sink may store decimals as text.
         like: the other side's resulting columns; None: this is the first side.
     """
     columns = []
     for field in frame.schema.fields:
         column, kind = F.col(backquoted(field.name)), field.dataType
-        before = given[field.name].dataType if field.name in given.names else None
+        before = written[field.name].dataType if field.name in written.names else None
         if isinstance(before, DecimalType):
             kind = DecimalType(38, 38 - (before.precision - before.scale))
         elif "map<" in kind.simpleString():
@@ -96,10 +96,10 @@ class Compared:
 
 @contextmanager
 def compared(
-    request: AuditRequest, how: Recompute, mode: WriteMode, expected: DataFrame, mine: DataFrame
+    request: AuditRequest, how: Recompute, mode: WriteMode, expected: DataFrame, stored: DataFrame
 ) -> Iterator[tuple[Compared, str]]:
     """Both sides, and what identifies a row."""
-    schema = record_columns(request, expected, mine.columns)
+    schema = record_columns(request, expected, stored.columns)
     records = request.sink.records
 
     def canonical(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -107,7 +107,7 @@ def compared(
             yield records(batch)
 
     must = _typed(expected.mapInArrow(canonical, from_arrow_schema(schema)), expected.schema)
-    there = _typed(mine.select(*map(backquoted, schema.names)), expected.schema, must.schema)
+    there = _typed(stored.select(*map(backquoted, schema.names)), expected.schema, must.schema)
     identity, says = _identity(request, how, mode, schema.names)
     with expressions(request):
         joined = _joined(must, there, identity).persist(StorageLevel.DISK_ONLY)

@@ -102,10 +102,10 @@ def recorded(*methods: str) -> Iterator[list[Call]]:
             for method in methods:
                 original = getattr(owner, method)
 
-                def noted(self: Any, *given: Any, then: Any = original, **named: Any) -> Any:
-                    arguments = dict(inspect.signature(then).bind(self, *given, **named).arguments)
+                def noted(self: Any, *args: Any, then: Any = original, **kwargs: Any) -> Any:
+                    arguments = dict(inspect.signature(then).bind(self, *args, **kwargs).arguments)
                     found.append(Call(arguments.pop("self"), arguments))
-                    return then(self, *given, **named)
+                    return then(self, *args, **kwargs)
 
                 setattr(owner, method, noted)
                 undo.callback(setattr, owner, method, original)

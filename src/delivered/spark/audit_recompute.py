@@ -102,10 +102,10 @@ def recomputed(spark: SparkSession, request: AuditRequest, say: Callable[[str], 
         if not ways:
             return by_ledger(request, scope.incarnation, ledger, f"its batches cannot be replayed: {impossible}")
         held.enter_context(shuffles_fit_for(spark, rows + visible.total.count))
-        mine, foreign = _own(found, request)
+        stored, foreign = _own(found, request)
         found_doubts, replay = _of_ledger(request, ledger, unsure, planned != end), query.doubts(Way.REPLAY)
         for number, way in enumerate(ways, 1):
-            with way() as expected, compared(request, how, mode, expected.rows, mine) as (both, says):
+            with way() as expected, compared(request, how, mode, expected.rows, stored) as (both, says):
                 counts, columns = both.counts()
                 mistaken = [*expected.doubts, *(expected.further() if counts.damaged else ())]
                 last = number == len(ways) or not any(d.weighs(counts) and d not in replay for d in mistaken)

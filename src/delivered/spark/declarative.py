@@ -22,8 +22,8 @@ def analyse(frame: Any) -> None:
 def without_accumulators(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     """PySpark 4.3.0 fails a run at its end with UNKNOWN_RESPONSE: for the accumulators of a Python source's workers."""
 
-    def execute(self: Any, *given: Any, **named: Any) -> Iterator[Any]:
-        return original(_EventsAlone(self), *given, **named)
+    def execute(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return original(_EventsAlone(self), *args, **kwargs)
 
     return execute
 
@@ -37,7 +37,7 @@ class _EventsAlone:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    def _execute_and_fetch_as_iterator(self, *given: Any, **named: Any) -> Iterator[Any]:
-        for found in self._client._execute_and_fetch_as_iterator(*given, **named):
+    def _execute_and_fetch_as_iterator(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        for found in self._client._execute_and_fetch_as_iterator(*args, **kwargs):
             if type(found).__name__ != "PlanObservedMetrics":
                 yield found

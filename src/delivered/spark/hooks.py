@@ -147,9 +147,9 @@ def _session_of(holder: Any) -> Any:
 def _found(original: Callable[..., Any], register: Callable[..., None]) -> Callable[..., Any]:
     """Spark looks formats up in the thread's active session: register ours there if they are missing, and retry."""
 
-    def call(self: Any, *given: Any, **named: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return original(self, *given, **named)
+            return original(self, *args, **kwargs)
         except Exception as error:
             missing = _NOT_FOUND.search(str(error))
             if missing is None:
@@ -158,14 +158,14 @@ def _found(original: Callable[..., Any], register: Callable[..., None]) -> Calla
             spark = _session_of(self)
             register(spark, None)
             make_active(spark)
-        return original(self, *given, **named)
+        return original(self, *args, **kwargs)
 
     return call
 
 
 def _registered(original: Callable[..., Any], register: Callable[..., None]) -> Callable[..., Any]:
-    def new_session(self: Any, *given: Any, **named: Any) -> Any:
-        made = original(self, *given, **named)
+    def new_session(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(self, *args, **kwargs)
         register(made, self)
         return made
 
@@ -173,8 +173,8 @@ def _registered(original: Callable[..., Any], register: Callable[..., None]) -> 
 
 
 def _analysed(original: Callable[..., Any]) -> Callable[..., Any]:
-    def load(self: Any, *given: Any, **named: Any) -> Any:
-        frame = original(self, *given, **named)
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        frame = original(self, *args, **kwargs)
         if str(getattr(self, "_format", "")).lower().startswith(PREFIX):
             analyse(frame)
         return frame
@@ -183,9 +183,9 @@ def _analysed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _explained(original: Callable[..., None]) -> Callable[..., None]:
-    def explain(self: Any, *given: Any, **named: Any) -> None:
+    def explain(self: Any, *args: Any, **kwargs: Any) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            original(self, *given, **named)
+            original(self, *args, **kwargs)
         sys.stdout.write(printed.getvalue() + (_PLANNED_ONCE if f"BatchScan {PREFIX}" in printed.getvalue() else ""))
 
     return explain
@@ -226,8 +226,8 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_lag(original: Callable[..., None]) -> Callable[..., None]:
-    def init(self: Any, *given: Any, **named: Any) -> None:
-        original(self, *given, **named)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
         names = _descriptions.get(str(self["runId"]), ())
         sources = self["sources"]
         for number, source in enumerate(sources):

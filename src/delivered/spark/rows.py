@@ -166,7 +166,7 @@ def routed(
     return frame.select(*[backquoted(c) for c in dict.fromkeys(used)]), routes
 
 
-def taken(frame: DataFrame, sink: Sink) -> DataFrame:
+def accepted(frame: DataFrame, sink: Sink) -> DataFrame:
     """The valid rows of a frame, as the sink validates them."""
     if not isinstance(sink, ValidatesRows):
         return frame

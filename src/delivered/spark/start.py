@@ -76,9 +76,9 @@ _drains: dict[str, Path] = {}
 """By run id of the queries started here."""
 
 
-def start(pipeline: Definition, given: SparkSession | None) -> StreamingQuery:
+def start(pipeline: Definition, chosen: SparkSession | None) -> StreamingQuery:
     """Record the source's first offsets, and start the query of a planned pipeline."""
-    spark = ready(pipeline, given)
+    spark = ready(pipeline, chosen)
     drain = Path(tempfile.gettempdir()) / f"delivered-drain-{uuid.uuid4().hex}"
     try:
         query = _query(pipeline, spark, drain)
@@ -109,9 +109,9 @@ def _output_mode(error: Exception, mode: str) -> UsageError | None:
     return UsageError("OUTPUT_MODE", refused[1], next_step=_OTHER_MODE[mode])
 
 
-def ready(pipeline: Definition, given: SparkSession | None) -> SparkSession:
-    """The given session or a new one, with every format registered, active in this thread."""
-    spark = given or SparkSession.getActiveSession() or new_session(pipeline)
+def ready(pipeline: Definition, chosen: SparkSession | None) -> SparkSession:
+    """The chosen session or a new one, with every format registered, active in this thread."""
+    spark = chosen or SparkSession.getActiveSession() or new_session(pipeline)
     if not is_registered(spark):
         register(spark)
     make_active(spark)
@@ -177,8 +177,8 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Path) -> Streamin
         spec = replace(spec, direct=_pickled(Direct(only, arrow_transform(pipeline.transform))))
     read = {n: _read(spark, spec, n, e).load() for n, e in pipeline.sources.items()}
     frame, spec = _rows(pipeline, spark, read, sources, spec)
-    beside = {k: v for e in pipeline.all_sinks for k, v in e.spark_options.items()}
-    writer = frame.writeStream.options(**beside).option("checkpointLocation", pipeline.checkpoint)
+    more = {k: v for e in pipeline.all_sinks for k, v in e.spark_options.items()}
+    writer = frame.writeStream.options(**more).option("checkpointLocation", pipeline.checkpoint)
     if pipeline.output_mode == "append":
         writer = writer.format(format_of(spec)).option(OPTION, spec.to_option())
     else:

@@ -29,12 +29,12 @@ def created(options: Mapping[str, str]) -> dict[str, str] | None:
     Raises:
         UsageError: one holds a secret: the schema goes wherever the rows go, even into files of other formats.
     """
-    given = {k.lower(): v for k, v in options.items()}
-    if _OF_CATALOG not in given:
+    lowered = {k.lower(): v for k, v in options.items()}
+    if _OF_CATALOG not in lowered:
         return None
-    found = {k.removeprefix(_PREFIX): v for k, v in given.items() if k.startswith(_PREFIX)}
-    if "path" in given:  # Spark removes it from OPTIONS, as the table's location
-        found.setdefault("path", given["path"])
+    found = {k.removeprefix(_PREFIX): v for k, v in lowered.items() if k.startswith(_PREFIX)}
+    if "path" in lowered:  # Spark removes it from OPTIONS, as the table's location
+        found.setdefault("path", lowered["path"])
     hidden = redacted(found)
     secret = next((k for k in found if hidden[k] != found[k]), None)
     if secret is not None:

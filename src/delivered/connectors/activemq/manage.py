@@ -37,8 +37,8 @@ class Management:
     def _ask(self, headers: dict[str, str], body: str) -> Any:
         session = self._session
         session.frames.auto_content_length = False  # the broker only reads text messages here
-        given = {**headers, "reply-to": self._replies}
-        session.transmit(session.frames.send, _ADDRESS, body, headers=given)
+        sent = {**headers, "reply-to": self._replies}
+        session.transmit(session.frames.send, _ADDRESS, body, headers=sent)
         session.wait(lambda: bool(session.arrived), _ANSWER_S, "answer a management request")
         answer = session.arrived.popleft()
         if answer.headers.get("_AMQ_OperationSucceeded") != "true":

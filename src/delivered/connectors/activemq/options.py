@@ -33,7 +33,7 @@ class Place(BrokerOptions):
     key_header: str | None
 
 
-class ActivemqOptions(Place, owner="delivered_activemq source", beside=(ReceiveOptions,)):
+class ActivemqOptions(Place, owner="delivered_activemq source", more=(ReceiveOptions,)):
     """
     Attributes:
         id_header: None: messages have no id set by the sender.

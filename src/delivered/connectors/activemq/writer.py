@@ -24,9 +24,9 @@ class ActivemqWriter(SendingWriter[Message]):
         columns = (column(rows, name) for name in ("value", "message_id", "key"))
         kind = {} if "::" in options.queue else {"destination-type": "ANYCAST"}
         messages = []
-        for value, given, key in zip(*columns, strict=True):
+        for value, chosen, key in zip(*columns, strict=True):
             own = self._next_id()
-            message_id = own if given is None else given
+            message_id = own if chosen is None else chosen
             headers = {**kind, "persistent": "true", options.id_header: message_id}
             if options.key_header is not None and key is not None:
                 headers[options.key_header] = key if isinstance(key, str) else key.decode()

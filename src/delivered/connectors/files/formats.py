@@ -84,7 +84,7 @@ class _Json:
     def write(self, batch: pa.RecordBatch) -> None:
         for start in range(0, batch.num_rows, BATCH_ROWS):
             columns = [
-                [_said(value, f.type) for value in column.to_pylist()]
+                [_json_value(value, f.type) for value in column.to_pylist()]
                 for f, column in zip(self._schema, batch.slice(start, BATCH_ROWS).columns, strict=True)
             ]
             names = self._schema.names
@@ -138,7 +138,7 @@ def _batch(rows: list[Any], schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _said(value: Any, kind: pa.DataType) -> Any:
+def _json_value(value: Any, kind: pa.DataType) -> Any:
     """A value in JSON."""
     t = pa.types
     if value is None or t.is_boolean(kind) or t.is_integer(kind) or t.is_string(kind):
@@ -150,11 +150,11 @@ def _said(value: Any, kind: pa.DataType) -> Any:
     if t.is_timestamp(kind):
         return value.replace(tzinfo=None).isoformat(timespec="microseconds") + ("Z" if kind.tz else "")
     if t.is_map(kind):
-        return {key: _said(item, kind.item_type) for key, item in value}
+        return {key: _json_value(item, kind.item_type) for key, item in value}
     if t.is_list(kind):
-        return [_said(item, kind.value_type) for item in value]
+        return [_json_value(item, kind.value_type) for item in value]
     if t.is_struct(kind):
-        return {f.name: _said(value[f.name], f.type) for f in kind}
+        return {f.name: _json_value(value[f.name], f.type) for f in kind}
     return value.isoformat() if isinstance(value, dt.date) else str(value)
 
 

@@ -107,18 +107,18 @@ def commit(options: IcebergOptions, change: Callable[[Any], TableChange | None])
             try:
                 now = open_table(options)
             except DeliveredError as second:
-                return Unknown(f"{_said(error)}; then {second}")
+                return Unknown(f"{_reason(error)}; then {second}")
             if now is not None and attempt.there(now):
                 return Ok(None)
             if not _final(error):
-                return Unknown(_said(error))
+                return Unknown(_reason(error))
             attempt.discard()
             if now is None or now.metadata_location == table.metadata_location:
-                return Failed(_said(error))
+                return Failed(_reason(error))
             continue
         attempt.tidy(options, answer.metadata)
         return Ok(None)
-    return Failed(f"lost against concurrent writers {RETRIES_MAX} times: {error and _said(error)}")
+    return Failed(f"lost against concurrent writers {RETRIES_MAX} times: {error and _reason(error)}")
 
 
 class _Attempt:
@@ -240,5 +240,5 @@ def _final(error: Exception) -> bool:
     return isinstance(error, refused) or (isinstance(error, ValueError) and not isinstance(error, OSError))
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:500]}"

@@ -77,15 +77,15 @@ def _parts(text: str) -> tuple[Part, ...]:
 
 
 def _catalog(owner: str, values: Mapping[str, str]) -> dict[str, str]:
-    given = {k.removeprefix("catalog."): v for k, v in values.items() if k.startswith("catalog.")}
-    if ("warehouse" in values) == ("uri" in given):
+    catalog = {k.removeprefix("catalog."): v for k, v in values.items() if k.startswith("catalog.")}
+    if ("warehouse" in values) == ("uri" in catalog):
         raise UsageError(
             "OPTION_VALUE",
             f"{owner} needs either 'warehouse', a local folder, or 'catalog.uri' and the catalog's other options.",
             next_step='write .option("warehouse", "/data/lake"), or .option("catalog.type", "rest") and '
             '.option("catalog.uri", ...)',
         )
-    if "py-io-impl" in given:
+    if "py-io-impl" in catalog:
         raise UsageError(
             "OPTION_VALUE",
             f"{owner}: option 'catalog.py-io-impl' cannot be set: the sink needs its own FileIO to list, sync and "
@@ -95,9 +95,9 @@ def _catalog(owner: str, values: Mapping[str, str]) -> dict[str, str]:
     if "warehouse" in values:
         folder = _WAREHOUSE.parse(owner, values["warehouse"])
         embedded = {"type": "sql", "uri": f"sqlite:///{folder}/{DATABASE}", "warehouse": f"file://{folder}"}
-        given = {**embedded, **given}
-    kind = given.get("type", "rest" if given["uri"].startswith(("http://", "https://")) else "sql")
-    return {**given, "type": CATALOGS.parse(owner, "catalog.type", kind)}
+        catalog = {**embedded, **catalog}
+    kind = catalog.get("type", "rest" if catalog["uri"].startswith(("http://", "https://")) else "sql")
+    return {**catalog, "type": CATALOGS.parse(owner, "catalog.type", kind)}
 
 
 _WAREHOUSE = Option(

@@ -108,8 +108,8 @@ def compare(options: IcebergOptions, table: Any, schema: pa.Schema, *, adds: boo
     if wanted not in (None, spec):
         raise UsageError(
             "PARTITIONS",
-            f"The table {options.where} is partitioned by {_told(spec)}, but option 'partitionBy' is "
-            f"{_told(wanted or [])}.",
+            f"The table {options.where} is partitioned by {_spec_text(spec)}, but option 'partitionBy' is "
+            f"{_spec_text(wanted or [])}.",
             next_step="remove the option: the sink uses the table's partitions",
         )
     return target.compare(options, types.to_arrow(table.schema()), schema, [name for name, _ in spec], adds=adds)
@@ -211,5 +211,5 @@ def _fits(part: Part, kind: pa.DataType) -> bool:
     return bool(whole or t.is_timestamp(kind) or t.is_date(kind) or (word == "identity" and t.is_boolean(kind)))
 
 
-def _told(spec: list[tuple[str, str]]) -> str:
+def _spec_text(spec: list[tuple[str, str]]) -> str:
     return ", ".join(c if t == "identity" else f"{t}({c})" for c, t in spec) or "nothing"

@@ -84,7 +84,7 @@ class IcebergFiles:
         if not self._done:
             return None
         with but_gone(explained(self._options)):
-            name = self._place.beside("manifest.avro")
+            name = self._place.sibling("manifest.avro")
             size = manifest.put(self._table, f"{data_path(self._table)}/{name}", self._done)
         now = self._table.metadata
         columns = tuple(self._columns())
@@ -114,7 +114,7 @@ class IcebergFiles:
         if self._files is not None:
             self._files.discard()
             with contextlib.suppress(Exception):
-                store(self._table, data_path(self._table)).remove([self._place.beside("manifest.avro")])
+                store(self._table, data_path(self._table)).remove([self._place.sibling("manifest.avro")])
 
     def _begun(self) -> tuple[PartFiles[manifest.Part], pa.Schema]:
         if self._files is None or self._stored is None:

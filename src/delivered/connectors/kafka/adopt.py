@@ -19,8 +19,8 @@ class KafkaAdopter:
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
 
-    def of_offsets(self, given: Offsets) -> Resumption:
-        at = Positions.from_json(given).at
+    def of_offsets(self, offsets: Offsets) -> Resumption:
+        at = Positions.from_json(offsets).at
         with self._connected() as client:
             return self._resumption(client, at, "was never read by the old job")
 

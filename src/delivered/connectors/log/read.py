@@ -84,7 +84,7 @@ class RangeReader:
                     continue
                 if not self._follows(batch):
                     break
-                yield self._given(batch)
+                yield self._projected(batch)
             else:
                 return
         parts = []
@@ -104,7 +104,7 @@ class RangeReader:
                 expected = np.arange(self.position, self.position + len(offsets))
                 at = int(np.flatnonzero(offsets != expected)[0])
                 raise damaged(self._name, self._partition, int(expected[at]), f"offset {int(offsets[at])} in its place")
-            yield self._given(batch)
+            yield self._projected(batch)
 
     def _within(self, raw: pa.RecordBatch) -> pa.RecordBatch:
         schema = pa.schema([STORED.field(name) for name in self._columns])
@@ -119,7 +119,7 @@ class RangeReader:
         offsets = np.asarray(batch.column("offset"))
         return bool((offsets == np.arange(self.position, self.position + len(offsets))).all())
 
-    def _given(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+    def _projected(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         self.position += batch.num_rows
         return batch
 

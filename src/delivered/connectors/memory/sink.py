@@ -75,8 +75,8 @@ class MemorySink:
 
     def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:  # noqa: ARG002
         if guarantee is Guarantee.EXACTLY_ONCE:
-            return StagingWriter(self._world, work, self._taken)
-        return SendingWriter(self._world, work, self._taken)
+            return StagingWriter(self._world, work, self._accepted)
+        return SendingWriter(self._world, work, self._accepted)
 
     def scan(self) -> MemoryScan:
         return MemoryScan(self.options.world)
@@ -89,7 +89,7 @@ class MemorySink:
     def committer(self, scope: Scope) -> MemoryCommitter:
         return MemoryCommitter(self._world, scope, self.options.commit)
 
-    def _taken(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+    def _accepted(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The records, if none of them is refused."""
         reasons = self.invalid_rows(batch)
         if reasons is not None and reasons.null_count < len(reasons):

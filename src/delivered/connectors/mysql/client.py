@@ -58,7 +58,7 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
     except ImportError:
         raise MissingExtra("mysql") from None
     password = options.password_resolved()
-    given = {"user": options.login, "password": None if password is None else password.encode()}
+    credentials = {"user": options.login, "password": None if password is None else password.encode()}
     tls = {k: v.lower() == "true" if k.startswith("ssl_verify") else v for k, v in options.tls.items()}
     try:
         session = Session(
@@ -66,7 +66,7 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
             host=options.host,
             port=options.port,
             database=options.database,
-            **{k: v for k, v in given.items() if v is not None},
+            **{k: v for k, v in credentials.items() if v is not None},
             **tls,
         )
     except ERRORS as error:

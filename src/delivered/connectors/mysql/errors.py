@@ -73,7 +73,7 @@ def is_lost(error: BaseException) -> bool:
 def explained(error: Exception, options: MysqlOptions) -> DeliveredError:
     """Translate an error. The client's messages never contain passwords."""
     number = number_of(error)
-    text, where = said_by(error), f"MySQL at {options.place}"
+    text, where = message_of(error), f"MySQL at {options.place}"
     if number in _LOGIN:
         return Unreachable(
             "MYSQL_LOGIN",
@@ -122,7 +122,7 @@ def row_refused(text: str, options: MysqlOptions) -> BadRecord:
     return BadRecord("ROW_REFUSED", f"MySQL at {options.place} rejected a row: {text}.", _FILTER)
 
 
-def said_by(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """The server's message on one line."""
     text = str(error.args[1]) if len(error.args) > 1 else str(error)
     return " ".join(text.split())[:1500] or type(error).__name__

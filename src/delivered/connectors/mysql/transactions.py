@@ -138,8 +138,8 @@ def check_allowed(session: Session, options: MysqlOptions) -> None:
             raise
         raise Refused(
             "XA_DENIED",
-            f"The user may not list prepared transactions of MySQL at {options.place} ({errors.said_by(error)}), which "
-            "mechanism two_phase requires.",
+            f"The user may not list prepared transactions of MySQL at {options.place} ({errors.message_of(error)}), "
+            "which mechanism two_phase requires.",
             next_step="GRANT XA_RECOVER_ADMIN ON *.* TO the user, or write "
             '.option("mechanism", "one_transaction"), which needs no such privilege',
         ) from None

@@ -31,11 +31,11 @@ class Session(pymysql.connections.Connection):  # type: ignore[misc]
         nonce: of the named lock that shows that this session is alive; empty: none.
     """
 
-    def __init__(self, connect_s: float, **given: Any) -> None:
+    def __init__(self, connect_s: float, **settings: Any) -> None:
         self.nonce = ""
         # The client's own handling, `local_infile`, stays off.
         super().__init__(
-            **given,
+            **settings,
             autocommit=True,
             charset="utf8mb4",
             client_flag=CLIENT.LOCAL_FILES,

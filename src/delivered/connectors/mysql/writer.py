@@ -73,8 +73,8 @@ class Loading:
             return
         rows, warnings = self._session.finish()
         if warnings:
-            _, number, said = self._session.execute("SHOW WARNINGS LIMIT 1").fetchone()
-            raise errors.row_refused(f"{said} (warning {number}, one of {warnings})", self._options)
+            _, number, text = self._session.execute("SHOW WARNINGS LIMIT 1").fetchone()
+            raise errors.row_refused(f"{text} (warning {number}, one of {warnings})", self._options)
         if rows != sent:
             raise InvariantBroken(
                 "ROWS_DIFFER",

@@ -50,11 +50,11 @@ def connect(options: PostgresOptions, role: str = "task") -> psycopg.Connection[
         import psycopg
     except ImportError:
         raise MissingExtra("postgres") from None
-    given: dict[str, Any] = {"user": options.user, "password": options.password_resolved()}
+    credentials: dict[str, Any] = {"user": options.user, "password": options.password_resolved()}
     try:
         connection = psycopg.connect(
             options.url,
-            **{k: v for k, v in given.items() if v is not None},
+            **{k: v for k, v in credentials.items() if v is not None},
             autocommit=True,
             prepare_threshold=None,
             connect_timeout=CONNECT_TRY_S,
@@ -146,7 +146,7 @@ def is_lost(error: BaseException) -> bool:
 def explained(error: Exception, options: PostgresOptions) -> DeliveredError:
     """Translate an error. psycopg's messages never contain passwords."""
     state = getattr(error, "sqlstate", None)
-    text, where = _said(error), f"PostgreSQL at {options.place}"
+    text, where = _message(error), f"PostgreSQL at {options.place}"
     if state is None:
         if "authentication" in text or "password" in text:
             return _login(text, where)
@@ -179,7 +179,7 @@ def _login(text: str, where: str) -> DeliveredError:
     )
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     """The server's message on one line: message, detail, hint, and context of the COPY."""
     diagnosis = getattr(error, "diag", None)
     parts = [getattr(diagnosis, f"message_{x}", None) for x in ("primary", "detail", "hint")]

@@ -78,8 +78,8 @@ def settled(kind: str, rows: pa.StructType, known: Registered | None) -> Settled
     document = json.loads(known.text)
     there = {f.name: f for f in shape.arrow}
     wrong = [w for f in rows if f.name in there for w in _differences(f.name, f.type, there[f.name].type)]
-    given = {f.name for f in rows}
-    wrong += [f"{n!r} may not be null there, and has no column" for n in shape.required if n not in given]
+    columns = {f.name for f in rows}
+    wrong += [f"{n!r} may not be null there, and has no column" for n in shape.required if n not in columns]
     if wrong:
         raise Unfit("; ".join(wrong))
     added = [f for f in made["fields"] if f["name"] not in there]

@@ -32,7 +32,7 @@ class Place(BrokerOptions):
         raise NotImplementedError
 
 
-class RabbitmqOptions(Place, owner="delivered_rabbitmq source", beside=(ReceiveOptions,)):
+class RabbitmqOptions(Place, owner="delivered_rabbitmq source", more=(ReceiveOptions,)):
     queue: str = option("queue", "Queue to receive from: durable, preferably quorum.", example="orders")
     prefetch: int = option(
         "prefetch", "Maximum number of unacknowledged messages per receiver.", whole(1, PREFETCH_MAX), default=PREFETCH

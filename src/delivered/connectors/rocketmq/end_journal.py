@@ -62,13 +62,13 @@ class EndJournal:
     def __init__(self, path: str, scope: Scope) -> None:
         self._path = path
         self._scope = scope
-        self._mine = threading.Lock()
+        self._lock = threading.Lock()
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Hold the lock for ending half messages. Raises Unreachable if another process still holds it after 20 s."""
         deadline = time.monotonic() + LOCK_WAIT_S
-        with self._mine, self._opened() as file:
+        with self._lock, self._opened() as file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,7 +76,7 @@ class EndJournal:
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         file.seek(0)
-                        raise self._taken(file.read().strip()) from None
+                        raise self._held_by(file.read().strip()) from None
                     time.sleep(_POLL_S)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -152,16 +152,16 @@ class EndJournal:
         return dict(rows)
 
     def _forget(self, connection: sqlite3.Connection) -> None:
-        mine = "pipeline = ? AND sink = ?"
+        own = "pipeline = ? AND sink = ?"
         sink = (self._scope.pipeline, self._scope.sink)
         connection.execute(
-            f"DELETE FROM _delivered_rocketmq_end WHERE {mine} AND incarnation = '' AND number <= "  # noqa: S608
+            f"DELETE FROM _delivered_rocketmq_end WHERE {own} AND incarnation = '' AND number <= "  # noqa: S608
             "(SELECT max(number) FROM _delivered_rocketmq_end) - ?",
             (*sink, VOID_KEPT),
         )
         connection.execute(
-            f"DELETE FROM _delivered_rocketmq_end WHERE {mine} AND incarnation NOT IN (SELECT incarnation "  # noqa: S608
-            f"FROM _delivered_rocketmq_end WHERE {mine} GROUP BY incarnation ORDER BY max(number) DESC LIMIT ?)",
+            f"DELETE FROM _delivered_rocketmq_end WHERE {own} AND incarnation NOT IN (SELECT incarnation "  # noqa: S608
+            f"FROM _delivered_rocketmq_end WHERE {own} GROUP BY incarnation ORDER BY max(number) DESC LIMIT ?)",
             (*sink, *sink, INCARNATIONS_KEPT),
         )
 
@@ -205,7 +205,7 @@ class EndJournal:
             next_step="check disk, folder and file, and whether another process holds it (fuser)",
         )
 
-    def _taken(self, who: str) -> DeliveredError:
+    def _held_by(self, who: str) -> DeliveredError:
         return Unreachable(
             "ENDS_TAKEN",
             f"{who or 'Another process'} holds {self._path}.ending: it is ending half messages of this sink, or was "

@@ -76,7 +76,7 @@ class Place(Options):
             )
 
 
-class RocketmqOptions(Place, owner="delivered_rocketmq source", beside=(ReceiveOptions,)):
+class RocketmqOptions(Place, owner="delivered_rocketmq source", more=(ReceiveOptions,)):
     """
     Attributes:
         by_key: messages are identified by the sender's key instead of the client's message id.

@@ -177,12 +177,12 @@ class RocketmqReceiver:
         request.invisible_duration.seconds = options.invisible_s
         request.long_polling_timeout.FromMilliseconds(int(_POLL_S * 1000))
         asked = time.monotonic()
-        taken: list[tuple[Held, Content]] = []
+        pairs: list[tuple[Held, Content]] = []
         try:
             async for part in session.stream(proxy, "ReceiveMessage", request, _POLL_S + REQUEST_TIMEOUT_S):
                 if part.HasField("message"):
                     # Invisible at the earliest since the request; but a long poll may have waited.
-                    self._read(taken, proxy, part.message, max(asked, time.monotonic() - 1.0))
+                    self._read(pairs, proxy, part.message, max(asked, time.monotonic() - 1.0))
                 elif part.HasField("status"):
                     await self._look(part.status)
         except session.library.grpc.RpcError as error:
@@ -191,14 +191,14 @@ class RocketmqReceiver:
             self._polls.pop(task, None)
             with session.changed:
                 self._polling -= 1
-                if not self._forgetful and any(forgetful(held.receipt) for held, _ in taken):
+                if not self._forgetful and any(forgetful(held.receipt) for held, _ in pairs):
                     self._forgetful = True
                     _LOG.warning(_FORGETFUL, options.endpoints)
-                self._held.update((held, None) for held, _ in taken)
-                self._arrived.extend(taken)
+                self._held.update((held, None) for held, _ in pairs)
+                self._arrived.extend(pairs)
                 session.changed.notify_all()
 
-    def _read(self, taken: list[tuple[Held, Content]], proxy: Any, message: Any, since: float) -> None:
+    def _read(self, pairs: list[tuple[Held, Content]], proxy: Any, message: Any, since: float) -> None:
         system = message.system_properties
         try:
             found = content(message, self._options.by_key)
@@ -209,7 +209,7 @@ class RocketmqReceiver:
             )  # fmt: skip
             return
         until = since + self._options.invisible_s
-        taken.append((Held(proxy, system.message_id, system.receipt_handle, until), found))
+        pairs.append((Held(proxy, system.message_id, system.receipt_handle, until), found))
 
     async def _look(self, status: Any) -> None:
         codes = self._session.library.code

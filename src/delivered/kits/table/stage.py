@@ -37,7 +37,7 @@ class Place:
         """Args: folder: subfolder with a trailing slash; empty: none."""
         return f"{self.folder}/{folder}{self.stem}-{number}.parquet"
 
-    def beside(self, what: str) -> str:
+    def sibling(self, what: str) -> str:
         """Name of another file of this writer."""
         return f"{self.folder}/{self.stem}-{what}"
 

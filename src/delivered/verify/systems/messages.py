@@ -75,7 +75,7 @@ class Messages(ABC):
         """Begin a full read. Where the end is marked by a message of the judge's own, send it: `self.last`."""
         self.last = uuid4().hex
 
-    def all_taken(self) -> bool:
+    def all_received(self) -> bool:
         """Whether `take` has returned everything that was there when `mark` was called."""
         return self.last in self.met
 
@@ -108,7 +108,7 @@ class Messages(ABC):
                         self.mark()
                         marked = True
                     self._take()
-                    if self.all_taken():
+                    if self.all_received():
                         return list(self._found)
             except Exception as error:
                 failure = error

@@ -55,7 +55,7 @@ class PulsarTopic(Messages):
             found.append(Row(self.name, at + len(found), None, as_text(message.data()) or ""))
         return found
 
-    def all_taken(self) -> bool:
+    def all_received(self) -> bool:
         return self._reader is not None and not self._reader.has_message_available()
 
     def disconnect(self) -> None:

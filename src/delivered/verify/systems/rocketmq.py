@@ -49,7 +49,7 @@ class RocketTopic(Messages):
                 at = row.position + 1
         return found
 
-    def all_taken(self) -> bool:
+    def all_received(self) -> bool:
         """Stored messages become readable by offset a moment later: the broker reports how far behind it is."""
         table = json.loads(rocketmq.ask(self._broker, _RUNTIME, {}))["table"]
         behind = int(table["dispatchBehindBytes"])
