@@ -250,7 +250,7 @@ def test_messages_that_the_broker_holds_for_nobody_are_told(activemq: Activemq) 
     assert list(held_by_nobody(queue, *counts)) == []
     assert list(held_by_nobody(queue, None, None)) == []
     (finding,) = held_by_nobody(queue, 1, 0)
-    assert (finding.code, finding.refuses) == ("MESSAGES_HELD_BY_NOBODY", False)
+    assert (finding.code, finding.refuses) == ("MESSAGES_STUCK", False)
     assert finding.message.startswith(f"'{queue}' has 1 messages in delivery but no consumer")
 
 

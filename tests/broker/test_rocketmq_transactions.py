@@ -203,7 +203,7 @@ def test_what_somebody_else_ended_too_stops_the_query(rig: Rig, monkeypatch: pyt
         Ending(Cluster(rig.sink.options), "delivered", handle.name).end(handle.by_broker["delivered"], COMMIT)
     assert set(rig.shown().values()) == {2}
     assert rig.committer._journal.begin(rig.work(), handle.name) is end_journal.State.NEW
-    with pytest.raises(InvariantBroken, match="SHOWN_TWICE"):
+    with pytest.raises(InvariantBroken, match="COMMITTED_TWICE"):
         rig.committer.commit(rig.work(), prepared)
 
 

@@ -117,7 +117,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(kafka: Any, spark: SparkSess
     assert (report.exit_code, report.counts.sent, report.counts.delivered) == (0, 25, 25)
 
 
-@pytest.mark.checkpoint("the source's topic, made anew", "refused", "`DATA_LOST`: its offsets begin again")
+@pytest.mark.checkpoint("the source's topic, recreated", "refused", "`DATA_LOST`: its offsets begin again")
 def test_in_the_idiom_a_topic_made_again_between_two_runs_stops_the_query(
     kafka: Any, spark: SparkSession, tmp_path: Path
 ) -> None:

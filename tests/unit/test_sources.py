@@ -48,7 +48,11 @@ def joined(orders: Any, payments: Any) -> Any:
         ({"sources": None}, "SOURCES", "neither source nor sources"),
         ({"sources": {}}, "SOURCES", "sources is {} (dict)"),
         ({"sources": [KAFKA]}, "SOURCES", "must map names to endpoints"),
-        ({"sources": {"orders": KAFKA, "Orders": KAFKA}}, "SOURCE_NAME", "'orders' and 'Orders' have one name to SQL"),
+        (
+            {"sources": {"orders": KAFKA, "Orders": KAFKA}},
+            "SOURCE_NAME",
+            "'orders' and 'Orders' have the same name in SQL",
+        ),
         ({"sources": {"orders": KAFKA, "1st": KAFKA}}, "SOURCE_NAME", "name is '1st'"),
         ({"sources": {"the orders": KAFKA}}, "SOURCE_NAME", "name is 'the orders'"),
         ({"sources": {"orders": KAFKA, "payments": "kafka"}}, "ENDPOINT_VALUE", "source 'payments' is 'kafka'"),

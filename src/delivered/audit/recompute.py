@@ -117,7 +117,7 @@ def doubts(how: Recompute, plan: str, mode: WriteMode, way: Way) -> list[Doubt]:
     if how.output_mode == "update" and not mode.upserts:
         found.append(Doubt("each batch delivers the rows that it changed"))
     if mode.expected is not None:
-        found.append(Doubt(f"a row is written only if its {mode.expected} stands in the table when its turn comes"))
+        found.append(Doubt(f"a row is written only if the stored row has its {mode.expected} at that moment"))
     if mode.replaces:
         found.append(Doubt(f"each batch replaces the rows of its values in {', '.join(mode.replaces)}"))
     if how.output_mode == "update" and _filtered(names):

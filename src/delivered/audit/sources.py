@@ -46,7 +46,7 @@ class SourceSet:
         if strange:
             raise DeliveredError(
                 "AUDIT_SOURCES",
-                f"The pipeline's batches read the sources {', '.join(end)}, and it has {', '.join(self._drivers)}.",
+                f"The pipeline's batches read the sources {', '.join(end)}, but it now has {', '.join(self._drivers)}.",
                 next_step="audit with the sources that the pipeline ran with",
             )
         slices = []

@@ -34,8 +34,8 @@ def check(mode: WriteMode, *, dedup: bool = False) -> None:
     if mode.expected is not None:
         raise Refused(
             "AUDIT_ORDER",
-            f"A row is written only if its {mode.expected} stands in the table. Which rows met theirs is known to the "
-            "batches that ran, not to the source, so the table cannot be held against it.",
+            f"A row is written only if the stored row has its {mode.expected}. Which rows matched is known only to the "
+            "batches that ran, not from the source, so the table cannot be compared with it.",
             next_step="delivered audit --recompute; conflicts are counted in the ledger's table left_out",
         )
     if mode.insert and dedup:
@@ -48,7 +48,7 @@ def check(mode: WriteMode, *, dedup: bool = False) -> None:
         raise Refused(
             "AUDIT_ORDER",
             f"The sink keeps the last row of each key ({mode.keys_text}) by order of arrival. Which one came last is "
-            "known to the batches that ran, not to the source, so the table cannot be held against it.",
+            "known only to the batches that ran, not from the source, so the table cannot be compared with it.",
             next_step='write with .option("versionColumn", ...), or delivered audit --recompute',
         )
 

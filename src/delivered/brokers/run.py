@@ -188,7 +188,7 @@ def start(
             if planned.listeners != state.listeners:
                 raise UsageError(
                     "BROKER_PORT",
-                    f"{kind} in {place} runs already, at {state.listeners[SERVERS[kind].main]}, and port is {port}.",
+                    f"{kind} in {place} already runs at {state.listeners[SERVERS[kind].main]}, but port is {port}.",
                     next_step=f"delivered brokers stop {kind}, then start it again",
                 )
             return Broker(place, state, state.identity)

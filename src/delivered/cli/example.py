@@ -50,7 +50,7 @@ def write_example(folder: Path) -> tuple[Path, int]:
     """Write file and input into `folder`; return the file and the number of records.
 
     Raises:
-        UsageError: the file exists already.
+        UsageError: the file already exists.
         MissingExtra: a requirement of the pipeline is not installed; nothing was written.
     """
     import pyarrow as pa
@@ -65,7 +65,7 @@ def write_example(folder: Path) -> tuple[Path, int]:
     if file.exists():
         raise UsageError(
             "EXAMPLE_EXISTS",
-            f"The file {str(file)!r} exists already; nothing was written.",
+            f"The file {str(file)!r} already exists; nothing was written.",
             next_step="delivered init another-folder",
         )
     folder.mkdir(parents=True, exist_ok=True)

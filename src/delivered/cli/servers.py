@@ -53,7 +53,7 @@ def topic(
         say_json({"bootstrap": bootstrap, "made": made})
         return
     for name in names:
-        say(f"{name}: {f'created, {partitions} partitions' if name in made else 'exists already'}")
+        say(f"{name}: {f'created, {partitions} partitions' if name in made else 'already exists'}")
 
 
 @app.command()

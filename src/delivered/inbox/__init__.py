@@ -1,4 +1,4 @@
-"""An inbox: a consumer records a message's id in the transaction of its effect, so that a repeat has none.
+"""Inbox: a consumer records a message's id in the transaction of its effect, so a duplicate has no effect.
 
     with inbox(connection, message_id, consumer="mail") as first:
         if first:
@@ -28,7 +28,7 @@ CONSUMER_BYTES_MAX = 128
 CLEANED_MAX = 500
 """Rows that one call of `clean` deletes."""
 
-# Bytes in MySQL: its collations ignore spaces at the end, so a new id could pass for an old one.
+# Bytes in MySQL: its collations ignore trailing spaces, so a new id could be mistaken for an old one.
 _TYPES = {
     "postgres": ('TEXT COLLATE "C"', 'TEXT COLLATE "C"', ""),
     "mysql": (f"VARBINARY({CONSUMER_BYTES_MAX})", f"VARBINARY({ID_BYTES_MAX})", " ENGINE=InnoDB"),
@@ -37,7 +37,7 @@ _TYPES = {
 
 
 def ddl(dialect: str, table: str = TABLE) -> str:
-    """The statement that makes the table, unless it is there.
+    """The CREATE TABLE IF NOT EXISTS statement.
 
     Args:
         dialect: postgres, mysql (and MariaDB), or sqlite.
@@ -53,22 +53,22 @@ def ddl(dialect: str, table: str = TABLE) -> str:
 
 @contextlib.contextmanager
 def inbox(connection: Any, message_id: str | bytes | uuid.UUID, *, consumer: str, table: str = TABLE) -> Iterator[bool]:
-    """Whether this consumer meets the message for the first time. Commits nothing; commit after the block.
+    """Whether the message is new to this consumer. Never commits; commit after the block.
 
-    An exception in the block undoes the id and the block's changes together, by a savepoint, so a caller that catches
-    it and commits loses nothing. While another transaction holds the same id, this waits: if that one commits, the
-    message is a repeat; if it rolls back, the first. A wait that the database ends (PostgreSQL: lock_timeout, or a
-    serialization failure under REPEATABLE READ; MySQL: innodb_lock_wait_timeout; SQLite: the connection's timeout)
-    raises the client's own error: roll back, and do not acknowledge.
+    An exception in the block rolls the id and the block's changes back to a savepoint, so a caller that catches it and
+    commits loses nothing. If another transaction holds the same id, this waits: if it commits, the message is a
+    duplicate; if it rolls back, the message is new. If the database ends the wait (PostgreSQL: lock_timeout, or a
+    serialization failure under REPEATABLE READ; MySQL: innodb_lock_wait_timeout; SQLite: the connection's timeout),
+    the client's own error is raised: roll back, and do not acknowledge.
 
     Args:
         connection: of psycopg 3, PyMySQL or sqlite3; a SQLAlchemy Session or Connection.
-        message_id: given by the sender and the same in every repeat; at most 512 bytes of UTF-8.
-        consumer: each has ids of its own.
+        message_id: assigned by the sender, the same in every resend; at most 512 bytes of UTF-8.
+        consumer: each has its own set of ids.
 
     Raises:
-        Refused: the connection is in autocommit, or there is no table.
-        BadRecord: no id can be made of the value.
+        Refused: the connection is in autocommit, or the table does not exist.
+        BadRecord: the value is not a valid id.
         InvariantBroken: the transaction ended inside the block.
     """
     values = _stored("consumer", consumer, CONSUMER_BYTES_MAX), _stored("message_id", message_id, ID_BYTES_MAX)
@@ -82,8 +82,8 @@ def inbox(connection: Any, message_id: str | bytes | uuid.UUID, *, consumer: str
     def committed() -> Exception:
         return InvariantBroken(
             "INBOX_TRANSACTION_ENDED",
-            f"The transaction ended inside the block of message {values[1]!r}: what came after that is not protected.",
-            next_step="commit after the with block, and let errors of the database leave it",
+            f"The transaction ended inside the block of message {values[1]!r}: later changes are not protected.",
+            next_step="commit after the with block, and let database errors leave the block",
         )
 
     with caller.savepoint(committed):
@@ -96,21 +96,23 @@ def inbox(connection: Any, message_id: str | bytes | uuid.UUID, *, consumer: str
 
 
 def clean(connection: Any, *, ttl: dt.timedelta, table: str = TABLE, limit: int = CLEANED_MAX) -> int:
-    """Delete ids that are older than `ttl`, at most `limit`, in the transaction that is open on `connection`.
+    """Delete ids older than `ttl`, at most `limit` of them, in the open transaction of `connection`.
 
-    Call it between messages, in a transaction of its own, until it returns less than `limit`. A repeat that comes after
-    its id was deleted counts as new: choose `ttl` longer than the broker may redeliver, or a person may replay.
+    Call it between messages, in a separate transaction, until it returns less than `limit`. A duplicate that arrives
+    after its id was deleted counts as new: choose a `ttl` longer than the broker may redeliver or anybody may replay.
 
-    Returns: rows deleted.
+    Returns: number of deleted rows.
     """
     if ttl <= dt.timedelta(0) or limit < 1:
         raise UsageError(
-            "INBOX_TTL", f"ttl is {ttl!r} and limit {limit!r}; both must be above 0.", next_step="pass longer ones"
+            "INBOX_TTL",
+            f"ttl is {ttl!r} and limit {limit!r}; both must be above 0.",
+            next_step="pass a longer ttl, or a limit of at least 1",
         )
     caller = Caller(connection, what="inbox.clean")
     name, age = caller.quoted(table), int(ttl.total_seconds() * 1000)
     try:
-        # Read without locks, deleted by key: consumers at work are not in the way.
+        # Read without locks and deleted by key, so running consumers are not blocked.
         old = caller.execute(
             f"SELECT consumer, message_id FROM {name} WHERE received_ms < {NOW_MS[caller.dialect]} - ? "  # noqa: S608
             f"ORDER BY received_ms LIMIT {int(limit)}",
@@ -127,7 +129,7 @@ def _refuse_missing(caller: Caller, table: str, error: Exception) -> None:
     if caller.missing(error):
         raise Refused(
             "INBOX_TABLE",
-            f"There is no table {table}.",
+            f"The table {table} does not exist.",
             next_step=f'roll back without acknowledging, then run inbox.ddl("{caller.dialect}")',
         ) from error
 
@@ -143,6 +145,6 @@ def _stored(name: str, value: str | bytes | uuid.UUID, bytes_max: int) -> str:
         raise BadRecord(
             "INBOX_VALUE",
             f"{name} is {value!r:.100} ({type(value).__name__}); it must be 1 to {bytes_max} bytes of UTF-8, no NUL.",
-            next_step="have the sender give each message an id before its first try, and send it with every repeat",
+            next_step="have the sender assign an id to each message before its first attempt, and keep it in resends",
         )
     return str(text)

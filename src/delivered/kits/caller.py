@@ -108,7 +108,7 @@ class Caller:
             return Answer(list(cursor.fetchall()) if cursor.description else [], cursor.rowcount)
 
     def _cursor(self) -> Any:
-        """A cursor that returns tuples, whatever the connection's own do."""
+        """A cursor that returns tuples, regardless of the connection's row factory."""
         if self.dialect == "postgres":
             from psycopg.rows import tuple_row
 
@@ -122,7 +122,7 @@ class Caller:
         return cursor
 
     def insert(self, table: str, columns: Sequence[str], values: Sequence[Any]) -> bool:
-        """Insert a row unless a unique key of it is there. Waits for a transaction that is inserting the same key.
+        """Insert a row unless its unique key exists. Waits for a transaction that is inserting the same key.
 
         A duplicate leaves the transaction usable: PostgreSQL would abort it on an error, so the statement has a clause
         for it; MySQL undoes the statement alone, and its clauses also hide other errors.
@@ -143,10 +143,10 @@ class Caller:
 
     @contextlib.contextmanager
     def savepoint(self, committed: Callable[[], Exception]) -> Iterator[None]:
-        """What is done inside is undone together if it raises.
+        """Rolls back what is done inside if it raises.
 
         Args:
-            committed: makes the error for a transaction that ended inside.
+            committed: creates the error for a transaction that ended inside.
         """
         if self._alchemy is not None:  # a session has rows that it has not sent yet: its own savepoint sends them
             nested = self._given.begin_nested()
@@ -227,7 +227,7 @@ def quoted(dialect: str, name: str) -> str:
     mark = "`" if dialect == "mysql" else '"'
     parts = name.split(".")
     if not all(parts) or any(c in name for c in "\0%?"):
-        raise UsageError("TABLE_NAME", f"{name!r} is no name of a table or column.", next_step="write schema.table")
+        raise UsageError("TABLE_NAME", f"{name!r} is not a valid table or column name.", next_step="write schema.table")
     return ".".join(mark + part.replace(mark, mark * 2) + mark for part in parts)
 
 
@@ -237,9 +237,7 @@ def check_dialect(dialect: str) -> str:
         UsageError: unknown.
     """
     if dialect not in DIALECTS:
-        raise UsageError(
-            "DIALECT", f"There is no dialect {dialect!r}.", next_step=f"write one of: {', '.join(DIALECTS)}"
-        )
+        raise UsageError("DIALECT", f"Unknown dialect {dialect!r}.", next_step=f"write one of: {', '.join(DIALECTS)}")
     return dialect
 
 

@@ -1,6 +1,6 @@
-"""An outbox: the message is a row, written in the transaction of the business rows.
+"""Transactional outbox: the message is a row, written in the transaction of the business rows.
 
-    id = outbox.new_id()                 # before the first try; every try takes the same
+    id = outbox.new_id()                 # before the first attempt; retries reuse it
     connection.execute("INSERT INTO orders ...")
     outbox.put(connection, id=id, aggregate_type="order", aggregate_id="7", type="created", payload={"total": 12})
     connection.commit()                  # both rows, or neither

@@ -21,14 +21,14 @@ class _State:
 
 
 _states: dict[int, _State] = {}
-"""Process id -> its state: a forked child must not take its parent's lock, which another thread may hold for ever."""
+"""Process id -> its state: a forked child must not inherit its parent's lock, which another thread may hold forever."""
 
 
 def new_id() -> uuid.UUID:
-    """A new id: ms, a counter that starts at random in each ms, 32 random bits (RFC 9562, section 6.2, method 1).
+    """A new id: milliseconds, a counter with a random start per ms, 32 random bits (RFC 9562, section 6.2, method 1).
 
-    Ids of one process increase, also if its clock is set back. Thread-safe, and safe after a fork. Call it once for a
-    message, before the first try: an id made anew for each try lets no reader recognise a repeat.
+    Ids of one process increase, even if its clock is set back. Thread-safe, and safe after a fork. Call it once per
+    message, before the first attempt: with a new id per attempt, no consumer can recognise a duplicate.
     """
     state = _states.get(os.getpid()) or _states.setdefault(os.getpid(), _State())
     with state.lock:

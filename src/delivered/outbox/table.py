@@ -1,4 +1,4 @@
-"""The outbox table, and how a row comes into it."""
+"""The outbox table, and writing rows to it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Entry:
     """A row of the outbox.
 
     Attributes:
-        payload: as the table holds it; JSON as text.
-        stored: by this call; False: the row was there, and these are its values.
+        payload: as stored; JSON as text.
+        stored: this call inserted the row; False: it already existed, and these are its values.
     """
 
     id: uuid.UUID
@@ -60,19 +60,21 @@ class Entry:
 
 
 class DuplicateId(Refused):
-    """The outbox has a row with this id; the message says which. The transaction can go on."""
+    """The outbox already has a row with this id, which the message describes. The transaction stays usable."""
 
 
 def ddl(dialect: str, layout: Layout | None = None, *, payload: Literal["json", "bytes"] = "json") -> str:
-    """The statement that makes the table, unless it is there.
+    """The CREATE TABLE IF NOT EXISTS statement.
 
     Args:
         dialect: postgres, mysql (and MariaDB), or sqlite.
-        payload: what `put` takes; bytes: stored unchanged, such as Avro.
+        payload: type of the payload column; bytes are stored unchanged, for example Avro.
     """
     types, layout = _TYPES[check_dialect(dialect)], layout or Layout()
     if payload not in ("json", "bytes"):
-        raise UsageError("OUTBOX_PAYLOAD", f"There is no payload type {payload!r}.", next_step="write json or bytes")
+        raise UsageError(
+            "OUTBOX_PAYLOAD", f"payload is {payload!r}; it must be json or bytes.", next_step="write json or bytes"
+        )
     kinds = ("id", "text", "text", "text", payload)
     ends = (" PRIMARY KEY", " NOT NULL", " NOT NULL", " NOT NULL", "")
     columns = zip(layout.columns(dialect), kinds, ends, strict=True)
@@ -93,21 +95,21 @@ def put(
     on_duplicate: Literal["refuse", "ignore"] = "refuse",
     layout: Layout | None = None,
 ) -> Entry:
-    """Write a message into the outbox, in the transaction that is open on `connection`. Commits nothing.
+    """Write a message to the outbox, in the open transaction of `connection`. Never commits.
 
     Args:
         connection: of psycopg 3, PyMySQL or sqlite3; a SQLAlchemy Session or Connection.
-        id: from `new_id`, called before the first try.
-        payload: bytes, stored unchanged (a table made with payload="bytes"); str, which must be JSON; any other value
-            is written as JSON; None: NULL, which Debezium sends as a tombstone.
-        on_duplicate: what a second call with an id and the *same* message does: ignore returns the first row.
-            An id with another message is always refused.
+        id: from `new_id`, called once, before the first attempt.
+        payload: bytes, stored unchanged (if the table was created with payload="bytes"); str, which must be JSON; any
+            other value is encoded as JSON; None: NULL, which Debezium sends as a tombstone.
+        on_duplicate: what to do if the id exists with the *same* message; ignore: return the existing row. An id with a
+            different message is always refused.
 
-    Returns: the row, or the one that was first.
+    Returns: the new row, or the existing one.
 
     Raises:
-        DuplicateId: the id is taken. The transaction can go on.
-        Refused: the connection is in autocommit, or there is no table.
+        DuplicateId: the id exists. The transaction stays usable.
+        Refused: the connection is in autocommit, or the table does not exist.
         BadRecord: a value cannot be stored. Nothing was sent to the database.
     """
     layout = layout or Layout()
@@ -138,15 +140,15 @@ def put(
             raise
         raise Refused(
             "OUTBOX_TABLE",
-            f"There is no table {layout.table}.",
+            f"The table {layout.table} does not exist.",
             next_step=f'roll back, then run outbox.ddl("{caller.dialect}")',
         ) from error
     if not found:  # another unique index of the table refused the row, or it was deleted meanwhile
         raise Refused(
             "OUTBOX_ROW",
             f"{layout.table} refused id {entry.id}, but holds no row with it: another unique index refused it, "
-            "or the row was deleted meanwhile.",
-            next_step="roll back; look at the indexes of the table, then try again with the same id",
+            "or the row has been deleted since.",
+            next_step="roll back; check the table's indexes, then retry with the same id",
         )
     first = _entry(found[0])
     same = _content(first) == _content(entry)
@@ -156,15 +158,15 @@ def put(
     if same:
         raise DuplicateId(
             "OUTBOX_DUPLICATE",
-            f"{layout.table} has id {entry.id} already, with the same message: {row}.",
-            next_step='this try repeats one that was committed: go on, or pass on_duplicate="ignore"',
+            f"{layout.table} already has id {entry.id} with the same message: {row}.",
+            next_step='an earlier attempt was committed: continue, or pass on_duplicate="ignore"',
         )
     raise DuplicateId(
         "OUTBOX_ID_REUSED",
-        f"{layout.table} has id {entry.id} already, with another message: {row}; this one is "
+        f"{layout.table} already has id {entry.id} with another message: {row}; this one is "
         f"{entry.aggregate_type} {entry.aggregate_id}, {entry.type}"
         + (" with another payload." if _content(first)[:3] == _content(entry)[:3] else "."),
-        next_step="call outbox.new_id() once for each message",
+        next_step="call outbox.new_id() once per message",
     )
 
 
@@ -176,8 +178,8 @@ def _uuid(given: uuid.UUID | str) -> uuid.UUID:
     except (ValueError, TypeError, AttributeError):
         raise BadRecord(
             "OUTBOX_ID",
-            f"The id {given!r} ({given.__class__.__name__}) is no UUID.",
-            next_step="call outbox.new_id() once for the message, before the first try",
+            f"The id {given!r} ({given.__class__.__name__}) is not a UUID.",
+            next_step="call outbox.new_id() once per message, before the first attempt",
         ) from None
 
 
@@ -200,8 +202,8 @@ def _payload(value: Any) -> str | bytes | None:
     except (ValueError, TypeError, RecursionError) as error:
         raise BadRecord(
             "OUTBOX_PAYLOAD",
-            f"The payload {value!r:.200} is no JSON: {error}.",
-            next_step='pass a value that json.dumps takes, or make the table with payload="bytes" and pass bytes',
+            f"The payload {value!r:.200} is not valid JSON: {error}.",
+            next_step='pass a value that json.dumps accepts, or create the table with payload="bytes" and pass bytes',
         ) from None
 
 
@@ -216,7 +218,7 @@ def _entry(row: tuple[Any, ...]) -> Entry:
 
 
 def _content(entry: Entry) -> tuple[Any, ...]:
-    """What makes two messages the same; JSON by value, which PostgreSQL writes in its own order."""
+    """What makes two messages equal; JSON by value: PostgreSQL reorders keys."""
     payload: Any = entry.payload
     return (
         entry.aggregate_type,

@@ -58,7 +58,7 @@ def adopt(
     if len(origin_names) != 1:
         raise UsageError(
             "ADOPT_ORIGIN",
-            f"adopt takes the old job's position from one origin, and {' and '.join(origin_names) or 'none'} is given.",
+            f"adopt takes the old job's position from one origin, but got {' and '.join(origin_names) or 'none'}.",
             next_step="name its checkpoint, its consumer group, or a timestamp",
         )
     name, source = next(iter(pipeline.sources.items()))
@@ -78,7 +78,7 @@ def adopt(
         if len(lines) != 1:
             raise Refused(
                 "ADOPT_SOURCES",
-                f"The query of {str(checkpoint)!r} has {len(lines)} sources; one can be taken over.",
+                f"The query of {str(checkpoint)!r} has {len(lines)} sources; adopt supports one.",
                 next_step="continue on the old checkpoint (docs/migrate.md)",
             )
         resumption = adopter.of_offsets(_offsets(next(iter(lines.values())), str(checkpoint)))
@@ -97,7 +97,7 @@ def adopt(
     if view is not None and read_view(str(checkpoint)) != view:
         raise Refused(
             "ADOPT_RUNNING",
-            f"The query of {str(checkpoint)!r} began another batch meanwhile: it is still running.",
+            f"The query of {str(checkpoint)!r} began another batch in the meantime: it is still running.",
             next_step="stop it, then repeat",
         )
     _keep(pipeline, name, resumption, write=True)
@@ -113,7 +113,7 @@ def _not_started(pipeline: Definition) -> None:
     if batch is not None:
         raise Refused(
             "ADOPT_STARTED",
-            f"The checkpoint {pipeline.checkpoint!r} already has batch {batch}: it goes on from there.",
+            f"The checkpoint {pipeline.checkpoint!r} already has batch {batch} and continues from there.",
             next_step="give the pipeline a new checkpoint",
         )
     spec = pipeline.spec
@@ -160,7 +160,7 @@ def _finished(location: str) -> CheckpointView:
     if view.logged != view.batch:
         raise Refused(
             "ADOPT_UNFINISHED",
-            f"Batch {view.batch} of {location!r} is logged and not committed: the query is running, or died in it. "
+            f"Batch {view.batch} of {location!r} is logged but not committed: the query is running, or died in it. "
             f"Of the batch's records, up to {view.offsets[:300]}, the old sink may hold none, some or all.",
             next_step="run the old query once more with trigger(availableNow=True), so that it finishes the batch",
         )
@@ -192,8 +192,8 @@ def _keep(pipeline: Definition, source: str, resumption: Resumption, *, write: b
     if stored is not None and stored != resumption.offsets:
         raise Refused(
             "ADOPT_STARTED",
-            f"The checkpoint {pipeline.checkpoint!r} already keeps another start: {json.dumps(stored)[:300]}.",
-            next_step="give the pipeline a new checkpoint; or start it, and it begins there",
+            f"The checkpoint {pipeline.checkpoint!r} already has another start: {json.dumps(stored)[:300]}.",
+            next_step="give the pipeline a new checkpoint; or start it as it is, at the stored start",
         )
 
 

@@ -41,8 +41,8 @@ def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse", 
         if changing_in_sql(text) or _CLOCK.search(text):
             raise UsageError(
                 "DEDUP_CHANGES",
-                f"dedup uses {text!r}, whose value changes between runs: neither deduplication nor an audit could rely "
-                "on it.",
+                f"dedup uses {text!r}, whose value changes between runs: neither deduplication nor the audit could "
+                "rely on it.",
                 next_step="identify records, and their time, by their content",
             )
     drops = choice(("refuse", "drop")).parse("delivered.dedup", "late", late, 'write late="refuse"') == "drop"

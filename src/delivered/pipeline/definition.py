@@ -171,7 +171,7 @@ class Definition:
         self.dead_letter = dead_letter
         for entry in (self.audit_by, *(s.audit for s in self.sinks)):
             if unknown := set(entry) - set(AuditEntry.model_fields):
-                raise UsageError("AUDIT_KEY", f"audit knows no {sorted(unknown)}; known: id, key, own.")
+                raise UsageError("AUDIT_KEY", f"audit has no {sorted(unknown)}; known: id, key, own.")
 
     @classmethod
     def from_file(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:
@@ -267,7 +267,7 @@ def _sources(source: object, sources: object) -> dict[str, Endpoint]:
         if name.lower() == other.lower():
             raise UsageError(
                 "SOURCE_NAME",
-                f"The sources {name!r} and {other!r} have one name to SQL, which ignores case.",
+                f"The sources {name!r} and {other!r} have the same name in SQL, which ignores case.",
                 next_step="give one of them another name",
             )
     for name, endpoint in found.items():
@@ -317,8 +317,8 @@ def _dedup(dedup: object, sources: Mapping[str, Endpoint]) -> Dedup | None:
     if dedup is not None and len(sources) > 1:
         raise UsageError(
             "DEDUP_SOURCES",
-            f"dedup drops the repeats of one source, and the pipeline has {', '.join(sources)}.",
-            next_step="remove dedup, and drop repeats in a Python transform with dropDuplicatesWithinWatermark",
+            f"dedup works on a single source, but the pipeline has {', '.join(sources)}.",
+            next_step="remove dedup, and drop duplicates in a Python transform with dropDuplicatesWithinWatermark",
         )
     if dedup is None or isinstance(dedup, Dedup):
         return dedup
@@ -339,7 +339,9 @@ def _on_bad_row(on_bad_row: str, dead_letter: Endpoint | None) -> OnBadRow:
             next_step="write on_bad_row: dead_letter and dead_letter: {format: ...}, or neither",
         )
     if dead_letter is not None and not _endpoint("dead_letter", dead_letter).projection.is_all:
-        raise UsageError("DEAD_LETTER", "The dead_letter sink has select or where; it gets letters as they are.")
+        raise UsageError(
+            "DEAD_LETTER", "The dead_letter sink has select or where; dead letters are written as they are."
+        )
     return policy
 
 

@@ -73,7 +73,7 @@ class Endpoint:
         if self.is_spark_own:
             raise UsageError(
                 "NOT_A_SINK",
-                f"{self.format!r} is Spark's own sink, which offers nothing above at_least_once and has no ledger.",
+                f"{self.format!r} is Spark's own sink, which supports at most at_least_once and has no ledger.",
                 next_step=f"use {self.system!r}",
             )
         return find_sink(self.system, self.connector_options)

@@ -260,7 +260,7 @@ def check_start(spec: PipelineSpec, sink: Sink | SinkGroup) -> None:
     if spec.checkpoint is None:
         raise UsageError(
             "CHECKPOINT_MISSING",
-            "The query names no checkpointLocation; the session's default is not told to a sink.",
+            "The query has no checkpointLocation; Spark does not pass the session's default to sinks.",
             next_step='add .option("checkpointLocation", "/data/checkpoints/orders")',
         )
     _refused_by_plan(spec, sink, spec.checkpoint)

@@ -340,7 +340,7 @@ def _pipeline_name(values: Mapping[str, str]) -> str:
         return "batch"
     raise UsageError(
         "PIPELINE_UNNAMED",
-        "The pipeline has no name: the ledger needs one to know its batches again.",
+        "The pipeline has no name: the ledger needs one to recognise its batches.",
         next_step='add .option("pipeline", "orders")',
     )
 

@@ -107,13 +107,13 @@ def _against_the_ledger(transaction: str, commit: bool) -> Refused:
     if commit:
         return Refused(
             "TRANSACTION_UNDECIDED",
-            f"{transaction!r} was not decided: its batch runs again, and applying it now would bring its rows twice.",
-            next_step="abort it, or start the pipeline, which aborts it; --force applies it all the same",
+            f"{transaction!r} was not decided: its batch runs again, so applying it now would write its rows twice.",
+            next_step="abort it, or start the pipeline, which aborts it; --force applies it anyway",
         )
     return Refused(
         "TRANSACTION_DECIDED",
         f"{transaction!r} was decided: its batch counts, and aborting it now would lose its rows.",
-        next_step="apply it, or start the pipeline, which does; --force aborts it all the same",
+        next_step="apply it, or start the pipeline, which applies it; --force aborts it anyway",
     )
 
 
@@ -137,7 +137,7 @@ def _sinks(pipeline: Definition) -> list[tuple[_Holder, LedgerState]]:
     if not found:
         systems = ", ".join(e.system for e in pipeline.all_sinks)
         raise UsageError(
-            "NO_TRANSACTIONS", f"The sinks of pipeline {pipeline.name!r} ({systems}) keep no transactions open."
+            "NO_TRANSACTIONS", f"The sinks of pipeline {pipeline.name!r} ({systems}) do not keep transactions open."
         )
     return found
 

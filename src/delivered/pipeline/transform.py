@@ -115,7 +115,7 @@ def reads_all(transform: Transform, sources: Sequence[str]) -> None:
     if transform.kind in ("none", "arrow") and len(sources) > 1:
         raise UsageError(
             "TRANSFORM_SOURCES",
-            f"The pipeline has the sources {', '.join(sources)}, and no transform makes one stream of them.",
+            f"The pipeline has the sources {', '.join(sources)}, but no transform that combines them into one stream.",
             next_step="write SQL over their names: a UNION ALL of a SELECT from each, or a join",
         )
     if tuple(sources) == (SOURCE,):

@@ -81,8 +81,8 @@ def conditions_in_the_decision(request: Request) -> Reason | None:
         return None
     return Reason(
         "MODE_CONDITIONAL",
-        f"What stands in the table of {sink.label} decides which rows are written (mode insert, expectedVersion or "
-        f"onConstraint). Under {request.guarantee.value} a batch that runs again meets its own rows there, and would "
+        f"The rows stored in {sink.label} decide which rows are written (mode insert, expectedVersion or "
+        f"onConstraint). Under {request.guarantee.value} a batch that runs again finds its own rows there, and would "
         "count them as conflicts.",
         "choose exactly_once, or the sink's mode upsert",
     )

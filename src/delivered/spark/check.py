@@ -54,9 +54,9 @@ def cannot_restart(sources: Collection[str], version: str) -> Refused | None:
         return None
     return Refused(
         "SOURCES_SPARK_VERSION",
-        f"Spark {version} cannot start a query with named sources again after it stopped in the middle of a batch (it "
+        f"Spark {version} cannot restart a query with named sources that stopped in the middle of a batch (it "
         f"ends with None.get); sources ({', '.join(sorted(sources))}) need Spark 4.3 or later. Nothing was started.",
-        next_step='pip install -U "pyspark>=4.3", which also goes on with a checkpoint of 4.2; or read one source, '
+        next_step='pip install -U "pyspark>=4.3", which also continues checkpoints of 4.2; or read one source, '
         "under source:",
     )
 

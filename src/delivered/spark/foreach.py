@@ -98,7 +98,7 @@ def _checkpoint(df: Any) -> str:
             return str(running.resolvedCheckpointRoot())
     raise UsageError(
         "CHECKPOINT_MISSING",
-        "write_batch cannot tell the query's checkpoint: it was called outside of foreachBatch, on another thread, or "
-        "over Spark Connect.",
+        "write_batch cannot determine the query's checkpoint: it was called outside foreachBatch, on another thread, "
+        "or over Spark Connect.",
         next_step='pass the query\'s checkpointLocation: write_batch(..., checkpoint="/data/checkpoints/orders")',
     )

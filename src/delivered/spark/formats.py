@@ -66,14 +66,14 @@ class DeliveredDataSource(DataSource):
             return ForeachWriter(spec, sink, rows)
         if isinstance(sink, SinkGroup):
             raise Refused(
-                "BATCH_SEVERAL",
+                "BATCH_GROUP",
                 f"df.write with {self.name()} is not supported: only streams write to several sinks.",
                 next_step="use delivered.Pipeline with several sinks",
             )
         if sink.capability().write.complete:
             raise Refused(
                 "MODE_COMPLETE",
-                f"df.write with {self.name()} appends or upserts; mode complete is that of a query's output.",
+                f"df.write with {self.name()} appends or upserts; complete is an output mode of streaming queries.",
                 next_step='write delivered.Pipeline(output_mode="complete", ...), or delivered.write_batch',
             )
         return BatchWriter(spec, sink, rows)
@@ -141,7 +141,7 @@ class DeliveredDataSource(DataSource):
 def _appends_only(name: str, mode: str) -> Refused:
     return Refused(
         "OUTPUT_MODE",
-        f"The query's output mode is {mode}, and Spark lets a sink written in Python, such as {name}, append only.",
+        f"The query's output mode is {mode}, but Spark only lets Python sinks, such as {name}, append.",
         next_step=f'write delivered.Pipeline(output_mode="{mode}", ...); or, in the Spark API, keep '
         f'outputMode("{mode}") and write with .foreachBatch(lambda df, batch_id: delivered.write_batch(df, batch_id, '
         f'sink=delivered.endpoint("{name.removeprefix(PREFIX)}", ...), guarantee="exactly_once", pipeline="..."))',

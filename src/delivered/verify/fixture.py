@@ -302,7 +302,7 @@ class Fixture:
             VerifierError: the case has no such part.
         """
         if part is None:
-            raise VerifierError(code, f"The fault is not for case {self.setting.name}: {why}.")
+            raise VerifierError(code, f"The fault does not apply to case {self.setting.name}: {why}.")
         return part
 
     @property

@@ -33,7 +33,7 @@ def _able(fixture: Fixture, power: Any, what: str) -> Any:
     sink = fixture.setting.sink
     if not isinstance(sink, power):
         name = fixture.setting.name
-        raise VerifierError("SINK_CANNOT", f"The sink of case {name} cannot {what}: the fault is not for it.")
+        raise VerifierError("SINK_CANNOT", f"The sink of case {name} cannot {what}: the fault does not apply to it.")
     return sink
 
 

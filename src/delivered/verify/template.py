@@ -107,7 +107,7 @@ def load(path: Path) -> Template:
         if system not in known:
             raise UsageError(
                 "VERIFY_FORMAT",
-                f"The pipeline's {what} is {system!r}; own pipelines can be verified with {' or '.join(known)}.",
+                f"The pipeline's {what} is {system!r}; your own pipelines can be verified with {' or '.join(known)}.",
                 next_step="run `delivered verify` without a file, which tries every sink there is",
             )
     if len(sinks) != 1:
@@ -117,7 +117,7 @@ def load(path: Path) -> Template:
     if not sample:
         raise UsageError(
             "VERIFY_NO_RECORDS",
-            f"The source of {data['pipeline']!r} holds no record to try the pipeline with.",
+            f"The source of {data['pipeline']!r} has no records to run the pipeline on.",
             next_step="run it where the source holds some; 600 are read",
         )
     return Template(data, path.parent.resolve(), sample)
@@ -154,7 +154,7 @@ def _kafka_rows(source: Mapping[str, Any]) -> Iterable[tuple[str | None, str]]:
 
     topics = (_option(source, "subscribe") or "").split(",")
     if topics == [""]:
-        raise UsageError("VERIFY_SUBSCRIBE", "An own Kafka pipeline can be verified when it names topics by subscribe.")
+        raise UsageError("VERIFY_SUBSCRIBE", "Your own Kafka pipeline can be verified only if it uses subscribe.")
     texts = {k: str(v) for k, v in source.items() if k.lower().startswith("kafka.")}
     consumer = Consumer(
         {

@@ -63,7 +63,7 @@ def findings(session: Session, place: Place, receives: bool) -> Iterator[Finding
     except (DeliveredError, ValueError) as error:
         detail = error.message if isinstance(error, DeliveredError) else str(error)
         yield Finding(
-            "ACTIVEMQ_NOT_ASKED",
+            "ACTIVEMQ_SETTINGS_UNKNOWN",
             f"ActiveMQ at {place.place} did not return the settings of {place.queue!r}: {detail}",
             False,
             "make sure that it is durable and its address has a dead-letter-address; or grant this user `manage`",
@@ -84,7 +84,7 @@ def held_by_nobody(queue: str, held: int | None, readers: int | None) -> Iterato
     """
     if held and readers == 0:
         yield Finding(
-            "MESSAGES_HELD_BY_NOBODY",
+            "MESSAGES_STUCK",
             f"{queue!r} has {held} messages in delivery but no consumer: Artemis (2.40) may hold the first message of "
             "a killed receiver until the broker is restarted.",
             False,

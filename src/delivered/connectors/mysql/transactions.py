@@ -146,7 +146,7 @@ def check_allowed(session: Session, options: MysqlOptions) -> None:
     row = session.execute("SHOW VARIABLES LIKE 'wsrep_on'").fetchone()
     if row is not None and str(row[1]).upper() == "ON":
         raise Refused(
-            "XA_UNKNOWN_TO_CLUSTER",
+            "XA_NOT_SUPPORTED",
             f"MySQL at {options.place} is a node of a Galera cluster, which does not support XA transactions as "
             "required by mechanism two_phase.",
             next_step='write .option("mechanism", "one_transaction")',

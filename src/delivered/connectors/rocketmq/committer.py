@@ -115,7 +115,7 @@ class RocketmqCommitter:
             twice = [place for place, times in shown.items() if times > 1]
             if twice:
                 raise InvariantBroken(
-                    "SHOWN_TWICE",
+                    "COMMITTED_TWICE",
                     f"{len(twice)} messages of {handle.name} are in the topic {self._cluster.topic!r} twice, the first "
                     f"from the half message at {min(twice)} of the log of {broker!r}: another producer committed them "
                     "too.",

@@ -207,7 +207,7 @@ class EndJournal:
 
     def _held_by(self, who: str) -> DeliveredError:
         return Unreachable(
-            "ENDS_TAKEN",
+            "HALF_MESSAGES_LOCKED",
             f"{who or 'Another process'} holds {self._path}.ending: it is ending half messages of this sink, or was "
             "paused while doing so. Ending them concurrently could deliver a message twice.",
             next_step="let that process finish, or kill it, then start again",

@@ -169,7 +169,7 @@ class ServerSink(DatabaseSink):
                 HISTORY,
                 *self._bounds,
                 *(
-                    ("a row is judged by what stands in the table when its shard is prepared",)
+                    ("a row is judged by the table's content when its shard is prepared",)
                     * self.options.write.conditional
                 ),
             ),

@@ -193,7 +193,7 @@ _TRANSACTIONS = SinkKind(
     sent_by(RocketTransactions),
     "rocketmq",
     two_phase=True,
-    locked="ENDS_TAKEN",
+    locked="HALF_MESSAGES_LOCKED",
     absent=_MESSAGES.absent,
     guarantees=(Guarantee.EXACTLY_ONCE,),
     sends=True,
