@@ -56,7 +56,7 @@ def joined(orders: Any, payments: Any) -> Any:
         ({"sources": {"orders": KAFKA, "1st": KAFKA}}, "SOURCE_NAME", "name is '1st'"),
         ({"sources": {"the orders": KAFKA}}, "SOURCE_NAME", "name is 'the orders'"),
         ({"sources": {"orders": KAFKA, "payments": "kafka"}}, "ENDPOINT_VALUE", "source 'payments' is 'kafka'"),
-        ({"transform": None}, "TRANSFORM_SOURCES", "the sources orders, payments, and no transform"),
+        ({"transform": None}, "TRANSFORM_SOURCES", "the sources orders, payments, but no transform"),
         ({"transform": "SELECT value FROM orders"}, "TRANSFORM_SOURCES", "does not read the source 'payments'"),
         ({"transform": lambda orders: orders}, "TRANSFORM_SOURCES", "unexpected keyword argument 'payments'"),
         ({"transform": lambda orders, payments, refunds: orders}, "TRANSFORM_SOURCES", "'refunds'"),
