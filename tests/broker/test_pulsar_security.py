@@ -26,8 +26,8 @@ from delivered.brokers.tls import make_certificate
 from delivered.connectors.pulsar import CONNECTOR, client, trust
 from delivered.connectors.pulsar.admin import Admin
 from delivered.connectors.pulsar.options import PulsarSinkOptions, SourceOptions
-from delivered.connectors.pulsar.publish import Publisher
 from delivered.connectors.pulsar.reader import check_connection
+from delivered.connectors.pulsar.writer import Publisher
 from delivered.contract.powers import ready_target
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint

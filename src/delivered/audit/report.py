@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from delivered.audit.classes import Counts, Damage, DedupCounts, Fingerprints, PartitionLine, Sample, Verdict, breaches
-from delivered.audit.history import History
+from delivered.audit.ledger import History
 from delivered.audit.versions import Earlier
 from delivered.model.guarantee import Guarantee
 

@@ -1,4 +1,4 @@
-"""Combines rules and steps into a plan."""
+"""Combines rules and steps into a plan: assumptions, limits, what `dedup` recognises, forgets and costs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import replace
 
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit
+from delivered.model.dedup import Dedup
 from delivered.model.guarantee import Guarantee
-from delivered.planner import group, repeats, sources
+from delivered.model.limits import KEY_TABLE_BYTES, STATE_BYTES_PER_KEY
+from delivered.planner import group, sources
 from delivered.planner.answer import Plan, Reason, Refusal, seconds
 from delivered.planner.request import Request, SinkFacts, SourceFacts
 from delivered.planner.rules import reasons
@@ -36,7 +38,7 @@ def make_plan(request: Request) -> Plan | Refusal:
         ),
         records=tuple(f"{part.label}: {part.capability.records}" for part in _by_choice(request)),
         order=group.order(request) if request.is_group else (),
-        dedup=repeats.says(request.dedup, request.decider.capability.system) if request.dedup is not None else (),
+        dedup=_dedup(request.dedup, request.decider.capability.system) if request.dedup is not None else (),
     )
 
 
@@ -199,3 +201,43 @@ def _limits(request: Request) -> list[str]:
     limits.extend(f"the source {s.label} uses files on this machine" for s in request.sources if s.capability.local)
     limits.extend(f"the sink {s.label} uses files on this machine" for s in request.sinks if s.capability.local)
     return limits
+
+
+def _dedup(dedup: Dedup, system: str = "") -> tuple[str, ...]:
+    """One line for each thing worth knowing before the start.
+
+    Args:
+        system: of the sink that decides.
+    """
+    if dedup.in_table:
+        return _dedup_in_table(dedup, system)
+    twice = Dedup(dedup.by, 2 * dedup.within_ms).within
+    return (
+        f"by {dedup.by_text}, before the transform: under every guarantee, a record whose {dedup.time} is at most "
+        f"{dedup.within} after that of its key's first record is dropped; the audit counts it and does not call it "
+        "lost",
+        f"forgets: a duplicate more than {dedup.within} after its key's first record is a new record once the newest "
+        f"{dedup.time} of the previous batches is {twice} past that first record",
+        f"late: a record more than {dedup.within} older than the newest of the previous batches is dropped, even if it "
+        "is the first of its key; one timestamp in the future makes all later records late",
+        "a record without a key (one of the expressions is null) is a duplicate of no other",
+        f"state: about {STATE_BYTES_PER_KEY} bytes of executor memory per key of 36 characters, for every key of the "
+        f"last {twice} by {dedup.time}; all rows are shuffled by key",
+    )
+
+
+def _dedup_in_table(dedup: Dedup, system: str) -> tuple[str, ...]:
+    size = KEY_TABLE_BYTES.get(system, max(KEY_TABLE_BYTES.values()))
+    return (
+        f"by {dedup.by_text}, before the transform: under every guarantee, a record whose {dedup.time} is at most "
+        f"{dedup.within} from that of a delivered record of its key is dropped; the audit counts it and does not call "
+        "it lost",
+        "kept in tables next to the ledger: a key counts as seen if and only if its batch is decided",
+        f"forgets: a key whose {dedup.time} is more than {dedup.within} before the newest one that the previous "
+        "batches delivered; a later duplicate is a new record. A timestamp in the future counts as now",
+        "late: no record is dropped for being late",
+        "a record without a key (one of the expressions is null) is a duplicate of no other",
+        f"costs: about {size} bytes in the database for every key of the last {dedup.within} by {dedup.time}, whatever "
+        "its length; each key is looked up once, written twice and deleted twice; all rows are shuffled by key and "
+        "buffered in their task until it has seen all its keys",
+    )

@@ -1,14 +1,75 @@
-"""Executor side: rows to messages."""
+"""Executor side: rows to messages, many in flight. A receipt means that the broker has the message on disk."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import pyarrow as pa
 
+from delivered.connectors.activemq.client import Session
 from delivered.connectors.activemq.options import ActivemqSinkOptions
-from delivered.connectors.activemq.publish import Message, Publisher
 from delivered.kits.queue.columns import body, column
 from delivered.kits.queue.writer import SendingWriter
+from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.identity import Work
+from delivered.model.limits import REQUEST_TIMEOUT_S
+
+IN_FLIGHT_MAX = 2_000
+"""Unconfirmed messages per task."""
+
+
+@dataclass(frozen=True)
+class Message:
+    body: bytes
+    headers: dict[str, str]
+
+
+class Publisher:
+    """One connection. Any ERROR frame ends it, whichever message it refers to."""
+
+    def __init__(self, options: ActivemqSinkOptions) -> None:
+        self._queue = options.queue
+        self._session = Session(options)
+
+    @property
+    def unconfirmed(self) -> int:
+        """Number of messages sent but not confirmed."""
+        return len(self._session.unconfirmed)
+
+    def send(self, messages: Sequence[Message]) -> None:
+        """Send messages; blocks while too many are in flight. Raises if one was rejected."""
+        session = self._session
+        try:
+            for message in messages:
+                if len(session.unconfirmed) >= IN_FLIGHT_MAX:
+                    self._wait(IN_FLIGHT_MAX // 2)
+                headers = {**message.headers, "receipt": session.receipt()}
+                session.transmit(session.frames.send, self._queue, message.body, headers=headers)
+        except Unreachable as error:
+            raise self._unknown(error) from error
+
+    def flush(self) -> None:
+        """Wait until every message is confirmed. Raises if one was rejected, or its outcome is unknown."""
+        try:
+            self._wait(0)
+        except Unreachable as error:
+            raise self._unknown(error) from error
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._session.close()
+
+    def _wait(self, left: int) -> None:
+        unconfirmed = self._session.unconfirmed
+        self._session.wait(lambda: len(unconfirmed) <= left, REQUEST_TIMEOUT_S, "confirm messages")
+
+    def _unknown(self, error: DeliveredError) -> OutcomeUnknown:
+        return OutcomeUnknown(
+            "ACTIVEMQ_UNCONFIRMED",
+            f"{self.unconfirmed} messages were sent but not confirmed: {error.message}",
+            next_step="start again once the server responds; the batch is handled as its guarantee requires",
+        )
 
 
 class ActivemqWriter(SendingWriter[Message]):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from delivered.connectors.files import types
 from delivered.connectors.files.disk import failed, identity_file, schema_file
+from delivered.connectors.files.formats import TYPES, check
 from delivered.connectors.files.options import FilesOptions
 from delivered.connectors.files.read import stored_schema
 from delivered.contract.finding import Finding
@@ -68,10 +68,10 @@ class FilesSink(StoreSink):
         return []
 
     def check_schema(self, schema: pa.Schema) -> None:
-        types.check(self.options, schema)
+        check(self.options, schema)
 
     def ready_target(self, schema: pa.Schema) -> None:
-        schema = types.TYPES.canonical_schema(schema)
+        schema = TYPES.canonical_schema(schema)
         try:
             known = stored_schema(self.options)
             if known is None:
@@ -91,7 +91,7 @@ class FilesSink(StoreSink):
             )
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return fitted(batch, types.TYPES.canonical_schema(batch.schema))
+        return fitted(batch, TYPES.canonical_schema(batch.schema))
 
 
 def _columns(schema: pa.Schema | None) -> str:

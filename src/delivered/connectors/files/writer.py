@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.files import formats, types
+from delivered.connectors.files import formats
 from delivered.connectors.files.disk import Places, StagedFile, failed, take_away
 from delivered.connectors.files.options import FilesOptions
 from delivered.kits.table.durable import make_folder, sync
@@ -34,7 +34,7 @@ class StagingWriter:
     def __init__(self, options: FilesOptions, work: Work, schema: pa.Schema) -> None:
         self._options = options
         self._work = work
-        self._schema = types.TYPES.canonical_schema(schema)
+        self._schema = formats.TYPES.canonical_schema(schema)
         self._places = Places(options, work.scope)
         self._nonce = uuid.uuid4().hex
         self._path: Path | None = None

@@ -18,8 +18,7 @@ from delivered.connectors.mysql.client import MysqlDatabase
 from delivered.connectors.mysql.migrate import with_values
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.transactions import names_of
-from delivered.kits.sql.database import Connection
-from delivered.kits.sql.dialect import Dialect
+from delivered.kits.sql.database import Connection, Dialect
 from delivered.kits.sql.server_store import CLAIM_WAIT_S, ServerStore
 from delivered.model.identity import Scope
 from delivered.model.outcome import Outcome, Unknown

@@ -12,7 +12,7 @@ from delivered.connectors.mysql import encode, errors, sessions, stage, target, 
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.store import staging
 from delivered.connectors.mysql.types import TYPES, check_values
-from delivered.kits.sql import warm
+from delivered.kits.sql.database import give, take
 from delivered.kits.sql.merge import check_rows
 from delivered.kits.sql.names import new_nonce
 from delivered.kits.sql.options import Mechanism
@@ -121,7 +121,7 @@ class LoadWriter:
         if self._options.write.upserts:
             check_rows(self._options.write, batch)
         if self._session is None:
-            self._session = warm.take(self._server)
+            self._session = take(self._server)
         with self._server.explaining():
             if self._loading is None:
                 self._loading = self._begin(self._session)
@@ -163,7 +163,7 @@ class LoadWriter:
                 sessions.release(session)
             if staged and not self._moved_later:
                 self._staging.drop(session, staged)
-        warm.give(self._server, session)
+        give(self._server, session)
         return Promise(handle)
 
     def abort(self) -> None:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from delivered.connectors.postgres import target
 from delivered.connectors.postgres.client import PostgresDatabase, explained, is_lost
 from delivered.connectors.postgres.options import PostgresOptions
-from delivered.kits.sql.database import quoted
-from delivered.kits.sql.dialect import Dialect
+from delivered.kits.sql.database import Dialect, quoted
 from delivered.kits.sql.names import Names
 from delivered.kits.sql.server_store import CLAIM_WAIT_S, ServerStore
 from delivered.kits.sql.stage import Staging

@@ -14,7 +14,7 @@ from delivered.connectors.postgres.migrate import migrate
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.store import staging
 from delivered.connectors.postgres.types import TYPES
-from delivered.kits.sql import warm
+from delivered.kits.sql.database import give, take
 from delivered.kits.sql.merge import check_rows
 from delivered.kits.sql.names import Names, new_nonce
 from delivered.kits.sql.options import Mechanism
@@ -100,7 +100,7 @@ class CopyWriter:
         except psycopg.Error as error:
             raise explained(error, self._options) from error
         self._connection = None
-        warm.give(self._server, connection)
+        give(self._server, connection)
         return Promise(handle)
 
     def abort(self) -> None:
@@ -120,7 +120,7 @@ class CopyWriter:
         return self._target
 
     def _begin(self) -> None:
-        self._connection = connection = warm.take(self._server)
+        self._connection = connection = take(self._server)
         migrate(connection, self._options.ledger_schema)
         if self._exactly_once and not self._moved_later:
             transactions.slots(connection, self._options)  # fail before the first row, not after the last

@@ -312,7 +312,7 @@ def register(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> N
     Raises:
         UsageError: the rows do not match the registered schema, or the brokers rejected added fields.
     """
-    from delivered.connectors.pulsar.publish import check_connection
+    from delivered.connectors.pulsar.writer import check_connection
 
     made = settle(admin, options, rows)
     try:

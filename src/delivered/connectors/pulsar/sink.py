@@ -44,7 +44,7 @@ class PulsarSink(SendingSink):
         )
 
     def _look(self, guarantee: Guarantee) -> Sequence[Finding]:
-        from delivered.connectors.pulsar.publish import check_connection
+        from delivered.connectors.pulsar.writer import check_connection
 
         options = self.options
         admin = Admin(options)

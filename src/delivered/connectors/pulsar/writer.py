@@ -1,4 +1,4 @@
-"""Executor side: rows to messages.
+"""Executor side: rows to messages, sent asynchronously, with acknowledgements counted.
 
 Each message has the property delivered.id. The broker's deduplication is not used against replays: it compares only
 sequence numbers, and would drop rows that come in another order.
@@ -6,16 +6,178 @@ sequence numbers, and would drop rows that come in another order.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
 import pyarrow as pa
 
 from delivered.connectors.pulsar.admin import Admin
+from delivered.connectors.pulsar.client import explained, pulsar, registers, warm_client
 from delivered.connectors.pulsar.encode import BadValue, Encoder, Settled, settle
 from delivered.connectors.pulsar.options import PulsarSinkOptions
-from delivered.connectors.pulsar.publish import Message, Publisher
 from delivered.kits.queue.columns import column
 from delivered.kits.queue.writer import SendingWriter
-from delivered.model.errors import BadRecord
+from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.identity import Work
+from delivered.model.limits import REQUEST_TIMEOUT_S
+
+IN_FLIGHT_MAX = 2_000
+"""Unacknowledged messages per task and partition."""
+_BATCH_ROWS = 1_000
+_BATCH_BYTES = 1 << 20
+
+Message = dict[str, Any]
+"""Arguments of the client's send."""
+
+
+def check_connection(options: PulsarSinkOptions, schema: tuple[str, str] | None = None) -> None:
+    """Raise Unreachable or UsageError if the topic cannot be written to. It must exist, or this would create it.
+
+    Args:
+        schema: kind and text; registered if missing.
+    """
+    _producer(options, schema).close()
+
+
+class Publisher:
+    """One producer."""
+
+    def __init__(self, options: PulsarSinkOptions, schema: tuple[str, str] | None = None) -> None:
+        """
+        Args:
+            schema: kind and text of already encoded messages; None: bytes.
+        """
+        self._options = options
+        self._lock = threading.Lock()
+        self._sent = 0
+        self._answered = 0
+        self._lost = 0  # of unknown outcome
+        self._failed: Any = None  # the first rejection
+        self._producer: Any = _producer(options, schema)
+
+    @property
+    def unconfirmed(self) -> int:
+        """Messages sent and neither acknowledged nor rejected."""
+        return self._lost + self._sent - self._answered
+
+    def send(self, messages: Sequence[Message]) -> None:
+        """Send messages; blocks while too many are in flight. Raises if one was rejected."""
+        self._check()
+        try:
+            for message in messages:
+                self._sent += 1
+                self._producer.send_async(callback=self._on_answer, **message)
+        except pulsar().PulsarException as error:
+            raise explained(error, self._options, self._options.label) from None
+
+    def flush(self) -> None:
+        """Wait until every message is acknowledged. Raises if one was rejected, or its outcome is unknown."""
+        try:
+            self._producer.flush()
+        except pulsar().PulsarException:
+            pass  # the callbacks have each message's result
+        finally:
+            self.close()
+        self._check()
+        if self.unconfirmed:
+            raise OutcomeUnknown(
+                "PULSAR_UNCONFIRMED",
+                f"{self.unconfirmed} messages to {self._options.label} at {self._options.url} were sent, and the "
+                f"broker did not acknowledge them within {REQUEST_TIMEOUT_S:.0f} s.",
+                next_step="start again once the brokers respond; the batch is handled as its guarantee requires",
+            )
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._producer is not None:
+            producer, self._producer = self._producer, None
+            try:
+                producer.close()
+            except pulsar().PulsarException:
+                pass  # the connection is lost, and with it the producer
+
+    def _check(self) -> None:
+        """Raises if the broker rejected a message."""
+        if self._failed is None:
+            return
+        found: DeliveredError = explained(_exception(self._failed), self._options, self._options.label)
+        if isinstance(found, Unreachable):
+            found = DeliveredError(
+                "MESSAGE_REFUSED", f"Pulsar rejected a message to {self._options.label}: {self._failed}."
+            )
+        raise found
+
+    def _on_answer(self, result: Any, _: Any) -> None:
+        """Runs in a thread of the client, where an exception would end the process."""
+        results = pulsar().Result
+        with self._lock:
+            self._answered += 1
+            if result == results.Ok:
+                return
+            if result in (results.Timeout, results.NotConnected, results.AlreadyClosed, results.ConnectError):
+                self._lost += 1
+            elif self._failed is None:
+                self._failed = result
+
+
+def _producer(options: PulsarSinkOptions, schema: tuple[str, str] | None) -> Any:
+    library = pulsar()
+    kinds = library.CompressionType
+    compression = {"none": kinds.NONE, "lz4": kinds.LZ4, "zlib": kinds.ZLib, "zstd": kinds.ZSTD, "snappy": kinds.SNAPPY}
+    client = warm_client(options)
+    try:
+        return client.create_producer(
+            options.topic,
+            schema=library.schema.BytesSchema() if schema is None else registers(*schema),
+            compression_type=compression[options.compression],
+            send_timeout_millis=int(REQUEST_TIMEOUT_S * 1000),
+            max_pending_messages=IN_FLIGHT_MAX,
+            block_if_queue_full=True,
+            batching_enabled=options.bytes_max is not None,
+            batching_max_messages=_BATCH_ROWS,
+            batching_max_allowed_size_in_bytes=_BATCH_BYTES,
+            batching_type=library.BatchingType.Default,
+            chunking_enabled=options.bytes_max is None,
+            message_routing_mode=library.PartitionsRoutingMode.CustomPartition,
+            message_router=_Router(),
+        )
+    except library.PulsarException as error:
+        raise explained(error, options, options.label) from None
+
+
+class _Router:
+    """Keys to partitions as in the Java client (this library hashes differently); rows without a key round-robin."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def __call__(self, message: Any, partitions: int) -> int:
+        key = message.partition_key()
+        if key:
+            return _java_hash(key) % partitions
+        self._turn += 1
+        return self._turn // _BATCH_ROWS % partitions
+
+
+@lru_cache(maxsize=65_536)
+def _java_hash(key: str) -> int:
+    found = 0
+    units = key.encode("utf-16-be", "surrogatepass")
+    for at in range(0, len(units), 2):
+        found = (31 * found + (units[at] << 8 | units[at + 1])) & 0xFFFFFFFF
+    return found & 0x7FFFFFFF
+
+
+def _exception(result: Any) -> Exception:
+    """The exception for a result of the client."""
+    library = pulsar()
+    kind = getattr(library, str(result).rpartition(".")[2], None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        return kind(str(result))
+    return library.PulsarException(str(result))  # type: ignore[no-any-return]
+
 
 ID = "delivered.id"
 

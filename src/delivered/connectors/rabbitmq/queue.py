@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from delivered.connectors.rabbitmq.kind import Kind, kind
+from delivered.connectors.rabbitmq.client import Kind, kind
 from delivered.connectors.rabbitmq.options import RabbitmqOptions
 from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
 from delivered.contract.finding import Finding

@@ -13,8 +13,8 @@ from functools import partial
 
 import pyarrow as pa
 
+from delivered.connectors.rabbitmq.client import Kind, kind
 from delivered.connectors.rabbitmq.follow import end_offset, first_offset, patiently
-from delivered.connectors.rabbitmq.kind import Kind, kind
 from delivered.connectors.rabbitmq.stream_options import (
     EARLIEST,
     LATEST,

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from delivered.kits.sql.database import Database, is_newest
-from delivered.kits.sql.dialect import Dialect
+from delivered.kits.sql.database import Database, Dialect, is_newest
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 

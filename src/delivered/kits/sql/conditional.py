@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from delivered.kits.sql.database import C, Connection, Database, quoted
-from delivered.kits.sql.dialect import Dialect
+from delivered.kits.sql.database import C, Connection, Database, Dialect, quoted
 from delivered.kits.sql.merge import ORDER, ROUND, Merge
 from delivered.model.bad_row import as_json_text
 from delivered.model.capability import OnConflict

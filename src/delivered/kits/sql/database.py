@@ -1,12 +1,18 @@
-"""A database as the user declared it: connections, readable errors, queries."""
+"""A database as the user declared it: its SQL dialect, connections, readable errors, queries.
+
+Statements are written once, with `:name` for values and `{table}` for the ledger's tables; a `Dialect` translates them
+for the client. Tasks pool their connections in the reused worker: opening one costs the server a session.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from delivered.kits.warm import WarmClients
 from delivered.model.errors import DeliveredError, UsageError
 
 T = TypeVar("T")
@@ -128,3 +134,71 @@ class Server(Database[C]):
         if connection is not None:
             with contextlib.suppress(Exception):
                 connection.close()
+
+
+_idle: WarmClients[Any] = WarmClients(4)
+
+
+def take(server: Server[C]) -> C:
+    """Take a live connection outside any transaction, for exclusive use until `give`.
+
+    Raises:
+        DeliveredError: see `Database.connect`.
+    """
+    connection: C | None = _idle.take(server)
+    if connection is not None:
+        try:
+            connection.execute("SELECT 1")
+            return connection
+        except server.errors():  # the server was restarted
+            server.discard(connection)
+    return server.connect("task")
+
+
+def give(server: Server[C], connection: C) -> None:
+    """Return a connection for the next shard; it is closed if a transaction is open on it."""
+    if server.idle(connection):
+        _idle.give(server, connection)
+    else:
+        server.discard(connection)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """
+    Attributes:
+        tables: the ledger's table names -> the database's, quoted for SQL.
+        value: ":name" in the client's notation.
+        written: table -> column that increases with a row's write time.
+        hold: suffix of a SELECT that locks the row until the transaction ends.
+        pack, unpack: convert a list of names to and from the client's form.
+        hash: bytes as an SQL literal.
+    """
+
+    tables: dict[str, str]
+    value: Callable[[str], str]
+    written: dict[str, str]
+    hold: str
+    pack: Callable[[Sequence[str]], Any]
+    unpack: Callable[[Any], Sequence[str]]
+    hash: Callable[[bytes], str]
+
+    def __call__(self, statement: str) -> str:
+        return self.value(statement).format(**self.tables)
+
+    def known(self, keys: str, column: str | None) -> str:
+        """Suffix of an INSERT that updates `column` of existing rows; None: leaves them unchanged."""
+        return f"ON CONFLICT ({keys}) DO " + (f"UPDATE SET {column} = excluded.{column}" if column else "NOTHING")
+
+    def delete(self, connection: Connection, table: str, where: str, values: Mapping[str, Any]) -> None:
+        """Delete rows that are committed, or that this connection wrote. Inside an open transaction, or as its own."""
+        connection.execute(self(f"DELETE FROM {{{table}}} WHERE {where}"), values)
+
+    def forget(self, connection: Connection, table: str, index: str, where: str) -> None:
+        """Bulk-delete rows that no other connection uses, by an index, inside an open transaction.
+
+        Args:
+            index: on the columns of `where`.
+        """
+        del index
+        connection.execute(self(f"DELETE FROM {{{table}}} WHERE {where}"), {})

@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic
 
-from delivered.kits.sql.database import C, Connection
-from delivered.kits.sql.dialect import Dialect
+from delivered.kits.sql.database import C, Connection, Dialect
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.limits import KEY_MEMORIES_KEPT
@@ -197,13 +196,13 @@ def _parts(items: list[Any]) -> Iterator[list[Any]]:
 @contextlib.contextmanager
 def from_warm(server: Any) -> Iterator[Any]:
     """A task's connection to a server, kept open in the reused worker."""
-    from delivered.kits.sql import warm
+    from delivered.kits.sql.database import give, take
 
-    connection = warm.take(server)
+    connection = take(server)
     try:
         with server.explaining():
             yield connection
     except BaseException:
         server.discard(connection)
         raise
-    warm.give(server, connection)
+    give(server, connection)

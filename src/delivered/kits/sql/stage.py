@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.kits.sql.conditional import Conditional
-from delivered.kits.sql.database import Connection, Server, quoted
-from delivered.kits.sql.dialect import Dialect
+from delivered.kits.sql.database import Connection, Dialect, Server, quoted
 from delivered.kits.sql.merge import Merge, key_in_two_shards
 from delivered.kits.sql.options import ServerOptions
 from delivered.kits.sql.transactions import PreparedRows

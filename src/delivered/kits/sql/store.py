@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from delivered.kits.sql.conditional import fold
-from delivered.kits.sql.database import C, Connection, Database
-from delivered.kits.sql.dialect import Dialect
+from delivered.kits.sql.database import C, Connection, Database, Dialect
 from delivered.kits.sql.keys import keep, open_memory
 from delivered.ledger.store import Change, Head
 from delivered.model.archive import Archived

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from delivered.contract.finding import Finding
-from delivered.kits.sql.database import Connection
-from delivered.kits.sql.dialect import Dialect
+from delivered.kits.sql.database import Connection, Dialect
 from delivered.kits.sql.options import ServerOptions
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
