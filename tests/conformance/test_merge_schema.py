@@ -71,9 +71,9 @@ def there(rig: Rig) -> dict[int, dict[str, Any]]:
     return {r["id"]: r for r in found}
 
 
-@pytest.mark.checkpoint("nullable columns, added: PostgreSQL, MySQL, SQLite", "go on", "with `mergeSchema`")
+@pytest.mark.checkpoint("nullable columns, added: PostgreSQL, MySQL, SQLite", "continue", "with `mergeSchema`")
 @pytest.mark.checkpoint(
-    "added columns, removed: PostgreSQL, MySQL, SQLite", "go on", "an upsert keeps the existing values"
+    "added columns, removed: PostgreSQL, MySQL, SQLite", "continue", "an upsert keeps the existing values"
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_columns_come_and_go(store: Store, mode: str) -> None:

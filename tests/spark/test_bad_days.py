@@ -40,7 +40,7 @@ def until(query: StreamingQuery, database: Path, records: int) -> None:
     assert once(rows(database), records)
 
 
-@checkpoint("the source's log, removed or made anew", "refused", "`LOG_MISSING`, `DATA_LOST`")
+@checkpoint("the source's log, removed or recreated", "refused", "`LOG_MISSING`, `DATA_LOST`")
 def test_a_log_that_vanishes(spark: SparkSession, tmp_path: Path) -> None:
     """In mid-run, and between two runs; put back, it goes on."""
     database = tmp_path / "out.db"

@@ -36,17 +36,17 @@ ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvi
 COUNTS = "SELECT CAST(key AS STRING) AS k, count(*) AS n FROM source GROUP BY k"
 
 
-@checkpoint("SQL of a stateless transform", "goes on", "`plan` names the batch from which it runs")
-@checkpoint("`maxOffsetsPerTrigger`", "goes on", "from the next batch on")
-@checkpoint("sink options that do not name the target", "go on", "here `ifNotExists`")
-@checkpoint("the checkpoint's folder, moved", "goes on", "name the pipeline: its default name is made from the folder")
+@checkpoint("SQL of a stateless transform", "continues", "`plan` names the batch from which it runs")
+@checkpoint("`maxOffsetsPerTrigger`", "continues", "from the next batch on")
+@checkpoint("sink options that do not name the target", "continue", "here `ifNotExists`")
+@checkpoint("the checkpoint's folder, moved", "continues", "name the pipeline: its default name comes from the folder")
 @checkpoint(
     "a column, added or removed: SQL tables", "refused", "`COLUMN_MISSING`, `SCHEMA_CHANGED`; with `mergeSchema`: below"
 )
 @checkpoint("the sink's table, or its name", "refused", "`LEDGER_RENAMED` or `LEDGER_MISSING`: needs a new checkpoint")
 @checkpoint("the pipeline's name", "refused", "`LEDGER_RENAMED` or `LEDGER_MISSING`")
 @checkpoint("a copy of the checkpoint, run after the original went on", "refused", "`LEDGER_AHEAD`")
-@checkpoint("a copy that runs first", "goes on", "the original is refused then, `LEDGER_AHEAD`")
+@checkpoint("a copy that runs first", "continues", "the original is refused then, `LEDGER_AHEAD`")
 def test_a_stateless_query(spark: SparkSession, tmp_path: Path) -> None:
     database = tmp_path / "out.db"
     sink = delivered.sqlite(str(database), "rows")
@@ -88,9 +88,11 @@ def test_a_stateless_query(spark: SparkSession, tmp_path: Path) -> None:
     assert life.pipeline().audit(spark).verdict is not Verdict.BROKEN
 
 
-@checkpoint("`spark.sql.shuffle.partitions`", "goes on", "a query with state keeps the number that it began with")
-@checkpoint("state repartitioned by Spark", "goes on", "`repartition` logs a batch that no sink sees")
-@checkpoint("SQL of a transform with state", "Spark decides", "same operators and keys: it goes on; else Spark refuses")
+@checkpoint("`spark.sql.shuffle.partitions`", "continues", "a query with state keeps the number that it began with")
+@checkpoint("state repartitioned by Spark", "continues", "`repartition` logs a batch that no sink sees")
+@checkpoint(
+    "SQL of a transform with state", "Spark decides", "same operators and keys: it continues; else Spark refuses"
+)
 def test_a_query_with_state(spark: SparkSession, tmp_path: Path) -> None:
     database = tmp_path / "out.db"
     sink = delivered.sqlite(str(database), "rows")
@@ -127,7 +129,7 @@ def test_a_query_with_state(spark: SparkSession, tmp_path: Path) -> None:
     life.refused("LEDGER_BEHIND")
 
 
-@checkpoint("a source, added to or removed from a union below a query with state", "goes on", "its state counts both")
+@checkpoint("a source, added to or removed from a union below a query with state", "continues", "its state counts both")
 @checkpoint(
     "a source, added by a join to a query with state", "refused", "by Spark, before a write; `plan` names the way back"
 )
@@ -172,8 +174,8 @@ def test_sources_of_a_query_with_state(spark: SparkSession, tmp_path: Path) -> N
     assert counted(35)
 
 
-@checkpoint("a nullable column, added: Delta, Iceberg", "goes on", "with `mergeSchema`; earlier rows are null there")
-@checkpoint("a nullable column, removed: Delta, Iceberg", "goes on", "new rows are null there")
+@checkpoint("a nullable column, added: Delta, Iceberg", "continues", "with `mergeSchema`; earlier rows are null there")
+@checkpoint("a nullable column, removed: Delta, Iceberg", "continues", "new rows are null there")
 @pytest.mark.parametrize("kind", ["delta", "iceberg"])
 def test_columns_of_a_lake_table(spark: SparkSession, tmp_path: Path, kind: str) -> None:
     lake = tmp_path / "lake"
@@ -211,8 +213,8 @@ def test_columns_of_sqlite(spark: SparkSession, tmp_path: Path) -> None:
     assert [n for n, at in added.items() if at is not None] == list(range(20, 40))
 
 
-@checkpoint("more partitions in the Kafka topic", "goes on", "new partitions are read from their beginning")
-@checkpoint("master and number of cores", "goes on", "")
+@checkpoint("more partitions in the Kafka topic", "continues", "new partitions are read from their beginning")
+@checkpoint("master and number of cores", "continues", "")
 @pytest.mark.matrix
 def test_more_partitions_and_another_master(kafka: Kafka, spark: SparkSession, tmp_path: Path) -> None:
     from confluent_kafka.admin import NewPartitions
@@ -240,7 +242,7 @@ def test_more_partitions_and_another_master(kafka: Kafka, spark: SparkSession, t
     assert once(rows(tmp_path / "out.db"), 150)
 
 
-@checkpoint("Spark 4.2 to 4.3", "goes on", "with state, killed under 4.2 after a decision")
+@checkpoint("Spark 4.2 to 4.3", "continues", "with state, killed under 4.2 after a decision")
 @pytest.mark.matrix
 @pytest.mark.skipif(SPARK_42 not in os.environ, reason=f"{SPARK_42} names no folder with pyspark 4.2 in it")
 def test_a_newer_spark(spark: SparkSession, tmp_path: Path) -> None:

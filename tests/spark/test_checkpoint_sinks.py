@@ -51,9 +51,9 @@ def whole(*starts: int) -> dict[int, int]:
     return dict.fromkeys(starts, 20)
 
 
-@checkpoint("a sink, added to others", "goes on", "it gets the rows from the next batch on")
-@checkpoint("a sink, removed", "goes on", "what it has stays")
-@checkpoint("the order of the sinks", "goes on", "the first one's ledger decides, and the batches so far are known")
+@checkpoint("a sink, added to others", "continues", "it gets the rows from the next batch on")
+@checkpoint("a sink, removed", "continues", "what it has stays")
+@checkpoint("the order of the sinks", "continues", "the first one's ledger decides, and the batches so far are known")
 @checkpoint(
     "the sink whose ledger decided, removed", "refused", "`DECIDER_REMOVED`, until another one of the sinks has decided"
 )
@@ -93,7 +93,7 @@ def test_sinks_come_and_go(kafka: Kafka, spark: SparkSession, tmp_path: Path) ->
 
 
 @checkpoint("a copy of the checkpoint, run while the original runs", "refused", "`CHECKPOINT_OWNED`, on one machine")
-@checkpoint("such a copy, with `--takeover` or on another machine", "goes on", "the original is refused: `FENCED`")
+@checkpoint("such a copy, with `--takeover` or on another machine", "continues", "the original is refused: `FENCED`")
 @pytest.mark.parametrize("logged", [True, False], ids=["the same batch", "other offsets"])
 def test_two_drivers_on_two_copies(spark: SparkSession, tmp_path: Path, logged: bool) -> None:
     """The original waits right before its decision, while the copy claims, decides the same batch and goes on."""

@@ -87,7 +87,7 @@ def test_for_each_batch_names_the_query_and_the_batch(spark: SparkSession, tmp_p
 
 @pytest.mark.matrix
 @pytest.mark.checkpoint(
-    "the sink's topic or table, made anew", "refused", "`TARGET_CHANGED`; `newTarget=accept`: goes on"
+    "the sink's topic or table, recreated", "refused", "`TARGET_CHANGED`; `newTarget=accept`: continues"
 )
 @pytest.mark.checkpoint("the query's name, in the Spark API without `pipeline`", "refused", "`LEDGER_RENAMED`")
 def test_a_recreated_topic_and_a_renamed_query_stop_the_next_start(

@@ -131,7 +131,7 @@ def test_spark_4_2_cannot_restart_named_sources() -> None:
     assert 'pip install -U "pyspark>=4.3"' in str(refused)
 
 
-@pytest.mark.checkpoint("`sources`, from Spark 4.2 on", "refused", "`SOURCES_SPARK_VERSION` under 4.2; 4.3 goes on")
+@pytest.mark.checkpoint("`sources`, from Spark 4.2 on", "refused", "`SOURCES_SPARK_VERSION` under 4.2; 4.3 continues")
 @pytest.mark.matrix
 @pytest.mark.skipif(SPARK_42 not in os.environ, reason=f"{SPARK_42} names no folder with pyspark 4.2 in it")
 @pytest.mark.parametrize("anyway", [False, True], ids=["refused", "as an earlier version ran it"])

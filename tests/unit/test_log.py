@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from delivered.connectors.log import CONNECTOR, append
 from delivered.connectors.log import read as reading
 from delivered.connectors.log.options import LogOptions
-from delivered.connectors.log.source import LogSource, admit
+from delivered.connectors.log.source import LogSource
 from delivered.contract.source import Slice
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 
@@ -120,6 +120,13 @@ def test_stream_admits_freezes_and_finds_new_partitions(log: Path) -> None:
     newest = fresh.newest()
     assert newest is not None
     assert newest["offsets"] == {"0": 100, "1": 10}
+
+
+def test_a_limit_below_the_number_of_partitions_starves_none(log: Path) -> None:
+    append(str(log), records(0, 300, partition=pa.array([0] * 200 + [1] * 99 + [2])))
+    driver = source_at(log).driver()
+    end = driver.latest(driver.initial(), 2)
+    assert all(at >= 1 for at in end["offsets"].values()), end
 
 
 def test_p17_no_news_is_no_batch_and_an_empty_range_no_slice(log: Path) -> None:
@@ -415,18 +422,6 @@ def test_p26_reading_a_large_slice_takes_bounded_memory(log: Path) -> None:
     rows, more = done.stdout.split()
     assert int(rows) == 262_144
     assert int(more) < 100, more
-
-
-@given(
-    waiting=st.dictionaries(st.integers(0, 20), st.integers(0, 1000), min_size=1, max_size=8),
-    rows_max=st.integers(1, 5000),
-)
-def test_admission_takes_as_much_as_allowed_and_no_more(waiting: dict[int, int], rows_max: int) -> None:
-    begin = dict.fromkeys(waiting, 5)
-    target = {p: 5 + n for p, n in waiting.items()}
-    got = admit(begin, target, rows_max)
-    assert sum(got.values()) - sum(begin.values()) == min(rows_max, sum(waiting.values()))
-    assert all(begin[p] <= got[p] <= target[p] for p in waiting)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))

@@ -29,13 +29,13 @@ UPSERT_OPTIONS = (
 CONDITION_OPTIONS = (
     Option(
         "expectedVersion",
-        "For upsert with versionColumn: a column with the version that must stand in the table for the row to be "
-        "written; null: no row of the key may stand there. The column is not stored.",
+        "For upsert with versionColumn: a column with the version that the stored row must have, or the row is a "
+        "conflict; null: the key must not exist. The column is not stored.",
     ),
     Option(
         "onConflict",
-        "A row whose key is there (insert), or whose expected version is not (expectedVersion): skip and count it, "
-        "keep it as a dead_letter, or fail the query. Default: skip for insert, fail for expectedVersion.",
+        "A row whose key exists (insert), or whose expected version does not match (expectedVersion): skip and count "
+        "it, keep it as a dead_letter, or fail the query. Default: skip for insert, fail for expectedVersion.",
     ),
     Option(
         "onConstraint",

@@ -17,6 +17,7 @@ from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.source.columns import columns
+from delivered.source.ranges import admit
 
 _RELOADS_MAX = 5
 _VERSIONS_SYNCED_AT_START = 100
@@ -127,9 +128,8 @@ class LogDriver:
         self._check_id(start)
         begin = self._begin(start, now)
         ends = now.ends()
-        target = {p: max(ends.get(p, at), at) for p, at in begin.items()}
-        if rows_max is not None:
-            target = admit(begin, target, rows_max)
+        shares = admit({p: max(ends.get(p, at) - at, 0) for p, at in sorted(begin.items())}, rows_max)
+        target = {p: at + shares[p] for p, at in begin.items()}
         # A new version without new records (a compaction) starts no batch.
         return start if target == _read(start) else self._offsets(now, target)
 
@@ -258,22 +258,6 @@ class LogDriver:
                 f"There are offsets for partitions {unknown}, but the log {self._options.path!r} has {sorted(ends)}.",
             )
         return {p: earliest[p] if at == -2 else ends[p] if at == -1 else at for p, at in position.items()}
-
-
-def admit(begin: Mapping[int, int], target: Mapping[int, int], rows_max: int) -> dict[int, int]:
-    """Cut a batch to at most `rows_max` records, every partition in proportion to its pending records, at least one."""
-    waiting = {p: target[p] - begin[p] for p in sorted(target)}
-    total = sum(waiting.values())
-    if total <= rows_max:
-        return dict(target)
-    share = {p: n * rows_max // total for p, n in waiting.items()}
-    left = rows_max - sum(share.values())
-    # The rounding remainder goes to the partitions with the smallest share.
-    for p in sorted(waiting, key=lambda p: (share[p], p)):
-        if left and share[p] < waiting[p]:
-            share[p] += 1
-            left -= 1
-    return {p: begin[p] + share[p] for p in waiting}
 
 
 def _offsets(version: int, offsets: Mapping[int, int]) -> Offsets:

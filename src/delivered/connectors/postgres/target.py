@@ -29,14 +29,12 @@ class Target:
 
     Attributes:
         name: qualified, quoted for SQL.
-        relation: its oid.
         kinds: PostgreSQL type of each column of the rows.
         columns: names of the rows' columns, quoted, comma-separated.
         merge: statements of an upsert, if the mode is not append.
     """
 
     name: str
-    relation: int
     kinds: tuple[str, ...]
     columns: str
     merge: Merge
@@ -86,7 +84,6 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
     _remember(connection, options, relation, kept)
     return Target(
         name,
-        relation,
         tuple(
             kinds[str(options.write.version)] if n == options.write.expected else kinds.get(n, "bool")
             for n in schema.names
