@@ -1,7 +1,7 @@
 """Compiles the package's C files. Without a compiler the package works as well: by numpy, and by librdkafka alone.
 
 With DELIVERED_PURE=1 nothing is compiled: the wheel for systems that no other wheel is for. `python hatch_build.py`
-compiles in place, for work on the C files.
+compiles in place, for work on the C files, and renews an editable install's entry points.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -59,5 +61,21 @@ def compile_all(root: Path) -> str:
     return ""
 
 
+def renew_entry_points(root: Path) -> None:
+    """An editable install of this checkout keeps the entry points of the day it was made; a new connector needs one."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for installed in distributions(name=project["name"]):
+        if root.as_uri() in (installed.read_text("direct_url.json") or ""):
+            groups = {"console_scripts": project["scripts"], **project["entry-points"]}
+            text = "\n".join(
+                f"[{group}]\n" + "".join(f"{name} = {place}\n" for name, place in sorted(entries.items()))
+                for group, entries in groups.items()
+            )
+            folder = f"{installed.name}-{installed.version}.dist-info"
+            Path(str(installed.locate_file(folder)), "entry_points.txt").write_text(text, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    sys.exit(compile_all(Path(__file__).parent) or None)
+    here = Path(__file__).resolve().parent
+    renew_entry_points(here)
+    sys.exit(compile_all(here) or None)

@@ -106,6 +106,11 @@ SINKS = (
             "nameServers": "localhost:9876",
         },
     ),
+    Example(
+        "[Saga](saga.md)",
+        "saga",
+        {"saga": "shop.sagas:checkout", "log": "postgresql://localhost/shop", "ledger": "/data/ledger.db"},
+    ),
 )
 
 

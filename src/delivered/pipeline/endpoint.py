@@ -18,7 +18,18 @@ SPARK_OWN = "spark:"
 """Prefix of a format that is one of Spark's own sources, or of a JAR in the session: "spark:kafka"."""
 
 _ASYNC = "asyncprogress"
-_SHOWN = ("subscribe", "subscribepattern", "assign", "topic", "topics", "queue", "exchange", "routingkey", "path")
+_SHOWN = (
+    "subscribe",
+    "subscribepattern",
+    "assign",
+    "topic",
+    "topics",
+    "queue",
+    "exchange",
+    "routingkey",
+    "saga",
+    "path",
+)
 
 
 @dataclass(frozen=True, repr=False)

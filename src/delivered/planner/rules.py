@@ -216,8 +216,8 @@ def sink_sends_once(request: Request) -> Reason | None:
         return None
     return Reason(
         "SINK_RESENDS",
-        f"at_most_once needs a sink whose client never resends a record on its own, and {sink.label}'s may.",
-        "write to a sink that can disable retries: all that come with delivered can",
+        f"at_most_once needs a sink that never sends a record again on its own, and {sink.label} may.",
+        "choose at_least_once, or write to a sink that can disable retries",
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.options import resolve_secret
 from delivered.saga.definition import Saga, Verb
 from delivered.saga.progress import Entry, Event, Status
-from delivered.saga.tables import ENTRIES, SAGAS, check_tables, ddl, no_tables
+from delivered.saga.tables import ENTRIES, SAGAS, check_tables, checked, ddl, no_tables, record
 
 _CANDIDATES = 16
 _OPEN = (Status.RUNNING.value, Status.COMPENSATING.value)
@@ -197,6 +197,21 @@ class OpenLog:
             with contextlib.suppress(Exception):
                 self._connection.rollback()
             raise
+
+    def begin(self, saga: Saga, rows: Iterable[tuple[Any, Any]]) -> None:
+        """Record sagas in one transaction, unless the log has them.
+
+        Args:
+            rows: id, and data as JSON text; None: null.
+
+        Raises:
+            DuplicateSaga: an id is taken by a saga with other data.
+            BadRecord: a value cannot be stored.
+        """
+        ready = [checked(*row) for row in rows]
+        with self.transaction() as caller:
+            for id_, text in ready:
+                record(caller, saga, id_, text)
 
     def claim(self, saga: Saga, worker: str, id: str | None = None) -> Claim | None:  # noqa: A002
         """Take a saga that is due, so that nobody else runs it: this one, or any of its name and steps."""

@@ -68,12 +68,17 @@ def begin(connection: Any, saga: Saga, *, id: str, data: Any = None) -> bool:  #
         Refused: the connection is in autocommit, or there are no tables, or a newer version wrote them.
         BadRecord: a value cannot be stored. Nothing was sent to the database.
     """
-    id_, text = _id(id), _data(id, data)
+    id_, text = checked(id, json.dumps(data, ensure_ascii=False) if isinstance(data, str) else data)
     caller = Caller(connection, what="saga.begin")
     check_tables(caller)
+    return record(caller, saga, id_, text)
+
+
+def record(caller: Caller, saga: Saga, id_: str, text: str) -> bool:
+    """As `begin`, with values as `checked` returns them."""
     sent = id_.encode() if caller.dialect == "mysql" else id_
     columns = ("saga", "id", "steps", "data", "status", "entries", "epoch", "worker", "due_ms", "began_ms")
-    (now,) = caller.execute(f"SELECT {NOW_MS[caller.dialect]}").rows[0]
+    ((now,),) = caller.execute(f"SELECT {NOW_MS[caller.dialect]}").rows
     values = (saga.name, sent, saga.signature, text, Status.RUNNING.value, 0, 0, "", int(now), int(now))
     if caller.insert(SAGAS, columns, values):
         return True
@@ -109,20 +114,22 @@ def no_tables(dialect: str) -> Refused:
     )
 
 
-def _id(value: Any) -> str:
-    if not isinstance(value, str) or unstorable(value) or not 0 < len(value.encode()) <= SAGA_ID_BYTES_MAX:
+def checked(id_: Any, data: Any) -> tuple[str, str]:
+    """A saga's id, and its data as JSON text; data that is text must be JSON already.
+
+    Raises:
+        BadRecord: they cannot be stored.
+    """
+    fits = isinstance(id_, str) and not unstorable(id_) and 0 < len(id_.encode()) <= SAGA_ID_BYTES_MAX
+    if not fits:
         raise BadRecord(
             "SAGA_ID",
-            f"The id is {value!r:.200} ({type(value).__name__}); it must be 1 to {SAGA_ID_BYTES_MAX} bytes of UTF-8, "
+            f"The id is {id_!r:.200} ({type(id_).__name__}); it must be 1 to {SAGA_ID_BYTES_MAX} bytes of UTF-8, "
             "no NUL.",
             next_step="pass the id of the order, payment, ... that the saga is for",
         )
-    return value
-
-
-def _data(id_: str, value: Any) -> str:
     try:
-        text = json_text(value if not isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        text = json_text(data)
     except (ValueError, TypeError, RecursionError) as error:
         raise BadRecord("SAGA_DATA", f"The data of saga {id_!r} is no JSON: {error}.", "pass a JSON value") from None
     if len(text.encode()) > SAGA_DATA_BYTES_MAX:
@@ -131,4 +138,4 @@ def _data(id_: str, value: Any) -> str:
             f"The data of saga {id_!r} has {len(text.encode()):,} bytes; the limit is {SAGA_DATA_BYTES_MAX:,}.",
             next_step="pass a reference to it",
         )
-    return text
+    return id_, text

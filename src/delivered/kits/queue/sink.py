@@ -68,12 +68,15 @@ class SendingSink(ABC):
         return Nothing()
 
 
-def sends(system: str, *, mechanism: str, send: str, assumes: Sequence[str], limits: Sequence[str]) -> SinkCapability:
+def sends(
+    system: str, *, mechanism: str, send: str, assumes: Sequence[str], limits: Sequence[str], **more: Any
+) -> SinkCapability:
     """Capability of a sink that only sends, without two-phase commit.
 
     Args:
         mechanism: how delivery is confirmed.
         send: how it sends, and where to.
+        more: other fields of the capability.
     """
     return SinkCapability(
         system=system,
@@ -87,6 +90,7 @@ def sends(system: str, *, mechanism: str, send: str, assumes: Sequence[str], lim
         batch_atomic=False,
         assumes=tuple(assumes),
         limits=tuple(limits),
+        **more,
     )
 
 
