@@ -304,27 +304,3 @@ def settle(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> Set
             f"{SINK}: rows do not match the schema registered for {options.label}{version}: {error}.",
             next_step="cast or rename columns in the transform to match, or write to another topic",
         ) from None
-
-
-def register(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> None:
-    """Register the rows' schema for the topic.
-
-    Raises:
-        UsageError: the rows do not match the registered schema, or the brokers rejected added fields.
-    """
-    from delivered.connectors.pulsar.writer import check_connection
-
-    made = settle(admin, options, rows)
-    try:
-        check_connection(options, (made.kind, made.text))
-    except UsageError as error:
-        if error.code != "DELIVERED_SCHEMA_INCOMPATIBLE":
-            raise
-        what = f"with the added fields {', '.join(made.added)}" if made.added else "of the rows"
-        raise UsageError(
-            "SCHEMA_INCOMPATIBLE",
-            f"{SINK}: the brokers rejected the schema {what} for {options.label}: by the compatibility strategy of the "
-            "namespace, or because producers may not register schemas there.",
-            next_step="pulsar-admin namespaces get-schema-compatibility-strategy, and get-is-allow-auto-update-schema; "
-            "drop these columns, or let an administrator upload the schema",
-        ) from None

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.pulsar.admin import Admin
-from delivered.connectors.pulsar.encode import canonical, check_type, register
+from delivered.connectors.pulsar.encode import canonical, check_type
 from delivered.connectors.pulsar.options import SINK, PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
 from delivered.contract.finding import Finding
@@ -82,6 +82,8 @@ class PulsarSink(SendingSink):
     def ready_target(self, schema: pa.Schema) -> None:
         """Register the rows' schema, or check them against the topic's."""
         if self.options.schema is not None:
+            from delivered.connectors.pulsar.writer import register
+
             register(Admin(self.options), self.options, schema.field("value").type)
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:

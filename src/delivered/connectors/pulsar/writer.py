@@ -16,10 +16,10 @@ import pyarrow as pa
 from delivered.connectors.pulsar.admin import Admin
 from delivered.connectors.pulsar.client import explained, pulsar, registers, warm_client
 from delivered.connectors.pulsar.encode import BadValue, Encoder, Settled, settle
-from delivered.connectors.pulsar.options import PulsarSinkOptions
+from delivered.connectors.pulsar.options import SINK, PulsarSinkOptions
 from delivered.kits.queue.columns import column
 from delivered.kits.queue.writer import SendingWriter
-from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
+from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable, UsageError
 from delivered.model.identity import Work
 from delivered.model.limits import REQUEST_TIMEOUT_S
 
@@ -39,6 +39,28 @@ def check_connection(options: PulsarSinkOptions, schema: tuple[str, str] | None 
         schema: kind and text; registered if missing.
     """
     _producer(options, schema).close()
+
+
+def register(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> None:
+    """Register the rows' schema for the topic.
+
+    Raises:
+        UsageError: the rows do not match the registered schema, or the brokers rejected added fields.
+    """
+    made = settle(admin, options, rows)
+    try:
+        check_connection(options, (made.kind, made.text))
+    except UsageError as error:
+        if error.code != "DELIVERED_SCHEMA_INCOMPATIBLE":
+            raise
+        what = f"with the added fields {', '.join(made.added)}" if made.added else "of the rows"
+        raise UsageError(
+            "SCHEMA_INCOMPATIBLE",
+            f"{SINK}: the brokers rejected the schema {what} for {options.label}: by the compatibility strategy of the "
+            "namespace, or because producers may not register schemas there.",
+            next_step="pulsar-admin namespaces get-schema-compatibility-strategy, and get-is-allow-auto-update-schema; "
+            "drop these columns, or let an administrator upload the schema",
+        ) from None
 
 
 class Publisher:
