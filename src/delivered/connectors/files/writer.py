@@ -15,6 +15,7 @@ from delivered.connectors.files import formats
 from delivered.connectors.files.disk import Places, StagedFile, failed, take_away
 from delivered.connectors.files.options import FilesOptions
 from delivered.kits.table.durable import make_folder, sync
+from delivered.kits.table.shard import while_staging
 from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
@@ -124,13 +125,7 @@ class DirectWriter(StagingWriter):
 @contextlib.contextmanager
 def _as_ours(options: FilesOptions, work: Work) -> Iterator[None]:
     try:
-        yield
-    except FileNotFoundError:
-        raise InvariantBroken(
-            "STAGED_FILE_GONE",
-            f"The file of shard {work.shard} of batch {work.batch} was deleted while the task wrote it: a later "
-            "start of the pipeline removed what this one left. Nothing of the shard is visible.",
-            next_step="nothing, if the later start is running; else start the pipeline again",
-        ) from None
+        with while_staging(work):
+            yield
     except OSError as error:
         raise failed(options, error) from error

@@ -47,7 +47,7 @@ class StagingWriter:
 
     def stage(self, batch: pa.RecordBatch) -> None:
         if batch.num_rows:
-            with _as_ours(self._work):
+            with while_staging(self._work):
                 self._files.write(batch)
 
     def prepare(self, fingerprint: Fingerprint) -> Promise:
@@ -58,7 +58,7 @@ class StagingWriter:
         self._files.discard()
 
     def _finish(self, fingerprint: Fingerprint) -> int:
-        with _as_ours(self._work):
+        with while_staging(self._work):
             rows = self._files.finish()
         if rows != fingerprint.count:
             raise InvariantBroken(
@@ -116,7 +116,8 @@ def shard_writer(work: Work, guarantee: Guarantee, files: ShardFiles) -> Staging
 
 
 @contextlib.contextmanager
-def _as_ours(work: Work) -> Iterator[None]:
+def while_staging(work: Work) -> Iterator[None]:
+    """Raises InvariantBroken if a file of this task is gone."""
     try:
         yield
     except FileNotFoundError:
