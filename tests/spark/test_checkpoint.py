@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +25,7 @@ from tests.spark.life import PLAIN, WAIT_S, Life, once, rows
 import delivered
 from delivered.audit.classes import Verdict
 from delivered.connectors.log import append
+from delivered.model.record_format import FORMAT
 from delivered.planner import Refusal
 from delivered.testing import supervisor
 from delivered.testing.crash import CRASH, CRASH_DIR, hits
@@ -86,6 +90,37 @@ def test_a_stateless_query(spark: SparkSession, tmp_path: Path) -> None:
     life.start()
     assert once(rows(database), life.records)
     assert life.pipeline().audit(spark).verdict is not Verdict.BROKEN
+
+
+@checkpoint(
+    "an earlier version of delivered, if the newer one changed what it stores",
+    "refused",
+    "`FORMAT_NEWER`, `LEDGER_NEWER`",
+)
+def test_back_to_an_earlier_version(spark: SparkSession, tmp_path: Path) -> None:
+    """Each durable record, as a later version may write it; put back, the query goes on."""
+    database, first = tmp_path / "out.db", tmp_path / "checkpoint" / "delivered" / "source-offsets.json"
+    life = Life(spark, tmp_path, delivered.sqlite(str(database), "rows"))
+    life.start()
+
+    def change(statement: str) -> None:
+        with closing(sqlite3.connect(database)) as connection, connection:
+            assert connection.execute(statement).rowcount == 1
+
+    later = "UPDATE _delivered_decision SET decision = json_set(decision, '$.format', {})"
+    change(later.format(FORMAT + 1))
+    life.refused("FORMAT_NEWER")
+    change(later.format(FORMAT))
+    change("INSERT INTO _delivered_migration VALUES (999, 0)")
+    life.refused("LEDGER_NEWER")
+    change("DELETE FROM _delivered_migration WHERE version = 999")
+    kept = first.read_text()
+    first.write_text(json.dumps({**json.loads(kept), "format": FORMAT + 1}))
+    life.refused("FORMAT_NEWER")
+    assert once(rows(database), 20)
+    first.write_text(kept)
+    life.start()
+    assert once(rows(database), life.records)
 
 
 @checkpoint("`spark.sql.shuffle.partitions`", "continues", "a query with state keeps the number that it began with")
