@@ -47,7 +47,9 @@ def test_ids_of_threads_and_forked_processes_differ() -> None:
     assert len({*ids, *theirs, *ours}) == 4_000 + 200
 
 
-@pytest.mark.parametrize("page, printed", [("outbox", "1 order\n1 message\n"), ("inbox", "1 mail\n")])
+@pytest.mark.parametrize(
+    "page, printed", [("outbox", "1 order\n1 message\n"), ("inbox", "1 mail\n"), ("events", "now at version 2\n7\n")]
+)
 def test_the_page_begins_with_an_example_that_runs(page: str, printed: str, tmp_path: Path) -> None:
     found = re.match(r"# \w+\n\n```python\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL)
     assert found is not None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.model.errors import Refused, UsageError
+from delivered.model.record_format import check_format
 
 DIALECTS = ("postgres", "mysql", "sqlite")
 _DUPLICATE_MYSQL, _NO_TABLE_MYSQL = 1062, 1146
@@ -47,12 +48,15 @@ class Caller:
         dialect: one of `DIALECTS`.
         driver: the client's own connection, also below SQLAlchemy.
 
+    Args:
+        writes: a transaction that begins here will write.
+
     Raises:
         UsageError: not a connection of a client that is known.
         Refused: each statement would commit by itself.
     """
 
-    def __init__(self, connection: Any, *, what: str) -> None:
+    def __init__(self, connection: Any, *, what: str, writes: bool = True) -> None:
         names = _names(connection)
         self._given = connection
         self._alchemy: Any = None
@@ -71,9 +75,9 @@ class Caller:
                 next_step="pass the connection that your business rows are written with",
             )
         self.dialect = found[0]
-        self._begin(what)
+        self._begin(what, writes)
 
-    def _begin(self, what: str) -> None:
+    def _begin(self, what: str, writes: bool) -> None:
         """Refuse autocommit; begin in SQLite, where a savepoint outside of a transaction would commit by itself."""
         driver = self.driver
         if self.dialect == "postgres":
@@ -95,7 +99,8 @@ class Caller:
                 else 'make the engine without isolation_level="AUTOCOMMIT"',
             )
         if self.dialect == "sqlite" and not driver.in_transaction:
-            self.execute("BEGIN")
+            # A transaction that has read first cannot wait for another writer: SQLite fails it at once.
+            self.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
 
     def execute(self, statement: str, values: Sequence[Any] = ()) -> Answer:
         """Run one statement; `?` stands for a value."""
@@ -173,6 +178,26 @@ class Caller:
         """A table or column, `schema.table` included."""
         return quoted(self.dialect, name)
 
+    def check_format(self, table: str, what: str, newest: int, absent: Refused) -> None:
+        """Read the version of tables' format from `table`.
+
+        Args:
+            what: what the tables are, for messages: "a saga log".
+            absent: raised if there is no such table.
+
+        Raises:
+            Refused: a later version of this package made them.
+        """
+        try:
+            rows = self.execute(f"SELECT version FROM {table}").rows  # noqa: S608
+        except Exception as error:
+            if not self.missing(error):
+                raise
+            rows = ()
+        if not rows:
+            raise absent
+        check_format(rows[0][0], what, newest)
+
     def missing(self, error: Exception) -> bool:
         """The error says that a table does not exist."""
         own = cause(error)
@@ -181,6 +206,15 @@ class Caller:
         if self.dialect == "mysql":
             return own.args[:1] == (_NO_TABLE_MYSQL,)
         return "no such table" in str(own)
+
+
+def format_ddl(table: str, version: int, tail: str) -> tuple[str, str]:
+    """The statements that make and fill the table of `Caller.check_format`."""
+    return (
+        f"CREATE TABLE IF NOT EXISTS {table} (\n  version BIGINT NOT NULL PRIMARY KEY\n){tail}",
+        f"INSERT INTO {table} SELECT {version} FROM (SELECT 1 AS one) AS x "  # noqa: S608
+        f"WHERE NOT EXISTS (SELECT 1 FROM {table})",
+    )
 
 
 def json_text(value: Any) -> str:

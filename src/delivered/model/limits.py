@@ -143,3 +143,9 @@ SAGA_ERROR_LENGTH_MAX = 500
 
 SAGA_BACKOFF_S_MAX = 60.0
 """Longest pause before a step of a saga is tried again."""
+
+EVENT_BYTES_MAX = 1 << 20
+"""One event's payload, or the state of a snapshot, as JSON."""
+
+EVENTS_APPENDED_MAX = 1_000
+"""Events that one call appends."""

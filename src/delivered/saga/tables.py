@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from delivered.kits.caller import NOW_MS, Caller, check_dialect, json_text, unstorable
+from delivered.kits.caller import NOW_MS, Caller, check_dialect, format_ddl, json_text, unstorable
 from delivered.model.errors import BadRecord, Refused
 from delivered.model.limits import SAGA_DATA_BYTES_MAX, SAGA_ID_BYTES_MAX
-from delivered.model.record_format import check_format
 from delivered.saga.definition import Saga
 from delivered.saga.progress import Status
 
@@ -44,8 +43,7 @@ def ddl(dialect: str) -> tuple[str, ...]:
         f"{make} {ENTRIES} (\n  saga {name} NOT NULL,\n  id {id_} NOT NULL,\n  n BIGINT NOT NULL,\n"
         f"  epoch BIGINT NOT NULL,\n  step {name} NOT NULL,\n  verb {name} NOT NULL,\n  event {name} NOT NULL,\n"
         f"  value {text},\n  error {text},\n  at_ms BIGINT NOT NULL,\n  PRIMARY KEY (saga, id, n)\n){tail}",
-        f"{make} {FORMATS} (\n  version BIGINT NOT NULL PRIMARY KEY\n){tail}",
-        f"INSERT INTO {FORMATS} SELECT {FORMAT} FROM (SELECT 1 AS one) AS x WHERE NOT EXISTS (SELECT 1 FROM {FORMATS})",
+        *format_ddl(FORMATS, FORMAT, tail),
     )
 
 
@@ -95,15 +93,7 @@ def record(caller: Caller, saga: Saga, id_: str, text: str) -> bool:
 
 def check_tables(caller: Caller) -> None:
     """Raise Refused if the tables are not there, or a newer version of this package made them."""
-    try:
-        rows = caller.execute(f"SELECT version FROM {FORMATS}").rows
-    except Exception as error:
-        if not caller.missing(error):
-            raise
-        rows = ()
-    if not rows:
-        raise no_tables(caller.dialect)
-    check_format(rows[0][0], "a saga log", FORMAT)
+    caller.check_format(FORMATS, "a saga log", FORMAT, no_tables(caller.dialect))
 
 
 def no_tables(dialect: str) -> Refused:
