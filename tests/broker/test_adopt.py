@@ -120,6 +120,14 @@ def test_from_a_time_and_from_a_checkpoint_of_sparks_own(kafka: Any, tmp_path: P
     (old / "commits" / "5").write_text("v1\n{}")
     with pytest.raises(Refused, match=r"ADOPT_PARTITIONS.*another-0"):
         ours.adopt(checkpoint=old)
+    for number, offsets, code in (
+        (6, "0", "ADOPT_OFFSETS.*not those of a Kafka source"),
+        (7, "0\n1", "ADOPT_SOURCES.*2 sources"),
+    ):
+        (old / "offsets" / str(number)).write_text(f"v1\n{{}}\n{offsets}")
+        (old / "commits" / str(number)).write_text("v1\n{}")
+        with pytest.raises(Refused, match=code):
+            ours.adopt(checkpoint=old)
     (old / "delivered").mkdir()
     (old / "delivered" / "source-offsets.json").write_text("{}")
     with pytest.raises(Refused, match=r"ADOPT_OURS"):
