@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -20,6 +20,7 @@ class Shop:
     Attributes:
         kills: (id, "pay.do", "in" or "lost"): SIGKILL the caller, after the effect or before it; once each.
         pauses: (id, "pay.do"): SIGSTOP the caller after the effect; once each.
+        faults: (id, "pay.do") -> what happens after the effect; once each.
         calls: every request in order: (id, "pay.do", process).
         effects: what took effect, in order: (id, "pay.do").
     """
@@ -28,6 +29,7 @@ class Shop:
         self.kills: set[tuple[str, str, str]] = set()
         self.pauses: set[tuple[str, str]] = set()
         self.paused: list[int] = []
+        self.faults: dict[tuple[str, str], Callable[[], None]] = {}
         self.calls: list[tuple[str, str, int]] = []
         self.effects: list[tuple[str, str]] = []
         self._answers: dict[str, tuple[int, Any]] = {}
@@ -78,6 +80,7 @@ class Shop:
                 self.kills.remove((id_, call, "in"))
                 os.kill(int(pid), signal.SIGKILL)
                 return None
+            self.faults.pop((id_, call), lambda: None)()
             if (id_, call) in self.pauses:
                 self.pauses.remove((id_, call))
                 os.kill(int(pid), signal.SIGSTOP)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from tests.broker.saga_process import STEPS, checkout
 from tests.broker.saga_shop import Shop, disagreements
 
 from delivered import saga
+from delivered.model.errors import UsageError
 from delivered.saga.progress import Event, Status
 
 ROOT = Path(__file__).parents[2]
@@ -220,6 +222,32 @@ def test_workers_at_once_never_run_the_same_saga(dialect: str, world: World) -> 
     assert len(set.union(*by.values())) > 1, "more than one worker had sagas"
 
 
+@pytest.mark.parametrize("dialect", DIALECTS[1:])
+def test_sagas_go_on_after_their_database_was_killed(
+    dialect: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Killed after an effect, before its outcome is logged; the same worker connects again."""
+    server = request.getfixturevalue(f"new_{dialect}")()
+    world = World(dialect, server.url if dialect == "postgres" else server.broker.bootstrap)
+
+    def outage() -> None:
+        server.broker.kill()
+        threading.Thread(target=server.broker.restart).start()
+
+    calls = [("paid", "pay.do"), ("mailed", "mail.do"), ("undone", "ship.undo")]
+    world.shop.faults = dict.fromkeys(calls, outage)
+    world.begin(paid={}, mailed={}, undone={"fail": "confirm"}, quiet={})
+    worker = world.start()
+    out, errors = worker.communicate(timeout=240)
+    world.shop.close()
+    assert worker.returncode == 0, errors
+    assert not world.shop.faults, "every outage happened"
+    assert sum(json.loads(out)["rested"].values()) == 4
+    statuses = world.statuses()
+    assert statuses == {"paid": "complete", "mailed": "compensated", "undone": "compensated", "quiet": "complete"}
+    assert not list(disagreements(world.shop, statuses))
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_stuck_saga_waits_for_a_person(dialect: str, world: World) -> None:
     data = {"fail": "confirm", "undo_fails": "ship"}
@@ -237,8 +265,13 @@ def test_a_stuck_saga_waits_for_a_person(dialect: str, world: World) -> None:
     undone = {(i, c) for i, c in world.shop.effects if c.endswith(".undo")}
     rest = {"mail.undo", "pay.undo", "reserve.undo"}
     assert undone == {("retried", "mail.undo"), *((i, c) for i in ("skipped", "by_hand") for c in rest)}
+    with contextlib.closing(world.log.open()) as log:
+        assert (log.clean(3600), log.clean(-1), log.clean(-1)) == (0, 2, 0), "those at rest; a stuck one stays"
+    assert world.statuses() == {"retried": "stuck"}
+    assert world.events("skipped") == []
+    world.begin(skipped={})
     for id_ in ("skipped", "by_hand"):
-        with contextlib.closing(world.log.open()) as log, pytest.raises(saga.tables.Refused, match="SAGA_NOT_STUCK"):
+        with contextlib.closing(world.log.open()) as log, pytest.raises(UsageError, match=r"SAGA_(NOT_STUCK|UNKNOWN)"):
             log.resolve(id_, Event.RETRY)
 
 

@@ -30,6 +30,7 @@ COMMANDS = [
     ["sagas", "retry"],
     ["sagas", "skip"],
     ["sagas", "done"],
+    ["sagas", "clean"],
     ["brokers", "start"],
     ["brokers", "fetch"],
     ["brokers", "stop"],

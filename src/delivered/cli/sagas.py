@@ -148,6 +148,28 @@ def done(
     _resolve(id, "done", log, saga, password, output)
 
 
+@app.command()
+@command
+def clean(
+    log: LogOption,
+    older_than: Annotated[float, typer.Option(min=0, help="Days since a saga came to rest.")],
+    password: PasswordOption = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Delete sagas that are complete or compensated; an id that comes again afterwards begins a new one."""
+    from delivered.saga.log import CLEANED_MAX
+
+    deleted, last = 0, CLEANED_MAX
+    with contextlib.closing(_log(log, password).open()) as opened:
+        while last == CLEANED_MAX:
+            last = opened.clean(older_than * 86_400)
+            deleted += last
+    if output is Output.JSON:
+        say_json({"deleted": deleted})
+    else:
+        say(f"{deleted} sagas deleted")
+
+
 def _resolve(id_: str, how: str, log: str, saga: str | None, password: str | None, output: Output) -> None:
     from delivered.saga.progress import Event
 

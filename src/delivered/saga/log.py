@@ -24,6 +24,8 @@ from delivered.saga.progress import Entry, Event, Status
 from delivered.saga.tables import ENTRIES, SAGAS, check_tables, checked, ddl, no_tables, record
 
 _CANDIDATES = 16
+CLEANED_MAX = 500
+"""Sagas that one call of `clean` deletes."""
 _OPEN = (Status.RUNNING.value, Status.COMPENSATING.value)
 
 
@@ -354,6 +356,23 @@ class OpenLog:
             entry = Entry(step, Verb.UNDO, event, error="resolved by a person")
             _insert(caller, name, key, int(count) + 1, int(epoch) + 1, entry)
         return Row(name, id, Status.COMPENSATING, step, "", 0.0, "")
+
+    def clean(self, age_s: float) -> int:
+        """Delete sagas that have been complete or compensated for this long, at most `CLEANED_MAX`; call it again until
+        it deletes fewer. An id that comes again afterwards begins a new saga. Stuck sagas stay.
+
+        Returns: sagas deleted.
+        """
+        with self.transaction() as caller:
+            old = caller.execute(
+                f"SELECT saga, id FROM {SAGAS} WHERE status IN (?, ?) AND due_ms < {NOW_MS[caller.dialect]} - ? "
+                f"ORDER BY due_ms LIMIT {CLEANED_MAX}",
+                (Status.COMPLETE.value, Status.COMPENSATED.value, int(age_s * 1000)),
+            ).rows
+            for row in old:
+                for table in (ENTRIES, SAGAS):
+                    caller.execute(f"DELETE FROM {table} WHERE saga = ? AND id = ?", row)
+        return len(old)
 
 
 def _insert(caller: Caller, saga: str, key: Any, n: int, epoch: int, entry: Entry) -> None:
