@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delivered.saga import NO_UNDO, Call, Saga, Status, Step, Verb
@@ -33,6 +33,7 @@ def sagas(draw: st.DrawFn) -> Saga:
     )  # fmt: skip
 
 
+@settings(max_examples=1_000)
 @given(sagas(), st.data())
 def test_every_saga_comes_to_rest_and_none_is_half_done(saga: Saga, data: st.DataObject) -> None:
     entries: list[Entry] = []
