@@ -35,6 +35,7 @@ _ACTIVEMQ = {"url": "stomp://localhost", "queue": "orders"}
 SOURCES = (
     Example("Kafka", "kafka", {"kafka.bootstrap.servers": "localhost:9092", "subscribe": "orders"}),
     Example("local log", "log", {"path": "/data/log"}),
+    Example("[outbox](connectors/outbox.md)", "outbox", {"url": "postgresql://localhost/shop"}),
     Example(
         "RabbitMQ, through a [receiver](receiver.md)",
         "rabbitmq",

@@ -5,10 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import itertools
-import json
-import os
-import subprocess
-import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -22,7 +18,6 @@ from delivered.inbox import clean, ddl, inbox
 from delivered.model.errors import InvariantBroken, Refused
 
 _names = itertools.count()
-ROOT = Path(__file__).parents[2]
 MESSAGES = 12
 DIALECTS = ["sqlite", "postgres", "mysql"]
 SWEEP = ["sqlite", *(pytest.param(d, marks=pytest.mark.matrix) for d in DIALECTS[1:])]
@@ -228,16 +223,6 @@ def test_autocommit_and_missing_tables_are_refused(
     assert db.execute(f"SELECT COUNT(*) FROM {db.outbox}") == [(0,)]
 
 
-def run_process(spec: dict[str, Any]) -> tuple[int, str]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.broker.outbox_process", json.dumps(spec)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode in (0, -9), done.stderr
-    return done.returncode, done.stdout
-
-
 POINTS = [("before", 2), ("in", 4), ("in_late", 6), ("after", 8)]
 
 
@@ -267,9 +252,9 @@ def test_business_rows_and_messages_agree_after_kills(
         "ids": ids, "variant": variant,
     }  # fmt: skip
     for point, n in POINTS:
-        code, _ = run_process({**spec, "point": point, "n": n})
+        code, _ = outbox_process.run_process({**spec, "point": point, "n": n})
         assert code == -9
-    assert run_process({**spec, "point": "", "n": -1})[0] == 0
+    assert outbox_process.run_process({**spec, "point": "", "n": -1})[0] == 0
     found = disagreements(db, ids, f"{db.orders}.message", f"{db.outbox}.id")
     assert bool(found) is bool(variant), found
 
@@ -290,9 +275,9 @@ def test_an_effect_happens_once_though_messages_repeat_and_consumers_die(
         "rabbitmq": rabbitmq.url, "queue": queue, "variant": variant,
     }  # fmt: skip
     for point, n in POINTS:
-        code, _ = run_process({**spec, "point": point, "n": n})
+        code, _ = outbox_process.run_process({**spec, "point": point, "n": n})
         assert code == -9
-    code, repeats = run_process({**spec, "point": "", "n": -1})
+    code, repeats = outbox_process.run_process({**spec, "point": "", "n": -1})
     assert code == 0
     assert int(repeats) >= 1
     assert rabbitmq.left(queue) == 0

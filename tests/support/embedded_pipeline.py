@@ -1,9 +1,10 @@
 """A whole pipeline without Spark, for a separate process: a log, the engine, a sink, a checkpoint in Spark's format.
 
 `main` takes {"log": ..., "database": ..., "checkpoint": ..., "guarantee": ..., "owner": ...}. Before a batch its
-offsets are written, after it a file in `commits/`. Crash points come from DELIVERED_CRASH. With "dedup"
-(microseconds) it drops repeats of a key by a table; "without" names columns that an earlier transform of changes lacks.
-With "stop_at" the process stops itself (SIGSTOP) at that point, once: a zombie to be.
+offsets are written, after it a file in `commits/`. Crash points come from DELIVERED_CRASH. With "outbox", the options
+of its source, it reads an outbox instead of a log. With "dedup" (microseconds) it drops repeats of a key by a table;
+"without" names columns that an earlier transform of changes lacks. With "stop_at" the process stops itself (SIGSTOP) at
+that point, once: a zombie to be.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.files import CONNECTOR as FILES
 from delivered.connectors.iceberg import CONNECTOR as ICEBERG
 from delivered.connectors.log import CONNECTOR as LOG
+from delivered.connectors.outbox import CONNECTOR as OUTBOX
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract.powers import add_columns, ready_target
 from delivered.contract.sink import Sink, SinkGroup
@@ -62,6 +64,12 @@ def transform(batch: pa.RecordBatch) -> pa.RecordBatch:
         ],
         names=["id", "payload", "position", "at"],
     )
+
+
+def messages(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Of an outbox: the id is in a header."""
+    ids = [h[0]["value"].decode() for h in batch.column("headers").to_pylist()]
+    return pa.RecordBatch.from_arrays([pa.array(ids, pa.string()), batch.column("value")], names=["id", "payload"])
 
 
 def changes(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -102,7 +110,7 @@ def write(path: Path, text: str) -> None:
 
 
 def run(spec: dict[str, Any]) -> None:
-    source = LOG.source({"path": spec["log"]})
+    source = OUTBOX.source(spec["outbox"]) if "outbox" in spec else LOG.source({"path": spec["log"]})
     upsert: dict[str, str] = spec.get("upsert", {})
     sink: Sink | SinkGroup
     if "sinks" in spec:
@@ -127,6 +135,8 @@ def run(spec: dict[str, Any]) -> None:
     owner, guarantee = Owner(spec["owner"], process=os.getpid()), Guarantee(spec["guarantee"])
 
     def made(batch: pa.RecordBatch) -> pa.RecordBatch:
+        if "outbox" in spec:
+            return messages(batch)
         if not upsert:
             return MESSAGE(transform(batch)) if "toy" in spec else transform(batch)
         unused = [n for n in ("gone", "was") if n not in upsert.values()]
@@ -143,7 +153,8 @@ def run(spec: dict[str, Any]) -> None:
         if planned is None or planned == logged:
             batch = 0 if planned is None else planned + 1
             start = driver.initial() if planned is None else checkpoint.offsets(planned)["end"]
-            end = driver.latest(start, ROWS_PER_BATCH)
+            end = driver.latest(start, spec.get("rows_per_batch", ROWS_PER_BATCH))
+            driver.acknowledge(start)
             if end == start:
                 return
             write(checkpoint.folder / "offsets" / str(batch), json.dumps({"start": start, "end": end}))
@@ -163,8 +174,8 @@ def run(spec: dict[str, Any]) -> None:
         shards = [rows(piece) for piece in pieces]
         if "dedup" in spec:
             shards = _once(spec["dedup"], sink, scope, batch, [b for piece in pieces for b in source.read(piece)], made)
-        messages = [write_shard(sink, plan, i, 0, shard, schema) for i, shard in enumerate(shards)]
-        commit_batch(committing, batch, text, messages)
+        prepared = [write_shard(sink, plan, i, 0, shard, schema) for i, shard in enumerate(shards)]
+        commit_batch(committing, batch, text, prepared)
         reach(StepId.LOG, Moment.BEFORE, batch=batch)
         write(checkpoint.folder / "commits" / str(batch), "{}")
         reach(StepId.LOG, Moment.AFTER, batch=batch)

@@ -1,11 +1,11 @@
-"""Finds connectors by name, through entry points. Imports no client library."""
+"""Finds connectors by name: our own, and those of other packages through entry points. Imports no client library."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from delivered.contract.connector import Connector
@@ -19,12 +19,21 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "delivered.connectors"
 PREFIX = "delivered_"
+_OWN = (
+    *("activemq", "delta", "files", "iceberg", "kafka", "log", "mysql", "outbox", "postgres", "pulsar", "rabbitmq"),
+    *("rabbitmq.stream", "rocketmq", "saga", "sqlite"),
+)
+"""Modules of our own connectors: code without installed metadata (`--py-files`, an older editable install) has them."""
+
+
+def _entries() -> dict[str, EntryPoint]:
+    own = [EntryPoint(m.replace(".", "_"), f"delivered.connectors.{m}:CONNECTOR", ENTRY_POINTS) for m in _OWN]
+    return {e.name: e for e in (*own, *entry_points(group=ENTRY_POINTS))}
 
 
 def connectors() -> dict[str, Connector]:
     """Every installed connector by name."""
-    loaded = {e.name: e.load() for e in entry_points(group=ENTRY_POINTS)}
-    return dict(sorted(loaded.items()))
+    return {name: entry.load() for name, entry in sorted(_entries().items())}
 
 
 def alternatives() -> Alternatives:
@@ -44,7 +53,7 @@ def connector(name: str) -> Connector:
         UsageError: there is none of that name.
     """
     name = name.removeprefix(PREFIX)
-    entries = {e.name: e for e in entry_points(group=ENTRY_POINTS)}
+    entries = _entries()
     if name not in entries:
         near = difflib.get_close_matches(name, entries, n=1)
         raise UsageError(

@@ -1,0 +1,208 @@
+"""Connections to the database of an outbox, and translation of its errors."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from delivered.connectors.outbox.options import OWNER, TLS_PARAMETERS, OutboxOptions
+from delivered.kits.caller import Caller, cause
+from delivered.model import patience
+from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
+from delivered.model.limits import CONNECT_TIMEOUT_S
+
+if TYPE_CHECKING:
+    import psycopg
+
+T = TypeVar("T")
+
+_CONNECT_TRY_S = 5
+_LOST_MYSQL = frozenset({0, 1053, 1158, 1159, 1160, 1161, 1927, 2002, 2003, 2006, 2013, 2014, 2055})
+_LOGIN_MYSQL = frozenset({1044, 1045, 1698})
+_DENIED_MYSQL = frozenset({1142, 1143, 1227})
+
+
+def connect(options: OutboxOptions) -> Any:
+    """Open a connection with manual transactions, at a level where each statement sees what was committed before it.
+
+    Raises:
+        Unreachable: once the patience of a start, or of a running query, is over.
+        UsageError: login or database is wrong.
+        MissingExtra: the client library is not installed.
+    """
+    with explaining(options):
+        match options.dialect:
+            case "postgres":
+                return patiently(options, lambda: _postgres(options))
+            case "mysql":
+                return patiently(options, lambda: _mysql(options))
+            case _:
+                return _sqlite(options)
+
+
+def replication(options: OutboxOptions) -> psycopg.Connection[Any]:
+    """A connection that takes commands of PostgreSQL's replication protocol."""
+    with explaining(options):
+        return _postgres(options, replication="database", autocommit=True)
+
+
+def patiently(options: OutboxOptions, ask: Callable[[], T]) -> T:
+    """Ask until the server answers; `ask` changes nothing, or may be called again."""
+
+    def explained_() -> T:
+        with explaining(options):
+            return ask()
+
+    return patience.patiently(options.system, explained_, patience_s=patience.patience_s(answered=False))
+
+
+@contextlib.contextmanager
+def explaining(options: OutboxOptions) -> Iterator[None]:
+    """Translate the client's errors."""
+    try:
+        yield
+    except DeliveredError:
+        raise
+    except Exception as error:
+        found = explained(error, options)
+        if found is None:
+            raise
+        raise found from error
+
+
+@contextlib.contextmanager
+def transaction(options: OutboxOptions, connection: Any, *, writes: bool = False) -> Iterator[Caller]:
+    """One transaction, committed at the end or rolled back.
+
+    Args:
+        writes: SQLite takes its write lock at the beginning, so that nothing that was read changes before the write.
+    """
+    with explaining(options):
+        try:
+            if options.dialect == "sqlite":
+                connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+            yield Caller(connection, what=OWNER)
+            connection.commit()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                connection.rollback()
+            raise
+
+
+def sqlstate(error: BaseException) -> str:
+    """PostgreSQL's code of an error, also below ours; empty: there is none."""
+    found = getattr(error, "sqlstate", None) or getattr(error.__cause__, "sqlstate", None)
+    return str(found or "")
+
+
+def explained(error: Exception, options: OutboxOptions) -> DeliveredError | None:
+    """Our error for a client's; None: it is not a client's."""
+    own = cause(error)
+    library = type(own).__module__.partition(".")[0]
+    if library not in ("psycopg", "pymysql", "sqlite3"):
+        return None
+    text, where = " ".join(str(own).split())[:1000], options.system
+    code = getattr(own, "sqlstate", None) if library == "psycopg" else own.args[0] if own.args else None
+    if library == "sqlite3":
+        name = getattr(own, "sqlite_errorname", type(own).__name__)
+        if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")):
+            return UsageError(
+                "OUTBOX_DATABASE",
+                f"{OWNER}: {where} cannot be opened for writing: {text} ({name}).",
+                next_step="correct the option url: sqlite:///folder/file.db; the file must exist",
+            )
+        return Unreachable("OUTBOX_ERROR", f"{OWNER}: {where} failed: {text} ({name}).", "run the pipeline again")
+    lost = (
+        (code is None or str(code).startswith(("08", "57P", "53300"))) if library == "psycopg" else code in _LOST_MYSQL
+    )
+    login = str(code).startswith("28") or code in _LOGIN_MYSQL or "password authentication" in text
+    if login:
+        return Unreachable(
+            "OUTBOX_LOGIN", f"{OWNER}: {where} rejected the login: {text}", "check the options user and password"
+        )
+    if lost:
+        return Unreachable(
+            "OUTBOX_UNREACHABLE", f"{OWNER}: {where} is unreachable, or closed the connection: {text}", "start it"
+        )
+    if code == "42501" or code in _DENIED_MYSQL:
+        return UsageError(
+            "PERMISSION",
+            f"{OWNER}: {where} denied a statement: {text}",
+            next_step="grant the user SELECT and DELETE on the outbox and the right to create tables; for method log "
+            'ALTER ROLE ... REPLICATION, or write .option("method", "poll")',
+        )
+    if code == "53400":
+        return UsageError(
+            "OUTBOX_SLOTS",
+            f"{OWNER}: {where} has no replication slot left: {text}",
+            next_step="raise max_replication_slots (a new slot needs two for a moment), or drop one that nobody reads",
+        )
+    return DeliveredError(
+        "OUTBOX_ERROR", f"{OWNER}: {where} reported: {text} ({code}).", "correct the cause, then start again"
+    )
+
+
+def _postgres(options: OutboxOptions, **more: Any) -> psycopg.Connection[Any]:
+    try:
+        import psycopg
+        from psycopg.types.json import set_json_loads
+    except ImportError:
+        raise MissingExtra("outbox") from None
+    given: dict[str, Any] = {"user": options.user, "password": options.password_resolved()}
+    connection = psycopg.connect(
+        options.url.replace("postgres://", "postgresql://", 1),
+        **{k: v for k, v in given.items() if v is not None},
+        connect_timeout=_CONNECT_TRY_S,
+        application_name=f"delivered {options.slot if options.by_log else options.positions}"[:63],
+        client_encoding="utf8",
+        prepare_threshold=None,
+        keepalives_idle=10,
+        keepalives_interval=5,
+        keepalives_count=4,
+        **more,
+    )
+    set_json_loads(_text, connection)  # as the table has it
+    return connection
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else bytes(value).decode()
+
+
+def _mysql(options: OutboxOptions) -> Any:
+    try:
+        import pymysql
+    except ImportError:
+        raise MissingExtra("outbox") from None
+    parts = urlsplit(options.url)
+    tls = {k: v for k, v in parse_qsl(parts.query) if k in TLS_PARAMETERS}
+    connection = pymysql.connect(
+        host=parts.hostname or "localhost",
+        port=parts.port or 3306,
+        user=options.user or (unquote(parts.username) if parts.username else None),
+        password=options.password_resolved() or "",
+        database=unquote(parts.path.strip("/")),
+        charset="utf8mb4",
+        autocommit=False,
+        connect_timeout=_CONNECT_TRY_S,
+        program_name="delivered",
+        init_command="SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
+        **{k: v.lower() == "true" if k.startswith("ssl_verify") else v for k, v in tls.items()},
+    )
+    connection.rollback()
+    return connection
+
+
+def _sqlite(options: OutboxOptions) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        f"file:{options.file}?mode=rw",
+        uri=True,
+        timeout=CONNECT_TIMEOUT_S,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    connection.execute("PRAGMA synchronous=EXTRA")
+    return connection

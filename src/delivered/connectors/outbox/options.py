@@ -1,0 +1,238 @@
+"""Options of `delivered_outbox`."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from delivered.kits.options import password_in_url, rows_max_option
+from delivered.model.errors import UsageError
+from delivered.model.options import FLAG, Options, OptionType, Unfit, choice, option, resolve_secret, whole
+
+OWNER = "delivered_outbox source"
+EARLIEST, LATEST = "earliest", "latest"
+LOG, POLL = "log", "poll"
+ROUTE = "{aggregatetype}"
+DIALECTS = {
+    "postgresql": "postgres",
+    "postgres": "postgres",
+    "mysql": "mysql",
+    "mariadb": "mysql",
+    "sqlite": "sqlite",
+}
+COLUMNS = ("id", "aggregatetype", "aggregateid", "type", "payload")
+TLS_PARAMETERS = ("ssl_ca", "ssl_cert", "ssl_key", "ssl_verify_cert", "ssl_verify_identity")
+SLOT_LENGTH_MAX = 63
+_EXAMPLES = "postgresql://host/db, mysql://host/db or sqlite:///folder/file.db"
+
+Where = str | dict[str, Any]
+"""earliest, latest, or offsets."""
+Renamed = tuple[tuple[str, str], ...]
+"""A column's usual name, and the table's."""
+
+
+def _url(text: str) -> str:
+    url = text.strip().removeprefix("jdbc:")
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in DIALECTS and bool(parts.path.strip("/")) and (parts.port or 1) > 0
+    except ValueError:
+        usable = False
+    if not usable:
+        # The value is not shown: an unparsable URL may contain a password.
+        raise Unfit(f"is not of the form {_EXAMPLES}")
+    if parts.password is not None or "password" in dict(parse_qsl(parts.query)):
+        raise password_in_url("env:DATABASE_PASSWORD")
+    return url
+
+
+def _where(text: str) -> Where:
+    if text.strip().lower() in (EARLIEST, LATEST):
+        return text.strip().lower()
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    # Also accepts the result of the driver's `initial`, which is stored beside a checkpoint.
+    if not isinstance(found, dict) or not {"lsn", "number"} & set(found):
+        raise Unfit(f"is {text!r}; it must be earliest, latest, or offsets as Spark logs them")
+    return found
+
+
+def _table(text: str) -> str:
+    parts = text.strip().split(".")
+    if not all(parts) or len(parts) > 2 or any(c in text for c in '\0%?"`'):
+        raise Unfit(f"is {text!r}; it must be a table, or schema.table, as stored in the database and unquoted")
+    return text.strip()
+
+
+def _columns(text: str) -> Renamed:
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    named = tuple((before.strip(), after.strip()) for before, _, after in pairs)
+    if not all(before in COLUMNS and after for before, after in named):
+        raise Unfit(f"is {text!r}; it must be like payload=body, type=kind, with names of {', '.join(COLUMNS)}")
+    return named
+
+
+def _slot(text: str) -> str:
+    if not re.fullmatch(rf"[a-z0-9_]{{1,{SLOT_LENGTH_MAX}}}", text):
+        raise Unfit(f"is {text!r}; PostgreSQL allows 1 to {SLOT_LENGTH_MAX} lower-case letters, digits and _")
+    return text
+
+
+class OutboxOptions(Options, owner=OWNER, ignored=("path",)):
+    """
+    Attributes:
+        changes: a table as a change stream; None: an outbox is read.
+        method: log or poll; None: the default of the database.
+        renamed: columns that the table names otherwise.
+        slot_named, publication_named, positions_named: None: the default.
+    """
+
+    url: str = option(
+        "url", f"URL of the database: {_EXAMPLES}.", OptionType(_url), example="postgresql://localhost/shop"
+    )
+    user: str | None = option("user", "User to log in as.", default=None)
+    password: str | None = option(
+        "password", "The user's password.", default=None, secret=True, example="env:DATABASE_PASSWORD"
+    )
+    outbox: str = option("dbtable", "The outbox table: outbox, or shop.outbox.", OptionType(_table), default="outbox")
+    changes: str | None = option(
+        "table",
+        "A PostgreSQL table to read as a change stream, instead of an outbox: its inserts, updates and deletes.",
+        OptionType(_table),
+        default=None,
+        example="orders",
+    )
+    method: str | None = option(
+        "method",
+        "log: PostgreSQL's logical decoding, its default; poll: queries, the default for other databases.",
+        choice((LOG, POLL)),
+        default=None,
+    )
+    renamed: Renamed = option(
+        "columns",
+        f"Columns of the outbox that have other names than {', '.join(COLUMNS)}: payload=body.",
+        OptionType(_columns),
+        default=(),
+        shown="",
+        example="payload=body, type=kind",
+    )
+    topic: str = option(
+        "topic",
+        f"Value of the column topic; {ROUTE} is the row's aggregate type.",
+        default=f"outbox.event.{ROUTE}",
+    )
+    json: bool = option(
+        "payloadFormat",
+        "json: a payload that is not JSON stops the query; any: payloads are not looked at.",
+        choice({"json": True, "any": False}),
+        default=False,
+    )
+    keep: bool = option(
+        "keep",
+        "true: keep delivered rows, with their offsets, so that they can be read again (audit); false: delete them.",
+        FLAG,
+        default=False,
+    )
+    starting: Where = option(
+        "startingOffsets",
+        "Where a new checkpoint starts: earliest: with the rows that are in the outbox; latest; or offsets.",
+        OptionType(_where, lambda where: where if isinstance(where, str) else json.dumps(where)),
+        default=EARLIEST,
+    )
+    rows_max: int | None = rows_max_option("rows")
+    slot_named: str | None = option(
+        "slot",
+        "Logical replication slot, by default delivered_<table>; made for a new checkpoint if it is missing.",
+        OptionType(_slot),
+        default=None,
+        example="delivered_outbox",
+    )
+    publication_named: str | None = option(
+        "publication", "Publication of the table, by default named as the slot; made with it.", default=None
+    )
+    positions_named: str | None = option(
+        "positionsTable",
+        "Table in which the source numbers the rows, by default <dbtable>_positions; made if missing.",
+        OptionType(_table),
+        default=None,
+        example="outbox_positions",
+    )
+    timeline: int | None = option(
+        "timeline",
+        "Timeline of the server after a failover, once you have checked that no row was lost in it.",
+        whole(1),
+        default=None,
+        example="2",
+    )
+
+    def check(self, owner: str) -> None:
+        if self.dialect != "postgres" and (self.method == LOG or self.changes is not None):
+            name = "table" if self.changes is not None else "method"
+            raise UsageError(
+                "OPTION_CONFLICT",
+                f"{owner}: option {name!r} needs logical decoding, which only PostgreSQL has; the url is of "
+                f"{self.dialect}.",
+                next_step='read an outbox by .option("method", "poll")',
+            )
+        if self.changes is not None and self.method == POLL:
+            raise UsageError(
+                "OPTION_CONFLICT",
+                f"{owner}: option 'table' needs method log: polling sees no updates and no deletes.",
+                next_step="remove the option 'method'",
+            )
+
+    @property
+    def dialect(self) -> str:
+        """postgres, mysql or sqlite."""
+        return DIALECTS[urlsplit(self.url).scheme]
+
+    @property
+    def by_log(self) -> bool:
+        return self.method == LOG or (self.method is None and self.dialect == "postgres")
+
+    @property
+    def table(self) -> str:
+        """The table that is read."""
+        return self.changes or self.outbox
+
+    @property
+    def slot(self) -> str:
+        plain = re.sub(r"[^a-z0-9_]", "_", self.table.lower())
+        return self.slot_named or f"delivered_{plain}"[:SLOT_LENGTH_MAX]
+
+    @property
+    def publication(self) -> str:
+        return self.publication_named or self.slot
+
+    @property
+    def positions(self) -> str:
+        return self.positions_named or f"{self.outbox}_positions"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Of the outbox: id, aggregate type, aggregate id, type, payload."""
+        return tuple(dict(self.renamed).get(name, name) for name in COLUMNS)
+
+    @property
+    def place(self) -> str:
+        """Host, port and database, or the file; for messages."""
+        parts = urlsplit(self.url)
+        return self.file if self.dialect == "sqlite" else parts.netloc.rpartition("@")[2] + parts.path
+
+    @property
+    def system(self) -> str:
+        """For messages."""
+        return {"postgres": "PostgreSQL at ", "mysql": "MySQL at ", "sqlite": "SQLite "}[self.dialect] + self.place
+
+    @property
+    def file(self) -> str:
+        """Of SQLite."""
+        return "/" + unquote(urlsplit(self.url).path).lstrip("/")
+
+    def password_resolved(self) -> str | None:
+        """The resolved password; use at once, do not keep."""
+        return None if self.password is None else resolve_secret("password", self.password)

@@ -1,0 +1,148 @@
+"""Reads of a slot's changes that consume nothing, and the one call that moves the slot.
+
+A peek decodes from the slot's confirmed position on. A transaction belongs to the range in which its commit record
+begins, so a range gives the same rows whenever it is read, until the slot has been advanced past it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from delivered.connectors.outbox.database import connect, explaining, sqlstate
+from delivered.connectors.outbox.options import OWNER, OutboxOptions
+from delivered.connectors.outbox.pgoutput import Begin, Change, Decoder
+from delivered.connectors.outbox.slot import NUMBER, check_slot, state
+from delivered.contract.source import Offsets
+from delivered.kits.caller import quoted
+from delivered.model import patience
+from delivered.model.errors import DeliveredError, InvariantBroken
+from delivered.model.limits import SOURCE_PATIENCE_S
+
+if TYPE_CHECKING:
+    import psycopg
+
+_ROWS_FETCHED = 2_000
+_IN_USE, _NOT_READY, _UNDEFINED, _REMOVED = "55006", "55000", "42704", "58P01"
+
+_PEEK = (
+    "pg_logical_slot_peek_binary_changes(%(slot)s, ('0/0'::pg_lsn + %(end)s), %(count)s, 'proto_version', '1', "
+    "'publication_names', %(publication)s)"
+)
+_END = f"""
+WITH m AS MATERIALIZED (SELECT ({NUMBER.format("lsn")})::bigint AS at, get_byte(data, 0) AS kind, n
+    FROM {_PEEK} WITH ORDINALITY AS p(lsn, xid, data, n)),
+  c AS (SELECT at, kind, count(*) FILTER (WHERE kind IN (68, 73, 84, 85)) OVER (ORDER BY n) AS total FROM m)
+SELECT coalesce(max(total), 0), max(at) FILTER (WHERE kind = 67 AND total <= %(rows)s AND total > 0),
+  min(at) FILTER (WHERE kind = 67 AND total > 0) FROM c
+"""  # 67: commit; 68, 73, 84, 85: delete, insert, truncate, update
+
+
+def peek_end(
+    connection: psycopg.Connection[Any], options: OutboxOptions, until: int, rows_max: int | None
+) -> int | None:
+    """Where a batch from the slot's position on may end; None: nothing happened until `until`.
+
+    Args:
+        connection: in autocommit.
+        rows_max: a batch ends after whole transactions, the first of which may have more rows.
+    """
+    # A transaction of one row has three to four messages. Without a limit, one change is enough to know.
+    count = 1 if rows_max is None else 4 * rows_max + 4
+    given = {"rows": rows_max or 0, "end": until, "count": count, **_names(options)}
+    with _reading(options):
+        row = connection.execute(_END, given).fetchone()
+    if row is None or not row[0]:
+        return None
+    return until if rows_max is None else min(until, int(row[1] or row[2]))
+
+
+def peek(options: OutboxOptions, start: Offsets, end: int) -> Iterator[tuple[Begin, int, Change]]:
+    """Changes of the transactions whose commit record begins in [start, end), in order of commits, each with the
+    position of its own record; bounded memory.
+
+    Raises:
+        InvariantBroken: the slot did not have all of them.
+    """
+    at, begin, decoder = int(start["lsn"]), None, Decoder()
+    connection = connect(options)
+    try:
+        with explaining(options), _reading(options):
+            check_slot(state(connection, options), options, start)
+            with connection.cursor(name="wal", binary=True) as cursor:
+                cursor.itersize = _ROWS_FETCHED
+                statement = f"SELECT ({NUMBER.format('lsn')})::bigint, data FROM {_PEEK}"
+                cursor.execute(statement, {"end": end, "count": None, **_names(options)})
+                for position, data in cursor:
+                    for message in decoder.decode(data):
+                        if isinstance(message, Begin):
+                            begin = message
+                        elif begin is not None and at <= begin.lsn < end:
+                            yield begin, position, message
+            # The slot only moves forward: if it is not past the start now, it was not while this read.
+            check_slot(state(connection, options), options, start)
+    finally:
+        connection.close()
+
+
+def advance(connection: psycopg.Connection[Any], options: OutboxOptions, position: int) -> None:
+    """Move the slot on, so that the server may remove WAL. Idempotent.
+
+    Args:
+        connection: in autocommit.
+    """
+    with _reading(options):
+        connection.execute(
+            "SELECT pg_replication_slot_advance(slot_name, '0/0'::pg_lsn + %s) FROM pg_replication_slots "
+            "WHERE slot_name = %s AND confirmed_flush_lsn < '0/0'::pg_lsn + %s",
+            [position, options.slot, position],
+        )
+
+
+def _names(options: OutboxOptions) -> dict[str, str]:
+    return {"slot": options.slot, "publication": quoted("postgres", options.publication)}
+
+
+@contextlib.contextmanager
+def _reading(options: OutboxOptions) -> Iterator[None]:
+    """Explain what only decoding meets."""
+    try:
+        yield
+    except DeliveredError:
+        raise
+    except Exception as error:
+        code = sqlstate(error)
+        text = " ".join(str(error).split())
+        if code == _IN_USE:
+            raise SlotInUse(
+                "OUTBOX_SLOT_IN_USE",
+                f"{OWNER}: the slot {options.slot} at {options.system} is in use: {text}.",
+                next_step="stop the other reader (SELECT * FROM pg_replication_slots), or name another slot",
+            ) from error
+        if code == _UNDEFINED and "publication" in text:
+            raise InvariantBroken(
+                "OUTBOX_PUBLICATION",
+                f"{OWNER}: {options.system} cannot decode the changes of the slot {options.slot}: {text}. The "
+                "publication did not exist when they were written.",
+                next_step="compare the table with what was delivered, drop the slot, and start a new checkpoint",
+            ) from error
+        if code in (_NOT_READY, _REMOVED):
+            raise InvariantBroken(
+                "OUTBOX_WAL_REMOVED",
+                f"{OWNER}: {options.system} cannot read the slot {options.slot}: {text}.",
+                next_step="raise max_slot_wal_keep_size; compare the outbox with what was delivered; drop the slot and "
+                "start a new checkpoint",
+            ) from error
+        raise
+
+
+class SlotInUse(DeliveredError):
+    """Another session decodes from the slot at this moment."""
+
+
+def waiting(options: OutboxOptions, ask: Any) -> Any:
+    """Ask again while another session uses the slot: a task that was killed may still be decoding."""
+    return patience.wait_out(
+        f"the slot {options.slot}", ask, lambda error: isinstance(error, SlotInUse), SOURCE_PATIENCE_S / 4
+    )

@@ -1,0 +1,197 @@
+"""Messages of PostgreSQL's output plugin pgoutput, protocol version 1: whole transactions, in order of commits.
+
+https://www.postgresql.org/docs/current/protocol-logicalrep-message-formats.html
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from typing import Final
+
+from delivered.model.errors import InvariantBroken
+
+_EPOCH_US = 946_684_800_000_000
+"""2000-01-01, from which PostgreSQL counts, in µs since 1970."""
+
+
+class _Unchanged:
+    """A large value that an update left alone: it is not in the log."""
+
+    def __repr__(self) -> str:
+        return "UNCHANGED"
+
+
+UNCHANGED: Final = _Unchanged()
+Value = bytes | None | _Unchanged
+"""As PostgreSQL writes it as text, in UTF-8; None: NULL."""
+Row = tuple[Value, ...]
+
+
+class Op(StrEnum):
+    INSERT = auto()
+    UPDATE = auto()
+    DELETE = auto()
+    TRUNCATE = auto()
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A table as it was when the change was written.
+
+    Attributes:
+        keys: whether a column belongs to the replica identity.
+        types: oids.
+    """
+
+    oid: int
+    schema: str
+    name: str
+    columns: tuple[str, ...]
+    keys: tuple[bool, ...]
+    types: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Begin:
+    """
+    Attributes:
+        lsn: where the transaction's commit record begins.
+        time_us: of the commit, since 1970.
+    """
+
+    lsn: int
+    time_us: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """
+    Attributes:
+        old: the row before it, if the log has it: only the key's columns, unless the replica identity is FULL.
+        new: None for a delete.
+    """
+
+    op: Op
+    relation: Relation
+    old: Row | None = None
+    new: Row | None = None
+
+
+class Decoder:
+    """Knows the tables that were described so far in one decoding session."""
+
+    def __init__(self) -> None:
+        self._relations: dict[int, Relation] = {}
+        self._data = b""
+        self._at = 0
+
+    def decode(self, data: bytes) -> list[Begin | Change]:
+        """The changes in one message; several for TRUNCATE, none for messages of other kinds.
+
+        Raises:
+            InvariantBroken: the message is not of this protocol.
+        """
+        self._data, self._at = data, 1
+        try:
+            return self._decoded(data[:1])
+        except (struct.error, KeyError, IndexError, ValueError) as error:
+            raise InvariantBroken(
+                "PGOUTPUT",
+                f"PostgreSQL's pgoutput sent a message that protocol 1 does not have: {data[:64]!r} ({error!r}).",
+                next_step="report it with the server's version",
+            ) from error
+
+    def _decoded(self, kind: bytes) -> list[Begin | Change]:
+        match kind:
+            case b"B":
+                lsn, time = self._take(">QqI")[:2]
+                return [Begin(lsn, time + _EPOCH_US)]
+            case b"R":
+                self._relation()
+            case b"I":
+                relation = self._known()
+                self._expect(b"N")
+                return [Change(Op.INSERT, relation, None, self._row())]
+            case b"U":
+                relation, old = self._known(), None
+                mark = self._byte()
+                if mark in (b"K", b"O"):
+                    old, mark = self._row(), self._byte()
+                if mark != b"N":
+                    raise ValueError(mark)
+                return [Change(Op.UPDATE, relation, old, self._row())]
+            case b"D":
+                relation = self._known()
+                if self._byte() not in (b"K", b"O"):
+                    raise ValueError(self._data[self._at - 1])
+                return [Change(Op.DELETE, relation, self._row())]
+            case b"T":
+                count, _ = self._take(">IB")
+                return [Change(Op.TRUNCATE, self._known()) for _ in range(count)]
+            case b"C" | b"O" | b"Y" | b"M":
+                pass
+            case _:
+                raise ValueError(kind)
+        return []
+
+    def _relation(self) -> None:
+        (oid,) = self._take(">I")
+        schema, name = self._name(), self._name()
+        _, count = self._take(">BH")
+        columns, keys, types = [], [], []
+        for _ in range(count):
+            (flags,) = self._take(">B")
+            columns.append(self._name())
+            type_, _ = self._take(">Ii")
+            keys.append(bool(flags & 1))
+            types.append(type_)
+        self._relations[oid] = Relation(oid, schema or "pg_catalog", name, tuple(columns), tuple(keys), tuple(types))
+
+    def _known(self) -> Relation:
+        return self._relations[self._take(">I")[0]]
+
+    def _row(self) -> Row:
+        data, at = self._data, self._at
+        count = int.from_bytes(data[at : at + 2], "big")
+        at += 2
+        values: list[Value] = []
+        for _ in range(count):
+            kind = data[at]
+            at += 1
+            if kind == 0x74:  # t: text
+                length = int.from_bytes(data[at : at + 4], "big")
+                at += 4
+                value = data[at : at + length]
+                if len(value) != length:
+                    raise ValueError("truncated")
+                values.append(value)
+                at += length
+            elif kind == 0x6E:  # n
+                values.append(None)
+            elif kind == 0x75:  # u
+                values.append(UNCHANGED)
+            else:
+                raise ValueError(kind)
+        self._at = at
+        return tuple(values)
+
+    def _take(self, form: str) -> tuple[int, ...]:
+        found = struct.unpack_from(form, self._data, self._at)
+        self._at += struct.calcsize(form)
+        return found
+
+    def _name(self) -> str:
+        end = self._data.index(b"\0", self._at)
+        name = self._data[self._at : end].decode()
+        self._at = end + 1
+        return name
+
+    def _byte(self) -> bytes:
+        self._at += 1
+        return self._data[self._at - 1 : self._at]
+
+    def _expect(self, mark: bytes) -> None:
+        if (found := self._byte()) != mark:
+            raise ValueError(found)

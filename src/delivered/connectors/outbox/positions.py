@@ -1,0 +1,258 @@
+"""Numbers for the rows of an outbox, in a table beside it: a sequence given *after* a row's commit.
+
+An id or a sequence of the application is given before the commit: a transaction that commits late leaves a row behind a
+reader that has passed its id. Here a row gets its number when the source has seen it, whenever that is; numbers have no
+gaps, and a range of them is the same rows whenever it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from delivered.connectors.outbox.options import OWNER, OutboxOptions
+from delivered.kits.caller import Caller, quoted
+from delivered.model.errors import BadRecord, InvariantBroken, UsageError
+
+DELETED_MAX = 1_000
+"""Rows that one transaction deletes."""
+NUMBERED_MAX = 100_000
+"""Rows that one transaction numbers."""
+_FETCHED = 2_000
+
+Found = tuple[int, Any, Any, Any, Any, Any]
+"""Number, id, aggregate type, aggregate id, type, payload; as the client returns them."""
+
+_TYPE = {
+    "postgres": "SELECT format_type(atttypid, atttypmod), attnotnull FROM pg_attribute WHERE attrelid = to_regclass(?) "
+    "AND attname = ? AND NOT attisdropped",
+    "mysql": "SELECT CONCAT(column_type, IFNULL(CONCAT(' CHARACTER SET ', character_set_name, ' COLLATE ', "
+    "collation_name), '')), is_nullable = 'NO' FROM information_schema.columns WHERE table_schema = "
+    "COALESCE(NULLIF(?, ''), DATABASE()) AND table_name = ? AND column_name = ?",
+    "sqlite": 'SELECT type, "notnull" FROM pragma_table_info(?) WHERE name = ?',
+}
+_UNIQUE = {
+    "postgres": "SELECT 1 FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0] "
+    "WHERE i.indrelid = to_regclass(?) AND a.attname = ? AND i.indisunique AND i.indnkeyatts = 1 AND i.indpred IS NULL "
+    "AND i.indisvalid",
+    "mysql": "SELECT 1 FROM information_schema.statistics WHERE table_schema = COALESCE(NULLIF(?, ''), DATABASE()) "
+    "AND table_name = ? GROUP BY index_name HAVING MAX(non_unique) = 0 AND COUNT(*) = 1 AND MAX(column_name) = ?",
+    "sqlite": 'SELECT 1 FROM pragma_index_list(?) l, pragma_index_info(l.name) i WHERE l."unique" AND NOT l.partial '
+    "GROUP BY l.name HAVING count(*) = 1 AND max(i.name) = ?",
+}
+
+
+@dataclass(frozen=True)
+class Positions:
+    """All methods work in the transaction of the caller that they are given."""
+
+    options: OutboxOptions
+
+    @property
+    def _rows(self) -> str:
+        return quoted(self.options.dialect, self.options.outbox)
+
+    @property
+    def _table(self) -> str:
+        return quoted(self.options.dialect, self.options.positions)
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        return tuple(quoted(self.options.dialect, name) for name in self.options.columns)
+
+    def check(self, caller: Caller) -> None:
+        """
+        Raises:
+            UsageError: there is no such table or column, or ids are not unique.
+        """
+        options = self.options
+        for name in options.columns:
+            if not self._described(caller, _TYPE, name):
+                where = f"{options.system} has no column {name} in a table {options.outbox}"
+                raise UsageError(
+                    "OUTBOX_TABLE",
+                    f"{OWNER}: {where}.",
+                    next_step=f'create it: delivered.outbox.ddl("{options.dialect}"); or write the options dbtable and '
+                    "columns",
+                )
+        name = options.columns[0]
+        if not self._described(caller, _UNIQUE, name):
+            raise UsageError(
+                "OUTBOX_ID_NOT_UNIQUE",
+                f"{OWNER}: the column {name} of {options.outbox} has no unique index of its own: one id could be there "
+                "twice, and a consumer would drop the second message.",
+                next_step=f"CREATE UNIQUE INDEX ON {options.outbox} ({name})",
+            )
+
+    def exists(self, caller: Caller) -> bool:
+        schema, _, table = self.options.positions.rpartition(".")
+        match caller.dialect:
+            case "postgres":
+                found = caller.execute("SELECT 1 WHERE to_regclass(?) IS NOT NULL", [self._table])
+            case "mysql":
+                found = caller.execute(
+                    "SELECT 1 FROM information_schema.tables WHERE table_schema = COALESCE(NULLIF(?, ''), DATABASE()) "
+                    "AND table_name = ?",
+                    [schema, table],
+                )
+            case _:
+                found = caller.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [table])
+        return bool(found.rows)
+
+    def prepare(self, caller: Caller) -> None:
+        """Create the table if it is missing."""
+        if self.exists(caller):
+            return
+        kind = self._described(caller, _TYPE, self.options.columns[0])[0][0]
+        kind = kind.decode() if isinstance(kind, bytes) else kind
+        caller.execute(
+            f"CREATE TABLE IF NOT EXISTS {self._table} (lsn BIGINT NOT NULL, number BIGINT NOT NULL, "
+            f"id {kind} NOT NULL, PRIMARY KEY (lsn, number), UNIQUE (id))"
+            + (" ENGINE=InnoDB" if caller.dialect == "mysql" else "")
+        )
+
+    def restart(self, caller: Caller) -> None:
+        """Forget all numbers, and number the rows that this transaction sees."""
+        caller.execute(f"DELETE FROM {self._table}")
+        self.number(caller, None)
+
+    def number(self, caller: Caller, limit: int | None) -> int:
+        """Number rows that have no number yet, by id; returns how many. Only one process at a time may."""
+        id_, last = self._columns[0], self.last(caller)[0]
+        fresh = (
+            f"SELECT o.{id_} AS id FROM {self._rows} o LEFT JOIN {self._table} p ON p.id = o.{id_} WHERE p.id IS NULL "
+            f"ORDER BY o.{id_}" + ("" if limit is None else f" LIMIT {int(limit)}")
+        )
+        try:
+            return caller.execute(
+                f"INSERT INTO {self._table} (lsn, number, id) SELECT 0, {last} + ROW_NUMBER() OVER (ORDER BY id), id "
+                f"FROM ({fresh}) AS fresh"
+            ).count
+        except Exception as error:
+            if not any(word in str(error).lower() for word in ("null", "unique", "duplicate")):
+                raise
+            raise BadRecord(
+                "OUTBOX_ID",
+                f"{OWNER}: a row of {self.options.outbox} has an id that is null, or there twice: {error}.",
+                next_step=f"find it: SELECT {id_}, count(*) FROM {self._rows} GROUP BY {id_} "
+                f"HAVING count(*) > 1 OR {id_} IS NULL",
+            ) from error
+
+    def last(self, caller: Caller) -> tuple[int, str | None]:
+        """The highest number, and the id that has it."""
+        rows = caller.execute(f"SELECT number, id FROM {self._table} WHERE lsn = 0 ORDER BY number DESC LIMIT 1").rows
+        return (int(rows[0][0]), text(rows[0][1])) if rows else (0, None)
+
+    def id_of(self, caller: Caller, number: int) -> str | None:
+        rows = caller.execute(f"SELECT id FROM {self._table} WHERE lsn = 0 AND number = ?", [number]).rows
+        return text(rows[0][0]) if rows else None
+
+    def first(self, caller: Caller) -> int:
+        """The lowest number of a row that is there; one above the highest: there is none."""
+        rows = caller.execute(
+            f"SELECT min(p.number) FROM {self._table} p JOIN {self._rows} o ON o.{self._columns[0]} = p.id "
+            "WHERE p.lsn = 0"
+        ).rows
+        return self.last(caller)[0] + 1 if rows[0][0] is None else int(rows[0][0])
+
+    def forget(self, caller: Caller) -> None:
+        """Drop the numbers of rows that were not delivered from the log."""
+        caller.execute(f"DELETE FROM {self._table} WHERE lsn = 0")
+
+    def unnumbered(self, caller: Caller) -> int:
+        id_ = self._columns[0]
+        rows = caller.execute(
+            f"SELECT count(*) FROM {self._rows} o LEFT JOIN {self._table} p ON p.id = o.{id_} WHERE p.id IS NULL"
+        ).rows
+        return int(rows[0][0])
+
+    def rows(self, caller: Caller, start: int, end: int) -> Iterator[Sequence[Found]]:
+        """Rows with the numbers in (start, end], in order, some at a time.
+
+        Raises:
+            InvariantBroken: one of them is gone.
+        """
+        columns = ", ".join(f"o.{c}" for c in self._columns)
+        while start < end:
+            found = caller.execute(
+                f"SELECT p.number, {columns} FROM {self._table} p LEFT JOIN {self._rows} o "
+                f"ON o.{self._columns[0]} = p.id WHERE p.lsn = 0 AND p.number > ? AND p.number <= ? "
+                f"ORDER BY p.number LIMIT {_FETCHED}",
+                [start, end],
+            ).rows
+            for at, row in enumerate(found, start + 1):
+                if row[0] != at or row[1] is None:
+                    raise self._gone(at, end)
+            if not found:
+                raise self._gone(start + 1, end)
+            start += len(found)
+            yield found
+
+    def history(self, caller: Caller, start: int, end: int) -> Iterator[Sequence[Found]]:
+        """As `rows`, of those delivered from the log whose commit records begin in [start, end)."""
+        columns, number = ", ".join(f"o.{c}" for c in self._columns), -1
+        while True:
+            found = caller.execute(
+                f"SELECT p.lsn, {columns}, p.number FROM {self._table} p LEFT JOIN {self._rows} o "
+                f"ON o.{self._columns[0]} = p.id WHERE p.lsn > 0 AND (p.lsn > ? OR (p.lsn = ? AND p.number > ?)) "
+                f"AND p.lsn < ? ORDER BY p.lsn, p.number LIMIT {_FETCHED}",
+                [start, start, number, end],
+            ).rows
+            if not found:
+                return
+            if any(row[1] is None for row in found):
+                raise self._gone(start, end)
+            start, number = int(found[-1][0]), int(found[-1][6])
+            yield [row[:6] for row in found]
+
+    def record(self, caller: Caller, rows: Sequence[tuple[int, int, str]]) -> None:
+        """Remember what was delivered from the log: where its commit record begins, its number there, its id."""
+        marks = ", ".join(["(?, ?, ?)"] * len(rows))
+        caller.execute(
+            f"INSERT INTO {self._table} (lsn, number, id) VALUES {marks} ON CONFLICT DO NOTHING",
+            [value for row in rows for value in row],
+        )
+
+    def delete(self, caller: Caller, ids: Sequence[Any]) -> None:
+        """Delete rows of the outbox."""
+        if ids:
+            marks = ", ".join("?" * len(ids))
+            caller.execute(f"DELETE FROM {self._rows} WHERE {self._columns[0]} IN ({marks})", ids)
+
+    def delete_until(self, caller: Caller, number: int) -> bool:
+        """Delete the first rows up to this number from the outbox, and their numbers, but the last one, by which the
+        table is known again.
+
+        Returns: whether there may be more.
+        """
+        found = caller.execute(
+            f"SELECT number, id FROM {self._table} WHERE lsn = 0 AND number <= ? ORDER BY number LIMIT {DELETED_MAX}",
+            [number],
+        ).rows
+        self.delete(caller, [row[1] for row in found])
+        if found:
+            caller.execute(
+                f"DELETE FROM {self._table} WHERE lsn = 0 AND number <= ? AND number < ?",
+                [found[-1][0], number],
+            )
+        return len(found) == DELETED_MAX
+
+    def _described(self, caller: Caller, queries: dict[str, str], column: str) -> Sequence[tuple[Any, ...]]:
+        schema, _, table = self.options.outbox.rpartition(".")
+        named = {"postgres": [self._rows], "mysql": [schema, table], "sqlite": [table]}[caller.dialect]
+        return caller.execute(queries[caller.dialect], [*named, column]).rows
+
+    def _gone(self, number: int, end: int) -> InvariantBroken:
+        return InvariantBroken(
+            "OUTBOX_ROWS_GONE",
+            f"{OWNER}: row {number} of {self.options.outbox}, of a batch that ends with {end}, is gone from it or from "
+            f"{self.options.positions}: somebody else deletes rows, or two pipelines read one outbox.",
+            next_step="only the source may delete rows (keep=false); give a second pipeline its own positionsTable, "
+            "and both keep=true",
+        )
+
+
+def text(value: Any) -> str:
+    """An id, a type or a key, as text."""
+    return value.decode() if isinstance(value, bytes) else str(value)

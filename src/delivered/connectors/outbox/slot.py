@@ -1,0 +1,279 @@
+"""A logical replication slot and its publication, by SQL: state, checks, creation."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from delivered.connectors.outbox.database import connect, explaining, replication
+from delivered.connectors.outbox.options import OWNER, OutboxOptions
+from delivered.connectors.outbox.positions import Positions
+from delivered.contract.source import Offsets
+from delivered.kits.caller import Caller, quoted
+from delivered.model import patience
+from delivered.model.errors import InvariantBroken, Refused, UsageError
+
+if TYPE_CHECKING:
+    import psycopg
+
+PLUGIN = "pgoutput"
+NUMBER = "{} - '0/0'::pg_lsn"
+
+_STATE = f"""
+SELECT (SELECT system_identifier::text FROM pg_control_system()),
+  CASE WHEN NOT pg_is_in_recovery()
+    THEN ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int END,
+  CASE WHEN NOT pg_is_in_recovery() THEN ({NUMBER.format("pg_current_wal_flush_lsn()")})::bigint END,
+  current_setting('wal_level'), current_setting('max_slot_wal_keep_size'),
+  s.slot_type, s.plugin, s.database = current_database(), s.wal_status, s.active_pid,
+  ({NUMBER.format("s.restart_lsn")})::bigint, ({NUMBER.format("s.confirmed_flush_lsn")})::bigint,
+  to_regclass(%(table)s)::oid::bigint,
+  (SELECT concat_ws(',', CASE WHEN pubinsert THEN 'insert' END, CASE WHEN pubupdate THEN 'update' END,
+     CASE WHEN pubdelete THEN 'delete' END) FROM pg_publication WHERE pubname = %(publication)s),
+  (SELECT to_jsonb(t)::text FROM pg_publication_tables t JOIN pg_namespace n ON n.nspname = t.schemaname
+     JOIN pg_class c ON c.relname = t.tablename AND c.relnamespace = n.oid
+   WHERE t.pubname = %(publication)s AND c.oid = to_regclass(%(table)s))
+FROM (SELECT 1) AS one LEFT JOIN pg_replication_slots s ON s.slot_name = %(slot)s
+"""
+
+
+@dataclass(frozen=True)
+class State:
+    """What the server says of itself, the slot, the publication and the table. Positions are bytes of WAL.
+
+    Attributes:
+        timeline, flushed: None: the server is a standby.
+        kind: logical or physical; None: there is no slot.
+        wal_status: lost: the server removed WAL that the slot needs.
+        restart: from here on the slot holds back WAL; confirmed: a peek begins here.
+        table: oid; None: there is none.
+        publishes: operations, comma-separated; None: there is no publication.
+        published: how the publication has the table, as JSON; None: it has not.
+    """
+
+    system: str
+    timeline: int | None
+    flushed: int | None
+    wal_level: str
+    keep_size: str
+    kind: str | None
+    plugin: str | None
+    own_database: bool | None
+    wal_status: str | None
+    active_pid: int | None
+    restart: int | None
+    confirmed: int | None
+    table: int | None
+    publishes: str | None
+    published: str | None
+
+    @property
+    def held_back(self) -> int | None:
+        """Bytes of WAL that the slot keeps the server from removing."""
+        if self.flushed is None or self.restart is None:
+            return None
+        return max(0, self.flushed - self.restart)
+
+
+def lsn_text(position: int) -> str:
+    """As PostgreSQL writes it."""
+    return f"{position >> 32:X}/{position & 0xFFFFFFFF:X}"
+
+
+def state(connection: psycopg.Connection[Any], options: OutboxOptions) -> State:
+    given = {
+        "slot": options.slot,
+        "publication": options.publication,
+        "table": quoted("postgres", options.table),
+    }
+    found = connection.execute(_STATE, given).fetchone()
+    if found is None:
+        raise InvariantBroken("OUTBOX_ERROR", "PostgreSQL answered without a row.")
+    return State(*found)
+
+
+def check_server(now: State, options: OutboxOptions) -> None:
+    """What must hold before a slot can be read or made.
+
+    Raises:
+        UsageError: with the value and the next step.
+    """
+    where = options.system
+    if now.flushed is None:
+        raise Refused(
+            "OUTBOX_STANDBY", f"{OWNER}: {where} is a standby.", next_step="point the url at the primary server"
+        )
+    if now.wal_level != "logical":
+        raise Refused(
+            "OUTBOX_WAL_LEVEL",
+            f"{OWNER}: wal_level of {where} is {now.wal_level}; logical decoding needs logical.",
+            next_step="ALTER SYSTEM SET wal_level = logical and restart the server, or write "
+            '.option("method", "poll") for an outbox',
+        )
+    if now.table is None:
+        raise UsageError(
+            "OUTBOX_TABLE",
+            f"{OWNER}: {where} has no table {options.table}.",
+            next_step="create it, with delivered.outbox.ddl if it is an outbox, or correct the option",
+        )
+    if now.publishes is None:
+        return
+    wanted = "insert" if options.changes is None else "insert,update,delete"
+    lacking = sorted(set(wanted.split(",")) - set(now.publishes.split(",")))
+    name = options.publication
+    if lacking or now.published is None:
+        why = f"does not have the table {options.table}" if now.published is None else f"publishes no {lacking[0]}"
+        raise Refused(
+            "OUTBOX_PUBLICATION",
+            f"{OWNER}: the publication {name} {why}: changes would be skipped.",
+            next_step=f"ALTER PUBLICATION {name} "
+            + (f"ADD TABLE {options.table}" if now.published is None else f"SET (publish = '{wanted}')")
+            + "; changes made meanwhile are not in the log for this slot: compare the table with what was delivered",
+        )
+    if '"rowfilter": "' in now.published:
+        raise Refused(
+            "OUTBOX_PUBLICATION",
+            f"{OWNER}: the publication {name} filters rows of {options.table}: {now.published}.",
+            next_step="publish the table without WHERE, and filter in the pipeline's transform",
+        )
+
+
+def check_slot(now: State, options: OutboxOptions, start: Offsets) -> None:
+    """Whether the slot still has everything after `start`, on the server that `start` was read from.
+
+    Raises:
+        InvariantBroken: changes may have been skipped, or may be read twice.
+        Refused: the slot is not one of pgoutput's.
+    """
+    at, slot, where = int(start["lsn"]), options.slot, options.system
+    again = (
+        "find rows that were not delivered (with keep=false the outbox still has them), then start a new checkpoint, "
+        "which makes a new slot and begins with the rows of the outbox"
+    )
+    if now.flushed is None:
+        check_server(now, options)
+    if (known := start.get("#system")) not in (None, now.system):
+        raise InvariantBroken(
+            "OUTBOX_OTHER_DATABASE",
+            f"{OWNER}: the offsets are of the server with system identifier {known}, but {where} has "
+            f"{now.system}: it is another cluster.",
+            next_step=f"point the url at the former one; or {again}",
+        )
+    if (line := start.get("#timeline")) not in (None, now.timeline) and options.timeline != now.timeline:
+        raise InvariantBroken(
+            "OUTBOX_TIMELINE",
+            f"{OWNER}: {where} was promoted: it is on timeline {now.timeline}, and the offsets, up to {lsn_text(at)}, "
+            f"are of timeline {line}. What the former primary committed last may be missing here.",
+            next_step=f"see in the file {now.timeline:08X}.history of pg_wal that the timeline began at or after "
+            f'{lsn_text(at)}; if it did, write .option("timeline", "{now.timeline}"); if not, {again}',
+        )
+    if now.kind is None:
+        raise InvariantBroken(
+            "OUTBOX_SLOT_MISSING",
+            f"{OWNER}: {where} has no slot {slot}, which this query has read up to {lsn_text(at)}: it was dropped, or "
+            "the server was restored or promoted without it. Changes since then cannot be decoded.",
+            next_step=again,
+        )
+    if now.kind != "logical" or now.plugin != PLUGIN or not now.own_database:
+        is_ = f"{now.kind}, of {now.plugin or 'no plugin'}" + ("" if now.own_database else ", of another database")
+        raise Refused(
+            "OUTBOX_SLOT_PLUGIN",
+            f"{OWNER}: the slot {slot} at {where} is {is_}; it must be logical, of {PLUGIN}, and of this database.",
+            next_step='name another one, .option("slot", "..."), which the source makes',
+        )
+    if now.wal_status == "lost" or now.confirmed is None:
+        raise InvariantBroken(
+            "OUTBOX_WAL_REMOVED",
+            f"{OWNER}: {where} has removed WAL that the slot {slot} needs, from {lsn_text(at)} on "
+            f"(max_slot_wal_keep_size is {now.keep_size}).",
+            next_step=f"raise max_slot_wal_keep_size; SELECT pg_drop_replication_slot('{slot}'); then {again}",
+        )
+    if now.flushed is not None and now.flushed < at:
+        raise InvariantBroken(
+            "OUTBOX_DATABASE_BEHIND",
+            f"{OWNER}: the WAL of {where} ends at {lsn_text(now.flushed)}, before {lsn_text(at)}, the position of this "
+            "query: the server was restored from an older copy.",
+            next_step=again,
+        )
+    if now.confirmed > at > 0:
+        raise moved(now.confirmed, options, at)
+    if now.publishes is None:
+        raise InvariantBroken(
+            "OUTBOX_PUBLICATION",
+            f"{OWNER}: {where} has no publication {options.publication}, which the slot {slot} needs for the changes "
+            f"from {lsn_text(at)} on.",
+            next_step=f"a publication made now has no changes of before: {again}",
+        )
+
+
+def moved(confirmed: int, options: OutboxOptions, start: int) -> InvariantBroken:
+    return InvariantBroken(
+        "OUTBOX_SLOT_MOVED",
+        f"{OWNER}: the slot {options.slot} at {options.system} stands at {lsn_text(confirmed)}, after "
+        f"{lsn_text(start)}, where this query must read: another reader consumed the changes between, or the batch was "
+        "acknowledged before.",
+        next_step="give each pipeline its own slot; compare what was delivered with the outbox, or read it again with "
+        '.option("keep", "true"), which keeps delivered rows readable',
+    )
+
+
+def check_table(connection: psycopg.Connection[Any], now: State, options: OutboxOptions, start: Offsets) -> None:
+    """Whether the name still means the table that `start` was read from.
+
+    Raises:
+        InvariantBroken: it was renamed, or dropped and recreated.
+    """
+    known = start.get("#table")
+    if known in (None, now.table):
+        return
+    row = connection.execute("SELECT oid::regclass::text FROM pg_class WHERE oid = %s", [known]).fetchone()
+    became = f"was renamed to {row[0]}" if row is not None else "was dropped"
+    raise InvariantBroken(
+        "OUTBOX_TABLE_RENAMED",
+        f"{OWNER}: the table {options.table} that this query reads {became}; "
+        + ("no table has its name now." if now.table is None else "another one has its name now."),
+        next_step=(f"write {row[0]} in the options, or rename it back" if row is not None else "restore the table")
+        + "; or start a new checkpoint with another slot",
+    )
+
+
+def create(connection: psycopg.Connection[Any], options: OutboxOptions, rows: Positions | None) -> None:
+    """Make publication and slot, and number the rows that are in the outbox by then.
+
+    The slot appears under its name last, so that a crash leaves nothing that looks complete. Waits for transactions
+    that are running.
+
+    Args:
+        connection: in autocommit.
+        rows: numbers the rows that were committed before the slot begins; None: only later ones are read.
+    """
+    publication, made = quoted("postgres", options.publication), f"{options.slot[:59]}_new"
+    kinds = "insert" if options.changes is None else "insert, update, delete, truncate"
+    if connection.execute("SELECT 1 FROM pg_publication WHERE pubname = %s", [options.publication]).fetchone() is None:
+        connection.execute(
+            f"CREATE PUBLICATION {publication} FOR TABLE {quoted('postgres', options.table)} "
+            f"WITH (publish = '{kinds}', publish_via_partition_root = true)"
+        )
+    _drop(connection, made)
+    server = f"transactions that run at {options.system}"
+    with contextlib.closing(replication(options)) as other, explaining(options):
+        with patience.unanswered(server):
+            row = other.execute(f"CREATE_REPLICATION_SLOT {made} LOGICAL {PLUGIN} EXPORT_SNAPSHOT").fetchone()
+        if rows is not None and row is not None:
+            with contextlib.closing(connect(options)) as filling:
+                rows.prepare(Caller(filling, what=OWNER))
+                filling.commit()
+                filling.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+                filling.execute(f"SET TRANSACTION SNAPSHOT '{row[2]}'")
+                rows.restart(Caller(filling, what=OWNER))
+                filling.commit()
+    connection.execute("SELECT pg_copy_logical_replication_slot(%s, %s)", [made, options.slot])
+    _drop(connection, made)
+
+
+def _drop(connection: psycopg.Connection[Any], name: str) -> None:
+    connection.execute(
+        "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE slot_name = %s AND NOT active",
+        [name],
+    )

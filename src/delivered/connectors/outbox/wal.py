@@ -1,0 +1,291 @@
+"""The driver of a source that reads PostgreSQL's log. Only `acknowledge` moves the slot, after Spark's commit log."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from delivered.connectors.outbox import peek, slot
+from delivered.connectors.outbox.database import connect, explaining, sqlstate, transaction
+from delivered.connectors.outbox.events import Reader
+from delivered.connectors.outbox.options import EARLIEST, LATEST, OWNER, OutboxOptions
+from delivered.connectors.outbox.pgoutput import Op
+from delivered.connectors.outbox.positions import DELETED_MAX, Positions
+from delivered.contract.source import Offsets, Slice
+from delivered.model import patience
+from delivered.model.errors import DeliveredError, InvariantBroken, Refused, Unreachable, UsageError
+
+if TYPE_CHECKING:
+    import psycopg
+
+log = logging.getLogger("delivered.outbox")
+T = TypeVar("T")
+
+IDLE_BYTES = 64 << 20
+"""After this much WAL without a row, an empty batch moves the slot on, so that the server can remove the WAL."""
+LOCK_WAIT_S = 15
+
+WAL, NUMBERED, HISTORY = "wal", "numbered", "history"
+"""What a slice reads: the log; rows that were there before the slot; delivered rows that were kept."""
+
+
+class WalDriver:
+    """See `delivered.contract.source.SourceDriver`.
+
+    Offsets are {"lsn": 26214400, "#system": "7304...", "#timeline": 1, "#table": 16384}: a position in the WAL, and
+    whose. While rows from before the slot are read, {"lsn": ..., "number": 12, ...}; {"lsn": 0}: nothing is made yet.
+    """
+
+    def __init__(self, options: OutboxOptions) -> None:
+        self._options = options
+        self._positions = Positions(options) if options.changes is None else None
+        self._connection: psycopg.Connection[Any] | None = None
+        self._locked = False
+        self._frozen: int | None = None
+
+    def initial(self) -> Offsets:
+        options = self._options
+        if isinstance(options.starting, dict):
+            return dict(options.starting)
+        now = self._run(lambda c: slot.state(c, options))
+        slot.check_server(now, options)
+        if now.kind is None:
+            return {"lsn": 0}
+        slot.check_slot(now, options, {"lsn": 0})
+        at = now.flushed if options.starting == LATEST else now.confirmed
+        return self._offsets(now, at or 0) | self._backlog(0)
+
+    def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
+        self._lock()
+        now = self._run(lambda c: slot.state(c, self._options))
+        if not start["lsn"]:
+            slot.check_server(now, self._options)
+            if now.kind is None:
+                now = self._made()
+            start = self._offsets(now, now.confirmed or 0) | self._backlog(int(start.get("number", 0)))
+        slot.check_slot(now, self._options, start)
+        self._run(lambda c: slot.check_table(c, now, self._options, start))
+        slot.check_server(now, self._options)
+        at = int(start["lsn"])
+        if "number" in start:
+            last = self._last()
+            if start["number"] < last:
+                end = last if rows_max is None else min(last, start["number"] + rows_max)
+                return {**self._offsets(now, at), "number": end}
+        # Spark has logged the batch that ended here; without this, the peek would decode it again.
+        self._acknowledged(start, now)
+        until = now.flushed if self._frozen is None else self._frozen
+        if until is None or until <= at:
+            return start
+        end_ = self._run(
+            lambda c: peek.waiting(self._options, lambda: peek.peek_end(c, self._options, until, rows_max))
+        )
+        if end_ is None:
+            return self._offsets(now, until) if until - at >= IDLE_BYTES else start
+        return self._offsets(now, end_)
+
+    def newest(self) -> Offsets | None:
+        now = self._run(lambda c: slot.state(c, self._options))
+        return None if now.flushed is None else self._offsets(now, now.flushed)
+
+    def freeze(self) -> None:
+        self._frozen = self._run(lambda c: slot.state(c, self._options)).flushed
+
+    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
+        first, last, pieces = int(start["lsn"]), int(end["lsn"]), list[Slice]()
+        name = self._options.slot
+        if "number" in end:
+            return [Slice((NUMBERED, {"number": int(start.get("number", 0))}, int(end["number"])), name)]
+        if ("number" in start or not first) and (at := int(start.get("number", 0))) < (numbered := self._last()):
+            pieces.append(Slice((NUMBERED, {"number": at}, numbered), name))
+        now = self._run(lambda c: slot.state(c, self._options))
+        if self._options.keep and now.confirmed is not None and now.confirmed > first:
+            pieces.append(Slice((HISTORY, dict(start), min(last, now.confirmed)), name))
+            first = min(last, now.confirmed)
+        if first < last:
+            pieces.append(Slice((WAL, {**end, "lsn": first}, last), name))
+        return pieces
+
+    def batch(self) -> tuple[Offsets, Offsets]:
+        now = self._run(lambda c: slot.state(c, self._options))
+        slot.check_server(now, self._options)
+        start = dict(self._options.starting) if isinstance(self._options.starting, dict) else None
+        if now.kind is None or self._options.starting == LATEST:
+            raise UsageError(
+                "OUTBOX_BATCH",
+                f"{OWNER}: a batch read shows what the slot {self._options.slot} still holds, from earliest on"
+                + ("; there is no such slot." if now.kind is None else "; startingOffsets is latest."),
+                next_step="start the stream first, which makes the slot" if now.kind is None else "write earliest",
+            )
+        start = start or self._offsets(now, now.confirmed or 0)
+        slot.check_slot(now, self._options, start)
+        return start, self._offsets(now, now.flushed or 0)
+
+    def acknowledge(self, end: Offsets) -> None:
+        try:
+            self._lock()
+            self._acknowledged(end, self._run(lambda c: slot.state(c, self._options)))
+        except InvariantBroken:
+            raise
+        except DeliveredError as error:
+            # The next batch does it before it looks for more.
+            log.warning(
+                "the slot %s was not moved on: %s", self._options.slot, error, extra={"slot": self._options.slot}
+            )
+
+    def close(self) -> None:
+        self._locked = False
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _made(self) -> slot.State:
+        backlog = self._positions if self._options.starting == EARLIEST else None
+        if backlog is not None:
+            self._in_transaction(backlog.check)
+        self._run(lambda c: slot.create(c, self._options, backlog))
+        return self._run(lambda c: slot.state(c, self._options))
+
+    def _backlog(self, number: int) -> Offsets:
+        """Where the rows from before the slot stand, if they were numbered and not all deleted."""
+        if self._positions is None or self._options.starting != EARLIEST or not self._last():
+            return {}
+        return {"number": number}
+
+    def _last(self) -> int:
+        positions = self._positions
+        if positions is None:
+            return 0
+        return self._in_transaction(lambda caller: positions.last(caller)[0] if positions.exists(caller) else 0)
+
+    def _acknowledged(self, end: Offsets, now: slot.State) -> None:
+        """Delete or remember what was delivered up to here, then move the slot. All of it may be done again."""
+        options, at, confirmed = self._options, int(end["lsn"]), now.confirmed
+        if not at or confirmed is None:
+            return
+        if self._positions is not None and not options.keep:
+            self._delete_numbered(int(end["number"]) if "number" in end else None)
+        if "number" in end or confirmed >= at:
+            return
+        slot.check_slot(now, options, {**end, "lsn": confirmed})
+        if self._positions is not None:
+            self._deliver(end, confirmed, at)
+        self._run(lambda c: peek.waiting(options, lambda: peek.advance(c, options, at)))
+
+    def _delete_numbered(self, number: int | None) -> None:
+        positions = self._positions
+        if positions is None or not (until := self._last() if number is None else number):
+            return
+        while self._in_transaction(lambda caller: positions.delete_until(caller, until)):
+            pass
+        if number is None:
+            self._in_transaction(positions.forget)
+
+    def _deliver(self, end: Offsets, confirmed: int, at: int) -> None:
+        positions, options = self._positions, self._options
+        if positions is None:
+            return
+        if options.keep:
+            self._in_transaction(positions.prepare)
+        for some in _chunks(options, {**end, "lsn": confirmed}, at):
+
+            def settle(caller: Any, some: list[tuple[int, int, str]] = some) -> None:
+                if options.keep:
+                    positions.record(caller, some)
+                else:
+                    positions.delete(caller, [id_ for _, _, id_ in some])
+
+            self._in_transaction(settle)
+
+    def _offsets(self, now: slot.State, at: int) -> Offsets:
+        return {"lsn": at, "#system": now.system, "#timeline": now.timeline, "#table": now.table}
+
+    def _run(self, work: Callable[[Any], T]) -> T:
+        """Work on the driver's connection, which holds the lock; it may be done again after the server was away."""
+
+        def once() -> T:
+            if self._connection is None or self._connection.closed:
+                self._connection = connect(self._options)
+                self._connection.autocommit = True
+                if self._locked:
+                    self._take_lock(self._connection)
+            try:
+                with explaining(self._options):
+                    return work(self._connection)
+            except Unreachable:
+                self._connection.close()
+                raise
+
+        return patience.patiently(
+            self._options.system, once, patience_s=patience.patience_s(answered=self._connection is not None)
+        )
+
+    def _in_transaction(self, work: Callable[[Any], T]) -> T:
+        """As `_run`, in a transaction of its own connection."""
+
+        def once() -> T:
+            with (
+                contextlib.closing(connect(self._options)) as connection,
+                transaction(self._options, connection) as caller,
+            ):
+                return work(caller)
+
+        return patience.patiently(self._options.system, once, patience_s=patience.patience_s(answered=True))
+
+    def _lock(self) -> None:
+        """Own the slot for the life of this driver: two queries on one slot would take each other's changes."""
+        if not self._locked:
+            self._run(self._take_lock)
+            self._locked = True
+
+    def _take_lock(self, connection: psycopg.Connection[Any]) -> None:
+        key = lock_key(self._options.slot)
+        try:
+            connection.execute("SELECT set_config('lock_timeout', %s, false)", [f"{LOCK_WAIT_S}s"])
+            connection.execute("SELECT pg_advisory_lock(%s)", [key])
+        except Exception as error:
+            if sqlstate(error) != "55P03":
+                raise
+            raise in_use(self._holder(connection, key), self._options.slot, self._options) from error
+
+    @staticmethod
+    def _holder(connection: psycopg.Connection[Any], key: int) -> str:
+        row = connection.execute(
+            "SELECT a.pid, a.application_name, a.backend_start::text FROM pg_locks l "
+            "JOIN pg_stat_activity a USING (pid) WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 "
+            "AND l.classid::bigint = %s AND l.objid::bigint = %s",
+            [key >> 32 & 0xFFFFFFFF, key & 0xFFFFFFFF],
+        ).fetchone()
+        return "a session that has ended" if row is None else f"process {row[0]} ({row[1]}, connected since {row[2]})"
+
+
+def _chunks(options: OutboxOptions, start: Offsets, end: int) -> Iterator[list[tuple[int, int, str]]]:
+    """Where commit records begin, numbers there, and ids of inserted rows in [start, end)."""
+    reader, some, number, last = Reader(options), list[tuple[int, int, str]](), 0, -1
+    for begin, _, change in peek.peek(options, start, end):
+        if change.op is not Op.INSERT or change.relation.oid != start["#table"] or change.new is None:
+            continue
+        number, last = (number + 1, last) if begin.lsn == last else (1, begin.lsn)
+        some.append((begin.lsn, number, reader.read(change.relation, change.new)[0]))
+        if len(some) >= DELETED_MAX:
+            yield some
+            some = []
+    if some:
+        yield some
+
+
+def lock_key(name: str) -> int:
+    """Of PostgreSQL's advisory lock; 64 bits, signed."""
+    return int.from_bytes(hashlib.blake2b(f"delivered {name}".encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def in_use(holder: str, what: str, options: OutboxOptions) -> Refused:
+    return Refused(
+        "OUTBOX_IN_USE",
+        f"{OWNER}: another pipeline reads {what} at {options.system}: {holder} has had it for over {LOCK_WAIT_S} s.",
+        next_step='stop that pipeline; or, for a second one, write .option("slot", "...") or '
+        '.option("positionsTable", "...") with keep=true for both',
+    )

@@ -1,0 +1,119 @@
+"""An outbox in a real database, and the source that reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.broker import outbox_process
+
+from delivered import outbox
+from delivered.connectors.outbox import CONNECTOR
+from delivered.contract.source import Offsets, Source
+
+_names = itertools.count()
+METHODS = ["postgres-log", "postgres-poll", "mysql-poll", "sqlite-poll"]
+
+
+class Shop:
+    """A fresh outbox.
+
+    Attributes:
+        url: for the source; address: for `outbox_process`.
+    """
+
+    def __init__(self, dialect: str, url: str, address: str, method: str = "poll") -> None:
+        self.dialect, self.url, self.address, self.method = dialect, url, address, method
+        self.table = f"box{next(_names)}"
+        self.layout = outbox.Layout(table=self.table)
+        self.execute(outbox.ddl(dialect, self.layout))
+
+    def connect(self) -> Any:
+        return outbox_process.connect(self.dialect, self.address)
+
+    def execute(self, *statements: str) -> list[tuple[Any, ...]]:
+        """In a transaction of their own; the rows of the last one."""
+        with contextlib.closing(self.connect()) as connection:
+            rows = [outbox_process.run(connection, s) for s in statements][-1]
+            connection.commit()
+            return rows
+
+    def put(self, connection: Any, n: int, **given: Any) -> str:
+        id_ = outbox.new_id()
+        message = {"aggregate_type": "order", "aggregate_id": str(n % 3), "type": "created", "payload": {"n": n}}
+        outbox.put(connection, id=id_, layout=self.layout, **message | given)
+        return str(id_)
+
+    def send(self, *numbers: int, **given: Any) -> list[str]:
+        """Each message in a transaction of its own; their ids."""
+        with contextlib.closing(self.connect()) as connection:
+            ids = []
+            for n in numbers:
+                ids.append(self.put(connection, n, **given))
+                connection.commit()
+            return ids
+
+    def left(self) -> int:
+        return int(self.execute(f"SELECT COUNT(*) FROM {self.table}")[0][0])
+
+    def source(self, **options: Any) -> Source:
+        given = {"url": self.url, "dbtable": self.table, "method": self.method, **options}
+        return CONNECTOR.source({k.lower(): str(v) for k, v in given.items() if v is not None})
+
+
+def shop(request: pytest.FixtureRequest, tmp_path: Path, how: str) -> Shop:
+    """Args: how: one of `METHODS`."""
+    dialect, _, method = how.partition("-")
+    if dialect == "sqlite":
+        path = str(tmp_path / f"shop{next(_names)}.db")
+        return Shop(dialect, f"sqlite://{path}", path, method)
+    server = request.getfixturevalue(dialect)
+    return Shop(dialect, server.url, server.url if dialect == "postgres" else server.broker.bootstrap, method)
+
+
+def read(source: Source, start: Offsets, end: Offsets) -> pa.Table:
+    with contextlib.closing(source.driver()) as driver:
+        batches = [b for piece in driver.slices(start, end) for b in source.read(piece)]
+    return pa.Table.from_batches(batches, schema=source.schema())
+
+
+def ids(table: pa.Table) -> list[str]:
+    return [h[0]["value"].decode() for h in table.column("headers").to_pylist()]
+
+
+class Stream:
+    """What Spark does with a source, in one process."""
+
+    def __init__(self, source: Source, at: Offsets | None = None) -> None:
+        self.source = source
+        self.driver = source.driver()
+        self.at = self.driver.initial() if at is None else at
+
+    def batch(self, rows_max: int | None = None) -> pa.Table | None:
+        """The next batch, logged and acknowledged; None: there is nothing."""
+        end = self.driver.latest(self.at, rows_max)
+        if end == self.at:
+            return None
+        found = read(self.source, self.at, end)
+        self.driver.acknowledge(end)
+        self.at = end
+        return found
+
+    def rest(self, rows_max: int | None = None) -> list[str]:
+        """Ids of everything that is there now."""
+        found: list[str] = []
+        while (batch := self.batch(rows_max)) is not None:
+            found += ids(batch)
+        return found
+
+    def close(self) -> None:
+        self.driver.close()
+
+
+def changed(table: pa.Table) -> list[tuple[Any, ...]]:
+    """Rows of a change stream, without their positions."""
+    return [tuple(row.values()) for row in table.drop_columns(["_lsn"]).to_pylist()]

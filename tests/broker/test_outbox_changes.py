@@ -1,0 +1,143 @@
+"""A PostgreSQL table as a change stream: what the log says, as rows that a sink can upsert."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import itertools
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from tests.broker.outbox_help import Stream, changed
+
+from delivered.connectors.outbox import CONNECTOR
+from delivered.contract.powers import planned
+from delivered.model.errors import BadRecord, UsageError
+
+_names = itertools.count()
+
+
+class Table:
+    def __init__(self, postgres: Any, columns: str) -> None:
+        self.server, self.name = postgres, f"changes{next(_names)}"
+        self.execute(f"CREATE TABLE {{}} ({columns})")
+
+    def execute(self, *statements: str) -> None:
+        """In one transaction."""
+        import psycopg
+
+        with contextlib.closing(psycopg.connect(self.server.url)) as connection:
+            for statement in statements:
+                connection.execute(statement.format(self.name))
+            connection.commit()
+
+    def stream(self, at: Any = None) -> Stream:
+        source = planned(CONNECTOR.source({"url": self.server.url, "table": self.name}))
+        assert [f for f in source.preflight() if f.refuses] == []
+        return Stream(source, at)
+
+
+@pytest.fixture
+def orders(postgres: Any) -> Table:
+    return Table(postgres, "id int PRIMARY KEY, name text")
+
+
+def test_inserts_updates_and_deletes_in_order_of_commits(orders: Table) -> None:
+    orders.execute("INSERT INTO {} VALUES (0, 'before the slot')")
+    stream = orders.stream()
+    first = stream.batch()
+    assert first is not None
+    assert first.num_rows == 0, "an empty batch fixes where the stream begins"
+    orders.execute("INSERT INTO {} VALUES (1, 'a'), (2, 'b')", "UPDATE {} SET name = 'c' WHERE id = 1")
+    orders.execute("DELETE FROM {} WHERE id = 2")
+    orders.execute("UPDATE {} SET id = 3 WHERE id = 1")
+    orders.execute("INSERT INTO {} VALUES (2, NULL)")
+    table = stream.batch()
+    assert table is not None
+    assert changed(table) == [
+        (1, "a", "insert", False), (2, "b", "insert", False), (1, "c", "update", False), (2, None, "delete", True),
+        (1, None, "delete", True), (3, "c", "update", False), (2, None, "insert", False),
+    ]  # fmt: skip
+    by_key: dict[int, list[int]] = {}
+    for row in table.to_pylist():
+        by_key.setdefault(row["id"], []).append(row["_lsn"])
+    assert all(list(dict.fromkeys(sorted(v))) == v for v in by_key.values()), "_lsn orders the changes of a key"
+    stream.close()
+
+
+def test_values_of_every_type(postgres: Any) -> None:
+    table = Table(
+        postgres,
+        "id bigint PRIMARY KEY, yes bool, small int2, real float4, wide float8, money numeric(12,2), huge numeric, "
+        "bytes bytea, day date, at timestamptz, local timestamp, doc jsonb, list int[], uid uuid, "
+        "twice bigint GENERATED ALWAYS AS (id * 2) STORED",
+    )
+    stream = table.stream()
+    stream.batch()
+    table.execute(
+        "INSERT INTO {} VALUES (1, true, 2, 1.5, 2.5, 12.30, 1e30, '\\x00ff', '2024-02-29', "
+        "'2024-02-29 12:00:00.123456+02', '2024-02-29 12:00:00', '{{\"a\": 1}}', '{{1,2}}', "
+        "'00000000-0000-0000-0000-000000000001')",
+        "INSERT INTO {} (id) VALUES (2)",
+    )
+    found = stream.batch()
+    assert found is not None
+    first, second = (row[:-2] for row in changed(found))
+    assert first == (
+        1, True, 2, 1.5, 2.5, Decimal("12.30"), "1" + "0" * 30, b"\x00\xff", dt.date(2024, 2, 29),
+        dt.datetime(2024, 2, 29, 10, 0, 0, 123456, dt.UTC), dt.datetime(2024, 2, 29, 12),  # noqa: DTZ001
+        '{"a": 1}', "{1,2}", "00000000-0000-0000-0000-000000000001",
+    )  # fmt: skip
+    assert second == (2, *[None] * 13)
+    table.execute("INSERT INTO {} (id, day) VALUES (3, 'infinity')")
+    with pytest.raises(BadRecord, match=r"OUTBOX_VALUE.*column day"):
+        stream.batch()
+    stream.close()
+
+
+def test_a_large_value_that_an_update_left_alone_is_never_null(orders: Table) -> None:
+    orders.execute("ALTER TABLE {} ALTER name SET STORAGE EXTERNAL, ADD n int")
+    stream = orders.stream()
+    stream.batch()
+    orders.execute("INSERT INTO {} VALUES (1, repeat('x', 10000), 1)", "UPDATE {} SET n = 2")
+    with pytest.raises(BadRecord, match=r"OUTBOX_UNCHANGED.*column name.*REPLICA IDENTITY FULL"):
+        stream.batch()
+    stream.close()
+    orders.execute("ALTER TABLE {} REPLICA IDENTITY FULL")
+    slot = f"delivered_{orders.name}"
+    orders.server.execute("SELECT pg_replication_slot_advance(%s, pg_current_wal_lsn())", slot)
+    ((at,),) = orders.server.execute(
+        "SELECT (confirmed_flush_lsn - '0/0')::bigint FROM pg_replication_slots WHERE slot_name = %s", slot
+    )
+    full = orders.stream({**stream.at, "lsn": at})
+    orders.execute("UPDATE {} SET n = 3")
+    found = full.batch()
+    assert found is not None
+    assert [(len(row[1]), row[2]) for row in changed(found)] == [(10_000, 3)]
+    full.close()
+
+
+def test_what_is_not_a_row_stops_the_query(orders: Table) -> None:
+    stream = orders.stream()
+    stream.batch()
+    orders.execute("INSERT INTO {} VALUES (1, 'a')")
+    orders.execute("ALTER TABLE {} ADD more int", "INSERT INTO {} VALUES (2, 'b', 3)")
+    with pytest.raises(BadRecord, match=r"OUTBOX_COLUMNS.*got the column more"):
+        stream.batch()
+    stream.close()
+    again = orders.stream(stream.at)  # planned anew, with the column
+    found = again.batch()
+    assert found is not None
+    assert changed(found) == [(1, "a", None, "insert", False), (2, "b", 3, "insert", False)]
+    orders.execute("TRUNCATE {}")
+    with pytest.raises(BadRecord, match="OUTBOX_TRUNCATED"):
+        again.batch()
+    again.close()
+
+
+def test_only_postgresql_has_change_streams() -> None:
+    with pytest.raises(UsageError, match=r"OPTION_CONFLICT.*only PostgreSQL"):
+        CONNECTOR.source({"url": "mysql://h/db", "table": "orders"})
+    with pytest.raises(UsageError, match="needs method log"):
+        CONNECTOR.source({"url": "postgresql://h/db", "table": "orders", "method": "poll"})
