@@ -111,6 +111,33 @@ def consumer(spec: dict[str, Any]) -> None:
     print(repeats)
 
 
+def kafka_consumer(spec: dict[str, Any]) -> None:
+    """A loop over a topic until its end; an offset is committed after the effect's transaction."""
+    from confluent_kafka import Consumer, TopicPartition
+
+    reached = Killer(spec)
+    connection = connect(spec["dialect"], spec["url"])
+    broker = Consumer(
+        {
+            "bootstrap.servers": spec["kafka"], "group.id": f"{spec['topic']}-mail", "enable.auto.commit": False,
+            "auto.offset.reset": "earliest", "enable.partition.eof": True,
+        }
+    )  # fmt: skip
+    broker.assign([TopicPartition(spec["topic"], 0)])
+    while not (message := broker.poll(60)).error():
+        n, message_id = json.loads(message.value())["n"], dict(message.headers())["id"].decode()
+        reached("before", n)
+        with inbox(connection, message_id, consumer="mail", table=spec["inbox"]) as first:
+            if first or spec["variant"] == "no_inbox":
+                run(connection, f"INSERT INTO {spec['effects']} VALUES ({n}, '{message_id}')")
+            reached("in", n)
+        reached("in_late", n)
+        connection.commit()
+        reached("after", n)
+        broker.commit(message, asynchronous=False)
+    broker.close()
+
+
 def run_process(spec: dict[str, Any]) -> tuple[int, str]:
     """Run this module as a process; its exit code and output."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
@@ -124,4 +151,4 @@ def run_process(spec: dict[str, Any]) -> tuple[int, str]:
 
 if __name__ == "__main__":
     spec = json.loads(sys.argv[1])
-    {"application": application, "consumer": consumer}[spec["role"]](spec)
+    {"application": application, "consumer": consumer, "kafka_consumer": kafka_consumer}[spec["role"]](spec)

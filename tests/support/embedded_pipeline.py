@@ -126,6 +126,8 @@ def run(spec: dict[str, Any]) -> None:
     elif "postgres" in spec or "mysql" in spec:
         system = "postgres" if "postgres" in spec else "mysql"
         sink = find_sink(system, {**spec[system], **upsert})
+    elif "kafka" in spec:
+        sink = find_sink("kafka", spec["kafka"])
     elif "toy" in spec:
         sink = TOYS[spec["toy"]](Path(spec["folder"]))
     else:
@@ -136,7 +138,7 @@ def run(spec: dict[str, Any]) -> None:
 
     def made(batch: pa.RecordBatch) -> pa.RecordBatch:
         if "outbox" in spec:
-            return messages(batch)
+            return messages(batch) if "database" in spec else batch
         if not upsert:
             return MESSAGE(transform(batch)) if "toy" in spec else transform(batch)
         unused = [n for n in ("gone", "was") if n not in upsert.values()]
