@@ -39,7 +39,7 @@ def checkout(url: str) -> Saga:
         found = http("ship", "ask")(call)
         return Done(found["result"]) if found["done"] else None
 
-    quick: dict[str, Any] = {"backoff_s": 0.01, "timeout_s": 1.0, "attempts_max": 8}
+    quick: dict[str, Any] = {"backoff_s": 0.01, "timeout_s": 1.0, "attempts_max": 5}
     return Saga(
         "checkout",
         [
