@@ -80,6 +80,21 @@ class Transactions:
         )
 
 
+def limit_clients(kafka: Any, quota: str, bytes_per_s: int) -> None:
+    """Set a quota of every client of a broker of your own: producer_byte_rate or consumer_byte_rate."""
+    from kafka.protocol.admin.client_quotas import AlterClientQuotasRequest
+
+    from delivered.connectors.kafka.protocol import Wire
+
+    Entry = AlterClientQuotasRequest.EntryData  # noqa: N806 - a class
+    entity = Entry.EntityData(entity_type="client-id", entity_name=None)
+    limit = Entry.OpData(key=quota, value=float(bytes_per_s), remove=False)
+    wire = Wire({"bootstrap.servers": kafka.bootstrap})
+    asked = AlterClientQuotasRequest(entries=[Entry(entity=[entity], ops=[limit])], validate_only=False)
+    assert [e.error_code for e in wire.ask(asked).entries] == [0]
+    wire.close()
+
+
 def read_range(src: Source, driver: SourceDriver, start: Offsets, end: Offsets) -> pa.Table:
     batches = [b for piece in driver.slices(start, end) for b in src.read(piece)]
     return pa.Table.from_batches(batches, schema=src.schema())

@@ -9,16 +9,19 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from confluent_kafka import Producer
 from tests.broker import source_help
-from tests.broker.source_help import Transactions, produce, read_all, source, values
+from tests.broker.source_help import Transactions, limit_clients, produce, read_all, source, values
 from tests.kafka_tools import read_committed
 
 from delivered.connectors.kafka import reader
+from delivered.connectors.kafka.channel import Channel
 from delivered.connectors.kafka.fetcher import Fetcher
 from delivered.connectors.kafka.record_batch import CorruptBatch
 from delivered.contract.source import Slice
+from delivered.model.errors import UsageError
 from delivered.verify.proxy_kafka import KafkaProxy
 
 TEXT = b"a value that the network damages"
@@ -103,6 +106,48 @@ def test_a_batch_larger_than_a_fetch(kafka: Any) -> None:
     assert values(read_all(source(kafka, small, subscribe=topic))) == [b"small", *big, b"small"]
 
 
+@pytest.mark.parametrize("compression", ["gzip", "zstd"])
+def test_memory_is_bounded_by_one_batch_however_well_it_compresses(kafka: Any, compression: str) -> None:
+    """320 MB in a few fetches' worth of bytes: batches of 32 MB, of which a task gets a part at a time."""
+    topic = kafka.topic(1)
+    size = {"message.max.bytes": 40_000_000, "batch.size": 40_000_000, "linger.ms": 1_000}
+    producer = Producer({"bootstrap.servers": kafka.bootstrap, "compression.type": compression, **size})
+    for _ in range(10):
+        for _ in range(3_200):
+            producer.produce(topic, bytes(10_000))
+        assert producer.flush(60) == 0
+    me, rows, largest, most = psutil.Process(), 0, 0, 0
+    base = me.memory_info().rss
+    for batch in source(kafka, subscribe=topic).read(Slice((topic, 0, 0, 32_000))):
+        rows, largest = rows + batch.num_rows, max(largest, batch.nbytes)
+        most = max(most, me.memory_info().rss - base)
+    assert rows == 32_000
+    assert largest < 8 << 20, f"{largest >> 20} MB in one RecordBatch"
+    assert most < 128 << 20, f"{most >> 20} MB more than before"
+
+
+@pytest.mark.matrix
+def test_a_client_above_its_quota_reads_on_after_the_pause(new_kafka: Callable[..., Any]) -> None:
+    """Above its quota a client gets a response without partitions, and is not read from for a while."""
+    kafka = new_kafka()
+    topic = kafka.topic(1)
+    produce(kafka, topic, (b"%08d" % i + os.urandom(992) for i in range(4_500)))
+    limit_clients(kafka, "consumer_byte_rate", 300_000)
+    src = source(kafka, {"kafka.max.partition.fetch.bytes": "500000"}, subscribe=topic)
+    with reader.warm_consumer(src.options) as consumer:  # type: ignore[attr-defined]
+        consumer.assign((topic, 0), 0)
+        found: list[int] = []
+        throttled = ended = 0
+        while len(found) < 4_500:
+            fetched = consumer.fetch(4_500, 1.0)
+            ended += fetched.end_of_log
+            throttled += consumer._not_before_s > time.monotonic()  # type: ignore[attr-defined]
+            found += [] if fetched.batch is None else fetched.batch["offset"].to_pylist()
+    assert found == list(range(4_500))
+    assert throttled
+    assert ended == 0, "a response without partitions is no end of the log"
+
+
 def test_gaps_of_a_compacted_topic(new_kafka: Callable[..., Any]) -> None:
     """A range that begins, ends or lies in a gap gives what is left in it, and terminates."""
     kafka = new_kafka(properties={"log.cleaner.backoff.ms": "100"})
@@ -121,7 +166,25 @@ def test_gaps_of_a_compacted_topic(new_kafka: Callable[..., Any]) -> None:
         assert between(kafka, topic, low, high) == expected, (low, high)
 
 
-def test_records_are_read_by_the_fetcher(kafka: Any) -> None:
+def test_brokers_before_kafka_2_7_are_read_through_librdkafka(kafka: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    topic = kafka.topic(1)
+    produce(kafka, topic, [b"old"])
+    told = Channel._read_versions
+
+    def older(channel: Channel, deadline: float) -> None:
+        told(channel, deadline)
+        channel.versions.api_versions[1] = (4, 11)
+
+    monkeypatch.setattr(Channel, "_read_versions", older)
+    monkeypatch.setitem(source_help.DEFAULTS, "kafka.client.id", "old")  # no idle client of another test
+    with pytest.raises(UsageError, match=r"KAFKA_TOO_OLD.*client=librdkafka"):
+        between(kafka, topic, 0, 1)
+    monkeypatch.setitem(source_help.DEFAULTS, "client", "auto")
+    assert between(kafka, topic, 0, 1) == [b"old"]
+
+
+def test_records_are_read_by_the_fetcher_by_default(kafka: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise this file tests librdkafka."""
+    monkeypatch.delitem(source_help.DEFAULTS, "client")
     with reader.warm_consumer(source(kafka, subscribe="any").options) as consumer:  # type: ignore[attr-defined]
         assert isinstance(consumer, Fetcher)

@@ -13,12 +13,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.broker.sink_help import EXACT, SCHEMA, Child, Rig, rows, wait_for
+from tests.broker.source_help import limit_clients
 from tests.kafka_tools import read_committed
 from tests.support.scans import scanned_table
 from tests.support.sweeps import sweep
 
 from delivered.connectors.kafka import CONNECTOR, sender, warm
-from delivered.connectors.kafka.producer import Rows
+from delivered.connectors.kafka.columns import Rows
 from delivered.engine.shard import write_shard
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
@@ -197,18 +198,12 @@ def test_a_throttled_client_waits_and_resends_nothing(
     new_kafka: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A broker reads nothing from a client above its quota: a request sent meanwhile would time out."""
-    from kafka.protocol.admin.client_quotas import AlterClientQuotasRequest
-
     monkeypatch.setattr(sender, "REQUEST_TIMEOUT_S", 1.0)
     kafka = new_kafka()
     rig = Rig(kafka, kafka.topic(1), options={"client": "arrow", "compression": "none"})
     producer = warm.borrow(rig.sink.options, Guarantee.AT_LEAST_ONCE)
     assert isinstance(producer, sender.Sender)
-    Entry = AlterClientQuotasRequest.EntryData  # noqa: N806 - a class
-    entity = Entry.EntityData(entity_type="client-id", entity_name=None)
-    limit = Entry.OpData(key="producer_byte_rate", value=400_000.0, remove=False)
-    asked = AlterClientQuotasRequest(entries=[Entry(entity=[entity], ops=[limit])], validate_only=False)
-    assert [e.error_code for e in producer._wire.ask(asked).entries] == [0]
+    limit_clients(kafka, "producer_byte_rate", 400_000)
     cluster = producer._cluster
 
     def send_some() -> dict[int, float]:

@@ -61,12 +61,10 @@ def test_a_time_beyond_what_spark_can_hold_saturates(kafka: Any) -> None:
     """A producer wrote nanoseconds: int64 microseconds would wrap around to the year -99483."""
     topic = kafka.topic(1, message_timestamp_after_max_ms=2**63 - 1, message_timestamp_before_max_ms=2**63 - 1)
     last = (2**63 - 1) // 1000
-    stamps = [1_712_345_678_123_456_789, last + 1, last, 1_712_345_678_123, 0]
-    # Many, so that the place of the time in librdkafka's struct is found.
-    produce(kafka, topic, [{"value": b"v", "timestamp": t} for t in stamps + [1_712_345_678_123] * 40])
+    stamps = [1_712_345_678_123_456_789, last + 1, last, 1_712_345_678_123]
+    produce(kafka, topic, [{"value": b"v", "timestamp": t} for t in stamps])
     got = read_all(source(kafka, subscribe=topic)).column("timestamp").cast(pa.int64()).to_pylist()
-    assert got[:4] == [2**63 - 1, 2**63 - 1, last * 1000, 1_712_345_678_123_000]
-    assert all(t > 0 for t in got[5:])
+    assert got == [2**63 - 1, 2**63 - 1, last * 1000, 1_712_345_678_123_000]
 
 
 def test_null_empty_tombstone_and_headers_with_null(kafka: Any) -> None:

@@ -24,7 +24,7 @@ from tests.broker import source_help
 from tests.broker.source_help import positions, produce, read_all, read_range, source, values
 
 from delivered.connectors.kafka import admin as kafka_admin
-from delivered.connectors.kafka import consumer, librdkafka, reader
+from delivered.connectors.kafka import reader
 from delivered.contract.source import Slice
 from delivered.model.errors import Unreachable, UsageError
 
@@ -185,28 +185,6 @@ def test_tls_and_scram_and_permissions(
     )
     with pytest.raises(UsageError, match=r"OPTION_UNKNOWN.*kafka\.no\.such\.setting"):
         source(kafka, {"kafka.no.such.setting": "1"}, subscribe=topic).driver().initial()
-
-
-@pytest.mark.parametrize("client", ["librdkafka"], indirect=True)
-def test_without_the_place_of_the_time_and_without_symbols(kafka: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another librdkafka may store times elsewhere: slower, same result. One without exported symbols is reported."""
-    topic = kafka.topic(1)
-    produce(kafka, topic, [{"value": b"%d" % i, "timestamp": 1000 + i} for i in range(500)])
-    src = source(kafka, subscribe=topic)
-    quick = read_all(src)
-    assert consumer._Clock.place is not None
-    monkeypatch.setattr(consumer._Clock, "place", (72, 80))  # a wrong one is noticed
-    monkeypatch.setattr(consumer._Clock, "hopeless", False)
-    assert read_all(src).equals(quick)
-    assert consumer._Clock.hopeless
-    assert read_all(src).equals(quick)
-    monkeypatch.setattr(librdkafka, "_candidates", list)
-    librdkafka.library.cache_clear()
-    try:
-        with pytest.raises(UsageError, match=r"KAFKA_LIBRARY.*pip install.*confluent-kafka"):
-            src.planned()  # type: ignore[attr-defined]
-    finally:
-        librdkafka.library.cache_clear()
 
 
 def test_the_clients_own_words_go_to_logging(

@@ -238,8 +238,9 @@ def test_p9_an_attempt_that_gives_up_with_a_request_unanswered_ends_its_epoch(ka
         rig.options["kafka.bootstrap.servers"] = proxy.bootstrap
         proxy.add(Rule(api, NetworkFault.LOSE_REPLY, times=1000))
         writer = rig.sink.writer(rig.work(0), EXACT, SCHEMA)
-        writer.stage(rows([bytes(900_000)] * 20))  # more than waits for the id, or fills batches
-        wait_for(lambda: writer.stage(rows([bytes(900_000)])) or fired)
+        wait_for(lambda: warm.is_ready(rig.sink.options, rig.work(0)))
+        writer.stage(rows([bytes(900_000)] * 10))  # fills batches, and fewer than wait for answers
+        wait_for(lambda: writer._taken.producer._pump() or fired)
         held = writer._taken.held
         writer.abort()
     finally:

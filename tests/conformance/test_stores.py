@@ -37,7 +37,7 @@ STORES = {
     "delta": 4,
     "iceberg": 4,
     "kafka": 4,
-    "kafka-arrow": 4,
+    "kafka-librdkafka": 4,
     "postgres-one-transaction": 4,
     "mysql-one-transaction": 4,
 }

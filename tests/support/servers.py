@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -78,6 +78,62 @@ class Kafka(Server):
         if self._admin is None:
             self._admin = AdminClient({"bootstrap.servers": self.bootstrap, "log_level": 0})
         return self._admin
+
+
+class KafkaCluster:
+    """Brokers 1 and 2. The first one is the controller, too: do not kill it.
+
+    Attributes:
+        bootstrap: all addresses.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        copies = dict.fromkeys(("default", "offsets.topic", "transaction.state.log"), "2")
+        common = {f"{name}.replication.factor": n for name, n in copies.items()}
+        first = Kafka.start(folder / "1", common)
+        self._brokers = [first]
+        told = dict(line.split("=", 1) for line in (folder / "1" / "server.properties").read_text().splitlines())
+        meta = (folder / "1" / "data" / "meta.properties").read_text().splitlines()
+        cluster = next(line for line in meta if line.startswith("cluster.id="))
+        (folder / "2" / "data").mkdir(parents=True)
+        (folder / "2" / "data" / "meta.properties").write_text(f"version=1\nnode.id=2\n{cluster}\n")
+        joins = {"process.roles": "broker", "node.id": "2", **common}
+        joins["controller.quorum.voters"] = told["controller.quorum.voters"]
+        self._brokers.append(Kafka.start(folder / "2", joins))
+        self.bootstrap = ",".join(b.bootstrap for b in self._brokers)
+        self._admin = first.admin()  # its client learns of the others
+
+    def admin(self) -> Any:
+        return self._admin
+
+    def broker(self, node: int) -> brokers.Broker:
+        return self._brokers[node - 1].broker
+
+    def topic(self, *replicas: list[int]) -> str:
+        """Create a topic. `replicas`: nodes of each partition, its preferred leader first."""
+        from confluent_kafka.admin import NewTopic
+
+        name = f"t{next(Kafka._names)}"
+        self._admin.create_topics([NewTopic(name, len(replicas), replica_assignment=list(replicas))])[name].result(30)
+        self.wait_for(name, lambda p: len(p.isrs) == len(replicas[p.id]))
+        return name
+
+    def wait_for(self, topic: str, condition: Callable[[Any], bool]) -> None:
+        """Wait until every partition meets a condition."""
+        deadline = time.monotonic() + 60
+        while not all(map(condition, self._admin.list_topics(topic, 30).topics[topic].partitions.values())):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"partitions of {topic}")
+            time.sleep(0.1)
+
+    def elect_preferred(self, topic: str, partition: int) -> None:
+        from confluent_kafka import ElectionType, TopicPartition
+
+        self._admin.elect_leaders(ElectionType.PREFERRED, [TopicPartition(topic, partition)]).result(30)
+
+    def stop(self) -> None:
+        for broker in reversed(self._brokers):
+            broker.stop()
 
 
 class Postgres(Server):

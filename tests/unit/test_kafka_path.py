@@ -9,7 +9,7 @@ import pytest
 from tests.support.requests import ASKED, TO_KAFKA
 
 from delivered.connectors.kafka import CONNECTOR, record_batch
-from delivered.connectors.kafka.cluster import SINK_SETTINGS, SOURCE_SETTINGS, by_arrow
+from delivered.connectors.kafka.path import SINK_SETTINGS, SOURCE_SETTINGS, by_arrow
 from delivered.model.guarantee import Guarantee
 from delivered.planner import Plan, SinkFacts, SourceFacts, make_plan, to_json, to_text
 
@@ -34,18 +34,18 @@ def said(options: Mapping[str, str]) -> tuple[str, ...]:
     return plan.records
 
 
-@pytest.mark.parametrize("client", ["arrow", "auto"])
-def test_the_plan_says_that_columns_are_encoded_in_c(client: str) -> None:
-    assert said({"client": client}) == ("kafka orders: Arrow, decoded in C", "kafka clean: Arrow, encoded in C")
+@pytest.mark.parametrize("options", [{}, {"client": "auto"}, {"client": "arrow"}])
+def test_the_plan_says_that_columns_are_encoded_in_c(options: dict[str, str]) -> None:
+    assert said(options) == ("kafka orders: Arrow, decoded in C", "kafka clean: Arrow, encoded in C")
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({}, "client=librdkafka; client=arrow is possible"),
-        ({"client": "auto", **KERBEROS}, "SASL mechanism GSSAPI needs librdkafka"),
+        ({"client": "librdkafka"}, "client=librdkafka"),
+        ({"kafka.security.protocol": "SASL_SSL"}, "SASL mechanism GSSAPI needs librdkafka"),
         (KERBEROS, "SASL mechanism GSSAPI needs librdkafka"),
-        ({"client": "auto", **TUNED}, "kafka.socket.nagle.disable is a setting of librdkafka"),
+        (TUNED, "kafka.socket.nagle.disable is a setting of librdkafka"),
     ],
 )
 def test_the_plan_says_why_it_is_librdkafka(options: dict[str, str], why: str) -> None:
@@ -55,14 +55,14 @@ def test_the_plan_says_why_it_is_librdkafka(options: dict[str, str], why: str) -
 def test_the_plan_says_that_the_library_in_c_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_batch, "available", lambda: False)
     why = "librdkafka, because the package was built without a C compiler"
-    assert said({"client": "auto"}) == (f"kafka orders: {why}", f"kafka clean: {why}")
+    assert said({}) == (f"kafka orders: {why}", f"kafka clean: {why}")
 
 
 @pytest.mark.parametrize("options", [{}, TUNED, KERBEROS])
 @pytest.mark.parametrize(("owner", "known"), [("source", SOURCE_SETTINGS), ("sink", SINK_SETTINGS)])
 def test_the_plan_names_the_path_that_tasks_take(options: dict[str, str], owner: str, known: frozenset[str]) -> None:
     client = {name.removeprefix("kafka."): value for name, value in {**AT, **options}.items()}
-    for line in said({"client": "auto", **options}):
+    for line in said(options):
         assert ("Arrow" in line) == by_arrow(owner, "auto", client, known)
 
 

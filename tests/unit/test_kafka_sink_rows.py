@@ -10,8 +10,7 @@ import pyarrow as pa
 import pytest
 
 from delivered.connectors.kafka import CONNECTOR, columns, record_batch, warm
-from delivered.connectors.kafka.producer import producer_config
-from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.connectors.kafka.sink_options import SinkOptions, producer_config
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
@@ -88,6 +87,7 @@ def test_options_of_sparks_users_are_taken_translated_or_refused_before_a_task()
     options = sink(kafka__retries="3", kafka__buffer__memory="33554432", kafka__delivery__timeout__ms="5000").options
     assert options.client["queue.buffering.max.kbytes"] == "32768"
     assert "retries" not in options.client
+    assert options.client["message.timeout.ms"] == "5000"
     assert producer_config(options, Guarantee.AT_LEAST_ONCE, None)["queue.buffering.max.kbytes"] == "32768"
     for name, value, said in [
         ("kafka.max.block.ms", "5", "kafka.delivery.timeout.ms"),
@@ -111,11 +111,11 @@ def test_options_of_sparks_users_are_taken_translated_or_refused_before_a_task()
 def test_ready_clients_of_librdkafka_are_few_and_ready_ids_are_many(
     monkeypatch: pytest.MonkeyPatch, codec: bool, bound: int
 ) -> None:
-    """With client=auto, librdkafka serves a package without the codec."""
+    """librdkafka serves a package without the codec."""
     monkeypatch.setattr(record_batch, "available", lambda: codec)
     monkeypatch.setattr(warm, "_ready", OrderedDict())
     monkeypatch.setattr(warm, "_start", Mock())
-    options, scope = SinkOptions.parse({**SERVERS, "client": "auto"}), Scope("p", "t", "i")
+    options, scope = SinkOptions.parse({**SERVERS}), Scope("p", "t", "i")
     for shard in range(bound + 5):
         warm.make_ready(options, Work(scope, 0, shard))
     assert len(warm._ready) == bound

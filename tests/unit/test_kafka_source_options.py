@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delivered.connectors.kafka import CONNECTOR
-from delivered.connectors.kafka.consumer import settings
+from delivered.connectors.kafka.fallback import consumer_settings as settings
 from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Positions, Timestamp
 from delivered.connectors.kafka.options import SourceOptions
 from delivered.connectors.kafka.settings import client_options, resolved

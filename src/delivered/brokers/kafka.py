@@ -55,6 +55,8 @@ def prepare(
     if "SSL" in listeners:
         config |= _tls_properties(home, folder)
     config |= properties
+    if config["process.roles"] == "broker":  # it joins another one's cluster
+        config["listeners"] = ",".join(f"{x}://{at}" for x, at in listeners.items() if x != CONTROLLER)
     path = folder / "server.properties"
     text = "".join(f"{k}={v}\n" for k, v in config.items())
     path.touch(mode=0o600)

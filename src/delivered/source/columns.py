@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 HEADER = pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())])
@@ -38,16 +34,6 @@ def micros(count: int, us_per: int) -> int:
         count: since 1970, in units of `us_per` microseconds.
     """
     return min(max(count * us_per, US_MIN), US_MAX)
-
-
-def micros_of(ms: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """`micros` of milliseconds, for a whole column."""
-    low, high = -(-US_MIN // 1000), US_MAX // 1000
-    us = ms * 1000
-    if len(ms) and (ms.min() < low or ms.max() > high):
-        us = np.where(ms > high, US_MAX, np.where(ms < low, US_MIN, us))
-    found: npt.NDArray[Any] = us
-    return found
 
 
 def columns(headers: bool, base: pa.Schema = COLUMNS) -> pa.Schema:

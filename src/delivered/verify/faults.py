@@ -12,12 +12,12 @@ from delivered.verify.fault import AT_LEAST, AT_MOST, BROKER, CLUSTER, EXACTLY, 
 from delivered.verify.interference import TRANSACTION_TIMEOUT_S
 from delivered.verify.network_faults import before_sink, behind_source, soak_network
 from delivered.verify.scripts import Script, kills, point, random_kills, shards_changed, worker_killed
-from delivered.verify.systems import DELTA, KAFKA, KAFKA_ARROW, POSTGRES, SINK_KINDS, SOURCE_KINDS, SQLITE
+from delivered.verify.systems import DELTA, KAFKA, KAFKA_LIBRDKAFKA, POSTGRES, SINK_KINDS, SOURCE_KINDS, SQLITE
 from delivered.verify.systems.base import SinkKind, SourceKind
 
 NOTHING = Fault("none", "none", "an undisturbed run", scripts.nothing)
 _QUICK_BETWEEN = {(EXACTLY, KAFKA), (AT_LEAST, SQLITE), (AT_MOST, SQLITE)}
-_EVERYWHERE = (SQLITE, KAFKA, KAFKA_ARROW, POSTGRES, DELTA)
+_EVERYWHERE = (SQLITE, KAFKA, KAFKA_LIBRDKAFKA, POSTGRES, DELTA)
 SOAK_KILLS = 20
 SMALL_BATCHES = {"rows_per_batch": 20}
 

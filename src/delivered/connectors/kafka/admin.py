@@ -9,26 +9,17 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from delivered.connectors.kafka.errors import ConnectionErrors, config_error, explain
+from delivered.connectors.kafka.errors import ConnectionErrors, explain
+from delivered.connectors.kafka.librdkafka import connect, kafka_client
 from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Partition, Place, Timestamp
-from delivered.connectors.kafka.options import SourceOptions
+from delivered.connectors.kafka.options import OWNER, SourceOptions
 from delivered.connectors.kafka.protocol import server_name
 from delivered.connectors.kafka.settings import resolved
-from delivered.model.errors import MissingExtra, UsageError
+from delivered.model.errors import UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.patience import patience_s, wait_out
 
 log = logging.getLogger("delivered.kafka")
-
-
-class ClientLog:
-    """librdkafka's own log, at debug level: it logs every failed connection attempt as an error, many per second."""
-
-    _log = logging.getLogger("delivered.kafka.client")
-
-    def log(self, level: int, message: str, *arguments: object) -> None:
-        del level
-        self._log.debug(message, *arguments)
 
 
 _INTERNAL = re.compile(r"__consumer_offsets|__transaction_state|__share_group_state|__delivered_.*")
@@ -56,36 +47,6 @@ _RETRIABLE = {
     "_NOENT",  # "No leaders found": none of the requested partitions has a leader now
 }
 T = TypeVar("T")
-
-
-def kafka_client() -> Any:
-    """The module `confluent_kafka`.
-
-    Raises:
-        MissingExtra: it is not installed.
-    """
-    try:
-        import confluent_kafka
-    except ImportError:
-        raise MissingExtra("kafka") from None
-    return confluent_kafka
-
-
-def connect(make: Callable[[dict[str, Any]], T], settings: Mapping[str, str], **more: Any) -> T:
-    """Create a confluent-kafka client.
-
-    Args:
-        settings: from `client_options`; secrets are resolved here.
-        more: settings that are not text: callbacks.
-
-    Raises:
-        UsageError: librdkafka rejects a setting or its value.
-    """
-    ck = kafka_client()
-    try:
-        return make({**resolved(settings), "logger": ClientLog(), **more})
-    except ck.KafkaException as error:
-        raise config_error(error.args[0].str()) from None
 
 
 class KafkaDriverClient:
@@ -227,7 +188,7 @@ class KafkaDriverClient:
         ck = kafka_client()
         if self._committer is None:
             settings = {**self._options.client, "group.id": group, "enable.auto.commit": "false"}
-            self._committer = connect(ck.Consumer, settings, error_cb=self._connection)
+            self._committer = connect(ck.Consumer, OWNER, resolved(settings), error_cb=self._connection)
 
         def ask(_: float) -> None:
             results = self._committer.commit(
@@ -264,7 +225,7 @@ class KafkaDriverClient:
             from confluent_kafka.admin import AdminClient
 
             settings = {k: v for k, v in self._options.client.items() if k not in _CONSUMER_ONLY}
-            self._admin = connect(AdminClient, settings, error_cb=self._connection)
+            self._admin = connect(AdminClient, OWNER, resolved(settings), error_cb=self._connection)
         return self._admin
 
     def _patiently(self, ask: Callable[[float], T], what: str, longest_s: float | None = None) -> T:

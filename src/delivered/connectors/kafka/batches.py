@@ -11,9 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.kafka import record_batch
-from delivered.connectors.kafka.columns import RECORD_OVERHEAD
+from delivered.connectors.kafka.columns import RECORD_OVERHEAD, Rows
 from delivered.connectors.kafka.errors import Failures
-from delivered.connectors.kafka.producer import Rows
 from delivered.connectors.kafka.sequences import Batch
 from delivered.connectors.kafka.transactions import Transaction
 
@@ -91,7 +90,8 @@ class Encoder:
             target_bytes=BATCH_BYTES,
             **self._settings,
         ):
-            yield Batch(one.data, one.count, 0, deadline, one.sequence)
+            largest = _size(rows.key, rows.value, int(chosen[one.first])) if one.count == 1 else 0
+            yield Batch(one.data, one.count, largest, deadline, one.sequence)
 
     def halves(self, batch: Batch, at: tuple[str, int]) -> list[Batch]:
         """The records of a batch that is too large for the topic, in smaller ones."""
@@ -100,15 +100,21 @@ class Encoder:
         parts, sequence = list[Batch](), batch.sequence
         half = records.num_rows // 2
         for piece in (records.slice(0, half), records.slice(half)):
+            key, value = piece.column("key"), piece.column("value")
             for one in record_batch.encode(
-                *(piece.column("key"), piece.column("value"), piece.column("headers")),
+                *(key, value, piece.column("headers")),
                 timestamps=np.asarray(piece.column("timestamp").cast(pa.timestamp("ms")).cast(pa.int64())),
                 sequence=sequence,
                 **self._settings,
             ):
-                parts.append(Batch(one.data, one.count, 0, batch.deadline, one.sequence))
+                largest = _size(key, value, one.first) if one.count == 1 else 0
+                parts.append(Batch(one.data, one.count, largest, batch.deadline, one.sequence))
                 sequence = record_batch.next_sequence(sequence, one.count) if sequence >= 0 else -1
         return parts
+
+
+def _size(key: pa.Array | None, value: pa.Array, row: int) -> int:
+    return sum(len(c[row].as_py() or b"") for c in (key, value) if c is not None)
 
 
 def bytes_of(rows: Rows) -> int:

@@ -13,7 +13,7 @@ from delivered.model.errors import BadRecord, DeliveredError, Fenced, Refused, U
 
 def config_error(detail: str, owner: str = OWNER, name: str | None = None) -> UsageError:
     """librdkafka rejected a setting; `name` if known."""
-    found = re.search(r'property: "([^"]+)"', detail)
+    found = re.search(r'property:? "([^"]+)"', detail)
     named = name or (found[1] if found else None)
     name = f"'kafka.{named}'" if named else "with the prefix 'kafka.'"
     return UsageError(

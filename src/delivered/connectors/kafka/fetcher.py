@@ -9,12 +9,12 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pyarrow as pa
 
 from delivered.connectors.kafka import protocol
 from delivered.connectors.kafka.channel import Pending, varint
-from delivered.connectors.kafka.consumer import Fetched
 from delivered.connectors.kafka.errors import explain
 from delivered.connectors.kafka.login import NoAnswer
 from delivered.connectors.kafka.offsets import Partition
@@ -31,7 +31,7 @@ CHUNK_BYTES = 2 << 20
 """Decompressed records in one RecordBatch."""
 _WAIT_MS = 10
 _PAUSE_S = 0.1
-_VERSION_MAX = 12
+_FETCH, _VERSION_MAX = 1, 12
 """The last that names topics; the fields up to the records are read here, so that these are not copied."""
 
 _GONE = {3, 100, 103}
@@ -39,8 +39,27 @@ _MOVED = {5, 6, 7, 8, 9, 13, 56, 74, 75, 78, -1, 2}
 """Errors that a later request may not meet, most of them at another broker."""
 
 
+@dataclass
+class Fetched:
+    """Result of one call.
+
+    Attributes:
+        batch: records in offset order, all below the requested end; None: none.
+        position: every visible record below it was returned; -1: no progress.
+        end_of_log: the broker had nothing beyond `position` at that moment.
+        out_of_range: the broker does not have the requested offset.
+        gone: the broker does not know the partition (perhaps only for a moment, after a restart).
+    """
+
+    batch: pa.RecordBatch | None = None
+    position: int = -1
+    end_of_log: bool = False
+    out_of_range: bool = False
+    gone: bool = False
+
+
 class Fetcher:
-    """See `consumer.PartitionConsumer`. Not thread-safe."""
+    """See `reader.RangeConsumer`. Not thread-safe."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._servers = options.servers
@@ -63,8 +82,12 @@ class Fetcher:
         self._corrupt_at = -1
         self._trouble = ""
 
+    def possible(self) -> bool:
+        """Whether the brokers know the version of Fetch spoken here (Kafka 2.7). Raises Unreachable."""
+        _, newest = self._wire.patiently(self._wire.channel).versions.api_versions.get(_FETCH, (0, 0))
+        return int(newest) >= _VERSION_MAX
+
     def assign(self, partition: Partition, offset: int) -> None:
-        """Read a partition, from this offset."""
         self.release()
         self._partition, self._position = partition, offset
         self._taken = offset
@@ -72,12 +95,7 @@ class Fetcher:
         self._size = self._first_size
 
     def fetch(self, end: int, timeout_s: float) -> Fetched:
-        """Wait at most `timeout_s` for records; return what is there.
-
-        Raises:
-            UsageError, Unreachable: reading is not permitted, or the connection is refused.
-            CorruptBatch: twice at the same offset.
-        """
+        """Raises CorruptBatch, too: twice at the same offset."""
         deadline = time.monotonic() + timeout_s
         if self._decoded is None:
             fetched = self._receive(end, deadline)
@@ -168,7 +186,7 @@ class Fetcher:
 
     def _parsed(self, body: memoryview, end: int) -> Fetched | None:
         found = Response(body)
-        if found.throttle_ms:
+        if found.throttle_ms:  # the broker reads nothing earlier, and a request would time out
             self._not_before_s = time.monotonic() + found.throttle_ms / 1000
         code = found.error
         if code == protocol.OFFSET_OUT_OF_RANGE:
@@ -181,6 +199,8 @@ class Fetcher:
         if code:
             topic, number = self._partition
             raise explain(name_of(code), "", f"{topic}-{number}", self._servers)
+        if found.high < 0:  # above its quota, a client gets a response without partitions
+            return Fetched()
         aborted = found.aborted if self._committed else None
         try:
             decoded = decode(
@@ -205,14 +225,12 @@ class Fetcher:
         return None
 
     def fetch_position(self) -> int:
-        """Position of the fetcher; -1: unknown. It also moves over aborted records."""
         return self._position
 
     def _drop_pending(self) -> None:
         self._pending = None  # its response is read, and dropped, before the next one
 
     def release(self) -> None:
-        """Stop fetching; keep the connection."""
         self._drop_pending()
         self._decoded, self._batches = None, iter(())
 

@@ -1,8 +1,7 @@
 """Markers: each shard of a batch writes one into its transaction, so it is visible if and only if the rows are.
 
 Markers have their own partitions of the internal topic: a prepared transaction hides everything behind it in the
-    partitions it
-wrote to.
+partitions it wrote to.
 """
 
 from __future__ import annotations

@@ -15,13 +15,13 @@ from typing import Protocol
 import pyarrow as pa
 
 from delivered.connectors.kafka.admin import KafkaDriverClient
-from delivered.connectors.kafka.cluster import SOURCE_SETTINGS, by_arrow
-from delivered.connectors.kafka.consumer import Fetched, PartitionConsumer
-from delivered.connectors.kafka.fetcher import Fetcher
+from delivered.connectors.kafka.fallback import Consumer
+from delivered.connectors.kafka.fetcher import Fetched, Fetcher
 from delivered.connectors.kafka.offsets import Partition
 from delivered.connectors.kafka.options import OWNER, SourceOptions
+from delivered.connectors.kafka.path import SOURCE_SETTINGS, by_arrow
 from delivered.kits.warm import WarmClients
-from delivered.model.errors import InvariantBroken, Unreachable
+from delivered.model.errors import InvariantBroken, Unreachable, UsageError
 from delivered.model.limits import RESTART_CONFIRM_S, SOURCE_PATIENCE_S
 from delivered.source.ranges import Range
 
@@ -32,12 +32,24 @@ _STALL_LOOK_S = 5.0
 
 
 class RangeConsumer(Protocol):
-    """Reads one partition after another. Not thread-safe. See `PartitionConsumer` for the errors."""
+    """Reads one partition after another. Not thread-safe."""
 
-    def assign(self, partition: Partition, offset: int) -> None: ...
-    def fetch(self, end: int, timeout_s: float) -> Fetched: ...
-    def fetch_position(self) -> int: ...
-    def release(self) -> None: ...
+    def assign(self, partition: Partition, offset: int) -> None:
+        """Read a partition, from this offset. What was fetched ahead for the previous one is dropped."""
+
+    def fetch(self, end: int, timeout_s: float) -> Fetched:
+        """Wait at most `timeout_s` for records; return what is there.
+
+        Raises:
+            UsageError, Unreachable: reading is not permitted, or the connection is refused.
+        """
+
+    def fetch_position(self) -> int:
+        """Where fetching is; -1: unknown. It also moves over aborted records."""
+
+    def release(self) -> None:
+        """Stop fetching; keep the connection."""
+
     def close(self) -> None: ...
 
 
@@ -55,8 +67,18 @@ def warm_consumer(options: SourceOptions) -> Iterator[RangeConsumer]:
 
 def _consumer(options: SourceOptions) -> RangeConsumer:
     if by_arrow(OWNER, options.through, options.client, SOURCE_SETTINGS):
-        return Fetcher(options)
-    return PartitionConsumer(options)
+        fetcher = Fetcher(options)
+        if fetcher.possible():
+            return fetcher
+        fetcher.close()
+        if options.through == "arrow":
+            raise UsageError(
+                "KAFKA_TOO_OLD",
+                f"{OWNER}: option 'client' is arrow, which needs Kafka 2.7; those at {options.servers} are older.",
+                next_step="write client=auto or client=librdkafka",
+            )
+        log.warning("the brokers at %s are older than Kafka 2.7: reading through librdkafka", options.servers)
+    return Consumer(options)
 
 
 def read_range(options: SourceOptions, wanted: Range[Partition]) -> Iterator[pa.RecordBatch]:

@@ -33,6 +33,9 @@ CHUNK_BYTES = 1 << 20
 """Decompressed records that `decode` takes into one RecordBatch, if its caller does not say. With more, allocators
 return memory between two of them, and the faults of new pages cost more than decoding."""
 
+_PASSES_MAX = 16
+"""Over a batch that decompresses to many times the chunk: each pass reads all of it, and returns a part."""
+
 _TRANSACTIONAL = 16
 _OFFSET_MAX = 2**31 - 1
 """Of Arrow's binary columns."""
@@ -262,16 +265,16 @@ class Decoded:
         batches, first, size, room = self._batches, 0, 0, scratch()
         for i, codec in enumerate((batches["attributes"] & 7).tolist()):
             if first < i and size + int(batches["size"][i]) > _OFFSET_MAX:
-                yield self._decode(batches[first:i], size, room)
+                yield from self._decode(batches[first:i], size, room)
                 first, size, room = i, 0, scratch()
             if codec:
                 batches["size"][i] = self._decompress(batches[i], COMPRESSIONS[codec], room)
             size += int(batches["size"][i])
             if size >= self._chunk_bytes:
-                yield self._decode(batches[first : i + 1], size, room)
+                yield from self._decode(batches[first : i + 1], size, room)
                 first, size, room = i + 1, 0, scratch()
         if first < len(batches):
-            yield self._decode(batches[first:], size, room)
+            yield from self._decode(batches[first:], size, room)
 
     def _decompress(self, batch: Any, name: str, room: Scratch) -> int:
         at = int(batch["records"]) - self._buffer.address
@@ -280,19 +283,26 @@ class Decoded:
         except (ValueError, OSError, struct.error) as error:
             raise self._corrupt(int(batch["base_offset"]), f"its records are not valid {name}: {error}") from None
 
-    def _decode(self, batches: npt.NDArray[Any], size: int, room: Scratch) -> pa.RecordBatch:
-        """Of `batches`, the compressed ones lie in `room`, in their order."""
+    def _decode(self, batches: npt.NDArray[Any], size: int, room: Scratch) -> Iterator[pa.RecordBatch]:
+        """Of `batches`, the compressed ones lie in `room`, in their order. A large one is decoded in several passes."""
         compressed = (batches["attributes"] & 7) != 0
         if compressed.any():
             sizes = batches["size"][compressed]
             batches["records"][compressed] = room.address + np.cumsum(sizes) - sizes
+        start, last = max(self._start, int(batches["base_offset"][0])), int(batches["last_offset"][-1])
+        end = min(self._end, last + 1)
+        step = -(-(end - start) // min(_PASSES_MAX, max(1, size // (2 * self._chunk_bytes))))
+        for low in range(start, end, step):
+            yield self._decode_range(batches, size, low, min(low + step, end))
+
+    def _decode_range(self, batches: npt.NDArray[Any], size: int, start: int, end: int) -> pa.RecordBatch:
         counts = np.minimum(batches["count"], batches["size"] // 7)
         n = int(counts.sum())
         out = native.Columns(room=n)
         parts = [native.BinaryColumn(n, size, out.key), native.BinaryColumn(n, size, out.value)]
         offsets, timestamps, types = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n, np.int32)
         out.offsets, out.timestamps, out.types = (a.ctypes.data for a in (offsets, timestamps, types))
-        native.functions().rb_decode(batches.ctypes.data, len(batches), self._start, self._end, out)
+        native.functions().rb_decode(batches.ctypes.data, len(batches), start, end, out)
         if out.fault:
             raise self._error(out.fault, int(batches[out.batch]["base_offset"]), out.found, out.wanted)
         rows = out.rows
@@ -304,10 +314,10 @@ class Decoded:
             pa.array(types[:rows]),
         ]
         if self._headers:
-            arrays.append(self._headers_of(batches, out))
+            arrays.append(self._headers_of(batches, start, end, out))
         return pa.RecordBatch.from_arrays(arrays, schema=schema(self._headers))
 
-    def _headers_of(self, batches: npt.NDArray[Any], out: native.Columns) -> pa.Array:
+    def _headers_of(self, batches: npt.NDArray[Any], start: int, end: int, out: native.Columns) -> pa.Array:
         n, headers = out.rows, out.headers
         if not headers:
             return pa.nulls(n, pa.list_(HEADER))
@@ -316,7 +326,7 @@ class Decoded:
         values = native.BinaryColumn(headers, out.header_value_size, found.value)
         lists, valid = np.zeros(n + 1, np.int32), np.full(n // 8 + 1, 255, np.uint8)
         found.lists, found.valid = lists.ctypes.data, valid.ctypes.data
-        native.functions().rb_headers(batches.ctypes.data, len(batches), self._start, self._end, found)
+        native.functions().rb_headers(batches.ctypes.data, len(batches), start, end, found)
         names = keys.array(headers, pa.binary())
         try:
             names = names.cast(pa.string())

@@ -17,9 +17,9 @@ from delivered.connectors.kafka.announce import Announced
 from delivered.connectors.kafka.batches import BATCH_BYTES, Encoder, bytes_of, joined
 from delivered.connectors.kafka.channel import Pending
 from delivered.connectors.kafka.cluster import Cluster
+from delivered.connectors.kafka.columns import Headers, Rows
 from delivered.connectors.kafka.errors import Failures, ProducerError
 from delivered.connectors.kafka.login import NoAnswer, NotSent
-from delivered.connectors.kafka.producer import Headers, Rows
 from delivered.connectors.kafka.protocol import NoTopic, server_name
 from delivered.connectors.kafka.sequences import MISSING_S, Batch, PartitionQueue, Verdict, verdict_of
 from delivered.connectors.kafka.transactions import Transaction
@@ -44,7 +44,7 @@ class _Request:
 
 
 class Sender:
-    """Sends rows as `producer.Producer` does. Not thread-safe.
+    """Sends rows through the brokers' leaders. Not thread-safe.
 
     Args:
         config: from `producer_config`.
@@ -63,7 +63,7 @@ class Sender:
         self._transactional = held is not None and held.transactional_id != ""
         self._acks = -1 if config.get("acks", "all") in ("all", "-1") else int(config["acks"])
         self._encoder = Encoder(config, held, self._transactional)
-        self._timeout_s = int(config.get("delivery.timeout.ms", config["message.timeout.ms"])) / 1000
+        self._timeout_s = int(config["message.timeout.ms"]) / 1000
         self.used_at = time.monotonic()
         self._rows: dict[str, list[Rows]] = {}
         self._held_bytes = self._unanswered_bytes = 0

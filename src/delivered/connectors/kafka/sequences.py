@@ -93,7 +93,7 @@ class Batch:
     """An encoded record batch.
 
     Attributes:
-        largest: key and value of the largest record, in bytes.
+        largest: key and value of its record, in bytes; 0: it has several.
         deadline: of time.monotonic(), for its acknowledgement.
         sequence: of the first record; -1: without.
         number: counts the partition's batches as they are sent first; -1: not yet.

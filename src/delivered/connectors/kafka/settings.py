@@ -23,6 +23,7 @@ _RENAMED = {
     "ssl.keystore.certificate.chain": "ssl.certificate.pem",
     "ssl.keystore.key": "ssl.key.pem",
     "max.request.size": "message.max.bytes",
+    "delivery.timeout.ms": "message.timeout.ms",
     "metadata.max.age.ms": "topic.metadata.refresh.interval.ms",
 }
 _JAVA_ONLY = {
@@ -44,7 +45,7 @@ _JAAS_LOGIN = re.compile(
     re.DOTALL,
 )
 _JAAS_PAIR = re.compile(r"""(\w+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|([^\s;"']+))\s*""")
-_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 
 
 def check_client(owner: str, values: Mapping[str, str], reserved: Mapping[str, str]) -> None:
@@ -77,10 +78,10 @@ def check_client(owner: str, values: Mapping[str, str], reserved: Mapping[str, s
         owner, given, "keystore", "give a PKCS12 file with kafka.ssl.keystore.type=PKCS12: keytool -importkeystore"
     )
     mechanism = given.get("sasl.mechanism", given.get("sasl.mechanisms"))
-    if "sasl.jaas.config" in given and mechanism is not None and mechanism.upper() not in _MECHANISMS:
+    if "sasl.jaas.config" in given and mechanism is not None and mechanism.upper() not in MECHANISMS:
         raise UsageError(
             "OPTION_VALUE",
-            f"{owner}: option 'kafka.sasl.jaas.config' is understood for {', '.join(_MECHANISMS)}; the mechanism is "
+            f"{owner}: option 'kafka.sasl.jaas.config' is understood for {', '.join(MECHANISMS)}; the mechanism is "
             f"{mechanism!r}.",
             next_step="write librdkafka's own options: kafka.sasl.kerberos.* or kafka.sasl.oauthbearer.*",
         )
@@ -147,7 +148,7 @@ def path_option(does: str) -> Any:
         "client",
         f"{does} over shared connections; librdkafka; auto: arrow, unless a setting or the platform needs librdkafka.",
         choice(("auto", "arrow", "librdkafka")),
-        default="librdkafka",
+        default="auto",
     )
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.connectors.kafka import columns
-from delivered.connectors.kafka.cluster import SINK_SETTINGS, by_arrow, path
 from delivered.connectors.kafka.librdkafka import check_settings
+from delivered.connectors.kafka.path import SINK_SETTINGS, by_arrow, path
 from delivered.connectors.kafka.sink_options import OWNER, SinkOptions
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Writer

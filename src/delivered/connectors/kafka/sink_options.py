@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from delivered.connectors.kafka.options import SERVERS
 from delivered.connectors.kafka.settings import check_client, client_options, path_option, resolved
 from delivered.model.errors import UsageError
+from delivered.model.guarantee import Guarantee
 from delivered.model.limits import NAME_LENGTH_MAX, TRANSACTION_TIMEOUT_S
 from delivered.model.options import Option, Options, OptionType, Unfit, choice, option, several, whole
 
@@ -138,3 +139,31 @@ class SinkOptions(Options, owner=OWNER, ignored=("path",)):
         if len(self.topic) <= NAME_LENGTH_MAX:
             return self.topic
         return self.topic[:51] + "-" + hashlib.blake2b(self.topic.encode(), digest_size=6).hexdigest()
+
+
+DELIVERY_TIMEOUT_S = 120
+"""at_least_once: how long a record may wait for its acknowledgement; longer than a broker restart."""
+
+
+def producer_config(options: SinkOptions, guarantee: Guarantee, transactional_id: str | None) -> dict[str, str]:
+    """A producer's settings by librdkafka's names; the user's override the defaults, not what the guarantee needs."""
+    config = {"message.max.bytes": "1048588"}  # the broker's default
+    if options.compression is not None:
+        config["compression.type"] = options.compression
+    config |= {**options.resolved(), "acks": "all"}
+    match guarantee:
+        case Guarantee.EXACTLY_ONCE:
+            config |= {
+                "transactional.id": transactional_id or "",
+                "transaction.timeout.ms": str(options.transaction_timeout_s * 1000),
+                "enable.idempotence": "true",
+            }
+            config.setdefault("message.timeout.ms", str(options.transaction_timeout_s * 1000))
+        case Guarantee.AT_LEAST_ONCE:
+            config |= {"enable.idempotence": "true"}
+            config.setdefault("message.timeout.ms", str(DELIVERY_TIMEOUT_S * 1000))
+        case Guarantee.AT_MOST_ONCE:
+            # A request without an answer may have been stored, so it is given up instead of retried.
+            config |= {"enable.idempotence": "false", "message.send.max.retries": "0", "acks": options.acks}
+            config.setdefault("message.timeout.ms", "30000")
+    return config

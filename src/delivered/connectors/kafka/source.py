@@ -12,7 +12,6 @@ import pyarrow as pa
 import tenacity
 
 from delivered.connectors.kafka.admin import KafkaDriverClient, joined
-from delivered.connectors.kafka.cluster import SOURCE_SETTINGS, by_arrow, path
 from delivered.connectors.kafka.librdkafka import check_settings
 from delivered.connectors.kafka.offsets import (
     EARLIEST,
@@ -26,6 +25,7 @@ from delivered.connectors.kafka.offsets import (
     Where,
 )
 from delivered.connectors.kafka.options import OWNER, SourceOptions, refuse_latest_start
+from delivered.connectors.kafka.path import SOURCE_SETTINGS, by_arrow, path
 from delivered.contract.finding import Finding
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability

@@ -17,13 +17,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
-from delivered.connectors.kafka.cluster import SINK_SETTINGS, Cluster, by_arrow
+from delivered.connectors.kafka.cluster import Cluster
 from delivered.connectors.kafka.errors import ProducerError
+from delivered.connectors.kafka.fallback import Producer
 from delivered.connectors.kafka.login import NoAnswer
-from delivered.connectors.kafka.producer import Producer, producer_config
+from delivered.connectors.kafka.path import SINK_SETTINGS, by_arrow
 from delivered.connectors.kafka.protocol import Wire, server_name
 from delivered.connectors.kafka.sender import Sender
-from delivered.connectors.kafka.sink_options import OWNER, SinkOptions
+from delivered.connectors.kafka.sink_options import OWNER, SinkOptions, producer_config
 from delivered.connectors.kafka.transactions import (
     OpenTransaction,
     Transaction,

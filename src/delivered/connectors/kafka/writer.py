@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.kafka import columns, transactions, warm
+from delivered.connectors.kafka.columns import Rows
 from delivered.connectors.kafka.errors import ProducerError, delivery_error, producer_error
 from delivered.connectors.kafka.markers import marker_key, marker_partition, marker_value
-from delivered.connectors.kafka.producer import Rows
 from delivered.connectors.kafka.protocol import server_name
 from delivered.connectors.kafka.sender import Sender
 from delivered.connectors.kafka.sink_options import SinkOptions

@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 from delivered.verify.systems.base import SinkKind, SourceClient, SourceKind, System
 
 SQLITE, POSTGRES, POSTGRES_2PC, DELTA, FILES = "sqlite", "postgres", "postgres-2pc", "delta", "files"
-KAFKA, KAFKA_ARROW = "kafka", "kafka-arrow"
+KAFKA, KAFKA_LIBRDKAFKA = "kafka", "kafka-librdkafka"
 MYSQL, MYSQL_XA, ICEBERG = "mysql", "mysql-xa", "iceberg"
 RABBITMQ, PULSAR, RABBITMQ_STREAM, LOG = "rabbitmq", "pulsar", "rabbitmq_stream", "log"
 GROUP = f"{KAFKA}-{POSTGRES}-{DELTA}"
 _SINK_ORDER = (
-    SQLITE, KAFKA, KAFKA_ARROW, POSTGRES, POSTGRES_2PC, MYSQL, MYSQL_XA, DELTA, ICEBERG, FILES, GROUP, RABBITMQ,
+    SQLITE, KAFKA, KAFKA_LIBRDKAFKA, POSTGRES, POSTGRES_2PC, MYSQL, MYSQL_XA, DELTA, ICEBERG, FILES, GROUP, RABBITMQ,
 )  # fmt: skip
-_SOURCE_ORDER = (LOG, KAFKA, KAFKA_ARROW, PULSAR, RABBITMQ_STREAM, RABBITMQ)
+_SOURCE_ORDER = (LOG, KAFKA, KAFKA_LIBRDKAFKA, PULSAR, RABBITMQ_STREAM, RABBITMQ)
 """In the order of cases and pages; all others follow by name."""
 
 Kind = TypeVar("Kind", SinkKind, SourceKind)

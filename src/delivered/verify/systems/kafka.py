@@ -261,13 +261,13 @@ def _source(at: SourcePlace, name: str = "kafka") -> TopicSource:
     return TopicSource(at.server.bootstrap, f"{at.name}-in", at_pipeline, extra=extra, topics=at.topics)
 
 
-_CLIENTS: dict[str, dict[str, Any]] = {"kafka": {}, "kafka-arrow": {"client": "arrow"}}
+_CLIENTS: dict[str, dict[str, Any]] = {"kafka": {}, "kafka-librdkafka": {"client": "librdkafka"}}
 """Options of the pipeline, by kind."""
 
 SYSTEM = System(
     (
         SinkKind("kafka", "kafka", _sink, server="kafka", source="kafka", two_phase=True, own=True),
-        SinkKind("kafka-arrow", "kafka", _sink, server="kafka", source="kafka-arrow", two_phase=True),
+        SinkKind("kafka-librdkafka", "kafka", _sink, server="kafka", source="kafka-librdkafka", two_phase=True),
     ),
     tuple(SourceKind(n, TopicSource, partial(_source, name=n), server="kafka") for n in _CLIENTS),
     properties={

@@ -1,0 +1,77 @@
+"""By which client records travel: Arrow, unless a setting, a mechanism or the platform needs librdkafka."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+from delivered.connectors.kafka import record_batch
+from delivered.connectors.kafka.librdkafka import check_settings
+from delivered.connectors.kafka.settings import MECHANISMS
+from delivered.model.errors import UsageError
+
+_SETTINGS = frozenset(
+    {
+        "bootstrap.servers",
+        "client.id",
+        "security.protocol",
+        "sasl.mechanism",
+        "sasl.mechanisms",
+        "sasl.username",
+        "sasl.password",
+        "ssl.ca.location",
+        "ssl.ca.pem",
+        "ssl.certificate.location",
+        "ssl.key.location",
+        "ssl.key.password",
+        "ssl.endpoint.identification.algorithm",
+        "enable.ssl.certificate.verification",
+        "sasl.jaas.config",
+    }
+)
+SINK_SETTINGS = _SETTINGS | {
+    "acks",
+    "message.max.bytes",
+    "message.timeout.ms",
+    "compression.type",
+    "compression.codec",
+    "linger.ms",
+}
+SOURCE_SETTINGS = _SETTINGS | {
+    "isolation.level",
+    "group.id",
+    "max.partition.fetch.bytes",
+    "fetch.max.bytes",
+    "fetch.wait.max.ms",
+}
+
+
+def by_arrow(owner: str, through: str, client: Mapping[str, str], known: Set[str]) -> bool:
+    """Whether the option `client` (`through`) selects arrow. Raises UsageError: it is arrow, which lacks something."""
+    if through == "librdkafka":
+        return False
+    missing = lacks(client, known)
+    if missing is not None and through == "arrow":
+        check_settings(owner, client)  # one that nobody knows
+        raise UsageError(
+            "OPTION_CONFLICT",
+            f"{owner}: option 'client' is arrow, but {missing}.",
+            next_step="write client=auto or client=librdkafka",
+        )
+    return missing is None
+
+
+def path(through: str, client: Mapping[str, str], known: Set[str], arrow: str) -> str:
+    """By which client records travel, and why, for the plan. `arrow`: what it says of Arrow."""
+    missing = lacks(client, known) if through != "librdkafka" else "client=librdkafka"
+    return arrow if missing is None else f"librdkafka, because {missing}"
+
+
+def lacks(client: Mapping[str, str], known: Set[str]) -> str | None:
+    """Why only librdkafka can be used with these settings; None: nothing is missing."""
+    if not record_batch.available():
+        return "the package was built without a C compiler"
+    if unknown := sorted(set(client) - known):
+        return f"kafka.{unknown[0]} is a setting of librdkafka"
+    mechanism = client.get("sasl.mechanism", client.get("sasl.mechanisms", "GSSAPI")).upper()
+    sasl = client.get("security.protocol", "").upper().startswith("SASL")
+    return f"SASL mechanism {mechanism} needs librdkafka" if sasl and mechanism not in MECHANISMS else None
