@@ -9,7 +9,7 @@ TEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 FAST := tests/unit tests/property tests/crash/test_points.py::test_one_crash_at_every_point
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka bridges totals test-fast test coverage check format bench bench-postgres bench-delta peers verify soak docs dist lock clean
+.PHONY: help setup demo demo-kafka bridges totals test-fast test coverage check format bench bench-postgres bench-delta endurance peers verify soak docs dist lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -74,6 +74,9 @@ bench-postgres: setup ## the same for PostgreSQL, into build/bench-postgres.json
 
 bench-delta: setup ## the same for Delta Lake, into build/bench-delta.json
 	$(BIN)/python -m benchmarks.delta
+
+endurance: setup ## two hours of two pipelines at a steady rate: memory, threads, open files; build/bench-endurance.json
+	$(BIN)/python -m benchmarks.endurance
 
 peers: setup ## the same kills for what a user would take instead, into docs/peers.md; installs Quix Streams, Bytewax and Flink
 	$(BIN)/python -m benchmarks.peers

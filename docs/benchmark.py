@@ -62,9 +62,45 @@ computes fingerprints; this sink's time includes both.
 """Stem of the report's name -> what stands above its figures."""
 
 
+_ENDURANCE = """## Hours of running
+
+`make endurance`: two exactly_once pipelines in one Spark session, directly and through Spark's rows, from one topic at
+{rate:,} records/s, a batch every {interval}, for {minutes:.0f} minutes. {sent:,} records were sent; {arrived}. The
+driver, its JVM and its workers, sampled every ten seconds:
+
+| | median of the second quarter | median of the last quarter | highest since the first quarter |
+|---|---:|---:|---:|
+"""
+_FIGURES = {
+    "jvm_bytes": "memory of the JVM, MiB",
+    "python_bytes": "memory of all Python processes, MiB",
+    "worker_bytes": "memory of the largest worker, MiB",
+    "processes": "processes",
+    "threads": "threads",
+    "files": "open files and sockets",
+}
+
+
 def page() -> str:
     """The page; benchmarks without a stored run are marked as not measured."""
-    return "\n".join([_kafka(), *(_table(name, head) for name, head in _TABLES.items())])
+    return "\n".join([_kafka(), _endurance(), *(_table(name, head) for name, head in _TABLES.items())])
+
+
+def _endurance() -> str:
+    stored = _stored("bench-endurance")
+    if not stored.exists():
+        return ""
+    run: dict[str, Any] = json.loads(stored.read_text(encoding="utf-8"))
+    arrived = ", ".join(
+        f"{count:,} arrived by `{name}` in {run['batches'][name]:,} batches (audit: {run['audit'][name]})"
+        for name, count in run["arrived"].items()
+    )
+    rows = []
+    for figure, name in _FIGURES.items():
+        unit = 2**20 if figure.endswith("_bytes") else 1
+        cells = (f"{run['trend'][figure][k] / unit:,.0f}" for k in ("second_quarter", "last_quarter", "highest"))
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return _ENDURANCE.format(**{**run, "arrived": arrived}) + "\n".join([*rows, ""])
 
 
 def _table(name: str, head: str) -> str:
