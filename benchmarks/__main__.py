@@ -24,8 +24,19 @@ from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cases import LATENCY, MEMORY, RATIOS, SHARDS, SHARDS_BATCHES, SHARDS_ROWS, THROUGHPUT, Case
-from benchmarks.peers import FLINK_JARS, FLINK_PACKAGES
+from benchmarks.cases import (
+    FLINK_AT_LEAST,
+    FLINK_EXACTLY,
+    LATENCY,
+    MEMORY,
+    RATIOS,
+    SHARDS,
+    SHARDS_BATCHES,
+    SHARDS_ROWS,
+    THROUGHPUT,
+    Case,
+)
+from benchmarks.peers import FLINK_JARS, FLINK_PACKAGES, flink
 from delivered import brokers
 from delivered.brokers import kafka
 
@@ -199,11 +210,16 @@ def summary(name: str, runs: list[dict[str, Any]], records: int) -> dict[str, An
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    parser.add_argument("--records", type=int, default=12_000_000)
+    parser.add_argument(
+        "--records", type=int, default=9_000_000, help="in the topic; three repetitions take about 25 minutes"
+    )
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--only", default="", help="run cases whose name contains this")
     parser.add_argument("--out", type=Path, default=Path("build/bench.json"))
     given = parser.parse_args()
+    began = time.monotonic()
+    if given.only in FLINK_AT_LEAST or given.only in FLINK_EXACTLY:
+        flink()  # installs it; not while a case is timed
     with tempfile.TemporaryDirectory(prefix="bench-kafka-") as folder:
         broker = brokers.start("kafka", Path(folder), dies_with_parent=True)
         try:
@@ -213,6 +229,7 @@ def main() -> None:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(report, indent=1))
     show(report)
+    console.print(f"{(time.monotonic() - began) / 60:.0f} minutes, {given.out}")
 
 
 def measure(bootstrap: str, given: argparse.Namespace) -> dict[str, Any]:
@@ -251,6 +268,14 @@ def measure(bootstrap: str, given: argparse.Namespace) -> dict[str, Any]:
             for case in chosen(SHARDS)
             for partitions in case.partitions
         ],
+        "first_batch": [
+            {
+                "case": case.name.removeprefix("shards, "),
+                "beyond_ms": statistics.median(r["first_beyond_ms"] for r in in_shards[case.name]),
+                "each_ms": [r["first_beyond_ms"] for r in in_shards[case.name]],
+            }
+            for case in chosen(SHARDS)
+        ],
         "shards_of": {"rows": SHARDS_ROWS, "batches": SHARDS_BATCHES - 1},
         "one_record": latencies,
         "versions": versions(),
@@ -285,6 +310,8 @@ def show(report: dict[str, Any]) -> None:
         console.print(f"{ratio['name']}: {ratio['ratio']:.2f}  ({each}); CPU a record {ratio['cpu']:.2f}")
     for shard in report["shards"]:
         console.print(f"{shard['case']}, {shard['partitions']} partitions: {shard['batch_ms']:,.0f} ms a batch")
+    for first in report["first_batch"]:
+        console.print(f"{first['case']}: the first batch takes {first['beyond_ms']:,.0f} ms more than a later one")
     for case in report["one_record"]:
         console.print(f"{case['name']}: median {case['median_ms']:.0f} ms, p95 {case['p95_ms']:.0f} ms")
 

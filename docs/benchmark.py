@@ -184,6 +184,11 @@ def _goals(run: dict[str, Any]) -> list[str]:
         if goal and shard["partitions"] == 200 and 200 in spark:
             goals.append((f"200 shards, {shard['case']} / Spark's own", shard["batch_ms"] / spark[200], "<=", goal))
     goals += [
+        (f"first batch beyond a later one, {first['case']}, ms", first["beyond_ms"], "<=", 1500.0)
+        for first in run.get("first_batch", ())
+        if first["case"] == "exactly_once"
+    ]
+    goals += [
         (f"{case['name']}, largest worker, MiB", case["peak_worker_bytes"] / 2**20, "<=", 256.0)
         for case in run["cases"]
         if case["name"].startswith("memory, direct")
@@ -214,6 +219,8 @@ def _shards(run: dict[str, Any]) -> list[str]:
     for name in dict.fromkeys(s["case"] for s in found):
         cells = (f"{ms[name, p]:,.0f} ({ms[name, p] / ms[found[0]['case'], p]:.2f})" for p in partitions)
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", "How much longer the first batch of a session takes than a later one, n = 1, in ms: "]
+    lines[-1] += ", ".join(f"{f['case']} {f['beyond_ms']:,.0f}" for f in run.get("first_batch", ())) + "."
     return [*lines, ""]
 
 

@@ -29,7 +29,7 @@ def jvm(spark: SparkSession) -> psutil.Process:
 
 def _is_daemon(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and "pyspark.daemon" in process.cmdline()
+        return process.status() != psutil.STATUS_ZOMBIE and any(a.endswith("spark.daemon") for a in process.cmdline())
     except psutil.NoSuchProcess:
         return False  # a child of the JVM that ended meanwhile
 

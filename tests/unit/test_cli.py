@@ -152,7 +152,11 @@ def test_doctor_names_settings_that_a_cluster_lacks(tmp_path: Path, monkeypatch:
     _, out, _ = call("doctor", "-o", "json")
     (found,) = [c for c in json.loads(out) if c["check"] == "Python tasks"]
     assert found["health"] == "missing"
-    assert "spark.python.unix.domain.socket.enabled=true" in found["says"]
+    for setting in (
+        "spark.python.unix.domain.socket.enabled=true",
+        "spark.python.daemon.module=delivered.spark.daemon",
+    ):
+        assert setting in found["says"]
 
 
 def test_brokers_of_an_empty_folder(tmp_path: Path) -> None:

@@ -107,8 +107,8 @@ def test_options_of_sparks_users_are_taken_translated_or_refused_before_a_task()
     sink(kafka__sasl__jaas__config="env:JAAS", kafka__sasl__password="env:P").check_schema(value)
 
 
-@pytest.mark.parametrize(("codec", "bound"), [(True, warm.READY_IDS_MAX), (False, warm.READY_MAX)])
-def test_ready_clients_of_librdkafka_are_few_and_ready_ids_are_many(
+@pytest.mark.parametrize(("codec", "bound"), [(True, 0), (False, warm.READY_MAX)])
+def test_ready_clients_of_librdkafka_are_few_and_arrow_needs_none(
     monkeypatch: pytest.MonkeyPatch, codec: bool, bound: int
 ) -> None:
     """librdkafka serves a package without the codec."""

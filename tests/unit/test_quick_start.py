@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from delivered.spark import class_archive
-from delivered.spark.quick_start import with_archive, worker_python
+from delivered.spark.quick_start import advice, forked_workers, with_archive, worker_python
 
 _OPTIONS = "spark.driver.extraJavaOptions"
 
@@ -74,3 +74,16 @@ def test_an_archive_that_the_user_names_stays_his() -> None:
     file.write_bytes(b"")
     own = {_OPTIONS: "-XX:SharedArchiveFile=/mine.jsa"}
     assert with_archive(own) == own
+
+
+def test_only_workers_of_this_interpreter_are_forked_with_our_imports() -> None:
+    ours = {"spark.python.daemon.module": "delivered.spark.daemon"}
+    assert forked_workers(sys.executable) == forked_workers(worker_python()) == ours
+    assert forked_workers("/opt/other/bin/python") == {}
+
+
+def test_what_a_session_lacks_for_cheap_tasks() -> None:
+    both = {"spark.python.unix.domain.socket.enabled": "true", "spark.python.daemon.module": "my.daemon"}
+    assert advice(both.get) == {}
+    assert set(advice({}.get)) == {"WORKERS_OVER_TCP", "WORKERS_IMPORT"}
+    assert set(advice({"spark.python.unix.domain.socket.enabled": "true"}.get)) == {"WORKERS_IMPORT"}

@@ -136,10 +136,10 @@ def _workers(pipeline: Pipeline | None) -> Check:
         return Check(
             "Python tasks",
             Health.MISSING,
-            f"on {master}: {' '.join(missing)}",
-            "set it by --conf or in spark-defaults.conf; docs/spark.md has the figures",
+            f"on {master}: {' '.join(missing.values())}",
+            "set them by --conf or in spark-defaults.conf; docs/spark.md has the figures",
         )
-    return Check("Python tasks", Health.GOOD, f"on {master}: Spark talks to its workers over local sockets")
+    return Check("Python tasks", Health.GOOD, f"on {master}: local sockets, and workers forked with imports")
 
 
 def _defaults() -> dict[str, str]:

@@ -62,7 +62,7 @@ def cannot_restart(sources: Collection[str], version: str) -> Refused | None:
 
 
 def _slow_workers(spark: SparkSession) -> tuple[Finding, ...]:
-    return tuple(Finding("WORKERS_OVER_TCP", missing, False) for missing in advice(partial(spark.conf.get, default="")))
+    return tuple(Finding(code, text, False) for code, text in advice(partial(spark.conf.get, default="")).items())
 
 
 def checked_transform(pipeline: Definition, spark: SparkSession) -> tuple[Finding, ...]:

@@ -1,4 +1,4 @@
-"""Faster sessions on this machine: a Java archive of Spark's classes, a launcher for the workers, and local sockets.
+"""Faster sessions on this machine: an archive of Spark's classes; the workers' launcher, daemon and local sockets.
 
 Most of a session's start is spent loading 20,000 classes from 250 JARs. Java's class data sharing archives them once
 (class_archive.py: about 25 s and 160 MB), which saves about 3 s per start. The JVM ignores an archive that does not
@@ -31,11 +31,19 @@ from delivered.model.errors import DeliveredError
 
 JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 _LOCAL_SOCKETS = "spark.python.unix.domain.socket.enabled"
+_DAEMON = "spark.python.daemon.module"
+_OUR_DAEMON = "delivered.spark.daemon"
 OVER_TCP = (
     f"Spark talks to its Python workers over TCP: each Python task waits about 40 ms. Set {_LOCAL_SOCKETS}=true before "
     "the session starts."
 )
 """Measured in decision 043: 200 tasks take 4.3 s instead of 6.7 s."""
+OWN_IMPORTS = (
+    "Each Python worker imports pyspark, pyarrow and numpy itself, about 0.5 s of CPU, and its first task ends with a "
+    f"collection over all of them. Set {_DAEMON}={_OUR_DAEMON} before the session starts, if the executors' Python has "
+    "this package when they start."
+)
+"""Measured in decision 064."""
 
 _TEMPORARY_LENGTH_MAX = 40
 """A socket's path is limited to about 104 bytes, of which our folder's name takes 19 and Spark's 43."""
@@ -102,11 +110,24 @@ def local_sockets() -> dict[str, str]:
     return {_LOCAL_SOCKETS: "true", "spark.python.unix.domain.socket.dir": folder}
 
 
-def advice(setting: Callable[[str], str | None]) -> tuple[str, ...]:
-    """The settings that a session lacks for cheap Python tasks, and what each is worth.
+def forked_workers(python: str) -> dict[str, str]:
+    """Workers on this machine, forked from a process that has imported what tasks need.
+
+    Args:
+        python: of the workers. Another one than this may lack the package, which tasks of other formats do not need.
+    """
+    return {_DAEMON: _OUR_DAEMON} if os.name == "posix" and python in (sys.executable, worker_python()) else {}
+
+
+def advice(setting: Callable[[str], str | None]) -> dict[str, str]:
+    """The settings that a session lacks for cheap Python tasks, by code, and what each is worth.
 
     Args:
         setting: the session's value of a key, None if unset.
     """
-    over_tcp = os.name == "posix" and str(setting(_LOCAL_SOCKETS)).lower() != "true"
-    return (OVER_TCP,) * over_tcp
+    found = {}
+    if os.name == "posix" and str(setting(_LOCAL_SOCKETS)).lower() != "true":
+        found["WORKERS_OVER_TCP"] = OVER_TCP
+    if os.name == "posix" and not setting(_DAEMON):
+        found["WORKERS_IMPORT"] = OWN_IMPORTS
+    return found

@@ -26,7 +26,7 @@ from delivered.pipeline.spec import GROUP
 from delivered.spark.formats import DeliveredDataSource
 from delivered.spark.hooks import install
 from delivered.spark.jvm import active, jvm_of, make_active
-from delivered.spark.quick_start import advice, local_sockets, with_archive, worker_python
+from delivered.spark.quick_start import advice, forked_workers, local_sockets, with_archive, worker_python
 
 _CONF = {
     "spark.ui.enabled": "false",
@@ -60,7 +60,7 @@ def register(spark: SparkSession) -> None:
     of a ledger, and a second driver on the same checkpoint is detected.
     """
     if spark not in _registered:
-        for missing in advice(partial(spark.conf.get, default="")):
+        for missing in advice(partial(spark.conf.get, default="")).values():
             log.warning(missing)
     _register(spark, None)
     install(spark, _register)
@@ -120,7 +120,7 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
         builder = builder.master(master)
     if local:
         builder = _listen_on_loopback(builder)
-        settings = {**local_sockets(), **with_archive(settings)}
+        settings = {**local_sockets(), **forked_workers(os.environ["PYSPARK_PYTHON"]), **with_archive(settings)}
     for key, value in settings.items():
         builder = builder.config(key, value)
     spark = builder.getOrCreate()

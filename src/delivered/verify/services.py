@@ -155,7 +155,7 @@ class Run:
                 parent = p.parent()
                 if (
                     parent is not None
-                    and any("pyspark.daemon" in x or "delivered.verify.loop" in x for x in parent.cmdline())
+                    and any("spark.daemon" in x or "delivered.verify.loop" in x for x in parent.cmdline())
                     and p.pid != parent.pid
                 ):
                     found.append(p)

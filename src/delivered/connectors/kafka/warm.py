@@ -1,8 +1,10 @@
 """Warm producers, kept in Spark's reused worker process.
 
-A transactional id takes 50 to 500 ms to initialise. The id of a shard's next batch is known, so its producer is
-initialised in the background while the current batch runs. It serves one attempt of one batch and is never reused: one
-epoch, one transaction. Producers without transactions are pooled.
+Through librdkafka, a transactional id takes 50 to 500 ms to initialise. The id of a shard's next batch is known, so its
+producer is initialised in the background while the current batch runs. It serves one attempt of one batch and is never
+reused: one epoch, one transaction. Through Arrow, the id is one request, made when the first rows arrive: half of the
+requests made ahead would be for shards that Spark then gives to another worker. Producers without transactions are
+pooled.
 """
 
 from __future__ import annotations
@@ -44,9 +46,6 @@ log = logging.getLogger(__name__)
 
 READY_MAX = 16
 """Ready transactional producers per process: each holds a few threads and connections."""
-
-READY_IDS_MAX = 1_024
-"""The same where a producer is only its id."""
 
 READY_AGE_S_MAX = 300.0
 START_TIMEOUT_S = OUTAGE_PATIENCE_S
@@ -111,7 +110,9 @@ def take(options: SinkOptions, work: Work) -> Taken:
 
 
 def is_ready(options: SinkOptions, work: Work) -> bool:
-    """Whether `take` would return at once. If not, start initialising the producer in the background."""
+    """Whether to call `take` now. If not, start initialising the producer in the background."""
+    if _by_arrow(options):
+        return True
     key = _key(options, work)
     with _lock:
         ready = _ready.get(key)
@@ -178,7 +179,9 @@ def _key(options: SinkOptions, work: Work) -> tuple[str, ...]:
 
 
 def make_ready(options: SinkOptions, work: Work) -> None:
-    """Initialise the producer of an attempt in the background. If that fails, `take` starts one."""
+    """Initialise librdkafka's producer of an attempt in the background. If that fails, `take` starts one."""
+    if _by_arrow(options):
+        return
     key = _key(options, work)
     old: list[Ready] = []
     with _lock:
@@ -187,7 +190,7 @@ def make_ready(options: SinkOptions, work: Work) -> None:
         limit = time.monotonic() - READY_AGE_S_MAX
         for k in [k for k, r in _ready.items() if r.made_at < limit]:
             old.append(_ready.pop(k))
-        while len(_ready) >= (READY_IDS_MAX if _by_arrow(options) else READY_MAX):
+        while len(_ready) >= READY_MAX:
             old.append(_ready.popitem(last=False)[1])
         ready = _ready[key] = Ready(Future(), time.monotonic())
 

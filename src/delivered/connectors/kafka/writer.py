@@ -184,14 +184,19 @@ class TransactionalWriter:
             )
             producer.flush(min(FLUSH_TIMEOUT_S, self._options.transaction_timeout_s))
             _refuse_failures(producer, self._options)
-            self._confirm(taken)
+            if not isinstance(producer, Sender):
+                self._confirm(taken)
         # From here on the transaction belongs to the driver.
         self._taken = None
         _retire(producer)
         return Promise(taken.held)
 
     def _confirm(self, taken: Taken) -> None:
-        """Promise only a transaction that the coordinator reports as open, including the marker's partition."""
+        """Promise only a transaction that the coordinator reports as open, including the marker's partition.
+
+        librdkafka tells neither its epoch nor which partitions were added. A `Sender` has both from the coordinator's
+        own answers, and its requests carry the epoch: what was acknowledged is in this transaction.
+        """
         found = warm.state_of(self._options, self._id)
         scope = self._work.scope
         marker = f"{ledger_topic(scope, self._options.ledger_topic)}-{marker_partition(scope)}"
