@@ -83,7 +83,8 @@ _FIGURES = {
 
 def page() -> str:
     """The page; benchmarks without a stored run are marked as not measured."""
-    return "\n".join([_kafka(), _endurance(), *(_table(name, head) for name, head in _TABLES.items())])
+    parts = [_kafka(), _endurance(), *(_table(name, head) for name, head in _TABLES.items())]
+    return "\n".join(filter(None, parts))
 
 
 def _endurance() -> str:
