@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import tempfile
 import threading
 import time
@@ -96,6 +97,11 @@ def trend(samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     }
 
 
+def commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.endurance")
     parser.add_argument("--minutes", type=float, default=120)
@@ -122,11 +128,9 @@ def measure(broker: Any, folder: Path, given: argparse.Namespace) -> dict[str, A
             name=f"endurance-{path}",
             guarantee="exactly_once",
             checkpoint=str(folder / path),
-            source=delivered.kafka(
-                broker.bootstrap, subscribe="endurance-in", startingOffsets="earliest", client="arrow"
-            ),
+            source=delivered.kafka(broker.bootstrap, subscribe="endurance-in", startingOffsets="earliest"),
             transform=transform,
-            sinks=[delivered.kafka(broker.bootstrap, topic=f"endurance-{path}", client="arrow")],
+            sinks=[delivered.kafka(broker.bootstrap, topic=f"endurance-{path}")],
             trigger=given.interval,
         )
         for path, transform in (
@@ -155,6 +159,7 @@ def measure(broker: Any, folder: Path, given: argparse.Namespace) -> dict[str, A
     audits = {name: pipeline.audit(spark) for name, pipeline in pipelines.items()}
     spark.stop()
     return {
+        "commit": commit(),
         "minutes": given.minutes,
         "rate": given.rate,
         "interval": given.interval,

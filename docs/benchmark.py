@@ -65,8 +65,11 @@ computes fingerprints; this sink's time includes both.
 _ENDURANCE = """## Hours of running
 
 `make endurance`: two exactly_once pipelines in one Spark session, directly and through Spark's rows, from one topic at
-{rate:,} records/s, a batch every {interval}, for {minutes:.0f} minutes. {sent:,} records were sent; {arrived}. The
-driver, its JVM and its workers, sampled every ten seconds:
+{rate:,} records/s, a batch every {interval}, for {minutes:.0f} minutes (commit {commit}). {sent:,} records were sent.
+
+{arrived}
+
+The driver, its JVM and its workers, sampled every ten seconds:
 
 | | median of the second quarter | median of the last quarter | highest since the first quarter |
 |---|---:|---:|---:|
@@ -92,8 +95,8 @@ def _endurance() -> str:
     if not stored.exists():
         return ""
     run: dict[str, Any] = json.loads(stored.read_text(encoding="utf-8"))
-    arrived = ", ".join(
-        f"{count:,} arrived by `{name}` in {run['batches'][name]:,} batches (audit: {run['audit'][name]})"
+    arrived = "\n".join(
+        f"- `{name}`: {count:,} arrived, in {run['batches'][name]:,} batches; audit: {run['audit'][name]}"
         for name, count in run["arrived"].items()
     )
     rows = []
