@@ -8,7 +8,7 @@ import pytest
 from tests.broker.sink_help import EXACT, SCHEMA, Rig, rows
 from tests.broker.source_help import produce, source
 from tests.support.servers import KafkaCluster
-from tests.support.sweeps import sweep
+from tests.support.sweeps import KAFKA_CLIENTS
 
 from delivered.contract.source import Slice
 from delivered.model.fingerprint import Fingerprint
@@ -18,7 +18,6 @@ from delivered.model.prepared import Prepared, Promise
 from delivered.model.work import Owner
 
 RECORDS = 30_000
-CLIENTS = sweep(["arrow", "librdkafka"], lambda client: client == "arrow")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def move_leader_back(cluster: KafkaCluster, topic: str) -> None:
     cluster.wait_for(topic, lambda p: p.id != 0 or p.leader == 2)
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", KAFKA_CLIENTS)
 def test_a_range_is_read_once_while_its_leader_moves(cluster: KafkaCluster, client: str) -> None:
     topic = cluster.topic([2, 1])
     produce(cluster, topic, (b"%08d" % i + bytes(992) for i in range(RECORDS)))
@@ -56,7 +55,7 @@ def test_a_range_is_read_once_while_its_leader_moves(cluster: KafkaCluster, clie
     assert not moves, "the range was read before its leader moved"
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", KAFKA_CLIENTS)
 @pytest.mark.parametrize("guarantee", [EXACT, Guarantee.AT_LEAST_ONCE])
 def test_a_shard_is_written_once_while_a_leader_moves(cluster: KafkaCluster, guarantee: Guarantee, client: str) -> None:
     """A coordinator and the ledger's leaders may move with it. Sequences keep the weaker guarantee exact here, too."""

@@ -16,7 +16,7 @@ from tests.broker.sink_help import EXACT, SCHEMA, Child, Rig, rows, wait_for
 from tests.broker.source_help import limit_clients
 from tests.kafka_tools import read_committed
 from tests.support.scans import scanned_table
-from tests.support.sweeps import sweep
+from tests.support.sweeps import KAFKA_CLIENTS, sweep
 
 from delivered.connectors.kafka import CONNECTOR, sender, warm
 from delivered.connectors.kafka.columns import Rows
@@ -32,7 +32,7 @@ from delivered.source.columns import HEADERS
 WEAKER = [Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE]
 
 
-@pytest.fixture(params=["librdkafka", "arrow"])
+@pytest.fixture(params=KAFKA_CLIENTS)
 def rig(kafka: Any, request: pytest.FixtureRequest) -> Rig:
     return Rig(kafka, kafka.topic(3), options={"client": request.param})
 
@@ -304,7 +304,7 @@ def test_a_sink_travels_without_secrets_or_connections(rig: Rig, monkeypatch: py
     assert sink.options.resolved()["sasl.password"] == "hunter2"
 
 
-@pytest.mark.parametrize("client", ["librdkafka", "arrow"])
+@pytest.mark.parametrize("client", KAFKA_CLIENTS)
 def test_at_least_once_a_broker_that_restarts_loses_nothing(new_kafka: Callable[..., Any], client: str) -> None:
     kafka = new_kafka()
     rig = Rig(kafka, kafka.topic(2), options={"client": client})
@@ -318,7 +318,7 @@ def test_at_least_once_a_broker_that_restarts_loses_nothing(new_kafka: Callable[
     assert set(rig.visible()) == set(values)
 
 
-@pytest.mark.parametrize("client", ["librdkafka", "arrow"])
+@pytest.mark.parametrize("client", KAFKA_CLIENTS)
 def test_at_most_once_a_broker_that_dies_doubles_nothing_and_the_loss_is_counted(
     new_kafka: Callable[..., Any], client: str
 ) -> None:
@@ -344,7 +344,7 @@ def test_at_most_once_a_broker_that_dies_doubles_nothing_and_the_loss_is_counted
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("client", ["librdkafka", "arrow"])
+@pytest.mark.parametrize("client", KAFKA_CLIENTS)
 def test_credentials_and_permissions(new_kafka: Callable[..., Any], client: str) -> None:
     """TLS and SCRAM: exactly once, for the driver's own requests, too; a wrong password, a missing permission and an
     untrusted certificate each give one clear error."""

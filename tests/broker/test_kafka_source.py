@@ -18,6 +18,7 @@ from confluent_kafka import Consumer, TopicPartition
 from tests.broker import source_help
 from tests.broker.source_help import Transactions, positions, produce, read_all, read_range, source, values
 from tests.kafka_tools import read_committed
+from tests.support.sweeps import KAFKA_CLIENTS
 
 from delivered.checkpoint.offset_metadata import FILE, stream_driver
 from delivered.connectors.kafka import reader
@@ -25,7 +26,7 @@ from delivered.contract.source import Slice, Source
 from delivered.model.errors import InvariantBroken, UsageError
 
 
-@pytest.fixture(params=["librdkafka", "arrow"], autouse=True)
+@pytest.fixture(params=KAFKA_CLIENTS, autouse=True)
 def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(source_help.DEFAULTS, "client", request.param)
     return str(request.param)

@@ -22,6 +22,7 @@ from confluent_kafka.admin import (
 )
 from tests.broker import source_help
 from tests.broker.source_help import positions, produce, read_all, read_range, source, values
+from tests.support.sweeps import KAFKA_CLIENTS
 
 from delivered.connectors.kafka import admin as kafka_admin
 from delivered.connectors.kafka import reader
@@ -29,7 +30,7 @@ from delivered.contract.source import Slice
 from delivered.model.errors import Unreachable, UsageError
 
 
-@pytest.fixture(params=["librdkafka", "arrow"], autouse=True)
+@pytest.fixture(params=KAFKA_CLIENTS, autouse=True)
 def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(source_help.DEFAULTS, "client", request.param)
     return str(request.param)

@@ -94,7 +94,10 @@ def test_sinks_come_and_go(kafka: Kafka, spark: SparkSession, tmp_path: Path) ->
 
 @checkpoint("a copy of the checkpoint, run while the original runs", "refused", "`CHECKPOINT_OWNED`, on one machine")
 @checkpoint("such a copy, with `--takeover` or on another machine", "continues", "the original is refused: `FENCED`")
-@pytest.mark.parametrize("logged", [True, False], ids=["the same batch", "other offsets"])
+@pytest.mark.parametrize(
+    "logged",
+    [pytest.param(True, id="the same batch", marks=pytest.mark.matrix), pytest.param(False, id="other offsets")],
+)
 def test_two_drivers_on_two_copies(spark: SparkSession, tmp_path: Path, logged: bool) -> None:
     """The original waits right before its decision, while the copy claims, decides the same batch and goes on."""
     life = Life(spark, tmp_path, delivered.sqlite(str(tmp_path / "out.db"), "rows"))

@@ -111,6 +111,7 @@ def test_a_signal_lets_the_running_batch_finish(example: Path, how: str) -> None
     assert 40 <= rows(example.parent) < RECORDS, "and it stopped before the end"
 
 
+@pytest.mark.matrix
 def test_rows_that_lost_are_counted(tmp_path: Path) -> None:
     """expectedVersion: three of ten rows expect another version than the table has."""
     with sqlite3.connect(tmp_path / "out.db") as connection:

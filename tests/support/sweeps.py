@@ -17,3 +17,7 @@ def sweep(every: Iterable[Any], keep: Callable[..., bool]) -> list[Any]:
     """
     given = [v if isinstance(v, tuple) else (v,) for v in every]
     return [pytest.param(*v, marks=() if keep(*v) else pytest.mark.matrix) for v in given]
+
+
+KAFKA_CLIENTS = sweep(["librdkafka", "arrow"], lambda client: client == "arrow")
+"""Of Kafka's connector. `make test` runs the fall-back through conformance and the two-phase commit only."""
