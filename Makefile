@@ -42,7 +42,7 @@ totals: setup ## running totals of 336,776 flights in SQLite, killed ten times i
 test-fast: setup ## unit and property tests, every crash point in memory; no server, no Java, a minute and a half
 	$(TEST) $(FAST)
 
-test: setup ## all tests but the sweeps, with real servers, which are fetched meanwhile: 15 to 30 minutes on two cores
+test: setup ## all tests but the sweeps, with real servers, which are fetched meanwhile: 25 to 35 minutes on two cores
 	@mkdir -p build
 	@$(BIN)/delivered brokers fetch > build/fetch.log 2>&1 &
 	$(TEST)
