@@ -16,7 +16,7 @@ from tests.support.keyed_stores import STORES, Store
 from tests.support.sinks import Rig
 
 import delivered
-from delivered.contract.powers import CountsLeftOut
+from delivered.contract.powers import CountsLeftOut, KeepsDeadLetters
 from delivered.engine.context import Context
 from delivered.model.capability import OnConflict
 from delivered.model.errors import DeliveredError, UsageError
@@ -71,6 +71,13 @@ def left_out(rig: Rig) -> dict[str, int]:
 def letters(store: Store, rig: Rig) -> list[tuple[int, int, str, dict[str, Any]]]:
     own = "_delivered_dead_letter" if rig.sink.capability().system == "sqlite" else "delivered.dead_letter"
     found = store.execute(f"SELECT batch, shard, reason, record FROM {own} WHERE pipeline = '{rig.pipeline}'")
+    committer = rig.sink.committer(rig.scope)
+    try:
+        assert isinstance(committer, KeepsDeadLetters)
+        kept = [(n.batch, n.shard, n.reason, n.record) for n in committer.dead_letters()]
+    finally:
+        committer.close()
+    assert sorted(kept) == sorted(found)
     return [(b, s, reason, json.loads(record)) for b, s, reason, record in found]
 
 

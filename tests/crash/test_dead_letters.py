@@ -19,9 +19,10 @@ from delivered.contract.sink import DEAD_LETTERS, SinkGroup
 from delivered.engine import dead_letters as letters_module
 from delivered.engine import shard
 from delivered.group import Group
-from delivered.model.bad_row import OnBadRow
+from delivered.model.bad_row import OnBadRow, from_json_texts
 from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope
 
 EXACTLY, LEAST, MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE
 NTH_MAX = 30
@@ -139,9 +140,21 @@ def test_a_letter_says_who_why_and_where_from() -> None:
     assert {(t["sink"], t["reason"]) for t in told} == {("first", "value longer than 5 bytes")}
     rows = pa.record_batch({"partition": [3, 3], "offset": [7, 8], "value": ["a", "b"]})
     reasons = pa.array([None, "no"])
-    (letter,) = letters_module.dead_letters("s", reasons, rows.select(["value"]), rows, 5, 1, 10).to_pylist()
+    scope = Scope("p", "s", "i")
+    (letter,) = letters_module.dead_letters(scope, reasons, rows.select(["value"]), rows, 5, 1, 10).to_pylist()
+    assert (letter["pipeline"], letter["sink"], letter["incarnation"]) == ("p", "s", "i")
     assert (letter["partition"], letter["offset"], letter["topic"], letter["row"]) == (3, 8, None, 11)
     assert json.loads(letter["record"]) == {"value": "b"}
+
+
+def test_times_beyond_python_s_are_kept_as_numbers() -> None:
+    """SQLite and MySQL reject them; `to_pylist` cannot represent them."""
+    late = pa.array([0, 10**18], pa.timestamp("us", "UTC"))
+    rows = pa.record_batch({"at": late, "day": pa.array([1, 10**7], pa.date32()), "text": ["a", "b"]})
+    reasons = pa.array([None, "outside the years 1 to 9999"])
+    (letter,) = letters_module.dead_letters(Scope("p", "s", "i"), reasons, rows, None, 0, 0, 0).to_pylist()
+    assert json.loads(letter["record"]) == {"at": 10**18, "day": 10**7, "text": "b"}
+    assert from_json_texts([letter["record"]], rows.schema).equals(rows.slice(1))
 
 
 def test_fail_stops_and_nothing_counts() -> None:

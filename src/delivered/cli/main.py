@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from delivered.cli import sagas, servers, transactions
+from delivered.cli import dead_letters, sagas, servers, transactions
 from delivered.cli.output import Output, OutputOption, command, console, say, say_json, spoken, tell_warnings, working
 from delivered.model.errors import UsageError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVERS_MAX
@@ -24,6 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(transactions.app, name="transactions")
+app.add_typer(dead_letters.app, name="dead-letters")
+app.add_typer(dead_letters.app, name="letters", hidden=True)  # short for it
 app.add_typer(sagas.app, name="sagas")
 app.add_typer(servers.app, name="brokers")
 

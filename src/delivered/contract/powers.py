@@ -244,6 +244,28 @@ class CountsLeftOut(Protocol):
         """Rows of this incarnation that visible batches skipped, by kind: "conflict", "constraint". Read-only."""
 
 
+@dataclass(frozen=True)
+class LeftOutRow:
+    """A row that the table did not accept, kept in its database.
+
+    Attributes:
+        record: as `model.bad_row.as_json_text` writes it.
+    """
+
+    batch: int
+    shard: int
+    reason: str
+    record: str
+
+
+@runtime_checkable
+class KeepsDeadLetters(Protocol):
+    """Implemented by a `Committer` with conditional writes."""
+
+    def dead_letters(self) -> Sequence[LeftOutRow]:
+        """Dead letters of this incarnation's visible batches. Read-only."""
+
+
 @runtime_checkable
 class HoldsTransactions(Protocol):
     """Implemented by a `Committer` whose participants stay open in the system until committed or aborted."""

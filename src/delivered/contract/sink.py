@@ -151,10 +151,13 @@ DEAD_LETTERS = pa.schema(
         pa.field("partition", pa.int32()),
         pa.field("offset", pa.int64()),
         pa.field("record", pa.string()),
+        pa.field("pipeline", pa.string()),
+        pa.field("incarnation", pa.string()),
     ]
 )
 """Columns of a dead letter: the sink that rejected the row and why, the row's position in the batch (`row` counts that
-sink's rows in that shard), its source position if the row still has those columns, and the row as JSON."""
+sink's rows in that shard), its source position if the row still has those columns, the row as JSON
+(`model.bad_row.as_json_text`), and whose batch it was."""
 
 
 Route = Callable[[pa.RecordBatch], pa.RecordBatch]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.contract.powers import ValidatesRows
 from delivered.contract.sink import DEAD_LETTERS, Sink
 from delivered.model.bad_row import as_json_text
+from delivered.model.identity import Scope
 
+_NUMBERS = {32: pa.int32(), 64: pa.int64()}
 _COORDINATES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
 
 
@@ -21,7 +25,7 @@ def validated(sink: Sink, rows: pa.RecordBatch) -> tuple[pa.RecordBatch, pa.Arra
 
 
 def dead_letters(
-    name: str,
+    scope: Scope,
     reasons: pa.Array,
     rows: pa.RecordBatch,
     origin: pa.RecordBatch | None,
@@ -32,6 +36,7 @@ def dead_letters(
     """One dead letter for each row with a reason.
 
     Args:
+        scope: of the sink that rejected the rows.
         origin: the same rows before the sink's route, for their source coordinates; None: the route dropped rows.
         first: index of the first of `rows` among this sink's rows in this shard.
     """
@@ -40,15 +45,26 @@ def dead_letters(
     count = bad.num_rows
     known = dict(zip(origin.schema.names, origin.columns, strict=True)) if origin is not None else {}
     columns = [
-        pa.array([name] * count, pa.string()),
+        pa.array([scope.sink] * count, pa.string()),
         reasons.take(picked).cast(pa.string()),
         pa.array([batch] * count, pa.int64()),
         pa.array([shard] * count, pa.int32()),
         pc.add(picked.cast(pa.int64()), first),
         *(_coordinate(known.get(n), kind, picked) for n, kind in _COORDINATES.items()),
-        pa.array([as_json_text(row) for row in bad.to_pylist()], pa.string()),
+        pa.array([as_json_text(row) for row in _values(bad)], pa.string()),
+        pa.array([scope.pipeline] * count, pa.string()),
+        pa.array([scope.incarnation] * count, pa.string()),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=DEAD_LETTERS)
+
+
+def _values(rows: pa.RecordBatch) -> list[dict[str, Any]]:
+    """As `to_pylist`, with times that Python cannot represent as the numbers that they are stored as."""
+    try:
+        return rows.to_pylist()  # type: ignore[no-any-return]
+    except OverflowError:
+        columns = [c.view(_NUMBERS[c.type.bit_width]) if pa.types.is_temporal(c.type) else c for c in rows.columns]
+        return pa.RecordBatch.from_arrays(columns, names=rows.schema.names).to_pylist()  # type: ignore[no-any-return]
 
 
 def _coordinate(column: pa.Array | None, kind: pa.DataType, picked: pa.Array) -> pa.Array:

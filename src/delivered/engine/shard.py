@@ -180,7 +180,7 @@ def _split(
                 line.dropped += Fingerprint(routed.num_rows - rows.num_rows)
             elif reasons is not None:
                 origin = batch if routed.num_rows == batch.num_rows else None
-                rejected.append(dead_letters(line.scope.sink, reasons, routed, origin, number, shard, line.rows))
+                rejected.append(dead_letters(line.scope, reasons, routed, origin, number, shard, line.rows))
             line.rows += routed.num_rows
         yield line, line.count(rows)
     for line in (n for n in lines if n.member.dead_letters):

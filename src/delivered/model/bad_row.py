@@ -1,12 +1,19 @@
-"""What happens to a row that is invalid for a sink."""
+"""What happens to a row that is invalid for a sink; such a row as text, and back."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from enum import StrEnum
 from typing import Any
+
+import pyarrow as pa
+
+_BASE64 = "base64"
+_MICROSECOND = timedelta(microseconds=1)
 
 
 class OnBadRow(StrEnum):
@@ -21,14 +28,58 @@ class OnBadRow(StrEnum):
 
 
 def as_json_text(row: Mapping[str, Any]) -> str:
-    """A row in a dead letter: bytes as UTF-8 if valid, else in base64; other values as text."""
+    """A row in a dead letter: bytes as UTF-8 if valid, else as {"base64": ...}; durations in microseconds; other values
+    as text."""
     return json.dumps(row, default=_plain, ensure_ascii=False)
 
 
-def _plain(value: Any) -> str:
+def from_json_texts(texts: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
+    """The rows that `as_json_text` wrote, in the columns of `schema`; null where a row lacks a column.
+
+    Raises:
+        ValueError: a value does not suit its column.
+    """
+    rows = [json.loads(text) for text in texts]
+    columns = [pa.array([_typed(row.get(f.name), f.type) for row in rows], f.type) for f in schema]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         try:
             return value.decode()
         except UnicodeDecodeError:
-            return base64.b64encode(value).decode()
+            return {_BASE64: base64.b64encode(value).decode()}
+    if isinstance(value, timedelta):
+        return value // _MICROSECOND
     return str(value)
+
+
+def _typed(value: Any, kind: pa.DataType) -> Any:
+    t = pa.types
+    if value is None:
+        return None
+    if t.is_binary(kind) or t.is_large_binary(kind) or t.is_fixed_size_binary(kind):
+        return base64.b64decode(value[_BASE64]) if isinstance(value, dict) else str(value).encode()
+    if t.is_struct(kind):
+        return {f.name: _typed(value.get(f.name), f.type) for f in kind}
+    if t.is_map(kind):
+        return [(_typed(k, kind.key_type), _typed(v, kind.item_type)) for k, v in value]
+    if t.is_list(kind) or t.is_large_list(kind):
+        return [_typed(v, kind.value_type) for v in value]
+    if t.is_duration(kind):
+        return timedelta(microseconds=value)
+    for suits, parse in _PARSED:
+        if suits(kind):
+            return parse(value) if isinstance(value, str) else value
+    return bool(value) if t.is_boolean(kind) else value
+
+
+_PARSED: tuple[tuple[Callable[[pa.DataType], bool], Callable[[str], Any]], ...] = (
+    (pa.types.is_timestamp, datetime.fromisoformat),
+    (pa.types.is_date, date.fromisoformat),
+    (pa.types.is_time, time.fromisoformat),
+    (pa.types.is_decimal, Decimal),
+    (pa.types.is_floating, float),
+)
+"""By type of the column. A number stands for itself: a database may keep times as such."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,6 +29,13 @@ def checked_name(kind: str, name: str) -> str:
             next_step=f"give the {kind} another name",
         )
     return name
+
+
+def derived_name(name: str, suffix: str) -> str:
+    """Name of what belongs to a pipeline; of a long name, a hash."""
+    if len(name) + len(suffix) > NAME_LENGTH_MAX:
+        name = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+    return name + suffix
 
 
 @dataclass(frozen=True)

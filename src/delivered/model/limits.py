@@ -129,6 +129,12 @@ RECEIVE_UPKEEP_S = 10.0
 RECEIVERS_MAX = 64
 """Receiver processes that one command starts."""
 
+DEAD_LETTERS_MAX = 100_000
+"""Dead letters that one command lists, retries or drops."""
+
+DEAD_LETTERS_BATCH_MAX = 10_000
+"""Dead letters of one batch of a retry."""
+
 SAGA_STEPS_MAX = 64
 """Steps of one saga."""
 

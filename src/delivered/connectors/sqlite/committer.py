@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from delivered.connectors.sqlite import stage, target
 from delivered.connectors.sqlite.database import DIALECT, SqliteDatabase, connect, explained, version_of
 from delivered.connectors.sqlite.options import SqliteOptions
-from delivered.kits.sql.conditional import LEFT_OUT_VERSION, counted
+from delivered.contract.powers import LeftOutRow
+from delivered.kits.sql.conditional import LEFT_OUT_VERSION, counted, kept
+from delivered.kits.sql.database import Dialect
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
 from delivered.model.work import Decision
+
+T = TypeVar("T")
 
 
 class SqliteCommitter:
@@ -84,13 +89,22 @@ class SqliteCommitter:
 
     def left_out(self) -> dict[str, int]:
         """See `delivered.contract.powers.CountsLeftOut`."""
+        return self._ask(counted, {})
+
+    def dead_letters(self) -> list[LeftOutRow]:
+        """See `delivered.contract.powers.KeepsDeadLetters`."""
+        return self._ask(kept, [])
+
+    def _ask(self, question: Callable[[sqlite3.Connection, Dialect, Scope], T], nothing: T) -> T:
+        """What the ledger's tables say of rows that were left out; `nothing`: there are no such tables."""
         if not Path(self._options.path).exists():
-            return {}
+            return nothing
         with (
             contextlib.closing(connect(self._options.path, mode="ro")) as connection,
             SqliteDatabase(self._options.path).explaining(),
         ):
-            return counted(connection, DIALECT, self._scope) if version_of(connection) >= LEFT_OUT_VERSION else {}
+            is_there = version_of(connection) >= LEFT_OUT_VERSION
+            return question(connection, DIALECT, self._scope) if is_there else nothing
 
     def close(self) -> None:
         """Nothing to close."""

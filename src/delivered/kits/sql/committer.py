@@ -8,8 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
+from delivered.contract.powers import LeftOutRow
 from delivered.kits.sql import stage
-from delivered.kits.sql.conditional import LEFT_OUT_VERSION, counted, fold
+from delivered.kits.sql.conditional import LEFT_OUT_VERSION, counted, fold, kept
 from delivered.kits.sql.database import C, Server
 from delivered.kits.sql.names import Names
 from delivered.kits.sql.transactions import OpenTransaction, PreparedRows
@@ -131,11 +132,14 @@ class ServerCommitter(ABC, Generic[C]):
     def left_out(self) -> dict[str, int]:
         """See `delivered.contract.powers.CountsLeftOut`."""
 
-        def known(connection: C) -> dict[str, int]:
-            is_there = self._server.version(connection) >= LEFT_OUT_VERSION
-            return counted(connection, self._sql, self._scope) if is_there else {}
+        return self._ask(lambda c: counted(c, self._sql, self._scope) if self._leaves_out(c) else {})
 
-        return self._ask(known)
+    def dead_letters(self) -> list[LeftOutRow]:
+        """See `delivered.contract.powers.KeepsDeadLetters`."""
+        return self._ask(lambda c: kept(c, self._sql, self._scope) if self._leaves_out(c) else [])
+
+    def _leaves_out(self, connection: C) -> bool:
+        return self._server.version(connection) >= LEFT_OUT_VERSION
 
     def targets(self) -> dict[str, Target]:
         """See `delivered.contract.powers.KnowsTarget`."""

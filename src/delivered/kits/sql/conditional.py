@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
+from delivered.contract.powers import LeftOutRow
 from delivered.kits.sql.database import C, Connection, Database, Dialect, quoted
 from delivered.kits.sql.merge import ORDER, ROUND, Merge
 from delivered.model.bad_row import as_json_text
@@ -235,6 +236,13 @@ def counted(connection: Connection, dialect: Dialect, scope: Scope) -> dict[str,
     """Skipped rows of this incarnation, by kind."""
     rows = connection.execute(dialect(f"SELECT kind, total FROM {{left_out}} WHERE {_SCOPE}"), _scope(scope))
     return dict(_summed(rows.fetchall()))
+
+
+def kept(connection: Connection, dialect: Dialect, scope: Scope) -> list[LeftOutRow]:
+    """Dead letters of this incarnation."""
+    columns = "SELECT batch, shard, reason, record FROM {dead_letter} WHERE "
+    rows = connection.execute(dialect(f"{columns}{_SCOPE} ORDER BY batch, shard"), _scope(scope)).fetchall()
+    return [LeftOutRow(int(batch), int(shard), reason, record) for batch, shard, reason, record in rows]
 
 
 def _summed(rows: Sequence[tuple[str, int]]) -> Counter[str]:

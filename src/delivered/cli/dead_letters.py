@@ -1,0 +1,125 @@
+"""`delivered dead-letters`: what sinks rejected; write it again once the cause is mended, or drop it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, tell_warnings, working
+from delivered.model.errors import UsageError
+from delivered.model.limits import DEAD_LETTERS_MAX
+from delivered.pipeline.file import parse_override
+from delivered.spark.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from delivered.pipeline.dead_letter_batches import Settlement
+
+app = typer.Typer(help="List a pipeline's dead letters, write them again, or drop them.", no_args_is_help=True)
+
+FileArgument = Annotated[Path, typer.Argument(help="The pipeline file.", show_default=False)]
+IdsArgument = Annotated[list[str], typer.Argument(help="Ids, as shown by `list`.", show_default=False)]
+AllOption = Annotated[bool, typer.Option("--all", help="Every open letter.")]
+SetOption = Annotated[list[str], typer.Option("--set", "-s", metavar="KEY=VALUE", help="As for run.")]
+_SHOWN = 60
+
+
+@app.command("list")
+@command
+def list_(
+    file: FileArgument,
+    set_: SetOption = [],  # noqa: B006 - typer copies it
+    every: Annotated[bool, typer.Option("--all", help="Also those that were retried or dropped.")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=DEAD_LETTERS_MAX, help="How many to list.")] = 1_000,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """List dead letters of the pipeline's checkpoint that are open, in the order in which they are stored."""
+    from delivered.pipeline.dead_letters import dead_letters
+
+    with working("reading the dead letters"):
+        found = dead_letters(_read(file, set_), settled=every, limit=limit)
+    if output is Output.JSON:
+        say_json([asdict(n) for n in found])
+        return
+    if not found:
+        say("no dead letters" if every else "no dead letters are open")
+        return
+    table = Table("id", "sink", "batch", "from", "status", "reason", "record", box=None, pad_edge=False)
+    for n in found:
+        origin = "a retry" if n.again else "" if n.offset is None else f"{n.topic or ''} {n.partition} @ {n.offset}"
+        table.add_row(n.id, n.sink, str(n.batch), origin.strip(), n.status, n.reason, n.record[:_SHOWN])
+    console().print(table)
+    if len(found) == limit:
+        note(f"the first {limit:,}: more with --limit")
+
+
+@app.command()
+@command
+def retry(
+    file: FileArgument,
+    ids: IdsArgument = [],  # noqa: B006
+    every: AllOption = False,
+    set_: SetOption = [],  # noqa: B006
+    output: OutputOption = Output.TEXT,
+) -> int:
+    """Write dead letters to the sinks that rejected them, once each; exit code 1 if some are rejected again."""
+    from delivered.pipeline.dead_letters import retry as retry_letters
+
+    return _settle("retried", retry_letters, file, ids, every, set_, output)
+
+
+@app.command()
+@command
+def drop(
+    file: FileArgument,
+    ids: IdsArgument = [],  # noqa: B006
+    every: AllOption = False,
+    set_: SetOption = [],  # noqa: B006
+    output: OutputOption = Output.TEXT,
+) -> int:
+    """Record that dead letters will not be retried. The letters themselves stay where they are."""
+    from delivered.pipeline.dead_letters import drop as drop_letters
+
+    return _settle("dropped", drop_letters, file, ids, every, set_, output)
+
+
+def _read(file: Path, set_: list[str]) -> Pipeline:
+    return Pipeline.from_file(file, dict(parse_override(s) for s in set_))
+
+
+def _settle(
+    did: str,
+    settle: Callable[[Pipeline, Collection[str] | None], Settlement],
+    file: Path,
+    ids: list[str],
+    every: bool,
+    set_: list[str],
+    output: Output,
+) -> int:
+    from delivered.testing.crash import install_from_environment
+
+    if bool(ids) == every:
+        raise UsageError(
+            "DEAD_LETTER_IDS",
+            f"Got {'both ids and --all' if every else 'neither ids nor --all'}; one of them says which letters.",
+            next_step=f"delivered dead-letters list {file}",
+        )
+    install_from_environment()
+    tell_warnings()
+    with working("writing"):
+        done = settle(_read(file, set_), ids or None)
+    if output is Output.JSON:
+        say_json({did: dict(done.settled), "rejected": done.rejected, "left_out": done.left_out, "more": done.more})
+    else:
+        say("; ".join(f"{n:,} {did} at {sink}" for sink, n in done.settled.items()) or f"nothing {did}")
+        if done.left_out:
+            say(f"The table did not accept {done.left_out:,} of them: delivered dead-letters list {file}")
+        for name, reason in done.rejected.items():
+            say(f"{name}: still rejected, {reason}")
+        if done.more:
+            say("More are open: repeat the command.")
+    return 1 if done.rejected or done.left_out else 0

@@ -1,0 +1,67 @@
+"""Dead letters of Kafka and PostgreSQL go back once, although the retry is killed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.kafka_tools import read_committed
+
+from delivered.connectors.log import append
+from delivered.pipeline.dead_letters import dead_letters
+from delivered.spark.pipeline import Pipeline
+from delivered.testing.supervisor import run
+from delivered.verify.loop import Loop
+
+LONG = b"\xff" * 2_000
+ROWS = [(b"1", b"a"), (b"2", LONG), (b"3", None), (b"4", LONG)]
+KILLS = "write.prepare:after,commit.decide:after"
+
+
+def described(folder: Path, sink: dict[str, Any], **more: Any) -> Path:
+    pipeline = {
+        "pipeline": "shop", "guarantee": "exactly_once", "checkpoint": str(folder / "checkpoint"),
+        "source": {"format": "log", "path": str(folder / "log")}, "transform": {"select": ["key", "value"]},
+        "sinks": [sink], **more,
+    }  # fmt: skip
+    file = folder / "shop.yaml"
+    file.write_text(json.dumps(pipeline))
+    return file
+
+
+def retried_with_kills(file: Path) -> None:
+    """Killed before the decision; then after it, before the rows are visible; then to the end."""
+    command = [sys.executable, "-m", "delivered.cli.main", "dead-letters", "retry", str(file), "--all"]
+    done = run(command, KILLS, file.parent / "hits", timeout_s=60)
+    assert (done.exit_code, done.runs, len(done.kills)) == (0, 3, 2)
+    assert dead_letters(Pipeline.from_file(file)) == []
+
+
+def test_letters_of_a_topic_go_back_to_a_topic(kafka: Any, tmp_path: Path) -> None:
+    append(str(tmp_path / "log"), pa.table({"key": [k for k, _ in ROWS], "value": [v for _, v in ROWS]}))
+    server = {"format": "kafka", "kafka.bootstrap.servers": kafka.bootstrap}
+    topic, letters = kafka.topic(1), {"dead_letter": {**server, "topic": kafka.topic(1)}, "on_bad_row": "dead_letter"}
+    file = described(tmp_path, {**server, "topic": topic, "kafka.message.max.bytes": 1_500}, **letters)
+    Loop(file).run(takeover=False)
+    assert [json.loads(n.record)["key"] for n in dead_letters(Pipeline.from_file(file))] == ["2", "4"]
+    retried_with_kills(described(tmp_path, {**server, "topic": topic}, **letters))
+    assert Counter((m.key(), m.value()) for m in read_committed(kafka.bootstrap, topic)) == Counter(ROWS)
+
+
+@pytest.mark.parametrize("mechanism", ["one_transaction", "two_phase"])
+def test_letters_of_a_constraint_go_back_to_the_table(postgres: Any, tmp_path: Path, mechanism: str) -> None:
+    table = postgres.table("key bytea, value bytea UNIQUE")
+    append(str(tmp_path / "log"), pa.table({"key": [b"1", b"2", b"3"], "value": [b"a", b"a", b"b"]}))
+    sink = {"format": "postgres", "url": postgres.url, "dbtable": table, "mechanism": mechanism}
+    file = described(tmp_path, {**sink, "onConstraint": "dead_letter"})
+    Loop(file).run(takeover=False)
+    postgres.execute(f"ALTER TABLE {table} DROP CONSTRAINT {table}_value_key")
+    retried_with_kills(file)
+    assert Counter(postgres.execute(f"SELECT key, value FROM {table}")) == Counter(
+        [(b"1", b"a"), (b"2", b"a"), (b"3", b"b")]
+    )

@@ -1,0 +1,50 @@
+"""Rows as text in dead letters, and back."""
+
+from __future__ import annotations
+
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
+
+import pyarrow as pa
+import pytest
+
+from delivered.model.bad_row import as_json_text, from_json_texts
+
+HEADER = pa.struct([("key", pa.string()), ("value", pa.binary())])
+SCHEMA = pa.schema(
+    [
+        ("bytes", pa.binary()), ("text", pa.string()), ("whole", pa.int32()), ("double", pa.float64()),
+        ("flag", pa.bool_()), ("number", pa.decimal128(10, 2)), ("at", pa.timestamp("us", "UTC")),
+        ("local", pa.timestamp("us")), ("day", pa.date32()), ("hour", pa.time64("us")), ("took", pa.duration("us")),
+        ("headers", pa.list_(HEADER)), ("counts", pa.map_(pa.string(), pa.int64())),
+    ]
+)  # fmt: skip
+ROW = {
+    "bytes": b"\xff\x00", "text": "\u00e4", "whole": -3, "double": float("inf"), "flag": True,
+    "number": Decimal("1.20"), "at": datetime(2026, 11, 24, 1, 2, 3, 4, UTC),
+    "local": datetime(1, 1, 1), "day": date(9999, 1, 1),  # noqa: DTZ001
+    "hour": time(1, 2, 3), "took": timedelta(days=-1, microseconds=7),
+    "headers": [{"key": "a", "value": b"\xfe"}, {"key": "b", "value": None}], "counts": [("a", 1)],
+}  # fmt: skip
+
+
+def test_a_row_comes_back_as_it_was() -> None:
+    rows = pa.RecordBatch.from_pylist([ROW, {}], schema=SCHEMA)
+    texts = [as_json_text(row) for row in rows.to_pylist()]
+    assert from_json_texts(texts, SCHEMA).equals(rows)
+
+
+def test_text_and_bytes_are_told_apart() -> None:
+    assert as_json_text({"a": b"/w==", "b": b"\xff"}) == '{"a": "/w==", "b": {"base64": "/w=="}}'
+
+
+def test_numbers_of_a_database_stand_for_themselves() -> None:
+    """SQLite keeps flags and times as integers, and NaN as text."""
+    schema = pa.schema([("flag", pa.bool_()), ("hour", pa.time64("us")), ("double", pa.float64())])
+    (row,) = from_json_texts(['{"flag": 1, "hour": 7000000, "double": "-Infinity"}'], schema).to_pylist()
+    assert row == {"flag": True, "hour": time(0, 0, 7), "double": float("-inf")}
+
+
+def test_a_value_that_does_not_suit_its_column() -> None:
+    with pytest.raises(ValueError, match="convert"):
+        from_json_texts(['{"a": "many"}'], pa.schema([("a", pa.int64())]))
