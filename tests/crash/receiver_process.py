@@ -1,6 +1,6 @@
 """A receiver in a separate process, on a queue in a SQLite file that deletes acknowledged messages.
 
-python -m tests.crash.receiver_process SPOOL LOG [--ack-first] [--quarantine]
+python -m tests.crash.receiver_process SPOOL LOG [--ack-first] [--quarantine] [--window=SIZE,FOR_MS]
 """
 
 from __future__ import annotations
@@ -139,8 +139,10 @@ def main() -> None:
         receiver: Receiver = SpoolReceiver(spool)
         return AckFirst(receiver) if "--ack-first" in sys.argv else receiver
 
+    given = next((a.partition("=")[2] for a in sys.argv if a.startswith("--window=")), "10000,0")
+    size, for_ms = map(int, given.split(","))
     quarantine = LogJournal(sys.argv[2] + ".bad", {}, 10_000) if "--quarantine" in sys.argv else None
-    loop = ReceiveLoop(connect, LogJournal(sys.argv[2], {}, 10_000), limits, quarantine)
+    loop = ReceiveLoop(connect, LogJournal(sys.argv[2], {}, size, dedup_for_ms=for_ms), limits, quarantine)
     loop.run(lambda: spool.left() == 0 or os.getppid() == 1)
 
 

@@ -67,6 +67,16 @@ def test_killed_at_a_point_and_started_again(spool: Spool, point: str, nth: int)
     assert verdict(spool) == (0, 0)
 
 
+@pytest.mark.parametrize("for_ms", [0, 3_600_000])
+def test_ids_outlive_the_count_for_a_time(spool: Spool, for_ms: int) -> None:
+    """More messages than `dedupWindow` are redelivered after a kill: with the count alone, some enter twice."""
+    crash, window = "receive.ack:before#3!kill", f"--window={PER_APPEND // 4},{for_ms}"
+    assert start(spool, crash, window).wait(60) == -signal.SIGKILL
+    assert start(spool, crash, window).wait(60) == 0
+    lost, twice = verdict(spool)
+    assert (lost, twice > 0) == (0, not for_ms)
+
+
 def test_points_that_are_never_reached_are_not(spool: Spool) -> None:
     assert start(spool, ",".join(f"{p}!kill" for p in NEVER_REACHED)).wait(60) == 0
     assert hits(spool.path.parent / "hits") == []

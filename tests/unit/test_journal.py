@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,28 @@ def test_p22_the_window_is_a_stated_bound(log: Path) -> None:
     for reader in (journal, open_log(log, window=2)):
         assert [i for i in "abc" if i in reader.window] == ["b", "c"]
     assert open_log(log, window=2).append(messages("a")) == Ok(Entered(1, 0))
+
+
+def test_ids_are_known_for_a_time_however_many_came_since(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after a restart and a compaction; and upkeep leaves their records."""
+    now_s = [time.time() - 120]  # the client that compacts has its own clock
+    monkeypatch.setattr(produce.time, "time_ns", lambda: int(now_s[0] * 1e9))
+    options = {"window": 2, "dedup_for_ms": 60_000}
+    journal = open_log(log, **options)
+    for n in range(6):
+        journal.append(messages(f"a{n}", f"b{n}"))
+        now_s[0] += 20
+    for reader in (journal, open_log(log, **options)):
+        assert [n for n in range(6) if f"a{n}" in reader.window] == [2, 3, 4, 5]
+    assert open_log(log, **options).append(messages("b2", "a1")) == Ok(Entered(1, 1))
+    write_progress(str(log), {}, "orders", {0: 13})
+    kept = open_log(log, readers=("orders",), **options)
+    assert kept.maintain(exact=True) == 6, "those of a0, a1 and a2, which are older now"
+    monkeypatch.setattr(journals, "LOG_FILES_MAX", 1)
+    kept.maintain()
+    assert kept.size().files == 1
+    for reader in (journal, kept, open_log(log, **options)):
+        assert reader.append(messages("a4", "a5", "b4")) == Ok(Entered(0, 3))
 
 
 def test_partitions_by_key_survive_a_restart(log: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.journal import messages, open_log
 
 import delivered
 from delivered.model.errors import UsageError
@@ -42,6 +44,34 @@ def test_the_plan_says_what_it_rests_on() -> None:
         "publisher confirms",
     ):
         assert words in text
+
+
+def test_the_plan_says_how_long_ids_are_kept_and_warns_when_the_rate_makes_that_short(tmp_path: Path) -> None:
+    """At 100 messages a second, 30 minutes are 180,000 messages: RabbitMQ's consumer_timeout."""
+    text = str(plan("exactly_once", dedupFor="10 minutes"))
+    assert "after more than 1,000,000 others and 10 minutes counts as a new one" in " ".join(text.split())
+    journal = open_log(tmp_path / "log")
+    for n in range(4):
+        journal.append(messages(*(f"{n}-{i}" for i in range(500))))
+    for version, path in enumerate(sorted((tmp_path / "log" / "_delta_log").glob("*.json"))):
+        actions = [json.loads(line) for line in path.read_text().splitlines()]
+        for action in actions:
+            if "commitInfo" in action:
+                action["commitInfo"]["timestamp"] = 1_700_000_000_000 + 5_000 * version
+        path.write_text("\n".join(map(json.dumps, actions)))
+
+    def warnings(**options: Any) -> list[str]:
+        return [f.message for f in source(tmp_path / "log", **options).source().preflight()]
+
+    (warning,) = warnings(dedupWindow=1000)
+    assert warning.startswith("100 messages a second")
+    assert "keeps their ids for 10 s" in warning
+    assert "after 1,800 s" in warning
+    assert len(warnings(dedupWindow=179_000)) == 1
+    assert warnings(dedupWindow=181_000) == []
+    assert len(warnings(dedupWindow=1000, dedupFor="29 minutes")) == 1
+    assert warnings(dedupWindow=1000, dedupFor="30 minutes") == []
+    assert warnings(dedupWindow=1000, messageId="none") == [], "there is no window"
 
 
 @pytest.mark.parametrize("guarantee", ["exactly_once", "at_most_once"])

@@ -155,6 +155,17 @@ class HasOffsetMetadata(Protocol):
 
 
 @runtime_checkable
+class MeasuresRate(Protocol):
+    """A log that knows how fast it grows."""
+
+    def rate(self) -> float | None:
+        """Records per second of the busiest partition, over its last appends. None: too few to tell.
+
+        Raises DeliveredError if the log cannot be read.
+        """
+
+
+@runtime_checkable
 class KnowsTarget(Protocol):
     """A committer that can detect that its target was dropped and recreated."""
 

@@ -83,6 +83,10 @@ class Queue(Protocol):
     def name(self) -> str:
         """Shown to users; also the default name of its journal."""
 
+    @property
+    def redelivers_after_s(self) -> float:
+        """How long after a message was received the queue may redeliver it, if its receiver died or hangs."""
+
     def assumes(self) -> tuple[str, ...]:
         """Assumptions about this queue and its senders."""
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from delivered.model.duration import duration
+
 KIND = "watermark"
 """Keys are kept in Spark's state, bounded by a watermark."""
 
 TABLE = "table"
 """Keys are kept in a table in the deciding sink's database, updated in the deciding transaction."""
-
-_UNITS = (("day", 86_400_000), ("hour", 3_600_000), ("minute", 60_000), ("second", 1_000))
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,7 @@ class Dedup:
     @property
     def within(self) -> str:
         """As displayed, and as Spark accepts it: "1 hour 30 minutes"."""
-        left, parts = self.within_ms, []
-        for unit, size in _UNITS:
-            count, left = divmod(left, size)
-            if count:
-                parts.append(f"{count} {unit}{'s' if count > 1 else ''}")
-        if left:
-            parts.append(f"{left} millisecond{'s' if left > 1 else ''}")
-        return " ".join(parts)
+        return duration(self.within_ms)
 
     @property
     def says(self) -> str:

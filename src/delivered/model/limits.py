@@ -87,6 +87,9 @@ OFFSET_METADATA_MAX = 200
 DEDUP_WINDOW = 1_000_000
 """Newest messages per partition of a receiver's log among which a redelivered one is recognised."""
 
+DEDUP_WINDOW_MAX = 100_000_000
+"""The same at most, however long ids are kept."""
+
 DEDUP_BYTES_PER_ID = 130
 """Memory per kept id of 36 characters; measured: 124 to 132."""
 

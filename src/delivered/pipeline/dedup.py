@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 
 from delivered.model.dedup import KIND, TABLE, Dedup
+from delivered.model.duration import read_ms
 from delivered.model.errors import UsageError
-from delivered.model.options import choice
+from delivered.model.options import Unfit, choice
 from delivered.pipeline.changing import changing_in_sql
 
-_MS = {"millisecond": 1, "second": 1_000, "minute": 60_000, "hour": 3_600_000, "day": 86_400_000, "week": 604_800_000}
 _CLOCK = re.compile(r"\b(now|current_timestamp|current_date|curdate|localtimestamp)\b", re.IGNORECASE)
-_PART = re.compile(rf"\s*(\d+)\s*({'|'.join(_MS)})s?\b", re.IGNORECASE)
 
 
 def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse", memory: str = "state") -> Dedup:
@@ -57,18 +56,8 @@ def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse", 
             "dedup has both late: drop and memory: table. A table drops no record for being late.",
             next_step="remove late",
         )
-    return Dedup(tuple(b.strip() for b in by), _ms(within), time.strip(), drops, kind)
-
-
-def _ms(text: str) -> int:
-    """Milliseconds of "1 hour 30 minutes". Months and years have no fixed length."""
-    total, at = 0, 0
-    while part := _PART.match(text, at):
-        total, at = total + int(part[1]) * _MS[part[2].lower()], part.end()
-    if total <= 0 or text[at:].strip():
-        raise UsageError(
-            "DEDUP_WITHIN",
-            f"dedup's within is {text!r}; it must be a duration above 0 in {', '.join(f'{u}s' for u in _MS)}.",
-            next_step='write for example "1 hour" or "1 day 12 hours"',
-        )
-    return total
+    try:
+        within_ms = read_ms(within)
+    except Unfit as why:
+        raise UsageError("DEDUP_WITHIN", f"dedup's within {why}.", 'write for example "1 hour"') from None
+    return Dedup(tuple(b.strip() for b in by), within_ms, time.strip(), drops, kind)

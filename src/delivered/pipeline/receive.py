@@ -161,10 +161,10 @@ def receive_one(
     from delivered.connectors.log import open_journal
 
     settings = {"readers": made.readers, "keep_s": made.keep_s, "upkeep": number == 0}
-    journal = open_journal(made.log, storage, made.window, made.partitions, **settings)
-    quarantine = (
-        open_journal(made.log.rstrip("/") + QUARANTINE_SUFFIX, storage, made.window) if made.quarantine else None
-    )
+    window = {"window_size": made.window, "dedup_for_ms": made.dedup_for_ms}
+    journal = open_journal(made.log, storage, partitions=made.partitions, **window, **settings)
+    bad = made.log.rstrip("/") + QUARANTINE_SUFFIX
+    quarantine = open_journal(bad, storage, **window) if made.quarantine else None
     loop = ReceiveLoop(source.queue.receiver, journal, made.limits(), quarantine)
     idle = _Idle(loop, idle_s)
     return loop.run(lambda: stop() or idle.over(), None if report is None else lambda counts: report(number, counts))

@@ -357,7 +357,7 @@ class ReceiveLoop:
                     warned_at = time.monotonic()
                     _LOG.warning(
                         "nothing can be removed from the log: its readers (logReaders) have not read further, or the "
-                        "ids that it keeps (dedupWindow) fill it; run the readers, or raise logBytesMax"
+                        "ids that it keeps (dedupWindow, dedupFor) fill it; run the readers, or raise logBytesMax"
                     )
                 time.sleep(_PAUSE_S)
         if not stop():

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from delivered.contract.finding import Finding
-from delivered.contract.powers import HasOffsetMetadata
+from delivered.contract.powers import HasOffsetMetadata, MeasuresRate
 from delivered.contract.queue import NamesIds, Queue
 from delivered.contract.source import Slice, Source, SourceDriver
 from delivered.model import limits
 from delivered.model.capability import SourceCapability
+from delivered.model.duration import DURATION_MS, duration
 from delivered.model.options import Option, Options, OptionType, choice, option, prefixed, several, whole
 from delivered.source.receive import ReceiveLimits
 
@@ -51,8 +52,15 @@ class ReceiveOptions(Options):
     window: int = option(
         "dedupWindow",
         "Number of newest messages per log partition among which a redelivered one is recognised.",
-        whole(1, 100_000_000),
+        whole(1, limits.DEDUP_WINDOW_MAX),
         default=limits.DEDUP_WINDOW,
+    )
+    dedup_for_ms: int = option(
+        "dedupFor",
+        "How long a redelivered message is recognised, however many others came since; none: by dedupWindow alone.",
+        DURATION_MS,
+        default=0,
+        shown="",
     )
     partitions: int = option(
         "logPartitions",
@@ -157,8 +165,12 @@ class ReceivedSource:
                 f"the queue {self.queue.name} redelivers a message if its receiver dies before acknowledging it, and "
                 f"{lacks}"
             )
-        known = f"a message redelivered after more than {options.window:,} others counts as a new one"
-        memory = f"; each receiver keeps their ids in memory, up to {_memory(options.window * options.partitions)}"
+        known = f"a message redelivered after more than {options.window:,} others"
+        memory = f"up to {_memory(options.window * options.partitions)}"
+        if options.dedup_for_ms:
+            known += f" and {duration(options.dedup_for_ms)}"
+            memory += ", or more for the time"
+        known += f" counts as a new one; each receiver keeps their ids in memory, {memory}"
         return SourceCapability(
             system=self.system,
             replayable=True,
@@ -166,7 +178,7 @@ class ReceivedSource:
             local=inner.local,
             assumes=(
                 f"`delivered receive` is running: it writes {self.queue.name} to the log and only then acknowledges",
-                *(() if repeats else (known + memory,)),
+                *(() if repeats else (known,)),
                 *self.queue.assumes(),
                 *inner.assumes,
             ),
@@ -174,7 +186,27 @@ class ReceivedSource:
 
     def preflight(self) -> Sequence[Finding]:
         found = list(self.log.preflight())
-        return [_start_receiver(f) if f.code == "LOG_MISSING" else f for f in found]
+        if found:
+            return [_start_receiver(f) if f.code == "LOG_MISSING" else f for f in found]
+        return list(self._short_window())
+
+    def _short_window(self) -> Iterator[Finding]:
+        """A warning if, at the log's own rate, ids are forgotten before the queue may redeliver their messages."""
+        options = self.options
+        rate = self.log.rate() if isinstance(self.log, MeasuresRate) else None
+        if not rate or self.capability().repeats:
+            return
+        for_s = min(options.dedup_for_ms / 1000, limits.DEDUP_WINDOW_MAX / rate)
+        kept_s, wanted_s = max(options.window / rate, for_s), self.queue.redelivers_after_s
+        if kept_s < wanted_s:
+            yield Finding(
+                "DEDUP_WINDOW_SHORT",
+                f"{rate:,.0f} messages a second enter the log's busiest partition: dedupWindow={options.window} keeps "
+                f"their ids for {options.window / rate:,.0f} s, and {self.queue.name} may redeliver a message after "
+                f"{wanted_s:,.0f} s: it would count as a new one",
+                False,
+                f"set dedupFor to at least {duration(int(wanted_s) * 1000)}",
+            )
 
     def schema(self) -> pa.Schema:
         return self.log.schema()

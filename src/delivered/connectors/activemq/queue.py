@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from delivered.connectors.activemq.client import Session
+from delivered.connectors.activemq.client import HEARTBEAT_MS, Session
 from delivered.connectors.activemq.manage import findings
 from delivered.connectors.activemq.options import ActivemqOptions
 from delivered.connectors.activemq.receiver import ActivemqReceiver
@@ -30,6 +30,11 @@ class ActivemqQueue:
             "without the option idHeader duplicates cannot be detected: ActiveMQ assigns a new id to a resent message, "
             "and its flag redelivered proves nothing"
         )
+
+    @property
+    def redelivers_after_s(self) -> float:
+        """The broker closes a silent connection after two heart-beats."""
+        return 2 * HEARTBEAT_MS / 1000
 
     def assumes(self) -> tuple[str, ...]:
         header = self.options.id_header

@@ -46,6 +46,7 @@ class LogJournal:
     Args:
         path: from `absolute`.
         window_size: ids remembered per partition.
+        dedup_for_ms: ids younger than this are remembered, too (`Window`).
         partitions: messages are distributed over them by a hash of their key; 1 keeps their order.
         readers: records that all of them have processed are deleted after `keep_s`; empty: none are.
         upkeep: whether `maintain` does anything; one process should.
@@ -60,6 +61,7 @@ class LogJournal:
         readers: Sequence[str] = (),
         keep_s: float = 0.0,
         upkeep: bool = True,
+        dedup_for_ms: int = 0,
     ) -> None:
         self._path = path
         self._storage = dict(storage)
@@ -67,10 +69,10 @@ class LogJournal:
         self._readers = tuple(readers)
         self._keep_s = keep_s
         self._upkeep = upkeep
-        self._window_size = window_size
+        self._dedup_for_ms = dedup_for_ms
         self._table = produce.open_or_create(path, self._storage)
         self._synced = -1
-        self.window = Window(window_size)
+        self.window = Window(window_size, dedup_for_ms)
         self._catch_up()
 
     def append(self, batch: MessageBatch) -> Outcome[Entered]:
@@ -146,7 +148,9 @@ class LogJournal:
             try:
                 earliest = now.earliest()
                 for partition, end in now.ends().items():
-                    self._update_window(partition, self.window.start(partition, earliest[partition], end), end, now)
+                    young = now.first_since(partition, self._dedup_for_ms)
+                    start = self.window.start(partition, earliest[partition], end, young)
+                    self._update_window(partition, start, end, now)
             except FileNotFoundError:  # rewritten meanwhile into other files
                 self._table = layout.open_table(self._path, self._storage)
                 continue
@@ -158,10 +162,13 @@ class LogJournal:
             return
         fs = layout.filesystem(self._path, self._storage)
         reader = RangeReader(self._path, partition, start, end, ["headers", "offset"])
+        files = now.overlapping(partition, start, end)
         at = start
-        for batch in reader.read(fs, now.overlapping(partition, start, end)):
-            self.window.add(partition, at, ids_of(batch.column("headers")))
-            at += batch.num_rows
+        for batch in reader.read(fs, files):
+            stop = at + batch.num_rows
+            appended_ms = max(f.appended_ms for f in files if f.low < stop and f.high >= at)
+            self.window.add(partition, at, ids_of(batch.column("headers")), appended_ms)
+            at = stop
 
     def _write(self, batch: MessageBatch, fresh: Sequence[int]) -> tuple[list[Any], dict[int, list[str | None]]]:
         """Data files for these messages, and their ids in order."""
@@ -183,7 +190,7 @@ class LogJournal:
         layout.sync_versions(self._path, self._synced + 1, version)
         self._synced = version
         for file in files:
-            self.window.add(file.partition, file.first, ids[file.partition])
+            self.window.add(file.partition, file.first, ids[file.partition], file.appended_ms)
         if version % _CHECKPOINT_VERSIONS == 0:
             produce.checkpoint(self._table, self._path)
             self._table = layout.open_table(self._path, self._storage)
@@ -217,9 +224,9 @@ class LogJournal:
             return 0
         deltalake = layout.delta()
         retired = 0
-        for partition, end in now.ends().items():
+        for partition in now.ends():
             done = min((b or {}).get(partition, 0) for b in behind)
-            horizon = min(done, end - self._window_size)
+            horizon = min(done, self.window.first(partition))
             reach = [f for f in now.files if f.partition == partition and (f.low if exact else f.high) < horizon]
             old = [f for f in reach if self._is_old(f)]
             if not old:

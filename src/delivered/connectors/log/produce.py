@@ -122,6 +122,7 @@ class _File:
     first: int
     rows: int = 0
     size: int = 0
+    appended_ms: int = 0
     writer: Any = None
     pending: list[pa.RecordBatch] = field(default_factory=list)
     pending_rows: int = 0
@@ -278,6 +279,8 @@ def commit(table: Any, files: list[_File], idempotence: tuple[str, int] | None) 
     from deltalake.transaction import AddAction
 
     now_ms = time.time_ns() // 1_000_000
+    for file in files:
+        file.appended_ms = now_ms
     adds = [
         AddAction(
             file.path,

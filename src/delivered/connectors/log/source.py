@@ -62,6 +62,9 @@ class LogSource:
             return [Finding.refusal(error)]
         return []
 
+    def rate(self) -> float | None:
+        return layout.rate(self.options.path, self.options.storage_resolved())
+
     def schema(self) -> pa.Schema:
         return columns(self.options.headers)
 

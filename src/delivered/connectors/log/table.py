@@ -39,6 +39,9 @@ CONFLICT_ID = "delivered_log"
 """Application transaction id of every append: Delta lets concurrent blind appends succeed, which would assign offsets
 twice, but commits with the same id conflict."""
 
+_RATE_COMMITS = 1_000
+_RATE_SPAN_MS_MIN = 10_000
+
 
 @dataclass(frozen=True)
 class LogFile:
@@ -46,12 +49,14 @@ class LogFile:
     Attributes:
         path: relative to the table.
         low, high: smallest and largest offset in it.
+        appended_ms: Unix time of its commit; of a compacted file, of the compaction.
     """
 
     path: str
     partition: int
     low: int
     high: int
+    appended_ms: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,12 @@ class Snapshot:
         for file in self.files:
             ends[file.partition] = max(file.high + 1, ends.get(file.partition, 0))
         return ends
+
+    def first_since(self, partition: int, for_ms: int) -> int | None:
+        """The first offset that was appended at most `for_ms` before the partition's newest append. None: no record."""
+        files = [f for f in self.files if f.partition == partition]
+        newest_ms = max((f.appended_ms for f in files), default=0)
+        return min((f.low for f in files if f.appended_ms >= newest_ms - for_ms), default=None)
 
     def overlapping(self, partition: int, start: int, end: int) -> list[LogFile]:
         """Files that may contain offsets of [start, end)."""
@@ -125,6 +136,19 @@ def open_table(path: str, storage: Mapping[str, str], version: int | None = None
     return table
 
 
+def rate(path: str, storage: Mapping[str, str]) -> float | None:
+    """Records per second of the busiest partition, over the last commits. None: too few to tell."""
+    table = open_table(path, storage)
+    commits = table.history(limit=_RATE_COMMITS)
+    span_ms = commits[0]["timestamp"] - commits[-1]["timestamp"]
+    if span_ms < _RATE_SPAN_MS_MIN:
+        return None
+    before = snapshot(open_table(path, storage, commits[-1]["version"]), path, storage).ends()
+    ends = snapshot(table, path, storage).ends()
+    grown = max((end - before.get(p, 0) for p, end in ends.items()), default=0)
+    return grown * 1000 / float(span_ms)
+
+
 def log_folder(path: str) -> tuple[int, int] | None:
     """Identity of the folder with a local table's log: another one was moved or made anew. None: remote, or gone."""
     try:
@@ -150,7 +174,8 @@ def snapshot(table: Any, path: str, storage: Mapping[str, str]) -> Snapshot:
         if low is None or high is None:
             low, high = _footer_range(path, storage, row["path"])
         if low is not None and high is not None:
-            files.append(LogFile(row["path"], int(row[f"partition.{PARTITION_COLUMN}"]), low, high))
+            partition, appended_ms = int(row[f"partition.{PARTITION_COLUMN}"]), row["modification_time"]
+            files.append(LogFile(row["path"], partition, low, high, appended_ms))
     files.sort(key=lambda f: (f.partition, f.low, f.high, f.path))
     return Snapshot(table.version(), tuple(files))
 

@@ -12,6 +12,8 @@ from delivered.contract.finding import Finding
 from delivered.contract.queue import Receiver
 from delivered.model.errors import DeliveredError
 
+CONSUMER_TIMEOUT_S = 1_800.0
+
 
 @dataclass(frozen=True)
 class RabbitmqQueue:
@@ -20,6 +22,11 @@ class RabbitmqQueue:
     @property
     def name(self) -> str:
         return self.options.queue
+
+    @property
+    def redelivers_after_s(self) -> float:
+        """RabbitMQ's consumer_timeout, unless set otherwise; sooner if the connection is lost."""
+        return CONSUMER_TIMEOUT_S
 
     def assumes(self) -> tuple[str, ...]:
         return (

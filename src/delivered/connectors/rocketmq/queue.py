@@ -26,6 +26,10 @@ class RocketmqQueue:
     def name(self) -> str:
         return f"{self.options.topic} ({self.options.group})"
 
+    @property
+    def redelivers_after_s(self) -> float:
+        return self.options.invisible_s
+
     def assumes(self) -> tuple[str, ...]:
         options = self.options
         ids = (
