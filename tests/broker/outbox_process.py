@@ -8,11 +8,15 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from delivered import outbox
-from delivered.inbox import inbox
+from delivered.inbox import Delivery, consume, from_kafka, from_rabbitmq, from_rocketmq, inbox
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,69 +77,110 @@ def application(spec: dict[str, Any]) -> None:
 
 
 def consumer(spec: dict[str, Any]) -> None:
-    """A loop over RabbitMQ until its queue is empty."""
-    import pika
-
+    """A loop over a broker's messages until none is left; prints how many were repeats."""
     reached, variant = Killer(spec), spec["variant"]
     connection = connect(spec["dialect"], spec["url"])
     other = connect(spec["dialect"], spec["url"]) if variant == "other_transaction" else connection
-    broker = pika.BlockingConnection(pika.URLParameters(spec["rabbitmq"]))
-    channel = broker.channel()
-    channel.basic_qos(prefetch_count=4)
     repeats = 0
-    while True:
-        method, properties, body = channel.basic_get(spec["queue"])
-        if method is None:
-            break
-        n = int(body)
+
+    def effect(n: int, message_id: str) -> None:
+        run(connection, f"INSERT INTO {spec['effects']} VALUES ({n}, '{message_id}')")
+
+    for n, delivery in BROKERS[spec["broker"]](spec):
+        message_id = delivery.id if isinstance(delivery.id, str) else (delivery.id or b"").decode()
         reached("before", n)
+        if not variant:
+            at_last = partial(_acknowledged, reached, n, delivery)
+            with consume(
+                connection, replace(delivery, acknowledge=at_last), consumer="mail", table=spec["inbox"]
+            ) as first:
+                reached("in", n)
+                if first:
+                    effect(n, message_id)
+                reached("in_late", n)
+            repeats += not first
+            continue
         if variant == "ack_before_commit":
-            channel.basic_ack(method.delivery_tag)
-            broker.process_data_events(0)
-        with inbox(other, properties.message_id, consumer="mail", table=spec["inbox"]) as first:
-            if first and other is connection:
-                run(connection, f"INSERT INTO {spec['effects']} VALUES ({n}, '{properties.message_id}')")
+            delivery.acknowledge()
+        with inbox(other, message_id, consumer="mail", table=spec["inbox"]) as first:
+            if (first or variant == "no_inbox") and other is connection:
+                effect(n, message_id)
             repeats += not first
             reached("in", n)
         if other is not connection:
             other.commit()
             reached("in_late", n)
             if first:
-                run(connection, f"INSERT INTO {spec['effects']} VALUES ({n}, '{properties.message_id}')")
+                effect(n, message_id)
         reached("in_late", n)
         connection.commit()
         reached("after", n)
         if variant != "ack_before_commit":
-            channel.basic_ack(method.delivery_tag)
-    broker.close()
+            delivery.acknowledge()
     print(repeats)
 
 
-def kafka_consumer(spec: dict[str, Any]) -> None:
-    """A loop over a topic until its end; an offset is committed after the effect's transaction."""
+def _acknowledged(reached: Killer, n: int, delivery: Delivery) -> None:
+    reached("after", n)
+    delivery.acknowledge()
+
+
+def of_rabbitmq(spec: dict[str, Any]) -> Iterator[tuple[int, Delivery]]:
+    import pika
+
+    broker = pika.BlockingConnection(pika.URLParameters(spec["address"]))
+    channel = broker.channel()
+    channel.basic_qos(prefetch_count=4)
+    while (got := channel.basic_get(spec["queue"]))[0] is not None:
+        method, properties, body = got
+        yield json.loads(body)["n"], from_rabbitmq(channel, method, properties)
+        broker.process_data_events(0)  # what was acknowledged is sent
+    broker.close()
+
+
+def of_kafka(spec: dict[str, Any]) -> Iterator[tuple[int, Delivery]]:
     from confluent_kafka import Consumer, TopicPartition
 
-    reached = Killer(spec)
-    connection = connect(spec["dialect"], spec["url"])
     broker = Consumer(
         {
-            "bootstrap.servers": spec["kafka"], "group.id": f"{spec['topic']}-mail", "enable.auto.commit": False,
+            "bootstrap.servers": spec["address"], "group.id": f"{spec['queue']}-mail", "enable.auto.commit": False,
             "auto.offset.reset": "earliest", "enable.partition.eof": True,
         }
     )  # fmt: skip
-    broker.assign([TopicPartition(spec["topic"], 0)])
+    broker.assign([TopicPartition(spec["queue"], 0)])
     while not (message := broker.poll(60)).error():
-        n, message_id = json.loads(message.value())["n"], dict(message.headers())["id"].decode()
-        reached("before", n)
-        with inbox(connection, message_id, consumer="mail", table=spec["inbox"]) as first:
-            if first or spec["variant"] == "no_inbox":
-                run(connection, f"INSERT INTO {spec['effects']} VALUES ({n}, '{message_id}')")
-            reached("in", n)
-        reached("in_late", n)
-        connection.commit()
-        reached("after", n)
-        broker.commit(message, asynchronous=False)
+        yield json.loads(message.value())["n"], from_kafka(broker, message)
     broker.close()
+
+
+def of_rocketmq(spec: dict[str, Any]) -> Iterator[tuple[int, Delivery]]:
+    from delivered.connectors.rocketmq.client import library
+
+    client = library()  # keeps the client's log files away from the user's home
+    from rocketmq import FilterExpression, SimpleConsumer
+    from rocketmq.v5.exception.client_exception import InternalErrorException
+
+    configuration = client.ClientConfiguration(spec["address"], client.Credentials())
+    broker = SimpleConsumer(configuration, spec["group"], {spec["queue"]: FilterExpression()}, await_duration=5)
+    broker.startup()
+
+    def received() -> list[Any]:
+        """A proxy (5.5.0) answers with an error until it has the new client's settings."""
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                return list(broker.receive(1, 2) or ())
+            except InternalErrorException:
+                if time.monotonic() > deadline:
+                    raise
+
+    while found := received():
+        for message in found:
+            yield json.loads(message.body)["n"], from_rocketmq(broker, message)
+    broker.shutdown()
+
+
+BROKERS = {"rabbitmq": of_rabbitmq, "kafka": of_kafka, "rocketmq": of_rocketmq}
 
 
 def run_process(spec: dict[str, Any]) -> tuple[int, str]:
@@ -151,4 +196,4 @@ def run_process(spec: dict[str, Any]) -> tuple[int, str]:
 
 if __name__ == "__main__":
     spec = json.loads(sys.argv[1])
-    {"application": application, "consumer": consumer, "kafka_consumer": kafka_consumer}[spec["role"]](spec)
+    {"application": application, "consumer": consumer}[spec["role"]](spec)

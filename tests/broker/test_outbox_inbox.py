@@ -268,11 +268,11 @@ def test_an_effect_happens_once_though_messages_repeat_and_consumers_die(
     db = database(request, dialect, tmp_path)
     ids = [str(outbox.new_id()) for _ in range(MESSAGES)]
     queue = rabbitmq.queue()
-    sent = [(i, str(n).encode()) for n, i in enumerate(ids)]
+    sent = [(i, b'{"n": %d}' % n) for n, i in enumerate(ids)]
     rabbitmq.send(queue, sent + sent[1::2])
     spec = {
         "role": "consumer", "dialect": dialect, "url": db.url, "inbox": db.inbox, "effects": db.orders,
-        "rabbitmq": rabbitmq.url, "queue": queue, "variant": variant,
+        "broker": "rabbitmq", "address": rabbitmq.url, "queue": queue, "variant": variant,
     }  # fmt: skip
     for point, n in POINTS:
         code, _ = outbox_process.run_process({**spec, "point": point, "n": n})

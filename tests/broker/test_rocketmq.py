@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -16,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow as pa
 import pytest
+from tests.broker import outbox_process
 from tests.broker.receive_help import POINTS, each_once, entered, finish, numbered, receive
+from tests.broker.send_help import writer
 from tests.support.servers import Rocketmq
 
 import delivered
@@ -27,12 +32,16 @@ from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.rocketmq.options import RocketmqOptions
 from delivered.connectors.rocketmq.queue import RocketmqQueue
 from delivered.connectors.rocketmq.receiver import RocketmqReceiver
+from delivered.inbox import ddl
 from delivered.model.errors import Unreachable, UsageError
+from delivered.model.fingerprint import Fingerprint
 from delivered.model.outcome import Ok
+from delivered.pipeline.registry import find_sink
 from delivered.testing.crash import hits
 
 parse = RocketmqOptions.parse
 
+MESSAGES = 8
 COUNT = 600
 IDLE = "6"
 """Longer than a killed receiver's messages take to be redelivered: 2 s invisible, then up to 3 s."""
@@ -338,3 +347,36 @@ def test_where_no_namespace_can_be_had_the_server_is_refused(tmp_path: Path, mon
 def test_a_topic_that_cannot_be_made_is_an_error(rocketmq: Rocketmq) -> None:
     with pytest.raises(delivered.DeliveredError, match="RocketMQ at"):
         rocketmq_server.make_topic(rocketmq.broker.listeners["BROKER"], "a b", "NORMAL")
+
+
+def test_a_consumer_with_an_inbox_has_each_effect_once_though_messages_repeat_and_it_dies(
+    rocketmq: Rocketmq, tmp_path: Path
+) -> None:
+    """The recipe `at_least_once` and an inbox: a sink sends its batch twice; its ids are those of the rows."""
+    topic, database = rocketmq.topic(queues=1), str(tmp_path / "shop.db")
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        connection.execute(ddl("sqlite"))
+        connection.execute("CREATE TABLE effects (n INTEGER, message VARCHAR(64))")
+        connection.commit()
+    batch = pa.record_batch({"value": [b'{"n": %d}' % n for n in range(MESSAGES)], "offset": range(MESSAGES)})
+    options = {
+        "endpoints": rocketmq.url,
+        "topic": topic,
+        "ledger": str(tmp_path / "l.db"),
+        "messageIdColumns": "offset",
+    }
+    for number in range(2):
+        task = writer(find_sink("rocketmq", options), batch=number)
+        task.stage(batch)
+        task.prepare(Fingerprint())
+    spec = {
+        "role": "consumer", "dialect": "sqlite", "url": database, "inbox": "inbox", "effects": "effects",
+        "broker": "rocketmq", "address": rocketmq.url, "queue": topic, "group": rocketmq.group(), "variant": "",
+    }  # fmt: skip
+    for point, n in (("in_late", 1), ("after", 4)):
+        assert outbox_process.run_process({**spec, "point": point, "n": n})[0] == -9
+    code, repeats = outbox_process.run_process({**spec, "point": "", "n": -1})
+    assert (code, int(repeats) >= 1) == (0, True)
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        found = Counter(m for (m,) in connection.execute("SELECT message FROM effects"))
+    assert found == Counter(map(str, range(MESSAGES)))

@@ -74,6 +74,14 @@ def external_ledger() -> Any:
     return option("ledger", "SQLite file on the driver that holds the ledger.", example="/data/ledger.db")
 
 
+def message_id_columns() -> Any:
+    doc = (
+        "Comma-separated columns whose values, joined by -, are the id that each message carries, the same in every "
+        "resend: message_id, or the source's topic,partition,offset. Except key and value they are not written."
+    )
+    return option("messageIdColumns", doc, names("column"), default=(), shown="")
+
+
 def write_mode() -> Any:
     """The field `write` of a sink to a database table."""
     doc = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from delivered.kits.options import BrokerOptions, broker_url, external_ledger, queue_sink_name
+from delivered.kits.options import BrokerOptions, broker_url, external_ledger, message_id_columns, queue_sink_name
 from delivered.model.options import TEXT_OR_NONE, OptionType, option, whole
 from delivered.source.received import ReceiveOptions
 
@@ -73,6 +73,7 @@ class ActivemqSinkOptions(Place, owner="delivered_activemq sink"):
     key_header: str | None = option(
         "keyHeader", "Header to write the column key to; none: no column key.", TEXT_OR_NONE, default=None
     )
+    message_id_columns: tuple[str, ...] = message_id_columns()
     ledger: str = external_ledger()
 
     @property

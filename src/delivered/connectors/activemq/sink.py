@@ -14,7 +14,7 @@ from delivered.connectors.activemq.writer import ActivemqWriter
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Sink, Writer
 from delivered.kits.queue.columns import COLUMNS, check_names, check_types
-from delivered.kits.queue.sink import SendingSink, sends
+from delivered.kits.queue.sink import MessageSink, sends
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import Refused
 from delivered.model.guarantee import Guarantee
@@ -27,7 +27,7 @@ _DROPS = (
 
 
 @dataclass(frozen=True)
-class ActivemqSink(SendingSink):
+class ActivemqSink(MessageSink):
     options: ActivemqSinkOptions
     ledger_sink: Sink
 
@@ -54,7 +54,7 @@ class ActivemqSink(SendingSink):
         finally:
             session.close()
 
-    def check_schema(self, schema: pa.Schema) -> None:
+    def _check_schema(self, schema: pa.Schema) -> None:
         known = set(COLUMNS) if self.options.key_header is not None else set(COLUMNS) - {"key"}
         way_out = "select these columns; a column key needs the option keyHeader"
         check_names("activemq", schema, {"value"}, known, way_out)

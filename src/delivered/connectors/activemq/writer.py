@@ -12,7 +12,6 @@ from delivered.connectors.activemq.options import ActivemqSinkOptions
 from delivered.kits.queue.columns import body, column
 from delivered.kits.queue.writer import SendingWriter
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable
-from delivered.model.identity import Work
 from delivered.model.limits import REQUEST_TIMEOUT_S
 
 IN_FLIGHT_MAX = 2_000
@@ -72,11 +71,7 @@ class Publisher:
         )
 
 
-class ActivemqWriter(SendingWriter[Message]):
-    def __init__(self, options: ActivemqSinkOptions, work: Work, gives_up: bool) -> None:
-        super().__init__(work, gives_up)
-        self._options = options
-
+class ActivemqWriter(SendingWriter[ActivemqSinkOptions, Message]):
     def _connect(self) -> Publisher:
         return Publisher(self._options)
 

@@ -11,10 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.kafka.sink_options import OWNER, TOPIC_LENGTH_MAX, is_topic
+from delivered.kits.queue.columns import ID
 from delivered.model.errors import BadRecord, UsageError
-from delivered.source.columns import COLUMNS, HEADERS
+from delivered.source.columns import COLUMNS, HEADER, HEADERS
 
-KNOWN = ("key", "value", "headers", "topic", "partition")
+KNOWN = ("key", "value", "headers", "topic", "partition", "message_id")
 OF_SOURCES = {name: COLUMNS.field(name).type for name in ("offset", "timestamp", "timestampType")}
 """Ignored, as by Spark's own sink, so that a stream from the Kafka source can be written unchanged."""
 RECORD_OVERHEAD = 128
@@ -83,8 +84,9 @@ def check_schema(schema: pa.Schema, topic: str | None) -> None:
     for name in ("key", "value"):
         if name in schema.names:
             _check(schema, name, _is_bytes(schema.field(name).type), "string or binary")
-    if "topic" in schema.names:
-        _check(schema, "topic", _is_text(schema.field("topic").type), "string")
+    for name in ("topic", "message_id"):
+        if name in schema.names:
+            _check(schema, name, _is_text(schema.field(name).type), "string")
     if "partition" in schema.names:
         _check(schema, "partition", pa.types.is_integer(schema.field("partition").type), "integer")
     if "headers" in schema.names:
@@ -128,7 +130,31 @@ def binary(batch: pa.RecordBatch, name: str, n: int) -> pa.Array:
 
 
 def headers(batch: pa.RecordBatch, n: int) -> pa.Array:
-    """The headers; an empty list becomes null, since a reader cannot tell them apart."""
+    """The headers, the column message_id last; an empty list becomes null, since a reader cannot tell them apart."""
+    given = _headers(batch, n)
+    return _with_ids(given, batch.column("message_id")) if "message_id" in batch.schema.names else given
+
+
+def _with_ids(given: pa.Array, ids: pa.Array) -> pa.Array:
+    """Append the header `ID` to each row that has an id."""
+    has_id = np.asarray(pc.is_valid(ids))
+    counts = np.asarray(pc.fill_null(pc.list_value_length(given), 0)).astype(np.int64)
+    ends = np.cumsum(counts + has_id)
+    flat = pc.list_flatten(given)
+    added = ids.drop_null().cast(pa.string()).cast(pa.binary())
+    names = pa.repeat(pa.scalar(ID, pa.string()), len(added))
+    entries = pa.concat_arrays([flat, pa.StructArray.from_arrays([names, added], fields=list(HEADER))])
+    order = np.empty(len(entries), np.int64)
+    is_added = np.zeros(len(entries), bool)
+    is_added[ends[has_id] - 1] = True
+    order[~is_added] = np.arange(len(flat))
+    order[is_added] = len(flat) + np.arange(len(added))
+    offsets = pa.array(np.concatenate([[0], ends]).astype(np.int32))
+    array = pa.ListArray.from_arrays(offsets, entries.take(pa.array(order)), type=HEADERS.type)
+    return pc.if_else(pc.equal(pc.list_value_length(array), 0), pa.scalar(None, HEADERS.type), array)
+
+
+def _headers(batch: pa.RecordBatch, n: int) -> pa.Array:
     if "headers" not in batch.schema.names:
         return pa.nulls(n, HEADERS.type)
     array = batch.column(batch.schema.get_field_index("headers"))
@@ -188,11 +214,14 @@ def topics(batch: pa.RecordBatch, default: str | None) -> pa.Array | None:
     return column
 
 
-def invalid_rows(batch: pa.RecordBatch, topic: str | None, bytes_max: int) -> pa.Array | None:
+def invalid_rows(
+    batch: pa.RecordBatch, topic: str | None, bytes_max: int, ids_required: bool = False
+) -> pa.Array | None:
     """For each row, why the client would reject it, or null; None: no row is rejected.
 
     Args:
         bytes_max: of key and value together.
+        ids_required: a null message_id is a reason.
     """
     n, nothing = batch.num_rows, pa.scalar(None, pa.string())
     size = pc.add(
@@ -212,6 +241,8 @@ def invalid_rows(batch: pa.RecordBatch, topic: str | None, bytes_max: int) -> pa
     if "partition" in names:
         negative = pc.fill_null(pc.less(batch.column(names.index("partition")), 0), False)
         found.append(pc.if_else(negative, "partition below 0", nothing))
+    if ids_required:
+        found.append(pc.if_else(pc.is_null(batch.column("message_id")), "no message id", nothing))
     reasons = pc.coalesce(*found)
     return None if reasons.null_count == n else reasons
 

@@ -13,6 +13,7 @@ from delivered.connectors.kafka.path import SINK_SETTINGS, by_arrow, path
 from delivered.connectors.kafka.sink_options import OWNER, SinkOptions
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Writer
+from delivered.kits.queue.columns import identified, identified_schema
 from delivered.ledger.store import Store
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import UsageError
@@ -81,15 +82,16 @@ class KafkaSink:
 
     def check_schema(self, schema: pa.Schema) -> None:
         check_settings(OWNER, self.options.client)
-        columns.check_schema(schema, self.options.topic)
+        columns.check_schema(identified_schema("kafka", schema, self.options.message_id_columns), self.options.topic)
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         """What the client itself rejects. A lower limit of the broker, or an unknown partition, fails the query."""
         longest = int(self.options.client.get("message.max.bytes", "1048588")) - columns.RECORD_OVERHEAD
-        return columns.invalid_rows(batch, self.options.topic, longest)
+        ids = self.options.message_id_columns
+        return columns.invalid_rows(identified(batch, ids, nulls=True), self.options.topic, longest, bool(ids))
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return columns.records(batch)
+        return columns.records(identified(batch, self.options.message_id_columns))
 
     def writer(
         self,

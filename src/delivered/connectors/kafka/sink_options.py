@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from delivered.connectors.kafka.options import SERVERS
 from delivered.connectors.kafka.settings import check_client, client_options, path_option, resolved
+from delivered.kits.options import message_id_columns
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import NAME_LENGTH_MAX, TRANSACTION_TIMEOUT_S
@@ -111,6 +112,7 @@ class SinkOptions(Options, owner=OWNER, ignored=("path",)):
         whole(1, 86_400),
         default=int(TRANSACTION_TIMEOUT_S),
     )
+    message_id_columns: tuple[str, ...] = message_id_columns()
     ledger_topic: str | None = option(
         "ledgerTopic",
         "Name of the pipeline's internal topic.",

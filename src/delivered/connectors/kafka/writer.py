@@ -22,6 +22,7 @@ from delivered.connectors.kafka.sender import Sender
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import ledger_topic
 from delivered.connectors.kafka.warm import AnyProducer, Taken
+from delivered.kits.queue.columns import identified
 from delivered.kits.warm import retire
 from delivered.model.errors import BadRecord, DeliveredError
 from delivered.model.fingerprint import Fingerprint
@@ -47,7 +48,7 @@ class _Sender:
         self._partitions: dict[str, int] = {}
 
     def send(self, producer: AnyProducer, batch: pa.RecordBatch) -> None:
-        for rows in self._by_topic(batch):
+        for rows in self._by_topic(identified(batch, self._options.message_id_columns)):
             self._check(producer, rows)
             producer.send(rows)
 

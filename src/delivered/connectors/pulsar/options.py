@@ -18,6 +18,7 @@ from delivered.kits.options import (
     data_loss_option,
     external_ledger,
     headers_option,
+    message_id_columns,
     not_blank,
     queue_sink_name,
     rows_max_option,
@@ -241,6 +242,7 @@ class PulsarSinkOptions(Place, owner=SINK):
         default=None,
         shown="bytes",
     )
+    message_id_columns: tuple[str, ...] = message_id_columns()
     ledger: str = external_ledger()
 
     @property

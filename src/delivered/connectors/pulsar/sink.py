@@ -14,8 +14,8 @@ from delivered.connectors.pulsar.options import SINK, PulsarSinkOptions, SourceO
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Sink, Writer
-from delivered.kits.queue.columns import check_names
-from delivered.kits.queue.sink import SendingSink, sends
+from delivered.kits.queue.columns import TEXT, check_names, identified
+from delivered.kits.queue.sink import MessageSink, sends
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
@@ -23,11 +23,11 @@ from delivered.model.identity import Work
 from delivered.source.columns import HEADERS
 from delivered.source.scan import SourceScan
 
-_COLUMNS = ("key", "value", "headers", "event_time")
+_COLUMNS = ("key", "value", "headers", "event_time", "message_id")
 
 
 @dataclass(frozen=True)
-class PulsarSink(SendingSink):
+class PulsarSink(MessageSink):
     options: PulsarSinkOptions
     ledger_sink: Sink
 
@@ -67,7 +67,7 @@ class PulsarSink(SendingSink):
             ]
         return []
 
-    def check_schema(self, schema: pa.Schema) -> None:
+    def _check_schema(self, schema: pa.Schema) -> None:
         way_out = "select these columns, for example selectExpr('key', 'to_json(struct(*)) AS value')"
         check_names("pulsar", schema, {"value"}, _COLUMNS, way_out)
         if self.options.schema is not None:
@@ -88,6 +88,7 @@ class PulsarSink(SendingSink):
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """key and value, a struct as text. Properties and event time are not compared: the sink adds properties."""
+        batch = identified(batch, self.options.message_id_columns)
         if self.options.schema is not None:
             at = batch.schema.get_field_index("value")
             batch = batch.set_column(at, "value", canonical(batch.column(at)))
@@ -134,4 +135,6 @@ def _wanted(field: pa.Field) -> str | None:
             return None if any(fits(kind) for fits in (*tests, pa.types.is_null)) else "text or binary"
         case "headers":
             return None if kind.equals(HEADERS.type) else "array<struct<key: string, value: binary>>"
+        case "message_id":
+            return None if any(fits(kind) for fits in TEXT) else "text"
     return None if pa.types.is_timestamp(kind) else "timestamp"

@@ -17,7 +17,7 @@ from delivered.connectors.pulsar.admin import Admin
 from delivered.connectors.pulsar.client import explained, pulsar, registers, warm_client
 from delivered.connectors.pulsar.encode import BadValue, Encoder, Settled, settle
 from delivered.connectors.pulsar.options import SINK, PulsarSinkOptions
-from delivered.kits.queue.columns import column
+from delivered.kits.queue.columns import ID, column
 from delivered.kits.queue.writer import SendingWriter
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable, UsageError
 from delivered.model.identity import Work
@@ -201,13 +201,9 @@ def _exception(result: Any) -> Exception:
     return library.PulsarException(str(result))  # type: ignore[no-any-return]
 
 
-ID = "delivered.id"
-
-
-class PulsarWriter(SendingWriter[Message]):
+class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
     def __init__(self, options: PulsarSinkOptions, work: Work, gives_up: bool) -> None:
-        super().__init__(work, gives_up)
-        self._options = options
+        super().__init__(options, work, gives_up)
         self._settled: Settled | None = None
         self._encoder: Encoder | None = None
 
@@ -229,12 +225,14 @@ class PulsarWriter(SendingWriter[Message]):
             column(rows, "key", pa.binary()),
             column(rows, "headers"),
             column(rows, "event_time", pa.timestamp("ms"), pa.int64()),
+            column(rows, "message_id"),
         )
         messages = []
-        for value, key, pairs, time in zip(*columns, strict=True):
+        for value, key, pairs, time, given in zip(*columns, strict=True):
             properties = {h["key"]: _text(h["value"], "a header") for h in pairs} if pairs else {}
             row = self._rows
-            properties[ID] = self._next_id()
+            own = self._next_id()
+            properties[ID] = own if given is None else given
             self._check_size(row, value, key, properties)
             messages.append(
                 {

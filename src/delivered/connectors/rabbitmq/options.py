@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from delivered.kits.options import BrokerOptions, broker_url, external_ledger, queue_sink_name
+from delivered.kits.options import BrokerOptions, broker_url, external_ledger, message_id_columns, queue_sink_name
 from delivered.model.options import option, whole
 from delivered.source.received import ReceiveOptions
 
@@ -54,6 +54,7 @@ class RabbitmqSinkOptions(Place, owner="delivered_rabbitmq sink"):
         "exchange", "Exchange to publish to; empty: the default exchange, which routes by queue name.", default=""
     )
     routing_key: str | None = option("routingKey", "Routing key of every message; none: the column key.", default=None)
+    message_id_columns: tuple[str, ...] = message_id_columns()
     ledger: str = external_ledger()
 
     @property

@@ -13,7 +13,7 @@ from delivered.connectors.rabbitmq.writer import RabbitmqWriter
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Sink, Writer
 from delivered.kits.queue.columns import COLUMNS, check_names, check_types
-from delivered.kits.queue.sink import SendingSink, sends
+from delivered.kits.queue.sink import MessageSink, sends
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import Refused
 from delivered.model.guarantee import Guarantee
@@ -21,7 +21,7 @@ from delivered.model.identity import Work
 
 
 @dataclass(frozen=True)
-class RabbitmqSink(SendingSink):
+class RabbitmqSink(MessageSink):
     options: RabbitmqSinkOptions
     ledger_sink: Sink
 
@@ -57,7 +57,7 @@ class RabbitmqSink(SendingSink):
                 connection.close()
         return []
 
-    def check_schema(self, schema: pa.Schema) -> None:
+    def _check_schema(self, schema: pa.Schema) -> None:
         needed = {"value"} if self.options.routing_key is not None else {"value", "key"}
         way_out = "select these columns; without the option routingKey, key is the routing key"
         check_names("rabbitmq", schema, needed, COLUMNS, way_out)

@@ -19,7 +19,6 @@ from delivered.connectors.rabbitmq.options import RabbitmqSinkOptions
 from delivered.kits.queue.columns import body, column
 from delivered.kits.queue.writer import SendingWriter
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
-from delivered.model.identity import Work
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 
 IN_FLIGHT_MAX = 2_000
@@ -181,11 +180,7 @@ class Publisher:
             )
 
 
-class RabbitmqWriter(SendingWriter[Message]):
-    def __init__(self, options: RabbitmqSinkOptions, work: Work, gives_up: bool) -> None:
-        super().__init__(work, gives_up)
-        self._options = options
-
+class RabbitmqWriter(SendingWriter[RabbitmqSinkOptions, Message]):
     def _connect(self) -> Publisher:
         return Publisher(self._options)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from delivered.kits.options import external_ledger, queue_sink_name
+from delivered.kits.options import external_ledger, message_id_columns, queue_sink_name
 from delivered.model.errors import UsageError
 from delivered.model.options import FLAG, TEXT, Options, OptionType, Unfit, choice, option, whole
 from delivered.source.received import ReceiveOptions
@@ -130,6 +130,7 @@ class RocketmqSinkOptions(Place, owner="delivered_rocketmq sink"):
         shown="",
         example="localhost:9876",
     )
+    message_id_columns: tuple[str, ...] = message_id_columns()
     ledger: str = external_ledger()
 
     def check(self, owner: str) -> None:

@@ -16,7 +16,7 @@ from delivered.connectors.rocketmq.writer import HalfWriter, RocketmqWriter
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
 from delivered.kits.queue.columns import COLUMNS, TEXT, check_names, check_types
-from delivered.kits.queue.sink import Nothing, SendingSink, sends
+from delivered.kits.queue.sink import MessageSink, Nothing, sends
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
@@ -30,7 +30,7 @@ HALF_MESSAGES_KEPT_S = 72 * 3_600.0
 
 
 @dataclass(frozen=True)
-class RocketmqSink(SendingSink):
+class RocketmqSink(MessageSink):
     options: RocketmqSinkOptions
     ledger_sink: Sink
 
@@ -111,7 +111,7 @@ class RocketmqSink(SendingSink):
             )
         ]
 
-    def check_schema(self, schema: pa.Schema) -> None:
+    def _check_schema(self, schema: pa.Schema) -> None:
         needed = {"value", *_NEEDED[self.options.kind]}
         way_out = "select these columns; messageType=fifo takes message_group, delay takes delivery_timestamp"
         system = f"rocketmq with messageType={self.options.kind.lower()}"

@@ -18,10 +18,9 @@ from delivered.model.prepared import Promise
 NAMES = ("value", "message_id", "key", "tag", "message_group")
 
 
-class RocketmqWriter(SendingWriter[Message]):
+class RocketmqWriter(SendingWriter[RocketmqSinkOptions, Message]):
     def __init__(self, options: RocketmqSinkOptions, work: Work, gives_up: bool) -> None:
-        super().__init__(work, gives_up)
-        self._options = options
+        super().__init__(options, work, gives_up)
         self._scope = work.scope
 
     def _connect(self) -> Publisher | HalfPublisher:

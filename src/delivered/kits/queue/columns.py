@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from delivered.model.errors import UsageError
+from delivered.model.errors import BadRecord, UsageError
 
 TEXT = (pa.types.is_string, pa.types.is_large_string)
 TEXT_OR_BYTES = (pa.types.is_binary, pa.types.is_large_binary, *TEXT)
@@ -15,6 +16,53 @@ TEXT_OR_BYTES = (pa.types.is_binary, pa.types.is_large_binary, *TEXT)
 _TYPES = {"value": TEXT_OR_BYTES, "key": TEXT_OR_BYTES, "message_id": TEXT}
 COLUMNS = tuple(_TYPES)
 """In a reader's order. message_id: set by the user, replacing the generated one."""
+
+ID = "delivered.id"
+"""Header or property with a message's id, in systems whose messages have none of their own."""
+
+
+def identified_schema(system: str, schema: pa.Schema, id_columns: Sequence[str]) -> pa.Schema:
+    """The schema of `identified`. Raises UsageError if a column is missing, or is no text, bytes or whole number."""
+    if not id_columns:
+        return schema
+    for name in id_columns:
+        found = schema.field(name).type if name in schema.names else None
+        if found is None or not (pa.types.is_integer(found) or any(fits(found) for fits in TEXT_OR_BYTES)):
+            raise UsageError(
+                "COLUMNS",
+                f"delivered_{system}: messageIdColumns names {name!r}, which is {found or 'no column'}; the rows have "
+                f"{', '.join(schema.names)}.",
+                next_step="name columns of text, bytes or whole numbers that the transform selects",
+            )
+    kept = [f for f in schema if f.name in ("key", "value") or f.name not in (*id_columns, "message_id")]
+    return pa.schema([*kept, pa.field("message_id", pa.string())])
+
+
+def identified(batch: pa.RecordBatch, id_columns: Sequence[str], *, nulls: bool = False) -> pa.RecordBatch:
+    """The batch with a column message_id made of these columns. Those that are part of the id alone are dropped.
+
+    Args:
+        nulls: a row without an id gets null, instead of raising BadRecord.
+    """
+    if not id_columns:
+        return batch
+    try:
+        parts = [batch.column(name).cast(pa.string()) for name in id_columns]
+    except pa.ArrowInvalid as error:
+        raise BadRecord(
+            "MESSAGE_ID", f"A row's {', '.join(id_columns)} (messageIdColumns) is not UTF-8: {str(error)[:200]}"
+        ) from None
+    ids = parts[0] if len(parts) == 1 else pc.binary_join_element_wise(*parts, "-")
+    ids = pc.if_else(pc.equal(ids, ""), pa.scalar(None, pa.string()), ids)
+    if ids.null_count and not nulls:
+        row = batch.slice(pc.index(pc.is_null(ids), True).as_py(), 1).select(id_columns).to_pylist()[0]
+        raise BadRecord(
+            "MESSAGE_ID",
+            f"A row has no message id: {row}. Nothing of its batch counts.",
+            next_step="filter such rows, or name columns that are never null in messageIdColumns",
+        )
+    kept = [n for n in batch.schema.names if n in ("key", "value") or n not in (*id_columns, "message_id")]
+    return pa.RecordBatch.from_arrays([*(batch.column(n) for n in kept), ids], names=[*kept, "message_id"])
 
 
 def check_types(schema: pa.Schema) -> None:

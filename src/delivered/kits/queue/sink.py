@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from delivered.contract.finding import Finding
 from delivered.contract.sink import Committer, Sink, Writer
-from delivered.kits.queue.columns import as_bytes
+from delivered.kits.queue.columns import as_bytes, identified, identified_schema
 from delivered.ledger.store import Store
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import DeliveredError
@@ -45,9 +45,6 @@ class SendingSink(ABC):
     def _look(self, guarantee: Guarantee) -> Iterable[Finding]:
         """Findings about the live system; raises if it is unreachable."""
 
-    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return as_bytes(batch)
-
     def writer(
         self,
         work: Work,
@@ -66,6 +63,27 @@ class SendingSink(ABC):
     def committer(self, scope: Scope) -> Committer:
         del scope
         return Nothing()
+
+
+class MessageSink(SendingSink):
+    """A row is a message, with an id.
+
+    Attributes:
+        options: also with `message_id_columns`.
+    """
+
+    @abstractmethod
+    def capability(self) -> SinkCapability: ...
+
+    def check_schema(self, schema: pa.Schema) -> None:
+        self._check_schema(identified_schema(self.capability().system, schema, self.options.message_id_columns))
+
+    @abstractmethod
+    def _check_schema(self, schema: pa.Schema) -> None:
+        """As `check_schema`, of rows with a column message_id if one was requested."""
+
+    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        return as_bytes(identified(batch, self.options.message_id_columns))
 
 
 def sends(

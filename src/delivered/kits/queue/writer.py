@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 import pyarrow as pa
 
+from delivered.kits.queue.columns import identified
 from delivered.model.errors import OutcomeUnknown, Unreachable
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
@@ -17,6 +18,16 @@ from delivered.model.prepared import Promise
 _ROWS = 1_000
 
 M = TypeVar("M", contravariant=True)
+
+
+class HasIdColumns(Protocol):
+    """Options of a sink."""
+
+    @property
+    def message_id_columns(self) -> Sequence[str]: ...
+
+
+Given = TypeVar("Given", bound=HasIdColumns)
 
 
 class Publisher(Protocol[M]):
@@ -37,13 +48,15 @@ class Publisher(Protocol[M]):
         """May be called again."""
 
 
-class SendingWriter(ABC, Generic[M]):
+class SendingWriter(ABC, Generic[Given, M]):
     """
     Args:
+        options: with `message_id_columns`.
         gives_up: at_most_once: unconfirmed messages are counted as given up and not sent again.
     """
 
-    def __init__(self, work: Work, gives_up: bool) -> None:
+    def __init__(self, options: Given, work: Work, gives_up: bool) -> None:
+        self._options = options
         self._gives_up = gives_up
         scope = work.scope
         self._id = f"{scope.pipeline}.{scope.sink}.{scope.incarnation}.{work.batch}.{work.shard}"
@@ -53,6 +66,7 @@ class SendingWriter(ABC, Generic[M]):
     def stage(self, batch: pa.RecordBatch) -> None:
         if self._publisher is None:
             self._publisher = self._connect()
+        batch = identified(batch, self._options.message_id_columns)
         for at in range(0, batch.num_rows, _ROWS):
             self._publisher.send(self._messages(batch.slice(at, _ROWS)))
 
