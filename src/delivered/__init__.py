@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from delivered.audit.chain import ChainReport
     from delivered.audit.report import AuditReport
     from delivered.model.dedup import Dedup
     from delivered.model.errors import (
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from delivered.pipeline.receive import receive
     from delivered.pipeline.transform import Transform, arrow, transform
     from delivered.planner.answer import Plan, Refusal
+    from delivered.spark.audit_chain import audit_chain
     from delivered.spark.foreach import write_batch
     from delivered.spark.pipeline import Pipeline
     from delivered.spark.session import register, session
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "AuditReport": "delivered.audit.report",
     "BadRecord": "delivered.model.errors",
+    "ChainReport": "delivered.audit.chain",
     "Dedup": "delivered.model.dedup",
     "DeliveredError": "delivered.model.errors",
     "Endpoint": "delivered.pipeline.endpoint",
@@ -75,6 +78,7 @@ _WHERE = {
     "Unreachable": "delivered.model.errors",
     "UsageError": "delivered.model.errors",
     "arrow": "delivered.pipeline.transform",
+    "audit_chain": "delivered.spark.audit_chain",
     "dedup": "delivered.pipeline.dedup",
     "delta": "delivered.pipeline.endpoint",
     "endpoint": "delivered.pipeline.endpoint",
@@ -95,6 +99,7 @@ _WHERE = {
 __all__ = [
     "AuditReport",
     "BadRecord",
+    "ChainReport",
     "Dedup",
     "DeliveredError",
     "Endpoint",
@@ -115,6 +120,7 @@ __all__ = [
     "Unreachable",
     "UsageError",
     "arrow",
+    "audit_chain",
     "dedup",
     "delta",
     "endpoint",

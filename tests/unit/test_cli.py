@@ -73,6 +73,18 @@ def test_plan_as_text_and_json(example: Path) -> None:
     assert [s["id"] for s in json.loads(out)["steps"]][-1] == "log"
 
 
+def test_an_audit_of_a_chain_that_is_none_is_refused(example: Path) -> None:
+    for arguments, expected in (
+        (["audit", example, example], "DELIVERED_AUDIT_FILES"),
+        (["audit", "--chain", example], "DELIVERED_CHAIN_SHORT"),
+        (["audit", "--chain", example, example], "DELIVERED_CHAIN_LINK"),
+        (["audit", "--chain", example, example, "--recompute"], "DELIVERED_CHAIN_OPTION"),
+    ):
+        code, _, err = call(*arguments)
+        assert code == 2
+        assert expected in err
+
+
 def test_a_refusal_exits_2_and_says_the_way_out(example: Path) -> None:
     code, out, _ = call("plan", example, "--set", "trigger={real_time: 1 minute}")
     assert code == 2

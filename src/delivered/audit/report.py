@@ -21,7 +21,7 @@ FORMAT = 1
 """Version of the JSON."""
 
 _PARTITIONS_SHOWN = 50
-_STYLE = {Verdict.HELD: "bold green", Verdict.BROKEN: "bold red", Verdict.UNKNOWN: "bold yellow"}
+STYLE = {Verdict.HELD: "bold green", Verdict.BROKEN: "bold red", Verdict.UNKNOWN: "bold yellow"}
 _ELEMENT = '<pre style="font-family: monospace; line-height: 1.2">{code}</pre>'
 _COLUMNS = ("sent", "delivered", "lost", "duplicated", "altered", "unexpected", "reordered")
 
@@ -198,7 +198,7 @@ def unknown_report(pipeline: str, sink: str, guarantee: Guarantee, reason: str) 
 def render(report: AuditReport) -> RenderableType:
     """The whole report, for a console."""
     parts: list[RenderableType] = [_headline(report), _partitions(report)]
-    parts.extend(_samples(damage, report.samples_of(damage)) for damage in Damage if report.samples_of(damage))
+    parts.extend(samples_table(d.value, report.samples_of(d)) for d in Damage if report.samples_of(d))
     if report.fingerprints is not None:
         parts.append(Text(f"fingerprints: {report.fingerprints.says}"))
     if report.history.batches:
@@ -227,7 +227,7 @@ def as_html(report: AuditReport, width: int = 110) -> str:
 def _headline(report: AuditReport) -> Text:
     text = Text()
     text.append(f"{report.pipeline} -> {report.sink}: {report.guarantee.value} ")
-    text.append(report.verdict.value, style=_STYLE[report.verdict])
+    text.append(report.verdict.value, style=STYLE[report.verdict])
     for breach in report.breaches:
         text.append(f"\n  broken: {breach}", style="red")
     for reason in report.unknowns:
@@ -263,8 +263,9 @@ def _partitions(report: AuditReport) -> Table:
     return table
 
 
-def _samples(damage: Damage, samples: list[Sample]) -> Table:
-    table = Table(title=f"{damage.value}, the first {len(samples)}", title_justify="left")
+def samples_table(what: str, samples: list[Sample]) -> Table:
+    """Damaged records, for a console."""
+    table = Table(title=f"{what}, the first {len(samples)}", title_justify="left")
     for name in ("id", "key", "source", "sink"):
         table.add_column(name, overflow="fold")
     for name in ("sent", "found"):

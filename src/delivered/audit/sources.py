@@ -36,6 +36,14 @@ class SourceSet:
         self.unknown = [n for n, offsets in first.items() if offsets is None]
         self.first: Positions = {n: drivers[n].initial() if at is None else at for n, at in first.items()}
 
+    def newest(self) -> Positions:
+        """The current ends. Raises DeliveredError: a source has none."""
+        ends = {name: driver.newest() for name, driver in self._drivers.items()}
+        found = {name: end for name, end in ends.items() if end is not None}
+        if len(found) < len(ends):
+            raise DeliveredError("AUDIT_SOURCES", f"The end of {', '.join(ends.keys() - found.keys())} is not known.")
+        return found
+
     def slices(self, start: Positions, end: Positions) -> list[Slice]:
         """Slices whose data is (name of the source, its slice).
 

@@ -199,7 +199,7 @@ def receive(
 @app.command()
 @command
 def audit(
-    file: FileArgument,
+    files: Annotated[list[Path], typer.Argument(help="The pipeline file; with --chain, two or more.", metavar="FILE")],
     set_: SetOption = [],  # noqa: B006
     guarantee: GuaranteeOption = None,
     checkpoint: CheckpointOption = None,
@@ -214,6 +214,14 @@ def audit(
         bool,
         typer.Option("--recompute", help="Run the transform over the source range again and compare by key."),
     ] = False,
+    chain: Annotated[
+        bool,
+        typer.Option(
+            "--chain",
+            help="Audit pipelines that read each other's sinks, in the order of the data: per hop, and from "
+            "the first source to the last sink.",
+        ),
+    ] = False,
     spark_log: Annotated[str | None, typer.Option(help="As for run.")] = None,
     output: OutputOption = Output.TEXT,
 ) -> int:
@@ -222,7 +230,18 @@ def audit(
     from delivered.audit.report import render
     from delivered.cli.run import SparkLog, quiet_spark
 
-    pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master)
+    if chain:
+        alone = {"--set": set_, "--guarantee": guarantee, "--checkpoint": checkpoint, "--sink-from": sink_from}
+        if wrong := [name for name, value in {**alone, "--recompute": recompute}.items() if value]:
+            raise UsageError("CHAIN_OPTION", f"{', '.join(wrong)} applies to one pipeline, not to a chain.")
+        return _audit_chain(files, master, sink, samples, spark_log, output)
+    if len(files) > 1:
+        raise UsageError(
+            "AUDIT_FILES",
+            f"There are {len(files)} files; an audit is of one pipeline.",
+            "add --chain for a chain of them",
+        )
+    pipeline = read(files[0], set_, guarantee=guarantee, checkpoint=checkpoint, master=master)
     start = _offsets("--sink-from", sink_from)
     if start is not None and sink is None and len(pipeline.sinks) > 1:
         raise UsageError(
@@ -246,6 +265,25 @@ def audit(
             console().print(render(report))
     codes = {r.exit_code for r in reports}
     return 1 if 1 in codes else max(codes)
+
+
+def _audit_chain(
+    files: list[Path], master: str | None, sink: str | None, samples: int, spark_log: str | None, output: Output
+) -> int:
+    from delivered.audit.chain import render_chain
+    from delivered.cli.run import SparkLog, quiet_spark
+    from delivered.spark.audit_chain import audit_chain, links_of
+
+    pipelines = [read(file, [], master=master) for file in files]
+    links_of(pipelines)
+    last = pipelines[-1]
+    with working("starting Spark") as progress, quiet_spark(last, SparkLog.of(last, spark_log)) as spark:
+        report = audit_chain(pipelines, spark, sink=sink, samples_max=samples, progress=progress)
+    if output is Output.JSON:
+        say(report.to_json())
+    else:
+        console().print(render_chain(report))
+    return report.exit_code
 
 
 @app.command()

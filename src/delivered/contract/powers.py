@@ -247,6 +247,43 @@ class Adopts(Protocol):
     def adopter(self) -> Adopter: ...
 
 
+@dataclass(frozen=True)
+class Address:
+    """Where a sink writes, or a source reads.
+
+    Attributes:
+        system: "kafka".
+        servers: as the options spell them.
+        names: of topics or tables; None: each row, or a pattern, says which.
+    """
+
+    system: str
+    servers: frozenset[str]
+    names: frozenset[str] | None
+
+    def meets(self, other: Address) -> bool:
+        """Whether one reads what the other writes."""
+        if self.system != other.system or not self.servers & other.servers:
+            return False
+        return self.names is None or other.names is None or bool(self.names & other.names)
+
+    def __str__(self) -> str:
+        names = "topics or tables by row" if self.names is None else ", ".join(sorted(self.names))
+        return f"{self.system} {names} at {', '.join(sorted(self.servers))}"
+
+
+@runtime_checkable
+class HasAddress(Protocol):
+    """A source, or a sink's bounded scan: whether one pipeline reads what another one wrote."""
+
+    def address(self) -> Address | None:
+        """Where this reads; contacts no server. None: not known."""
+
+
+def address_of(reader: object) -> Address | None:
+    return reader.address() if isinstance(reader, HasAddress) else None
+
+
 @runtime_checkable
 class CountsLeftOut(Protocol):
     """Implemented by a `Committer` with conditional writes (`WriteMode.conditional`)."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from delivered.contract.powers import planned
+from delivered.contract.powers import Address, address_of, planned
 from delivered.contract.source import Offsets, Slice, Source
 
 
@@ -30,6 +30,10 @@ class SourceScan:
         with closing(self.source.driver()) as driver:
             start, end = driver.batch()
             return driver.slices(_over(start, since or {}), end)
+
+    def address(self) -> Address | None:
+        """See `delivered.contract.powers.HasAddress`."""
+        return address_of(self.source)
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         return self.source.read(piece)

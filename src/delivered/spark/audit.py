@@ -76,7 +76,24 @@ def audit_sink(
     Raises:
         UsageError: no such sink, several sinks and none named, or one of Spark's own sources.
     """
-    chosen = _chosen(pipeline, sink)
+    spark, request = request_for(pipeline, chosen_sink(pipeline, sink), session, samples_max, sink_from, recompute)
+    with own_views(pipeline.transform, spark, pipeline.sources):
+        return audit(spark, request, progress)
+
+
+def request_for(
+    pipeline: Definition,
+    chosen: Endpoint,
+    session: SparkSession | None,
+    samples_max: int,
+    sink_from: Mapping[str, Any] | None = None,
+    recompute: bool = False,
+) -> tuple[SparkSession, AuditRequest]:
+    """
+    Raises:
+        UsageError: one of Spark's own sources.
+        Refused: only a recompute can judge this.
+    """
     own = next((e for e in pipeline.sources.values() if e.is_spark_own), None)
     if own is not None:
         raise UsageError(
@@ -96,7 +113,7 @@ def audit_sink(
     spec = pipeline.spec
     everything = spec.open()
     by = {**pipeline.audit_by, **chosen.audit}
-    request = AuditRequest(
+    return spark, AuditRequest(
         pipeline=pipeline.name,
         guarantee=pipeline.guarantee,
         checkpoint=pipeline.checkpoint,
@@ -117,8 +134,6 @@ def audit_sink(
         if isinstance(everything, SinkGroup)
         else None,
     )
-    with own_views(pipeline.transform, spark, pipeline.sources):
-        return audit(spark, request, progress)
 
 
 def _recompute(pipeline: Definition, sink: Endpoint) -> Recompute:
@@ -128,7 +143,8 @@ def _recompute(pipeline: Definition, sink: Endpoint) -> Recompute:
     return Recompute(pipeline.output_mode, tuple(keys), facts.changing, pipeline.transform.deterministic, sql)
 
 
-def _chosen(pipeline: Definition, sink: str | None) -> Endpoint:
+def chosen_sink(pipeline: Definition, sink: str | None) -> Endpoint:
+    """Raises UsageError: no such sink, or several and none named."""
     endpoints = {e.name or e.sink().name: e for e in pipeline.sinks}
     if sink is None and len(endpoints) == 1:
         return next(iter(endpoints.values()))
@@ -175,12 +191,13 @@ def audit(spark: SparkSession, request: AuditRequest, progress: Progress | None 
         raise
     except Exception as error:
         # A failed audit proves nothing.
-        report = unknown_report(request.pipeline, request.named_sink, request.guarantee, _reason(error))
+        report = unknown_report(request.pipeline, request.named_sink, request.guarantee, reason(error))
     versions = {"delivered": version("delivered"), "pyspark": version("pyspark")}
     return _with(report, seconds=time.monotonic() - began, versions=versions)
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Why an audit could not run, for the report."""
     text = str(error) if isinstance(error, DeliveredError) else f"{type(error).__name__}: {error}"
     return text if len(text) <= _ERROR_LENGTH_MAX else f"{text[:_ERROR_LENGTH_MAX]} ..."
 
@@ -203,7 +220,7 @@ def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditRe
     except Refused as error:
         if error.code != NOT_READABLE:
             raise
-        return by_ledger(request, incarnation, ledger, _reason(error))
+        return by_ledger(request, incarnation, ledger, reason(error))
     say("reading the sink")
     with sent_range(request) as read, ExitStack() as held:
         probe = read.frame(spark, ()).drop(*([mode.delete] if mode.delete else []))
@@ -211,7 +228,7 @@ def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditRe
         held.enter_context(batches_fit_for(spark, probe.schema, kept))
         held.enter_context(kept_plain(spark))
         places = Slots()
-        found = _found(spark, request, scan, scope, probe, places).persist(StorageLevel.DISK_ONLY)
+        found = found_rows(spark, request, scan, scope, probe, places).persist(StorageLevel.DISK_ONLY)
         try:
             # Before the checkpoint is read: no batch in the sink is newer than the checkpoint's latest.
             rows, foreign = _kept(found, request)
@@ -224,11 +241,11 @@ def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditRe
             until = parsed(view.offsets)
             ranges = version_ranges(ledger.visible) if ledger.visible is not None else []
             again, others = earlier(ranges, request.transform_version)
-            reason = _uncounted(request, start, end or until, unsure, others)
+            why = _uncounted(request, start, end or until, unsure, others)
             if len(request.sources) > 1:
-                reason = reason or _together(probe)
-            if reason is not None:
-                return replace(by_ledger(request, incarnation, ledger, reason), range_from=json.dumps(plain(start)))
+                why = why or _together(probe)
+            if why is not None:
+                return replace(by_ledger(request, incarnation, ledger, why), range_from=json.dumps(plain(start)))
             say("reading the source range and comparing")
             unclear, undeleted, ahead, once = 0, 0, None, None
             if request.dedup is not None:
@@ -319,7 +336,7 @@ def _own_wrong(sent: DataFrame, own: str) -> str:
     return f"{own!r} is not true for {left_out:,} records that this pipeline sent: it does not identify its records"
 
 
-def _found(
+def found_rows(
     spark: SparkSession, request: AuditRequest, scan: BoundedScan, scope: Scope, sent: DataFrame, places: Slots
 ) -> DataFrame:
     """Everything a reader of the sink sees, as rows for `reconcile`.

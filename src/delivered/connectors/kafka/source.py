@@ -27,6 +27,7 @@ from delivered.connectors.kafka.offsets import (
 from delivered.connectors.kafka.options import OWNER, SourceOptions, refuse_latest_start
 from delivered.connectors.kafka.path import SOURCE_SETTINGS, by_arrow, path
 from delivered.contract.finding import Finding
+from delivered.contract.powers import Address
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
@@ -105,6 +106,13 @@ class KafkaSource:
 
     def schema(self) -> pa.Schema:
         return columns(self.options.headers)
+
+    def address(self) -> Address:
+        """See `delivered.contract.powers.HasAddress`."""
+        options = self.options
+        named = options.topics if options.partitions is None else [topic for topic, _ in options.partitions]
+        servers = options.client["bootstrap.servers"].replace(" ", "").split(",")
+        return Address("kafka", frozenset(servers), frozenset(named) if named is not None else None)
 
     def driver(self) -> KafkaDriver:
         return KafkaDriver(self.options)

@@ -17,6 +17,7 @@ from delivered.connectors.outbox.poll import PollDriver
 from delivered.connectors.outbox.positions import Positions
 from delivered.connectors.outbox.wal import HISTORY, NUMBERED, WalDriver
 from delivered.contract.finding import Finding
+from delivered.contract.powers import Address
 from delivered.contract.source import Slice, SourceDriver
 from delivered.kits.caller import quoted
 from delivered.model.capability import SourceCapability
@@ -91,6 +92,11 @@ class OutboxSource:
         if columns is None:
             raise UsageError("OUTBOX_TABLE", f"{OWNER}: the columns of {self.options.table} are unknown.")
         return columns
+
+    def address(self) -> Address:
+        """See `delivered.contract.powers.HasAddress`."""
+        options = self.options
+        return Address(options.dialect, frozenset([options.place]), frozenset([options.table.removeprefix("public.")]))
 
     def driver(self) -> SourceDriver:
         return WalDriver(self.options) if self.options.by_log else PollDriver(self.options)

@@ -12,6 +12,7 @@ from delivered.connectors.postgres import target
 from delivered.connectors.postgres.client import PostgresDatabase
 from delivered.connectors.postgres.migrate import version_of
 from delivered.connectors.postgres.options import PostgresOptions
+from delivered.contract.powers import Address
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql import csv
 from delivered.kits.sql.database import quoted
@@ -35,6 +36,12 @@ class PostgresScan(TableScan):
     @property
     def database(self) -> PostgresDatabase:
         return PostgresDatabase(self.options)
+
+    def address(self) -> Address:
+        """See `delivered.contract.powers.HasAddress`."""
+        options = self.options
+        table = options.table_text.removeprefix("public.")
+        return Address("postgres", frozenset([options.place]), frozenset([table]))
 
     def _stored_schema(self) -> pa.Schema | None:
         def question(connection: psycopg.Connection[Any]) -> pa.Schema | None:

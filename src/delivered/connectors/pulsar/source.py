@@ -27,6 +27,7 @@ from delivered.connectors.pulsar.positions import (
 )
 from delivered.connectors.pulsar.schemas import registered, shape
 from delivered.contract.finding import Finding
+from delivered.contract.powers import Address
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
@@ -57,6 +58,10 @@ class PulsarSource:
                 "failOnDataLoss is false: messages that Pulsar deletes before they are read are lost, with a warning"
             )
         return SourceCapability(system="pulsar", replayable=True, sent_twice=True, assumes=tuple(assumes))
+
+    def address(self) -> Address:
+        """See `delivered.contract.powers.HasAddress`."""
+        return Address("pulsar", frozenset([self.options.url]), frozenset(self.options.topics))
 
     def preflight(self) -> Sequence[Finding]:
         from delivered.connectors.pulsar.reader import check_connection

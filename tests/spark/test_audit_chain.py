@@ -1,0 +1,179 @@
+"""An outbox in PostgreSQL -> Kafka -> Kafka -> PostgreSQL: one audit finds what was damaged at each hop."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+import yaml
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from tests.kafka_tools import read_committed
+
+import delivered
+from delivered import outbox
+from delivered.audit.chain import ChainReport
+from delivered.audit.classes import Counts, Damage, Verdict
+from delivered.model.errors import UsageError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+WAIT_S = 180
+ORDERS = 40
+ID = "CAST(filter(headers, h -> h.key = 'id')[0].value AS STRING)"
+
+
+@dataclass(frozen=True)
+class Chain:
+    """
+    Attributes:
+        files: of the pipelines relay, clean and store.
+        topics: that lie between them.
+        table: that the last one writes to.
+    """
+
+    files: list[Path]
+    url: str
+    layout: outbox.Layout
+    topics: list[str]
+    table: str
+
+    @property
+    def pipelines(self) -> list[delivered.Pipeline]:
+        return [delivered.Pipeline.from_file(f) for f in self.files]
+
+    def put(self, numbers: range) -> list[str]:
+        """In one transaction. Returns the messages' ids."""
+        ids = [str(outbox.new_id()) for _ in numbers]
+        with psycopg.connect(self.url) as connection:
+            for n, id_ in zip(numbers, ids, strict=True):
+                outbox.put(
+                    connection, id=id_, aggregate_type="order", aggregate_id=str(n), type="placed", payload={"n": n},
+                    layout=self.layout,
+                )  # fmt: skip
+        return ids
+
+    def run(self, spark: SparkSession, *names: str) -> None:
+        for pipeline in self.pipelines:
+            if pipeline.name in names:
+                assert pipeline.start(spark).awaitTermination(WAIT_S)
+
+    def more_on_their_way(self, spark: SparkSession) -> None:
+        """One more row waits before each pipeline."""
+        self.put(range(100, 101))
+        self.run(spark, "relay", "clean")
+        self.put(range(101, 102))
+        self.run(spark, "relay")
+        self.put(range(102, 103))
+
+
+@pytest.fixture
+def chain(postgres: Any, kafka: Any, tmp_path: Path) -> Chain:
+    topics = [kafka.topic(1), kafka.topic(1)]
+    layout, table = outbox.Layout(table=f"chain_{topics[0]}"), f"rows_{topics[0]}"
+    servers = {"kafka.bootstrap.servers": kafka.bootstrap}
+    earliest = {"startingOffsets": "earliest", "includeHeaders": True}
+    own = {"id": ID, "own": "exists(headers, h -> h.key = 'id')"}
+    pipelines: list[dict[str, Any]] = [
+        {
+            "pipeline": "relay", "audit": own,
+            "source": {"format": "outbox", "url": postgres.url, "dbtable": layout.table, "keep": True},
+            "sinks": [{"format": "kafka", **servers, "topic": topics[0]}],
+        },
+        {
+            "pipeline": "clean", "audit": own,
+            "source": {"format": "kafka", **servers, "subscribe": topics[0], **earliest},
+            "transform": {"sql": "SELECT key, value, headers FROM source WHERE value IS NOT NULL"},
+            "sinks": [{"format": "kafka", **servers, "topic": topics[1]}],
+        },
+        {
+            "pipeline": "store", "audit": {"id": "id", "own": "true"},
+            "source": {"format": "kafka", **servers, "subscribe": topics[1], **earliest},
+            "transform": {
+                "sql": f"SELECT {ID} AS id, CAST(get_json_object(CAST(value AS STRING), '$.n') AS INT) AS n FROM source"
+            },
+            "sinks": [{"format": "postgres", "url": postgres.url, "dbtable": table, "ifNotExists": True}],
+        },
+    ]  # fmt: skip
+    files = []
+    for pipeline in pipelines:
+        name = pipeline["pipeline"]
+        pipeline |= {"guarantee": "exactly_once", "checkpoint": str(tmp_path / name), "trigger": "available_now"}
+        files.append(tmp_path / f"{name}.yaml")
+        files[-1].write_text(yaml.safe_dump(pipeline))
+    postgres.execute(outbox.ddl("postgres", layout))
+    relay = delivered.Pipeline.from_file(files[0])
+    with closing(relay.sources["source"].source().driver()) as driver:  # makes the slot
+        driver.latest(driver.initial(), None)
+    return Chain(files, postgres.url, layout, topics, table)
+
+
+def damage(bootstrap: str, topic: str, skipped: int, altered: bytes) -> None:
+    """Behind so many records, lose one, alter one and double one. Kafka only deletes from the beginning."""
+    first = read_committed(bootstrap, topic)[: skipped + 3]
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    for future in admin.delete_records([TopicPartition(topic, 0, first[skipped + 2].offset())]).values():
+        future.result()
+    _, changed, twice = first[skipped:]
+    again = [*((m, m.value()) for m in first[:skipped]), (changed, altered), (twice, twice.value())]
+    producer = Producer({"bootstrap.servers": bootstrap})
+    for message, value in again:
+        producer.produce(topic, key=message.key(), value=value, headers=message.headers())
+    assert producer.flush(30) == 0
+
+
+def counts_of(report: ChainReport) -> list[Counts]:
+    return [s.report.counts for s in (*report.hops, *report.ends)]
+
+
+def waiting_of(report: ChainReport) -> list[int | None]:
+    return [s.under_way for s in (*report.hops, *report.ends)]
+
+
+@pytest.mark.matrix
+def test_a_whole_chain_holds_and_what_is_under_way_is_not_lost(spark: SparkSession, chain: Chain) -> None:
+    chain.put(range(ORDERS))
+    chain.run(spark, "relay", "clean", "store")
+    chain.more_on_their_way(spark)
+    report = delivered.audit_chain(chain.pipelines, spark)
+    assert report.verdict is Verdict.HELD, str(report)
+    n = ORDERS
+    assert counts_of(report) == [Counts(n + 2, n + 2), Counts(n + 1, n + 1), Counts(n, n), Counts(n + 2, n)]
+    assert waiting_of(report) == [1, 1, 1, 3]
+
+    relay, _, store = chain.pipelines
+    with pytest.raises(UsageError, match="not the same place"):
+        delivered.audit_chain([relay, store], spark)
+
+
+def test_what_is_damaged_at_a_hop_is_found_there_and_from_end_to_end(
+    kafka: Any, spark: SparkSession, chain: Chain
+) -> None:
+    ids = chain.put(range(ORDERS))
+    chain.run(spark, "relay")
+    damage(kafka.bootstrap, chain.topics[0], 0, b'{"n": -1}')
+    chain.run(spark, "clean")
+    damage(kafka.bootstrap, chain.topics[1], 1, b'{"n": -2}')
+    chain.run(spark, "store")
+    with psycopg.connect(chain.url) as connection:
+        connection.execute(f"DELETE FROM {chain.table} WHERE id = %s", [ids[-1]])
+        connection.execute(f"UPDATE {chain.table} SET n = -3 WHERE id = %s", [ids[-2]])
+        connection.execute(f"INSERT INTO {chain.table} SELECT * FROM {chain.table} WHERE id = %s", [ids[-3]])
+    chain.more_on_their_way(spark)
+
+    report = delivered.audit_chain(chain.pipelines, spark)
+    assert (report.verdict, report.exit_code) == (Verdict.BROKEN, 1), str(report)
+    one, n = {"lost": 1, "duplicated": 1, "altered": 1}, ORDERS
+    assert counts_of(report) == [
+        Counts(n + 2, n + 2, **one), Counts(n + 1, n + 1, **one), Counts(n, n, **one),
+        Counts(n + 2, n, lost=3, duplicated=3, altered=3),
+    ]  # fmt: skip
+    assert waiting_of(report) == [1, 1, 1, 3]
+    named = {d: {s.id for s in report.ends[0].report.samples_of(d)} for d in (Damage.LOST, Damage.ALTERED)}
+    assert named == {Damage.LOST: {ids[0], ids[3], ids[-1]}, Damage.ALTERED: {ids[1], ids[4], ids[-2]}}
+    assert "from end to end: broken: 3 records are lost" in str(report)
