@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: places.get(groups[item].partition("/")[0], len(places)))
 
 
-def _shared(kind: type[Server]) -> Any:
+def _shared(kind: type[Server], name: str = "") -> Any:
     """One server for the whole session. Do not stop it: it is shared."""
 
     def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -82,7 +82,7 @@ def _shared(kind: type[Server]) -> Any:
         server.stop()
         shutil.rmtree(folder, ignore_errors=True)
 
-    return pytest.fixture(start, scope="session", name=kind.system)
+    return pytest.fixture(start, scope="session", name=name or kind.system)
 
 
 def _own(kind: type[Server]) -> Any:
@@ -106,6 +106,8 @@ def _own(kind: type[Server]) -> Any:
 
 kafka, new_kafka = _shared(Kafka), _own(Kafka)
 postgres, new_postgres = _shared(Postgres), _own(Postgres)
+postgres_log = _shared(Postgres, "postgres_log")
+"""For tests of logical decoding: a new slot waits for every open or prepared transaction of the whole server."""
 mysql, new_mysql = _shared(Mysql), _own(Mysql)
 rabbitmq, new_rabbitmq = _shared(Rabbitmq), _own(Rabbitmq)
 pulsar, new_pulsar = _shared(Pulsar), _own(Pulsar)

@@ -71,7 +71,7 @@ def shop(request: pytest.FixtureRequest, tmp_path: Path, how: str) -> Shop:
     if dialect == "sqlite":
         path = str(tmp_path / f"shop{next(_names)}.db")
         return Shop(dialect, f"sqlite://{path}", path, method)
-    server = request.getfixturevalue(dialect)
+    server = request.getfixturevalue("postgres_log" if how == "postgres-log" else dialect)
     return Shop(dialect, server.url, server.url if dialect == "postgres" else server.broker.bootstrap, method)
 
 

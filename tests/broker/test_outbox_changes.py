@@ -19,8 +19,8 @@ _names = itertools.count()
 
 
 class Table:
-    def __init__(self, postgres: Any, columns: str) -> None:
-        self.server, self.name = postgres, f"changes{next(_names)}"
+    def __init__(self, postgres_log: Any, columns: str) -> None:
+        self.server, self.name = postgres_log, f"changes{next(_names)}"
         self.execute(f"CREATE TABLE {{}} ({columns})")
 
     def execute(self, *statements: str) -> None:
@@ -39,8 +39,8 @@ class Table:
 
 
 @pytest.fixture
-def orders(postgres: Any) -> Table:
-    return Table(postgres, "id int PRIMARY KEY, name text")
+def orders(postgres_log: Any) -> Table:
+    return Table(postgres_log, "id int PRIMARY KEY, name text")
 
 
 def test_inserts_updates_and_deletes_in_order_of_commits(orders: Table) -> None:
@@ -66,9 +66,9 @@ def test_inserts_updates_and_deletes_in_order_of_commits(orders: Table) -> None:
     stream.close()
 
 
-def test_values_of_every_type(postgres: Any) -> None:
+def test_values_of_every_type(postgres_log: Any) -> None:
     table = Table(
-        postgres,
+        postgres_log,
         "id bigint PRIMARY KEY, yes bool, small int2, real float4, wide float8, money numeric(12,2), huge numeric, "
         "bytes bytea, day date, at timestamptz, local timestamp, doc jsonb, list int[], uid uuid, "
         "twice bigint GENERATED ALWAYS AS (id * 2) STORED",

@@ -13,7 +13,7 @@ from tests.broker.outbox_help import METHODS, Shop, Stream, ids, read, shop
 
 from delivered import outbox
 from delivered.contract.source import Source
-from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken
+from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken, Refused
 
 
 @pytest.fixture(params=METHODS)
@@ -348,6 +348,37 @@ def test_a_crash_while_the_slot_is_made_leaves_nothing_that_looks_complete(
     assert again.at == {"lsn": 0}
     assert again.rest() == sent
     again.close()
+
+
+def test_a_slot_that_waits_for_a_transaction_names_it(
+    new_postgres: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from delivered.connectors.outbox import slot
+    from delivered.model import patience
+
+    monkeypatch.setattr(slot, "SLOT_WAIT_S", 1)
+    monkeypatch.setattr(patience, "TELL_AFTER_S", 0)
+    server = new_postgres()
+    box = Shop("postgres", server.url, server.url, "log")
+    with contextlib.closing(box.connect()) as forgotten:
+        box.put(forgotten, 1)
+        box.execute("CREATE TABLE other (n int)", "INSERT INTO other VALUES (1)")
+        with contextlib.closing(box.connect()) as two_phase:
+            two_phase.execute("INSERT INTO other VALUES (2)")
+            two_phase.execute("PREPARE TRANSACTION 'transfer'")
+        stream = Stream(box.source())
+        with pytest.raises(Refused, match="OUTBOX_SLOT_WAITS") as refused:
+            stream.batch()
+        for text in ("prepared 'transfer' since", f"pid {forgotten.info.backend_pid}", "idle in transaction", "1 s"):
+            assert text in str(refused.value)
+        assert "waits for transactions to end: " in caplog.text
+        forgotten.commit()
+    with contextlib.closing(box.connect()) as owner:
+        owner.autocommit = True
+        owner.execute("ROLLBACK PREPARED 'transfer'")
+    sent = box.send(2)
+    assert stream.rest()[-1:] == sent
+    stream.close()
 
 
 def test_without_rights_to_replication_polling_is_offered(logged: Shop) -> None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from delivered.connectors.outbox.database import connect, explaining, replication
+from delivered.connectors.outbox.database import connect, explaining, replication, sqlstate
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.connectors.outbox.positions import Positions
 from delivered.contract.source import Offsets
 from delivered.kits.caller import Caller, quoted
 from delivered.model import patience
 from delivered.model.errors import InvariantBroken, Refused, UsageError
+from delivered.model.limits import OUTAGE_PATIENCE_S
 
 if TYPE_CHECKING:
     import psycopg
+
+log = logging.getLogger("delivered.outbox")
 
 PLUGIN = "pgoutput"
 NUMBER = "{} - '0/0'::pg_lsn"
@@ -36,6 +42,17 @@ SELECT (SELECT system_identifier::text FROM pg_control_system()),
    WHERE t.pubname = %(publication)s AND c.oid = to_regclass(%(table)s))
 FROM (SELECT 1) AS one LEFT JOIN pg_replication_slots s ON s.slot_name = %(slot)s
 """
+
+
+_RUNNING = """
+SELECT 'prepared ' || quote_literal(gid) || ' since ' || prepared::timestamptz(0) FROM pg_prepared_xacts
+UNION ALL
+SELECT 'pid ' || pid || coalesce(' (' || nullif(application_name, '') || ')', '') || ', ' || state || ', since '
+  || xact_start::timestamptz(0) FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid()
+"""
+_NAMED_MAX = 5
+SLOT_WAIT_S = OUTAGE_PATIENCE_S
+"""For one transaction that runs when a slot is made."""
 
 
 @dataclass(frozen=True)
@@ -241,12 +258,14 @@ def check_table(connection: psycopg.Connection[Any], now: State, options: Outbox
 def create(connection: psycopg.Connection[Any], options: OutboxOptions, rows: Positions | None) -> None:
     """Make publication and slot, and number the rows that are in the outbox by then.
 
-    The slot appears under its name last, so that a crash leaves nothing that looks complete. Waits for transactions
-    that are running.
+    The slot appears under its name last, so that a crash leaves nothing that looks complete.
 
     Args:
         connection: in autocommit.
         rows: numbers the rows that were committed before the slot begins; None: only later ones are read.
+
+    Raises:
+        Refused: a transaction that was running, or is prepared, did not end in time.
     """
     publication, made = quoted("postgres", options.publication), f"{options.slot[:59]}_new"
     kinds = "insert" if options.changes is None else "insert, update, delete, truncate"
@@ -256,9 +275,9 @@ def create(connection: psycopg.Connection[Any], options: OutboxOptions, rows: Po
             f"WITH (publish = '{kinds}', publish_via_partition_root = true)"
         )
     _drop(connection, made)
-    server = f"transactions that run at {options.system}"
     with contextlib.closing(replication(options)) as other, explaining(options):
-        with patience.unanswered(server):
+        other.execute(f"SET lock_timeout = '{SLOT_WAIT_S:.0f}s'")
+        with _waiting(connection, options):
             row = other.execute(f"CREATE_REPLICATION_SLOT {made} LOGICAL {PLUGIN} EXPORT_SNAPSHOT").fetchone()
         if rows is not None and row is not None:
             with contextlib.closing(connect(options)) as filling:
@@ -270,6 +289,32 @@ def create(connection: psycopg.Connection[Any], options: OutboxOptions, rows: Po
                 filling.commit()
     connection.execute("SELECT pg_copy_logical_replication_slot(%s, %s)", [made, options.slot])
     _drop(connection, made)
+
+
+@contextlib.contextmanager
+def _waiting(connection: psycopg.Connection[Any], options: OutboxOptions) -> Iterator[None]:
+    """Name what a new slot waits for: every transaction with writes that runs or is prepared in the whole server."""
+    rows = connection.execute(_RUNNING).fetchall()
+    running = "; ".join(str(text) for (text,) in rows[:_NAMED_MAX]) or "of another user"
+    if len(rows) > _NAMED_MAX:
+        running += f"; and {len(rows) - _NAMED_MAX} more"
+    said = f"{OWNER}: the slot {options.slot} at {options.system} waits for transactions to end: {running}"
+    timer = threading.Timer(patience.TELL_AFTER_S, log.warning, [said])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except Exception as error:
+        if sqlstate(error) != "55P03":
+            raise
+        raise Refused(
+            "OUTBOX_SLOT_WAITS",
+            f"{said}. They did not within {SLOT_WAIT_S:.0f} s.",
+            next_step="end them, a prepared one by COMMIT PREPARED or ROLLBACK PREPARED as its owner decided (see "
+            'pg_stat_activity and pg_prepared_xacts), or write .option("method", "poll")',
+        ) from error
+    finally:
+        timer.cancel()
 
 
 def _drop(connection: psycopg.Connection[Any], name: str) -> None:
