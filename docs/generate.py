@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from docs import behaviours, benchmark, checkpoint, new_connector, pitfalls, recompute, support, verified
+from docs import behaviours, benchmark, checkpoint, metrics, new_connector, pitfalls, recompute, support, verified
 
 from delivered.model.options import OptionTable
 from delivered.pipeline.registry import connectors
@@ -39,12 +39,14 @@ def reference() -> str:
 
 def pages() -> dict[Path, str]:
     audit, kafka, new = DOCS / "audit.md", DOCS / "connectors" / "kafka.md", DOCS / "new-connector.md"
+    operate = DOCS / "operate.md"
     return {
         audit: recompute.into(audit.read_text(encoding="utf-8")),
         DOCS / "benchmark.md": benchmark.page(),
         DOCS / "checkpoint.md": checkpoint.page(),
         kafka: behaviours.into(kafka.read_text(encoding="utf-8")),
         new: new_connector.into(new.read_text(encoding="utf-8")),
+        operate: metrics.into(operate.read_text(encoding="utf-8")),
         DOCS / "options.md": reference(),
         DOCS / "pipeline.schema.json": as_text(),
         DOCS / "pitfalls.md": pitfalls.page(),

@@ -67,6 +67,8 @@ def test_the_rate_falls_to_zero_when_nothing_arrives(monkeypatch: pytest.MonkeyP
         ({"0": 3}, {"0": 3}, 0),
         ({"orders": {"0": "12:4"}}, {"orders": {"0": "12:3"}}, None),
         (None, {"0": 3}, None),
+        ({"version": 9, "offsets": {"0": 7}, "#log": "x"}, {"version": 4, "offsets": {"0": 5}}, 2),
+        ({"lsn": 900, "#system": "7"}, {"lsn": 100}, None),
     ],
 )
 def test_lag_of_what_a_source_writes(newest: Any, end: Any, behind: int | None) -> None:

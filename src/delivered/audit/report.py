@@ -158,6 +158,11 @@ class AuditReport:
             "versions": dict(self.versions),
         }
 
+    def summary(self) -> dict[str, Any]:
+        """What a status shows of it."""
+        whole = self.to_dict()
+        return {name: whole[name] for name in ("sink", "verdict", "breaches", "unknowns", "counts", "seconds")}
+
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 

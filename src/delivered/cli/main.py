@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from delivered.cli import dead_letters, sagas, servers, transactions
+from delivered.cli import dead_letters, sagas, servers, status, transactions
 from delivered.cli.output import Output, OutputOption, command, console, say, say_json, spoken, tell_warnings, working
 from delivered.model.errors import UsageError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVERS_MAX
@@ -28,6 +28,9 @@ app.add_typer(dead_letters.app, name="dead-letters")
 app.add_typer(dead_letters.app, name="letters", hidden=True)  # short for it
 app.add_typer(sagas.app, name="sagas")
 app.add_typer(servers.app, name="brokers")
+app.command()(status.status)
+app.command()(status.top)
+app.command()(status.metrics)
 
 FileArgument = Annotated[Path, typer.Argument(help="The pipeline file.", show_default=False)]
 SetOption = Annotated[
@@ -161,6 +164,10 @@ def run(
     spark_log: Annotated[
         str | None, typer.Option(help="File for Spark's own log; - for standard error. Default: a temporary file.")
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Serve metrics for Prometheus at http://127.0.0.1:PORT/metrics."),
+    ] = None,
     output: OutputOption = Output.TEXT,
 ) -> int:
     """Run a pipeline until it is stopped; SIGTERM or Ctrl-C lets the running batch finish."""
@@ -168,14 +175,15 @@ def run(
 
     trigger = "available_now" if available_now else None
     pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master, trigger=trigger)
+    more: dict[str, Any] = {"wait": wait, "metrics_port": metrics_port}
     if not receivers:
-        return run_pipeline(pipeline, takeover, stop_timeout, spark_log, output, wait=wait)
+        return run_pipeline(pipeline, takeover, stop_timeout, spark_log, output, **more)
     from delivered.pipeline.receive import queue_among, receiving
 
     tell_warnings()
     patience_s = OUTAGE_PATIENCE_S if wait else 0.0
     with receiving(queue_among(pipeline.sources), receivers, patience_s=patience_s) as raise_failure:
-        return run_pipeline(pipeline, takeover, stop_timeout, spark_log, output, raise_failure, wait=wait)
+        return run_pipeline(pipeline, takeover, stop_timeout, spark_log, output, raise_failure, **more)
 
 
 @app.command()

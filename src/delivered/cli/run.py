@@ -53,12 +53,14 @@ def run_pipeline(
     supervise: Callable[[], None] = lambda: None,
     *,
     wait: bool = True,
+    metrics_port: int | None = None,
 ) -> int:
     """Run it; returns the exit code. Raises the cause of a failed query as a `DeliveredError`.
 
     Args:
         supervise: raises if something that runs next to the query failed, which ends the query.
         wait: for an unreachable server, as long as its restart may take.
+        metrics_port: serve the pipeline's status and Spark's figures there, for Prometheus.
     """
     from delivered.pipeline.progress import watch
     from delivered.planner import Refusal
@@ -89,6 +91,8 @@ def run_pipeline(
         _listen(request)  # again: a new SparkContext takes over SIGINT to cancel running jobs
         if request.stop.is_set():
             return 0
+        if metrics_port is not None:
+            stack.enter_context(_metrics(pipeline, spark, metrics_port))
         query = pipeline.start(spark, takeover=takeover)
         with watch(pipeline, query) as progress:
             show = _Shown(output, _Warnings(log.path))
@@ -100,6 +104,18 @@ def run_pipeline(
             raise _own_error(failure, log)  # inside, so that the log file it names is kept
     _summary(pipeline, progress, time.monotonic() - began, idle, output)
     return 0
+
+
+@contextlib.contextmanager
+def _metrics(pipeline: Pipeline, spark: SparkSession, port: int) -> Iterator[None]:
+    from delivered.observe.metrics import serving
+    from delivered.observe.status import status
+    from delivered.spark.listener import QueryMetrics
+
+    spark.streams.addListener(queries := QueryMetrics())
+    with serving(lambda: [status(pipeline)], port, more=[queries]) as opened:
+        note(f"serving http://127.0.0.1:{opened}/metrics")
+        yield
 
 
 def _listen(request: StopRequest) -> None:

@@ -285,6 +285,14 @@ def address_of(reader: object) -> Address | None:
 
 
 @runtime_checkable
+class HoldsBackWal(Protocol):
+    """A source that keeps its server from removing what the pipeline has not passed yet."""
+
+    def wal_held_back(self) -> int | None:
+        """In bytes; None: nothing is held back. Read-only. Raises Unreachable."""
+
+
+@runtime_checkable
 class CountsLeftOut(Protocol):
     """Implemented by a `Committer` with conditional writes (`WriteMode.conditional`)."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from delivered.engine.apply import apply_decided, work_of
 from delivered.engine.context import Context
@@ -22,6 +23,7 @@ from delivered.engine.orphans import abort_orphans
 from delivered.engine.repair import repaired
 from delivered.engine.target import decided_targets, known_targets
 from delivered.model.account import Account
+from delivered.model.batch_report import BatchReport
 from delivered.model.errors import (
     DeliveredError,
     Fenced,
@@ -43,7 +45,13 @@ log = logging.getLogger(__name__)
 
 
 def commit_batch(
-    context: Context, batch: int, offsets: str, messages: Sequence[ShardMessage | None], *, run: bool = False
+    context: Context,
+    batch: int,
+    offsets: str,
+    messages: Sequence[ShardMessage | None],
+    *,
+    run: bool = False,
+    report: Callable[[BatchReport], None] = lambda _: None,
 ) -> Decision | None:
     """Make a batch count, then visible.
 
@@ -58,6 +66,7 @@ def commit_batch(
     Args:
         offsets: the sources' offsets, for a batch without a single task.
         run: as in the `CheckpointView` that the batch was planned for.
+        report: called once the batch is visible, if this call decided it.
 
     Returns:
         The decision, or None if every shard was already delivered.
@@ -106,13 +115,16 @@ def commit_batch(
     else:
         complete(context, batch, shards)
         decision = _decision(context, batch, offsets, shards, last)
+    began = time.monotonic()
     _decide(context, decision, orphans(shards, last) if last else list(written(shards)))
     decided = time.monotonic()
     _apply(context, decision)
+    applied = time.monotonic()
     if context.others and parts(decision.guarantee).apply is not None:
-        ms = (time.monotonic() - decided) * 1000
+        ms = (applied - decided) * 1000
         log.info("batch %d: visible at all %d sinks %.1f ms after its decision", batch, 1 + len(context.others), ms)
     _tidy(context, decision, shards)
+    report(_report(decision, shards, decided - began, applied - decided))
     return decision
 
 
@@ -195,6 +207,24 @@ def _decision(
         others={s: account(s, before.get(s, Account())) for s in sorted({*context.others, *before})},
         targets=decided_targets(context, last, shards[0].plan.targets) if shards else known_targets(context, last),
         transforms=transforms_after(last, context.transform, batch),
+    )
+
+
+def _report(decision: Decision, shards: Sequence[ShardMessage], decide_s: float, apply_s: float) -> BatchReport:
+    new = written(shards)
+    return BatchReport(
+        batch=decision.batch,
+        decided_at_ms=decision.decided_at_ms,
+        records=dict(sum((Counter({p.sink: p.fingerprint.count}) for p in new), Counter[str]())),
+        shards=len(shards),
+        rewritten=len({p.shard for p in new}) if decision.revision else 0,
+        seconds={
+            "plan": max((m.plan.seconds for m in shards), default=0.0),
+            "stage": max((m.stage_s for m in shards), default=0.0),
+            "prepare": max((m.prepare_s for m in shards), default=0.0),
+            "decide": decide_s,
+            "apply": apply_s,
+        },
     )
 
 

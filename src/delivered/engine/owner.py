@@ -37,18 +37,21 @@ def living(owner: Owner | None, jvm: psutil.Process | None = None) -> Owner | No
     Args:
         jvm: of the session that will run the pipeline.
     """
-    if owner is None or owner.host != socket.gethostname() or owner.process in _own_processes():
+    if owner is None or not running(owner) or owner.process in _own_processes():
         return None
-    if jvm is not None and owner.process == jvm.pid:
+    return None if jvm is not None and owner.process == jvm.pid else owner
+
+
+def running(owner: Owner | None) -> bool | None:
+    """Whether the owner's process lives; None: it was on another machine, or there is none."""
+    if owner is None or owner.host != socket.gethostname():
         return None
     try:
         process = psutil.Process(owner.process)
         same = abs(process.create_time() * 1000 - owner.started_ms) < _START_TOLERANCE_MS
-        if not same or process.status() == psutil.STATUS_ZOMBIE:
-            return None
+        return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
-        return None
-    return owner
+        return False
 
 
 def _at(owner: Owner, process: psutil.Process) -> Owner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -77,16 +78,21 @@ def write_shard(
             if line.wanted:
                 line.open(plan, shard, attempt, schema)
                 undo.callback(line.abort)
+        began = time.monotonic()
         _stage(lines, plan, shard, attempt, batches)
+        staged = time.monotonic()
         participants: list[Prepared] = []
         for line, prepared in _prepare(lines, plan, shard, attempt):
             participants.append(prepared)
             undo.callback(line.abort_prepared, prepared)
         undo.pop_all()
+    took = {"stage_s": staged - began, "prepare_s": time.monotonic() - staged}
     # Unacknowledged records that the sink gave up: only counted, as it is unknown which they are.
     dropped = {n.scope.sink: n.dropped for n in lines}
     unanswered = {p.sink: Fingerprint(sum(p.given_up.values())) + dropped[p.sink] for p in participants}
-    return ShardMessage(plan, shard, attempt, Action.WRITE, tuple(participants), unanswered, _fingerprints(lines))
+    return ShardMessage(
+        plan, shard, attempt, Action.WRITE, tuple(participants), unanswered, _fingerprints(lines), **took
+    )
 
 
 @dataclass

@@ -147,6 +147,7 @@ EXTRA_OF: Mapping[str, tuple[str, str]] = MappingProxyType(
         "rocketmq": ("rocketmq-python-client", "rocketmq"),
         "grpc": ("grpcio", "rocketmq"),
         "httpx": ("httpx", "saga"),
+        "prometheus_client": ("prometheus-client", "metrics"),
         "altair": ("altair", "report"),
         "jinja2": ("jinja2", "report"),
         "vl_convert": ("vl-convert-python", "report"),

@@ -61,6 +61,7 @@ class BatchPlan:
         guarantee: of the decision, if the batch is already decided: it is finished under that one.
         epoch: the claim under which this plan was made; a later claim voids it.
         targets: as in the batch's `Decision`.
+        seconds: how long recovery and this plan took.
     """
 
     scope: Scope
@@ -72,6 +73,7 @@ class BatchPlan:
     rewrite: Mapping[int, frozenset[str]] = field(default_factory=dict)
     epoch: int = 0
     targets: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = field(default=0.0, compare=False)
 
     def action_for(self, shard: int) -> Action:
         return Action.WRITE if shard in self.rewrite else self.action
@@ -87,6 +89,7 @@ class ShardMessage:
         given_up: by sink, as `Prepared.sink` names it.
         compared: rows that were only read, by sink: of COMPARE, and of a shard in such a batch that is rewritten to
             other sinks.
+        stage_s, prepare_s: how long the task took to read and write its rows, and to prepare them.
     """
 
     plan: BatchPlan
@@ -96,6 +99,8 @@ class ShardMessage:
     participants: tuple[Prepared, ...] = ()
     given_up: Mapping[str, Fingerprint] = field(default_factory=dict)
     compared: Mapping[str, Fingerprint] = field(default_factory=dict)
+    stage_s: float = field(default=0.0, compare=False)
+    prepare_s: float = field(default=0.0, compare=False)
 
     @property
     def prepared(self) -> Prepared | None:

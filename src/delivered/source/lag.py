@@ -1,7 +1,7 @@
 """A stream's lag: the end of a batch compared with the current end of the source. Pure.
 
 A source writes its offsets as JSON: numbers by partition, perhaps nested by topic; a key that begins with `#` is
-metadata.
+metadata. A log's version and a position in PostgreSQL's WAL count no records.
 """
 
 from __future__ import annotations
@@ -36,10 +36,16 @@ def lag(source: Mapping[str, Any]) -> int | None:
     Args:
         source: of a progress report, with `endOffset` and `latestOffset`.
     """
+    behind = lag_by_partition(source)
+    return None if behind is None else sum(behind.values())
+
+
+def lag_by_partition(source: Mapping[str, Any]) -> dict[str, int] | None:
+    """As `lag`, by partition: "orders/0"."""
     newest, end = dict(_numbers(source.get("latestOffset"))), dict(_numbers(source.get("endOffset")))
     if not newest or None in newest.values():
         return None
-    return sum(max(0, (at or 0) - (end.get(p) or 0)) for p, at in newest.items())
+    return {"/".join(p): max(0, (at or 0) - (end.get(p) or 0)) for p, at in newest.items()}
 
 
 def _numbers(offsets: Any) -> Iterator[tuple[tuple[str, ...], int | None]]:
@@ -50,7 +56,8 @@ def _numbers(offsets: Any) -> Iterator[tuple[tuple[str, ...], int | None]]:
         except ValueError:
             return
     if isinstance(offsets, Mapping):
-        yield from _leaves((), offsets)
+        of_log = isinstance(offsets.get("version"), int) and isinstance(offsets.get("offsets"), Mapping)
+        yield from _leaves((), offsets["offsets"] if of_log else {k: v for k, v in offsets.items() if k != "lsn"})
 
 
 def _leaves(path: tuple[str, ...], value: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int | None]]:

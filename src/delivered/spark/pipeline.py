@@ -5,6 +5,7 @@ Imports pyspark only where it is called: pipelines can be declared, and planned 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,6 +129,9 @@ class Pipeline(Definition):
         Raises:
             UsageError: invalid options, several sinks and none named, or one of Spark's own sources.
         """
+        from delivered.checkpoint.history import add_audit
         from delivered.spark.audit import audit_sink
 
-        return audit_sink(self, spark, sink, samples_max, sink_from, progress, recompute)
+        report = audit_sink(self, spark, sink, samples_max, sink_from, progress, recompute)
+        add_audit(self.checkpoint, {"at_ms": time.time_ns() // 1_000_000, **report.summary()})
+        return report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -92,6 +93,7 @@ def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> 
     from delivered.engine.recover import plan_batch
 
     arm()
+    began = time.monotonic()
     checkpoint = checkpoint_of(spec)
     view = read_view(checkpoint)
     if view.batch:
@@ -116,7 +118,7 @@ def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> 
         add_columns=partial(add_columns, sink, schema),
     )
     _planned[key] = _Planned(view.batch, plan.epoch, spec.start)
-    return plan
+    return replace(plan, seconds=time.monotonic() - began)
 
 
 def plan_run(spec: PipelineSpec, sink: Sink | SinkGroup, run: str, schema: pa.Schema) -> BatchPlan:
@@ -129,10 +131,18 @@ def plan_run(spec: PipelineSpec, sink: Sink | SinkGroup, run: str, schema: pa.Sc
     return plan_batch(context(spec, sink, run), view, first=True, add_columns=partial(add_columns, sink, schema))
 
 
-def commit(opened: Context, batch: int, offsets: str, messages: Sequence[ShardMessage | None], *, run: bool) -> None:
+def commit(
+    opened: Context, batch: int, offsets: str, messages: Sequence[ShardMessage | None], checkpoint: str | None = None
+) -> None:
+    """
+    Args:
+        checkpoint: of a query; its batches are reported there. None: it is a run.
+    """
+    from delivered.checkpoint.history import add
     from delivered.engine.decide import commit_batch
 
-    commit_batch(opened, batch, offsets, messages, run=run)
+    report = partial(add, checkpoint) if checkpoint is not None else lambda _: None
+    commit_batch(opened, batch, offsets, messages, run=checkpoint is None, report=report)
 
 
 def abort(opened: Context, messages: Sequence[ShardMessage]) -> None:

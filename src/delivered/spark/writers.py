@@ -56,7 +56,8 @@ class BatchOfQuery(Recovering):
         else:
             view = read_view(recovery.checkpoint_of(self._spec))
             incarnation, offsets = view.incarnation, view.offsets
-        recovery.commit(recovery.context(self._spec, self._sink, incarnation), batch, offsets, shards, run=False)
+        opened, checkpoint = recovery.context(self._spec, self._sink, incarnation), recovery.checkpoint_of(self._spec)
+        recovery.commit(opened, batch, offsets, shards, checkpoint)
         reach(StepId.LOG, Moment.BEFORE, batch=batch)
 
     def _abort(self, messages: list[WriterCommitMessage | None]) -> None:
@@ -134,7 +135,7 @@ class BatchWriter(Recovering, DataSourceArrowWriter):
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         arm()
         opened = recovery.context(self._spec, self._sink, self._run)
-        recovery.commit(opened, 0, f"run {self._run}", recovery.messages_of(messages), run=True)
+        recovery.commit(opened, 0, f"run {self._run}", recovery.messages_of(messages))
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         shards = [m for m in recovery.messages_of(messages) if m is not None]

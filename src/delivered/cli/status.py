@@ -1,0 +1,170 @@
+"""`delivered status`, `top` and `metrics`: what pipelines do, asked from outside."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, spoken, stamp
+from delivered.observe.look import files, look
+from delivered.observe.status import Driver, Status
+
+PathsArgument = Annotated[
+    list[Path], typer.Argument(help="Pipeline files, or folders of them. Default: this folder.", show_default=False)
+]
+_STYLE = {Driver.RUNNING: "green", Driver.STOPPED: "yellow"}
+
+
+@command
+def status(paths: PathsArgument = [Path()], output: OutputOption = Output.TEXT) -> int:  # noqa: B006
+    """Show every pipeline's guarantee, position, lag, open transactions, last audit; exit code 1 if one needs you.
+
+    Asks ledgers, sinks and sources; needs neither Spark nor a running driver.
+    """
+    found = look(files(paths))
+    if output is Output.JSON:
+        say_json([spoken(s).to_json() for s in found])
+    else:
+        shown = console()
+        shown.print(table(found))
+        for line in problems(found):
+            shown.print(line)
+    return 1 if any(s.problems for s in found) else 0
+
+
+@command
+def top(
+    paths: PathsArgument = [Path()],  # noqa: B006
+    every: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks.")] = 2.0,
+    looks: Annotated[int | None, typer.Option(min=1, help="Stop after this many. Default: until Ctrl-C.")] = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Show the same, again and again; as JSON lines with --output json."""
+    named, stop = files(paths), threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    shown = console()
+    rates = _Rates()
+    with Live(console=shown, auto_refresh=False, screen=False, transient=False) as live:
+        while not stop.is_set():
+            found = look(named)
+            if output is Output.JSON:
+                for s in found:
+                    say_json({"time": stamp(), **spoken(s).to_json()}, one_line=True)
+            else:
+                live.update(Group(table(found, rates.of(found)), *problems(found)), refresh=True)
+            looks = looks - 1 if looks is not None else None
+            if looks == 0:
+                break
+            stop.wait(every)
+
+
+@command
+def metrics(
+    paths: PathsArgument = [Path()],  # noqa: B006
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Serve http://127.0.0.1:PORT/metrics. Default: print once.")
+    ] = None,
+    address: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+) -> None:
+    """Metrics for Prometheus, asked from ledgers, sinks and sources at each scrape; no driver need run."""
+    from delivered.observe.metrics import serving, text
+
+    named = files(paths)
+    if port is None:
+        say(text(look(named)).rstrip("\n"))
+        return
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with serving(lambda: look(named), port, address) as opened:
+        note(f"serving http://{address}:{opened}/metrics")
+        stop.wait()
+
+
+class _Rates:
+    """Records per second between two looks."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[float, int]] = {}
+
+    def of(self, found: Sequence[Status]) -> dict[str, float]:
+        now, rates = time.monotonic(), dict[str, float]()
+        for s in found:
+            records = sum(sink.records for sink in s.sinks)
+            if s.pipeline in self._before:
+                at, before = self._before[s.pipeline]
+                rates[s.pipeline] = max(0, records - before) / max(now - at, 1e-3)
+            self._before[s.pipeline] = (now, records)
+        return rates
+
+
+def table(found: Sequence[Status], rates: dict[str, float] | None = None) -> Table:
+    """One line a pipeline."""
+    columns = ["pipeline", "guarantee", "driver", "batch", "decided", "records", "lag", "open", "last audit"]
+    if rates is not None:
+        columns.insert(6, "records/s")
+    shown = Table(*columns, box=None, pad_edge=False)
+    for s in found:
+        broken = {p.code for p in s.problems}
+        cells = [
+            Text(s.pipeline, style="bold red" if broken else ""),
+            Text(s.guarantee),
+            Text(s.driver.value, style=_STYLE.get(s.driver, "")),
+            Text("" if s.batch is None else str(s.batch)),
+            Text("" if s.decided_age_s is None else f"{_ago(s.decided_age_s)} ago"),
+            Text(f"{sum(sink.records for sink in s.sinks):,}"),
+            Text("" if s.lag_total is None else f"{s.lag_total:,}"),
+            Text(_open(s), style="red" if any("_TRANSACTION_" in c for c in broken) else ""),
+            Text(_audit(s), style="red" if "DELIVERED_AUDIT_BROKEN" in broken else ""),
+        ]
+        if rates is not None:
+            cells.insert(6, Text(f"{rates[s.pipeline]:,.0f}" if s.pipeline in rates else ""))
+        shown.add_row(*cells)
+    return shown
+
+
+def problems(found: Sequence[Status]) -> list[Text]:
+    """A line for each problem, with what mends it."""
+    lines = []
+    for s in found:
+        for p in spoken(s.problems):
+            line = Text(f"{s.pipeline}: ", style="bold")
+            line.append(f"[{p.code}] ", style="bold red")
+            line.append(p.text, style="not bold")
+            line.append(f"\n    Next: {p.next_step}" if p.next_step else "", style="not bold")
+            lines.append(line)
+    return lines
+
+
+def _open(s: Status) -> str:
+    if s.transactions is None:
+        return "-"
+    ages = [t.age_s for t in s.transactions if t.age_s is not None]
+    return f"{len(s.transactions)}" + (f" ({_ago(max(ages))})" if ages else "")
+
+
+def _audit(s: Status) -> str:
+    if not s.audits:
+        return "-"
+    worst = min(s.audits.values(), key=lambda a: ("broken", "unknown", "held").index(a["verdict"]))
+    at = datetime.fromtimestamp(worst["at_ms"] / 1000, UTC)
+    return f"{worst['verdict']} {at:%Y-%m-%d %H:%M}Z"
+
+
+def _ago(seconds: float) -> str:
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,59 @@
+"""Which pipelines to look at: files, and folders of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import yaml
+
+from delivered.model.errors import DeliveredError, UsageError
+from delivered.observe.status import Problem, Status, status
+from delivered.pipeline.definition import Definition
+
+_AT_ONCE = 8
+_KEY = "pipeline"
+
+
+def files(paths: Iterable[Path]) -> list[Path]:
+    """The pipeline files of these files and folders, in order. A folder's other YAML files are passed over.
+
+    Raises:
+        UsageError: there are none.
+    """
+    found = [f for path in paths for f in (_below(path) if path.is_dir() else [path])]
+    if not found:
+        raise UsageError(
+            "NO_PIPELINES",
+            f"No pipeline file is in {', '.join(map(str, paths))}: a .yaml file with the key {_KEY!r}.",
+            next_step="name the files or their folder, or write one: delivered init",
+        )
+    return found
+
+
+def look(paths: Sequence[Path]) -> list[Status]:
+    """The status of every pipeline, asked at the same time. A file that cannot be read is a problem of its status."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(_status, paths))
+
+
+def _status(path: Path) -> Status:
+    try:
+        return status(Definition.from_file(path))
+    except DeliveredError as error:
+        return Status(path.stem, "", "", problems=(Problem(error.code, error.message, error.next_step),))
+
+
+def _below(folder: Path) -> list[Path]:
+    return [f for f in sorted(folder.iterdir()) if f.suffix in (".yaml", ".yml") and _is_pipeline(f)]
+
+
+def _is_pipeline(file: Path) -> bool:
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return False
+    except yaml.YAMLError:
+        return True  # its fault is told
+    return isinstance(data, dict) and _KEY in data

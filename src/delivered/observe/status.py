@@ -1,0 +1,293 @@
+"""A pipeline's status, asked from outside: needs neither Spark nor the driver, claims nothing and fences nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any
+
+from delivered.checkpoint.folder import is_done, logged
+from delivered.checkpoint.history import Totals, batches, last_audits, totals
+from delivered.contract.powers import HoldsBackWal
+from delivered.engine.context import open_ledger
+from delivered.engine.owner import running
+from delivered.model.batch_report import BatchReport
+from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.offsets import by_source
+from delivered.model.patience import within
+from delivered.model.work import Decision, LedgerState
+from delivered.pipeline.definition import Definition
+from delivered.pipeline.transactions import Open, open_transactions
+from delivered.planner import Trigger
+from delivered.source.lag import lag_by_partition
+
+ASK_S_MAX = 5.0
+"""For each server: a status must not wait as long as a pipeline does."""
+_CLOCKS_S = 5.0
+"""By which the clocks of two machines may differ."""
+_STALLED_S_MIN = 60.0
+_STALLED_BATCHES = 5
+
+
+class Driver(StrEnum):
+    RUNNING = "running"
+    STOPPED = "stopped"
+    ELSEWHERE = "on another host"
+    NONE = "never started"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """
+    Attributes:
+        code: of an error, or DELIVERED_ and one of TRANSACTION_ORPHANED, TRANSACTION_UNAPPLIED, STALLED,
+            STOPPED_WITH_LAG, AUDIT_BROKEN, RECORDS_GIVEN_UP.
+        next_step: what mends it.
+    """
+
+    code: str
+    text: str
+    next_step: str | None
+
+
+@dataclass(frozen=True)
+class SinkStatus:
+    """
+    Attributes:
+        records: decided in this checkpoint; given_up: at_most_once, an upper bound of what was lost.
+        dead_letters: this sink holds them.
+    """
+
+    name: str
+    system: str
+    records: int
+    given_up: int
+    dead_letters: bool = False
+
+
+@dataclass(frozen=True)
+class Status:
+    """
+    Attributes:
+        batch, decided_at_ms: of the newest decision in this checkpoint; None: there is none.
+        visible: Spark logged that batch, so its records are visible at every sink.
+        owner: "process 12 on host", as the ledger has it.
+        drivers_fenced: earlier drivers that the ledger names, a bounded number.
+        lag: by source and partition, in the source's offsets; a source that does not count offsets is absent.
+        transactions: open at its sinks, of any checkpoint of this pipeline; None: its sinks keep none open.
+        wal_held_back: bytes that each outbox slot keeps its server from removing.
+        audits: the last one by sink: verdict, seconds since 1970, figures.
+    """
+
+    pipeline: str
+    guarantee: str
+    checkpoint: str
+    driver: Driver = Driver.NONE
+    owner: str = ""
+    drivers_fenced: int = 0
+    batch: int | None = None
+    decided_at_ms: int | None = None
+    visible: bool = False
+    sinks: tuple[SinkStatus, ...] = ()
+    positions: Mapping[str, str] = field(default_factory=dict)
+    lag: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    transactions: tuple[Open, ...] | None = None
+    wal_held_back: Mapping[str, int] = field(default_factory=dict)
+    last: BatchReport | None = None
+    totals: Totals = Totals()
+    audits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def decided_age_s(self) -> float | None:
+        """Seconds since the newest decision."""
+        return None if self.decided_at_ms is None else max(0.0, time.time() - self.decided_at_ms / 1000)
+
+    @property
+    def lag_total(self) -> int | None:
+        """None: no source counts offsets, or none answered."""
+        return sum(sum(partitions.values()) for partitions in self.lag.values()) if self.lag else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "pipeline": self.pipeline,
+            "guarantee": self.guarantee,
+            "checkpoint": self.checkpoint,
+            "driver": self.driver.value,
+            "owner": self.owner,
+            "drivers_fenced": self.drivers_fenced,
+            "batch": self.batch,
+            "decided_at_ms": self.decided_at_ms,
+            "decided_age_s": None if self.decided_age_s is None else round(self.decided_age_s, 1),
+            "visible": self.visible,
+            "sinks": [s.__dict__ for s in self.sinks],
+            "positions": {name: _json_or_text(at) for name, at in self.positions.items()},
+            "lag": self.lag,
+            "lag_total": self.lag_total,
+            "transactions": None if self.transactions is None else [t.to_json() for t in self.transactions],
+            "wal_held_back": self.wal_held_back,
+            "last_batch": self.last.to_json() if self.last is not None else None,
+            "totals": self.totals.__dict__,
+            "audits": self.audits,
+            "problems": [p.__dict__ for p in self.problems],
+        }
+
+
+def status(pipeline: Definition) -> Status:
+    """Ask checkpoint, ledger, sinks and sources, each for at most `ASK_S_MAX`. Never raises for what does not answer:
+    it is a problem of the status."""
+    problems: list[Problem] = []
+    found: dict[str, Any] = {}
+    with _asking(problems):
+        incarnation, _ = logged(pipeline.checkpoint)
+        state, names = _state(pipeline, incarnation)
+        last = state.last
+        found |= _of_ledger(state, names)
+        found |= {"visible": last is not None and is_done(pipeline.checkpoint, last.batch)}
+    with _asking(problems):
+        found |= {"transactions": _transactions(pipeline)}
+    for name, endpoint in pipeline.sources.items():
+        if endpoint.is_spark_own:
+            continue
+        with _asking(problems):
+            source = endpoint.source()
+            if isinstance(source, HoldsBackWal) and (held := source.wal_held_back()) is not None:
+                found.setdefault("wal_held_back", {})[name] = held
+            at = found.get("positions", {}).get(name)
+            if at is not None:
+                with contextlib.closing(source.driver()) as driver:
+                    newest = driver.newest()
+                behind = lag_by_partition({"endOffset": at, "latestOffset": newest}) if newest is not None else None
+                if behind is not None:
+                    found.setdefault("lag", {})[name] = behind
+    newest_reports = batches(pipeline.checkpoint, 20)
+    made = Status(
+        pipeline.name,
+        pipeline.guarantee.value,
+        pipeline.checkpoint,
+        last=newest_reports[-1] if newest_reports else None,
+        totals=totals(pipeline.checkpoint),
+        audits=last_audits(pipeline.checkpoint),
+        **found,
+    )
+    problems += _problems(pipeline, made, newest_reports)
+    return Status(**{**made.__dict__, "problems": tuple(problems)})
+
+
+@contextlib.contextmanager
+def _asking(problems: list[Problem]) -> Iterator[None]:
+    try:
+        with within(ASK_S_MAX):
+            yield
+    except DeliveredError as error:
+        if all(p.text != error.message for p in problems):
+            problems.append(Problem(error.code, error.message, error.next_step))
+
+
+def _state(pipeline: Definition, incarnation: str | None) -> tuple[LedgerState, list[tuple[str, str, bool]]]:
+    """The ledger's state; name, system and use of every sink."""
+    spec = pipeline.spec
+    sink = spec.open()
+    scope = spec.scope(sink, incarnation)
+    with contextlib.closing(open_ledger(sink, scope)) as ledger:
+        state = ledger.look()
+    sinks = [(e.name or e.sink().name, e.system, e is pipeline.dead_letter) for e in pipeline.all_sinks]
+    return state, sinks if spec.is_group else [(scope.sink, sinks[0][1], False)]
+
+
+def _of_ledger(state: LedgerState, sinks: Sequence[tuple[str, str, bool]]) -> dict[str, Any]:
+    last, owner = state.last, state.owner
+    return {
+        "driver": _driver(state),
+        "owner": f"process {owner.process} on {owner.host}" if owner is not None else "",
+        "drivers_fenced": len(owner.superseded) if owner is not None else 0,
+        "batch": last.batch if last is not None else None,
+        "decided_at_ms": last.decided_at_ms if last is not None else None,
+        "positions": by_source(last.offsets) if last is not None else {},
+        "sinks": tuple(SinkStatus(n, system, *_counts(last, n), letters) for n, system, letters in sinks),
+    }
+
+
+def _counts(last: Decision | None, sink: str) -> tuple[int, int]:
+    if last is None:
+        return 0, 0
+    own = last.for_sink(sink)
+    return own.total.count, own.given_up.count
+
+
+def _driver(state: LedgerState) -> Driver:
+    match running(state.owner):
+        case None:
+            return Driver.NONE if state.owner is None else Driver.ELSEWHERE
+        case True:
+            return Driver.RUNNING
+        case _:
+            return Driver.STOPPED
+
+
+def _transactions(pipeline: Definition) -> tuple[Open, ...] | None:
+    try:
+        return tuple(open_transactions(pipeline))
+    except UsageError as error:
+        if error.code != "DELIVERED_NO_TRANSACTIONS":
+            raise
+        return None
+
+
+def _problems(pipeline: Definition, now: Status, reports: Sequence[BatchReport]) -> Iterator[Problem]:
+    start = "start the pipeline"
+    for t in now.transactions or ():
+        if t.decided and now.driver is not Driver.RUNNING:
+            yield Problem(
+                "DELIVERED_TRANSACTION_UNAPPLIED",
+                f"{t.id} was decided and is not visible yet.",
+                f"{start}, which applies it; or: delivered transactions apply PIPELINE.yaml {t.id}",
+            )
+        # Batches follow each other: one opened before the newest decision, which does not name it, has no batch left.
+        age, since = t.age_s, now.decided_age_s
+        stale = now.driver is not Driver.RUNNING or (since is not None and age is not None and age > since + _CLOCKS_S)
+        if not t.decided and stale:
+            yield Problem(
+                "DELIVERED_TRANSACTION_ORPHANED",
+                f"{t.id} has been open for {age:.0f} s, and no decision names it: it blocks readers or holds locks."
+                if age is not None
+                else f"{t.id} is open, and no decision names it: it blocks readers or holds locks.",
+                f"delivered transactions abort PIPELINE.yaml {t.id}",
+            )
+    lag, age = now.lag_total, now.decided_age_s
+    if lag and now.driver is Driver.STOPPED and pipeline.trigger.kind is not Trigger.AVAILABLE_NOW:
+        yield Problem("DELIVERED_STOPPED_WITH_LAG", f"No driver runs, and {lag:,} offsets wait.", start)
+    elif lag and age is not None and age > (limit := _stalled_after(pipeline, reports)):
+        yield Problem(
+            "DELIVERED_STALLED",
+            f"No batch was decided for {age:.0f} s (limit {limit:.0f} s), and {lag:,} offsets wait.",
+            "read the driver's log; delivered doctor PIPELINE.yaml asks source and sink",
+        )
+    for sink, audit in now.audits.items():
+        if audit["verdict"] == "broken":
+            yield Problem("DELIVERED_AUDIT_BROKEN", f"{sink}: {'; '.join(audit['breaches'])}", "delivered audit PIPELINE.yaml")
+    for s in now.sinks:
+        if s.given_up:
+            yield Problem(
+                "DELIVERED_RECORDS_GIVEN_UP", f"{s.name}: up to {s.given_up:,} records were given up (at_most_once).", None
+            )
+
+
+def _stalled_after(pipeline: Definition, reports: Sequence[BatchReport]) -> float:
+    """Seconds without a decision that mean trouble while records wait."""
+    took = [sum(r.seconds.values()) for r in reports]
+    gaps = [(b.decided_at_ms - a.decided_at_ms) / 1000 for a, b in pairwise(reports)]
+    usual = sorted([*took, *gaps])[len(took + gaps) // 2] if took else 0.0
+    return max(_STALLED_S_MIN, _STALLED_BATCHES * usual, pipeline.batch_s_max or 0.0)
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,53 @@
+"""A pipeline from a log to SQLite, decided without Spark, and the checkpoint that Spark would leave."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+
+import delivered
+from delivered.connectors.log.produce import append
+from delivered.engine.context import Context
+from delivered.engine.decide import commit_batch
+from delivered.engine.recover import plan_batch
+from delivered.engine.shard import write_shard
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope
+from delivered.model.work import CheckpointView, Owner
+
+ROWS = pa.schema([pa.field("value", pa.binary())])
+
+
+def pipeline(tmp_path: Path, checkpoint: str = "checkpoint", **options: object) -> delivered.Pipeline:
+    append(str(tmp_path / "in"), pa.table({"value": [b"a"]}), idempotence=("test", 1))
+    settings: dict[str, object] = {"guarantee": "exactly_once", **options}
+    return delivered.Pipeline(
+        name="orders",
+        checkpoint=tmp_path / checkpoint,
+        source=delivered.log(str(tmp_path / "in")),
+        sinks=[delivered.sqlite(str(tmp_path / "out.db"), "orders")],
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def decide(made: delivered.Pipeline, batches: int, owner: Owner, incarnation: str = "incarnation-1") -> None:
+    sink = made.sinks[0].sink()
+    scope = Scope(made.name, sink.name, incarnation)
+    context = Context.open(sink, scope, Guarantee.EXACTLY_ONCE, owner)
+    for batch in range(batches):
+        offsets = json.dumps({"version": batch, "offsets": {"0": batch + 1}})
+        plan = plan_batch(context, CheckpointView(incarnation, batch, offsets, None), first=batch == 0)
+        rows = pa.record_batch([pa.array([b"v"])], schema=ROWS)
+        commit_batch(context, batch, offsets, [write_shard(sink, plan, 0, 0, iter([rows]), ROWS)])
+    context.ledger.close()
+    context.committer.close()
+
+
+def checkpoint(made: delivered.Pipeline, batches: int, incarnation: str = "incarnation-1") -> None:
+    folder = Path(made.checkpoint)
+    (folder / "offsets").mkdir(parents=True)
+    (folder / "metadata").write_text(json.dumps({"id": incarnation}))
+    for batch in range(batches):
+        (folder / "offsets" / str(batch)).write_text("v1\n{}\n{}")

@@ -1,0 +1,59 @@
+"""Reports of batches beside a checkpoint: bounded, torn lines passed over, totals that outlive their lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from delivered.checkpoint import history
+from delivered.model.batch_report import BatchReport
+
+
+def report(batch: int, rewritten: int = 0) -> BatchReport:
+    return BatchReport(batch, 1_000 + batch, {"out": 5}, 2, rewritten, {"plan": 0.5, "apply": 0.25})
+
+
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_totals", {})
+
+
+def test_reports_are_read_back_in_order(tmp_path: Path) -> None:
+    location = str(tmp_path)
+    assert history.batches(location) == []
+    for batch in range(5):
+        history.add(location, report(batch))
+    assert history.batches(location) == [report(b) for b in range(5)]
+    assert [r.batch for r in history.batches(location, 2)] == [3, 4]
+
+
+def test_totals_go_on_in_another_process_and_after_old_lines_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "BYTES_MAX", 1_000)
+    location = str(tmp_path)
+    for batch in range(40):
+        history.add(location, report(batch, rewritten=batch % 2))
+        if batch == 20:
+            monkeypatch.setattr(history, "_totals", {})
+    assert 0 < len(history.batches(location)) < 40
+    assert history.batches(location)[-1].batch == 39
+    assert history.totals(location) == history.Totals(40, 20, {"plan": 20.0, "apply": 10.0})
+    assert sum(f.stat().st_size for f in (tmp_path / "delivered").iterdir()) < 3_000
+
+
+def test_a_torn_line_is_passed_over(tmp_path: Path) -> None:
+    location = str(tmp_path)
+    history.add(location, report(0))
+    with (tmp_path / history.FILE).open("a") as file:
+        file.write('{"batch":1,"decid')
+    assert [r.batch for r in history.batches(location)] == [0]
+    assert history.totals(location).batches == 1
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "delivered").write_text("a file")
+    history.add(str(tmp_path), report(0))
+    history.add("s3://nowhere.invalid/bucket", report(0))
+    assert history.batches(str(tmp_path)) == []
