@@ -60,7 +60,7 @@ class _Families:
         self.up = gauge("up", "1: ledger, sinks and sources answered.")
         self.info = gauge("pipeline_info", "Always 1.", "guarantee", "driver")
         self.driver_running = gauge("driver_running", "1: the driver's process lives on this host.")
-        self.fenced = gauge("drivers_fenced", "Earlier drivers that the ledger fences, of the last 100.")
+        self.fenced = gauge("drivers_fenced", "Earlier drivers that the ledger fences, of the last 16.")
         self.records = counter("records", "Records decided.", "sink", "guarantee")
         self.given_up = counter("records_given_up", "Records given up under at_most_once, an upper bound.", "sink")
         self.letters = counter("dead_letters", "Rows that a sink refused, delivered as dead letters.", "sink")

@@ -270,11 +270,15 @@ def _problems(pipeline: Definition, now: Status, reports: Sequence[BatchReport])
         )
     for sink, audit in now.audits.items():
         if audit["verdict"] == "broken":
-            yield Problem("DELIVERED_AUDIT_BROKEN", f"{sink}: {'; '.join(audit['breaches'])}", "delivered audit PIPELINE.yaml")
+            yield Problem(
+                "DELIVERED_AUDIT_BROKEN", f"{sink}: {'; '.join(audit['breaches'])}", "delivered audit PIPELINE.yaml"
+            )
     for s in now.sinks:
         if s.given_up:
             yield Problem(
-                "DELIVERED_RECORDS_GIVEN_UP", f"{s.name}: up to {s.given_up:,} records were given up (at_most_once).", None
+                "DELIVERED_RECORDS_GIVEN_UP",
+                f"{s.name}: up to {s.given_up:,} records were given up (at_most_once).",
+                None,
             )
 
 

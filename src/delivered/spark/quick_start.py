@@ -17,6 +17,7 @@ import hashlib
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -28,9 +29,11 @@ import pyspark
 from delivered.brokers.fetch import cache_folder
 from delivered.brokers.java import java_home, write_launcher
 from delivered.model.errors import DeliveredError
+from delivered.spark.template import LAUNCHER, SOCKET
 
 JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 _LOCAL_SOCKETS = "spark.python.unix.domain.socket.enabled"
+_SOCKET_FOLDER = "spark.python.unix.domain.socket.dir"
 _DAEMON = "spark.python.daemon.module"
 _OUR_DAEMON = "delivered.spark.daemon"
 OVER_TCP = (
@@ -59,6 +62,9 @@ for entry in $PYTHONPATH; do
   esac
 done
 export PYTHONPATH="$kept"
+if [ "$1" = -m ] && [ -S "${{{socket}:-}}" ]; then
+  exec "{python}" -I -S "{launch}" "{python}" "$@"
+fi
 exec "{python}" "$@"
 """
 
@@ -93,7 +99,7 @@ def worker_python() -> str:
     name = re.sub(r"\W+", "-", sys.executable).strip("-")[-80:]
     try:
         launcher: Path = cache_folder() / "python" / name / "python"
-        write_launcher(launcher, _SCRIPT.format(python=sys.executable))
+        write_launcher(launcher, _SCRIPT.format(python=sys.executable, socket=SOCKET, launch=LAUNCHER))
     except (OSError, DeliveredError):
         return sys.executable
     return str(launcher)
@@ -107,7 +113,32 @@ def local_sockets() -> dict[str, str]:
         return {}
     folder = tempfile.mkdtemp(prefix="delivered-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return {_LOCAL_SOCKETS: "true", "spark.python.unix.domain.socket.dir": folder}
+    return {_LOCAL_SOCKETS: "true", _SOCKET_FOLDER: folder}
+
+
+_template: subprocess.Popen[bytes] | None = None
+
+
+def start_template(python: str) -> None:
+    """Start the process that planning and committing processes are forked from (template.py), for sessions of this
+    process. Call before the JVM starts, which passes the environment on. It ends with this process.
+
+    Args:
+        python: of the workers; nothing is started if it is not our launcher.
+    """
+    global _template
+    folder = local_sockets().get(_SOCKET_FOLDER)
+    if folder is None or python != worker_python() or python == sys.executable:
+        return
+    if _template is not None and _template.poll() is None:
+        return
+    path = Path(folder) / "template"
+    path.unlink(missing_ok=True)
+    command = [sys.executable, "-u", "-m", "delivered.spark.template", str(path)]
+    # As PySpark sets it for its workers; and a fork copies no threads.
+    fixed = {"PYTHONHASHSEED": "0", **os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    _template = subprocess.Popen(command, stdin=subprocess.PIPE, env=fixed)
+    os.environ[SOCKET] = str(path)
 
 
 def forked_workers(python: str) -> dict[str, str]:

@@ -26,7 +26,14 @@ from delivered.pipeline.spec import GROUP
 from delivered.spark.formats import DeliveredDataSource
 from delivered.spark.hooks import install
 from delivered.spark.jvm import active, jvm_of, make_active
-from delivered.spark.quick_start import advice, forked_workers, local_sockets, with_archive, worker_python
+from delivered.spark.quick_start import (
+    advice,
+    forked_workers,
+    local_sockets,
+    start_template,
+    with_archive,
+    worker_python,
+)
 
 _CONF = {
     "spark.ui.enabled": "false",
@@ -120,6 +127,7 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
         builder = builder.master(master)
     if local:
         builder = _listen_on_loopback(builder)
+        start_template(os.environ["PYSPARK_PYTHON"])
         settings = {**local_sockets(), **forked_workers(os.environ["PYSPARK_PYTHON"]), **with_archive(settings)}
     for key, value in settings.items():
         builder = builder.config(key, value)

@@ -1,0 +1,225 @@
+"""Forks PySpark's driver-side processes from one that has imported what they need.
+
+A query starts about a dozen Python processes in sequence, to plan and commit for its sources and sinks, and each
+imports pyspark, pyarrow and this package: half a second of CPU. In a local session that this package makes, the
+workers' launcher (`quick_start.py`) asks this process for them instead: it sends its arguments, environment and
+standard streams over a local socket, and stays until the forked process ends, with its exit code. So the JVM sees a
+process like any other. If anything fails before the fork, the launcher starts an ordinary interpreter.
+
+    python -m delivered.spark.template SOCKET      serves until its standard input is closed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import marshal
+import os
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import sys
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+SOCKET = "DELIVERED_TEMPLATE"
+"""Environment variable of the launcher: where this process listens."""
+LENGTH = struct.Struct("!I")
+STATUS = struct.Struct("!i")
+_STREAMS = 3
+_AT_START = ("PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONUTF8", "PYTHONMALLOC")
+"""What an interpreter reads only when it starts."""
+_IMPORTED = (
+    "pyspark.worker",
+    "pyspark.sql.datasource",
+    "pyspark.sql.datasource_internal",
+    "pyarrow.compute",
+    "delivered.spark.formats",
+    "delivered.spark.readers",
+    "delivered.spark.recovery",
+    "delivered.spark.writers",
+    "delivered.checkpoint.history",
+    "delivered.engine.decide",
+    "delivered.engine.recover",
+)
+
+
+@dataclass
+class _Asked:
+    """A launcher's request, as far as it has arrived."""
+
+    streams: list[int] = field(default_factory=list)
+    data: bytes = b""
+
+    @property
+    def missing(self) -> int:
+        """Bytes that are still to come; at least those of the length."""
+        if len(self.data) < LENGTH.size:
+            return LENGTH.size - len(self.data)
+        return LENGTH.size + int.from_bytes(self.data[: LENGTH.size], "big") - len(self.data)
+
+
+def serve(path: str) -> None:
+    """Listen, import, and fork until standard input is closed."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    listener.listen(64)  # whoever asks meanwhile waits: an interpreter of its own would take as long
+    for module in _IMPORTED:
+        import_module(module)
+    gc.collect()
+    gc.freeze()
+    Template(listener).run()
+
+
+class Template:
+    """One thread: a fork copies no other."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._asked: dict[socket.socket, _Asked] = {}
+        self._children: dict[int, socket.socket | None] = {}
+        self._selector = selectors.DefaultSelector()
+        self._ended, wake = socket.socketpair()
+        for end in (self._ended, wake):
+            end.setblocking(False)
+        self._wake = wake
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal: queries then finish their batch
+        for waited in (listener, self._ended, sys.stdin):
+            self._selector.register(waited, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                match key.fileobj:
+                    case self._listener:
+                        launcher, _ = self._listener.accept()
+                        self._asked[launcher] = _Asked()
+                        self._selector.register(launcher, selectors.EVENT_READ)
+                    case self._ended:
+                        with contextlib.suppress(BlockingIOError):
+                            self._ended.recv(4096)
+                        self._reap()
+                    case socket.socket() as launcher:
+                        self._hear(launcher)
+                    case _:
+                        if not os.read(sys.stdin.fileno(), 4096):
+                            return
+
+    def _hear(self, launcher: socket.socket) -> None:
+        asked = self._asked.get(launcher)
+        if asked is None:  # its child runs: the launcher was killed
+            if not launcher.recv(1):
+                self._kill_child_of(launcher)
+            return
+        data, streams, _, _ = socket.recv_fds(launcher, asked.missing, _STREAMS)
+        asked.data += data
+        asked.streams += streams
+        if not data:
+            self._forget(launcher, asked)
+        elif not asked.missing:
+            if len(asked.streams) == _STREAMS:
+                self._fork(launcher, asked)
+            else:
+                self._forget(launcher, asked)
+
+    def _forget(self, launcher: socket.socket, asked: _Asked) -> None:
+        del self._asked[launcher]
+        for stream in asked.streams:
+            os.close(stream)
+        self._selector.unregister(launcher)
+        launcher.close()
+
+    def _fork(self, launcher: socket.socket, asked: _Asked) -> None:
+        pid = os.fork()
+        if pid == 0:
+            self._become(asked)
+        del self._asked[launcher]
+        for stream in asked.streams:
+            os.close(stream)
+        self._children[pid] = launcher
+        with contextlib.suppress(OSError):
+            launcher.sendall(STATUS.pack(pid))
+
+    def _become(self, asked: _Asked) -> NoReturn:
+        """In the child: run what the launcher was asked to run, then end."""
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._selector.close()
+            launchers = [one for one in self._children.values() if one is not None]
+            for end in (self._listener, self._ended, self._wake, *self._asked, *launchers):
+                end.close()
+            for number, stream in enumerate(asked.streams):
+                os.dup2(stream, number)
+                os.close(stream)
+            status = _run(*marshal.loads(asked.data[LENGTH.size :]))  # noqa: S302 - from our launcher, over our socket
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+
+    def _reap(self) -> None:
+        while self._children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            launcher = self._children.pop(pid, None)
+            if launcher is not None:
+                with contextlib.suppress(OSError):
+                    launcher.sendall(STATUS.pack(os.waitstatus_to_exitcode(status)))
+                self._selector.unregister(launcher)
+                launcher.close()
+
+    def _kill_child_of(self, launcher: socket.socket) -> None:
+        """The JVM kills a worker by killing its process, which is the launcher."""
+        for pid in [p for p, of in self._children.items() if of is launcher]:
+            self._children[pid] = None
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._selector.unregister(launcher)
+        launcher.close()
+
+
+def _run(arguments: list[str], environment: dict[str, str], folder: str) -> int:
+    """As `python -m MODULE ARGUMENTS...` would in that environment; returns the exit code."""
+    if any(environment[name] != os.environ.get(name) for name in _AT_START if name in environment):
+        os.execve(sys.executable, [sys.executable, *arguments], environment)  # noqa: S606
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for entry in reversed(environment.get("PYTHONPATH", "").split(os.pathsep)):
+        if entry and entry not in sys.path:
+            sys.path.insert(0, entry)
+    module = arguments[1]
+    sys.argv = [module, *arguments[2:]]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
+
+
+LAUNCHER = Path(__file__).with_name("launch.py")
+
+
+def main(arguments: list[str]) -> int:
+    serve(arguments[1])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
