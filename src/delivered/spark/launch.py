@@ -42,7 +42,8 @@ def main() -> None:
         except ProcessLookupError:
             pass
 
-    for number in (_signal.SIGTERM, _signal.SIGINT, _signal.SIGHUP):
+    handled = (_signal.SIGTERM, _signal.SIGINT, _signal.SIGHUP)
+    for number in handled:
         _signal.signal(number, forward)
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in _STREAMS:  # the worker has them, and whoever reads them must see their end
@@ -50,7 +51,8 @@ def main() -> None:
     status = template.recv(4)
     code = int.from_bytes(status, "big", signed=True) if len(status) == 4 else 1
     if code < 0:
-        _signal.signal(-code, _signal.SIG_DFL)
+        if -code in handled:
+            _signal.signal(-code, _signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
