@@ -4,7 +4,8 @@ A query starts about a dozen Python processes in sequence, to plan and commit fo
 imports pyspark, pyarrow and this package: half a second of CPU. In a local session that this package makes, the
 workers' launcher (`quick_start.py`) asks this process for them instead: it sends its arguments, environment and
 standard streams over a local socket, and stays until the forked process ends, with its exit code. So the JVM sees a
-process like any other. If anything fails before the fork, the launcher starts an ordinary interpreter.
+process like any other. If anything fails before the fork, the launcher starts an ordinary interpreter. The daemon of
+tasks (`daemon.py`), which imports once for all of its workers, is not forked from here.
 
     python -m delivered.spark.template SOCKET      serves until its standard input is closed
 """
