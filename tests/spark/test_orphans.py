@@ -16,6 +16,7 @@ from tests.spark.log_to_sqlite import produce, rows, until
 import delivered
 from delivered.engine.context import open_ledger
 from delivered.model.translate import translated
+from delivered.spark.template import TASKS
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -34,9 +35,16 @@ def _is_daemon(process: psutil.Process) -> bool:
         return False  # a child of the JVM that ended meanwhile
 
 
+def _runs_tasks(process: psutil.Process | None) -> bool:
+    try:
+        return process is not None and process.name() == TASKS
+    except psutil.NoSuchProcess:
+        return False
+
+
 def kill_daemons(spark: SparkSession) -> list[psutil.Process]:
-    """Kill the daemon that forks Python workers; return the surviving workers."""
-    daemons = [p for p in jvm(spark).children() if _is_daemon(p)]
+    """Kill the daemon that forks workers for tasks; return the surviving workers."""
+    daemons = [p for p in psutil.Process().children(recursive=True) if _runs_tasks(p) and not _runs_tasks(p.parent())]
     workers = [w for d in daemons for w in d.children()]
     for daemon in daemons:
         os.kill(daemon.pid, signal.SIGKILL)

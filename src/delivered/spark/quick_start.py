@@ -62,7 +62,7 @@ for entry in $PYTHONPATH; do
   esac
 done
 export PYTHONPATH="$kept"
-if [ "$1 $2" != "-m {daemon}" ] && [ "$1" = -m ] && [ -S "${{{socket}:-}}" ]; then
+if [ "$1" = -m ] && [ -S "${{{socket}:-}}" ]; then
   exec "{python}" -I -S "{launch}" "{python}" "$@"
 fi
 exec "{python}" "$@"
@@ -99,7 +99,7 @@ def worker_python() -> str:
     name = re.sub(r"\W+", "-", sys.executable).strip("-")[-80:]
     try:
         launcher: Path = cache_folder() / "python" / name / "python"
-        write_launcher(launcher, _SCRIPT.format(python=sys.executable, socket=SOCKET, launch=LAUNCHER, daemon=_OUR_DAEMON))
+        write_launcher(launcher, _SCRIPT.format(python=sys.executable, socket=SOCKET, launch=LAUNCHER))
     except (OSError, DeliveredError):
         return sys.executable
     return str(launcher)

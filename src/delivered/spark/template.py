@@ -4,8 +4,10 @@ A query starts about a dozen Python processes in sequence, to plan and commit fo
 imports pyspark, pyarrow and this package: half a second of CPU. In a local session that this package makes, the
 workers' launcher (`quick_start.py`) asks this process for them instead: it sends its arguments, environment and
 standard streams over a local socket, and stays until the forked process ends, with its exit code. So the JVM sees a
-process like any other. If anything fails before the fork, the launcher starts an ordinary interpreter. The daemon of
-tasks (`daemon.py`), which imports once for all of its workers, is not forked from here.
+process like any other. If anything fails before the fork, the launcher starts an ordinary interpreter.
+
+The command line of a forked process is this one's; its name, as `ps -o comm` and `top` show it, is that of its work:
+"tasks", and "plan" for all others. Workers of tasks have the name of their daemon.
 
     python -m delivered.spark.template SOCKET      serves until its standard input is closed
 """
@@ -13,6 +15,7 @@ tasks (`daemon.py`), which imports once for all of its workers, is not forked fr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import marshal
 import os
@@ -29,9 +32,12 @@ from typing import NoReturn
 
 SOCKET = "DELIVERED_TEMPLATE"
 """Environment variable of the launcher: where this process listens."""
+TASKS = "tasks"
+"""Name of the processes that run tasks."""
 LENGTH = struct.Struct("!I")
 STATUS = struct.Struct("!i")
 _STREAMS = 3
+_PR_SET_NAME = 15
 _AT_START = ("PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONUTF8", "PYTHONMALLOC")
 """What an interpreter reads only when it starts."""
 _IMPORTED = (
@@ -206,12 +212,18 @@ def _run(arguments: list[str], environment: dict[str, str], folder: str) -> int:
         if entry and entry not in sys.path:
             sys.path.insert(0, entry)
     module = arguments[1]
+    _name_process(TASKS if arguments[-1] == "pyspark.worker" else "plan")
     sys.argv = [module, *arguments[2:]]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     return 0
+
+
+def _name_process(name: str) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 LAUNCHER = Path(__file__).with_name("launch.py")

@@ -148,16 +148,15 @@ class Run:
         return False
 
     def workers(self) -> list[psutil.Process]:
-        """Spark's Python workers, forked by the daemon below the JVM."""
+        """Spark's Python workers, forked by a daemon: below the JVM, or below the template (spark/template.py)."""
         found = []
         for p in self._tree():
             with contextlib.suppress(psutil.Error):
                 parent = p.parent()
-                if (
-                    parent is not None
-                    and any("spark.daemon" in x or "delivered.verify.loop" in x for x in parent.cmdline())
-                    and p.pid != parent.pid
-                ):
+                if parent is None or p.pid == parent.pid:
+                    continue
+                by_command = any("spark.daemon" in x or "delivered.verify.loop" in x for x in parent.cmdline())
+                if by_command or p.name() == parent.name() in _FORKED:
                     found.append(p)
         return found
 
@@ -175,6 +174,10 @@ class Run:
                 p.send_signal(number)
                 count += 1
         return count
+
+
+_FORKED = ("tasks", "plan")
+"""Names that the template gives to processes."""
 
 
 def start(
