@@ -97,6 +97,8 @@ WITHOUT_PYSPARK = {
     "delivered.spark": "says what the room holds",
     "delivered.spark.pipeline": "a pipeline is made, and planned offline, where no Spark is installed",
     "delivered.spark.foreach": "is called with a DataFrame, and makes none",
+    "delivered.spark.launch": "starts in milliseconds, with what is built into Python",
+    "delivered.spark.template": "imports pyspark's workers by name, before it forks",
 }
 
 

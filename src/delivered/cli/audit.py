@@ -1,0 +1,118 @@
+"""`delivered audit`: one pipeline, or a chain of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from delivered.cli.options import CheckpointOption, GuaranteeOption, MasterOption, SetOption, read
+from delivered.cli.output import Output, OutputOption, command, console, say, working
+from delivered.model.errors import UsageError
+
+
+@command
+def audit(
+    files: Annotated[list[Path], typer.Argument(help="The pipeline file; with --chain, two or more.", metavar="FILE")],
+    set_: SetOption = [],  # noqa: B006
+    guarantee: GuaranteeOption = None,
+    checkpoint: CheckpointOption = None,
+    master: MasterOption = None,
+    sink: Annotated[str | None, typer.Option(metavar="NAME", help="Audit this sink only. Default: all sinks.")] = None,
+    samples: Annotated[int, typer.Option(min=0, max=10_000, help="Damaged records to list, per class.")] = 20,
+    sink_from: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="Sink offsets to start reading from, if the sink holds foreign records."),
+    ] = None,
+    recompute: Annotated[
+        bool,
+        typer.Option("--recompute", help="Run the transform over the source range again and compare by key."),
+    ] = False,
+    chain: Annotated[
+        bool,
+        typer.Option(
+            "--chain",
+            help="Audit pipelines that read each other's sinks, in the order of the data: per hop, and from "
+            "the first source to the last sink.",
+        ),
+    ] = False,
+    spark_log: Annotated[str | None, typer.Option(help="As for run.")] = None,
+    output: OutputOption = Output.TEXT,
+) -> int:
+    """Read source and sink back and list lost, duplicated and altered records; exit code 1 if the guarantee was
+    violated, 3 if unknown."""
+    from delivered.audit.report import render
+    from delivered.cli.run import SparkLog, quiet_spark
+
+    if chain:
+        alone = {"--set": set_, "--guarantee": guarantee, "--checkpoint": checkpoint, "--sink-from": sink_from}
+        if wrong := [name for name, value in {**alone, "--recompute": recompute}.items() if value]:
+            raise UsageError("CHAIN_OPTION", f"{', '.join(wrong)} applies to one pipeline, not to a chain.")
+        return _audit_chain(files, master, sink, samples, spark_log, output)
+    if len(files) > 1:
+        raise UsageError(
+            "AUDIT_FILES",
+            f"There are {len(files)} files; an audit is of one pipeline.",
+            "add --chain for a chain of them",
+        )
+    pipeline = read(files[0], set_, guarantee=guarantee, checkpoint=checkpoint, master=master)
+    start = _offsets("--sink-from", sink_from)
+    if start is not None and sink is None and len(pipeline.sinks) > 1:
+        raise UsageError(
+            "AUDIT_SINK", "--sink-from applies to one sink, but the pipeline has several.", "add --sink NAME"
+        )
+    with working("starting Spark") as progress, quiet_spark(pipeline, SparkLog.of(pipeline, spark_log)) as spark:
+        reports = [
+            pipeline.audit(
+                spark, sink=name, samples_max=samples, sink_from=start, progress=progress, recompute=recompute
+            )
+            for name in ([sink] if sink else pipeline.sink_names)
+        ]
+    if output is Output.JSON:
+        say(
+            reports[0].to_json()
+            if len(reports) == 1
+            else json.dumps([json.loads(r.to_json()) for r in reports], indent=2)
+        )
+    else:
+        for report in reports:
+            console().print(render(report))
+    codes = {r.exit_code for r in reports}
+    return 1 if 1 in codes else max(codes)
+
+
+def _audit_chain(
+    files: list[Path], master: str | None, sink: str | None, samples: int, spark_log: str | None, output: Output
+) -> int:
+    from delivered.audit.chain import render_chain
+    from delivered.cli.run import SparkLog, quiet_spark
+    from delivered.spark.audit_chain import audit_chain, links_of
+
+    pipelines = [read(file, [], master=master) for file in files]
+    links_of(pipelines)
+    last = pipelines[-1]
+    with working("starting Spark") as progress, quiet_spark(last, SparkLog.of(last, spark_log)) as spark:
+        report = audit_chain(pipelines, spark, sink=sink, samples_max=samples, progress=progress)
+    if output is Output.JSON:
+        say(report.to_json())
+    else:
+        console().print(render_chain(report))
+    return report.exit_code
+
+
+def _offsets(option: str, text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        offsets = json.loads(text)
+    except ValueError:
+        offsets = None
+    if not isinstance(offsets, dict):
+        raise UsageError(
+            "OFFSETS_VALUE",
+            f"{option} is {text!r}; it must be a JSON object.",
+            next_step="""write it as in '{"orders": {"0": 12}}' (Kafka) or '{"rowid": 12}' (SQLite)""",
+        )
+    return offsets
