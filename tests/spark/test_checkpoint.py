@@ -9,7 +9,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from deltalake import DeltaTable
 from pyiceberg.catalog.sql import SqlCatalog
 from tests.kafka_tools import produce
 from tests.spark.life import PLAIN, WAIT_S, Life, once, rows
+from tests.support.halted import killed
 
 import delivered
 from delivered.audit.classes import Verdict
@@ -28,13 +28,13 @@ from delivered.connectors.log import append
 from delivered.model.record_format import FORMAT
 from delivered.planner import Refusal
 from delivered.testing import supervisor
-from delivered.testing.crash import CRASH, CRASH_DIR, hits
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from tests.support.servers import Kafka
 
 checkpoint = pytest.mark.checkpoint
+APP = Path(__file__).parent / "apps" / "run_file.py"
 SPARK_42 = "DELIVERED_SPARK_42"
 ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
 COUNTS = "SELECT CAST(key AS STRING) AS k, count(*) AS n FROM source GROUP BY k"
@@ -211,7 +211,7 @@ def test_sources_of_a_query_with_state(spark: SparkSession, tmp_path: Path) -> N
 
 @checkpoint("a nullable column, added: Delta, Iceberg", "continues", "with `mergeSchema`; earlier rows are null there")
 @checkpoint("a nullable column, removed: Delta, Iceberg", "continues", "new rows are null there")
-@pytest.mark.parametrize("kind", ["delta", "iceberg"])
+@pytest.mark.parametrize("kind", ["delta", pytest.param("iceberg", marks=pytest.mark.matrix)])
 def test_columns_of_a_lake_table(spark: SparkSession, tmp_path: Path, kind: str) -> None:
     lake = tmp_path / "lake"
     where = {"path": str(lake)} if kind == "delta" else {"table": "shop.rows", "warehouse": str(lake)}
@@ -265,9 +265,8 @@ def test_more_partitions_and_another_master(kafka: Kafka, spark: SparkSession, t
     }  # fmt: skip
     pipeline["source"]["startingOffsets"] = "earliest"  # type: ignore[index]
     file.write_text(yaml.safe_dump(pipeline))
-    app = Path(__file__).parent / "apps" / "run_file.py"
     done = supervisor.run(
-        [sys.executable, str(app), str(file)], "commit.decide:after@batch=0", tmp_path / "hits", timeout_s=300
+        [sys.executable, str(APP), str(file)], "commit.decide:after@batch=0", tmp_path / "hits", timeout_s=300
     )
     assert (done.exit_code, len(done.kills)) == (0, 1)
     kafka.admin().create_partitions([NewPartitions(topic, 4)])[topic].result(30)
@@ -284,8 +283,7 @@ def test_a_newer_spark(spark: SparkSession, tmp_path: Path) -> None:
     life = Life(spark, tmp_path, delivered.sqlite(str(tmp_path / "out.db"), "rows"), COUNTS)
     life.produce()
     life.produce()
-    file, points = tmp_path / "life.yaml", tmp_path / "points"
-    points.mkdir()
+    file = tmp_path / "life.yaml"
     pipeline = {
         "pipeline": "life", "guarantee": "exactly_once", "checkpoint": "checkpoint", "trigger": "available_now",
         "source": {"format": "log", "path": "in", "maxOffsetsPerTrigger": 20}, "transform": {"sql": COUNTS},
@@ -294,17 +292,9 @@ def test_a_newer_spark(spark: SparkSession, tmp_path: Path) -> None:
     }  # fmt: skip
     file.write_text(yaml.safe_dump(pipeline))
     path = os.pathsep.join([os.environ[SPARK_42], *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path, CRASH: "commit.decide:after@batch=1", CRASH_DIR: str(points)}
+    env = {**os.environ, "PYTHONPATH": path}
     env.pop("SPARK_HOME", None)
-    with (tmp_path / "output").open("wb") as said:
-        app = Path(__file__).parent / "apps" / "run_file.py"
-        old = subprocess.Popen([sys.executable, str(app), str(file)], env=env, stdout=said, stderr=said)
-        deadline = time.monotonic() + WAIT_S
-        while not hits(points) and old.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        supervisor.kill_tree(old.pid)
-        old.wait()
-    assert len(hits(points)) == 1, (tmp_path / "output").read_text()[-4000:]
+    killed([sys.executable, str(APP), str(file)], "commit.decide:after@batch=1", tmp_path, env)
     asked = [sys.executable, "-c", "import pyspark; print(pyspark.__version__)"]
     assert subprocess.run(asked, env=env, capture_output=True, text=True).stdout.startswith("4.2.")
     life.produce()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +13,10 @@ import pytest
 import yaml
 from tests.kafka_tools import read_committed
 from tests.spark.life import PLAIN, WAIT_S, Life, once, rows
+from tests.support.halted import halted
 
 import delivered
-from delivered.testing import supervisor
-from delivered.testing.crash import CRASH, CRASH_DIR, hits, release
+from delivered.testing.crash import release
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -111,7 +107,8 @@ def test_two_drivers_on_two_copies(spark: SparkSession, tmp_path: Path, logged: 
         file.write_text(yaml.safe_dump({**pipeline, "checkpoint": file.stem}))
     life.produce()
     life.produce()
-    with waiting(original, "commit.decide:before@batch=1!wait", tmp_path) as (process, hit):
+    command = [sys.executable, str(APP), str(original)]
+    with halted(command, "commit.decide:before@batch=1!wait", tmp_path) as (process, hit):
         shutil.copytree(tmp_path / "original", tmp_path / "copy")
         asked = subprocess.run([sys.executable, "-c", PLAN, str(copy)], capture_output=True, text=True)
         assert "DELIVERED_CHECKPOINT_OWNED" in asked.stdout, asked
@@ -132,22 +129,3 @@ def test_two_drivers_on_two_copies(spark: SparkSession, tmp_path: Path, logged: 
         delivered.Pipeline.from_file(original).start(spark).awaitTermination(WAIT_S)
     second.start(spark).awaitTermination(WAIT_S)
     assert once(rows(tmp_path / "out.db"), 80)
-
-
-@contextmanager
-def waiting(file: Path, point: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A pipeline in a process of its own that waits at a point, and the hit."""
-    points = folder / "points"
-    points.mkdir()
-    env = {**os.environ, CRASH: point, CRASH_DIR: str(points)}
-    with (folder / "output").open("wb") as said:
-        process = subprocess.Popen([sys.executable, str(APP), str(file)], env=env, stdout=said, stderr=said)
-        try:
-            deadline = time.monotonic() + WAIT_S
-            while not hits(points) and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert len(hits(points)) == 1, (folder / "output").read_text()[-4000:]
-            yield process, hits(points)[0][0]
-        finally:
-            supervisor.kill_tree(process.pid)
-            process.wait()

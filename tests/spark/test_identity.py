@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.kafka_tools import make_topic_anew, produce, read_committed
+from tests.support.halted import killed
 
 import delivered
-from delivered.testing import supervisor
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -35,13 +35,7 @@ def write(frame: DataFrame, path: Path, run: str) -> None:
 
 def test_a_run_killed_after_its_decision_then_given_again(spark: SparkSession, tmp_path: Path) -> None:
     path = tmp_path / "out.db"
-    command = [sys.executable, str(APP), str(path), "monday", str(ROWS)]
-    with (tmp_path / "output").open("wb") as output:
-        done = supervisor.run(command, "commit.decide:after", tmp_path / "hits", timeout_s=300, output=output)
-    assert done.exit_code == 0, (tmp_path / "output").read_text()[-4000:]
-    assert len(done.kills) == 1
-    assert ids(path) == Counter(range(ROWS))
-
+    killed([sys.executable, str(APP), str(path), "monday", str(ROWS)], "commit.decide:after", tmp_path)
     delivered.register(spark)
     rows = spark.range(ROWS).selectExpr("id", "cast(id % 7 AS string) AS name")
     write(rows.repartition(5), path, "monday")  # the same rows

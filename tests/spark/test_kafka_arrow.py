@@ -1,23 +1,30 @@
-"""Kafka to Kafka with `client=arrow` on both ends, killed and started again: every record once, none changed."""
+"""Kafka to Kafka with `client=arrow` on both ends, killed, and gone on with: every record once, none changed."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import yaml
 from tests.kafka_tools import produce, read_committed
+from tests.support.halted import killed
 
-from delivered.testing import supervisor
+import delivered
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 APP = Path(__file__).parent / "apps" / "run_file.py"
-RECORDS = 600
-POINTS = ("write.prepare:after", "commit.decide:after", "commit.apply:after")
+RECORDS, WAIT_S = 600, 180
+APPLIED = "commit.apply:after@batch=2"  # of one shard
+EVERY = f"write.prepare:after@batch=0,commit.decide:after@batch=1,{APPLIED}"
 
 
-def test_every_record_once_after_every_kill(kafka: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("crash", [APPLIED, pytest.param(EVERY, marks=pytest.mark.matrix)])
+def test_every_record_once_after_every_kill(kafka: Any, spark: SparkSession, crash: str, tmp_path: Path) -> None:
     source, sink = kafka.topic(2), kafka.topic(2)
     sent = [(f"k{i % 7}".encode() if i % 5 else None, str(i).encode()) for i in range(RECORDS)]
     produce(kafka.bootstrap, source, sent, compression_type="lz4")
@@ -33,10 +40,6 @@ def test_every_record_once_after_every_kill(kafka: Any, tmp_path: Path) -> None:
     }
     file = tmp_path / "pipeline.yaml"
     file.write_text(yaml.safe_dump(pipeline))
-    crash = ",".join(f"{point}@batch={number}" for number, point in enumerate(POINTS))
-    with (tmp_path / "output").open("wb") as output:
-        command = [sys.executable, str(APP), str(file)]
-        done = supervisor.run(command, crash, tmp_path / "hits", timeout_s=400, output=output)
-    assert done.exit_code == 0, (tmp_path / "output").read_text()[-4000:]
-    assert len(done.kills) == len(POINTS)
+    killed([sys.executable, str(APP), str(file)], crash, tmp_path)
+    assert delivered.Pipeline.from_file(file).start(spark).awaitTermination(WAIT_S)
     assert Counter((m.key(), m.value()) for m in read_committed(kafka.bootstrap, sink)) == Counter(sent)

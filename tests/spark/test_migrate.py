@@ -17,9 +17,12 @@ from typing import Any
 import pytest
 from tests.kafka_tools import read_committed
 from tests.spark.apps.migrate import query
+from tests.support.halted import killed
+from typer.testing import CliRunner, Result
 
 from delivered import Pipeline
 from delivered.audit.classes import Verdict
+from delivered.cli.main import app
 from delivered.testing.supervisor import kill_tree, run
 
 WAIT_S = 300.0
@@ -190,37 +193,32 @@ master: "local[2]"
     )
     died = old / "offsets" / "99"
     died.write_text((old / "offsets" / "0").read_text())
-    refused = _cli("adopt", file, "--from-checkpoint", old, "--yes")
-    assert refused.returncode == 2 and "Batch 99" in refused.stderr and "not committed" in refused.stderr
+    refused = _adopt(file, old, "--yes")
+    assert refused.exit_code == 2 and "Batch 99" in refused.stderr and "not committed" in refused.stderr
     died.unlink()
     for words in (["--yes"], []):  # the second only looks at what the first one wrote
-        shown = _cli("adopt", file, "--from-checkpoint", old, *words)
-        assert shown.returncode == 0, shown.stderr
+        shown = _adopt(file, old, *words)
+        assert shown.exit_code == 0, shown.stderr
         assert [f"{migration.source}-{p}: starts at offset 75, 75 offsets ahead" in shown.stdout for p in (0, 1)] == [
             True,
             True,
         ]
     assert "at-least-once" in shown.stdout and "nothing written" in shown.stdout
-    command = [*CLI, "run", str(file)]
-    hits = migration.folder / "hits"
-    outcome = run(command, "commit.decide:after@batch=1", hits, timeout_s=WAIT_S, env=_environment())
-    assert (outcome.exit_code, outcome.runs, len(outcome.kills)) == (0, 2, 1)
+    command = [sys.executable, "-m", "delivered.cli.main", "run", str(file)]
+    killed(command, "commit.decide:after@batch=1", migration.folder)
+    assert Pipeline.from_file(file).start(spark).awaitTermination(int(WAIT_S))
     assert migration.repeated() == []
     for wrong in (file, migration.folder / "again.yaml"):  # its checkpoint, and its ledger with another checkpoint
         if wrong != file:
             wrong.write_text(file.read_text().replace("checkpoint: ours", "checkpoint: other"))
-        again = _cli("adopt", wrong, "--from-checkpoint", old, "--yes")
-        assert again.returncode == 2 and "ADOPT_STARTED" in again.stderr, again.stderr
+        again = _adopt(wrong, old, "--yes")
+        assert again.exit_code == 2 and "ADOPT_STARTED" in again.stderr, again.stderr
     report = Pipeline.from_file(file).audit(spark, sink_from={migration.target: {str(p): n for p, n in ends.items()}})
     assert report.verdict is Verdict.HELD and report.counts.sent == 150, str(report)
 
 
-CLI = [sys.executable, "-c", "from delivered.cli.main import app; app()"]
-
-
-def _cli(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [*CLI, *map(str, words)]
-    return subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=120, check=False)
+def _adopt(file: Path, old: Path, *words: str) -> Result:
+    return CliRunner().invoke(app, ["adopt", str(file), "--from-checkpoint", str(old), *words])
 
 
 def _environment() -> dict[str, str]:

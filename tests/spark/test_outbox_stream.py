@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import yaml
 from tests.kafka_tools import read_committed
+from tests.support.halted import killed
 
 import delivered
 from delivered import outbox
 from delivered.audit.classes import Verdict
 from delivered.planner import Plan
-from delivered.testing import supervisor
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -69,10 +69,9 @@ def test_an_outbox_reaches_kafka_once_though_the_job_is_killed_and_the_audit_say
     plan = pipeline.plan(spark)
     assert isinstance(plan, Plan), plan
     assert "MiB of WAL" in str(plan)
-    with (tmp_path / "output").open("wb") as output:
-        command = [sys.executable, str(APP), str(file)]  # killed when it has decided, before the slot moves
-        done = supervisor.run(command, "log:before@batch=4", tmp_path / "hits", timeout_s=400, output=output)
-    assert (done.exit_code, len(done.kills)) == (0, 1), (tmp_path / "output").read_text()[-4000:]
+    # Killed when it has decided, before the slot moves.
+    killed([sys.executable, str(APP), str(file)], "log:before@batch=4", tmp_path)
+    assert pipeline.start(spark).awaitTermination(WAIT_S)
 
     found = read_committed(kafka.bootstrap, topic)
     assert Counter(dict(m.headers())["id"].decode() for m in found) == Counter(sent)

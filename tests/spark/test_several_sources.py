@@ -16,6 +16,7 @@ import pytest
 import yaml
 from confluent_kafka import Consumer, TopicPartition
 from tests.kafka_tools import produce
+from tests.support.halted import killed
 from tests.support.sweeps import sweep
 
 import delivered
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 
 SPARK_42 = "DELIVERED_SPARK_42"
 APP = Path(__file__).parent / "apps" / "run_file.py"
-ORDERS, PAYMENTS = 600, 400
+ORDERS, PAYMENTS, WAIT_S = 600, 400, 180
+DECIDED = "commit.decide:after@batch=1"
+BOTH = f"{DECIDED},log:before@batch=2"
 UNION = """
 SELECT CAST(key AS STRING) AS id, 'order' AS kind FROM orders
 UNION ALL SELECT CAST(key AS STRING), 'payment' FROM payments
@@ -90,10 +93,15 @@ def run(folder: Path, file: Path, crash: str = "", before: str = "", **env: str)
 
 
 @pytest.mark.parametrize(
-    ("way", "second"),
-    sweep([("union", "kafka"), ("join", "kafka"), ("python", "log")], lambda way, _: way == "union"),
+    ("way", "second", "crash"),
+    sweep(
+        [("union", "kafka", DECIDED), ("union", "kafka", BOTH), ("join", "kafka", BOTH), ("python", "log", BOTH)],
+        lambda way, second, crash: crash == DECIDED,
+    ),
 )
-def test_every_record_takes_effect_once(way: str, second: str, kafka: Kafka, tmp_path: Path) -> None:
+def test_every_record_takes_effect_once(
+    way: str, second: str, crash: str, kafka: Kafka, spark: SparkSession, tmp_path: Path
+) -> None:
     orders = kafka.topic(2)
     produce(kafka.bootstrap, orders, records(ORDERS))
     if second == "kafka":
@@ -106,9 +114,8 @@ def test_every_record_takes_effect_once(way: str, second: str, kafka: Kafka, tmp
     (tmp_path / "both.py").write_text(PYTHON)
     transform = {"python": "both:both"} if way == "python" else {"sql": UNION if way == "union" else JOIN}
     file = pipeline(tmp_path, {"orders": read(kafka, orders, 200), "payments": payments}, transform)
-    done, said = run(tmp_path, file, "commit.decide:after@batch=1,log:before@batch=2")
-    assert done.exit_code == 0, said[-4000:]
-    assert len(done.kills) == 2
+    killed([sys.executable, str(APP), str(file)], crash, tmp_path)
+    assert delivered.Pipeline.from_file(file).start(spark).awaitTermination(WAIT_S)
     expected = {(f"id-{i}", "paid"): 1 for i in range(PAYMENTS)}
     if way == "union":
         expected = {(f"id-{i}", "order"): 1 for i in range(ORDERS)} | {

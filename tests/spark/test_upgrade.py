@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import subprocess
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 from tests.kafka_tools import produce, read_committed
-from tests.released import FORMAT_0, ROOT, checkout, cli
+from tests.released import FORMAT_0, checkout, cli
+from tests.support.halted import killed
 
-from delivered.testing.crash import CRASH, CRASH_DIR, hits
-from delivered.testing.supervisor import kill_tree
+import delivered
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
     from tests.support.servers import Kafka
 
 ROWS = 400
@@ -70,7 +69,7 @@ class Sinks:
     "sink", ["kafka", *(pytest.param(s, marks=pytest.mark.matrix) for s in ("sqlite", "delta", "postgres"))]
 )
 def test_killed_after_its_decision_and_upgraded(
-    kafka: Kafka, tmp_path: Path, sink: str, request: pytest.FixtureRequest
+    kafka: Kafka, spark: SparkSession, tmp_path: Path, sink: str, request: pytest.FixtureRequest
 ) -> None:
     """Checkpoint, ledger and markers of the earlier version are read: the batch is finished, none is repeated."""
     source = kafka.topic(2)
@@ -94,21 +93,6 @@ def test_killed_after_its_decision_and_upgraded(
     file.write_text(yaml.safe_dump(pipeline))
 
     command, env = cli(checkout(FORMAT_0, tmp_path / "earlier"), "run", str(file))
-    points = tmp_path / "points"
-    points.mkdir()
-    with (tmp_path / "earlier.log").open("wb") as output:
-        process = subprocess.Popen(
-            command, env={**env, CRASH: CRASHED, CRASH_DIR: str(points)}, stdout=output, stderr=output,
-            start_new_session=True,
-        )  # fmt: skip
-        deadline = time.monotonic() + WAIT_S
-        while not hits(points) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        kill_tree(process.pid)
-        process.wait()
-    assert [h.point for _, h in hits(points)] == [CRASHED], (tmp_path / "earlier.log").read_text()[-4000:]
-
-    command, env = cli(ROOT / "src", "run", str(file))
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
+    killed(command, CRASHED, tmp_path, env)
+    assert delivered.Pipeline.from_file(file).start(spark).awaitTermination(WAIT_S)
     assert seen() == Counter(f"id-{i}" for i in range(ROWS))

@@ -75,6 +75,7 @@ def main() -> None:
         trigger="available_now",
         master="local[2]",
         conf={
+            "spark.sql.shuffle.partitions": "2",
             "spark.sql.streaming.stateStore.providerClass": f"{STORE_PACKAGE}.{STORES[store]}",
             "spark.sql.streaming.stateStore.checkpointFormatVersion": version,
         },
