@@ -1,11 +1,12 @@
-"""An outbox in a real database, and the source that reads it."""
+"""Real databases through every client; an outbox in one, and the source that reads it."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pytest
@@ -17,6 +18,50 @@ from delivered.contract.source import Offsets, Source
 
 _names = itertools.count()
 METHODS = ["postgres-log", "postgres-poll", "mysql-poll", "sqlite-poll"]
+
+
+class Database:
+    """A database, and connections of a client: the "driver" itself, or a "session" or a "connection" of SQLAlchemy."""
+
+    def __init__(self, dialect: str, url: str, client: str = "driver") -> None:
+        self.dialect, self.url, self.client = dialect, url, client
+
+    def raw(self) -> Any:
+        return outbox_process.connect(self.dialect, self.url)
+
+    def connect(self) -> Any:
+        if self.client == "driver":
+            return self.raw()
+        import sqlalchemy
+        from sqlalchemy.orm import Session
+
+        dialect = {"sqlite": "sqlite", "postgres": "postgresql+psycopg", "mysql": "mysql+pymysql"}[self.dialect]
+        engine = sqlalchemy.create_engine(f"{dialect}://", creator=self.raw)
+        return Session(engine) if self.client == "session" else engine.connect()
+
+    def execute(self, statement: str) -> list[tuple[Any, ...]]:
+        """As a transaction of its own, through a client that is not the tested one."""
+        with contextlib.closing(self.raw()) as connection:
+            rows = outbox_process.run(connection, statement)
+            connection.commit()
+            return rows
+
+
+D = TypeVar("D", bound=Database)
+
+
+def database(
+    kind: Callable[[str, str, str], D],
+    request: pytest.FixtureRequest,
+    dialect: str,
+    folder: Path,
+    client: str = "driver",
+) -> D:
+    """In the session's server, or in a file."""
+    if dialect == "sqlite":
+        return kind(dialect, str(folder / "a.db"), client)
+    server = request.getfixturevalue(dialect)
+    return kind(dialect, server.url if dialect == "postgres" else server.broker.bootstrap, client)
 
 
 class Shop:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.broker import outbox_process
 from tests.broker.events_process import ACCOUNT
+from tests.broker.outbox_help import Database, database
 
 from delivered.events import Conflict, DuplicateEvent, Event, ddl, new_id
 from delivered.events.tables import SNAPSHOTS
@@ -28,53 +28,28 @@ REQUESTS = 12
 _names = itertools.count()
 
 
-class Database:
+class Bank(Database):
     """The log's tables, shared; an account of its own; connections of a client."""
 
-    def __init__(self, dialect: str, url: str, client: str = "driver") -> None:
-        self.dialect, self.url, self.client = dialect, url, client
+    def __init__(self, dialect: str, url: str, client: str) -> None:
+        super().__init__(dialect, url, client)
         self.account, self.balances = f"account {next(_names)}", f"balances{next(_names)}"
         for statement in (*ddl(dialect), f"CREATE TABLE {self.balances} (total INTEGER, n INTEGER)"):
             self.execute(statement)
         self.execute(f"INSERT INTO {self.balances} VALUES (0, 0)")
 
-    def raw(self) -> Any:
-        return outbox_process.connect(self.dialect, self.url)
-
-    def connect(self) -> Any:
-        if self.client == "driver":
-            return self.raw()
-        import sqlalchemy
-        from sqlalchemy.orm import Session
-
-        dialect = {"sqlite": "sqlite", "postgres": "postgresql+psycopg", "mysql": "mysql+pymysql"}[self.dialect]
-        return Session(sqlalchemy.create_engine(f"{dialect}://", creator=self.raw))
-
-    def execute(self, statement: str) -> list[tuple[Any, ...]]:
-        with contextlib.closing(self.raw()) as connection:
-            rows = outbox_process.run(connection, statement)
-            connection.commit()
-            return rows
-
-
-def database(request: pytest.FixtureRequest, dialect: str, tmp_path: Path, client: str = "driver") -> Database:
-    if dialect == "sqlite":
-        return Database(dialect, str(tmp_path / "a.db"), client)
-    server = request.getfixturevalue(dialect)
-    return Database(dialect, server.url if dialect == "postgres" else server.broker.bootstrap, client)
-
 
 @pytest.fixture(params=[f"{d}-{c}" for d in DIALECTS for c in ("driver", "session")])
-def db(request: pytest.FixtureRequest, tmp_path: Path) -> Database:
+def db(request: pytest.FixtureRequest, tmp_path: Path) -> Bank:
     dialect, client = request.param.split("-")
-    return database(request, dialect, tmp_path, client)
+    return database(Bank, request, dialect, tmp_path, client)
 
 
 def deposits(*amounts: int) -> list[Event]:
     return [Event(new_id(), "deposited", {"amount": n, "note": "é"}) for n in amounts]
 
 
-def test_state_is_the_fold_and_a_conflict_names_the_version_found(db: Database) -> None:
+def test_state_is_the_fold_and_a_conflict_names_the_version_found(db: Bank) -> None:
     with contextlib.closing(db.connect()) as connection:
         assert ACCOUNT.load(connection, db.account) == ({"balance": 0, "events": 0}, 0)
         first = deposits(1, 2)
@@ -97,7 +72,7 @@ def test_state_is_the_fold_and_a_conflict_names_the_version_found(db: Database) 
         connection.rollback()
 
 
-def test_snapshots_every_n_events_and_of_this_fold_only(db: Database) -> None:
+def test_snapshots_every_n_events_and_of_this_fold_only(db: Bank) -> None:
     with contextlib.closing(db.connect()) as connection:
         seen = []
         for n in range(10):
@@ -123,7 +98,7 @@ def test_snapshots_every_n_events_and_of_this_fold_only(db: Database) -> None:
 def test_gaps_missing_and_newer_tables_and_autocommit_are_refused(
     dialect: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    db = database(request, dialect, tmp_path)
+    db = database(Bank, request, dialect, tmp_path)
     with contextlib.closing(db.raw()) as connection:
         ACCOUNT.append(connection, db.account, deposits(1, 2), expected=0)
         connection.commit()
@@ -161,7 +136,7 @@ def test_gaps_missing_and_newer_tables_and_autocommit_are_refused(
 def test_of_two_writers_at_one_version_one_is_in_conflict(
     dialect: str, commits: bool, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    db = database(request, dialect, tmp_path)
+    db = database(Bank, request, dialect, tmp_path)
     told: list[Any] = []
     asked = threading.Event()
 
@@ -199,7 +174,7 @@ def test_events_and_business_rows_agree_after_kills(
     dialect: str, variant: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """F1: the application dies before, in and after its transaction; the checker finds both broken variants."""
-    db = database(request, dialect, tmp_path)
+    db = database(Bank, request, dialect, tmp_path)
     spec = {
         "dialect": dialect, "url": db.url, "account": db.account, "balances": db.balances,
         "ids": [str(new_id()) for _ in range(REQUESTS)], "variant": variant,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.broker import outbox_process
+from tests.broker.outbox_help import Database, database
 
 from delivered import outbox
 from delivered.inbox import clean, ddl, inbox
@@ -23,11 +24,11 @@ DIALECTS = ["sqlite", "postgres", "mysql"]
 SWEEP = ["sqlite", *(pytest.param(d, marks=pytest.mark.matrix) for d in DIALECTS[1:])]
 
 
-class Database:
+class Boxes(Database):
     """Fresh tables in one database, and connections of a client."""
 
-    def __init__(self, dialect: str, url: str, client: str = "driver") -> None:
-        self.dialect, self.url, self.client = dialect, url, client
+    def __init__(self, dialect: str, url: str, client: str) -> None:
+        super().__init__(dialect, url, client)
         n = next(_names)
         self.outbox, self.inbox, self.orders = f"outbox{n}", f"inbox{n}", f"orders{n}"
         self.layout = outbox.Layout(table=self.outbox)
@@ -35,45 +36,18 @@ class Database:
         self.execute(ddl(dialect, self.inbox))
         self.execute(f"CREATE TABLE {self.orders} (n INTEGER, message VARCHAR(64))")
 
-    def raw(self) -> Any:
-        return outbox_process.connect(self.dialect, self.url)
-
-    def connect(self) -> Any:
-        if self.client == "driver":
-            return self.raw()
-        import sqlalchemy
-        from sqlalchemy.orm import Session
-
-        dialect = {"sqlite": "sqlite", "postgres": "postgresql+psycopg", "mysql": "mysql+pymysql"}[self.dialect]
-        engine = sqlalchemy.create_engine(f"{dialect}://", creator=self.raw)
-        return Session(engine) if self.client == "session" else engine.connect()
-
-    def execute(self, statement: str) -> list[tuple[Any, ...]]:
-        """As a transaction of its own, through a client that is not the tested one."""
-        with contextlib.closing(self.raw()) as connection:
-            rows = outbox_process.run(connection, statement)
-            connection.commit()
-            return rows
-
     def put(self, connection: Any, id_: Any, **given: Any) -> outbox.Entry:
         message = {"aggregate_type": "order", "aggregate_id": "7", "type": "created", "payload": {"b": 1, "a": "é"}}
         return outbox.put(connection, id=id_, layout=self.layout, **message | given)
 
 
-def database(request: pytest.FixtureRequest, dialect: str, tmp_path: Path, client: str = "driver") -> Database:
-    if dialect == "sqlite":
-        return Database(dialect, str(tmp_path / "a.db"), client)
-    server = request.getfixturevalue(dialect)
-    return Database(dialect, server.url if dialect == "postgres" else server.broker.bootstrap, client)
-
-
 @pytest.fixture(params=[f"{d}-{c}" for d in DIALECTS for c in ("driver", "session", "connection")])
-def db(request: pytest.FixtureRequest, tmp_path: Path) -> Database:
+def db(request: pytest.FixtureRequest, tmp_path: Path) -> Boxes:
     dialect, client = request.param.split("-")
-    return database(request, dialect, tmp_path, client)
+    return database(Boxes, request, dialect, tmp_path, client)
 
 
-def test_a_message_is_there_if_its_transaction_is(db: Database) -> None:
+def test_a_message_is_there_if_its_transaction_is(db: Boxes) -> None:
     kept, undone = outbox.new_id(), outbox.new_id()
     with contextlib.closing(db.connect()) as connection:
         db.put(connection, undone)
@@ -83,7 +57,7 @@ def test_a_message_is_there_if_its_transaction_is(db: Database) -> None:
     assert [str(i) for (i,) in db.execute(f"SELECT id FROM {db.outbox}")] == [str(kept)]
 
 
-def test_a_second_put_is_answered_with_the_first_row_and_the_transaction_goes_on(db: Database) -> None:
+def test_a_second_put_is_answered_with_the_first_row_and_the_transaction_goes_on(db: Boxes) -> None:
     id_ = outbox.new_id()
     with contextlib.closing(db.connect()) as connection:
         db.put(connection, id_)
@@ -101,7 +75,7 @@ def test_a_second_put_is_answered_with_the_first_row_and_the_transaction_goes_on
     assert db.execute(f"SELECT COUNT(*) FROM {db.outbox}") == [(2,)]
 
 
-def test_an_effect_happens_once_per_consumer(db: Database) -> None:
+def test_an_effect_happens_once_per_consumer(db: Boxes) -> None:
     with contextlib.closing(db.connect()) as connection:
         for consumer, message, expected in [("a", "1", True), ("a", "1 ", True), ("b", "1", True), ("a", "1", False)]:
             with inbox(connection, message, consumer=consumer, table=db.inbox) as first:
@@ -114,7 +88,7 @@ def test_an_effect_happens_once_per_consumer(db: Database) -> None:
             assert first, "a rollback takes the id back"
 
 
-def test_an_error_in_the_block_takes_the_id_back_even_if_the_caller_commits(db: Database) -> None:
+def test_an_error_in_the_block_takes_the_id_back_even_if_the_caller_commits(db: Boxes) -> None:
     with contextlib.closing(db.connect()) as connection:
         id_ = outbox.new_id()
         with pytest.raises(ZeroDivisionError), inbox(connection, id_, consumer="a", table=db.inbox):
@@ -130,14 +104,14 @@ def test_an_error_in_the_block_takes_the_id_back_even_if_the_caller_commits(db: 
     assert db.execute(f"SELECT COUNT(*) FROM {db.inbox}") == [(2,)]
 
 
-def test_a_commit_in_the_block_is_an_error(db: Database) -> None:
+def test_a_commit_in_the_block_is_an_error(db: Boxes) -> None:
     with contextlib.closing(db.connect()) as connection:
         broken = InvariantBroken if db.client == "driver" else Exception
         with pytest.raises(broken), inbox(connection, "1", consumer="a", table=db.inbox):
             connection.commit()
 
 
-def test_old_ids_are_deleted_a_few_at_a_time(db: Database) -> None:
+def test_old_ids_are_deleted_a_few_at_a_time(db: Boxes) -> None:
     with contextlib.closing(db.connect()) as connection:
         for n in range(7):
             with inbox(connection, str(n), consumer="a", table=db.inbox):
@@ -165,7 +139,7 @@ def test_old_ids_are_deleted_a_few_at_a_time(db: Database) -> None:
 def test_of_two_consumers_at_once_one_is_first(
     dialect: str, commits: bool, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    db = database(request, dialect, tmp_path)
+    db = database(Boxes, request, dialect, tmp_path)
     told: list[bool] = []
     asked = threading.Event()
 
@@ -193,7 +167,7 @@ def test_of_two_consumers_at_once_one_is_first(
 def test_autocommit_and_missing_tables_are_refused(
     dialect: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    db = database(request, dialect, tmp_path)
+    db = database(Boxes, request, dialect, tmp_path)
     with contextlib.closing(db.raw()) as connection:
         with pytest.raises(Refused, match=r"OUTBOX_TABLE.*outbox\.ddl"):
             outbox.put(
@@ -226,7 +200,7 @@ def test_autocommit_and_missing_tables_are_refused(
 POINTS = [("before", 2), ("in", 4), ("in_late", 6), ("after", 8)]
 
 
-def disagreements(db: Database, ids: list[str], *tables: str) -> list[str]:
+def disagreements(db: Boxes, ids: list[str], *tables: str) -> list[str]:
     """What a checker says of tables that should each hold every id once."""
     found = []
     for table, column in (t.split(".") for t in tables):
@@ -245,7 +219,7 @@ def test_business_rows_and_messages_agree_after_kills(
     dialect: str, variant: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """F1: the application dies before, in and after its transaction; the checker finds both broken variants."""
-    db = database(request, dialect, tmp_path)
+    db = database(Boxes, request, dialect, tmp_path)
     ids = [str(outbox.new_id()) for _ in range(MESSAGES)]
     spec = {
         "role": "application", "dialect": dialect, "url": db.url, "outbox": db.outbox, "orders": db.orders,
@@ -265,7 +239,7 @@ def test_an_effect_happens_once_though_messages_repeat_and_consumers_die(
     dialect: str, variant: str, request: pytest.FixtureRequest, tmp_path: Path, rabbitmq: Any
 ) -> None:
     """F6a, F6b, F6c: every second message is sent twice; the checker finds both broken variants."""
-    db = database(request, dialect, tmp_path)
+    db = database(Boxes, request, dialect, tmp_path)
     ids = [str(outbox.new_id()) for _ in range(MESSAGES)]
     queue = rabbitmq.queue()
     sent = [(i, b'{"n": %d}' % n) for n, i in enumerate(ids)]
