@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.support.servers import Activemq, Kafka, Mysql, Postgres, Pulsar, Rabbitmq, Rocketmq, Server
 from tests.support.zygote import Zygote
@@ -85,6 +86,24 @@ def _shared(kind: type[Server], name: str = "") -> Any:
     return pytest.fixture(start, scope="session", name=name or kind.system)
 
 
+_reported: set[str] = set()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_transaction(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Torn down last: a test that leaves a transaction open or prepared on a shared database fails, not a later one."""
+    yield
+    for system in ("postgres", "postgres_log", "mysql"):
+        if system in request.fixturenames:
+            server = request.getfixturevalue(system)
+            deadline = time.monotonic() + 5  # a server needs a moment to see that a client was killed
+            while left := set(server.unfinished()) - _reported:
+                if time.monotonic() > deadline:
+                    _reported.update(left)
+                    pytest.fail(f"transactions are left in {system}: {sorted(left)}")
+                time.sleep(0.02)
+
+
 def _own(kind: type[Server]) -> Any:
     """`new_mysql(local_infile="0", ...)`: a private server with these settings, which the test may kill."""
 
@@ -113,6 +132,21 @@ rabbitmq, new_rabbitmq = _shared(Rabbitmq), _own(Rabbitmq)
 pulsar, new_pulsar = _shared(Pulsar), _own(Pulsar)
 activemq, new_activemq = _shared(Activemq), _own(Activemq)
 rocketmq, new_rocketmq = _shared(Rocketmq), _own(Rocketmq)
+
+
+@pytest.fixture(scope="session")
+def _mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kafka]:
+    server = Kafka.start(tmp_path_factory.mktemp("mortal"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def mortal_kafka(_mortal: Kafka) -> Iterator[Kafka]:
+    """A broker that the test may kill, one for all of them. It runs again afterwards."""
+    yield _mortal
+    if not psutil.pid_exists(_mortal.broker.pid):
+        _mortal.broker.restart()
 
 
 @pytest.fixture(scope="session")

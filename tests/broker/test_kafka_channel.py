@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -73,7 +74,8 @@ class _Silent:
         self.port = self._socket.getsockname()[1]
         self._answer = answer
         self._held: list[socket.socket] = []
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
 
     def _serve(self) -> None:
         while True:
@@ -85,6 +87,8 @@ class _Silent:
             connection.sendall(self._answer)
 
     def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)  # ends accept(), as close() would not
+        self._thread.join()
         self._socket.close()
         for one in self._held:
             one.close()
@@ -92,10 +96,8 @@ class _Silent:
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\2xx", b"\0\0\0\4\x7f\0\0\0"])
 def test_a_server_that_is_no_broker_is_no_connection(answer: bytes) -> None:
-    server = _Silent(answer)
-    with pytest.raises(NotSent):
+    with closing(_Silent(answer)) as server, pytest.raises(NotSent):
         Channel("127.0.0.1", server.port, Security(), 0.3)
-    server.close()
 
 
 def _fetch_of_nothing(topic: str) -> Any:
@@ -109,8 +111,8 @@ def _fetch_of_nothing(topic: str) -> Any:
     )
 
 
-def test_requests_in_flight_fail_when_the_connection_breaks(new_kafka: Any) -> None:
-    kafka = new_kafka()
+def test_requests_in_flight_fail_when_the_connection_breaks(mortal_kafka: Any) -> None:
+    kafka = mortal_kafka
     topic = kafka.topic(1)
     produce(kafka, topic, [b"x"])  # a partition whose leader has not begun is answered with an error at once
     wire = Wire({"bootstrap.servers": kafka.bootstrap})

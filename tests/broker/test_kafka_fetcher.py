@@ -148,9 +148,8 @@ def test_a_client_above_its_quota_reads_on_after_the_pause(new_kafka: Callable[.
     assert ended == 0, "a response without partitions is no end of the log"
 
 
-def test_gaps_of_a_compacted_topic(new_kafka: Callable[..., Any]) -> None:
+def test_gaps_of_a_compacted_topic(kafka: Any) -> None:
     """A range that begins, ends or lies in a gap gives what is left in it, and terminates."""
-    kafka = new_kafka(properties={"log.cleaner.backoff.ms": "100"})
     how = {"cleanup_policy": "compact", "segment_ms": 100, "min_cleanable_dirty_ratio": 0.01}
     topic = kafka.topic(1, **how, max_compaction_lag_ms=100)
     keyed = [{"key": b"%d" % (i % 10), "value": b"%d" % i} for i in range(400)]

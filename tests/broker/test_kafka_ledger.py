@@ -399,8 +399,8 @@ def test_the_owner_is_remembered_with_those_before_it(rig: Rig, opened: Callable
     assert (owner.id, len(owner.superseded), owner.superseded[0]) == ("o19", OWNERS_REMEMBERED, "o18")
 
 
-def test_a_decision_waits_for_a_broker_that_restarts(new_kafka: Callable[..., Any]) -> None:
-    kafka = new_kafka()
+def test_a_decision_waits_for_a_broker_that_restarts(mortal_kafka: Any) -> None:
+    kafka = mortal_kafka
     rig = Rig(kafka, "no-data-here")
     one = rig.ledger()
     one.claim(FIRST)

@@ -6,7 +6,6 @@ Every test here breaks something on purpose: a process, a broker, a prepared tra
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from tests.broker.sink_help import EXACT, SCHEMA, Child, Rig, prepared, rows, wait_for
 from tests.kafka_tools import read_committed
+from tests.support.sweeps import KAFKA_CLIENTS
 
 from delivered.connectors.kafka import transactions, warm
 from delivered.connectors.kafka.protocol import Wire
@@ -32,10 +32,14 @@ from delivered.verify.proxy import Fired, NetworkFault, Rule
 from delivered.verify.proxy_kafka import Api, KafkaProxy
 
 
-@pytest.fixture(params=["librdkafka", "arrow"])
+@pytest.fixture(params=KAFKA_CLIENTS)
 def client(request: pytest.FixtureRequest) -> str:
     chosen: str = request.param
     return chosen
+
+
+either_client = pytest.mark.parametrize("client", ["librdkafka", "arrow"], indirect=True)
+"""In `make test`, too: what its transactions rest on."""
 
 
 @pytest.fixture
@@ -43,6 +47,7 @@ def rig(kafka: Any, client: str) -> Rig:
     return Rig(kafka, kafka.topic(3), options={"client": client})
 
 
+@either_client
 def test_batches_are_visible_once_and_only_after_their_decision(rig: Rig) -> None:
     context = rig.context()
     plan = rig.plan(context, 0)
@@ -56,6 +61,7 @@ def test_batches_are_visible_once_and_only_after_their_decision(rig: Rig) -> Non
     assert context.committer.open_transactions() == []
 
 
+@either_client
 def test_a_task_may_die_after_prepare_and_another_process_applies(rig: Rig) -> None:
     context = rig.context()
     plan = rig.plan(context, 0)
@@ -108,16 +114,16 @@ def test_many_participants_end_together_each_with_its_own_outcome(rig: Rig) -> N
 
 
 def test_many_participants_of_a_dead_broker_have_unknown_outcomes_and_end_after_its_restart(
-    new_kafka: Callable[..., Any], client: str
+    mortal_kafka: Any, client: str
 ) -> None:
-    kafka = new_kafka()
+    kafka = mortal_kafka
     rig = Rig(kafka, kafka.topic(2), options={"client": client})
     context = rig.context()
     messages = rig.write(rig.plan(context, 0), range(4))
     committed = [(rig.work(0, s), prepared(m)) for s, m in enumerate(messages)]
     assert isinstance(context.committer.abort_orphans([p for _, p in committed]), Ok)  # connected
     kafka.broker.kill()
-    with within(5):
+    with within(2):
         outcomes = context.committer.commit_all(committed)
     assert all(isinstance(o, Unknown) for o in outcomes)
     kafka.broker.restart()
@@ -145,6 +151,7 @@ def test_apply_after_the_id_was_taken_again_fails_and_the_marker_tells(rig: Rig)
     assert not committer.was_committed(rig.work(0, 1))
 
 
+@either_client
 def test_p5_an_expired_participant_is_found_by_its_missing_marker_and_written_again(rig: Rig) -> None:
     rig.options["transactionTimeout"] = "1"
     context = rig.context()
@@ -178,15 +185,15 @@ def test_p5_one_expired_participant_of_two_is_written_again_alone(rig: Rig) -> N
     assert rig.visible() == rig.expected([0])
 
 
-def test_p6_p7_a_lost_answer_is_unknown_and_asking_again_settles_it(new_kafka: Callable[..., Any], client: str) -> None:
+def test_p6_p7_a_lost_answer_is_unknown_and_asking_again_settles_it(mortal_kafka: Any, client: str) -> None:
     """The broker dies by SIGKILL between prepare and apply, and comes back: no row is lost, none is there twice."""
-    kafka = new_kafka()
+    kafka = mortal_kafka
     rig = Rig(kafka, kafka.topic(2), options={"client": client})
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
     assert isinstance(context.committer.abort_orphans([prepared(m) for m in messages]), Ok)
     kafka.broker.kill()
-    with within(10):
+    with within(2):
         assert isinstance(context.committer.commit(rig.work(0), prepared(messages[0])), Unknown)
     kafka.broker.restart()
     rig.commit(context, 0, messages)
@@ -207,9 +214,9 @@ def begun(rig: Rig, value: bytes) -> Writer:
 
 @pytest.mark.parametrize("killed", ["once"])
 def test_a_broker_killed_while_a_shard_is_sent_stores_it_once_and_in_order(
-    new_kafka: Callable[..., Any], client: str, killed: str
+    mortal_kafka: Any, client: str, killed: str
 ) -> None:
-    kafka = new_kafka()
+    kafka = mortal_kafka
     rig = Rig(kafka, kafka.topic(1), options={"client": client})
     context = rig.context()
     rig.plan(context, 0)
@@ -269,6 +276,7 @@ def test_p9_every_batch_has_an_epoch_of_its_own_and_a_late_end_hits_nothing(rig:
     assert rig.visible() == sorted(rig.expected([0, 2], [0]) + rig.expected([1]))
 
 
+@either_client
 def test_p9_an_attempt_that_runs_again_takes_a_new_epoch_and_fences_the_sleeping_one(rig: Rig) -> None:
     """A zombie: the same batch, shard and attempt, in a task that slept while the batch ran again."""
     context = rig.context()
@@ -361,6 +369,7 @@ def test_p11_a_person_may_abort_or_apply_what_is_open_and_nothing_else(rig: Rig)
         context.committer.end_by_id("somebody.else.0.0", commit=False)
 
 
+@either_client
 def test_a_zombie_that_was_aborted_cannot_write_on(rig: Rig) -> None:
     context = rig.context()
     rig.plan(context, 0)
@@ -433,9 +442,9 @@ def test_a_ready_producer_that_lost_its_id_is_not_used(kafka: Any) -> None:
     assert rig.visible() == rig.expected([0, 1])
 
 
-def test_p24_epochs_run_out_and_the_pipeline_goes_on(new_kafka: Callable[..., Any], client: str) -> None:
+def test_p24_epochs_run_out_and_the_pipeline_goes_on(mortal_kafka: Any, client: str) -> None:
     """The id is put at epoch 32764 in the broker's own log: the next batches cross the limit of 32767."""
-    kafka = new_kafka()
+    kafka = mortal_kafka
     rig = Rig(kafka, kafka.topic(1), options={"client": client})
     context = rig.context()
     rig.run(context, 0, first=True)
@@ -456,6 +465,7 @@ def test_p24_epochs_run_out_and_the_pipeline_goes_on(new_kafka: Callable[..., An
     assert rig.visible() == rig.expected(range(12))
 
 
+@either_client
 def test_p24_a_shard_without_rows_opens_no_transaction(rig: Rig) -> None:
     context = rig.context()
     rig.plan(context, 0)

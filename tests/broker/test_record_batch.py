@@ -292,9 +292,8 @@ def test_aborted_transactions_are_left_out_as_librdkafka_leaves_them_out(kafka: 
     assert position == fetched(wire, topic).last_stable_offset == 8 * 8 + 8 * 3
 
 
-def test_a_compacted_topic_has_gaps(new_kafka: Callable[..., Kafka]) -> None:
+def test_a_compacted_topic_has_gaps(kafka: Kafka) -> None:
     """Also batches that lost their records, and tombstones with the time at which they may go."""
-    kafka = new_kafka(properties={"log.cleaner.backoff.ms": "100"})
     wire = Wire({"bootstrap.servers": kafka.bootstrap})
     topic = kafka.topic(
         1, cleanup_policy="compact", segment_ms=100, min_cleanable_dirty_ratio=0.01, max_compaction_lag_ms=100

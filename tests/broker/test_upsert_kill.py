@@ -24,7 +24,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.support.databases import POINTS, TASK
-from tests.support.embedded_pipeline import TABLE, was
+from tests.support.embedded_pipeline import PIPELINE, TABLE, was
 from tests.support.sinks import Rig, offsets
 from tests.support.sweeps import sweep
 from tests.support.upserts import rows
@@ -34,8 +34,10 @@ from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.log import append
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
+from delivered.model.identity import Scope
 from delivered.model.outcome import Ok
 from delivered.model.work import Decision
+from delivered.pipeline.registry import find_sink
 
 RECORDS, KEYS = 1_000, 97
 VERSION = {"mode": "upsert", "keyColumns": "id", "versionColumn": "version"}
@@ -322,6 +324,10 @@ def test_zombie_cannot_bring_an_old_state_back(world: World) -> None:
     assert done == world.all()
     code, error = zombie.go_on()
     assert code != 0, error
+    for system in {"postgres", "mysql"} & world.sink.keys():  # as the next recovery: what the zombie prepared
+        sink = find_sink(system, world.sink[system])
+        with closing(sink.committer(Scope(PIPELINE, sink.name, "next"))) as committer:
+            assert isinstance(committer.abort_orphans(()), Ok)
     assert world.state() == done
     assert max(world.history().values()) == 1
 

@@ -37,6 +37,10 @@ class Server:
     def close(self) -> None:
         """Give clients back."""
 
+    def unfinished(self) -> list[str]:
+        """Transactions that a test left behind: they hold locks, and in PostgreSQL every new slot waits for them."""
+        return []
+
     def stop(self) -> None:
         self.close()
         self.broker.stop()
@@ -50,8 +54,11 @@ class Kafka(Server):
     """
 
     system = "kafka"
-    # By default, expired transactions are aborted every ten seconds.
-    quick: ClassVar = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": "500"}
+    # By default, expired transactions are aborted every ten seconds, and topics are compacted every fifteen.
+    quick: ClassVar = {
+        "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
+        "log.cleaner.backoff.ms": "200",
+    }
     _names = itertools.count()
 
     def __init__(self, broker: brokers.Broker) -> None:
@@ -146,6 +153,10 @@ class Postgres(Server):
     system = "postgres"
     _names = itertools.count()
 
+    def __init__(self, broker: brokers.Broker) -> None:
+        super().__init__(broker)
+        self._watch: Any = None
+
     @property
     def url(self) -> str:
         return self.broker.url
@@ -157,6 +168,22 @@ class Postgres(Server):
         with psycopg.connect(self.url, autocommit=True) as connection:
             cursor = connection.execute(statement, values or None)
             return cursor.fetchall() if cursor.description else []
+
+    def unfinished(self) -> list[str]:
+        import psycopg
+
+        if self._watch is None:
+            self._watch = psycopg.connect(self.url, autocommit=True)
+        idle = "backend_xid IS NOT NULL AND state LIKE 'idle in transaction%'"
+        found = self._watch.execute(
+            "SELECT 'prepared: ' || gid FROM pg_prepared_xacts UNION ALL "
+            f"SELECT 'idle: ' || pid || ', after ' || query FROM pg_stat_activity WHERE {idle}"
+        )
+        return [text for (text,) in found]
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
 
     def table(self, columns: str | None = "key bytea, value bytea") -> str:
         """Name of a table nobody else uses; made, unless `columns` is None."""
@@ -179,6 +206,10 @@ class Mysql(Server):
     quick: ClassVar = {"innodb_flush_method": "nosync", "debug_no_sync": "1"}
     _names = itertools.count()
 
+    def __init__(self, broker: brokers.Broker) -> None:
+        super().__init__(broker)
+        self._watch: Any = None
+
     @property
     def url(self) -> str:
         return self.broker.url
@@ -200,6 +231,17 @@ class Mysql(Server):
                 return list(cursor.fetchall())
         finally:
             connection.close()
+
+    def unfinished(self) -> list[str]:
+        if self._watch is None:
+            self._watch = self.connect()
+        with self._watch.cursor() as cursor:
+            cursor.execute("XA RECOVER")
+            return [f"prepared: {row[-1]}" for row in cursor.fetchall()]
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
 
     def table(self, columns: str | None = "`key` longblob, value longblob") -> str:
         """Name of a table nobody else uses; made, unless `columns` is None."""

@@ -20,4 +20,4 @@ def sweep(every: Iterable[Any], keep: Callable[..., bool]) -> list[Any]:
 
 
 KAFKA_CLIENTS = sweep(["librdkafka", "arrow"], lambda client: client == "arrow")
-"""Of Kafka's connector. `make test` runs the fall-back through conformance and the two-phase commit only."""
+"""Of Kafka's connector. `make test` runs the fall-back through conformance and what its transactions rest on."""
