@@ -100,8 +100,8 @@ def in_sink(database: Path) -> Totals:
     return found
 
 
-def run(mode: str, table: pa.Table, crashes: Sequence[str], folder: Path, show: Callable[[str], None]) -> Result:
-    """One pipeline in an empty folder, until its source is empty."""
+def described(mode: str, table: pa.Table, folder: Path) -> Path:
+    """The file of a pipeline over these events, in an empty folder."""
     append(str(folder / "events"), table, partition_by=2)
     pipeline = {
         "pipeline": "totals", "guarantee": "exactly_once", "checkpoint": "checkpoint", "output_mode": mode,
@@ -112,6 +112,12 @@ def run(mode: str, table: pa.Table, crashes: Sequence[str], folder: Path, show: 
     }  # fmt: skip
     file = folder / "totals.yaml"
     file.write_text(yaml.safe_dump(pipeline), encoding="utf-8")
+    return file
+
+
+def run(mode: str, table: pa.Table, crashes: Sequence[str], folder: Path, show: Callable[[str], None]) -> Result:
+    """One pipeline in an empty folder, until its source is empty."""
+    file = described(mode, table, folder)
     seen: list[str] = []
 
     def progress(done: int, hit: list[str]) -> None:
@@ -120,13 +126,18 @@ def run(mode: str, table: pa.Table, crashes: Sequence[str], folder: Path, show: 
         seen[:] = hit
 
     life = live_and_die(file, crashes, folder, folder / "checkpoint", progress)
+    return compared(mode, table, folder, len(life.kills))
+
+
+def compared(mode: str, table: pa.Table, folder: Path, kills: int) -> Result:
+    """The sink with a computation over all events."""
     expected, found = recomputed(table), in_sink(folder / "revenue.db")
     different = sum(found[key] != expected[key] for key in expected.keys() & found.keys())
     return Result(
         workload=f"revenue by carrier and day, {mode}",
         sink="sqlite",
         events=table.num_rows,
-        kills=len(life.kills),
+        kills=kills,
         rows=len(found),
         missing=len(expected.keys() - found.keys()),
         extra=len(found.keys() - expected.keys()),

@@ -131,6 +131,7 @@ def test_requests_in_flight_fail_when_the_connection_breaks(mortal_kafka: Any) -
     wire.close()
 
 
+@pytest.mark.matrix  # test_kafka_source_faults.py reads over TLS, with passwords
 def test_tls_and_passwords(new_kafka: Any) -> None:
     kafka = new_kafka(tls=True, scram={"alice": "secret"})
     topic = kafka.topic(1)

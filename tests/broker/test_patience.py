@@ -86,6 +86,7 @@ def test_run_waits_for_its_server(new_postgres: Callable[..., Any], once_told: A
     assert "waiting up to 120 s" in said_all[0]
 
 
+@pytest.mark.matrix  # the run above waits in the same way
 def test_a_receiver_waits_for_its_server(new_rabbitmq: Callable[[], Any], once_told: Any, tmp_path: Path) -> None:
     server = new_rabbitmq()
     queue = server.queue()

@@ -23,7 +23,7 @@ def world(log: Path, zygote: Zygote, tmp_path: Path, request: pytest.FixtureRequ
 @pytest.mark.parametrize(
     ("world", "point"),
     [
-        pytest.param(g, p, marks=[pytest.mark.matrix] if g == "at_least_once" else [])
+        pytest.param(g, p, marks=[] if g == "exactly_once" else [pytest.mark.matrix])  # test_points.py has the others
         for g in ("exactly_once", "at_least_once", "at_most_once")
         for p in points(g)
     ],

@@ -530,6 +530,7 @@ AREAS: dict[str, Area] = {
             "large values, small buffer": 200,
             "columns in upper case": "refused",
         },
+        matrix=True,  # tests/broker/test_kafka_sink.py writes them without Spark
     ),
     "sink_refusals": Area(
         "Rows and options that a sink refuses",

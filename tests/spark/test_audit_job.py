@@ -72,10 +72,7 @@ DAMAGE: dict[str, tuple[list[Record], Counts]] = {
     "name",
     sweep(
         DAMAGE,
-        lambda name: (
-            name
-            not in ("duplicated", "three copies", "unexpected", "swap across keys", "empty sink", "everything twice")
-        ),
+        lambda name: name in ("clean", "two copies and a loss", "altered", "swap within a key"),
     ),
 )
 def test_a_damaged_sink_is_seen(spark: SparkSession, name: str) -> None:
@@ -110,12 +107,12 @@ def test_without_an_id_a_record_is_told_by_its_content(spark: SparkSession) -> N
     assert audit(spark, SENT, id_sql=None).counts == Counts(12, 12)
 
 
-def test_what_the_source_held_twice_is_no_duplicate(spark: SparkSession) -> None:
+@pytest.mark.parametrize("id_sql", [ID, pytest.param(None, marks=pytest.mark.matrix)])
+def test_what_the_source_held_twice_is_no_duplicate(spark: SparkSession, id_sql: str | None) -> None:
     twice = [*SENT, SENT[0]]
-    for id_sql in (ID, None):
-        assert audit(spark, twice, sent=twice, id_sql=id_sql).counts == Counts(13, 13)
-        assert audit(spark, [*twice, SENT[0]], sent=twice, id_sql=id_sql).counts.duplicated == 1
-        assert audit(spark, SENT, sent=twice, id_sql=id_sql).counts.lost == 1
+    assert audit(spark, twice, sent=twice, id_sql=id_sql).counts == Counts(13, 13)
+    assert audit(spark, [*twice, SENT[0]], sent=twice, id_sql=id_sql).counts.duplicated == 1
+    assert audit(spark, SENT, sent=twice, id_sql=id_sql).counts.lost == 1
 
 
 def test_records_without_an_id_are_told_by_their_content(spark: SparkSession) -> None:
@@ -149,7 +146,7 @@ def test_batches_in_progress_may_be_there(spark: SparkSession) -> None:
 
 def test_one_id_and_one_key_for_everything(spark: SparkSession) -> None:
     """Skew: rows of one partition are pre-aggregated before the shuffle."""
-    rows = 50_000
+    rows = 20_000
     slots = Slots()
     at = slots.placed(["0", "0"])
 

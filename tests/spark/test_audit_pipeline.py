@@ -103,7 +103,9 @@ FOREIGN = "INSERT INTO rows VALUES ('k1', '{\"id\": 999}')"
 @pytest.mark.parametrize(
     ("statements", "counts", "breaks"),
     [
-        ((COPY,), Counts(ROWS, ROWS + 1, duplicated=1), {"exactly_once", "at_most_once"}),
+        pytest.param(
+            (COPY,), Counts(ROWS, ROWS + 1, duplicated=1), {"exactly_once", "at_most_once"}, marks=pytest.mark.matrix
+        ),
         pytest.param((DELETE,), Counts(ROWS, ROWS - 1, lost=1), set(Guarantee), marks=pytest.mark.matrix),
         ((COPY, DELETE), Counts(ROWS, ROWS, lost=1, duplicated=1), set(Guarantee)),
         ((ALTER,), Counts(ROWS, ROWS, altered=1), set(Guarantee)),

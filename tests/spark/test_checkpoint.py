@@ -168,6 +168,7 @@ def test_a_query_with_state(spark: SparkSession, tmp_path: Path) -> None:
 @checkpoint(
     "a source, added by a join to a query with state", "refused", "by Spark, before a write; `plan` names the way back"
 )
+@pytest.mark.matrix  # test_several_sources.py changes those of a query without state
 def test_sources_of_a_query_with_state(spark: SparkSession, tmp_path: Path) -> None:
     def start(sql: str, *names: str) -> None:
         for name in ("orders", "payments"):

@@ -144,6 +144,7 @@ def test_rows_that_lost_are_counted(tmp_path: Path) -> None:
     assert (last["records"], last["left_out"]) == (1, {"conflict": 1})
 
 
+@pytest.mark.matrix
 def test_a_query_that_fails_gives_one_clear_error(example: Path) -> None:
     text = example.read_text().replace("$.amount') AS DOUBLE) AS amount", "$.amount') AS DOUBLE) AS id")
     example.write_text(text)

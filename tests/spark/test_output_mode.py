@@ -115,7 +115,7 @@ def test_totals_in_delta_are_those_of_the_newest_batch(every: bool, spark: Spark
         assert len(done.kills) == EVERY_POINT.count(",") + 1
     else:
         file = described(tmp_path, "complete", sink)
-        killed([sys.executable, str(APP), str(file)], "commit.decide:after@batch=2", tmp_path)
+        killed([sys.executable, str(APP), str(file)], "commit.decide:after@batch=1", tmp_path)
         assert delivered.Pipeline.from_file(file).start(spark).awaitTermination(WAIT_S)
     rows = DeltaTable(str(tmp_path / "table")).to_pyarrow_table().to_pylist()
     assert sorted((r["k"], r["n"], r["total"]) for r in rows) == sorted((k, *v) for k, v in totals().items())

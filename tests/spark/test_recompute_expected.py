@@ -75,6 +75,7 @@ class Table:
         return self.pipeline.audit(self.spark, recompute=True)
 
 
+@pytest.mark.matrix
 def test_rows_that_all_met_their_version_leave_nothing_open(spark: SparkSession, tmp_path: Path) -> None:
     table = Table(spark, tmp_path, CHAIN)
     assert table.run() == after(CHAIN)[0]

@@ -1,9 +1,10 @@
-"""A small `make totals`, and the audit that recomputes it."""
+"""A small `make totals`, killed, and the audit that recomputes it."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
+import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from examples import totals
+from tests.support.halted import killed
 
 import delivered
 from delivered.audit.classes import Counts, Damage, Verdict
@@ -19,12 +21,21 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_totals_equal_a_recomputation_to_the_cent(
-    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: bool, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(totals, "BATCHES", 4)
-    result = totals.run("update", totals.events(6_000), ("commit.decide:after@batch=2",), tmp_path, print)
-    assert (result.kills, result.missing, result.extra, result.different) == (1, 0, 0, 0)
+    """Killed after a decision; by itself, a second time before Spark logs the batch."""
+    table, decided = totals.events(6_000), "commit.decide:after@batch=1"
+    if alone:
+        result = totals.run("update", table, (decided, "log:before@batch=7"), tmp_path, print)
+    else:
+        monkeypatch.setattr(totals, "BATCHES", 4)
+        file = totals.described("update", table, tmp_path)
+        killed([sys.executable, "-m", "delivered.cli.main", "run", str(file)], decided, tmp_path)
+        assert delivered.Pipeline.from_file(file).start(spark).awaitTermination(180)
+        result = totals.compared("update", table, tmp_path, kills=1)
+    assert (result.missing, result.extra, result.different) == (0, 0, 0)
     assert result.recomputed_equal
     assert result.rows > 100
     _recompute_finds_every_damage(spark, tmp_path, result.rows)

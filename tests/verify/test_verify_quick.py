@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from delivered.cli.main import app
 from delivered.model.guarantee import Guarantee
 from delivered.verify.case import Case, run_case
 from delivered.verify.environment import Environment
@@ -56,6 +58,7 @@ def test_the_quick_subset_holds_and_is_not_run_twice(tmp_path: Path) -> None:
     assert "1/" not in again.stderr
 
 
+@pytest.mark.matrix
 def test_one_case_through_spark(tmp_path: Path) -> None:
     """The product as a user runs it: `delivered run`, killed between prepare and decide."""
     fault = next(f for f in catalogue(Guarantee.EXACTLY_ONCE, SQLITE) if f.name == "killed-after-staging")
@@ -86,6 +89,7 @@ def test_the_same_seed_gives_the_same_cases_and_records() -> None:
     assert records(WORKLOADS["keyed"], 3) != records(WORKLOADS["keyed"], 4)
 
 
+@pytest.mark.matrix
 def test_the_same_seed_gives_the_same_faults(tmp_path: Path) -> None:
     """Two runs with one seed and one with another: compares the times of the kills, not only their number."""
 
@@ -135,6 +139,6 @@ def test_a_store_keeps_results_and_knows_what_is_settled(tmp_path: Path) -> None
 
 
 def test_an_unknown_service_is_refused(tmp_path: Path) -> None:
-    done = verify(tmp_path, "--service", "storm")
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["verify", "--out", str(tmp_path / "verify.json"), "--service", "storm"])
+    assert done.exit_code == 2
     assert "SERVICE_UNKNOWN" in done.stderr
