@@ -57,6 +57,7 @@ def _json(result: Result) -> dict[str, object]:
         "balance": float(verdict.balance),
         "kills": sum(result.kills.values()),
         "killed": result.kills,
+        "arrived_meanwhile": result.arrived,
         "audit": result.audit,
         "places": {name: {"lost": lost, "doubled": doubled} for name, (lost, doubled) in verdict.places.items()},
     }

@@ -44,6 +44,11 @@ class Verdict:
     places: dict[str, tuple[int, int]]
 
     @property
+    def under_way(self) -> dict[str, int]:
+        """What a place has not yet. Money that was lost never comes; it moved when sagas are at rest."""
+        return {name: lost for name, (lost, _) in self.places.items() if lost and name != "payments"}
+
+    @property
     def clean(self) -> bool:
         return not (self.lost or self.doubled or self.balance)
 
@@ -64,9 +69,8 @@ def judge(requests: Path, database: str, kafka: str, lake: Path, payments: Path,
         reserved = [id_ for (id_,) in rows("SELECT order_id FROM reservations")]
         shipped = [id_ for (id_,) in rows("SELECT order_id FROM shipments")]
     paid = [id_ for id_, status in sagas.items() if status == "complete"]
-    with closing(sqlite3.connect(payments)) as books:
-        moves = Counter(books.execute("SELECT order_id, kind, cents FROM moves").fetchall())
-    mailed = [line.split()[0] for line in mails.read_text(encoding="utf-8").splitlines()]
+    moves = Counter(_moves(payments))
+    mailed = [line.split()[0] for line in mails.read_text(encoding="utf-8").splitlines()] if mails.exists() else []
     resting = [id_ for id_, status in sagas.items() if status in ("complete", "compensated", "stuck")]
     places = {
         "orders": _differ(placed, orders),
@@ -107,6 +111,14 @@ def _expected_moves(paid: list[str], cents: dict[str, int], moves: Counter[Any])
         if kind == "charge" and id_ not in paid:
             expected |= Counter({(id_, "charge", amount): 1, (id_, "refund", amount): 1})
     return expected
+
+
+def _moves(payments: Path) -> list[tuple[str, str, int]]:
+    """Each time that money moved: order, charge or refund, cents."""
+    with closing(sqlite3.connect(payments)) as books:
+        if not books.execute("SELECT 1 FROM sqlite_master WHERE name = 'moves'").fetchall():
+            return []
+        return books.execute("SELECT order_id, kind, cents FROM moves").fetchall()
 
 
 def _keys(bootstrap: str, topic: str) -> list[str]:

@@ -14,7 +14,7 @@ def test_the_books_balance_though_everything_is_killed(tmp_path: Path) -> None:
     assert result.clean, result
     verdict = result.verdict
     assert (verdict.lost, verdict.doubled, verdict.stuck, verdict.balance) == (0, 0, 0, 0)
-    assert verdict.orders == 125
+    assert verdict.orders == 145
     assert verdict.mails == verdict.paid > 50
     assert verdict.compensated == verdict.orders - verdict.paid > 0
     assert set(result.kills) == {"postgres", "kafka", "payments", "relay", "enrich", "application", "worker", "mailer"}
