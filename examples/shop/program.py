@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from delivered.testing.supervisor import kill_tree
@@ -13,11 +13,28 @@ STOP_TIMEOUT_S = 90.0
 
 
 class Program:
-    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+    """
+    Args:
+        batches: how many a pipeline has committed; None: not a pipeline.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        batches: Callable[[], int] | None = None,
+    ) -> None:
         self._log = log
+        self._batches = batches
         self._command = command
         self._environment = {**os.environ, **environment}
         self._process = self._start()
+
+    @property
+    def is_at_work(self) -> bool:
+        """A pipeline has committed a batch since it was started, and so may be in the middle of the next one."""
+        return self._batches is None or self._batches() > self._before
 
     def keep(self) -> None:
         """Start it again if it failed, for instance because a server was away."""
@@ -47,6 +64,7 @@ class Program:
             self._process.wait()
 
     def _start(self) -> subprocess.Popen[bytes]:
+        self._before = self._batches() if self._batches is not None else 0
         with self._log.open("ab") as output:
             return subprocess.Popen(
                 self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
