@@ -17,7 +17,8 @@ def test_the_books_balance_though_everything_is_killed(tmp_path: Path) -> None:
     assert verdict.orders == 145
     assert verdict.mails == verdict.paid > 50
     assert verdict.compensated == verdict.orders - verdict.paid > 0
-    assert set(result.kills) == {"postgres", "kafka", "payments", "relay", "enrich", "application", "worker", "mailer"}
+    assert {"postgres", "kafka"} <= set(result.kills)
+    assert sum(result.kills.values()) > 6
 
 
 @pytest.mark.matrix
