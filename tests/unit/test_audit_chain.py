@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from delivered.audit.chain import ChainReport, Stretch, linked, weakest
+from delivered.audit.chain import ChainReport, Stretch, linked, own_through, weakest
 from delivered.audit.classes import Counts, Damage, Verdict
 from delivered.audit.report import AuditReport
 from delivered.contract.powers import Address
@@ -73,6 +73,14 @@ def test_a_chain_promises_what_its_weakest_hop_does(
     hops: tuple[Guarantee, ...], promised: Guarantee, uncertain: tuple[Damage, ...]
 ) -> None:
     assert weakest(hops) == (promised, uncertain)
+
+
+def test_rows_that_nobody_sent_are_a_breach_only_if_no_other_writer_came_in_between() -> None:
+    whole = AuditReport("a", "t", ONCE, counts=Counts(9, 9), own="true")
+    last = replace(whole, own="id > 0", foreign=3)
+    assert own_through([whole, last]) == "id > 0"
+    assert own_through([replace(whole, foreign=1), last]) == ""
+    assert own_through([replace(whole, own=""), last]) == ""
 
 
 def test_a_broken_hop_beats_an_unknown_one_and_both_are_shown() -> None:

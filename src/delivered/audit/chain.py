@@ -147,6 +147,16 @@ def linked(
     return chosen
 
 
+def own_through(reports: Sequence[AuditReport]) -> str:
+    """SQL that is true for rows that the first pipeline's source sent; empty: others may have sent some in between.
+
+    Args:
+        reports: of each hop to one end.
+    """
+    *before, last = reports
+    return last.own if all(r.all_own and not r.foreign for r in before) else ""
+
+
 def weakest(guarantees: Sequence[Guarantee]) -> tuple[Guarantee, tuple[Damage, ...]]:
     """What a chain promises, and which damage proves nothing because another hop allows it."""
     loses, doubles = any(g.may_lose for g in guarantees), any(g.may_duplicate for g in guarantees)

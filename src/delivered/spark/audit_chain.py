@@ -20,7 +20,7 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
-from delivered.audit.chain import ChainReport, Stretch, linked, weakest
+from delivered.audit.chain import ChainReport, Stretch, linked, own_through, weakest
 from delivered.audit.outcome import contradictions
 from delivered.audit.report import AuditReport
 from delivered.audit.request import AuditRequest, BadExpression
@@ -271,7 +271,7 @@ def _compared(spark: SparkSession, hops: Sequence[_Hop], empty: AuditReport, hel
         given_up=sum(h.report.given_up for h in hops),
         samples=result.samples,
         partitions=result.partitions,
-        own=request.own or "",
+        own=own_through([h.report for h in hops]),
         foreign=foreign,
         id_says=last.report.id_says,
     )
