@@ -9,7 +9,7 @@ TEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 FAST := tests/unit tests/property tests/crash/test_points.py::test_one_crash_at_every_point
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka bridges totals shop test-fast test coverage check format bench bench-postgres bench-delta endurance peers verify soak docs dist lock clean
+.PHONY: help setup demo demo-kafka bridges totals shop rehearsal test-fast test coverage check format bench bench-postgres bench-delta endurance peers verify soak docs dist lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,6 +41,9 @@ totals: setup ## running totals of 336,776 flights in SQLite, killed ten times i
 
 shop: setup ## orders from an outbox to a mail, through Kafka, Spark and a saga; everything is killed for two minutes; build/shop.json
 	$(BIN)/python -m examples.shop
+
+rehearsal: setup ## what metrics, status, page and alerts show, and how soon, when a pipeline is in trouble; build/operate.json
+	$(BIN)/python -m examples.rehearsal
 
 test-fast: setup ## unit and property tests, every crash point in memory; no server, no Java, a minute and a half
 	$(TEST) $(FAST)

@@ -162,3 +162,62 @@ def test_metrics_are_served_anew_at_each_scrape(tmp_path: Path) -> None:
         assert 'delivered_batch{pipeline="orders"} 0.0' in scrape()
         decide(made, 3, _at(Owner("owner"), psutil.Process()))
         assert 'delivered_batch{pipeline="orders"} 2.0' in scrape()
+
+
+def test_the_report_is_one_file_that_needs_no_other_host(tmp_path: Path) -> None:
+    made = decided(tmp_path, 3, stopped())
+    file = written(tmp_path)
+    for batch in (0, 2):
+        history.add(made.checkpoint, BatchReport(batch, 1, {"orders": 5}, 2, batch, {"stage": 0.5, "apply": 0.1}))
+    audit = {"sink": "orders", "at_ms": 1, "seconds": 1, "unknowns": [], "counts": {"lost": 1}}
+    history.add_audit(made.checkpoint, {**audit, "verdict": "broken", "breaches": ["1 lost <script>"]})
+    out = tmp_path / "page.html"
+    done = CliRunner().invoke(app, ["report", str(file), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    page = out.read_text()
+    for said in (
+        "1 needs somebody",
+        "DELIVERED_AUDIT_BROKEN",
+        "1 lost &lt;script&gt;",
+        "batch 2: 2 shards written again",
+        "1 batches before 2: finished by a later start",
+        "ledger row in the sink",
+        "sqlite out.db orders",
+    ):
+        assert said in page, said
+    assert "<script" not in page and "http" not in page.replace("http-equiv", "")
+
+
+def test_the_served_page_asks_for_its_token_and_refuses_other_pages(tmp_path: Path) -> None:
+    from starlette.testclient import TestClient
+
+    from delivered.model.errors import UsageError
+    from delivered.observe.server import application
+
+    decided(tmp_path, 1)
+    file = written(tmp_path)
+    with pytest.raises(UsageError, match="UI_TOKEN"):
+        application([file], address="0.0.0.0")
+    open_to_all = TestClient(application([file]))
+    assert "orders" in open_to_all.get("/").text
+    assert open_to_all.get("/status.json").json()[0]["batch"] == 0
+    client = TestClient(application([file], token="secret", address="0.0.0.0"))
+    assert client.get("/").status_code == client.post("/end/0/abort/x").status_code == 401
+    assert client.get("/", headers={"Authorization": "Bearer secret"}).status_code == 200
+    elsewhere = client.post("/end/0/abort/x?token=secret", headers={"Origin": "http://evil.example"})
+    assert elsewhere.status_code == 403
+    answer = client.post("/end/0/abort/x?token=secret")
+    assert (answer.status_code, "NO_TRANSACTIONS" in answer.text) == (409, True)
+
+
+def test_alerts_and_dashboard_use_metrics_that_exist() -> None:
+    import re
+
+    from delivered.observe.metrics import StatusCollector
+
+    families = StatusCollector(list).describe()
+    known = {f"{f.name}_total" if f.type == "counter" else f.name for f in families}
+    for file in ("prometheus-alerts.yml", "grafana-dashboard.json"):
+        deploy = (Path(__file__).parents[2] / "deploy" / file).read_text()
+        used = set(re.findall(r"\bdelivered_[a-z_]+", deploy))
+        assert used and used <= known, (file, used - known)

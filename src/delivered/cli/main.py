@@ -40,6 +40,8 @@ app.command()(audit.audit)
 app.command()(status.status)
 app.command()(status.top)
 app.command()(status.metrics)
+app.command()(status.report)
+app.command()(status.ui)
 
 
 def _version(wanted: bool) -> None:

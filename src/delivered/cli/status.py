@@ -93,6 +93,37 @@ def metrics(
         stop.wait()
 
 
+@command
+def report(
+    paths: PathsArgument = [Path()],  # noqa: B006
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("pipelines.html"),
+) -> None:
+    """Write pipelines as one HTML file: problems, batches by step, open transactions, audits."""
+    from delivered.observe.look import ways
+    from delivered.observe.page import page
+
+    named = files(paths)
+    out.write_text(page(list(zip(look(named), ways(named), strict=True))), encoding="utf-8")
+    say(str(out))
+
+
+@command
+def ui(
+    paths: PathsArgument = [Path()],  # noqa: B006
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8090,
+    address: Annotated[str, typer.Option(help="Address to listen on; another one needs --token.")] = "127.0.0.1",
+    token: Annotated[
+        str | None, typer.Option(help="env:NAME or file:PATH: requests must carry it, as ?token= or a bearer.")
+    ] = None,
+) -> None:
+    """Serve the same page, with buttons that end transactions; it loads itself again every 5 s."""
+    from delivered.model.options import resolve_secret
+    from delivered.observe.server import serve
+
+    note(f"serving http://{address}:{port}/")
+    serve(files(paths), port, address=address, token=resolve_secret("token", token) if token is not None else None)
+
+
 class _Rates:
     """Records per second between two looks."""
 

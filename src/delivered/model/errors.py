@@ -148,6 +148,8 @@ EXTRA_OF: Mapping[str, tuple[str, str]] = MappingProxyType(
         "grpc": ("grpcio", "rocketmq"),
         "httpx": ("httpx", "saga"),
         "prometheus_client": ("prometheus-client", "metrics"),
+        "starlette": ("starlette", "ui"),
+        "uvicorn": ("uvicorn", "ui"),
         "altair": ("altair", "report"),
         "jinja2": ("jinja2", "report"),
         "vl_convert": ("vl-convert-python", "report"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from delivered.model.errors import DeliveredError, UsageError
+from delivered.observe.page import Way, way_of
 from delivered.observe.status import Problem, Status, status
 from delivered.pipeline.definition import Definition
 
@@ -36,6 +37,18 @@ def look(paths: Sequence[Path]) -> list[Status]:
     """The status of every pipeline, asked at the same time. A file that cannot be read is a problem of its status."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(pool.map(_status, paths))
+
+
+def ways(paths: Sequence[Path]) -> list[Way]:
+    """How the data of each pipeline travels, for the page."""
+    return [_way(path) for path in paths]
+
+
+def _way(path: Path) -> Way:
+    try:
+        return way_of(Definition.from_file(path))
+    except DeliveredError:
+        return Way()
 
 
 def _status(path: Path) -> Status:

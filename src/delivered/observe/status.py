@@ -26,8 +26,8 @@ from delivered.pipeline.transactions import Open, open_transactions
 from delivered.planner import Trigger
 from delivered.source.lag import lag_by_partition
 
-ASK_S_MAX = 5.0
-"""For each server: a status must not wait as long as a pipeline does."""
+ASK_S_MAX = 3.0
+"""For all servers of a pipeline: a status must not wait as long as the pipeline does, nor a scrape time out."""
 _CLOCKS_S = 5.0
 """By which the clocks of two machines may differ."""
 _STALLED_S_MIN = 60.0
@@ -139,8 +139,13 @@ class Status:
 
 
 def status(pipeline: Definition) -> Status:
-    """Ask checkpoint, ledger, sinks and sources, each for at most `ASK_S_MAX`. Never raises for what does not answer:
-    it is a problem of the status."""
+    """Ask checkpoint, ledger, sinks and sources, for `ASK_S_MAX` in all. Never raises for what does not answer: it is a
+    problem of the status."""
+    with within(ASK_S_MAX):
+        return _status(pipeline)
+
+
+def _status(pipeline: Definition) -> Status:
     problems: list[Problem] = []
     found: dict[str, Any] = {}
     with _asking(problems):
@@ -182,8 +187,7 @@ def status(pipeline: Definition) -> Status:
 @contextlib.contextmanager
 def _asking(problems: list[Problem]) -> Iterator[None]:
     try:
-        with within(ASK_S_MAX):
-            yield
+        yield
     except DeliveredError as error:
         if all(p.text != error.message for p in problems):
             problems.append(Problem(error.code, error.message, error.next_step))

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from delivered.model.errors import UsageError
+from delivered.observe.html import html_page
 from delivered.verify.case import Result
 from delivered.verify.judge import Verdict
 from delivered.verify.matrix import FORMAT, read_results, versions, write_file
-from delivered.verify.report import html_page, write_report
+from delivered.verify.report import write_report
 
 _log = logging.getLogger(__name__)
 RUNS, INDEX = "runs", "index.html"

@@ -1,0 +1,324 @@
+"""`python -m examples.rehearsal`: what somebody on call sees, and how soon, when a pipeline is in trouble.
+
+A pipeline from Kafka to Kafka under load, beside it `delivered metrics`, `delivered ui` and a real Prometheus with the
+alert rules of deploy/. Each trouble is made on purpose, looked for in all four places, mended by the command that they
+name, and looked for until it is gone. Writes build/operate.json; exit code 1 if something was not seen within 15 s, or
+did not go away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from delivered import brokers
+from delivered.brokers.debian import unpacked
+from delivered.brokers.fetch import cache_folder
+from delivered.checkpoint import history
+from delivered.connectors.kafka.transactions import id_prefix
+from delivered.pipeline.definition import Definition
+
+SEEN_WITHIN_S = 15.0
+GONE_WITHIN_S = 90.0
+RECORDS_PER_S = 200
+RULES = Path(__file__).parents[1] / "deploy" / "prometheus-alerts.yml"
+PLACES = ("metrics", "status", "page", "alert")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """
+    Attributes:
+        seen_on: place -> seconds from the trouble until it was seen there.
+        gone_after_s: seconds from the mending command until it was seen nowhere.
+    """
+
+    case: str
+    code: str
+    seen_on: dict[str, float]
+    mended_by: str
+    gone_after_s: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.seen_on.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "seen_on": sorted(self.seen_on), "seen_after_s": self.seen_on, "seconds": self.seconds}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def fetched(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return str(answer.read().decode())
+
+
+def prometheus() -> Path:
+    """The program, from Debian's package."""
+    root = unpacked("prometheus", cache_folder() / "prometheus" / "debian", ["prometheus"], "31 MB", print)
+    return root / "usr" / "bin" / "prometheus"
+
+
+class Load(threading.Thread):
+    """Sends records at a steady rate, whatever happens to the broker."""
+
+    def __init__(self, bootstrap: str) -> None:
+        super().__init__(daemon=True)
+        self._producer = Producer({"bootstrap.servers": bootstrap, "log_level": 0})
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        number = 0
+        while not self.ended.wait(0.1):
+            for _ in range(RECORDS_PER_S // 10):
+                with contextlib.suppress(BufferError):
+                    self._producer.produce("orders", key=str(number), value=f"order {number}")
+                number += 1
+            self._producer.poll(0)
+
+
+class Watch:
+    """The four places."""
+
+    def __init__(self, file: Path, metrics_port: int, ui_port: int, prometheus_port: int, alerts: bool) -> None:
+        self._file = file
+        self._metrics, self._ui = f"http://127.0.0.1:{metrics_port}/metrics", f"http://127.0.0.1:{ui_port}"
+        self._prometheus = f"http://127.0.0.1:{prometheus_port}/api/v1/alerts"
+        self.places = PLACES if alerts else PLACES[:-1]
+
+    def where(self, codes: tuple[str, ...], alerts: tuple[str, ...]) -> set[str]:
+        """The places that show one of these problems now."""
+        looks: dict[str, Callable[[], bool]] = {
+            "metrics": lambda: any(f'code="{c}"' in fetched(self._metrics) for c in codes),
+            "status": lambda: any(p["code"] in codes for s in self._status() for p in s["problems"]),
+            "page": lambda: any(c in fetched(self._ui) for c in codes),
+            "alert": lambda: any(a in alerts for a in self._firing()),
+        }
+        return {place for place in self.places if looks[place]()}
+
+    def anything(self) -> set[str]:
+        problems = [p["code"] for s in self._status() for p in s["problems"]]
+        return {*problems, *(self._firing() if "alert" in self.places else ())}
+
+    def _status(self) -> list[dict[str, Any]]:
+        command = [sys.executable, "-m", "delivered.cli.main", "status", str(self._file), "-o", "json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return list(json.loads(done.stdout))
+
+    def _firing(self) -> list[str]:
+        alerts = json.loads(fetched(self._prometheus))["data"]["alerts"]
+        return [a["labels"]["alertname"] for a in alerts if a["state"] == "firing"]
+
+
+def until(fact: Callable[[], bool], limit_s: float, what: str) -> float:
+    """Seconds until a fact holds."""
+    began = time.monotonic()
+    while not fact():
+        if time.monotonic() - began > limit_s:
+            raise TimeoutError(f"{what} within {limit_s:.0f} s")
+        time.sleep(0.2)
+    return time.monotonic() - began
+
+
+def rehearse(
+    watch: Watch,
+    case: str,
+    trouble: Callable[[], None],
+    codes: tuple[str, ...],
+    alerts: tuple[str, ...],
+    mended_by: str,
+    mend: Callable[[], None],
+) -> Seen:
+    began = time.monotonic()
+    trouble()
+    seen: dict[str, float] = {}
+    while set(seen) != set(watch.places):
+        for place in watch.where(codes, alerts):
+            seen.setdefault(place, round(time.monotonic() - began, 1))
+        if time.monotonic() - began > 4 * SEEN_WITHIN_S:
+            raise TimeoutError(f"{case}: {codes} was seen only on {sorted(seen)}")
+        time.sleep(0.2)
+    print(f"{case}: {codes[0]} seen after {seen}", flush=True)
+    mend()
+    gone = until(lambda: not watch.where(codes, alerts), GONE_WITHIN_S, f"{case}: {codes} did not go away")
+    print(f"{case}: gone {gone:.1f} s after: {mended_by}", flush=True)
+    return Seen(case, codes[0], seen, mended_by, round(gone, 1))
+
+
+class Driver:
+    """`delivered run`, in a session of its own, so that it can be killed with everything below it."""
+
+    def __init__(self, file: Path, log: Path) -> None:
+        self._file, self._log = file, log
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "delivered.cli.main", "run", str(self._file)]
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@contextlib.contextmanager
+def beside(*command: str, log: Path) -> Iterator[None]:
+    with log.open("ab") as out:
+        process = subprocess.Popen([*command], stdout=out, stderr=out)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def cost(checkpoint: str) -> dict[str, float]:
+    """What the reports of batches cost: the time to keep one, as a share of this run's median batch."""
+    reports = history.batches(checkpoint)
+    took = sorted(sum(r.seconds.values()) for r in reports)
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        for _ in range(500):
+            history.add(folder, reports[-1])
+        each = (time.perf_counter() - began) / 500
+    median = took[len(took) // 2]
+    return {"report_ms": round(each * 1000, 3), "batch_ms": round(median * 1000, 1), "share": round(each / median, 5)}
+
+
+def main() -> int:
+    folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
+    broker = brokers.start("kafka", folder / "kafka", dies_with_parent=True)
+    admin = AdminClient({"bootstrap.servers": broker.bootstrap, "log_level": 0})
+    for future in admin.create_topics([NewTopic(name, 2, 1) for name in ("orders", "clean")]).values():
+        future.result()
+    pipeline = {
+        "pipeline": "clean", "guarantee": "exactly_once", "checkpoint": "checkpoint", "trigger": "1 second",
+        "source": {"format": "kafka", "kafka.bootstrap.servers": broker.bootstrap, "subscribe": "orders"},
+        "sinks": [{"format": "kafka", "kafka.bootstrap.servers": broker.bootstrap, "topic": "clean"}],
+        "master": "local[2]",
+    }  # fmt: skip
+    file = folder / "clean.yaml"
+    file.write_text(yaml.safe_dump(pipeline), encoding="utf-8")
+    definition = Definition.from_file(file)
+    ports = free_port(), free_port(), free_port()
+    try:
+        program: Path | None = prometheus()
+    except Exception as error:
+        print(f"no Prometheus here, so alerts are not rehearsed: {error}", file=sys.stderr)
+        program = None
+    watch = Watch(file, *ports, alerts=program is not None)
+    cli = (sys.executable, "-m", "delivered.cli.main")
+    driver, load = Driver(file, folder / "run.log"), Load(broker.bootstrap)
+    hanging: list[Producer] = []
+
+    def hang() -> None:
+        """As a task leaves it that was killed after its first rows, on a machine that never came back."""
+        spec = definition.spec
+        name = f"{id_prefix(spec.scope(spec.open()))}90.0"
+        hanging.append(Producer({"bootstrap.servers": broker.bootstrap, "transactional.id": name, "log_level": 0,
+                                 "transaction.timeout.ms": 600_000}))  # fmt: skip
+        hanging[-1].init_transactions(30)
+        hanging[-1].begin_transaction()
+        hanging[-1].produce("clean", value=b"never committed", partition=0)
+        hanging[-1].flush(30)
+
+    def abort() -> None:
+        """The page's button."""
+        (found,) = json.loads(fetched(f"http://127.0.0.1:{ports[1]}/status.json"))
+        name = next(t["id"] for t in found["transactions"] if t["id"].endswith("90.0"))
+        address = f"http://127.0.0.1:{ports[1]}/end/0/abort/{urllib.parse.quote(name, safe='')}"
+        urllib.request.urlopen(urllib.request.Request(address, method="POST"), timeout=30).close()
+
+    results: list[Seen] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(broker.stop)
+        stack.callback(driver.kill)
+        load.start()
+        driver.start()
+        stack.enter_context(beside(*cli, "metrics", str(file), "--port", str(ports[0]), log=folder / "metrics.log"))
+        stack.enter_context(beside(*cli, "ui", str(file), "--port", str(ports[1]), log=folder / "ui.log"))
+        if program is not None:
+            config = folder / "prometheus.yml"
+            scrape = {"job_name": "delivered", "static_configs": [{"targets": [f"127.0.0.1:{ports[0]}"]}]}
+            config.write_text(
+                yaml.safe_dump(
+                    {
+                        "global": {"scrape_interval": "5s", "scrape_timeout": "5s", "evaluation_interval": "5s"},
+                        "rule_files": [str(RULES.resolve())],
+                        "scrape_configs": [scrape],
+                    }
+                )
+            )
+            args = (f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}")
+            listen = f"--web.listen-address=127.0.0.1:{ports[2]}"
+            stack.enter_context(beside(str(program), *args, listen, log=folder / "prometheus.log"))
+
+        def quiet() -> bool:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                return not watch.anything() and len(history.batches(definition.checkpoint)) > 5
+            return False
+
+        until(quiet, 180, "the pipeline did not run without a problem")
+        print("the pipeline runs, and nothing is shown", flush=True)
+        orphaned, stopped = ("DELIVERED_TRANSACTION_ORPHANED",), ("DELIVERED_STOPPED_WITH_LAG",)
+        away = ("DELIVERED_KAFKA_UNREACHABLE", "DELIVERED_KAFKA_NO_ANSWER", "DELIVERED_LEDGER_UNREACHABLE")
+        results.append(
+            rehearse(
+                watch, "a transaction hangs", hang, orphaned, ("DeliveredTransactionOrphaned",),
+                "the page's button abort (delivered transactions abort)", abort,
+            )
+        )  # fmt: skip
+        results.append(
+            rehearse(
+                watch, "the driver is killed", driver.kill, stopped, ("DeliveredNoDecision",),
+                "delivered run clean.yaml", driver.start,
+            )
+        )  # fmt: skip
+        until(quiet, 90, "the pipeline did not recover")
+        results.append(
+            rehearse(
+                watch, "the broker is down", broker.kill, away, ("DeliveredUnreachable",),
+                "a restart of the broker", broker.restart,
+            )
+        )  # fmt: skip
+        until(quiet, 120, "the pipeline did not recover")
+        load.ended.set()
+    build = Path("build")
+    build.mkdir(exist_ok=True)
+    found = {"cases": [r.to_json() for r in results], "cost_of_reports": cost(definition.checkpoint)}
+    (build / "operate.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(found, indent=1))
+    late = [r.case for r in results if r.seconds > SEEN_WITHIN_S]
+    for case in late:
+        print(f"{case}: seen later than {SEEN_WITHIN_S:.0f} s", file=sys.stderr)
+    return 1 if late else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

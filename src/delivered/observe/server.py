@@ -1,0 +1,121 @@
+"""The page, served: it loads itself again, and its buttons end transactions as `delivered transactions` does.
+
+Listens on 127.0.0.1 without a token; elsewhere every request must carry one.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote, urlencode, urlsplit
+
+from delivered.model.errors import DeliveredError, MissingExtra, UsageError
+from delivered.observe.look import look, ways
+from delivered.observe.page import page
+from delivered.observe.status import Status
+from delivered.pipeline.definition import Definition
+from delivered.pipeline.transactions import end_transaction
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+LOCAL = ("127.0.0.1", "::1", "localhost")
+REFRESH_S = 5.0
+
+
+def application(paths: Sequence[Path], *, token: str | None = None, address: str = LOCAL[0]) -> Starlette:
+    """An ASGI application.
+
+    Args:
+        paths: pipeline files.
+        token: that requests must carry, as `?token=` or `Authorization: Bearer`.
+
+    Raises:
+        UsageError: an address that others reach, without a token.
+        MissingExtra: starlette is not installed.
+    """
+    if token is None and address not in LOCAL:
+        raise UsageError(
+            "UI_TOKEN",
+            f"The page would be readable by everyone who reaches {address}, and its buttons end transactions.",
+            next_step="pass --token env:NAME, or listen on 127.0.0.1 and reach it through a tunnel",
+        )
+    try:
+        from starlette.applications import Starlette
+        from starlette.concurrency import run_in_threadpool
+        from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse
+        from starlette.routing import Route
+    except ImportError:
+        raise MissingExtra("ui") from None
+
+    query = f"?{urlencode({'token': token})}" if token is not None else ""
+
+    def address_of(status: Status, transaction: str, apply: bool) -> str:
+        file = next(n for n, f in enumerate(paths) if f.stem == status.pipeline or _name(f) == status.pipeline)
+        return f"/end/{file}/{'apply' if apply else 'abort'}/{quote(transaction, safe='')}{query}"
+
+    def refused(request: Request) -> Response | None:
+        given = request.query_params.get("token") or request.headers.get("authorization", "").removeprefix("Bearer ")
+        if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
+            return PlainTextResponse("A token is needed: ?token=...", 401)
+        return None
+
+    def render() -> str:
+        found = list(zip(look(paths), ways(paths), strict=True))
+        return page(found, refresh_s=REFRESH_S, action=address_of)
+
+    async def index(request: Request) -> Response:
+        return refused(request) or HTMLResponse(await run_in_threadpool(render), headers={"Cache-Control": "no-store"})
+
+    async def status(request: Request) -> Response:
+        if (no := refused(request)) is not None:
+            return no
+        return JSONResponse([s.to_json() for s in await run_in_threadpool(look, paths)])
+
+    async def end(request: Request) -> Response:
+        if (no := refused(request)) is not None:
+            return no
+        origin = request.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+            return PlainTextResponse("The request came from another page.", 403)
+        path = paths[int(request.path_params["file"])]
+        apply = request.path_params["how"] == "apply"
+        try:
+            pipeline = Definition.from_file(path)
+            await run_in_threadpool(end_transaction, pipeline, request.path_params["id"], commit=apply)
+        except DeliveredError as error:
+            return PlainTextResponse(f"{error}\n", 409)
+        return RedirectResponse(f"/{query}", 303)
+
+    return Starlette(
+        routes=[
+            Route("/", index),
+            Route("/status.json", status),
+            Route("/end/{file:int}/{how}/{id}", end, methods=["POST"]),
+        ]
+    )
+
+
+def _name(file: Path) -> str:
+    try:
+        return Definition.from_file(file).name
+    except DeliveredError:
+        return ""
+
+
+def serve(paths: Sequence[Path], port: int, *, address: str = LOCAL[0], token: str | None = None) -> None:
+    """Until a signal ends the process.
+
+    Raises:
+        UsageError, MissingExtra: as `application`.
+    """
+    made = application(paths, token=token, address=address)
+    try:
+        import uvicorn
+    except ImportError:
+        raise MissingExtra("ui") from None
+    uvicorn.run(made, host=address, port=port, log_level="warning", access_log=False)

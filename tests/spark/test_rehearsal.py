@@ -1,0 +1,33 @@
+"""`make rehearsal`: each trouble is seen in every place within 15 s, and gone after what they say mends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.matrix
+def test_trouble_is_seen_and_mended(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "examples.rehearsal"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=540, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    cases = json.loads((tmp_path / "build" / "operate.json").read_text())["cases"]
+    assert [c["case"] for c in cases] == ["a transaction hangs", "the driver is killed", "the broker is down"]
+    assert all(c["seen_on"] == ["alert", "metrics", "page", "status"] for c in cases)
+
+
+@pytest.mark.matrix
+def test_the_alert_rules_load() -> None:
+    from examples.rehearsal import RULES, prometheus
+
+    promtool = prometheus().with_name("promtool")
+    done = subprocess.run([promtool, "check", "rules", RULES], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
