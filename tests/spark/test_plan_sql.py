@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pyarrow as pa
 from pyspark.sql import SparkSession
+from pyspark.sql.functions import udf
 
 import delivered
 from delivered.connectors.log.produce import append
@@ -45,6 +46,13 @@ def test_sql_is_held_against_the_source(spark: SparkSession, tmp_path: Path) -> 
 
     spark.udf.register("twice", lambda x: 2 * x, "int")
     assert isinstance(plan("SELECT twice(1) AS id FROM source"), Plan), "functions of the session are known"
+    changing = udf(lambda: "x", "string").asNondeterministic()
+    spark.udf.register("token", changing)
+    warned = plan("SELECT token() AS id FROM source")
+    assert isinstance(warned, Plan)
+    assert "registered as nondeterministic" in warned.warnings[0], warned.warnings
+    known = plan("SELECT uuid() AS id FROM source")
+    assert isinstance(known, Plan) and not any("registered" in w for w in known.warnings)
     column = plan("SELECT map('a', 1) AS id FROM source")
     assert isinstance(column, Refusal), "a column that the sink cannot take"
     assert not (tmp_path / "checkpoint").exists()

@@ -15,6 +15,7 @@ from delivered.contract.finding import Finding
 from delivered.contract.powers import planned
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.offsets import SOURCE
+from delivered.pipeline.changing import changing_in_sql
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
 from delivered.spark.jvm import jvm_of
@@ -72,17 +73,31 @@ def checked_transform(pipeline: Definition, spark: SparkSession) -> tuple[Findin
         return ()
     try:
         sources = {n: planned(e.source()).schema() for n, e in pipeline.sources.items()}
-        for endpoint, columns in zip(pipeline.sinks, _results(pipeline, spark, sources), strict=True):
+        schemas, repeatable = _results(pipeline, spark, sources)
+        for endpoint, columns in zip(pipeline.sinks, schemas, strict=True):
             endpoint.sink().check_schema(columns)
     except UsageError as error:
         return (Finding.refusal(error),)
     except DeliveredError:
         return ()  # a server went away meanwhile: the start reports it
-    return ()
+    named = pipeline.transform.deterministic is not None or changing_in_sql(pipeline.transform.sql)
+    return () if repeatable or named else (_UNREPEATABLE,)
 
 
-def _results(pipeline: Definition, spark: SparkSession, sources: Mapping[str, pa.Schema]) -> list[pa.Schema]:
-    """Columns of the rows that reach each sink.
+_UNREPEATABLE = Finding(
+    "SQL_NOT_DETERMINISTIC",
+    "The SQL calls a function that is registered as nondeterministic (asNondeterministic): a batch that reruns gets other "
+    "rows. A batch that was decided and must be written again, because its transaction timed out, stops with "
+    "REPLAY_DIFFERS, and so does a rerun of a stateful query. Compute the value from the record, or declare "
+    "`deterministic: true` if it only depends on its arguments.",
+    False,
+)
+
+
+def _results(
+    pipeline: Definition, spark: SparkSession, sources: Mapping[str, pa.Schema]
+) -> tuple[list[pa.Schema], bool]:
+    """Columns of the rows that reach each sink, and whether Spark takes the transform for deterministic.
 
     Raises:
         UsageError: the SQL, or a sink's select, does not fit the columns.
@@ -93,7 +108,9 @@ def _results(pipeline: Definition, spark: SparkSession, sources: Mapping[str, pa
             frame = apply_transform(pipeline.transform, spark, dict.fromkeys(sources))(read)
             # Spark Connect analyses here, not before: the views must still be there.
             frames = [projected(frame, s.projection) for s in pipeline.sinks]
-            return [to_arrow_schema(f.schema, timezone="UTC") for f in frames]
+            schemas = [to_arrow_schema(f.schema, timezone="UTC") for f in frames]
+            jvm_frame = getattr(frame, "_jdf", None)  # Spark Connect does not tell
+            return schemas, jvm_frame is None or bool(jvm_frame.queryExecution().analyzed().deterministic())
     except (AnalysisException, ParseException) as error:
         raise _invalid(error, pipeline.transform.sql, sources) from None
 
