@@ -108,6 +108,30 @@ def test_whoever_ends_the_launcher_ends_the_worker(
     assert launcher.wait(20) == -number
     assert launcher.stdout.read() == b"", "the worker's output is closed"
     worker.wait(20)
+    assert template.poll() is None
+
+
+def test_a_launcher_that_is_killed_before_it_read_the_answer_ends_the_worker_alone(
+    template: subprocess.Popen[bytes], module: Path
+) -> None:
+    import marshal
+    import socket
+
+    env = environment(template, module)
+    request = marshal.dumps((["-m", "waits"], env, str(module)))
+    read, write = os.pipe()
+    launcher = socket.socket(socket.AF_UNIX)
+    launcher.connect(env[SOCKET])
+    socket.send_fds(launcher, [len(request).to_bytes(4, "big")], [0, write, 2])
+    launcher.sendall(request)
+    os.close(write)
+    worker = psutil.Process(int(os.read(read, 100)))
+    launcher.close()  # with unread data: the other side's read fails
+    worker.wait(20)
+    assert os.read(read, 1) == b""
+    os.close(read)
+    assert template.poll() is None
+    assert run(env, module, "ends", "3").returncode == 3
 
 
 def test_without_a_template_it_is_an_ordinary_interpreter(template: subprocess.Popen[bytes], module: Path) -> None:

@@ -86,10 +86,10 @@ def checked_transform(pipeline: Definition, spark: SparkSession) -> tuple[Findin
 
 _UNREPEATABLE = Finding(
     "SQL_NOT_DETERMINISTIC",
-    "The SQL calls a function that is registered as nondeterministic (asNondeterministic): a batch that reruns gets other "
-    "rows. A batch that was decided and must be written again, because its transaction timed out, stops with "
-    "REPLAY_DIFFERS, and so does a rerun of a stateful query. Compute the value from the record, or declare "
-    "`deterministic: true` if it only depends on its arguments.",
+    "The SQL calls a function that is registered as nondeterministic (asNondeterministic): a batch that reruns gets "
+    "other rows. If its decided transaction timed out and must be written again, or if the query keeps state, it stops "
+    "with REPLAY_DIFFERS. Compute the value from the record, or declare `deterministic: true` if it depends on its "
+    "arguments alone.",
     False,
 )
 

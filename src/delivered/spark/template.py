@@ -120,11 +120,15 @@ class Template:
 
     def _hear(self, launcher: socket.socket) -> None:
         asked = self._asked.get(launcher)
-        if asked is None:  # its child runs: the launcher was killed
-            if not launcher.recv(1):
-                self._kill_child_of(launcher)
+        if asked is None:  # its child runs: the launcher was killed, perhaps before it read the child's id
+            with contextlib.suppress(ConnectionError):
+                launcher.recv(1)
+            self._kill_child_of(launcher)
             return
-        data, streams, _, _ = socket.recv_fds(launcher, asked.missing, _STREAMS)
+        try:
+            data, streams, _, _ = socket.recv_fds(launcher, asked.missing, _STREAMS)
+        except ConnectionError:
+            data, streams = b"", []
         asked.data += data
         asked.streams += streams
         if not data:
