@@ -90,6 +90,8 @@ peers: setup ## the same kills for what a user would take instead, into docs/pee
 verify: setup ## every failure point, every guarantee, every sink, judged from outside; hours, goes on where it was
 	$(BIN)/python -m pytest -m matrix
 	$(BIN)/delivered verify --service engine --jobs 2 --resume
+	$(BIN)/delivered verify --service producer --resume
+	$(BIN)/delivered verify --service consumer --resume
 	$(BIN)/delivered verify --service engine --jobs 2 --resume --only exactly_once \
 		--source pulsar --source rabbitmq_stream --source rabbitmq --source activemq --source rocketmq
 	$(BIN)/delivered verify --resume

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from delivered.model.guarantee import Guarantee
+from delivered.verify.ends.run import SYSTEMS, cases
 from delivered.verify.fault import PLACES
 from delivered.verify.judge import RECOVERY_RATIO_MAX, Verdict
 from delivered.verify.matrix import FORMAT, SINKS, read_results, write_file
-from delivered.verify.services import SERVICES
+from delivered.verify.services import ENDS, SERVICES
 from delivered.verify.systems import SINK_KINDS, SOURCE_KINDS
 from delivered.verify.workloads import WORKLOADS
 
@@ -48,15 +49,30 @@ def store(paths: Sequence[Path]) -> None:
     for path in paths:
         for r in read_results(path)["results"]:
             if r["workload"] != "own":
-                kept = _KEPT if WORKLOADS[r["workload"]].oracle is not None else _KEPT[: -len(_BY_KEY)]
+                workload = WORKLOADS.get(r["workload"])  # of both ends it is none
+                kept = _KEPT if workload is not None and workload.oracle is not None else _KEPT[: -len(_BY_KEY)]
                 found[key(r)] = {k: r[k] for k in kept if r.get(k, "") not in ("", {})}
     lines = ",\n".join(json.dumps(found[k]) for k in sorted(found))
     write_file(STORED, f'{{"format": {FORMAT}, "results": [\n{lines}\n]}}\n')
 
 
 def of_matrix(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without those of a soak and of a source that was asked for, which have tables of their own."""
-    return [r for r in results if not r["fault"].startswith(SOAK) and not r.get("source")]
+    """Without those of a soak, of a source that was asked for and of both ends, which have tables of their own."""
+    found = [r for r in results if not r["fault"].startswith(SOAK) and not r.get("source")]
+    return [r for r in found if r["service"] not in ENDS]
+
+
+def both_ends(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Systems of both ends against failure points; in brackets the faults that were injected."""
+    places = sorted({c.fault.place for s in ENDS for c in cases(s, 1)} - {"none"})
+    lines = ["| service | system | undisturbed | " + " | ".join(places) + " |", "|---" * (3 + len(places)) + "|"]
+    for service in ENDS:
+        there = {(c.sink, c.fault.place) for c in cases(service, 1)}
+        for system in SYSTEMS[service]:
+            row = [r for r in results if (r["service"], r["sink"]) == (service, system)]
+            cells = [cell(at(row, p)) if (system, p) in there else NOTHING for p in ("none", *places)]
+            lines.append(f"| {service} | {system} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def of_sources(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -249,6 +265,19 @@ def page() -> str:
             "## Every source with every sink",
             "",
             *_between(of_sources(everything)),
+            "",
+            "## Both ends",
+            "",
+            "`delivered verify --service producer` kills applications that write business rows and an",
+            "[outbox](outbox.md), the relay that sends the messages on, and the database, which also fails over,",
+            "with the slot and without. `--service consumer` kills consumers with an [inbox](inbox.md), which get",
+            "every second message twice, and workers of [sagas](saga.md), at every call of every step and",
+            "compensation, and every question.",
+            "Each business row and its message, and each effect, must be there once; each saga must be at rest, and",
+            "the effects as it ended. F7: a transaction that commits late, two consumers at once, a paused worker,",
+            "three workers at once.",
+            "",
+            *both_ends(everything),
             "",
             "## Upserts",
             "",

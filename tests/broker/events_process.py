@@ -8,9 +8,8 @@ import sys
 import uuid
 from typing import Any
 
-from tests.broker.outbox_process import Killer, connect, run
-
 from delivered.events import Aggregate, DuplicateEvent, Event, new_id
+from delivered.verify.ends.applications import Killer, connect, execute
 
 
 def apply(state: Any, event: Event) -> Any:
@@ -35,7 +34,7 @@ def application(spec: dict[str, Any]) -> None:
             if other is not connection:
                 connection.commit()
                 reached("in_late", n)
-            run(other, f"UPDATE {spec['balances']} SET total = total + {n}, n = n + 1")
+            execute(other, f"UPDATE {spec['balances']} SET total = total + {n}, n = n + 1")
             reached("in_late", n)
             other.commit()
         connection.commit()

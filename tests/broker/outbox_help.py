@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 import pytest
-from tests.broker import outbox_process
 
 from delivered import outbox
 from delivered.connectors.outbox import CONNECTOR
 from delivered.contract.source import Offsets, Source
+from delivered.verify.ends import applications
 
 _names = itertools.count()
 METHODS = ["postgres-log", "postgres-poll", "mysql-poll", "sqlite-poll"]
@@ -27,7 +27,7 @@ class Database:
         self.dialect, self.url, self.client = dialect, url, client
 
     def raw(self) -> Any:
-        return outbox_process.connect(self.dialect, self.url)
+        return applications.connect(self.dialect, self.url)
 
     def connect(self) -> Any:
         if self.client == "driver":
@@ -42,7 +42,7 @@ class Database:
     def execute(self, statement: str) -> list[tuple[Any, ...]]:
         """As a transaction of its own, through a client that is not the tested one."""
         with contextlib.closing(self.raw()) as connection:
-            rows = outbox_process.run(connection, statement)
+            rows = applications.execute(connection, statement)
             connection.commit()
             return rows
 
@@ -68,7 +68,7 @@ class Shop:
     """A fresh outbox.
 
     Attributes:
-        url: for the source; address: for `outbox_process`.
+        url: for the source; address: for `applications`.
     """
 
     def __init__(self, dialect: str, url: str, address: str, method: str = "poll") -> None:
@@ -78,12 +78,12 @@ class Shop:
         self.execute(outbox.ddl(dialect, self.layout))
 
     def connect(self) -> Any:
-        return outbox_process.connect(self.dialect, self.address)
+        return applications.connect(self.dialect, self.address)
 
     def execute(self, *statements: str) -> list[tuple[Any, ...]]:
         """In a transaction of their own; the rows of the last one."""
         with contextlib.closing(self.connect()) as connection:
-            rows = [outbox_process.run(connection, s) for s in statements][-1]
+            rows = [applications.execute(connection, s) for s in statements][-1]
             connection.commit()
             return rows
 

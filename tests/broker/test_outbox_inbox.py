@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.broker import outbox_process
 from tests.broker.outbox_help import Database, database
 
 from delivered import outbox
 from delivered.inbox import clean, ddl, inbox
 from delivered.model.errors import InvariantBroken, Refused
+from delivered.verify.ends import applications
 
 _names = itertools.count()
 MESSAGES = 12
@@ -191,7 +191,7 @@ def test_autocommit_and_missing_tables_are_refused(
             db.put(connection, outbox.new_id())
         with pytest.raises(Refused, match="AUTOCOMMIT"), inbox(connection, "1", consumer="a", table=db.inbox):
             pass
-        outbox_process.run(connection, "BEGIN")
+        applications.execute(connection, "BEGIN")
         assert db.put(connection, outbox.new_id()).stored, "a transaction that the caller began itself"
         connection.rollback()
     assert db.execute(f"SELECT COUNT(*) FROM {db.outbox}") == [(0,)]
@@ -226,9 +226,9 @@ def test_business_rows_and_messages_agree_after_kills(
         "ids": ids, "variant": variant,
     }  # fmt: skip
     for point, n in POINTS:
-        code, _ = outbox_process.run_process({**spec, "point": point, "n": n})
+        code, _ = applications.run_process({**spec, "point": point, "n": n})
         assert code == -9
-    assert outbox_process.run_process({**spec, "point": "", "n": -1})[0] == 0
+    assert applications.run_process({**spec, "point": "", "n": -1})[0] == 0
     found = disagreements(db, ids, f"{db.orders}.message", f"{db.outbox}.id")
     assert bool(found) is bool(variant), found
 
@@ -249,9 +249,9 @@ def test_an_effect_happens_once_though_messages_repeat_and_consumers_die(
         "broker": "rabbitmq", "address": rabbitmq.url, "queue": queue, "variant": variant,
     }  # fmt: skip
     for point, n in POINTS:
-        code, _ = outbox_process.run_process({**spec, "point": point, "n": n})
+        code, _ = applications.run_process({**spec, "point": point, "n": n})
         assert code == -9
-    code, repeats = outbox_process.run_process({**spec, "point": "", "n": -1})
+    code, repeats = applications.run_process({**spec, "point": "", "n": -1})
     assert code == 0
     assert int(repeats) >= 1
     assert rabbitmq.left(queue) == 0

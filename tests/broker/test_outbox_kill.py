@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 from tests.broker.outbox_help import METHODS, Shop, Stream, shop
-from tests.broker.outbox_process import run_process
 from tests.support.sweeps import sweep
 from tests.support.zygote import Zygote
 
 from delivered import outbox
 from delivered.model.errors import DeliveredError, InvariantBroken
+from delivered.verify.ends.applications import run_process
 
 MESSAGES = 24
 KILLS = [("before", 5), ("in", 10), ("in_late", 15), ("after", 20)]

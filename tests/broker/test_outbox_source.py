@@ -90,10 +90,11 @@ def test_a_transaction_that_commits_late_is_not_skipped(
     assert stream.rest() == []
     with contextlib.closing(box.connect()) as late:
         early_id = box.put(late, 1)  # the id is given out, its transaction stays open
-        later = box.send(2)
+        later = box.send(2, 3, 4, 5)
         by_id += naive(box, "00000000-0000-0000-0000-000000000000")
         found = stream.rest()
         assert by_id == found == later
+        assert box.left() == 0, "rows that were delivered wait for a transaction that is open"
         late.commit()
     by_id += naive(box, by_id[-1])
     found += stream.rest()

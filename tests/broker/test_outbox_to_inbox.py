@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.broker.outbox_help import shop
-from tests.broker.outbox_process import BROKERS, run_process
 from tests.broker.send_help import writer
 from tests.kafka_tools import read_committed
 from tests.support.zygote import Zygote
@@ -20,6 +19,7 @@ from delivered.inbox import consume, ddl
 from delivered.model.errors import BadRecord
 from delivered.model.fingerprint import Fingerprint
 from delivered.pipeline.registry import find_sink
+from delivered.verify.ends.applications import BROKERS, run_process
 
 MESSAGES = 30
 ORDERS = "outbox.event.order"

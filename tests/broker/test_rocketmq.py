@@ -20,7 +20,6 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import pytest
-from tests.broker import outbox_process
 from tests.broker.receive_help import POINTS, each_once, entered, finish, numbered, receive
 from tests.broker.send_help import writer
 from tests.support.servers import Rocketmq
@@ -38,6 +37,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.outcome import Ok
 from delivered.pipeline.registry import find_sink
 from delivered.testing.crash import hits
+from delivered.verify.ends import applications
 
 parse = RocketmqOptions.parse
 
@@ -374,8 +374,8 @@ def test_a_consumer_with_an_inbox_has_each_effect_once_though_messages_repeat_an
         "broker": "rocketmq", "address": rocketmq.url, "queue": topic, "group": rocketmq.group(), "variant": "",
     }  # fmt: skip
     for point, n in (("in_late", 1), ("after", 4)):
-        assert outbox_process.run_process({**spec, "point": point, "n": n})[0] == -9
-    code, repeats = outbox_process.run_process({**spec, "point": "", "n": -1})
+        assert applications.run_process({**spec, "point": point, "n": n})[0] == -9
+    code, repeats = applications.run_process({**spec, "point": "", "n": -1})
     assert (code, int(repeats) >= 1) == (0, True)
     with contextlib.closing(sqlite3.connect(database)) as connection:
         found = Counter(m for (m,) in connection.execute("SELECT message FROM effects"))

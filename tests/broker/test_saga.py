@@ -16,22 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.broker import outbox_process, saga_process
-from tests.broker.saga_process import STEPS, checkout
-from tests.broker.saga_shop import Shop, disagreements
 from tests.support.sweeps import sweep
 
 from delivered import saga
 from delivered.model.errors import UsageError
 from delivered.saga.progress import Event, Status
+from delivered.verify.ends import applications, sagas
+from delivered.verify.ends.consumer import MOMENTS, Point, killed_everywhere
+from delivered.verify.ends.sagas import checkout
+from delivered.verify.ends.shop import Shop, disagreements
 
 ROOT = Path(__file__).parents[2]
 DIALECTS = ["sqlite", "postgres", "mysql"]
-FORWARD = [f"{s}.do" for s in STEPS]
-BACKWARD = [f"{s}.undo" for s in ("mail", "ship", "pay", "reserve")]
-MOMENTS = ("before", "lost", "in", "after")
-Point = tuple[str, str, str]
-"""Id of a saga, its call, the moment: before the call; the service got it, but it has no effect; in: it has; after."""
 
 
 class World:
@@ -40,22 +36,28 @@ class World:
     def __init__(self, dialect: str, url: str) -> None:
         self.dialect, self.url = dialect, url
         self.shop = Shop()
-        self.log = saga_process.connect(dialect, url)
+        self.log = sagas.connect(dialect, url)
         self.saga = checkout(self.shop.url)
         self.log.create()
 
     def begin(self, **sagas: Any) -> None:
-        with contextlib.closing(outbox_process.connect(self.dialect, self.url)) as connection:
+        with contextlib.closing(applications.connect(self.dialect, self.url)) as connection:
             for id_, data in sagas.items():
                 assert saga.begin(connection, self.saga, id=id_, data=data)
             connection.commit()
 
     def start(self, variant: str = "", crash: str = "", folder: Path = ROOT, **spec: Any) -> subprocess.Popen[str]:
-        spec = {"dialect": self.dialect, "log": self.url, "shop": self.shop.url, "variant": variant, **spec}
+        spec = {
+            "dialect": self.dialect,
+            "log": self.url,
+            "shop": self.shop.url,
+            "variant": variant and f"tests.verify.broken.broken_sagas:{variant}",
+            **spec,
+        }
         path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
         environment = {**os.environ, "PYTHONPATH": path, "DELIVERED_CRASH": crash, "DELIVERED_CRASH_DIR": str(folder)}
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.broker.saga_process", json.dumps(spec)],
+            [sys.executable, "-m", "delivered.verify.ends.sagas", json.dumps(spec)],
             cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -74,8 +76,8 @@ class World:
             return {r.id: r.status.value for r in log.rows(list(Status), 10_000)}
 
     def events(self, id_: str) -> list[tuple[str, str, str]]:
-        with contextlib.closing(outbox_process.connect(self.dialect, self.url)) as connection:
-            rows = outbox_process.run(
+        with contextlib.closing(applications.connect(self.dialect, self.url)) as connection:
+            rows = applications.execute(
                 connection, f"SELECT step, verb, event FROM delivered_saga_entry WHERE id = '{id_}' ORDER BY n"
             )
             return [(str(a), str(b), str(c)) for a, b, c in rows]
@@ -96,37 +98,12 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     made.shop.close()
 
 
-def killed_everywhere(moments: tuple[str, ...]) -> tuple[dict[str, Any], list[Point]]:
-    """A saga for each point: of those that end well at every do, of those that turn back at every undo, too; the ask,
-    and a second kill in the same call."""
-    sagas: dict[str, Any] = {}
-    points: list[Point] = []
-
-    def add(name: str, data: dict[str, Any], *kills: tuple[str, str]) -> None:
-        id_ = f"{name}-{len(sagas)}"
-        sagas[id_] = data
-        points.extend((id_, call, moment) for call, moment in kills)
-
-    for moment in moments:
-        for call in FORWARD:
-            add("good", {"flaky": ["pay"]}, (call, moment))
-        for call in (*FORWARD[:-1], *BACKWARD):
-            add("bad", {"fail": "confirm", "flaky": ["pay"], "silent": True}, (call, moment))
-        add("asked", {}, ("ship.do", "in"), ("ship.ask", moment))
-        add("asked", {}, ("ship.do", "lost"), ("ship.ask", moment))
-        add("again", {"fail": "confirm"}, ("pay.undo", "in"), ("mail.do", moment))
-    add("quiet", {})
-    add("quiet", {"fail": "confirm"})
-    add("doubt", {"flaky": ["pay"], "denies": "pay"}, ("reserve.do", "in"))
-    return sagas, points
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_killed_at_every_call_every_saga_comes_to_rest_and_effects_add_up(
     dialect: str, world: World, tmp_path: Path
 ) -> None:
-    sagas, points = killed_everywhere(MOMENTS)
+    sagas, points = killed_everywhere(tuple(MOMENTS))
     world.begin(**sagas)
     killed = world.run_killed(points, tmp_path / "crashes")
     statuses = world.statuses()
@@ -277,7 +254,7 @@ def test_a_stuck_saga_waits_for_a_person(dialect: str, world: World) -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_saga_begins_with_its_business_row(dialect: str, world: World) -> None:
-    with contextlib.closing(outbox_process.connect(dialect, world.url)) as connection:
+    with contextlib.closing(applications.connect(dialect, world.url)) as connection:
         assert saga.begin(connection, world.saga, id="a", data={"b": 1, "c": "é"})
         connection.rollback()
         assert saga.begin(connection, world.saga, id="a", data={"b": 1, "c": "é"})

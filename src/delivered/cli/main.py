@@ -235,7 +235,13 @@ def verify(
     ] = [],  # noqa: B006
     seed: Annotated[int, typer.Option(help="The same seed gives the same records and the same faults.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Only the most telling cases.")] = False,
-    service: Annotated[str, typer.Option(help="spark: real pipelines; engine: without Spark, much faster.")] = "spark",
+    service: Annotated[
+        str,
+        typer.Option(
+            help="spark: real pipelines; engine: without Spark, much faster; producer: applications with an outbox and "
+            "their relay; consumer: consumers with an inbox, and sagas."
+        ),
+    ] = "spark",
     audit_too: Annotated[bool, typer.Option("--audit", help="Also run `delivered audit` after every case.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Skip cases that already have a verdict.")] = False,
     jobs: Annotated[int, typer.Option(min=1, max=16, help="Cases in parallel; each job has its own broker.")] = 1,
@@ -267,7 +273,7 @@ def verify(
     """Inject faults at every failure point and judge from outside whether the guarantee held."""
     from delivered.cli.verify import verify as run_verify
     from delivered.verify.matrix import Choice
-    from delivered.verify.services import SERVICES
+    from delivered.verify.services import ENDS, SERVICES
     from delivered.verify.systems import SOURCE_KINDS
     from delivered.verify.workloads import WORKLOADS
 
@@ -276,8 +282,9 @@ def verify(
             raise UsageError("SOURCE_UNKNOWN", f"--source is {name!r}; it must be one of {', '.join(SOURCE_KINDS)}.")
     if source and file is not None:
         raise UsageError("VERIFY_SOURCE", f"--source is {source[0]!r}, but {file} has its own source.")
-    if service not in SERVICES:
-        raise UsageError("SERVICE_UNKNOWN", f"--service is {service!r}; it must be one of {', '.join(SERVICES)}.")
+    if service not in (*SERVICES, *ENDS):
+        known = ", ".join((*SERVICES, *ENDS))
+        raise UsageError("SERVICE_UNKNOWN", f"--service is {service!r}; it must be one of {known}.")
     for name in workload:
         if name not in WORKLOADS:
             raise UsageError("WORKLOAD_UNKNOWN", f"--workload is {name!r}; it must be one of {', '.join(WORKLOADS)}.")

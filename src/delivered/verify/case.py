@@ -153,10 +153,10 @@ def run_case(case: Case, environment: Environment, *, plain_s: float | None = No
         except Exception as error:
             (folder / "judge.log").write_text(traceback.format_exc(), encoding="utf-8")
             text = str(error) if isinstance(error, DeliveredError) else f"{type(error).__name__}: {error}"
-            return _result(
+            return result_of(
                 case, folder, began, Judgement(Verdict.UNKNOWN, (), (f"the verifier could not go on: {text}",))
             )
-        result = _result(case, folder, began, judgement)
+        result = result_of(case, folder, began, judgement)
         _add_facts(case, result, fixture)
         if judgement.verdict is Verdict.HELD:
             with contextlib.suppress(Exception):
@@ -266,7 +266,7 @@ def _setting(
     )
 
 
-def _result(case: Case, folder: Path, began: float, judgement: Judgement) -> Result:
+def result_of(case: Case, folder: Path, began: float, judgement: Judgement) -> Result:
     names = f"{case.sink}/{case.guarantee.value}/{case.workload}/{case.fault.name}"
     source = f" --source {case.source}" if case.source else ""
     return Result(

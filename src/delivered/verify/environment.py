@@ -25,6 +25,7 @@ class Environment:
         sink_options: override the options of every sink in the pipeline file; `format` replaces the connector.
         template: the user's own pipeline, run by every case.
         source_format: a connector that replaces the one of every queue.
+        variant: what the programs of both ends do wrong on purpose; empty: nothing.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class Environment:
         sink_options: dict[str, Any] | None = None,
         template: Template | None = None,
         source_format: str | None = None,
+        variant: str = "",
     ) -> None:
+        self.variant = variant
         self.folder = folder
         self.source_format = source_format
         self.template = template

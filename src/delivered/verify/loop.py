@@ -172,6 +172,7 @@ class Loop:
             else:
                 batch = 0 if newest is None else newest + 1
                 start = self._end(checkpoint, batch - 1, driver)
+                driver.acknowledge(start)
                 end = driver.latest(start, self.source.rows_per_batch_max)
                 if end == start:
                     return batches

@@ -18,11 +18,12 @@ from typing import Any
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.verify.case import Case, Result, run_case
+from delivered.verify.ends import run as both_ends
 from delivered.verify.environment import Environment, Say, can_mount
 from delivered.verify.fault import CLUSTER, MOUNT, TOPICS
 from delivered.verify.faults import catalogue, source_catalogue
 from delivered.verify.judge import Verdict, compared
-from delivered.verify.services import ENGINE, SERVICES, SPARK
+from delivered.verify.services import ENDS, ENGINE, SERVICES, SPARK
 from delivered.verify.systems import KAFKA, SINK_KINDS
 from delivered.verify.template import Template
 from delivered.verify.workload import Workload
@@ -75,7 +76,8 @@ class Choice:
         only: patterns such as sink/guarantee/workload/fault, where * matches anything; also a failure point (F7) or a
             part of one of the four; empty: everything.
         quick: the quick subset.
-        service: what runs the pipelines: "spark", or "engine", which is the product without Spark.
+        service: what runs the pipelines: "spark", or "engine", which is the product without Spark; or what is
+            killed instead of pipelines: "producer" or "consumer".
         minutes: start no case after this long; None: no limit.
         faults: continue with the next seeds until this many faults fired; None: one seed. Runs only the soak's cases.
         per_place: at most this many cases per failure point, guarantee and sink: those with the fewest faults, which
@@ -100,6 +102,9 @@ class Choice:
 
 def cases(choice: Choice) -> list[Case]:
     """In run order: the strictest guarantee first, the default workload before the others."""
+    if choice.service in ENDS:
+        found = both_ends.cases(choice.service, choice.seed)
+        return [c for c in found if not choice.only or any(_matches(c, p) for p in choice.only)]
     found = _of_sources(choice) if choice.sources else _of_sinks(choice)
     if choice.quick:
         found = [c for c in found if c.fault.quick and c.workload == DEFAULT_WORKLOAD]
@@ -262,8 +267,11 @@ def run_matrix(
                     case = waiting.get_nowait()
                 except queue.Empty:
                     return
-                result = run_case(case, environment, plain_s=store.plain_s(case), audit=choice.audit)
-                again = _plain_now(case, result, environment)
+                if case.service in ENDS:
+                    result, again = both_ends.run_case(case, environment), None
+                else:
+                    result = run_case(case, environment, plain_s=store.plain_s(case), audit=choice.audit)
+                    again = _plain_now(case, result, environment)
                 with lock:
                     if again is not None:
                         store.add(again)

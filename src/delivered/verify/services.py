@@ -274,6 +274,9 @@ class Service:
 
 
 SPARK, ENGINE = "spark", "engine"
+PRODUCER, CONSUMER = "producer", "consumer"
+ENDS = (PRODUCER, CONSUMER)
+"""What is killed is no pipeline, but what is before or behind one: `verify.ends`."""
 SERVICES = {
     SPARK: Service(SPARK, _spark_command, _spark_audit, sql=True),
     ENGINE: Service(ENGINE, _engine_command, _engine_accounts, sql=False),

@@ -21,6 +21,11 @@ def _made(batch: pa.RecordBatch, rows: list[tuple[bytes | None, bytes]]) -> pa.R
     return pa.RecordBatch.from_arrays(columns, names=["key", "value"])
 
 
+def values(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Of messages, for a table."""
+    return batch.select(["value"])
+
+
 def fan_out(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Drop multiples of three; duplicate even numbers."""
     rows = []

@@ -1,4 +1,9 @@
-"""An application with an outbox, and a consumer with an inbox, that kill themselves at a point of one message."""
+"""An application with an outbox, and a consumer with an inbox, that kill or stop themselves at a point of one message.
+
+    python -m delivered.verify.ends.applications SPEC
+
+Variants are broken on purpose, for tests of the judge.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +17,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from delivered import outbox
 from delivered.inbox import Delivery, consume, from_kafka, from_rabbitmq, from_rocketmq, inbox
-
-ROOT = Path(__file__).parents[2]
 
 
 def connect(dialect: str, url: str) -> Any:
@@ -34,21 +36,22 @@ def connect(dialect: str, url: str) -> Any:
     return sqlite3.connect(url)
 
 
-def run(connection: Any, statement: str) -> list[tuple[Any, ...]]:
+def execute(connection: Any, statement: str) -> list[tuple[Any, ...]]:
     cursor = connection.cursor()
     cursor.execute(statement)
     return list(cursor.fetchall()) if cursor.description else []
 
 
 class Killer:
-    """SIGKILL at a point of message n."""
+    """SIGKILL, or SIGSTOP (`stops`), at a point of message n."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.point, self.n = spec["point"], spec["n"]
+        self._signal = signal.SIGSTOP if spec.get("stops") else signal.SIGKILL
 
     def __call__(self, point: str, n: int) -> None:
         if (point, n) == (self.point, self.n):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self._signal)
 
 
 def application(spec: dict[str, Any]) -> None:
@@ -57,10 +60,11 @@ def application(spec: dict[str, Any]) -> None:
     connection = connect(spec["dialect"], spec["url"])
     other = connect(spec["dialect"], spec["url"]) if spec["variant"] == "other_transaction" else None
     layout = outbox.Layout(table=spec["outbox"])
-    for n, given in enumerate(spec["ids"]):
+    for n in spec.get("numbers") or range(len(spec["ids"])):
+        given = spec["ids"][n]
         message = outbox.new_id() if spec["variant"] == "id_per_try" else given
         reached("before", n)
-        if spec.get("asks") and run(connection, f"SELECT 1 FROM {spec['orders']} WHERE n = {n}"):
+        if spec.get("asks") and execute(connection, f"SELECT 1 FROM {spec['orders']} WHERE n = {n}"):  # noqa: S608
             continue  # the source may have deleted the message, so its id protects no more
         entry = outbox.put(
             other or connection, id=message, aggregate_type="order", aggregate_id=str(n), type="created",
@@ -70,7 +74,7 @@ def application(spec: dict[str, Any]) -> None:
             other.commit()
         reached("in", n)
         if entry.stored:
-            run(connection, f"INSERT INTO {spec['orders']} VALUES ({n}, '{message}')")
+            execute(connection, f"INSERT INTO {spec['orders']} VALUES ({n}, '{message}')")  # noqa: S608
             reached("in_late", n)
         connection.commit()
         reached("after", n)
@@ -84,7 +88,7 @@ def consumer(spec: dict[str, Any]) -> None:
     repeats = 0
 
     def effect(n: int, message_id: str) -> None:
-        run(connection, f"INSERT INTO {spec['effects']} VALUES ({n}, '{message_id}')")
+        execute(connection, f"INSERT INTO {spec['effects']} VALUES ({n}, '{message_id}')")  # noqa: S608
 
     for n, delivery in BROKERS[spec["broker"]](spec):
         message_id = delivery.id if isinstance(delivery.id, str) else (delivery.id or b"").decode()
@@ -117,7 +121,7 @@ def consumer(spec: dict[str, Any]) -> None:
         reached("after", n)
         if variant != "ack_before_commit":
             delivery.acknowledge()
-    print(repeats)
+    sys.stdout.write(f"{repeats}\n")
 
 
 def _acknowledged(reached: Killer, n: int, delivery: Delivery) -> None:
@@ -143,13 +147,13 @@ def of_kafka(spec: dict[str, Any]) -> Iterator[tuple[int, Delivery]]:
 
     broker = Consumer(
         {
-            "bootstrap.servers": spec["address"], "group.id": f"{spec['queue']}-mail", "enable.auto.commit": False,
-            "auto.offset.reset": "earliest", "enable.partition.eof": True,
+            "bootstrap.servers": spec["address"], "group.id": spec.get("group", f"{spec['queue']}-mail"),
+            "enable.auto.commit": False, "auto.offset.reset": "earliest", "enable.partition.eof": True,
         }
     )  # fmt: skip
     broker.assign([TopicPartition(spec["queue"], 0)])
-    while not (message := broker.poll(60)).error():
-        yield json.loads(message.value())["n"], from_kafka(broker, message)
+    while (message := broker.poll(60)) is not None and message.error() is None:
+        yield json.loads(message.value() or b"")["n"], from_kafka(broker, message)
     broker.close()
 
 
@@ -184,13 +188,11 @@ BROKERS = {"rabbitmq": of_rabbitmq, "kafka": of_kafka, "rocketmq": of_rocketmq}
 
 
 def run_process(spec: dict[str, Any]) -> tuple[int, str]:
-    """Run this module as a process; its exit code and output."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.broker.outbox_process", json.dumps(spec)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode in (0, -9), done.stderr
+    """Run this module as a process; its exit code and output. Raises RuntimeError if it failed by itself."""
+    command = [sys.executable, "-m", __name__, json.dumps(spec)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode not in (0, -signal.SIGKILL):
+        raise RuntimeError(done.stderr)
     return done.returncode, done.stdout
 
 
