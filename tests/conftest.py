@@ -93,7 +93,7 @@ _reported: set[str] = set()
 def _leaves_no_transaction(request: pytest.FixtureRequest) -> Iterator[None]:
     """Torn down last: a test that leaves a transaction open or prepared on a shared database fails, not a later one."""
     yield
-    for system in ("postgres", "postgres_log", "mysql"):
+    for system in ("postgres", "postgres_log"):
         if system in request.fixturenames:
             server = request.getfixturevalue(system)
             deadline = time.monotonic() + 5  # a server needs a moment to see that a client was killed

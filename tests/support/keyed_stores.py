@@ -55,6 +55,8 @@ def _sqlite(request: pytest.FixtureRequest) -> Store:
 
 def _server(request: pytest.FixtureRequest, name: str, mechanism: str) -> Store:
     server: Any = request.getfixturevalue(name)
+    if name == "postgres":
+        request.addfinalizer(server.roll_back_prepared)
     connector, *texts = {
         "postgres": (POSTGRES, COLUMNS, "(id) WHERE id > 0"),
         "mysql": (MYSQL, KEYED, "(text(3))"),

@@ -37,10 +37,6 @@ class Server:
     def close(self) -> None:
         """Give clients back."""
 
-    def unfinished(self) -> list[str]:
-        """Transactions that a test left behind: they hold locks, and in PostgreSQL every new slot waits for them."""
-        return []
-
     def stop(self) -> None:
         self.close()
         self.broker.stop()
@@ -153,10 +149,6 @@ class Postgres(Server):
     system = "postgres"
     _names = itertools.count()
 
-    def __init__(self, broker: brokers.Broker) -> None:
-        super().__init__(broker)
-        self._watch: Any = None
-
     @property
     def url(self) -> str:
         return self.broker.url
@@ -170,20 +162,18 @@ class Postgres(Server):
             return cursor.fetchall() if cursor.description else []
 
     def unfinished(self) -> list[str]:
-        import psycopg
-
-        if self._watch is None:
-            self._watch = psycopg.connect(self.url, autocommit=True)
+        """Transactions that a test left behind: they hold locks, and every new slot waits for them."""
         idle = "backend_xid IS NOT NULL AND state LIKE 'idle in transaction%'"
-        found = self._watch.execute(
+        found = self.execute(
             "SELECT 'prepared: ' || gid FROM pg_prepared_xacts UNION ALL "
             f"SELECT 'idle: ' || pid || ', after ' || query FROM pg_stat_activity WHERE {idle}"
         )
         return [text for (text,) in found]
 
-    def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
+    def roll_back_prepared(self) -> None:
+        """At the end of a test that leaves promises on purpose."""
+        for (gid,) in self.execute("SELECT gid FROM pg_prepared_xacts"):
+            self.execute(f"ROLLBACK PREPARED '{gid}'")
 
     def table(self, columns: str | None = "key bytea, value bytea") -> str:
         """Name of a table nobody else uses; made, unless `columns` is None."""
@@ -206,10 +196,6 @@ class Mysql(Server):
     quick: ClassVar = {"innodb_flush_method": "nosync", "debug_no_sync": "1"}
     _names = itertools.count()
 
-    def __init__(self, broker: brokers.Broker) -> None:
-        super().__init__(broker)
-        self._watch: Any = None
-
     @property
     def url(self) -> str:
         return self.broker.url
@@ -231,17 +217,6 @@ class Mysql(Server):
                 return list(cursor.fetchall())
         finally:
             connection.close()
-
-    def unfinished(self) -> list[str]:
-        if self._watch is None:
-            self._watch = self.connect()
-        with self._watch.cursor() as cursor:
-            cursor.execute("XA RECOVER")
-            return [f"prepared: {row[-1]}" for row in cursor.fetchall()]
-
-    def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
 
     def table(self, columns: str | None = "`key` longblob, value longblob") -> str:
         """Name of a table nobody else uses; made, unless `columns` is None."""

@@ -188,6 +188,7 @@ def _kafka(request: pytest.FixtureRequest, client: str) -> Sink:
 
 def _postgres(request: pytest.FixtureRequest, mechanism: str) -> Sink:
     postgres: Any = request.getfixturevalue("postgres")
+    request.addfinalizer(postgres.roll_back_prepared)
     sink: Sink = postgres.sink(mechanism=mechanism)
     return sink
 
