@@ -7,22 +7,16 @@ import os
 import re
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 import yaml
+from tests.spark.cli_help import WAIT_S, running
 
 from delivered.cli.example import RECORDS, write_example
 from delivered.connectors.log import append
-
-WAIT_S = 250.0
-RUN = [sys.executable, "-c", "from delivered.cli.main import app; app()"]
 
 
 def rows(folder: Path) -> int:
@@ -34,24 +28,6 @@ def rows(folder: Path) -> int:
             connection.close()
     except sqlite3.OperationalError:
         return 0  # neither file nor table before the first batch
-
-
-@contextmanager
-def running(*arguments: str, own_group: bool = False) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [*RUN, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=own_group,
-        env={k: v for k, v in os.environ.items() if not k.startswith("DELIVERED_")},
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
 
 
 @pytest.fixture

@@ -39,6 +39,7 @@ FULL = PipelineSpec(
     batch=7,
     one_of_each=True,
     source="orders",
+    until={"orders": {"0": 7}},
 )
 BY_OTHERS = {"owner": Owner("driver-1"), "run_id": None, "check": None}
 """Fields that the option does not contain."""
@@ -75,7 +76,8 @@ def test_a_question_is_no_write() -> None:
 
 def test_a_source_learns_what_concerns_it() -> None:
     reading, rest = Reading.parse({"path": "in", OPTION: FULL.to_option()})
-    assert (reading, rest) == (Reading("/c", "/tmp/d", direct=True, source="orders"), {"path": "in"})
+    until = {"orders": {"0": 7}}
+    assert (reading, rest) == (Reading("/c", "/tmp/d", direct=True, source="orders", until=until), {"path": "in"})
     assert Reading.parse({"path": "in", "checkpointlocation": "/c"}) == (Reading("/c"), {"path": "in"})
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from delivered.cli.options import FileArgument, SetOption, read
 from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, tell_warnings, working
 from delivered.model.errors import UsageError
 from delivered.model.limits import DEAD_LETTERS_MAX
-from delivered.pipeline.file import parse_override
 from delivered.spark.pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="List a pipeline's dead letters, write them again, or drop them.", no_args_is_help=True)
 
-FileArgument = Annotated[Path, typer.Argument(help="The pipeline file.", show_default=False)]
 IdsArgument = Annotated[list[str], typer.Argument(help="Ids, as shown by `list`.", show_default=False)]
 AllOption = Annotated[bool, typer.Option("--all", help="Every open letter.")]
-SetOption = Annotated[list[str], typer.Option("--set", "-s", metavar="KEY=VALUE", help="As for run.")]
 _SHOWN = 60
 
 
@@ -41,7 +39,7 @@ def list_(
     from delivered.pipeline.dead_letters import dead_letters
 
     with working("reading the dead letters"):
-        found = dead_letters(_read(file, set_), settled=every, limit=limit)
+        found = dead_letters(read(file, set_), settled=every, limit=limit)
     if output is Output.JSON:
         say_json([asdict(n) for n in found])
         return
@@ -87,10 +85,6 @@ def drop(
     return _settle("dropped", drop_letters, file, ids, every, set_, output)
 
 
-def _read(file: Path, set_: list[str]) -> Pipeline:
-    return Pipeline.from_file(file, dict(parse_override(s) for s in set_))
-
-
 def _settle(
     did: str,
     settle: Callable[[Pipeline, Collection[str] | None], Settlement],
@@ -111,7 +105,7 @@ def _settle(
     install_from_environment()
     tell_warnings()
     with working("writing"):
-        done = settle(_read(file, set_), ids or None)
+        done = settle(read(file, set_), ids or None)
     if output is Output.JSON:
         say_json({did: dict(done.settled), "rejected": done.rejected, "left_out": done.left_out, "more": done.more})
     else:

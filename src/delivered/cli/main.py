@@ -8,13 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from delivered.cli import audit, dead_letters, sagas, servers, status, transactions
+from delivered.cli import audit, dead_letters, replay, sagas, servers, status, transactions
 from delivered.cli.options import (
     CheckpointOption,
     FileArgument,
     GuaranteeOption,
     MasterOption,
     SetOption,
+    StopTimeoutOption,
     TakeoverOption,
     WaitOption,
     read,
@@ -37,6 +38,7 @@ app.add_typer(dead_letters.app, name="letters", hidden=True)  # short for it
 app.add_typer(sagas.app, name="sagas")
 app.add_typer(servers.app, name="brokers")
 app.command()(audit.audit)
+app.command()(replay.replay)
 app.command()(status.status)
 app.command()(status.top)
 app.command()(status.metrics)
@@ -156,9 +158,7 @@ def run(
         int, typer.Option(min=0, max=RECEIVERS_MAX, help="Also run this many receivers of the source's queue.")
     ] = 0,
     wait: WaitOption = True,
-    stop_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds that a stop (SIGTERM, Ctrl-C) waits for the running batch.")
-    ] = 120.0,
+    stop_timeout: StopTimeoutOption = 120.0,
     spark_log: Annotated[
         str | None, typer.Option(help="File for Spark's own log; - for standard error. Default: a temporary file.")
     ] = None,

@@ -21,6 +21,9 @@ MasterOption = Annotated[str | None, typer.Option(help="Spark master, for exampl
 WaitOption = Annotated[
     bool, typer.Option("--wait/--no-wait", help="Wait two minutes for an unreachable server, or fail at once.")
 ]
+StopTimeoutOption = Annotated[
+    float, typer.Option(min=0, help="Seconds that a stop (SIGTERM, Ctrl-C) waits for the running batch.")
+]
 TakeoverOption = Annotated[bool, typer.Option("--takeover", help="Fence another driver that is running this pipeline.")]
 
 

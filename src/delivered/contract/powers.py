@@ -209,6 +209,14 @@ class OpenTransaction(Protocol):
     def age_s(self) -> float | None: ...
 
 
+@runtime_checkable
+class OrdersOffsets(Protocol):
+    """A source whose positions are not numbers."""
+
+    def earlier(self, end: Offsets, until: Offsets) -> Offsets:
+        """Per partition, the earlier of two positions; only partitions that `until` names. Pure."""
+
+
 @dataclass(frozen=True)
 class Resumption:
     """Where another reader stopped.

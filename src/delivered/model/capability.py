@@ -93,6 +93,7 @@ class SourceCapability:
         repeats: why it may hold a message twice; empty: it does not.
         sent_twice: records that a producer sent twice appear twice.
         local: it uses files on one machine.
+        consumed: why what a pipeline was delivered cannot be read again by another one; empty: it can.
         records: by which of several clients records are read, and why, for the plan; empty: there is one.
         assumes: what the guarantee assumes of this source.
     """
@@ -103,6 +104,7 @@ class SourceCapability:
     repeats: str = ""
     sent_twice: bool = False
     local: bool = False
+    consumed: str = ""
     records: str = ""
     assumes: tuple[str, ...] = ()
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
+from delivered.contract.source import Offsets
 from delivered.model.bad_row import OnBadRow
 from delivered.model.dedup import Dedup
 from delivered.model.errors import UsageError
@@ -125,6 +127,9 @@ class Definition:
         UsageError: a name, guarantee, trigger or transform that is not allowed.
     """
 
+    until: Mapping[str, Offsets] = MappingProxyType({})
+    """Where each source ends, if the pipeline is a replay."""
+
     def __init__(
         self,
         *,
@@ -190,8 +195,8 @@ class Definition:
             name=file.pipeline,
             guarantee=file.guarantee,
             checkpoint=_resolved(folder, file.checkpoint),
-            sources={n: _endpoint_of(s, folder) for n, s in file.endpoints.items()},
-            sinks=[_endpoint_of(s, folder) for s in file.sinks],
+            sources={n: endpoint_of(s, folder) for n, s in file.endpoints.items()},
+            sinks=[endpoint_of(s, folder) for s in file.sinks],
             dedup=_dedup_of(file.dedup),
             transform=_transform(file.transform, folder.resolve()),
             output_mode=file.output_mode,
@@ -204,7 +209,7 @@ class Definition:
             missing_ledger=file.missing_ledger == "accept",
             new_target=file.new_target == "accept",
             on_bad_row=file.on_bad_row,
-            dead_letter=_endpoint_of(file.dead_letter, folder) if file.dead_letter else None,
+            dead_letter=endpoint_of(file.dead_letter, folder) if file.dead_letter else None,
         )
 
     @property
@@ -351,7 +356,7 @@ def _resolved(folder: Path, location: str) -> str:
     return str((folder / location).absolute()) if plain else location
 
 
-def _endpoint_of(entry: SourceEntry | SinkEntry, folder: Path) -> Endpoint:
+def endpoint_of(entry: SourceEntry | SinkEntry, folder: Path) -> Endpoint:
     options = {k: as_text(k, v) for k, v in (entry.__pydantic_extra__ or {}).items()}
     for key in [k for k in options if k.lower() == "path"]:
         options[key] = _resolved(folder, options[key])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from delivered.contract.sink import Sink, SinkGroup
+from delivered.contract.source import Offsets
 from delivered.group import Columns, Group
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import Refused, UsageError
@@ -127,6 +128,7 @@ class PipelineSpec:
         batch: this write is that batch of a query with `foreachBatch`; None: it is a stream, or a run.
         one_of_each: a key of an upsert without version occurs once in a batch.
         source: name of the source, for a read.
+        until: offsets at which a read ends, if it is bounded: a replay. It acknowledges nothing.
     """
 
     pipeline: str
@@ -146,6 +148,7 @@ class PipelineSpec:
     batch: int | None = None
     one_of_each: bool = False
     source: str = SOURCE
+    until: Offsets | None = None
 
     @property
     def is_group(self) -> bool:
@@ -196,6 +199,7 @@ class PipelineSpec:
                 "batch": self.batch,
                 "one_of_each": self.one_of_each,
                 "source": self.source,
+                "until": self.until,
             }
         )
 
@@ -236,12 +240,14 @@ class Reading:
         drain: as in the spec.
         direct: tasks of the sink read the source themselves; Spark carries slices.
         source: its name in the query.
+        until: as in the spec.
     """
 
     checkpoint: str | None = None
     drain: str | None = None
     direct: bool = False
     source: str = SOURCE
+    until: Offsets | None = None
 
     @property
     def is_drained(self) -> bool:
@@ -256,7 +262,7 @@ class Reading:
         if "pipeline" not in settings:
             return cls(checkpoint), rest
         spec = _from_json(settings)
-        return cls(spec.checkpoint, spec.drain, spec.direct is not None, spec.source), rest
+        return cls(spec.checkpoint, spec.drain, spec.direct is not None, spec.source, spec.until), rest
 
 
 def idiom_option(*, start: str = "", check: StartCheck | None = None) -> str:
@@ -300,6 +306,7 @@ def _from_json(data: Mapping[str, Any]) -> PipelineSpec:
         batch=data.get("batch"),
         one_of_each=data.get("one_of_each", False),
         source=data.get("source", SOURCE),
+        until=data.get("until"),
     )
 
 

@@ -96,6 +96,19 @@ def backwards(start: Mapping[str, Any], end: Mapping[str, Any]) -> str | None:
     return None
 
 
+def earlier(end: Mapping[str, Any], until: Mapping[str, Any]) -> dict[str, Any]:
+    """Per partition, the earlier of two positions of one source; only partitions that `until` names.
+
+    Args:
+        end, until: nested by partition; numbers.
+    """
+    found: dict[str, Any] = {}
+    for name, bound in until.items():
+        at = end.get(name, bound)
+        found[name] = earlier(at, bound) if isinstance(bound, Mapping) else min(at, bound)
+    return found
+
+
 def _apportion(weights: Mapping[Key, int], seats: int, total: int) -> dict[Key, int]:
     """Distribute `seats` (at most `total`, the sum of `weights`) by largest remainder, none above its weight."""
     if total == 0:

@@ -22,7 +22,14 @@ from delivered.source.receive import ReceiveLimits
 
 QUARANTINE_SUFFIX = ".bad"
 
-_LOG_OPTIONS = ("startingOffsets", "endingOffsets", "maxOffsetsPerTrigger", "includeHeaders", "reader")
+_LOG_OPTIONS = (
+    "startingOffsets",
+    "startingTimestamp",
+    "endingOffsets",
+    "maxOffsetsPerTrigger",
+    "includeHeaders",
+    "reader",
+)
 
 
 def _read_milliseconds(text: str) -> float:
@@ -115,6 +122,7 @@ class ReceiveOptions(Options):
         Option(
             "startingOffsets", 'Where a new checkpoint starts in the log: earliest, latest or {"0": 12}.', "earliest"
         ),
+        Option("startingTimestamp", "Milliseconds since 1970: where a new checkpoint starts in the log."),
         Option("endingOffsets", 'Where a batch read of the log ends: latest or {"0": 12}.', "latest"),
         Option("maxOffsetsPerTrigger", "Approximate maximum number of records per batch; none: no limit."),
         Option(

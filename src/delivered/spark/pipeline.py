@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import gather
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from delivered.audit.report import AuditReport
     from delivered.pipeline.adopt import Adoption
+    from delivered.pipeline.endpoint import Endpoint
 
 
 class Pipeline(Definition):
@@ -74,6 +75,27 @@ class Pipeline(Definition):
         from delivered.pipeline.adopt import adopt
 
         return adopt(self, checkpoint=checkpoint, group=group, timestamp_ms=timestamp_ms, write=write)
+
+    def replay(self, start: str, end: str, into: Endpoint | str, *, sink: str | None = None) -> Self:
+        """A pipeline that delivers the source's records between two times into another sink, and then ends.
+
+        It has a name, checkpoint and ledger of its own, and acknowledges nothing: this pipeline may run beside it. The
+        same arguments give the same pipeline: if it was killed, start it again. Does not start Spark.
+
+        Args:
+            start, end: ISO 8601, milliseconds since 1970, "earliest", "latest", or offsets as JSON. From the first
+                record of each partition of the start or later, to before the first one of the end or later.
+            into: a sink; or the name of another table or topic for this pipeline's sink.
+            sink: whose rows and columns, if there are several.
+
+        Raises:
+            UsageError: a bad time, a range that ends before it starts, or this pipeline's own target.
+            Refused: the source cannot be replayed, or no longer holds the records.
+            Unreachable: a server or a checkpoint did not answer.
+        """
+        from delivered.pipeline.replay import replay
+
+        return replay(self, start, end, into, sink)
 
     def start(self, spark: SparkSession | None = None, *, takeover: bool = False) -> StreamingQuery:
         """Plan, then start the query.

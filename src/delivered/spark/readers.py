@@ -10,10 +10,12 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from delivered.checkpoint import first_offsets
 from delivered.checkpoint.offset_metadata import PlainDriver, stream_driver
+from delivered.contract.powers import OrdersOffsets
 from delivered.contract.source import Slice, Source, SourceDriver
 from delivered.engine.direct import pack
 from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
+from delivered.source.ranges import earlier
 from delivered.spark.task import arm
 
 if TYPE_CHECKING:
@@ -81,6 +83,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             end = start
         else:
             end = self._driver.latest(start, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
+        if self._reading.until is not None:
+            bounded = self._source.earlier if isinstance(self._source, OrdersOffsets) else earlier
+            return bounded(end, self._reading.until)
         # Spark calls `commit` for a batch only after it has planned the next one, which may be never. But it asks for
         # offsets only after it has logged the batch that ended at `start`, also at the end of an available-now run.
         self._acknowledge(start)
@@ -102,7 +107,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return read_slice(self._source, partition)
 
     def commit(self, end: dict[str, Any]) -> None:
-        self._acknowledge(end)
+        if self._reading.until is None:
+            self._acknowledge(end)
 
     def _acknowledge(self, logged: dict[str, Any]) -> None:
         """Acknowledge each position once. No batch ends at the start of the stream."""

@@ -175,7 +175,7 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Path) -> Streamin
     only = next(iter(sources.values())) if len(sources) == 1 else None
     if only is not None and _is_direct(pipeline, spec):
         spec = replace(spec, direct=_pickled(Direct(only, arrow_transform(pipeline.transform))))
-    read = {n: _read(spark, spec, n, e).load() for n, e in pipeline.sources.items()}
+    read = {n: _read(spark, spec, n, e, pipeline.until.get(n)).load() for n, e in pipeline.sources.items()}
     frame, spec = _rows(pipeline, spark, read, sources, spec)
     more = {k: v for e in pipeline.all_sinks for k, v in e.spark_options.items()}
     writer = frame.writeStream.options(**more).option("checkpointLocation", pipeline.checkpoint)
@@ -196,12 +196,14 @@ def _pickled(direct: Direct) -> bytes:
     return made
 
 
-def _read(spark: SparkSession, spec: PipelineSpec, name: str, source: Endpoint) -> DataStreamReader:
+def _read(
+    spark: SparkSession, spec: PipelineSpec, name: str, source: Endpoint, until: Offsets | None
+) -> DataStreamReader:
     reader = spark.readStream if name == SOURCE else spark.readStream.name(name)
     if source.is_spark_own:
         return reader.format(source.system).options(**source.options)
     reader = reader.format(PREFIX + source.system).options(**source.options)
-    return reader.option(OPTION, replace(spec, source=name).to_option())
+    return reader.option(OPTION, replace(spec, source=name, until=until).to_option())
 
 
 def _initial(source: Source) -> Offsets:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from delivered.kits.options import absolute, headers_option, rows_max_option
-from delivered.model.options import Options, OptionType, Unfit, option, prefixed, resolve_secrets
+from delivered.model.options import Options, OptionType, Unfit, option, prefixed, resolve_secrets, whole
 
 EARLIEST = "earliest"
 LATEST = "latest"
@@ -62,6 +62,13 @@ class LogOptions(Options, owner="delivered_log source"):
     )
     ending: Position = option(
         "endingOffsets", 'Where a batch read ends: latest or {"0": 12}.', OptionType(_ending, str), default=LATEST
+    )
+    since_ms: int | None = option(
+        "startingTimestamp",
+        "Milliseconds since 1970: a new checkpoint starts at each partition's first record of then or later, whatever "
+        "startingOffsets says.",
+        whole(0),
+        default=None,
     )
     rows_max: int | None = rows_max_option("records")
     headers: bool = headers_option("Add the column headers.")

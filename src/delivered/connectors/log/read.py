@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from delivered.connectors.log.table import STORED, LogFile, damaged
+from delivered.source.columns import TIMESTAMP
 
 BATCH_ROWS = 16_384
 """Maximum rows per batch."""
@@ -148,3 +149,14 @@ def _clusters(items: Sequence[Any]) -> Iterator[list[Any]]:
         high = item.high if len(run) == 1 else max(high, item.high)
     if run:
         yield run
+
+
+def first_since(fs: Any, path: str, ms: int) -> int | None:
+    """Smallest offset in a file whose record has this timestamp, in milliseconds since 1970, or a later one."""
+    with fs.open_input_file(path) as source:
+        file, found = pq.ParquetFile(source), None
+        for batch in file.iter_batches(columns=["offset", "timestamp"]):
+            late = pc.greater_equal(batch.column("timestamp"), pa.scalar(ms * 1000, TIMESTAMP))
+            low = pc.min(batch.column("offset").filter(late)).as_py()
+            found = low if found is None or (low is not None and low < found) else found
+    return found

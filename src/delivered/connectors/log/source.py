@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from delivered.connectors.log import table as layout
 from delivered.connectors.log.options import EARLIEST, LATEST, LogOptions, Position
-from delivered.connectors.log.read import RangeReader
+from delivered.connectors.log.read import RangeReader, first_since
 from delivered.connectors.log.table import write_progress
 from delivered.contract.finding import Finding
 from delivered.contract.source import Offsets, Slice
@@ -123,8 +123,9 @@ class LogDriver:
         self._frozen: layout.Snapshot | None = None
 
     def initial(self) -> Offsets:
-        now = self._refresh()
-        return _offsets(now.version, self._resolve(self._options.starting, now))
+        now, since = self._refresh(), self._options.since_ms
+        found = self._since(since, now) if since is not None else self._resolve(self._options.starting, now)
+        return _offsets(now.version, found)
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         now = self._frozen or self._refresh()
@@ -249,6 +250,15 @@ class LogDriver:
                     next_step="restore the log, or start a new checkpoint",
                 )
         return {**now.earliest(), **begin}
+
+    def _since(self, ms: int, now: layout.Snapshot) -> dict[int, int]:
+        """First offset of each partition whose record is of then or later; its end if there is none."""
+        fs, found = layout.filesystem(self._options.path, self._storage), now.ends()
+        for file in reversed(now.files):
+            low = first_since(fs, file.path, ms)
+            if low is not None:
+                found[file.partition] = min(low, found[file.partition])
+        return found
 
     def _resolve(self, position: Position, now: layout.Snapshot) -> dict[int, int]:
         earliest, ends = now.earliest(), now.ends()

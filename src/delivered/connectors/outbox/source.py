@@ -59,7 +59,11 @@ class OutboxSource:
         if options.by_log:
             assumes.append("the server is not restored from a copy of its files, which has the same timeline")
         return SourceCapability(
-            system="outbox", replayable=True, local=options.dialect == "sqlite", assumes=tuple(assumes)
+            system="outbox",
+            replayable=True,
+            local=options.dialect == "sqlite",
+            consumed="an outbox forgets what its pipeline is past: its slot moves on, or its rows are deleted",
+            assumes=tuple(assumes),
         )
 
     def preflight(self) -> Sequence[Finding]:

@@ -89,6 +89,11 @@ class PulsarSource:
             return [Finding.refusal(error)]
         return []
 
+    def earlier(self, end: Offsets, until: Offsets) -> Offsets:
+        """See `delivered.contract.powers.OrdersOffsets`."""
+        at, bounds = from_json(end), from_json(until)
+        return to_json({p: min(bound, at.get(p, bound), key=lambda x: x.order) for p, bound in bounds.items()})
+
     def schema(self) -> pa.Schema:
         found = [(t, shape(SOURCE, t, schema).arrow) for t, schema in self.planned().schemas]
         for topic, kind in found:

@@ -1,0 +1,282 @@
+"""A pipeline's source once more, from one time to another, into another sink.
+
+A replay is a pipeline of its own: name, checkpoint and ledger differ from the pipeline's, and follow from it, the times
+and the target. So the same replay run again continues where it ended. The first run resolves the times to offsets and
+keeps them in the replay's checkpoint. Its source acknowledges nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from delivered.checkpoint import first_offsets
+from delivered.checkpoint.folder import read_record, write_record
+from delivered.contract.powers import HasOffsetMetadata, KnowsTarget, planned
+from delivered.contract.source import Offsets
+from delivered.model.errors import Refused, UsageError
+from delivered.model.identity import Scope, derived_name
+from delivered.model.offsets import SOURCE
+from delivered.pipeline.definition import AVAILABLE_NOW, Definition, endpoint_of
+from delivered.pipeline.endpoint import Endpoint
+from delivered.pipeline.entries import SinkEntry
+from delivered.pipeline.registry import connector
+from delivered.pipeline.spec import NO_INCARNATION
+from delivered.source.ranges import backwards
+
+P = TypeVar("P", bound=Definition)
+
+EARLIEST, LATEST = "earliest", "latest"
+_FILE = "delivered/replay.json"
+_SINCE = "startingTimestamp"
+_TARGETS = ("dbtable", "table", "topic", "queue", "path")
+"""The option that names a target, by system: the first that a sink has."""
+
+
+def replay(pipeline: P, start: str, end: str, into: Endpoint | str, sink: str | None = None) -> P:
+    """See `delivered.Pipeline.replay`."""
+    own = _chosen(pipeline, sink)
+    target = retargeted(own, into)
+    check_target(pipeline, target)
+    for name, source in pipeline.sources.items():
+        check_replayable(name, source)
+    key = json.dumps([start, end, own.name or own.sink().name, target.system, dict(target.options)])
+    made = copy.copy(pipeline)
+    made.name = derived_name(pipeline.name, f".replay-{hashlib.blake2b(key.encode(), digest_size=4).hexdigest()}")
+    made.checkpoint = f"{pipeline.checkpoint.rstrip('/')}/delivered/{made.name}"
+    made.sinks = (target,)
+    made.trigger = AVAILABLE_NOW
+    made.new_checkpoint = made.missing_ledger = made.new_target = False
+    begin, made.until = _range(made, start, end)
+    for name in made.sources:
+        first_offsets.keep(made.checkpoint, lambda name=name: begin[name], name)  # type: ignore[misc]
+    return made
+
+
+def _chosen(pipeline: Definition, sink: str | None) -> Endpoint:
+    named = dict(zip(pipeline.sink_names, pipeline.sinks, strict=True))
+    if sink is None and len(named) == 1:
+        return pipeline.sinks[0]
+    if sink not in named:
+        raise UsageError(
+            "REPLAY_SINK",
+            f"A replay has one sink, and {'no sink is' if sink is None else 'none is'} named {sink or ''!r}; the "
+            f"pipeline writes to {', '.join(named)}.",
+            next_step="name the one whose rows are replayed: --sink NAME",
+        )
+    return named[sink]
+
+
+def retargeted(own: Endpoint, into: Endpoint | str) -> Endpoint:
+    """The sink of the replay: as given, or the pipeline's with another target; with the same rows and columns."""
+    if isinstance(into, Endpoint):
+        mine = replace(into, projection=own.projection) if into.projection.is_all else into
+        return mine if mine.audit else replace(mine, audit=own.audit)
+    by_name = {k.lower(): k for k in own.options}
+    key = next((by_name[t] for t in _TARGETS if t in by_name), None)
+    if key is None:
+        raise UsageError(
+            "REPLAY_INTO",
+            f"The replay goes into {into!r}, but the sink {own.system!r} has none of the options {', '.join(_TARGETS)} "
+            "to replace.",
+            next_step="write the sink: --into '{format: sqlite, path: replay.db, table: orders}'",
+        )
+    if key.lower() == "path" and "/" not in into:
+        into = "/".join([*own.options[key].rstrip("/").split("/")[:-1], into])
+    return replace(own, options={**own.options, key: into}, name=None)
+
+
+def check_target(pipeline: Definition, target: Endpoint) -> None:
+    """
+    Raises:
+        UsageError: the pipeline writes to this target itself.
+    """
+    ids = _identity(pipeline.name, target)
+    for own in pipeline.all_sinks:
+        same = own.system == target.system and dict(own.options) == dict(target.options)
+        if same or (ids and ids == _identity(pipeline.name, own)):
+            raise UsageError(
+                "REPLAY_TARGET",
+                f"The pipeline {pipeline.name!r} writes to {own.label!r} itself; its records would be there twice.",
+                next_step="replay into another table or topic",
+            )
+
+
+def _identity(pipeline: str, endpoint: Endpoint) -> set[tuple[str, str]]:
+    sink = endpoint.sink()
+    with closing(sink.committer(Scope(pipeline, endpoint.name or sink.name, NO_INCARNATION))) as committer:
+        found = committer.targets() if isinstance(committer, KnowsTarget) else {}
+    return {(endpoint.system, t.id) for t in found.values()}
+
+
+def check_replayable(name: str, source: Endpoint) -> None:
+    what = "The source" if name == SOURCE else f"The source {name!r}"
+    if source.is_spark_own:
+        why, instead = (
+            "it is Spark's own, whose offsets cannot be bounded",
+            f"read it with the format {source.system!r}",
+        )
+    else:
+        told = source.source().capability()
+        why = told.consumed or ("" if told.replayable else told.why_not)
+        instead = "replay a pipeline that reads what this one wrote"
+    if why:
+        raise Refused("REPLAY_SOURCE", f"{what} ({source.system}) cannot be replayed: {why}.", next_step=instead)
+
+
+def _range(made: Definition, start: str, end: str) -> tuple[dict[str, Offsets], dict[str, Offsets]]:
+    """Start and end of each source; as kept by the first run."""
+
+    def read(data: Mapping[str, Any]) -> tuple[dict[str, Offsets], dict[str, Offsets]]:
+        return dict(data["start"]), dict(data["until"])
+
+    kept = read_record(made.checkpoint, _FILE, "a replay's range", read, "REPLAY_DAMAGED")
+    if kept is None:
+        found: tuple[dict[str, Offsets], dict[str, Offsets]] = {}, {}
+        for name, source in made.sources.items():
+            found[0][name], found[1][name] = _resolved(name, source, start, end)
+        write_record(made.checkpoint, _FILE, {"start": found[0], "until": found[1]}, first=True)
+        kept = read_record(made.checkpoint, _FILE, "a replay's range", read, "REPLAY_DAMAGED") or found
+    return kept
+
+
+def _resolved(name: str, source: Endpoint, start: str, end: str) -> tuple[Offsets, Offsets]:
+    begin, until = (offsets_at(source, word, name) for word in (start, end))
+    if (wrong := backwards(begin, until)) is not None:
+        raise UsageError(
+            "REPLAY_RANGE",
+            f"The replay from {start} to {end} ends before it starts: {wrong}.",
+            next_step="exchange from and to",
+        )
+    if isinstance(_place(start, name), int):
+        _retained(source, start, begin)
+    keys = _metadata(source)
+    return begin, {k: v for k, v in until.items() if k not in keys}
+
+
+def _metadata(source: Endpoint) -> frozenset[str]:
+    found = source.source()
+    return found.offset_metadata if isinstance(found, HasOffsetMetadata) else frozenset()
+
+
+def _place(text: str, source: str) -> int | str:
+    """Milliseconds since 1970; or earliest, latest, or offsets as JSON."""
+    word = text.strip()
+    if word.lower() in (EARLIEST, LATEST):
+        return word.lower()
+    if word.startswith("{"):
+        try:
+            found = json.loads(word)
+        except ValueError:
+            raise _bad_time(text) from None
+        return word if source == SOURCE else json.dumps(found.get(source, {}))
+    if word.isascii() and word.isdigit():
+        ms = int(word)
+    else:
+        try:
+            at = datetime.fromisoformat(word)
+        except ValueError:
+            raise _bad_time(text) from None
+        ms = int((at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp() * 1000)
+    if ms > datetime.now(UTC).timestamp() * 1000:
+        raise UsageError(
+            "REPLAY_FUTURE",
+            f"The time {text!r} is in the future: a replay reads records that are there.",
+            next_step="write latest, for what is there now",
+        )
+    return ms
+
+
+def _bad_time(text: str) -> UsageError:
+    return UsageError(
+        "REPLAY_TIME",
+        f"A replay's time is {text!r}; it must be ISO 8601 (UTC unless it names a zone), milliseconds since 1970, "
+        "earliest, latest, or offsets as JSON.",
+        next_step="write it as in --from 2026-11-24T08:00:00Z --to latest",
+    )
+
+
+def offsets_at(source: Endpoint, word: str, name: str = SOURCE) -> Offsets:
+    """The source's offsets at a time, or as the user says.
+
+    Args:
+        name: of the source.
+    """
+    place = _place(word, name)
+    options = {
+        k: v
+        for k, v in source.options.items()
+        if not k.lower().startswith(("starting", "ending")) and k.lower() != "subscription"
+    }
+    if isinstance(place, int):
+        table = connector(source.system).source_options
+        if table is None or _SINCE not in {o.name for o in table.options}:
+            raise Refused(
+                "REPLAY_BY_TIME",
+                f"The source {source.system!r} cannot find records by time.",
+                next_step="write earliest, latest, or offsets as JSON, as in startingOffsets",
+            )
+        options |= {_SINCE: str(place)}
+        if any(o.name == _OF_NONE for o in table.options):
+            options[_OF_NONE] = LATEST
+    else:
+        options["startingOffsets"] = place
+    with closing(planned(replace(source, options=options).source()).driver()) as driver:
+        return driver.initial()
+
+
+_OF_NONE = "startingOffsetsByTimestampStrategy"
+"""Kafka's option for a partition without a record of that time."""
+
+
+def _retained(source: Endpoint, start: str, begin: Offsets) -> None:
+    """
+    Raises:
+        Refused: a partition may have had records of the time that it no longer has.
+    """
+    for where, at, first in leaves("", begin, offsets_at(source, EARLIEST)):
+        if at == first > 0:
+            raise Refused(
+                "REPLAY_RECORDS_GONE",
+                f"Records before offset {first} of {where} are deleted (retention); some of them may be of {start} or "
+                "later.",
+                next_step="write --from earliest, to replay what is there",
+            )
+
+
+def leaves(where: str, at: Mapping[str, Any], first: Mapping[str, Any]) -> list[tuple[str, int, int]]:
+    """Positions by partition: in `at`, and in `first`; without those that are no numbers."""
+    found: list[tuple[str, int, int]] = []
+    for name in at.keys() & first.keys():
+        a, b = at[name], first[name]
+        if isinstance(a, dict) and isinstance(b, dict) and not name.startswith("#"):
+            found += leaves(f"{where} {name}".strip(), a, b)
+        elif type(a) is int and type(b) is int and name != "version":
+            found.append((f"{where} {name}".strip(), a, b))
+    return sorted(found)
+
+
+def parse_sink(text: str, folder: Path) -> Endpoint:
+    """A sink as in a pipeline file in `folder`, on one line: "{format: sqlite, path: out.db, table: orders}".
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        entry = SinkEntry.model_validate(yaml.safe_load(text))
+    except (yaml.YAMLError, ValueError) as error:
+        raise UsageError(
+            "SINK_VALUE",
+            f"The sink is {text!r}: {' '.join(str(error).split())[:300]}.",
+            next_step="write it as in a pipeline file: '{format: sqlite, path: out.db, table: orders}'",
+        ) from None
+    return endpoint_of(entry, folder)

@@ -1,0 +1,69 @@
+"""`delivered replay` as a user runs it: beside the running pipeline, killed, and run again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import sys
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka import Consumer, TopicPartition
+from tests.broker.source_help import produce
+from tests.spark.cli_help import running, until
+
+from delivered.testing.supervisor import run
+
+T0 = 1_700_000_000_000
+ROWS, FIRST, END = 200, 50, 150
+
+
+def values(folder: Path, table: str) -> Counter[bytes]:
+    with closing(sqlite3.connect(folder / "out.db", timeout=30)) as connection:
+        there = connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone()
+        return Counter(v for (v,) in connection.execute(f"SELECT value FROM {table}")) if there else Counter()
+
+
+def expected(first: int, end: int) -> Counter[bytes]:
+    return Counter(b"%d" % n for n in range(first, end))
+
+
+def committed(kafka: Any, topic: str, group: str) -> int:
+    consumer = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": group})
+    try:
+        return sum(max(0, p.offset) for p in consumer.committed([TopicPartition(topic, 0)], timeout=10))
+    finally:
+        consumer.close()
+
+
+def test_a_replay_beside_the_running_pipeline(kafka: Any, tmp_path: Path) -> None:
+    """Killed after a decision that Spark did not log: the same table as without a kill, and nobody else notices."""
+    topic = kafka.topic(1, retention_ms=-1)  # the records are old
+    produce(kafka, topic, [{"value": b"%d" % n, "timestamp": T0 + n} for n in range(ROWS)])
+    server = {"kafka.bootstrap.servers": kafka.bootstrap}
+    source = {"format": "kafka", **server, "subscribe": topic, "startingOffsets": "earliest"}
+    pipeline = {
+        "pipeline": "shop", "guarantee": "exactly_once", "checkpoint": "checkpoint", "master": "local[1]",
+        "source": {**source, "maxOffsetsPerTrigger": 40, "commitOffsetsToGroup": f"shop-{topic}"},
+        "transform": {"select": ["value"]}, "sinks": [{"format": "sqlite", "path": "out.db", "table": "orders"}],
+    }  # fmt: skip
+    file = tmp_path / "shop.yaml"
+    file.write_text(json.dumps(pipeline))
+    with running("run", str(file)) as process:
+        until(lambda: values(tmp_path, "orders") == expected(0, ROWS), process)
+        until(lambda: committed(kafka, topic, f"shop-{topic}") == ROWS, process)
+        replay = [sys.executable, "-m", "delivered.cli.main", "replay", str(file), "--into", "again"]
+        replay += ["--from", str(T0 + FIRST), "--to", str(T0 + END)]
+        done = run(replay, "commit.decide:after@batch=1", tmp_path / "hits", timeout_s=240)
+        assert (done.exit_code, done.runs, len(done.kills)) == (0, 2, 1)
+        assert values(tmp_path, "again") == expected(FIRST, END)
+        assert committed(kafka, topic, f"shop-{topic}") == ROWS
+        produce(kafka, topic, [{"value": b"%d" % n, "timestamp": T0 + n} for n in range(ROWS, ROWS + 20)])
+        until(lambda: values(tmp_path, "orders") == expected(0, ROWS + 20), process)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err
+    assert values(tmp_path, "again") == expected(FIRST, END)
