@@ -1,4 +1,4 @@
-"""`delivered replay` as a user runs it: beside the running pipeline, killed, and run again."""
+"""`delivered replay` and `rebuild` as a user runs them: beside the running pipeline, killed, and run again."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
 from confluent_kafka import Consumer, TopicPartition
 from tests.broker.source_help import produce
 from tests.spark.cli_help import running, until
@@ -67,3 +68,35 @@ def test_a_replay_beside_the_running_pipeline(kafka: Any, tmp_path: Path) -> Non
         _, err = process.communicate(timeout=240)
         assert process.returncode == 0, err
     assert values(tmp_path, "again") == expected(FIRST, END)
+
+
+@pytest.mark.matrix
+def test_a_rebuild_of_a_table_from_kafka(kafka: Any, tmp_path: Path) -> None:
+    """From several partitions and batches; the pipeline goes on in the new table, where it was."""
+    topic = kafka.topic(3)
+    produce(kafka, topic, [{"value": b"%d" % n, "key": b"%d" % n} for n in range(100)], partition=None)
+    pipeline = {
+        "pipeline": "shop", "guarantee": "exactly_once", "checkpoint": "checkpoint", "master": "local[2]",
+        "source": {"format": "kafka", "kafka.bootstrap.servers": kafka.bootstrap, "subscribe": topic,
+                   "startingOffsets": "earliest", "maxOffsetsPerTrigger": 40},
+        "transform": {"sql": "SELECT value FROM source"}, "trigger": "available_now",
+        "sinks": [{"format": "sqlite", "path": "out.db", "table": "orders"}],
+    }  # fmt: skip
+    file = tmp_path / "shop.yaml"
+    file.write_text(json.dumps(pipeline))
+
+    def told(*arguments: str) -> str:
+        with running(arguments[0], str(file), *arguments[1:]) as process:
+            out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err
+        return out
+
+    told("run")
+    assert "both tables have 100 rows, with the same content; audit of the new one: held" in told(
+        "rebuild", "--into", "fresh"
+    )
+    assert values(tmp_path, "orders") == expected(0, 100)
+    assert values(tmp_path, "fresh") == Counter()
+    produce(kafka, topic, [{"value": b"%d" % n} for n in range(100, 120)], partition=None)
+    told("run")
+    assert values(tmp_path, "orders") == expected(0, 120)

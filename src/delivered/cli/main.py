@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from delivered.cli import audit, dead_letters, replay, sagas, servers, status, transactions
+from delivered.cli import audit, dead_letters, rebuild, replay, sagas, servers, status, transactions
 from delivered.cli.options import (
     CheckpointOption,
     FileArgument,
@@ -39,6 +39,7 @@ app.add_typer(sagas.app, name="sagas")
 app.add_typer(servers.app, name="brokers")
 app.command()(audit.audit)
 app.command()(replay.replay)
+app.command()(rebuild.rebuild)
 app.command()(status.status)
 app.command()(status.top)
 app.command()(status.metrics)

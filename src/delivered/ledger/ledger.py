@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from delivered.ledger.store import Change, Head, Store
+from delivered.ledger.store import Change, Head, Store, Swap
 from delivered.model.archive import Archived
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
 from delivered.model.guarantee import Guarantee
@@ -88,11 +88,12 @@ class Ledger:
 
         return self._write(rule)
 
-    def decide(self, decision: Decision) -> Outcome[None]:
+    def decide(self, decision: Decision, swap: Swap | None = None) -> Outcome[None]:
         """Record the decision durably, if this owner is not fenced.
 
         If the ledger carries rows, its own sink's staged rows become visible with it. Participants of other sinks are
-        only recorded. A later revision of a batch replaces the earlier one.
+        only recorded. A later revision of a batch replaces the earlier one. A swap of tables happens with it, if the
+        store is a `SwapsTables`.
         Failed: it was not and never will be written. Unknown: `claim` again, then `look`.
         """
         text = decision.to_json()
@@ -114,7 +115,7 @@ class Ledger:
                         next_step="stop every other driver on this checkpoint, then start the pipeline again",
                     )
             self._check_claim(claim, head)
-            return Change(decision=decision, move=move)
+            return Change(decision=decision, move=move, swap=swap)
 
         return self._write(rule)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from delivered.model.identity import OtherLedger
 from delivered.model.outcome import Outcome
@@ -37,10 +37,23 @@ class Head:
 
 
 @dataclass(frozen=True)
+class Swap:
+    """Two tables beside each other: `new` gets the name of the sink's table, whose rows stay as `kept`.
+
+    Attributes:
+        new, kept: without schema, not quoted.
+    """
+
+    new: str
+    kept: str
+
+
+@dataclass(frozen=True)
 class Change:
     """What one write stores atomically: a begun batch or a decision.
 
     Attributes:
+        swap: of tables, in the same transaction (`SwapsTables`).
         move: participants whose staged rows this write makes visible. Empty if, by the plan, every sink commits its
             prepared rows after the decision.
     """
@@ -48,6 +61,18 @@ class Change:
     begun: Begun | None = None
     decision: Decision | None = None
     move: tuple[Prepared, ...] = ()
+    swap: Swap | None = None
+
+
+@runtime_checkable
+class SwapsTables(Protocol):
+    """Implemented by a `Store` in the database of the sink's table, if its transactions can rename tables."""
+
+    def has_swapped(self, swap: Swap) -> bool:
+        """Whether the tables have changed places. Read-only."""
+
+    def cannot_swap(self) -> str | None:
+        """Why another table cannot take the place of the sink's; None: it can. Read-only."""
 
 
 class Store(Protocol):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from delivered.audit.report import AuditReport
     from delivered.pipeline.adopt import Adoption
     from delivered.pipeline.endpoint import Endpoint
+    from delivered.pipeline.rebuild import Rebuild
 
 
 class Pipeline(Definition):
@@ -96,6 +97,26 @@ class Pipeline(Definition):
         from delivered.pipeline.replay import replay
 
         return replay(self, start, end, into, sink)
+
+    def rebuild(self, into: str, *, start: str | None = None) -> Rebuild[Self]:
+        """Make this pipeline's table anew from the source, beside the old one. Does not start Spark.
+
+        Start the result's `pipeline` until it ends, `compare` both tables, and `swap` them: `delivered rebuild` does.
+        The same arguments give the same rebuild: after a kill, call it again.
+
+        Args:
+            into: name of the new table, in the same database and schema.
+            start: where the source is read from, as in `replay`. Default: where this pipeline's first batch began.
+
+        Raises:
+            UsageError: a bad name, or no batch was decided.
+            Refused: the sink cannot swap two tables, there are several sinks, or the source cannot be replayed or no
+                longer holds the first records.
+            Unreachable: a server or a checkpoint did not answer.
+        """
+        from delivered.pipeline.rebuild import rebuild
+
+        return rebuild(self, into, start)
 
     def start(self, spark: SparkSession | None = None, *, takeover: bool = False) -> StreamingQuery:
         """Plan, then start the query.

@@ -102,8 +102,8 @@ class NoPandas(MetaPathFinder):
 class Loop:
     """One driver."""
 
-    def __init__(self, file: Path) -> None:
-        self.pipeline = Pipeline.from_file(file)
+    def __init__(self, pipeline: Pipeline | Path) -> None:
+        self.pipeline = Pipeline.from_file(pipeline) if isinstance(pipeline, Path) else pipeline
         transform = self.pipeline.transform
         if transform.kind not in ("none", "arrow"):
             raise DeliveredError("LOOP_TRANSFORM", f"A loop without Spark cannot run a transform in {transform.kind}.")

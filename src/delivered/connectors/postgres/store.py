@@ -14,7 +14,9 @@ from delivered.kits.sql.database import Dialect, quoted
 from delivered.kits.sql.names import Names
 from delivered.kits.sql.server_store import CLAIM_WAIT_S, ServerStore
 from delivered.kits.sql.stage import Staging
+from delivered.kits.sql.target import missing_at_server
 from delivered.kits.sql.transactions import PreparedRows
+from delivered.ledger.store import Swap
 from delivered.model.identity import Scope
 from delivered.model.outcome import Failed, Outcome, Unknown
 from delivered.model.prepared import Prepared
@@ -81,6 +83,42 @@ class PostgresStore(ServerStore["psycopg.Connection[Any]"]):
         super()._move(connection, decision, move)
         for prepared in move:
             self._staging.drop(connection, PreparedRows.of(prepared).staged)
+
+    def has_swapped(self, swap: Swap) -> bool:
+        """See `delivered.ledger.store.SwapsTables`: they change places in one transaction."""
+        schema = "" if self._options.schema is None else f"{quoted(self._options.schema)}."
+
+        def question(connection: psycopg.Connection[Any]) -> bool:
+            row = connection.execute("SELECT to_regclass(%s)", [schema + quoted(swap.kept)]).fetchone()
+            return row is not None and row[0] is not None
+
+        return PostgresDatabase(self._options).ask(question)
+
+    def cannot_swap(self) -> str | None:
+        """See `delivered.ledger.store.SwapsTables`. Views and foreign keys would stay with the old table's rows."""
+
+        def question(connection: psycopg.Connection[Any]) -> str | None:
+            found = target.find(connection, self._options)
+            if found is None:
+                return f"there is no table {self._options.table_text!r}"
+            row = connection.execute(
+                "SELECT r.ev_class::regclass::text FROM pg_depend d JOIN pg_rewrite r ON r.oid = d.objid "
+                "WHERE d.refobjid = %(table)s AND d.classid = 'pg_rewrite'::regclass AND r.ev_class <> %(table)s UNION "
+                "SELECT conname FROM pg_constraint WHERE confrelid = %(table)s LIMIT 1",
+                {"table": found[0]},
+            ).fetchone()
+            return None if row is None else f"{row[0]!r} refers to the table, and would go on referring to its old rows"
+
+        return PostgresDatabase(self._options).ask(question)
+
+    def _swap(self, connection: psycopg.Connection[Any], swap: Swap) -> None:
+        found = target.find(connection, self._options)
+        if found is None:
+            raise missing_at_server(self._options)
+        full = found[1]
+        schema = full[: -len(quoted(self._options.table)) - 1]
+        connection.execute(f"ALTER TABLE {full} RENAME TO {quoted(swap.kept)}")
+        connection.execute(f"ALTER TABLE {schema}.{quoted(swap.new)} RENAME TO {quoted(self._options.table)}")
 
     def _table(self, connection: psycopg.Connection[Any]) -> str | None:
         found = target.find(connection, self._options)

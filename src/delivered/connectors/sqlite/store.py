@@ -15,7 +15,7 @@ from delivered.connectors.sqlite.stage import Merging, StagedRows, read_staged, 
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.keys import KeyTable
 from delivered.kits.sql.store import SqlStore
-from delivered.ledger.store import Head
+from delivered.ledger.store import Head, Swap
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import CONNECT_TIMEOUT_S
@@ -113,6 +113,21 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
             reach(StepId.COMMIT_APPLY, Moment.AFTER, batch=decision.batch, shard=prepared.shard)
         if merging is not None:
             merging.finish(Work(self._scope, decision.batch, 0, 0))
+
+    def has_swapped(self, swap: Swap) -> bool:
+        """See `delivered.ledger.store.SwapsTables`: they change places in one transaction."""
+        return bool(self._database.ask(lambda connection: target.table_columns(connection, swap.kept)))
+
+    def cannot_swap(self) -> str | None:
+        """See `delivered.ledger.store.SwapsTables`."""
+        return None
+
+    def _swap(self, connection: sqlite3.Connection, swap: Swap) -> None:
+        """Views, triggers and foreign keys that name the table refer to the new one."""
+        connection.execute("PRAGMA legacy_alter_table=ON")
+        for old, new in ((self._options.table, swap.kept), (swap.new, self._options.table)):
+            connection.execute(f"ALTER TABLE {quoted(old)} RENAME TO {quoted(new)}")
+            connection.execute("UPDATE _delivered_table SET name = ? WHERE name = ?", (new, old))
 
     def _add_shard(self, connection: sqlite3.Connection, prepared: Prepared, merging: Merging | None) -> None:
         staged = StagedRows.of(prepared)

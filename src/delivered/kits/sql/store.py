@@ -12,12 +12,13 @@ from typing import Any, Generic, TypeVar
 from delivered.kits.sql.conditional import fold
 from delivered.kits.sql.database import C, Connection, Database, Dialect
 from delivered.kits.sql.keys import keep, open_memory
-from delivered.ledger.store import Change, Head
+from delivered.ledger.store import Change, Head, Swap
 from delivered.model.archive import Archived
 from delivered.model.identity import OtherLedger, Scope, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS
 from delivered.model.outcome import Ok, Outcome
 from delivered.model.prepared import Prepared
+from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Begun, Decision, LedgerState, Owner
 
 T = TypeVar("T")
@@ -79,6 +80,10 @@ class SqlStore(ABC, Generic[C]):
 
         Reaches the crash points of `commit.apply` once per participant.
         """
+
+    def _swap(self, connection: C, swap: Swap) -> None:
+        """Rename two tables, in the decision's transaction. Only called of a `SwapsTables`."""
+        raise NotImplementedError
 
     @abstractmethod
     def _after_failed_commit(self, error: Exception, there: Callable[[C], bool]) -> Outcome[None]:
@@ -211,6 +216,10 @@ class SqlStore(ABC, Generic[C]):
                 ),
                 {**self._key, "batch": change.begun.batch, "offsets": change.begun.offsets},
             )
+        if change.swap is not None:
+            reach(StepId.COMMIT_APPLY, Moment.BEFORE)
+            self._swap(connection, change.swap)
+            reach(StepId.COMMIT_APPLY, Moment.AFTER)
         if change.decision is not None:
             self._move(connection, change.decision, change.move)
             keep(self._sql, connection, change.decision, epoch)

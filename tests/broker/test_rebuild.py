@@ -1,0 +1,77 @@
+"""A table of PostgreSQL made anew, and swapped under kills. Every step: tests/crash/test_rebuild.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from delivered.checkpoint import first_offsets
+from delivered.connectors.log import append
+from delivered.model.errors import Refused
+from delivered.spark.pipeline import Pipeline
+from delivered.verify.loop import Loop
+
+SWAP = """
+import sys
+from delivered.spark.pipeline import Pipeline
+from delivered.testing.crash import install_from_environment
+
+install_from_environment()
+Pipeline.from_file(sys.argv[1]).rebuild(sys.argv[2]).swap()
+"""
+
+
+def ran(postgres: Any, folder: Path, mechanism: str) -> tuple[Path, str]:
+    """A pipeline that ran and stopped, and its table, in a schema of its own."""
+    append(str(folder / "log"), pa.table({"key": [b"1", b"2"], "value": [b"a", b"b"]}))
+    table = f"s{postgres.table(None)}.orders"
+    postgres.execute(f"CREATE SCHEMA {table.split('.')[0]}")
+    pipeline: dict[str, Any] = {
+        "pipeline": "shop", "guarantee": "exactly_once", "checkpoint": str(folder / "checkpoint"),
+        "source": {"format": "log", "path": str(folder / "log")}, "transform": {"select": ["key", "value"]},
+        "sinks": [{"format": "postgres", "url": postgres.url, "dbtable": table, "ifNotExists": True}],
+    }  # fmt: skip
+    pipeline["sinks"][0]["mechanism"] = mechanism
+    file = folder / "shop.yaml"
+    file.write_text(json.dumps(pipeline))
+    loop = Loop(file)
+    first_offsets.keep(loop.pipeline.checkpoint, loop.source.driver().initial)  # as Spark's reader does
+    loop.run(takeover=False)
+    return file, table
+
+
+@pytest.mark.parametrize("mechanism", ["one_transaction", "two_phase"])
+def test_a_swap_is_killed_and_goes_on(postgres: Any, tmp_path: Path, mechanism: str) -> None:
+    file, table = ran(postgres, tmp_path, mechanism)
+    schema = table.split(".")[0]
+    made = Pipeline.from_file(file).rebuild("fresh")
+    Loop(made.pipeline).run(takeover=False)
+    assert made.compare().equal
+    postgres.execute(f"INSERT INTO {schema}.fresh VALUES ('new', 'new')")
+    for point, swapped in (("commit.apply:after", False), ("commit.decide:after", True)):
+        hits = tmp_path / point.replace(":", "-")
+        hits.mkdir()
+        env = {**os.environ, "DELIVERED_CRASH": f"{point}!kill", "DELIVERED_CRASH_DIR": str(hits)}
+        done = subprocess.run([sys.executable, "-c", SWAP, str(file), "fresh"], env=env, timeout=60, check=False)
+        assert done.returncode == -signal.SIGKILL
+        assert postgres.execute(f"SELECT count(*) FROM {table}") == [(3 if swapped else 2,)]
+        assert Pipeline.from_file(file).rebuild("fresh").done is swapped
+    assert postgres.execute(f"SELECT count(*) FROM {schema}.{made.kept}") == [(2,)]
+    append(str(tmp_path / "log"), pa.table({"key": [b"3"], "value": [b"c"]}))
+    Loop(file).run(takeover=False)  # goes on in the new table
+    assert postgres.execute(f"SELECT count(*) FROM {table}") == [(4,)]
+
+
+def test_a_table_that_a_view_reads_is_refused(postgres: Any, tmp_path: Path) -> None:
+    file, table = ran(postgres, tmp_path, "one_transaction")
+    postgres.execute(f"CREATE VIEW {table}_seen AS SELECT * FROM {table}")
+    with pytest.raises(Refused, match=r"REBUILD_TARGET.*orders_seen"):
+        Pipeline.from_file(file).rebuild("fresh")
