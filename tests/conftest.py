@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import settings
 from tests.support.servers import Activemq, Kafka, Mysql, Postgres, Pulsar, Rabbitmq, Rocketmq, Server
 from tests.support.zygote import Zygote
 
@@ -25,6 +26,9 @@ from delivered.model import patience
 # Servers and Spark live for a minute here: what the second compiler of Java gives comes too late, and takes two fifths
 # of the processor (a pipeline through Spark: 98 s without this, 55 s with it).
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
+# No deadlines for examples: the machine may be busy.
+settings.register_profile("busy", deadline=None)
+settings.load_profile("busy")
 # Tests kill servers, which this client logs many times a second: it would drown a failed test's output.
 logging.getLogger("kafka").setLevel(logging.CRITICAL)
 logging.getLogger("stomp.py").setLevel(logging.CRITICAL)

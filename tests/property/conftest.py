@@ -1,4 +1,4 @@
-"""No deadlines for examples: the machine may be busy."""
+"""Fewer examples: they are whole histories. Without deadlines, as everywhere."""
 
 from hypothesis import settings
 
