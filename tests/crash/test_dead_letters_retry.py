@@ -41,7 +41,7 @@ POINTS = [
     if step not in (StepId.SOURCE_READ, StepId.RECOVER_APPLY)
     for moment in Moment
 ]
-KEPT_POINTS = ("recover.claim:after", "write.prepare:after", "commit.apply:after", "commit.decide:after", "log:before")
+KEPT_POINTS = ("write.prepare:after", "commit.apply:after", "commit.decide:after")
 
 
 def pipeline(folder: Path, **changes: Any) -> Path:
