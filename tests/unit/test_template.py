@@ -105,9 +105,9 @@ def test_whoever_ends_the_launcher_ends_the_worker(
     worker = psutil.Process(int(launcher.stdout.readline()))
     assert worker.pid != launcher.pid and worker.ppid() == template.pid
     launcher.send_signal(number)
-    assert launcher.wait(20) == -number
+    assert launcher.wait(60) == -number
     assert launcher.stdout.read() == b"", "the worker's output is closed"
-    worker.wait(20)
+    worker.wait(60)
     assert template.poll() is None
 
 
@@ -127,7 +127,7 @@ def test_a_launcher_that_is_killed_before_it_read_the_answer_ends_the_worker_alo
     os.close(write)
     worker = psutil.Process(int(os.read(read, 100)))
     launcher.close()  # with unread data: the other side's read fails
-    worker.wait(20)
+    worker.wait(60)
     assert os.read(read, 1) == b""
     os.close(read)
     assert template.poll() is None
