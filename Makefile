@@ -48,7 +48,7 @@ rehearsal: setup ## what metrics, status, page and alerts show, and how soon, wh
 test-fast: setup ## unit and property tests, every crash point in memory; no server, no Java, a minute and a half
 	$(TEST) $(FAST)
 
-test: setup ## all tests but the sweeps, with real servers, which are fetched meanwhile: 25 to 35 minutes on two cores
+test: setup ## all tests but the sweeps, with real servers, which are fetched meanwhile: 20 to 30 minutes on two cores
 	@mkdir -p build
 	@$(BIN)/delivered brokers fetch > build/fetch.log 2>&1 &
 	$(TEST)

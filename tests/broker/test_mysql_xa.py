@@ -82,6 +82,19 @@ def test_a_preparer_that_hangs_is_ended(mysql: Mysql, rig: Rig, commit: bool) ->
         writer.session.execute("SELECT 1")
 
 
+def test_a_commit_that_is_acknowledged_and_lost_is_not_taken_for_done(
+    mysql: Mysql, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As MariaDB 10.11 did right after the session that prepared was killed."""
+    from delivered.connectors.mysql import transactions
+
+    context, end = rig.context(), transactions.end
+    (message, *_) = rig.write(rig.plan(context, 0))
+    monkeypatch.setattr(transactions, "end", lambda session, gid, commit: end(session, gid, False))
+    outcome = context.committer.commit(Work(rig.scope, 0, message.shard), message.participants[0])
+    assert isinstance(outcome, Failed) and "lost it" in outcome.reason
+
+
 def test_1397_of_a_preparer_that_cannot_be_ended_is_neither_done_nor_lost(
     mysql: Mysql, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

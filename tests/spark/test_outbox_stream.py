@@ -33,7 +33,7 @@ def put(url: str, layout: outbox.Layout, numbers: range) -> list[str]:
         for n in numbers:
             ids.append(str(outbox.new_id()))
             outbox.put(
-                connection, id=ids[-1], aggregate_type="order", aggregate_id=str(n % 7), type="created",
+                connection, id=ids[-1], aggregate_type="order", aggregate_id=str(n % 7), type="relayed",
                 payload={"n": n}, layout=layout,
             )  # fmt: skip
             connection.commit()
@@ -57,7 +57,7 @@ def test_an_outbox_reaches_kafka_once_though_the_job_is_killed_and_the_audit_say
         },
         "sinks": [{"format": "kafka", "kafka.bootstrap.servers": kafka.bootstrap}],
         "master": "local[2]", "spark": {"spark.sql.shuffle.partitions": 2, "spark.ui.enabled": False},
-        "audit": {"own": "exists(headers, h -> h.key = 'id')"},
+        "audit": {"own": "exists(headers, h -> h.key = 'type' AND CAST(h.value AS STRING) = 'relayed')"},
     }  # fmt: skip
     file = tmp_path / "relay.yaml"
     file.write_text(yaml.safe_dump(described, sort_keys=False))

@@ -9,8 +9,9 @@ from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.store import staging
 from delivered.kits.sql.committer import ServerCommitter
 from delivered.kits.sql.transactions import OpenTransaction, PreparedRows
+from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope, Target, Work
-from delivered.model.outcome import Ok, Outcome
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
 
 if TYPE_CHECKING:
@@ -25,8 +26,18 @@ class MysqlCommitter(ServerCommitter["Session"]):
         self._options = options
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
-        """Also drops the staging table: the server cannot drop tables inside a transaction."""
-        outcome = super().commit(work, prepared)
+        """Also drops the staging table: the server cannot drop tables inside a transaction.
+
+        Failed, too: the server acknowledged the commit, and the transaction's marker is not there (seen with MariaDB
+        10.11, in 1 of 30 commits right after the session that prepared was killed).
+        """
+        outcome, gid = super().commit(work, prepared), PreparedRows.of(prepared).gid
+        if isinstance(outcome, Ok) and gid:
+            try:
+                if not self._has_marker(work, gid):
+                    return Failed(f"the server acknowledged the commit of {gid}, and lost it")
+            except DeliveredError as error:
+                return Unknown(str(error))
         return self._drop_staged(PreparedRows.of(prepared)) if isinstance(outcome, Ok) else outcome
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
