@@ -125,11 +125,12 @@ def test_a_launcher_that_is_killed_before_it_read_the_answer_ends_the_worker_alo
     socket.send_fds(launcher, [len(request).to_bytes(4, "big")], [0, write, 2])
     launcher.sendall(request)
     os.close(write)
-    worker = psutil.Process(int(os.read(read, 100)))
+    output = os.fdopen(read)
+    worker = psutil.Process(int(output.readline()))
     launcher.close()  # with unread data: the other side's read fails
     worker.wait(60)
-    assert os.read(read, 1) == b""
-    os.close(read)
+    assert output.read() == ""
+    output.close()
     assert template.poll() is None
     assert run(env, module, "ends", "3").returncode == 3
 
