@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from delivered import brokers
 from delivered.brokers.debian import unpacked
 from delivered.brokers.fetch import cache_folder
+from delivered.brokers.process import free_ports
 from delivered.checkpoint import history
 from delivered.connectors.kafka.transactions import id_prefix
 from delivered.pipeline.definition import Definition
@@ -63,12 +63,6 @@ class Seen:
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "seen_on": sorted(self.seen_on), "seen_after_s": self.seen_on, "seconds": self.seconds}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def fetched(url: str) -> str:
@@ -226,7 +220,7 @@ def main() -> int:
     file = folder / "clean.yaml"
     file.write_text(yaml.safe_dump(pipeline), encoding="utf-8")
     definition = Definition.from_file(file)
-    ports = free_port(), free_port(), free_port()
+    ports = free_ports(3)
     try:
         program: Path | None = prometheus()
     except Exception as error:

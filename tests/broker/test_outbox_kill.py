@@ -20,6 +20,7 @@ from tests.support.zygote import Zygote
 from delivered import outbox
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.verify.ends.applications import run_process
+from delivered.verify.ends.producer import promote
 
 MESSAGES = 24
 KILLS = [("before", 5), ("in", 10), ("in_late", 15), ("after", 20)]
@@ -171,18 +172,7 @@ def test_a_failover_is_never_passed_over(new_postgres: Any, tmp_path: Path, slot
     again.close()
 
     server.broker.kill()
-    owner = data.stat()
-    shutil.rmtree(data)
-    shutil.copytree(standby, data)
-    if not slot_survives:
-        shutil.rmtree(data / "pg_replslot")
-        (data / "pg_replslot").mkdir()
-    (data / "recovery.signal").touch()
-    with (data / "postgresql.conf").open("a") as file:
-        file.write("restore_command = '/bin/false'\n")
-    for path in (data, *data.rglob("*")):
-        shutil.chown(path, owner.st_uid, owner.st_gid)
-    data.chmod(0o700)
+    promote(data, standby, slot_survives)
     server.broker.restart()
     until(lambda: box.execute("SELECT pg_is_in_recovery()") == [(False,)])
     box.execute("CREATE TABLE noise AS SELECT repeat('x', 1000) FROM generate_series(1, 2000)")

@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -99,20 +100,16 @@ def _append(location: str, name: str, line: Mapping[str, Any]) -> None:
 
 def _lines(location: str, name: str, newest: int) -> list[dict[str, Any]]:
     path = _path(location, name)
-    found: list[dict[str, Any]] = []
-    for file in () if path is None else (path, _older(path)):
-        found = [*_read(file), *found]
-        if len(found) >= newest:
-            break
-    return found[-newest:]
+    files = () if path is None else (path, _older(path))
+    return [*islice(chain.from_iterable(map(_newest_first, files)), newest)][::-1]
 
 
-def _read(path: Path) -> Iterator[dict[str, Any]]:
+def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError:
         return
-    for line in text.splitlines():
+    for line in reversed(text.splitlines()):
         try:
             yield json.loads(line)
         except ValueError:  # a crash tore it

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, spoken, stamp
-from delivered.observe.look import files, look
+from delivered.observe.look import files, look, seen
 from delivered.observe.status import Driver, Status
 
 PathsArgument = Annotated[
@@ -51,9 +51,7 @@ def top(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show the same, again and again; as JSON lines with --output json."""
-    named, stop = files(paths), threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    named, stop = files(paths), _stopped()
     shown = console()
     rates = _Rates()
     with Live(console=shown, auto_refresh=False, screen=False, transient=False) as live:
@@ -85,12 +83,18 @@ def metrics(
     if port is None:
         say(text(look(named)).rstrip("\n"))
         return
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = _stopped()
     with serving(lambda: look(named), port, address) as opened:
         note(f"serving http://{address}:{opened}/metrics")
         stop.wait()
+
+
+def _stopped() -> threading.Event:
+    """Set by SIGTERM and Ctrl-C."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
 
 
 @command
@@ -99,11 +103,9 @@ def report(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("pipelines.html"),
 ) -> None:
     """Write pipelines as one HTML file: problems, batches by step, open transactions, audits."""
-    from delivered.observe.look import ways
     from delivered.observe.page import page
 
-    named = files(paths)
-    out.write_text(page(list(zip(look(named), ways(named), strict=True))), encoding="utf-8")
+    out.write_text(page(seen(files(paths))), encoding="utf-8")
     say(str(out))
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 
@@ -12,6 +13,8 @@ from delivered.model.errors import DeliveredError, UsageError
 from delivered.observe.page import Way, way_of
 from delivered.observe.status import Problem, Status, status
 from delivered.pipeline.definition import Definition
+
+T = TypeVar("T")
 
 _AT_ONCE = 8
 _KEY = "pipeline"
@@ -35,27 +38,25 @@ def files(paths: Iterable[Path]) -> list[Path]:
 
 def look(paths: Sequence[Path]) -> list[Status]:
     """The status of every pipeline, asked at the same time. A file that cannot be read is a problem of its status."""
+    return [found for found, _ in _asked(paths, lambda _: None)]
+
+
+def seen(paths: Sequence[Path]) -> list[tuple[Status, Way]]:
+    """As `look`, with how the data of each pipeline travels: for the page."""
+    return [(found, way or Way()) for found, way in _asked(paths, way_of)]
+
+
+def _asked(paths: Sequence[Path], more: Callable[[Definition], T]) -> list[tuple[Status, T | None]]:
+    def one(path: Path) -> tuple[Status, T | None]:
+        try:
+            pipeline = Definition.from_file(path)
+            return status(pipeline), more(pipeline)
+        except DeliveredError as error:
+            problem = Problem(error.code, error.message, error.next_step)
+            return Status(path.stem, "", "", problems=(problem,)), None
+
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(pool.map(_status, paths))
-
-
-def ways(paths: Sequence[Path]) -> list[Way]:
-    """How the data of each pipeline travels, for the page."""
-    return [_way(path) for path in paths]
-
-
-def _way(path: Path) -> Way:
-    try:
-        return way_of(Definition.from_file(path))
-    except DeliveredError:
-        return Way()
-
-
-def _status(path: Path) -> Status:
-    try:
-        return status(Definition.from_file(path))
-    except DeliveredError as error:
-        return Status(path.stem, "", "", problems=(Problem(error.code, error.message, error.next_step),))
+        return list(pool.map(one, paths))
 
 
 def _below(folder: Path) -> list[Path]:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
     from prometheus_client.registry import Collector
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _VERDICTS = ("held", "broken", "unknown")
 
 

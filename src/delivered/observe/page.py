@@ -52,13 +52,13 @@ def page(
     found: Sequence[tuple[Status, Way]],
     *,
     refresh_s: float | None = None,
-    action: Callable[[Status, str, bool], str] | None = None,
+    action: Callable[[int, str, bool], str] | None = None,
 ) -> str:
     """
     Args:
         refresh_s: the page loads itself again after this long.
-        action: the address that ends a pipeline's transaction (id, whether to apply it) when it is posted to; None:
-            the page only names the command.
+        action: the address that ends a transaction when it is posted to, by the pipeline's number here, the
+            transaction's id, and whether to apply it; None: the page only names the command.
 
     Raises:
         MissingExtra: the extra `report` is not installed.

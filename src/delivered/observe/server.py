@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, urlencode, urlsplit
 
 from delivered.model.errors import DeliveredError, MissingExtra, UsageError
-from delivered.observe.look import look, ways
+from delivered.observe.look import look, seen
 from delivered.observe.page import page
-from delivered.observe.status import Status
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.transactions import end_transaction
 
@@ -54,9 +53,8 @@ def application(paths: Sequence[Path], *, token: str | None = None, address: str
 
     query = f"?{urlencode({'token': token})}" if token is not None else ""
 
-    def address_of(status: Status, transaction: str, apply: bool) -> str:
-        file = next(n for n, f in enumerate(paths) if f.stem == status.pipeline or _name(f) == status.pipeline)
-        return f"/end/{file}/{'apply' if apply else 'abort'}/{quote(transaction, safe='')}{query}"
+    def address_of(number: int, transaction: str, apply: bool) -> str:
+        return f"/end/{number}/{'apply' if apply else 'abort'}/{quote(transaction, safe='')}{query}"
 
     def refused(request: Request) -> Response | None:
         given = request.query_params.get("token") or request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -65,8 +63,7 @@ def application(paths: Sequence[Path], *, token: str | None = None, address: str
         return None
 
     def render() -> str:
-        found = list(zip(look(paths), ways(paths), strict=True))
-        return page(found, refresh_s=REFRESH_S, action=address_of)
+        return page(seen(paths), refresh_s=REFRESH_S, action=address_of)
 
     async def index(request: Request) -> Response:
         return refused(request) or HTMLResponse(await run_in_threadpool(render), headers={"Cache-Control": "no-store"})
@@ -98,13 +95,6 @@ def application(paths: Sequence[Path], *, token: str | None = None, address: str
             Route("/end/{file:int}/{how}/{id}", end, methods=["POST"]),
         ]
     )
-
-
-def _name(file: Path) -> str:
-    try:
-        return Definition.from_file(file).name
-    except DeliveredError:
-        return ""
 
 
 def serve(paths: Sequence[Path], port: int, *, address: str = LOCAL[0], token: str | None = None) -> None:

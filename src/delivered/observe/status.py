@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
@@ -181,7 +181,7 @@ def _status(pipeline: Definition) -> Status:
         **found,
     )
     problems += _problems(pipeline, made, newest_reports)
-    return Status(**{**made.__dict__, "problems": tuple(problems)})
+    return replace(made, problems=tuple(problems))
 
 
 @contextlib.contextmanager
@@ -244,13 +244,13 @@ def _transactions(pipeline: Definition) -> tuple[Open, ...] | None:
 
 
 def _problems(pipeline: Definition, now: Status, reports: Sequence[BatchReport]) -> Iterator[Problem]:
-    start = "start the pipeline"
+    start = "start the pipeline: delivered run PIPELINE.yaml"
     for t in now.transactions or ():
         if t.decided and now.driver is not Driver.RUNNING:
             yield Problem(
                 "DELIVERED_TRANSACTION_UNAPPLIED",
                 f"{t.id} was decided and is not visible yet.",
-                f"{start}, which applies it; or: delivered transactions apply PIPELINE.yaml {t.id}",
+                f"{start}, which applies it; or delivered transactions apply PIPELINE.yaml {t.id}",
             )
         # Batches follow each other: one opened before the newest decision, which does not name it, has no batch left.
         age, since = t.age_s, now.decided_age_s

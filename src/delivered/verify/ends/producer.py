@@ -241,7 +241,7 @@ def _failed_over(slot_survives: bool) -> Any:
         shop.serve(range(third, 2 * third))
         shop.deliver()
         server.kill()
-        _promote(data, standby, slot_survives)
+        promote(data, standby, slot_survives)
         server.restart()
         wait_for(lambda: shop.execute("SELECT pg_is_in_recovery()") == [(False,)], 60.0, "the standby is promoted")
         end.fire("failed over", slot=slot_survives)
@@ -265,7 +265,8 @@ def _must_stop(shop: Shop, code: str, when: str, timeline: int | None) -> None:
     shop.end.stops.append(Stop((code,), shop.end.run_out(shop.relay(timeline=timeline)), when))
 
 
-def _promote(data: Path, standby: Path, slot_survives: bool) -> None:
+def promote(data: Path, standby: Path, slot_survives: bool) -> None:
+    """Put the stopped copy of a PostgreSQL server in place of its folder, so that it starts on a new timeline."""
     owner = data.stat()
     shutil.rmtree(data)
     shutil.copytree(standby, data)

@@ -1,0 +1,47 @@
+"""Spark's own figures of a query, as metrics: what `delivered run --metrics-port` serves beside the status."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.spark.log_to_sqlite import produce, rows, until
+
+import delivered
+from delivered.observe.metrics import serving
+from delivered.observe.status import status
+from delivered.spark.listener import QueryMetrics
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def test_a_query_is_counted_and_its_batches_are_timed(spark: SparkSession, tmp_path: Path) -> None:
+    import urllib.request
+
+    produce(tmp_path / "in", 0, 20)
+    pipeline = delivered.Pipeline(
+        name="counted", guarantee="exactly_once", checkpoint=tmp_path / "checkpoint", trigger="available_now",
+        source=delivered.log(str(tmp_path / "in")), sinks=[delivered.sqlite(str(tmp_path / "out.db"), "orders")],
+        transform="SELECT key, value FROM source",
+    )  # fmt: skip
+    queries = QueryMetrics()
+    spark.streams.addListener(queries)
+    try:
+        with serving(lambda: [status(pipeline)], 0, more=[queries]) as port:
+
+            def scraped() -> str:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+                    return str(answer.read().decode())
+
+            pipeline.start(spark).awaitTermination(120)
+            until(lambda: 'delivered_query_input_rows_total{query="counted"} 20.0' in scraped())
+            found = scraped()
+    finally:
+        spark.streams.removeListener(queries)
+    assert rows(tmp_path) == 20
+    assert 'delivered_query_failed_total{query="counted"} 0.0' in found
+    assert 'delivered_records_total{guarantee="exactly_once",pipeline="counted",sink="orders"} 20.0' in found
+    took = status(pipeline)
+    assert took.totals.batches == 1 and took.visible
+    assert took.last is not None and all(took.last.seconds[step] > 0 for step in ("plan", "stage", "decide"))
