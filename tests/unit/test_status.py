@@ -221,3 +221,16 @@ def test_alerts_and_dashboard_use_metrics_that_exist() -> None:
         deploy = (Path(__file__).parents[2] / "deploy" / file).read_text()
         used = set(re.findall(r"\bdelivered_[a-z_]+", deploy))
         assert used and used <= known, (file, used - known)
+
+
+def test_each_button_ends_a_transaction_of_its_own_pipeline() -> None:
+    from delivered.observe.page import Way, page
+    from delivered.pipeline.transactions import Open
+
+    def holding(name: str, transaction: str, decided: bool) -> Status:
+        return Status(name, "exactly_once", "", transactions=(Open(transaction, "prepared", 1.0, decided, ("t",)),))
+
+    found = [(holding("a", "t/1", False), Way()), (holding("b", "t/2", True), Way())]
+    shown = page(found, action=lambda number, id_, apply: f"/{number}/{id_}/{apply}")
+    assert 'action="/0/t/1/False"><button>abort' in shown
+    assert 'action="/1/t/2/True"><button>apply' in shown
