@@ -19,6 +19,7 @@ import delivered
 from delivered.connectors.log import append
 from delivered.planner import Refusal
 from delivered.saga import Log, Status
+from delivered.saga.tables import ENTRIES
 from delivered.testing import supervisor
 
 APP = Path(__file__).parent / "apps" / "run_file.py"
@@ -104,19 +105,27 @@ def test_rows_are_sagas_and_every_saga_comes_to_rest_though_the_job_is_killed(
         )  # fmt: skip
     assert (done.exit_code, len(done.kills)) == (0, crash.count(":")), (tmp_path / "output").read_text()[-4000:]
     with contextlib.closing(Log(str(tmp_path / "sagas.db")).open()) as log:
-        statuses = Counter(r.status for r in log.rows(list(Status), ROWS * 2))
-    assert statuses == {Status.COMPLETE: ROWS - ROWS // 5, Status.COMPENSATED: ROWS // 5}
+        ended = {row.id: row.status for row in log.rows(list(Status), ROWS * 2)}
+    with contextlib.closing(sqlite3.connect(tmp_path / "sagas.db")) as connection:
+        events = connection.execute(f"SELECT id, event FROM {ENTRIES} WHERE step = 'ship' AND verb = 'do'").fetchall()
+    known = {id_ for id_, event in events if event in ("done", "rejected")}
+    cut_off = {id_ for id_, _ in events} - known
     with contextlib.closing(sqlite3.connect(tmp_path / "effects.db")) as connection:
-        effects = Counter(
-            (key.rpartition("/")[2], verb, total % 5 == 0)
-            for key, verb, total in connection.execute("SELECT * FROM effects")
-        )
+        effects: dict[str, set[tuple[str, str]]] = {}
+        for key, verb in connection.execute("SELECT key, verb FROM effects"):
+            _, id_, step = key.split("/")
+            effects.setdefault(id_, set()).add((step, verb))
         calls = Counter(connection.execute("SELECT * FROM calls").fetchall())
-    bad, good = ROWS // 5, ROWS - ROWS // 5
-    assert effects == {
-        ("reserve", "do", False): good, ("pay", "do", False): good, ("ship", "do", False): good,
-        ("reserve", "do", True): bad, ("pay", "do", True): bad,
-        ("pay", "undo", True): bad, ("reserve", "undo", True): bad,
-    }  # fmt: skip
+    turned_back = {f"order-{i}" for i in range(0, ROWS, 5)} | cut_off  # a ship that may be done is not called again
+    assert ended == {
+        id_: Status.COMPENSATED if id_ in turned_back else Status.COMPLETE
+        for id_ in (f"order-{i}" for i in range(ROWS))
+    }
+    taken_back = {(step, verb) for step in ("reserve", "pay") for verb in ("do", "undo")}
+    for id_, found in effects.items():
+        may_have = {("ship", "do")} if id_ in cut_off else set()
+        expected = taken_back if id_ in turned_back else {("reserve", "do"), ("pay", "do"), ("ship", "do")}
+        assert found - may_have == expected, id_
+    assert effects.keys() == ended.keys()
     repeated = sum(n - 1 for n in calls.values())
-    assert 1 <= repeated <= 4, "only what was under way when the tasks were killed"
+    assert 1 <= repeated + len(cut_off) <= 4, "only what was under way when the tasks were killed"
