@@ -17,6 +17,7 @@ import yaml
 
 import delivered
 from delivered.connectors.log import append
+from delivered.model.logs import FORMAT, is_line_of_ours
 from delivered.planner import Refusal
 from delivered.saga import Log, Status
 from delivered.saga.tables import ENTRIES
@@ -34,6 +35,11 @@ def effect(call):
         connection.execute("INSERT INTO calls VALUES (?, ?, ?)", (call.id, call.step, call.verb))
         connection.execute("INSERT OR IGNORE INTO effects VALUES (?, ?, ?)", (call.key, call.verb, call.data["total"]))
 
+def pay(call):
+    effect(call)
+    if call.verb == "do" and call.attempt == 1 and call.data["total"] == 7:
+        raise TimeoutError("no answer")
+
 def ship(call):
     if call.data["total"] % 5 == 0:
         raise Rejected("out of stock")
@@ -42,7 +48,7 @@ def ship(call):
 quick = dict(backoff_s=0.01, timeout_s=1.0)
 checkout = Saga("checkout", [
     Step("reserve", effect, undo=effect, takes_key=True, **quick),
-    Step("pay", effect, undo=effect, takes_key=True, **quick),
+    Step("pay", pay, undo=effect, takes_key=True, **quick),
     Step("ship", ship, undo=NO_UNDO, **quick),
 ])
 '''
@@ -101,9 +107,14 @@ def test_rows_are_sagas_and_every_saga_comes_to_rest_though_the_job_is_killed(
     with (tmp_path / "output").open("wb") as output:
         done = supervisor.run(
             [sys.executable, str(APP), str(file)], crash, tmp_path / "hits",
-            timeout_s=300, output=output, env={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+            timeout_s=300, output=output,
+            env={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), FORMAT: "json"},
         )  # fmt: skip
-    assert (done.exit_code, len(done.kills)) == (0, crash.count(":")), (tmp_path / "output").read_text()[-4000:]
+    printed = (tmp_path / "output").read_text()
+    assert (done.exit_code, len(done.kills)) == (0, crash.count(":")), printed[-4000:]
+    (warned,) = {line for line in printed.splitlines() if is_line_of_ours(line) and "order-7" in line}
+    place = {name: json.loads(warned).get(name) for name in ("logger", "level", "pipeline", "batch")}
+    assert place == {"logger": "delivered.saga.worker", "level": "WARNING", "pipeline": "checkout", "batch": 0}
     with contextlib.closing(Log(str(tmp_path / "sagas.db")).open()) as log:
         ended = {row.id: row.status for row in log.rows(list(Status), ROWS * 2)}
     with contextlib.closing(sqlite3.connect(tmp_path / "sagas.db")) as connection:

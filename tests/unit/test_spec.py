@@ -77,7 +77,10 @@ def test_a_question_is_no_write() -> None:
 def test_a_source_learns_what_concerns_it() -> None:
     reading, rest = Reading.parse({"path": "in", OPTION: FULL.to_option()})
     until = {"orders": {"0": 7}}
-    assert (reading, rest) == (Reading("/c", "/tmp/d", direct=True, source="orders", until=until), {"path": "in"})
+    assert (reading, rest) == (
+        Reading("/c", "/tmp/d", direct=True, source="orders", until=until, pipeline="orders"),
+        {"path": "in"},
+    )
     assert Reading.parse({"path": "in", "checkpointlocation": "/c"}) == (Reading("/c"), {"path": "in"})
 
 

@@ -13,11 +13,14 @@ from delivered.cli.options import (
     CheckpointOption,
     FileArgument,
     GuaranteeOption,
+    LogFormat,
+    LogFormatOption,
     MasterOption,
     SetOption,
     StopTimeoutOption,
     TakeoverOption,
     WaitOption,
+    log_as,
     read,
 )
 from delivered.cli.output import Output, OutputOption, command, say, say_json, spoken, tell_warnings, working
@@ -167,11 +170,13 @@ def run(
         int | None,
         typer.Option(min=0, max=65535, help="Serve metrics for Prometheus at http://127.0.0.1:PORT/metrics."),
     ] = None,
+    log_format: LogFormatOption = LogFormat.TEXT,
     output: OutputOption = Output.TEXT,
 ) -> int:
     """Run a pipeline until it is stopped; SIGTERM or Ctrl-C lets the running batch finish."""
     from delivered.cli.run import run_pipeline
 
+    log_as(log_format)
     trigger = "available_now" if available_now else None
     pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master, trigger=trigger)
     more: dict[str, Any] = {"wait": wait, "metrics_port": metrics_port}
@@ -195,11 +200,13 @@ def receive(
         float | None, typer.Option(min=0, help="Stop after this long without a message. Default: never.")
     ] = None,
     wait: WaitOption = True,
+    log_format: LogFormatOption = LogFormat.TEXT,
     output: OutputOption = Output.TEXT,
 ) -> int:
     """Receive a queue into the durable log of a pipeline's source until stopped: persist, then acknowledge."""
     from delivered.cli.receive import receive_file
 
+    log_as(log_format)
     return receive_file(file, dict(parse_override(s) for s in set_), processes, idle_seconds, output, wait=wait)
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from delivered.model.logs import FORMAT
 from delivered.pipeline.file import parse_override
 from delivered.spark.pipeline import Pipeline
+
+
+class LogFormat(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
 
 FileArgument = Annotated[Path, typer.Argument(help="The pipeline file.", show_default=False)]
 SetOption = Annotated[
@@ -24,7 +33,16 @@ WaitOption = Annotated[
 StopTimeoutOption = Annotated[
     float, typer.Option(min=0, help="Seconds that a stop (SIGTERM, Ctrl-C) waits for the running batch.")
 ]
+LogFormatOption = Annotated[
+    LogFormat,
+    typer.Option(envvar=FORMAT, help="Of log lines on standard error, of receivers and of Spark's log: text or json."),
+]
 TakeoverOption = Annotated[bool, typer.Option("--takeover", help="Fence another driver that is running this pipeline.")]
+
+
+def log_as(chosen: LogFormat) -> None:
+    """From now on, in this process and those that it starts."""
+    os.environ[FORMAT] = chosen.value
 
 
 def read(file: Path, sets: list[str], **named: Any) -> Pipeline:

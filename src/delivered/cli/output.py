@@ -21,6 +21,7 @@ from rich.text import Text
 
 from delivered.model.dialect import in_file_words
 from delivered.model.errors import DeliveredError
+from delivered.model.logs import JsonLines, as_json
 from delivered.model.translate import translated
 
 P = ParamSpec("P")
@@ -45,8 +46,8 @@ def console() -> Console:
 
 
 def messages() -> Console:
-    """For progress and errors."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    """For progress and errors. Log lines are not for a terminal's eyes, so it is none then."""
+    return Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=False if as_json() else None)
 
 
 def say(text: str) -> None:
@@ -61,17 +62,38 @@ def say_json(data: Any, *, one_line: bool = False) -> None:
 
 def note(text: str) -> None:
     """One line of progress; never part of the result."""
+    if as_json():
+        _json_line(logging.INFO, text)
+        return
     messages().print(text, style="dim", markup=False)
 
 
 def log_line(text: str) -> None:
     """As `note`, with a timestamp unless on a terminal: logs are read later."""
-    note(text if messages().is_terminal else f"{stamp()} {text}")
+    note(text if as_json() or messages().is_terminal else f"{stamp()} {text}")
+
+
+def _json_line(level: int, text: str, error: Exception | None = None) -> None:
+    exception = (type(error), error, None) if error is not None else None
+    record = logging.LogRecord("delivered.cli", level, "", 0, text, None, exception)
+    sys.stderr.write(JsonLines().format(record) + "\n")
+    sys.stderr.flush()
+
+
+def relay(line: str) -> None:
+    """A log line of another process."""
+    if as_json():
+        sys.stderr.write(line + "\n")
+    else:
+        log_line(line)
 
 
 class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        log_line(record.getMessage())
+        if as_json():
+            sys.stderr.write(JsonLines().format(record) + "\n")
+        else:
+            log_line(record.getMessage())
 
 
 def tell_warnings() -> None:
@@ -122,7 +144,7 @@ def command(function: Callable[P, int | None]) -> Callable[P, None]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        as_json = kwargs.get("output") is Output.JSON
+        as_json_output = kwargs.get("output") is Output.JSON
         try:
             code = function(*args, **kwargs) or 0
             sys.stdout.flush()
@@ -136,22 +158,25 @@ def command(function: Callable[P, int | None]) -> Callable[P, None]:
             messages().print("interrupted")
             code = 130
         except Exception as error:
-            code = fail(error, as_json)
+            code = fail(error, as_json_output)
         raise typer.Exit(code)
 
     return run
 
 
-def fail(error: Exception, as_json: bool) -> int:
+def fail(error: Exception, as_json_output: bool) -> int:
     """Show an error; return its exit code."""
     if os.environ.get("DELIVERED_TRACEBACK"):
         messages().print_exception()
     own = _ours(error)
     message = redact(spoken(own.message))[:_MESSAGE_LENGTH_MAX]
     next_step = redact(spoken(own.next_step)) if own.next_step else None
-    if as_json:
+    shown_error = DeliveredError(own.code.removeprefix("DELIVERED_"), message, next_step)
+    if as_json_output:
         say_json({"error": {"code": own.code, "message": message, "next": next_step}})
-    else:
+    if as_json():
+        _json_line(logging.ERROR, message, shown_error)
+    elif not as_json_output:
         shown = messages()
         shown.print(f"[{own.code}]", style="bold red", end=" ", markup=False)
         shown.print(message, markup=False)

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from delivered.cli.output import Output, log_line, messages, note, say, say_json, stamp, tell_warnings, working
+from delivered.cli.output import Output, log_line, messages, note, relay, say, say_json, stamp, tell_warnings, working
 from delivered.model.errors import DeliveredError
 from delivered.model.limits import OUTAGE_PATIENCE_S
+from delivered.model.logs import as_json, is_line_of_ours
 from delivered.model.patience import StoppedWaiting, patiently
+from delivered.model.step import work_for
 from delivered.model.translate import WARNING_MARK, translated
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ def run_pipeline(
     from delivered.pipeline.progress import watch
     from delivered.planner import Refusal
 
+    work_for(pipeline.name)
     request = StopRequest(threading.Event(), threading.Event())
     _listen(request)
     tell_warnings()
@@ -172,8 +175,10 @@ class _Warnings:
         if self._file is None:
             return []
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
-        warnings = (line.decode(errors="replace") for line in lines if WARNING_MARK.encode() in line)
-        return list(dict.fromkeys(line.partition(WARNING_MARK)[2] for line in warnings))
+        texts = (line.decode(errors="replace") for line in lines)
+        if as_json():
+            return list(dict.fromkeys(text for text in texts if is_line_of_ours(text)))
+        return list(dict.fromkeys(text.partition(WARNING_MARK)[2] for text in texts if WARNING_MARK in text))
 
     def close(self) -> None:
         if self._file is not None:
@@ -196,7 +201,7 @@ class _Shown:
 
     def line(self, progress: Progress) -> None:
         for text in self._warnings.new():
-            log_line(text)
+            relay(text)
         now = progress.shown
         if now == self._last:
             return

@@ -17,6 +17,7 @@ from typing import Any
 
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVERS_MAX
+from delivered.model.logs import JsonLines, as_json
 from delivered.model.options import resolve_secrets
 from delivered.model.patience import StoppedWaiting, patiently
 from delivered.pipeline.endpoint import Endpoint
@@ -311,7 +312,9 @@ def quiet_client(warnings: bool = True) -> None:
         warnings: False: ours are shown elsewhere.
     """
     if warnings:
-        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+        handler = logging.StreamHandler()
+        handler.setFormatter(JsonLines() if as_json() else logging.Formatter("%(asctime)s %(message)s"))
+        logging.basicConfig(level=logging.WARNING, handlers=[handler])
     for client in ("pika", "stomp.py"):
         logging.getLogger(client).setLevel(logging.CRITICAL)
 

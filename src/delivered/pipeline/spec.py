@@ -241,6 +241,7 @@ class Reading:
         direct: tasks of the sink read the source themselves; Spark carries slices.
         source: its name in the query.
         until: as in the spec.
+        pipeline: its name, if it is one's source.
     """
 
     checkpoint: str | None = None
@@ -248,6 +249,7 @@ class Reading:
     direct: bool = False
     source: str = SOURCE
     until: Offsets | None = None
+    pipeline: str | None = None
 
     @property
     def is_drained(self) -> bool:
@@ -262,7 +264,7 @@ class Reading:
         if "pipeline" not in settings:
             return cls(checkpoint), rest
         spec = _from_json(settings)
-        return cls(spec.checkpoint, spec.drain, spec.direct is not None, spec.source, spec.until), rest
+        return cls(spec.checkpoint, spec.drain, spec.direct is not None, spec.source, spec.until, spec.pipeline), rest
 
 
 def idiom_option(*, start: str = "", check: StartCheck | None = None) -> str:

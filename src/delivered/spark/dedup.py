@@ -157,7 +157,7 @@ class _Task:
     within_us: int
 
     def __call__(self, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        arm()
+        arm(self.scope.pipeline)
         query, batch = running_batch(running_task())
         if batch is None or query is None:
             raise InvariantBroken("NO_TASK", "Dedup runs outside a streaming query's task.")

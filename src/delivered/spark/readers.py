@@ -31,9 +31,9 @@ class SlicePartition(InputPartition):
         self.piece = piece
 
 
-def read_slice(source: Source, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+def read_slice(source: Source, partition: InputPartition, pipeline: str | None = None) -> Iterator[pa.RecordBatch]:
     """One task's part of a batch."""
-    arm()
+    arm(pipeline)
     in_query()
     if not isinstance(partition, SlicePartition):
         return  # PySpark runs one task without a partition for an empty batch read
@@ -56,7 +56,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     @property
     def _driver(self) -> SourceDriver:
-        arm()
+        arm(self._reading.pipeline)
         if self._opened is None:
             self._opened = stream_driver(self._source, self._reading.checkpoint, name=self._reading.source)
         return self._opened
@@ -104,7 +104,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if self._reading.direct and isinstance(partition, SlicePartition):
             return iter([pack(partition.piece)])
-        return read_slice(self._source, partition)
+        return read_slice(self._source, partition, self._reading.pipeline)
 
     def commit(self, end: dict[str, Any]) -> None:
         if self._reading.until is None:

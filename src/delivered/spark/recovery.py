@@ -80,7 +80,7 @@ class Recovering:
         return self._plan
 
     def _write(self, batches: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        arm()
+        arm(self._planned().scope.pipeline)
         in_query()
         task = running_task()
         shard, attempt = task.partitionId(), task.attemptNumber()
@@ -92,7 +92,7 @@ def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> 
     from delivered.checkpoint.folder import holds_state, read_view, repartitions_before
     from delivered.engine.recover import plan_batch
 
-    arm()
+    arm(spec.pipeline)
     began = time.monotonic()
     checkpoint = checkpoint_of(spec)
     view = read_view(checkpoint)
@@ -125,7 +125,7 @@ def plan_run(spec: PipelineSpec, sink: Sink | SinkGroup, run: str, schema: pa.Sc
     """Recover a batch write, and plan it as the only batch of an incarnation that its run id identifies."""
     from delivered.engine.recover import plan_batch
 
-    arm()
+    arm(spec.pipeline)
     ready_target(sink, schema)
     view = CheckpointView(run, 0, f"run {run}", None, run=True)
     return plan_batch(context(spec, sink, run), view, first=True, add_columns=partial(add_columns, sink, schema))

@@ -20,6 +20,7 @@ from pyspark.sql import SparkSession
 
 from delivered.brokers.java import java_home
 from delivered.engine.owner import new_owner
+from delivered.model.logs import FORMAT, as_json
 from delivered.model.work import Owner
 from delivered.pipeline.registry import connectors
 from delivered.pipeline.spec import GROUP
@@ -129,6 +130,8 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
         builder = _listen_on_loopback(builder)
         start_template(os.environ["PYSPARK_PYTHON"])
         settings = {**local_sockets(), **forked_workers(os.environ["PYSPARK_PYTHON"]), **with_archive(settings)}
+    if as_json():
+        settings = {f"spark.executorEnv.{FORMAT}": "json", **settings}
     for key, value in settings.items():
         builder = builder.config(key, value)
     spark = builder.getOrCreate()

@@ -10,6 +10,8 @@ import sys
 from pyspark import TaskContext
 
 from delivered.model.errors import InvariantBroken
+from delivered.model.logs import JsonLines, as_json
+from delivered.model.step import work_for
 from delivered.model.translate import WARNING_MARK
 
 _armed = False
@@ -17,9 +19,19 @@ _modules_frozen = 0
 """How many modules were imported when the collector was last told to spare them."""
 
 
-def arm() -> None:
-    """Install the handler of `delivered.testing` if the environment names a crash point. Cheap otherwise."""
+def arm(pipeline: str | None = None) -> None:
+    """Install the handler of `delivered.testing` if the environment names a crash point. Cheap otherwise.
+
+    Args:
+        pipeline: that this process works for now.
+    """
     global _armed
+    task = TaskContext.get()
+    if task is None:
+        work_for(pipeline)
+    else:
+        batch = running_batch(task)[1]
+        work_for(pipeline, batch=int(batch) if batch is not None else None, shard=task.partitionId())
     _show_warnings()
     _spare_the_collector()
     if _armed or not os.environ.get("DELIVERED_CRASH"):
@@ -66,5 +78,6 @@ def _show_warnings() -> None:
         return
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {WARNING_MARK}%(message)s", "%H:%M:%S"))
+    text = logging.Formatter(f"%(asctime)s {WARNING_MARK}%(message)s", "%H:%M:%S")
+    handler.setFormatter(JsonLines() if as_json() else text)
     ours.addHandler(handler)

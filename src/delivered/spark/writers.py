@@ -47,7 +47,7 @@ class BatchOfQuery(Recovering):
     def _commit(self, messages: list[WriterCommitMessage | None], batch: int) -> None:
         from delivered.checkpoint.folder import read_view  # not in a task
 
-        arm()
+        arm(self._spec.pipeline)
         in_query()
         shards = recovery.messages_of(messages)
         plan = next((m.plan for m in shards if m is not None), None)
@@ -133,7 +133,7 @@ class BatchWriter(Recovering, DataSourceArrowWriter):
         return self._write(iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        arm()
+        arm(self._spec.pipeline)
         opened = recovery.context(self._spec, self._sink, self._run)
         recovery.commit(opened, 0, f"run {self._run}", recovery.messages_of(messages))
 
