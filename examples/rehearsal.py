@@ -1,9 +1,9 @@
 """`python -m examples.rehearsal`: what somebody on call sees, and how soon, when a pipeline is in trouble.
 
-A pipeline from Kafka to Kafka under load, beside it `delivered metrics`, `delivered ui` and a real Prometheus with the
-alert rules of deploy/. Each trouble is made on purpose, looked for in all four places, mended by the command that they
-name, and looked for until it is gone. Writes build/operate.json; exit code 1 if something was not seen within 15 s, or
-did not go away.
+A pipeline from Kafka and RabbitMQ to Kafka under load, beside it `delivered metrics`, `delivered ui` and a real
+Prometheus with the alert rules of deploy/. Each trouble is made on purpose, looked for in all four places, mended by
+the command that they name, and looked for until it is gone. Then every expression of the rules and of the dashboard is
+evaluated. Writes build/operate.json; exit code 1 if something was not seen within 15 s, or did not go away.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pika
 import yaml
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic
@@ -39,7 +40,8 @@ from delivered.pipeline.definition import Definition
 SEEN_WITHIN_S = 15.0
 GONE_WITHIN_S = 90.0
 RECORDS_PER_S = 200
-RULES = Path(__file__).parents[1] / "deploy" / "prometheus-alerts.yml"
+DEPLOY = Path(__file__).parents[1] / "deploy"
+RULES, DASHBOARD = DEPLOY / "prometheus-alerts.yml", DEPLOY / "grafana-dashboard.json"
 PLACES = ("metrics", "status", "page", "alert")
 
 
@@ -77,11 +79,13 @@ def prometheus() -> Path:
 
 
 class Load(threading.Thread):
-    """Sends records at a steady rate, whatever happens to the broker."""
+    """Sends records to Kafka at a steady rate, whatever happens to the broker, and a tenth as many to RabbitMQ."""
 
-    def __init__(self, bootstrap: str) -> None:
+    def __init__(self, bootstrap: str, rabbitmq: str) -> None:
         super().__init__(daemon=True)
         self._producer = Producer({"bootstrap.servers": bootstrap, "log_level": 0})
+        self._queue = pika.BlockingConnection(pika.URLParameters(rabbitmq)).channel()
+        self._queue.queue_declare("calls", durable=True, arguments={"x-queue-type": "quorum"})
         self.ended = threading.Event()
 
     def run(self) -> None:
@@ -91,6 +95,8 @@ class Load(threading.Thread):
                 with contextlib.suppress(BufferError):
                     self._producer.produce("orders", key=str(number), value=f"order {number}")
                 number += 1
+            for n in range(RECORDS_PER_S // 100):
+                self._queue.basic_publish("", "calls", b"call", pika.BasicProperties(message_id=f"{number}-{n}"))
             self._producer.poll(0)
 
 
@@ -120,7 +126,10 @@ class Watch:
     def _status(self) -> list[dict[str, Any]]:
         command = [sys.executable, "-m", "delivered.cli.main", "status", str(self._file), "-o", "json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        return list(json.loads(done.stdout))
+        found = json.loads(done.stdout)
+        if not isinstance(found, list):
+            raise RuntimeError(f"delivered status failed: {found}")
+        return found
 
     def _firing(self) -> list[str]:
         alerts = json.loads(fetched(self._prometheus))["data"]["alerts"]
@@ -162,15 +171,15 @@ def rehearse(
     return Seen(case, codes[0], seen, mended_by, round(gone, 1))
 
 
-class Driver:
-    """`delivered run`, in a session of its own, so that it can be killed with everything below it."""
+class Command:
+    """`delivered run` or `receive`, in a session of its own, so that it can be killed with everything below it."""
 
-    def __init__(self, file: Path, log: Path) -> None:
-        self._file, self._log = file, log
+    def __init__(self, name: str, file: Path) -> None:
+        self._name, self._file, self._log = name, file, file.with_name(f"{name}.log")
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "delivered.cli.main", "run", str(self._file)]
+        command = [sys.executable, "-m", "delivered.cli.main", self._name, str(self._file)]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
@@ -192,6 +201,22 @@ def beside(*command: str, log: Path) -> Iterator[None]:
         process.wait()
 
 
+def evaluated(prometheus_port: int) -> dict[str, Any]:
+    """Every expression of the rules and of the dashboard, in Prometheus: how many there are, and which find no data."""
+    rules = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"][0]["rules"]
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    asked = [(p["title"], t["expr"].replace("$pipeline", ".*")) for p in panels for t in p["targets"]]
+    empty: list[str] = []
+    for name, expression in [*((r["alert"], r["expr"]) for r in rules), *asked]:
+        query = urllib.parse.urlencode({"query": expression})
+        answer = json.loads(fetched(f"http://127.0.0.1:{prometheus_port}/api/v1/query?{query}"))
+        if answer["status"] != "success":
+            raise ValueError(f"{name}: {answer}")
+        if not answer["data"]["result"] and (name, expression) in asked:
+            empty.append(name)
+    return {"rules": len(rules), "panels": len(panels), "panels_without_data": sorted(set(empty))}
+
+
 def cost(checkpoint: str) -> dict[str, float]:
     """What the reports of batches cost: the time to keep one, as a share of this run's median batch."""
     reports = history.batches(checkpoint)
@@ -208,12 +233,17 @@ def cost(checkpoint: str) -> dict[str, float]:
 def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
     broker = brokers.start("kafka", folder / "kafka", dies_with_parent=True)
+    rabbitmq = brokers.start("rabbitmq", folder / "rabbitmq", dies_with_parent=True)
     admin = AdminClient({"bootstrap.servers": broker.bootstrap, "log_level": 0})
     for future in admin.create_topics([NewTopic(name, 2, 1) for name in ("orders", "clean")]).values():
         future.result()
     pipeline = {
         "pipeline": "clean", "guarantee": "exactly_once", "checkpoint": "checkpoint", "trigger": "1 second",
-        "source": {"format": "kafka", "kafka.bootstrap.servers": broker.bootstrap, "subscribe": "orders"},
+        "sources": {
+            "orders": {"format": "kafka", "kafka.bootstrap.servers": broker.bootstrap, "subscribe": "orders"},
+            "calls": {"format": "rabbitmq", "url": rabbitmq.url, "queue": "calls", "log": str(folder / "log")},
+        },
+        "transform": {"sql": "SELECT key, value FROM orders UNION ALL SELECT key, value FROM calls"},
         "sinks": [{"format": "kafka", "kafka.bootstrap.servers": broker.bootstrap, "topic": "clean"}],
         "master": "local[2]",
     }  # fmt: skip
@@ -228,7 +258,8 @@ def main() -> int:
         program = None
     watch = Watch(file, *ports, alerts=program is not None)
     cli = (sys.executable, "-m", "delivered.cli.main")
-    driver, load = Driver(file, folder / "run.log"), Load(broker.bootstrap)
+    driver, receiver = Command("run", file), Command("receive", file)
+    load = Load(broker.bootstrap, rabbitmq.url)
     hanging: list[Producer] = []
 
     def hang() -> None:
@@ -251,9 +282,11 @@ def main() -> int:
 
     results: list[Seen] = []
     with contextlib.ExitStack() as stack:
-        stack.callback(broker.stop)
-        stack.callback(driver.kill)
+        for end in (rabbitmq.stop, broker.stop, receiver.kill, driver.kill, load.ended.set):
+            stack.callback(end)
         load.start()
+        receiver.start()
+        until((folder / "log" / "_delta_log").exists, 60, "the receiver did not make its log")
         driver.start()
         stack.enter_context(beside(*cli, "metrics", str(file), "--port", str(ports[0]), log=folder / "metrics.log"))
         stack.enter_context(beside(*cli, "ui", str(file), "--port", str(ports[1]), log=folder / "ui.log"))
@@ -275,10 +308,10 @@ def main() -> int:
 
         def quiet() -> bool:
             with contextlib.suppress(OSError, ValueError, KeyError):
-                return not watch.anything() and len(history.batches(definition.checkpoint)) > 5
+                return not watch.anything() and len(history.batches(definition.checkpoint)) > 2
             return False
 
-        until(quiet, 180, "the pipeline did not run without a problem")
+        until(quiet, 300, "the pipeline did not run without a problem")
         print("the pipeline runs, and nothing is shown", flush=True)
         orphaned, stopped = ("DELIVERED_TRANSACTION_ORPHANED",), ("DELIVERED_STOPPED_WITH_LAG",)
         away = ("DELIVERED_KAFKA_UNREACHABLE", "DELIVERED_KAFKA_NO_ANSWER", "DELIVERED_LEDGER_UNREACHABLE")
@@ -297,15 +330,25 @@ def main() -> int:
         until(quiet, 90, "the pipeline did not recover")
         results.append(
             rehearse(
+                watch, "a receiver is killed", receiver.kill, ("DELIVERED_RECEIVER_GONE",), ("DeliveredReceiverGone",),
+                "delivered receive clean.yaml", receiver.start,
+            )
+        )  # fmt: skip
+        results.append(
+            rehearse(
                 watch, "the broker is down", broker.kill, away, ("DeliveredUnreachable",),
                 "a restart of the broker", broker.restart,
             )
         )  # fmt: skip
         until(quiet, 120, "the pipeline did not recover")
-        load.ended.set()
+        expressions = evaluated(ports[2]) if program is not None else {}
     build = Path("build")
     build.mkdir(exist_ok=True)
-    found = {"cases": [r.to_json() for r in results], "cost_of_reports": cost(definition.checkpoint)}
+    found = {
+        "cases": [r.to_json() for r in results],
+        "expressions": expressions,
+        "cost_of_reports": cost(definition.checkpoint),
+    }
     (build / "operate.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=1))
     late = [r.case for r in results if r.seconds > SEEN_WITHIN_S]

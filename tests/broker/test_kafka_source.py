@@ -22,6 +22,7 @@ from tests.support.sweeps import KAFKA_CLIENTS
 
 from delivered.checkpoint.offset_metadata import FILE, stream_driver
 from delivered.connectors.kafka import reader
+from delivered.contract.powers import DatesRecords
 from delivered.contract.source import Slice, Source
 from delivered.model.errors import InvariantBroken, UsageError
 
@@ -165,6 +166,18 @@ def test_p14_aborted_records_and_markers_are_no_loss_and_no_end(kafka: Any) -> N
     raw = source(kafka, {"kafka.isolation.level": "read_uncommitted"}, subscribe=topic)
     assert len(values(read_all(raw))) == 11
     driver.close()
+
+
+def test_since_when_records_wait(kafka: Any) -> None:
+    """An aborted record is not waited for; partitions without a waiting record are absent."""
+    topic = kafka.topic(3)
+    Transactions(kafka, f"{topic}-w").write(topic, [b"never"], commit=False)
+    produce(kafka, topic, [{"value": v, "timestamp": 1_700_000_000_123} for v in (b"a", b"b")])
+    produce(kafka, topic, [b"c"], partition=1)
+    with closing(source(kafka, subscribe=topic).driver()) as driver:
+        newest, start = driver.newest(), {topic: {"0": 0, "1": 1, "2": 0}}
+        assert newest is not None and isinstance(driver, DatesRecords)
+        assert driver.waiting_since(start, newest) == {f"{topic}/0": 1_700_000_000_123}
 
 
 def test_open_transactions_are_not_waited_for(kafka: Any) -> None:

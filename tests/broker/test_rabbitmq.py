@@ -37,6 +37,7 @@ from delivered.connectors.rabbitmq.queue import RabbitmqQueue
 from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.outcome import Ok
+from delivered.observe.status import status
 from delivered.testing.crash import hits, release
 from delivered.verify.proxy import StreamProxy
 
@@ -55,10 +56,13 @@ def test_killed_at_a_point_and_started_again(rabbitmq: Rabbitmq, tmp_path: Path,
     rabbitmq.send(queue, numbered())
     file = pipeline_file(tmp_path, "rabbitmq", rabbitmq.url, queue)
     dies = receive(file, crash=f"{point}#3!kill")
-    dies.communicate(timeout=60)
-    assert dies.returncode == -signal.SIGKILL
+    said_last = dies.communicate(timeout=60)
+    assert dies.returncode == -signal.SIGKILL, said_last
     assert len(hits(tmp_path / "hits")) == 1
+    pipeline = delivered.Pipeline.from_file(file)
+    assert [p.code for p in status(pipeline).problems] == ["DELIVERED_RECEIVER_GONE"]
     said = finish(receive(file, "--idle-seconds", "1.5"))
+    assert (status(pipeline).problems, status(pipeline).receivers) == ((), {"source": ()})
     assert entered(tmp_path / "log") == each_once()
     assert rabbitmq.left(queue) == 0
     # At other points, too: an acknowledgement may be lost with the connection.

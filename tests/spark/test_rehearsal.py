@@ -13,6 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+CASES = ["a transaction hangs", "the driver is killed", "a receiver is killed", "the broker is down"]
+
+
 @pytest.mark.matrix
 def test_trouble_is_seen_and_mended(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -20,7 +23,7 @@ def test_trouble_is_seen_and_mended(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     cases = json.loads((tmp_path / "build" / "operate.json").read_text())["cases"]
-    assert [c["case"] for c in cases] == ["a transaction hangs", "the driver is killed", "the broker is down"]
+    assert [c["case"] for c in cases] == CASES
     assert all(c["seen_on"] == ["alert", "metrics", "page", "status"] for c in cases)
 
 

@@ -56,8 +56,8 @@ def test_the_plan_says_how_long_ids_are_kept_and_warns_when_the_rate_makes_that_
     for version, path in enumerate(sorted((tmp_path / "log" / "_delta_log").glob("*.json"))):
         actions = [json.loads(line) for line in path.read_text().splitlines()]
         for action in actions:
-            if "commitInfo" in action:
-                action["commitInfo"]["timestamp"] = 1_700_000_000_000 + 5_000 * version
+            if "add" in action:
+                action["add"]["modificationTime"] = 1_700_000_000_000 + 5_000 * version
         path.write_text("\n".join(map(json.dumps, actions)))
 
     def warnings(**options: Any) -> list[str]:

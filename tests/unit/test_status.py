@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -18,11 +22,15 @@ import delivered
 from delivered.checkpoint import history
 from delivered.cli.main import app
 from delivered.connectors.log.produce import append
+from delivered.contract.queue import DedupWindow
 from delivered.engine.owner import _at
 from delivered.model.batch_report import BatchReport
 from delivered.model.work import Owner
 from delivered.observe.metrics import serving, text
-from delivered.observe.status import Driver, Status, status
+from delivered.observe.page import Way, page
+from delivered.observe.status import Driver, Status, _old, _receiving, status
+from delivered.pipeline.presence import Presence, is_gone
+from delivered.pipeline.transactions import Open
 
 YAML = """
 pipeline: orders
@@ -94,6 +102,56 @@ def test_a_stalled_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (problem.code, "1 offsets wait" in problem.text) == ("DELIVERED_STALLED", True)
     history.add(made.checkpoint, BatchReport(0, 1, {"orders": 1}, 1, 0, {"stage": 20.0}))
     assert codes(status(made)) == [], "its batches take 20 seconds"
+
+
+def test_how_long_records_wait(tmp_path: Path) -> None:
+    made = decided(tmp_path, 1)
+    assert status(made).lag_s == {"source": {"0": 0.0}}
+    append(str(tmp_path / "in"), pa.table({"value": [b"b", b"c"]}), idempotence=("test", 2))
+    waits = status(made).lag_s_max
+    assert waits is not None and 0 < waits < 60
+    assert 'delivered_lag_offsets{partition="0",pipeline="orders",source="source"} 2.0' in text([status(made)])
+
+
+def test_a_receiver_that_died_is_gone_until_another_one_takes_its_place(tmp_path: Path) -> None:
+    queued = delivered.Pipeline(
+        name="orders", guarantee="exactly_once", checkpoint=tmp_path / "checkpoint",
+        source=delivered.endpoint("rabbitmq", url="amqp://localhost:1/", queue="q", log=str(tmp_path / "in")),
+        sinks=[delivered.sqlite(str(tmp_path / "out.db"), "orders")],
+    )  # fmt: skip
+    pipeline(tmp_path)  # makes the log
+    code = (
+        "import os, sys; from delivered.pipeline.presence import Presence as P; P(sys.argv[1], {}).join(); os._exit(9)"
+    )
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", code, str(tmp_path / "in")], check=False)
+    found = status(queued)
+    assert codes(found) == ["RECEIVER_GONE"], "the second took the place of the first"
+    assert 'delivered_receivers{pipeline="orders",source="source",state="gone"} 1.0' in text([found])
+    assert "1 gone" in page([(found, Way())])
+    here = Presence(str(tmp_path / "in"), {})
+    here.join()
+    (report,) = status(queued).receivers["source"]
+    assert (report.owner.process, codes(status(queued))) == (os.getpid(), [])
+    silent = dataclasses.replace(report, at_ms=report.at_ms - 31_000)
+    assert is_gone(silent) and is_gone(dataclasses.replace(silent, owner=Owner("x", "elsewhere", 1)))
+    here.leave()
+    assert status(queued).receivers == {"source": ()}
+
+
+def test_a_transaction_open_for_half_its_time_and_a_short_window() -> None:
+    young, old = Open("a", "Ongoing", 299.0, False, ("t",), 600.0), Open("b", "Ongoing", 301.0, False, ("t",), 600.0)
+    ages = Status("orders", "exactly_once", "", Driver.RUNNING, transactions=(young, old))
+    assert [(p.code, p.text) for p in _old(ages)] == [
+        ("DELIVERED_TRANSACTION_OLD", "b has been open for 301 s, and its server aborts it after 600 s.")
+    ]
+    assert f'delivered_open_transaction_timeout_ratio{{decided="false",pipeline="orders"}} {301 / 600}' in text([ages])
+    short = Status("orders", "exactly_once", "", windows={"source": DedupWindow(10.0, 1800.0, 100.0)})
+    (problem,) = _receiving(short)
+    assert (problem.code, problem.next_step) == (
+        "DELIVERED_DEDUP_WINDOW_SHORT",
+        "restart the receivers with dedupFor of at least 30 minutes",
+    )
 
 
 def test_a_broken_audit_and_an_unreadable_ledger(tmp_path: Path) -> None:
@@ -174,7 +232,7 @@ def test_the_report_is_one_file_that_needs_no_other_host(tmp_path: Path) -> None
     out = tmp_path / "page.html"
     done = CliRunner().invoke(app, ["report", str(file), "--out", str(out)])
     assert done.exit_code == 0, done.output
-    page = out.read_text()
+    shown = out.read_text()
     for said in (
         "1 needs somebody",
         "DELIVERED_AUDIT_BROKEN",
@@ -184,8 +242,8 @@ def test_the_report_is_one_file_that_needs_no_other_host(tmp_path: Path) -> None
         "ledger row in the sink",
         "sqlite out.db orders",
     ):
-        assert said in page, said
-    assert "<script" not in page and "http" not in page.replace("http-equiv", "")
+        assert said in shown, said
+    assert "<script" not in shown and "http" not in shown.replace("http-equiv", "")
 
 
 def test_the_served_page_asks_for_its_token_and_refuses_other_pages(tmp_path: Path) -> None:
@@ -224,9 +282,6 @@ def test_alerts_and_dashboard_use_metrics_that_exist() -> None:
 
 
 def test_each_button_ends_a_transaction_of_its_own_pipeline() -> None:
-    from delivered.observe.page import Way, page
-    from delivered.pipeline.transactions import Open
-
     def holding(name: str, transaction: str, decided: bool) -> Status:
         return Status(name, "exactly_once", "", transactions=(Open(transaction, "prepared", 1.0, decided, ("t",)),))
 

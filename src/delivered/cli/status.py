@@ -19,6 +19,7 @@ from rich.text import Text
 from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, spoken, stamp
 from delivered.observe.look import files, look, seen
 from delivered.observe.status import Driver, Status
+from delivered.pipeline.presence import is_gone
 
 PathsArgument = Annotated[
     list[Path], typer.Argument(help="Pipeline files, or folders of them. Default: this folder.", show_default=False)
@@ -148,6 +149,9 @@ def table(found: Sequence[Status], rates: dict[str, float] | None = None) -> Tab
     columns = ["pipeline", "guarantee", "driver", "batch", "decided", "records", "lag", "open", "last audit"]
     if rates is not None:
         columns.insert(6, "records/s")
+    received = any(s.receivers for s in found)
+    if received:
+        columns.append("receivers")
     shown = Table(*columns, box=None, pad_edge=False)
     for s in found:
         broken = {p.code for p in s.problems}
@@ -158,12 +162,14 @@ def table(found: Sequence[Status], rates: dict[str, float] | None = None) -> Tab
             Text("" if s.batch is None else str(s.batch)),
             Text("" if s.decided_age_s is None else f"{_ago(s.decided_age_s)} ago"),
             Text(f"{sum(sink.records for sink in s.sinks):,}"),
-            Text("" if s.lag_total is None else f"{s.lag_total:,}"),
+            Text(_lag(s)),
             Text(_open(s), style="red" if any("_TRANSACTION_" in c for c in broken) else ""),
             Text(_audit(s), style="red" if "DELIVERED_AUDIT_BROKEN" in broken else ""),
         ]
         if rates is not None:
             cells.insert(6, Text(f"{rates[s.pipeline]:,.0f}" if s.pipeline in rates else ""))
+        if received:
+            cells.append(Text(_receivers(s), style="red" if "DELIVERED_RECEIVER_GONE" in broken else ""))
         shown.add_row(*cells)
     return shown
 
@@ -179,6 +185,19 @@ def problems(found: Sequence[Status]) -> list[Text]:
             line.append(f"\n    Next: {p.next_step}" if p.next_step else "", style="not bold")
             lines.append(line)
     return lines
+
+
+def _lag(s: Status) -> str:
+    if s.lag_total is None:
+        return ""
+    waits = f" ({_ago(s.lag_s_max)})" if s.lag_total and s.lag_s_max is not None else ""
+    return f"{s.lag_total:,}{waits}"
+
+
+def _receivers(s: Status) -> str:
+    reports = [r for of in s.receivers.values() for r in of]
+    gone = sum(map(is_gone, reports))
+    return f"{len(reports) - gone}" + (f", {gone} gone" if gone else "")
 
 
 def _open(s: Status) -> str:

@@ -35,13 +35,14 @@ def list_(file: FileArgument, output: OutputOption = Output.TEXT) -> None:
         return
     table = Table("id", "state", "age", "decided", "rows go to", box=None, pad_edge=False)
     for t in found:
-        age = "" if t.age_s is None else f"{t.age_s / 3600:.1f} h" if t.old else f"{t.age_s:.0f} s"
+        age = "" if t.age_s is None else f"{t.age_s / 3600:.1f} h" if t.age_s >= 3600 else f"{t.age_s:.0f} s"
         table.add_row(t.id, t.state, age, "yes" if t.decided else "no", ", ".join(t.targets))
     console().print(table)
     old = [t for t in found if t.old]
     if old:
         note(
-            f"warning: {len(old)} open for more than {OPEN_TRANSACTION_OLD_S / 3600:.0f} h. Until they end, they block "
+            f"warning: {len(old)} open for more than half of their time-out, or, without one, for more than "
+            f"{OPEN_TRANSACTION_OLD_S / 3600:.0f} h. Until they end, they block "
             "readers (Kafka), or hold locks (MySQL, PostgreSQL) and block VACUUM (PostgreSQL). Start the pipeline, "
             "which applies decided transactions and aborts the rest, or end them: delivered transactions apply|abort"
         )

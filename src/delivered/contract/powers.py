@@ -8,6 +8,7 @@ from typing import Protocol, Self, TypeVar, runtime_checkable
 
 import pyarrow as pa
 
+from delivered.contract.queue import DedupWindow, ReceiverReport
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import Offsets
 from delivered.model.guarantee import Guarantee
@@ -166,6 +167,31 @@ class MeasuresRate(Protocol):
 
 
 @runtime_checkable
+class ListsReceivers(Protocol):
+    """A log in which receivers report themselves."""
+
+    def receivers(self) -> Sequence[ReceiverReport]:
+        """Those that did not leave: they run, or died. Read-only. Raises DeliveredError if the log cannot be read."""
+
+
+@runtime_checkable
+class HasDedupWindow(Protocol):
+    """A log that recognises messages for a while."""
+
+    def dedup_window(self) -> DedupWindow | None:
+        """None: too few appends to tell, or messages without ids. Read-only. Raises DeliveredError."""
+
+
+@runtime_checkable
+class DatesRecords(Protocol):
+    """A source driver that can tell when the records were written that wait."""
+
+    def waiting_since(self, start: Offsets, end: Offsets) -> Mapping[str, int]:
+        """Partition, named as by `source.lag`, -> when its first record of [start, end) was written, in milliseconds
+        since 1970; a partition without one is absent. Read-only. Raises Unreachable."""
+
+
+@runtime_checkable
 class KnowsTarget(Protocol):
     """A committer that can detect that its target was dropped and recreated."""
 
@@ -207,6 +233,9 @@ class OpenTransaction(Protocol):
         """Targets of its rows."""
 
     def age_s(self) -> float | None: ...
+
+    def timeout_s(self) -> float | None:
+        """Age at which the system aborts it by itself. None: never."""
 
 
 @runtime_checkable

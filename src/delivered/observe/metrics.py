@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from delivered.model.batch_report import STEPS
 from delivered.model.errors import MissingExtra, UsageError
 from delivered.observe.status import Driver, Status
+from delivered.pipeline.presence import MESSAGES, is_gone
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -71,9 +72,19 @@ class _Families:
         self.decided = gauge("last_decision_timestamp_seconds", "When the newest batch was decided.")
         self.decided_age = gauge("last_decision_age_seconds", "Since the newest batch was decided.")
         self.lag = gauge("lag_offsets", "Between the newest decision and the source's end.", "source", "partition")
-        self.lag_seconds = gauge("lag_seconds_min", "How long offsets have waited at least: since the last decision.")
+        self.lag_seconds = gauge(
+            "lag_seconds", "Since the first waiting record was written: Kafka, logs, receivers.", "source", "partition"
+        )
+        self.lag_seconds_min = gauge("lag_seconds_min", "How long offsets have waited at least, whatever the source.")
         self.open = gauge("open_transactions", "Open at the sinks.", "decided")
         self.open_age = gauge("open_transaction_age_seconds", "Of the oldest one.", "decided")
+        self.open_share = gauge(
+            "open_transaction_timeout_ratio", "Age of one, as a share of its time-out; the largest.", "decided"
+        )
+        self.receivers = gauge("receivers", "Receivers of a queue, by state: running, gone.", "source", "state")
+        self.received = counter("receiver_messages", "Messages of a receiver, by kind.", "source", "receiver", "kind")
+        self.window = gauge("receiver_window_seconds", "How long a log recognises a message, at its rate.", "source")
+        self.redelivery = gauge("receiver_redelivery_seconds", "How late its queue may redeliver one.", "source")
         self.wal = gauge(
             "outbox_wal_held_back_bytes", "WAL that an outbox slot keeps the server from removing.", "source"
         )
@@ -114,15 +125,23 @@ class _Families:
             self.decided.add_metric((name,), now.decided_at_ms / 1000)
             self.decided_age.add_metric((name,), now.decided_age_s)
             if now.lag_total is not None:
-                self.lag_seconds.add_metric((name,), now.decided_age_s if now.lag_total else 0.0)
+                self.lag_seconds_min.add_metric((name,), now.decided_age_s if now.lag_total else 0.0)
         for source, partitions in now.lag.items():
             for partition, behind in partitions.items():
                 self.lag.add_metric((name, source, partition), behind)
+        for source, waits in (now.lag_s or {}).items():
+            for partition, seconds in waits.items():
+                self.lag_seconds.add_metric((name, source, partition), seconds)
+        self._receiving(name, now)
         if now.transactions is not None:
             for decided in (True, False):
                 ages = [t.age_s or 0.0 for t in now.transactions if t.decided is decided]
                 self.open.add_metric((name, str(decided).lower()), len(ages))
                 self.open_age.add_metric((name, str(decided).lower()), max(ages, default=0.0))
+                shares = [
+                    (t.age_s or 0.0) / t.timeout_s for t in now.transactions if t.decided is decided and t.timeout_s
+                ]
+                self.open_share.add_metric((name, str(decided).lower()), max(shares, default=0.0))
         for source, held in now.wal_held_back.items():
             self.wal.add_metric((name, source), held)
         for sink, audit in now.audits.items():
@@ -133,6 +152,19 @@ class _Families:
                 self.audit_damage.add_metric((name, sink, kind), count)
         for code in {p.code for p in now.problems}:
             self.problems.add_metric((name, code), sum(p.code == code for p in now.problems))
+
+    def _receiving(self, name: str, now: Status) -> None:
+        for source, reports in now.receivers.items():
+            gone = sum(map(is_gone, reports))
+            self.receivers.add_metric((name, source, "running"), len(reports) - gone)
+            self.receivers.add_metric((name, source, "gone"), gone)
+            for r in reports:
+                for kind in MESSAGES:
+                    receiver = f"{r.owner.host}/{r.owner.process}"
+                    self.received.add_metric((name, source, receiver, kind), r.counts.get(kind, 0))
+        for source, window in now.windows.items():
+            self.window.add_metric((name, source), window.kept_s)
+            self.redelivery.add_metric((name, source), window.needed_s)
 
 
 def text(statuses: Iterable[Status]) -> str:

@@ -14,6 +14,7 @@ from delivered.observe.html import html_page
 from delivered.observe.status import Status
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import gather
+from delivered.pipeline.presence import is_gone
 from delivered.planner import Plan, make_plan
 
 _FOLDER = Path(__file__).parent
@@ -71,6 +72,7 @@ def page(
         found=[(s, way, _bars(batches(s.checkpoint, _BATCHES)), audits(s.checkpoint, _AUDITS)) for s, way in found],
         steps=tuple(zip(STEPS, _COLOURS, strict=True)),
         action=action,
+        gone=lambda reports: [r.name for r in reports if is_gone(r)],
         at=lambda ms: datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S"),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         troubled=sum(bool(s.problems) for s, _ in found),

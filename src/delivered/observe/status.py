@@ -6,22 +6,26 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
 from delivered.checkpoint.folder import is_done, logged
 from delivered.checkpoint.history import Totals, batches, last_audits, totals
-from delivered.contract.powers import HoldsBackWal
+from delivered.contract.powers import DatesRecords, HasDedupWindow, HoldsBackWal, ListsReceivers
+from delivered.contract.queue import DedupWindow, ReceiverReport
+from delivered.contract.source import Source
 from delivered.engine.context import open_ledger
 from delivered.engine.owner import running
 from delivered.model.batch_report import BatchReport
+from delivered.model.duration import duration
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.offsets import by_source
 from delivered.model.patience import within
 from delivered.model.work import Decision, LedgerState
 from delivered.pipeline.definition import Definition
+from delivered.pipeline.presence import is_gone
 from delivered.pipeline.transactions import Open, open_transactions
 from delivered.planner import Trigger
 from delivered.source.lag import lag_by_partition
@@ -45,8 +49,8 @@ class Driver(StrEnum):
 class Problem:
     """
     Attributes:
-        code: of an error, or DELIVERED_ and one of TRANSACTION_ORPHANED, TRANSACTION_UNAPPLIED, STALLED,
-            STOPPED_WITH_LAG, AUDIT_BROKEN, RECORDS_GIVEN_UP.
+        code: of an error, or DELIVERED_ and one of TRANSACTION_ORPHANED, TRANSACTION_UNAPPLIED, TRANSACTION_OLD,
+            STALLED, STOPPED_WITH_LAG, RECEIVER_GONE, DEDUP_WINDOW_SHORT, AUDIT_BROKEN, RECORDS_GIVEN_UP.
         next_step: what mends it.
     """
 
@@ -79,6 +83,10 @@ class Status:
         owner: "process 12 on host", as the ledger has it.
         drivers_fenced: earlier drivers that the ledger names, a bounded number.
         lag: by source and partition, in the source's offsets; a source that does not count offsets is absent.
+        waiting_since_ms: by source and partition, when the first record was written that waits; sources that date
+            their records.
+        receivers: by source that they fill: those that run, and those that are gone without having been stopped.
+        windows: by source, how long its log recognises a message.
         transactions: open at its sinks, of any checkpoint of this pipeline; None: its sinks keep none open.
         wal_held_back: bytes that each outbox slot keeps its server from removing.
         audits: the last one by sink: verdict, seconds since 1970, figures.
@@ -96,6 +104,9 @@ class Status:
     sinks: tuple[SinkStatus, ...] = ()
     positions: Mapping[str, str] = field(default_factory=dict)
     lag: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    waiting_since_ms: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    receivers: Mapping[str, tuple[ReceiverReport, ...]] = field(default_factory=dict)
+    windows: Mapping[str, DedupWindow] = field(default_factory=dict)
     transactions: tuple[Open, ...] | None = None
     wal_held_back: Mapping[str, int] = field(default_factory=dict)
     last: BatchReport | None = None
@@ -113,7 +124,24 @@ class Status:
         """None: no source counts offsets, or none answered."""
         return sum(sum(partitions.values()) for partitions in self.lag.values()) if self.lag else None
 
+    @property
+    def lag_s(self) -> dict[str, dict[str, float]] | None:
+        """Seconds since the first waiting record was written, by source and partition; 0: none waits. None: no source
+        dates its records, or none answered."""
+        now = time.time()
+        return {
+            source: {p: max(0.0, now - since[p] / 1000) if p in since else 0.0 for p in self.lag.get(source, since)}
+            for source, since in self.waiting_since_ms.items()
+        } or None
+
+    @property
+    def lag_s_max(self) -> float | None:
+        """Of the partition that waits the longest."""
+        lags = self.lag_s
+        return None if lags is None else max((s for of in lags.values() for s in of.values()), default=0.0)
+
     def to_json(self) -> dict[str, Any]:
+        lags = self.lag_s
         return {
             "pipeline": self.pipeline,
             "guarantee": self.guarantee,
@@ -129,6 +157,9 @@ class Status:
             "positions": {name: _json_or_text(at) for name, at in self.positions.items()},
             "lag": self.lag,
             "lag_total": self.lag_total,
+            "lag_s": None if lags is None else {n: {p: round(s, 1) for p, s in of.items()} for n, of in lags.items()},
+            "receivers": {n: [_receiver_json(r) for r in of] for n, of in self.receivers.items()},
+            "windows": {name: asdict(window) for name, window in self.windows.items()},
             "transactions": None if self.transactions is None else [t.to_json() for t in self.transactions],
             "wal_held_back": self.wal_held_back,
             "last_batch": self.last.to_json() if self.last is not None else None,
@@ -157,19 +188,9 @@ def _status(pipeline: Definition) -> Status:
     with _asking(problems):
         found |= {"transactions": _transactions(pipeline)}
     for name, endpoint in pipeline.sources.items():
-        if endpoint.is_spark_own:
-            continue
-        with _asking(problems):
-            source = endpoint.source()
-            if isinstance(source, HoldsBackWal) and (held := source.wal_held_back()) is not None:
-                found.setdefault("wal_held_back", {})[name] = held
-            at = found.get("positions", {}).get(name)
-            if at is not None:
-                with contextlib.closing(source.driver()) as driver:
-                    newest = driver.newest()
-                behind = lag_by_partition({"endOffset": at, "latestOffset": newest}) if newest is not None else None
-                if behind is not None:
-                    found.setdefault("lag", {})[name] = behind
+        if not endpoint.is_spark_own:
+            with _asking(problems):
+                _ask_source(name, endpoint.source(), found)
     newest_reports = batches(pipeline.checkpoint, 20)
     made = Status(
         pipeline.name,
@@ -182,6 +203,30 @@ def _status(pipeline: Definition) -> Status:
     )
     problems += _problems(pipeline, made, newest_reports)
     return replace(made, problems=tuple(problems))
+
+
+def _ask_source(name: str, source: Source, found: dict[str, Any]) -> None:
+    """Add what a source tells to the fields of a `Status`."""
+
+    def tell(what: str, value: Any) -> None:
+        if value is not None:
+            found.setdefault(what, {})[name] = value
+
+    if isinstance(source, ListsReceivers):
+        tell("receivers", tuple(source.receivers()))
+    if isinstance(source, HasDedupWindow):
+        tell("windows", source.dedup_window())
+    if isinstance(source, HoldsBackWal):
+        tell("wal_held_back", source.wal_held_back())
+    at = found.get("positions", {}).get(name)
+    if at is None:
+        return
+    with contextlib.closing(source.driver()) as driver:
+        newest = driver.newest()
+        behind = lag_by_partition({"endOffset": at, "latestOffset": newest}) if newest is not None else None
+        tell("lag", behind)
+        if isinstance(driver, DatesRecords) and newest is not None and behind is not None:
+            tell("waiting_since_ms", driver.waiting_since(json.loads(at), newest) if any(behind.values()) else {})
 
 
 @contextlib.contextmanager
@@ -263,6 +308,8 @@ def _problems(pipeline: Definition, now: Status, reports: Sequence[BatchReport])
                 else f"{t.id} is open, and no decision names it: it blocks readers or holds locks.",
                 f"delivered transactions abort PIPELINE.yaml {t.id}",
             )
+    yield from _old(now)
+    yield from _receiving(now)
     lag, age = now.lag_total, now.decided_age_s
     if lag and now.driver is Driver.STOPPED and pipeline.trigger.kind is not Trigger.AVAILABLE_NOW:
         yield Problem("DELIVERED_STOPPED_WITH_LAG", f"No driver runs, and {lag:,} offsets wait.", start)
@@ -284,6 +331,49 @@ def _problems(pipeline: Definition, now: Status, reports: Sequence[BatchReport])
                 f"{s.name}: up to {s.given_up:,} records were given up (at_most_once).",
                 None,
             )
+
+
+def _old(now: Status) -> Iterator[Problem]:
+    for t in now.transactions or ():
+        if t.old and t.age_s is not None:
+            limit = "" if t.timeout_s is None else f", and its server aborts it after {t.timeout_s:.0f} s"
+            yield Problem(
+                "DELIVERED_TRANSACTION_OLD",
+                f"{t.id} has been open for {t.age_s:.0f} s{limit}.",
+                f"delivered transactions {'apply' if t.decided else 'abort'} PIPELINE.yaml {t.id}; if it is a running "
+                "batch's, make batches smaller, or raise transactionTimeout",
+            )
+
+
+def _receiving(now: Status) -> Iterator[Problem]:
+    for source, reports in now.receivers.items():
+        for r in filter(is_gone, reports):
+            ago = max(0.0, time.time() - r.at_ms / 1000)
+            yield Problem(
+                "DELIVERED_RECEIVER_GONE",
+                f"{source}: the receiver in process {r.owner.process} on {r.owner.host} was not stopped, and is gone; "
+                f"it last reported {ago:.0f} s ago. Messages wait in the queue, unless another one takes them.",
+                "delivered receive PIPELINE.yaml takes its place",
+            )
+    for source, window in now.windows.items():
+        if window.short:
+            yield Problem(
+                "DELIVERED_DEDUP_WINDOW_SHORT",
+                f"{source}: the log recognises a message for {window.kept_s:,.0f} s, and the queue may redeliver it "
+                f"after {window.needed_s:,.0f} s: it would count as a new one.",
+                f"restart the receivers with dedupFor of at least {duration(int(window.needed_s) * 1000)}",
+            )
+
+
+def _receiver_json(report: ReceiverReport) -> dict[str, Any]:
+    owner = report.owner
+    return {
+        "host": owner.host,
+        "process": owner.process,
+        "gone": is_gone(report),
+        "at_ms": report.at_ms,
+        "counts": dict(report.counts),
+    }
 
 
 def _stalled_after(pipeline: Definition, reports: Sequence[BatchReport]) -> float:

@@ -21,6 +21,7 @@ from delivered.model.logs import JsonLines, as_json
 from delivered.model.options import resolve_secrets
 from delivered.model.patience import StoppedWaiting, patiently
 from delivered.pipeline.endpoint import Endpoint
+from delivered.pipeline.presence import Presence
 from delivered.pipeline.registry import connector, received
 from delivered.source.receive import Counts, ReceiveLoop
 from delivered.source.received import QUARANTINE_SUFFIX
@@ -167,8 +168,16 @@ def receive_one(
     bad = made.log.rstrip("/") + QUARANTINE_SUFFIX
     quarantine = open_journal(bad, storage, **window) if made.quarantine else None
     loop = ReceiveLoop(source.queue.receiver, journal, made.limits(), quarantine)
-    idle = _Idle(loop, idle_s)
-    return loop.run(lambda: stop() or idle.over(), None if report is None else lambda counts: report(number, counts))
+    idle, presence = _Idle(loop, idle_s), Presence(made.log, storage)
+
+    def over() -> bool:  # the loop asks several times a second, whatever it waits for
+        presence.tell(loop.counts)
+        return stop() or idle.over()
+
+    presence.join()
+    counts = loop.run(over, None if report is None else lambda counts: report(number, counts))
+    presence.leave()
+    return counts
 
 
 @dataclass

@@ -31,6 +31,7 @@ class Open:
     Attributes:
         decided: the ledger's newest decision names it: it must be applied, never aborted.
         targets: where its rows go.
+        timeout_s: age at which its server aborts it; None: never.
     """
 
     id: str
@@ -38,11 +39,13 @@ class Open:
     age_s: float | None
     decided: bool
     targets: tuple[str, ...]
+    timeout_s: float | None = None
 
     @property
     def old(self) -> bool:
-        """Whether it has been open long enough to harm its sink."""
-        return self.age_s is not None and self.age_s > OPEN_TRANSACTION_OLD_S
+        """Whether it has been open long enough to harm its sink, or for half the time that its server gives it."""
+        limit = OPEN_TRANSACTION_OLD_S if self.timeout_s is None else self.timeout_s / 2
+        return self.age_s is not None and self.age_s > limit
 
     def to_json(self) -> dict[str, Any]:
         return {**self.__dict__, "targets": list(self.targets), "old": self.old}
@@ -59,7 +62,9 @@ def open_transactions(pipeline: Definition) -> list[Open]:
     for committer, state in _sinks(pipeline):
         decided = _decided(state)
         found.extend(
-            Open(t.transactional_id, t.state, t.age_s(), any(map(t.participant.names, decided)), t.targets)
+            Open(
+                t.transactional_id, t.state, t.age_s(), any(map(t.participant.names, decided)), t.targets, t.timeout_s()
+            )
             for t in committer.open_transactions()
         )
         committer.close()

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from delivered.contract.finding import Finding
-from delivered.contract.powers import HasOffsetMetadata, MeasuresRate
-from delivered.contract.queue import NamesIds, Queue
+from delivered.contract.powers import HasOffsetMetadata, ListsReceivers, MeasuresRate
+from delivered.contract.queue import DedupWindow, NamesIds, Queue, ReceiverReport
 from delivered.contract.source import Slice, Source, SourceDriver
 from delivered.model import limits
 from delivered.model.capability import SourceCapability
@@ -198,22 +198,30 @@ class ReceivedSource:
             return [_start_receiver(f) if f.code == "LOG_MISSING" else f for f in found]
         return list(self._short_window())
 
-    def _short_window(self) -> Iterator[Finding]:
-        """A warning if, at the log's own rate, ids are forgotten before the queue may redeliver their messages."""
+    def dedup_window(self) -> DedupWindow | None:
+        """See `delivered.contract.powers.HasDedupWindow`."""
         options = self.options
         rate = self.log.rate() if isinstance(self.log, MeasuresRate) else None
         if not rate or self.capability().repeats:
-            return
+            return None
         for_s = min(options.dedup_for_ms / 1000, limits.DEDUP_WINDOW_MAX / rate)
-        kept_s, wanted_s = max(options.window / rate, for_s), self.queue.redelivers_after_s
-        if kept_s < wanted_s:
+        return DedupWindow(max(options.window / rate, for_s), self.queue.redelivers_after_s, rate)
+
+    def receivers(self) -> Sequence[ReceiverReport]:
+        """See `delivered.contract.powers.ListsReceivers`."""
+        return self.log.receivers() if isinstance(self.log, ListsReceivers) else ()
+
+    def _short_window(self) -> Iterator[Finding]:
+        """A warning if ids are forgotten before the queue may redeliver their messages."""
+        window, kept = self.dedup_window(), self.options.window
+        if window is not None and window.short:
             yield Finding(
                 "DEDUP_WINDOW_SHORT",
-                f"{rate:,.0f} messages a second enter the log's busiest partition: dedupWindow={options.window} keeps "
-                f"their ids for {options.window / rate:,.0f} s, and {self.queue.name} may redeliver a message after "
-                f"{wanted_s:,.0f} s: it would count as a new one",
+                f"{window.records_per_s:,.0f} messages a second enter the log's busiest partition: dedupWindow={kept} "
+                f"keeps their ids for {kept / window.records_per_s:,.0f} s, and {self.queue.name} may redeliver a "
+                f"message after {window.needed_s:,.0f} s: it would count as a new one",
                 False,
-                f"set dedupFor to at least {duration(int(wanted_s) * 1000)}",
+                f"set dedupFor to at least {duration(int(window.needed_s) * 1000)}",
             )
 
     def schema(self) -> pa.Schema:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import pyarrow as pa
@@ -95,6 +96,22 @@ def read_range(options: SourceOptions, wanted: Range[Partition]) -> Iterator[pa.
         return
     with warm_consumer(options) as consumer:
         yield from _Reading(options, wanted, consumer).batches()
+
+
+def written_at(options: SourceOptions, waiting: Mapping[Partition, tuple[int, int]]) -> dict[Partition, int]:
+    """When the first visible record of each range of offsets was written, in milliseconds since 1970. Fetches little.
+
+    Raises:
+        Unreachable, UsageError, InvariantBroken: as `read_range`.
+    """
+    small = replace(options, headers=False, client={**options.client, "max.partition.fetch.bytes": "16384"})
+    found: dict[Partition, int] = {}
+    with closing(_consumer(small)) as consumer:
+        for partition, (start, end) in waiting.items():
+            first = next(_Reading(small, Range(partition, start, end), consumer).batches(), None)
+            if first is not None:
+                found[partition] = first.column("timestamp")[0].value // 1000
+    return found
 
 
 class _Reading:

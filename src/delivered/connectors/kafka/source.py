@@ -198,6 +198,14 @@ class KafkaDriver:
         snapshot = self._snapshot()
         return Positions(snapshot.ends, snapshot.ids).to_json()
 
+    def waiting_since(self, start: Offsets, end: Offsets) -> dict[str, int]:
+        """See `delivered.contract.powers.DatesRecords`; by the records' timestamps."""
+        from delivered.connectors.kafka.reader import written_at
+
+        at, ends = Positions.from_json(start).at, Positions.from_json(end).at
+        waiting = {p: (o, ends[p]) for p, o in at.items() if ends.get(p, o) > o}
+        return {f"{t}/{n}": ms for (t, n), ms in written_at(self._options, waiting).items()} if waiting else {}
+
     def freeze(self) -> None:
         self._frozen = self._snapshot()
 

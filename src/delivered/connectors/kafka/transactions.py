@@ -100,6 +100,9 @@ class OpenTransaction:
         """Seconds since it was opened, by this machine's clock."""
         return None if self.started_ms < 0 else max(0.0, time.time() - self.started_ms / 1000)
 
+    def timeout_s(self) -> float:
+        return self.timeout_ms / 1000
+
 
 def end_request(handle: Transaction, commit: bool) -> Any:
     """EndTxn. Up to version 4 it leaves the epoch unchanged, so it is idempotent."""

@@ -29,3 +29,11 @@ def open_journal(*args: Any, **kwargs: Any) -> Any:
 
     path, *rest = args
     return LogJournal(absolute(path), *rest, **kwargs)
+
+
+def receivers_of(path: str, storage: Any) -> Any:
+    """See `delivered.connectors.log.receivers.Receivers`."""
+    from delivered.connectors.log.receivers import Receivers
+    from delivered.kits.options import absolute
+
+    return Receivers(absolute(path), storage)

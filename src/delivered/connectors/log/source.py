@@ -11,8 +11,10 @@ import pyarrow as pa
 from delivered.connectors.log import table as layout
 from delivered.connectors.log.options import EARLIEST, LATEST, LogOptions, Position
 from delivered.connectors.log.read import RangeReader, first_since
+from delivered.connectors.log.receivers import Receivers
 from delivered.connectors.log.table import write_progress
 from delivered.contract.finding import Finding
+from delivered.contract.queue import ReceiverReport
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
@@ -64,6 +66,9 @@ class LogSource:
 
     def rate(self) -> float | None:
         return layout.rate(self.options.path, self.options.storage_resolved())
+
+    def receivers(self) -> Sequence[ReceiverReport]:
+        return Receivers(self.options.path, self.options.storage_resolved()).read()
 
     def schema(self) -> pa.Schema:
         return columns(self.options.headers)
@@ -140,6 +145,12 @@ class LogDriver:
     def newest(self) -> Offsets | None:
         now = self._refresh()
         return self._offsets(now, now.ends())
+
+    def waiting_since(self, start: Offsets, end: Offsets) -> dict[str, int]:
+        """See `delivered.contract.powers.DatesRecords`; when the records were appended."""
+        at, begin = self._at(int(end.get("version", -1))), _read(start)
+        waiting = {p: at.overlapping(p, begin.get(p, 0), stop) for p, stop in _read(end).items()}
+        return {str(p): files[0].appended_ms for p, files in waiting.items() if files}
 
     def freeze(self) -> None:
         self._frozen = self._refresh()

@@ -39,7 +39,7 @@ CONFLICT_ID = "delivered_log"
 """Application transaction id of every append: Delta lets concurrent blind appends succeed, which would assign offsets
 twice, but commits with the same id conflict."""
 
-_RATE_COMMITS = 1_000
+_RATE_APPENDS = 1_000
 _RATE_SPAN_MS_MIN = 10_000
 
 
@@ -85,6 +85,14 @@ class Snapshot:
         files = [f for f in self.files if f.partition == partition]
         newest_ms = max((f.appended_ms for f in files), default=0)
         return min((f.low for f in files if f.appended_ms >= newest_ms - for_ms), default=None)
+
+    def rate(self, partition: int) -> float | None:
+        """Records per second, over the last appends. None: too few to tell."""
+        files = [f for f in self.files if f.partition == partition][-_RATE_APPENDS:]
+        span_ms = files[-1].appended_ms - files[0].appended_ms if files else 0
+        if span_ms < _RATE_SPAN_MS_MIN:
+            return None
+        return (files[-1].high - files[0].high) * 1000 / span_ms
 
     def overlapping(self, partition: int, start: int, end: int) -> list[LogFile]:
         """Files that may contain offsets of [start, end)."""
@@ -137,16 +145,10 @@ def open_table(path: str, storage: Mapping[str, str], version: int | None = None
 
 
 def rate(path: str, storage: Mapping[str, str]) -> float | None:
-    """Records per second of the busiest partition, over the last commits. None: too few to tell."""
-    table = open_table(path, storage)
-    commits = table.history(limit=_RATE_COMMITS)
-    span_ms = commits[0]["timestamp"] - commits[-1]["timestamp"]
-    if span_ms < _RATE_SPAN_MS_MIN:
-        return None
-    before = snapshot(open_table(path, storage, commits[-1]["version"]), path, storage).ends()
-    ends = snapshot(table, path, storage).ends()
-    grown = max((end - before.get(p, 0) for p, end in ends.items()), default=0)
-    return grown * 1000 / float(span_ms)
+    """Records per second of the busiest partition, over its last appends since a compaction. None: too few to tell."""
+    now = snapshot(open_table(path, storage), path, storage)
+    rates = [now.rate(partition) for partition in now.ends()]
+    return max((r for r in rates if r is not None), default=None)
 
 
 def log_folder(path: str) -> tuple[int, int] | None:
@@ -234,17 +236,23 @@ PROGRESS = "_progress"
 """Folder next to the table's data; Delta ignores names with an underscore."""
 
 
-def write_progress(path: str, storage: Mapping[str, str], reader: str, offsets: Mapping[int, int]) -> None:
-    """Store a reader's position next to the log, for deletion behind all readers. It may lag, but is never ahead."""
-    fs, target = filesystem(path, storage), f"{PROGRESS}/{reader}.json"
+def put(path: str, storage: Mapping[str, str], folder: str, name: str, text: str) -> None:
+    """Replace the file `folder`/`name`.json next to the table's data; not synced."""
+    fs, target = filesystem(path, storage), f"{folder}/{name}.json"
     local = is_local(path)
-    draft = f"{PROGRESS}/.{reader}.draft" if local else target  # objects appear atomically
-    fs.create_dir(PROGRESS, recursive=True)
+    draft = f"{folder}/.{name}.draft" if local else target  # objects appear atomically
+    fs.create_dir(folder, recursive=True)
     # Buffered: the object store's handler needs bytes, and pyarrow would pass the argument unchanged.
     with fs.open_output_stream(draft, buffer_size=65_536) as file:
-        file.write(json.dumps(record_format.numbered({"offsets": {str(p): o for p, o in offsets.items()}})).encode())
+        file.write(text.encode())
     if local:
         fs.move(draft, target)
+
+
+def write_progress(path: str, storage: Mapping[str, str], reader: str, offsets: Mapping[int, int]) -> None:
+    """Store a reader's position next to the log, for deletion behind all readers. It may lag, but is never ahead."""
+    record = record_format.numbered({"offsets": {str(p): o for p, o in offsets.items()}})
+    put(path, storage, PROGRESS, reader, json.dumps(record))
 
 
 def read_progress(path: str, storage: Mapping[str, str], reader: str) -> dict[int, int] | None:

@@ -59,6 +59,9 @@ class OpenTransaction:
         """Seconds since it was prepared, by this machine's clock."""
         return age_of(self.started_ms)
 
+    def timeout_s(self) -> None:
+        return None
+
 
 def check_deletions(options: ServerOptions) -> Iterator[Finding]:
     """Refuse deletes under two_phase."""
