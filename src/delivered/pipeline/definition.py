@@ -122,6 +122,7 @@ class Definition:
         on_bad_row: of a row that a sink refuses for itself: "fail"; "dead_letter": it goes to that sink, in the same
             batch; "drop": it is left out and counted as given up, at_most_once only.
         dead_letter: the sink of such rows.
+        lineage: send OpenLineage events, to where OPENLINEAGE_URL or openlineage.yml says.
 
     Raises:
         UsageError: a name, guarantee, trigger or transform that is not allowed.
@@ -152,6 +153,7 @@ class Definition:
         new_target: bool = False,
         on_bad_row: str = "fail",
         dead_letter: Endpoint | None = None,
+        lineage: bool = False,
     ) -> None:
         self.name = checked_name("pipeline", name)
         self.guarantee = Guarantee.parse(guarantee)
@@ -174,6 +176,7 @@ class Definition:
         self.new_target = new_target
         self.on_bad_row = _on_bad_row(on_bad_row, dead_letter)
         self.dead_letter = dead_letter
+        self.lineage = lineage
         for entry in (self.audit_by, *(s.audit for s in self.sinks)):
             if unknown := set(entry) - set(AuditEntry.model_fields):
                 raise UsageError("AUDIT_KEY", f"audit has no {sorted(unknown)}; known: id, key, own.")
@@ -210,6 +213,7 @@ class Definition:
             new_target=file.new_target == "accept",
             on_bad_row=file.on_bad_row,
             dead_letter=endpoint_of(file.dead_letter, folder) if file.dead_letter else None,
+            lineage=file.lineage,
         )
 
     @property

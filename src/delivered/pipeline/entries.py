@@ -167,6 +167,9 @@ class PipelineFile(BaseModel):
     new_target: Literal["refuse", "accept"] = Field(
         "refuse", description="accept: continue although a sink's topic or table was dropped and recreated."
     )
+    lineage: bool = Field(
+        False, description="Send OpenLineage events, to where OPENLINEAGE_URL or openlineage.yml says."
+    )
     master: str | None = Field(None, description="Spark master. Default: what spark-submit set, else local[*].")
     spark: dict[str, Scalar] = Field(default_factory=dict, description="Spark configuration.")
     audit: AuditEntry | None = None

@@ -27,6 +27,7 @@ ENVIRONMENT = {
         "new_checkpoint",
         "missing_ledger",
         "new_target",
+        "lineage",
     )
 }
 """Environment variables that override the file."""

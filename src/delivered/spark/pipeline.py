@@ -177,4 +177,8 @@ class Pipeline(Definition):
 
         report = audit_sink(self, spark, sink, samples_max, sink_from, progress, recompute)
         add_audit(self.checkpoint, {"at_ms": time.time_ns() // 1_000_000, **report.summary()})
+        if self.lineage:
+            from delivered.pipeline.lineage import Lineage, new_run
+
+            Lineage(self, new_run(), job=".audit").audited(report.summary())
         return report

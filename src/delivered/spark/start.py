@@ -38,6 +38,7 @@ from delivered.model.offsets import SOURCE
 from delivered.model.translate import translated
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
+from delivered.pipeline.lineage import configured
 from delivered.pipeline.registry import PREFIX
 from delivered.pipeline.spec import OPTION, PipelineSpec
 from delivered.spark.check import cannot_restart
@@ -78,6 +79,8 @@ _drains: dict[str, Path] = {}
 
 def start(pipeline: Definition, chosen: SparkSession | None) -> StreamingQuery:
     """Record the source's first offsets, and start the query of a planned pipeline."""
+    if pipeline.lineage:
+        configured()  # refused before the query starts
     spark = ready(pipeline, chosen)
     drain = Path(tempfile.gettempdir()) / f"delivered-drain-{uuid.uuid4().hex}"
     try:
@@ -188,7 +191,12 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Path) -> Streamin
     keep_removed(pipeline.checkpoint, pipeline.sources)
     keep_decider(pipeline.checkpoint, spec.scope(spec.open()).sink, several=spec.is_group)
     with batches_fit_for(spark, frame.schema):
-        return writer.queryName(pipeline.name).trigger(**pipeline.trigger.for_spark()).start()
+        query = writer.queryName(pipeline.name).trigger(**pipeline.trigger.for_spark()).start()
+    if pipeline.lineage:
+        from delivered.spark.lineage import follow
+
+        follow(spark, query, pipeline, None if spec.direct or spec.is_group else frame.schema)
+    return query
 
 
 def _pickled(direct: Direct) -> bytes:

@@ -1,0 +1,264 @@
+"""A pipeline's OpenLineage events: what it reads and writes, under the names of OpenLineage's naming convention.
+
+OpenLineage's own configuration (OPENLINEAGE_URL, openlineage.yml) says where they go. No batch waits for them: events
+leave on a thread of their own, and one that cannot be sent is a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+import pyarrow as pa
+
+from delivered.model.errors import DeliveredError, MissingExtra
+from delivered.pipeline.definition import Definition
+from delivered.pipeline.endpoint import Endpoint
+
+if TYPE_CHECKING:
+    from openlineage.client import OpenLineageClient
+    from openlineage.client.event_v2 import InputDataset, OutputDataset, RunEvent
+    from openlineage.client.facet_v2 import DatasetFacet, InputDatasetFacet, JobFacet, OutputDatasetFacet, RunFacet
+
+log = logging.getLogger(__name__)
+
+_VERSION = version("delivered")
+PRODUCER = f"urn:delivered:{_VERSION}"
+_NAMES = ("subscribe", "topic", "topics", "queue", "streams", "exchange", "table")
+_DATABASES = {"postgres": ("postgres", 5432), "postgresql": ("postgres", 5432), "mysql": ("mysql", 3306)}
+_DATABASES |= {"mariadb": ("mysql", 3306)}
+_PORTS = {"pulsar": 6650, "rabbitmq": 5672, "rabbitmq_stream": 5552, "activemq": 61613}
+
+
+def datasets(endpoint: Endpoint) -> Iterator[tuple[str, str]]:
+    """Namespace and name of each dataset of a source or sink, without credentials."""
+    options = {k.lower(): v for k, v in endpoint.options.items()}
+    url = options.get("url", "").removeprefix("jdbc:")
+    scheme = urlsplit(url).scheme
+    table = options.get("dbtable") or options.get("table")
+    if "path" in options or scheme in ("file", "sqlite"):
+        namespace, name = _file(options.get("path") or unquote(urlsplit(url).path))
+        yield namespace, f"{name}/{table}" if table and endpoint.system in ("sqlite", "outbox") else name
+    elif scheme in _DATABASES:
+        yield _table(url, scheme, table or "outbox_event")
+    elif "catalog.uri" in options or "catalog.warehouse" in options:  # Iceberg
+        yield options.get("catalog.uri") or options["catalog.warehouse"], str(table)
+    else:
+        server = options.get("kafka.bootstrap.servers") or options.get("endpoints") or url
+        namespace = f"{endpoint.system}://{_host(server, _PORTS.get(endpoint.system))}"
+        for name in _messages(options):
+            yield namespace, name
+
+
+def _file(path: str) -> tuple[str, str]:
+    if "://" in path:
+        parts = urlsplit(path)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}", parts.path.strip("/")
+    return "file", str(Path(path).absolute())
+
+
+def _table(url: str, scheme: str, table: str) -> tuple[str, str]:
+    name, port = _DATABASES[scheme]
+    parts = urlsplit(url)
+    plain = table.replace('"', "").replace("`", "")
+    if name == "postgres" and "." not in plain:
+        plain = f"public.{plain}"
+    return f"{name}://{parts.hostname or 'localhost'}:{parts.port or port}", f"{unquote(parts.path.strip('/'))}.{plain}"
+
+
+def _host(servers: str, port: int | None) -> str:
+    """The first server's host and port."""
+    first = re.split(r"[,;]", servers.partition("://")[2] or servers)[0]
+    first = first.partition("/")[0].rpartition("@")[2]
+    return first if ":" in first or port is None else f"{first}:{port}"
+
+
+def _messages(options: Mapping[str, str]) -> list[str]:
+    if "assign" in options:
+        return sorted(json.loads(options["assign"]))
+    found = next((options[name] for name in _NAMES if name in options), None) or options.get("subscribepattern", "")
+    return [name.strip() for name in found.split(",")]
+
+
+class Lineage:
+    """The events of one run of a pipeline, or of one audit. Raises MissingExtra."""
+
+    def __init__(self, pipeline: Definition, run: str, columns: pa.Schema | None = None, job: str = "") -> None:
+        configured()
+        self._pipeline = pipeline
+        self._run = run
+        self._columns = columns
+        self._job = pipeline.name + job
+
+    def started(self) -> None:
+        self._send("START")
+
+    def running(self, written: Mapping[str, int]) -> None:
+        """`written`: records since the run's start, by sink."""
+        self._send("RUNNING", written)
+
+    def ended(self, written: Mapping[str, int], failure: str | None) -> None:
+        self._send("COMPLETE" if failure is None else "FAIL", written, failure)
+
+    def audited(self, audit: Mapping[str, Any]) -> None:
+        """The verdict, as assertions on the sink's dataset, which an audit reads as it does the source."""
+        self._send("COMPLETE", audit=audit)
+
+    def _send(
+        self,
+        state: str,
+        written: Mapping[str, int] | None = None,
+        failure: str | None = None,
+        audit: Mapping[str, Any] | None = None,
+    ) -> None:
+        now = datetime.now(UTC).isoformat()
+        _emit(lambda: self._event(state, now, written or {}, failure, audit))
+
+    def _event(
+        self, state: str, now: str, written: Mapping[str, int], failure: str | None, audit: Mapping[str, Any] | None
+    ) -> RunEvent:
+        from openlineage.client.event_v2 import Job, Run, RunEvent, RunState
+        from openlineage.client.facet_v2 import error_message_run, job_type_job, processing_engine_run, tags_job
+
+        pipeline = self._pipeline
+        tags = {"delivery.guarantee": pipeline.guarantee.value}
+        facets: dict[str, JobFacet] = {
+            "jobType": job_type_job.JobTypeJobFacet(
+                processingType="STREAMING" if audit is None else "BATCH", integration="DELIVERED", jobType="PIPELINE"
+            ),
+            "tags": tags_job.TagsJobFacet([tags_job.TagsJobFacetFields(k, v, "DELIVERED") for k, v in tags.items()]),
+        }
+        engine = processing_engine_run.ProcessingEngineRunFacet(_spark_version(), "spark", _VERSION)
+        run: dict[str, RunFacet] = {"processing_engine": engine}
+        if failure is not None:
+            run["errorMessage"] = error_message_run.ErrorMessageRunFacet(failure, "PYTHON")
+        return RunEvent(
+            eventTime=now,
+            eventType=RunState[state],
+            producer=PRODUCER,
+            run=Run(self._run, run),
+            job=Job(os.environ.get("OPENLINEAGE_NAMESPACE", "default"), self._job, facets),
+            inputs=list(self._inputs(audit)),
+            outputs=list(self._outputs(written)) if audit is None else [],
+        )
+
+    def _inputs(self, audit: Mapping[str, Any] | None) -> Iterator[InputDataset]:
+        from openlineage.client.event_v2 import InputDataset
+
+        for endpoint, sink in zip(self._pipeline.all_sinks, _sink_names(self._pipeline), strict=True):
+            if audit is not None and audit["sink"] == sink:
+                for namespace, name in datasets(endpoint):
+                    yield InputDataset(namespace, name, {"dataQualityAssertions": _assertions(audit)})
+        for endpoint in self._pipeline.sources.values():
+            facets = _schema(None if endpoint.is_spark_own else _source_columns(endpoint))
+            for namespace, name in datasets(endpoint):
+                yield InputDataset(namespace, name, facets=facets)
+
+    def _outputs(self, written: Mapping[str, int]) -> Iterator[OutputDataset]:
+        from openlineage.client.event_v2 import OutputDataset
+        from openlineage.client.facet_v2 import output_statistics_output_dataset
+
+        columns = self._columns if len(self._pipeline.all_sinks) == 1 else None
+        for endpoint, sink in zip(self._pipeline.all_sinks, _sink_names(self._pipeline), strict=True):
+            facets = _schema(columns)
+            counted: dict[str, OutputDatasetFacet] = {}
+            if sink in written:
+                counted["outputStatistics"] = output_statistics_output_dataset.OutputStatisticsOutputDatasetFacet(
+                    rowCount=written[sink]
+                )
+            for namespace, name in datasets(endpoint):
+                yield OutputDataset(namespace, name, counted, facets=facets)
+
+
+def _sink_names(pipeline: Definition) -> list[str]:
+    return [e.name or e.sink().name for e in pipeline.all_sinks]
+
+
+def _source_columns(endpoint: Endpoint) -> pa.Schema | None:
+    try:
+        return endpoint.source().schema()
+    except DeliveredError:
+        return None
+
+
+def _schema(columns: pa.Schema | None) -> dict[str, DatasetFacet]:
+    from openlineage.client.facet_v2 import schema_dataset
+
+    if columns is None:
+        return {}
+    fields = [schema_dataset.SchemaDatasetFacetFields(field.name, str(field.type)) for field in columns]
+    return {"schema": schema_dataset.SchemaDatasetFacet(fields)}
+
+
+def _assertions(audit: Mapping[str, Any]) -> InputDatasetFacet:
+    from openlineage.client.facet_v2 import data_quality_assertions_dataset as quality
+
+    counts = audit["counts"]
+    held = audit["verdict"] == "held"
+    found = [quality.Assertion("delivery.guarantee", held, expected="held", actual=audit["verdict"])]
+    found += [
+        quality.Assertion(f"delivery.{damage}", held or not counts[damage], actual=str(counts[damage]))
+        for damage in ("lost", "duplicated", "altered")
+        if damage in counts
+    ]
+    return quality.DataQualityAssertionsDatasetFacet(found)
+
+
+def _spark_version() -> str:
+    for package in ("pyspark", "pyspark-client"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def new_run() -> str:
+    return str(uuid.uuid4())
+
+
+@cache
+def configured() -> OpenLineageClient:
+    """The client, as OpenLineage's configuration says.
+
+    Raises:
+        MissingExtra: it is not installed.
+    """
+    try:
+        from openlineage.client import OpenLineageClient
+    except ImportError:
+        raise MissingExtra("lineage") from None
+    made = OpenLineageClient()
+    if made.transport.kind == "console":
+        log.warning(
+            "lineage is on, but OpenLineage is not configured, so events are only logged; set OPENLINEAGE_URL, or "
+            "write an openlineage.yml"
+        )
+    return made
+
+
+@cache
+def _sender() -> ThreadPoolExecutor:
+    """One thread: events leave in order. Python waits for it at exit."""
+    return ThreadPoolExecutor(1, thread_name_prefix="delivered-lineage")
+
+
+def _emit(make: Callable[[], RunEvent]) -> None:
+    def send() -> None:
+        try:
+            configured().emit(make())
+        except Exception as error:
+            log.warning("a lineage event was not sent; the pipeline goes on. Check OPENLINEAGE_URL: %s", error)
+
+    _sender().submit(send)
