@@ -150,6 +150,7 @@ EXTRA_OF: Mapping[str, tuple[str, str]] = MappingProxyType(
         "prometheus_client": ("prometheus-client", "metrics"),
         "starlette": ("starlette", "ui"),
         "uvicorn": ("uvicorn", "ui"),
+        "openlineage": ("openlineage-python", "lineage"),
         "altair": ("altair", "report"),
         "jinja2": ("jinja2", "report"),
         "vl_convert": ("vl-convert-python", "report"),
