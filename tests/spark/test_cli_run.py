@@ -7,13 +7,12 @@ import os
 import re
 import signal
 import sqlite3
-import time
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 import yaml
-from tests.spark.cli_help import WAIT_S, running
+from tests.spark.cli_help import WAIT_S, running, terminal, until
 
 from delivered.cli.example import RECORDS, write_example
 from delivered.connectors.log import append
@@ -65,19 +64,18 @@ def test_a_signal_lets_the_running_batch_finish(example: Path, how: str) -> None
     start, end = text.index("transform:"), text.index("sinks:")
     example.write_text(text[:start] + "transform: {arrow: slow:slow, select: [key, value]}\n\n" + text[end:])
     arguments = ["run", str(example), "-s", "source.maxOffsetsPerTrigger=20", "-s", "trigger=0 seconds"]
-    with running(*arguments, own_group=True) as process:
-        deadline = time.monotonic() + WAIT_S
-        while rows(example.parent) < 40:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    with terminal() as (screen, seen), running(*arguments, own_group=True, stderr=screen) as process:
+        until(lambda: rows(example.parent) >= 40 and "records/s" in seen(), process)
         if how == "SIGTERM":
             process.send_signal(signal.SIGTERM)
         else:
             os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=WAIT_S)
+        out, _ = process.communicate(timeout=WAIT_S)
+    err = seen()
     assert process.returncode == 0, err
     assert "Traceback" not in err
+    # The terminal shows records/s, lag and the step while it runs.
+    assert re.search(r"batch \d+  \d+ batch(es)?, \d+ records  \d+ records/s  lag \d+  (plan|stage|apply|waiting)", err)
     assert "cut off" not in out
     checkpoint = example.parent / "checkpoint"
     offsets, commits = (
@@ -109,6 +107,7 @@ def test_rows_that_lost_are_counted(tmp_path: Path) -> None:
     with running("run", str(file)) as process:
         out, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, err
+    assert "records/s" not in err, "quiet without a terminal"
     assert "stock: 1 batch, 10 records, 3 not taken by a table (3 conflict) in" in out
     with sqlite3.connect(tmp_path / "out.db") as connection:
         assert connection.execute("SELECT count(*) FROM stock").fetchone() == (7,)
@@ -145,4 +144,3 @@ def test_the_log_of_a_failed_query_is_where_the_message_says(example: Path) -> N
     log = Path(named.group(1))
     assert "boom" in log.read_text()
     log.unlink()
-    assert re.search(r"^20\d\d-\S+Z ", err, re.MULTILINE) or "batch" not in err, "progress has time stamps"

@@ -83,3 +83,6 @@ def test_jobs_over_spark_connect(kafka: Kafka, tmp_path: Path) -> None:
         with sqlite3.connect(tmp_path / database) as connection:
             found = sorted(connection.execute("SELECT k, n FROM totals"))
         assert found == [(k, RECORDS // 10) for k in range(10)], database
+    with sqlite3.connect(tmp_path / "again.db") as connection:
+        found = connection.execute("SELECT count(*), count(DISTINCT v) FROM again").fetchone()
+    assert found == (RECORDS, RECORDS), "a restart with changed code"

@@ -14,6 +14,7 @@ from tests.spark.log_to_sqlite import WAIT_S, produce, rows, until
 
 import delivered
 from delivered.checkpoint import first_offsets
+from delivered.spark.start import running
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -114,6 +115,47 @@ def test_stop_lets_the_running_batch_finish(spark: SparkSession, tmp_path: Path)
     assert logged("offsets") == logged("commits"), "every batch that began is logged"
     assert 40 <= rows(tmp_path) < 400, "and it stopped before the end"
     assert not list((tmp_path / "out.db.delivered").glob("**/*.arrow")), "nothing staged was left behind"
+
+
+def test_a_restart_with_changed_code_stops_the_former_query_between_batches(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """As a notebook's cell that runs again. Without `restart`, the second start is refused."""
+    produce(tmp_path / "in", 0, 200)
+
+    def tagged(tag: bytes) -> delivered.Transform:
+        def slow(batch: pa.RecordBatch) -> pa.RecordBatch:
+            if batch.num_rows:
+                time.sleep(0.4)
+            return batch.set_column(0, "key", pa.array([tag] * batch.num_rows, pa.binary()))
+
+        return delivered.arrow(slow, select=["key", "value"])
+
+    def version(tag: bytes) -> delivered.Pipeline:
+        return pipeline(
+            tmp_path,
+            transform=tagged(tag),
+            trigger=None,
+            source_options={"maxOffsetsPerTrigger": 20 if tag == b"a" else 40},
+        )
+
+    first = version(b"a").start(spark)
+    until(lambda: rows(tmp_path) >= 20)
+    with pytest.raises(delivered.UsageError, match="QUERY_RUNS"):
+        version(b"b").start(spark)
+    assert first.isActive
+    made = version(b"b")
+    second = made.start(spark, restart=True)
+    assert not first.isActive and first.exception() is None
+    second.processAllAvailable()
+    assert made.stop(second)
+    with sqlite3.connect(tmp_path / "out.db") as connection:
+        found = connection.execute("SELECT key, count(*), count(DISTINCT value) FROM orders GROUP BY key").fetchall()
+    assert sorted(key for key, *_ in found) == [b"a", b"b"]
+    assert sum(n for _, n, _ in found) == sum(n for _, _, n in found) == 200
+    found.sort()
+    assert found[0][1] % 20 == 0, "whole batches of each version"
+    assert not running(made), "a query that ended is forgotten"
 
 
 def test_a_second_pipeline_of_the_same_name_on_a_new_checkpoint_is_refused(spark: SparkSession, tmp_path: Path) -> None:

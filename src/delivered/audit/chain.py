@@ -13,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from delivered import html
 from delivered.audit.classes import Damage, Verdict
 from delivered.audit.report import FORMAT, STYLE, AuditReport, samples_table
 from delivered.contract.powers import Address
@@ -79,8 +80,12 @@ class ChainReport:
         Console(file=text, width=130, color_system=None, force_jupyter=False).print(render_chain(self))
         return text.getvalue().rstrip("\n")
 
+    def _repr_html_(self) -> str:
+        """The same tables, for a notebook."""
+        return html.fragment(html.from_rich(render_chain(self)))
 
-def render_chain(report: ChainReport) -> RenderableType:
+
+def render_chain(report: ChainReport) -> Group:
     """The whole report, for a console."""
     table = Table(title=f"{' -> '.join(report.pipelines)}: {report.verdict.value}", title_justify="left")
     table.add_column("hop", overflow="fold")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from delivered import html
 from delivered.model.errors import MissingExtra
 
 MEASURES = ("lost", "duplicated", "given_up")
@@ -48,13 +49,13 @@ def page(title: str, intro: str, rows: Sequence[Row], details: Sequence[tuple[st
         MissingExtra: the chart needs the extra `report`.
     """
     try:
-        import jinja2
         import vl_convert
     except ImportError:
         raise MissingExtra("report") from None
-    environment = jinja2.Environment(autoescape=True)
-    return environment.from_string(_TEMPLATE).render(
-        title=title,
+    return html.page(
+        title,
+        _TEMPLATE,
+        more_style=_STYLE,
         intro=intro,
         rows=rows,
         details=details,
@@ -135,37 +136,15 @@ dark.addEventListener("change", draw);
 draw();
 """
 
-_TEMPLATE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
-<style>
-  :root { color-scheme: light dark; --ink: #1c1e21; --page: #ffffff; --line: #d5d9df; --soft: #5b616b;
-    --held: #00684a; --broken: #a83f00; --unknown: #7a5c00; }
-  @media (prefers-color-scheme: dark) {
-    :root { --ink: #e8e8ea; --page: #16181c; --line: #3a3f47; --soft: #a6adb8;
-      --held: #4fd1a5; --broken: #ff9a63; --unknown: #f0c04a; } }
-  body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 2rem auto;
-    max-width: 64rem; padding: 0 1rem; }
-  h1 { font-size: 1.5rem; margin: 0 0 .5rem; }
+_STYLE = """
   p, figcaption { color: var(--soft); max-width: 46rem; }
-  table { border-collapse: collapse; margin: 1.5rem 0; width: 100%; }
-  th, td { padding: .45rem .75rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
+  table { margin: 1.5rem 0; width: 100%; } th, td { text-align: right; } td { font-variant-numeric: tabular-nums; }
   th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
-  td { font-variant-numeric: tabular-nums; }
-  .held { color: var(--held); } .broken { color: var(--broken); } .unknown { color: var(--unknown); }
-  .verdict { font-weight: 600; }
-  .kills { color: var(--soft); font-size: .85rem; white-space: nowrap; }
-  figure { margin: 2rem 0; overflow-x: auto; }
-  details { margin: .5rem 0; } summary { cursor: pointer; }
-  pre { overflow-x: auto; font-size: .8rem; line-height: 1.25; }
-</style>
-</head>
-<body>
-<h1>{{ title }}</h1>
-<p>{{ intro }}</p>
+  .verdict { font-weight: 600; } .kills { color: var(--soft); font-size: .85rem; white-space: nowrap; }
+  figure { margin: 2rem 0; overflow-x: auto; } pre { overflow-x: auto; font-size: .8rem; line-height: 1.25; }
+"""
+
+_TEMPLATE = """<p>{{ intro }}</p>
 <table>
 <thead><tr><th>guarantee</th><th>sent</th><th>delivered</th><th>lost</th><th>duplicated</th><th>given up</th>
 <th>verdict</th><th>killed at</th></tr></thead>
@@ -173,7 +152,7 @@ _TEMPLATE = """<!doctype html>
 {% for r in rows -%}
 <tr><td>{{ r.guarantee }}</td><td>{{ "{:,}".format(r.sent) }}</td><td>{{ "{:,}".format(r.delivered) }}</td>
 <td>{{ "{:,}".format(r.lost) }}</td><td>{{ "{:,}".format(r.duplicated) }}</td><td>{{ "{:,}".format(r.given_up) }}</td>
-<td class="verdict {{ r.verdict }}">{{ r.verdict }}</td>
+<td class="verdict {{ r.verdict }}">{{ signs[r.verdict] }} {{ r.verdict }}</td>
 <td class="kills">{% for k in r.kills %}{{ k }}{% if not loop.last %}<br>{% endif %}{% endfor %}</td></tr>
 {% endfor -%}
 </tbody>
@@ -189,6 +168,4 @@ the upper bound of what at_most_once may lose.</figcaption>
 {% endfor -%}
 <script type="application/json" id="chart-data">{{ spec|safe }}</script>
 <script type="module">{{ script|safe }}</script>
-</body>
-</html>
 """

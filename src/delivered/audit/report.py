@@ -12,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from delivered import html
 from delivered.audit.classes import Counts, Damage, DedupCounts, Fingerprints, PartitionLine, Sample, Verdict, breaches
 from delivered.audit.ledger import History
 from delivered.audit.versions import Earlier
@@ -22,7 +23,6 @@ FORMAT = 1
 
 _PARTITIONS_SHOWN = 50
 STYLE = {Verdict.HELD: "bold green", Verdict.BROKEN: "bold red", Verdict.UNKNOWN: "bold yellow"}
-_ELEMENT = '<pre style="font-family: monospace; line-height: 1.2">{code}</pre>'
 _COLUMNS = ("sent", "delivered", "lost", "duplicated", "altered", "unexpected", "reordered")
 
 
@@ -171,8 +171,8 @@ class AuditReport:
         return as_text(self).rstrip("\n")
 
     def _repr_html_(self) -> str:
-        """The same table, for a notebook."""
-        return as_html(self)
+        """The same tables, for a notebook."""
+        return html.fragment(html.from_rich(render(self)))
 
 
 def _earlier(earlier: Earlier) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def unknown_report(pipeline: str, sink: str, guarantee: Guarantee, reason: str) 
     return AuditReport(pipeline, sink, guarantee, unknowns=(reason,))
 
 
-def render(report: AuditReport) -> RenderableType:
+def render(report: AuditReport) -> Group:
     """The whole report, for a console."""
     parts: list[RenderableType] = [_headline(report), _partitions(report)]
     parts.extend(samples_table(d.value, report.samples_of(d)) for d in Damage if report.samples_of(d))
@@ -220,13 +220,6 @@ def as_text(report: AuditReport, width: int = 110) -> str:
     console.print(render(report))
     file = console.file
     return file.getvalue() if isinstance(file, io.StringIO) else ""
-
-
-def as_html(report: AuditReport, width: int = 110) -> str:
-    """The whole report as one HTML element, in colour; all text in it is escaped."""
-    console = Console(file=io.StringIO(), width=width, record=True, force_terminal=True, force_jupyter=False)
-    console.print(render(report))
-    return console.export_html(inline_styles=True, code_format=_ELEMENT)
 
 
 def _headline(report: AuditReport) -> Text:

@@ -50,6 +50,12 @@ def messages() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=False if as_json() else None)
 
 
+def on_terminal() -> bool:
+    """Whether progress and errors are read as they come. Not rich's `is_terminal`: FORCE_COLOR, which CI and notebooks
+    set, makes a file a terminal to it."""
+    return sys.stderr.isatty() and not as_json()
+
+
 def say(text: str) -> None:
     """One line of a result."""
     sys.stdout.write(text + "\n")
@@ -70,7 +76,7 @@ def note(text: str) -> None:
 
 def log_line(text: str) -> None:
     """As `note`, with a timestamp unless on a terminal: logs are read later."""
-    note(text if as_json() or messages().is_terminal else f"{stamp()} {text}")
+    note(text if as_json() or on_terminal() else f"{stamp()} {text}")
 
 
 def _json_line(level: int, text: str, error: Exception | None = None) -> None:
@@ -110,11 +116,10 @@ def stamp() -> str:
 @contextlib.contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
     """Show that work is in progress: a spinner on a terminal, else one line per change."""
-    shown = messages()
-    if not shown.is_terminal:
+    if not on_terminal():
         yield note
         return
-    with shown.status(Text(text)) as status:
+    with messages().status(Text(text)) as status:
         yield lambda now: status.update(Text(now))
 
 

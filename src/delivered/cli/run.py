@@ -14,9 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.text import Text
 
-from delivered.cli.output import Output, log_line, messages, note, relay, say, say_json, stamp, tell_warnings, working
+from delivered.cli.output import (
+    Output,
+    log_line,
+    messages,
+    note,
+    on_terminal,
+    relay,
+    say,
+    say_json,
+    stamp,
+    tell_warnings,
+    working,
+)
 from delivered.model.errors import DeliveredError
 from delivered.model.limits import OUTAGE_PATIENCE_S
 from delivered.model.logs import as_json, is_line_of_ours
@@ -186,34 +198,28 @@ class _Warnings:
 
 
 class _Shown:
-    """Progress: one updating line on a terminal, else a line every two seconds; JSON lines for programs."""
+    """Progress: one updating line on a terminal; JSON lines for programs; else only what the user should know."""
 
     def __init__(self, output: Output, warnings: _Warnings) -> None:
         self._output = output
         self._warnings = warnings
-        self._console: Console = messages()
         self._status = None
         self._last: tuple[Any, ...] = ()
         self._at = 0.0
-        if output is Output.TEXT and self._console.is_terminal:
-            self._status = self._console.status("waiting for records")
+        if output is Output.TEXT and on_terminal():
+            self._status = messages().status("waiting for records")
             self._status.start()
 
     def line(self, progress: Progress) -> None:
         for text in self._warnings.new():
             relay(text)
-        now = progress.shown
-        if now == self._last:
-            return
         if self._status is not None:
-            self._last = now
-            self._status.update(progress.text)
-        elif time.monotonic() - self._at >= _LINE_EVERY_S:
+            self._status.update(Text(progress.text))
+            return
+        now = progress.shown
+        if self._output is Output.JSON and now != self._last and time.monotonic() - self._at >= _LINE_EVERY_S:
             self._last, self._at = now, time.monotonic()
-            if self._output is Output.JSON:
-                say_json({**progress.to_json(), "time": stamp()}, one_line=True)
-            else:
-                log_line(progress.text)
+            say_json({**progress.to_json(), "time": stamp()}, one_line=True)
 
     def end(self) -> None:
         self._warnings.close()

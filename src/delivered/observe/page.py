@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from delivered import html
 from delivered.checkpoint.history import audits, batches
 from delivered.model.batch_report import STEPS, BatchReport
 from delivered.model.errors import DeliveredError
-from delivered.observe.html import html_page
 from delivered.observe.status import Status
+from delivered.observe.summary import summary
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import gather
-from delivered.pipeline.presence import is_gone
 from delivered.planner import Plan, make_plan
 
 _FOLDER = Path(__file__).parent
@@ -37,6 +37,11 @@ class Way:
     sources: tuple[str, ...] = ()
     sinks: tuple[str, ...] = ()
     mechanism: str = ""
+
+    def html(self, guarantee: str) -> html.Html:
+        """Empty: the pipeline's file cannot be read."""
+        edge = f"{guarantee} by {self.mechanism}" if self.mechanism else guarantee
+        return html.way(self.sources, edge, self.sinks) if self.sinks else html.Html()
 
 
 def way_of(pipeline: Definition) -> Way:
@@ -64,7 +69,7 @@ def page(
     Raises:
         MissingExtra: the extra `report` is not installed.
     """
-    return html_page(
+    return html.page(
         "Pipelines",
         _FOLDER.joinpath("page.html").read_text(encoding="utf-8"),
         more_style=_FOLDER.joinpath("page.css").read_text(encoding="utf-8"),
@@ -72,8 +77,8 @@ def page(
         found=[(s, way, _bars(batches(s.checkpoint, _BATCHES)), audits(s.checkpoint, _AUDITS)) for s, way in found],
         steps=tuple(zip(STEPS, _COLOURS, strict=True)),
         action=action,
-        gone=lambda reports: [r.name for r in reports if is_gone(r)],
-        at=lambda ms: datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S"),
+        summary=summary,
+        at=html.utc,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         troubled=sum(bool(s.problems) for s, _ in found),
     )

@@ -140,6 +140,11 @@ class Status:
         lags = self.lag_s
         return None if lags is None else max((s for of in lags.values() for s in of.values()), default=0.0)
 
+    def _repr_html_(self) -> str:
+        from delivered.observe.summary import in_notebook
+
+        return in_notebook(self)
+
     def to_json(self) -> dict[str, Any]:
         lags = self.lag_s
         return {

@@ -8,9 +8,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
+from delivered.checkpoint.folder import is_done
 from delivered.contract.powers import CountsLeftOut
 from delivered.contract.sink import Member, SinkGroup
 from delivered.engine.context import open_ledger
@@ -22,6 +24,8 @@ from delivered.source.lag import lag
 
 _RATE_OVER_S = 10.0
 _LOOK_S_MAX = 1.0
+WAITING = "waiting"
+_IDLE = ("Waiting", "Stopped", "Terminated")
 
 
 class Progress:
@@ -33,6 +37,8 @@ class Progress:
         late: rows that Spark dropped as older than the watermark; an aggregation counts them after it grouped a task's.
         rate: records per second over the last ten seconds: 0 when nothing arrives.
         lag: offsets between what the last batch read and the end of its sources; None: a source does not count them.
+        step: what the running batch does, as seen from outside: "plan", "stage" (until it is decided), "apply"; or
+            "waiting".
     """
 
     def __init__(
@@ -40,8 +46,11 @@ class Progress:
         ledger: Ledger,
         reports: Callable[[str], Sequence[Mapping[str, Any]]] = lambda _: (),
         left_out: Callable[[], Counter[str]] = Counter,
+        step: Callable[[int | None], str] = lambda _: WAITING,
     ) -> None:
         self._ledger = ledger
+        self._step = step
+        self.step = WAITING
         self._reports = reports
         self._left_out = left_out
         self._window: deque[tuple[float, int]] = deque()
@@ -70,6 +79,7 @@ class Progress:
         first_at, first = self._window[0]
         self.rate = (self.records - first) / max(now - first_at, 1.0)
         self._read_reports()
+        self.step = self._step(self.batch)
 
     def _read_reports(self) -> None:
         reports = self._reports(self._reported)
@@ -122,8 +132,8 @@ class Progress:
         """One line for display."""
         behind = f"  lag {self.lag:,}" if self.lag is not None else ""
         if self.batches == 0:
-            return f"waiting for records{behind}"
-        return f"batch {self.batch}  {self.totals}  {self.rate:,.0f} records/s{behind}"
+            return f"{'waiting for records' if self.step == WAITING else self.step}{behind}"
+        return f"batch {self.batch}  {self.totals}  {self.rate:,.0f} records/s{behind}  {self.step}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -136,6 +146,7 @@ class Progress:
             "late": self.late,
             "records_per_second": round(self.rate, 1),
             "lag": self.lag,
+            "step": self.step,
         }
 
 
@@ -158,13 +169,25 @@ def watch(pipeline: Definition, query: Any) -> Iterator[Progress]:
         return sum((Counter(c.left_out()) for c in committers if isinstance(c, CountsLeftOut)), Counter())
 
     try:
-        progress = Progress(ledger, lambda since: _reported(query, since), left_out)
+        step = partial(_step, query, pipeline.checkpoint)
+        progress = Progress(ledger, lambda since: _reported(query, since), left_out, step)
         progress.refresh()
         yield progress
     finally:
         ledger.close()
         for committer in committers:
             committer.close()
+
+
+def _step(query: Any, checkpoint: str, decided: int | None) -> str:
+    """By Spark's message, and by the newest decided batch, which Spark has not logged while it is applied."""
+    with contextlib.suppress(Exception):  # the query may have ended meanwhile
+        doing = query.status["message"]
+        if not doing.startswith(_IDLE):
+            if decided is not None and not is_done(checkpoint, decided):
+                return "apply"
+            return "stage" if doing.startswith("Processing") else "plan"
+    return WAITING
 
 
 def _reported(query: Any, since: str) -> Sequence[Mapping[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, assert_never
 
+from delivered import html
 from delivered.model.capability import LedgerPlace
 from delivered.model.errors import Refused, Unreachable
 from delivered.model.guarantee import Guarantee
@@ -69,6 +70,9 @@ class Plan:
     def __str__(self) -> str:
         return to_text(self)
 
+    def _repr_html_(self) -> str:
+        return to_html(self)
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -100,6 +104,9 @@ class Refusal:
     def __str__(self) -> str:
         return to_text(self)
 
+    def _repr_html_(self) -> str:
+        return to_html(self)
+
 
 def to_text(answer: Plan | Refusal, width: int = _WIDTH) -> str:
     """Human-readable; ends without a newline."""
@@ -108,6 +115,17 @@ def to_text(answer: Plan | Refusal, width: int = _WIDTH) -> str:
             return "\n".join(_plan_lines(answer, width))
         case Refusal():
             return "\n".join(_refusal_lines(answer, width))
+        case _:
+            assert_never(answer)
+
+
+def to_html(answer: Plan | Refusal) -> str:
+    """The same, for a notebook."""
+    match answer:
+        case Plan():
+            return html.fragment(*_plan_parts(answer))
+        case Refusal():
+            return html.fragment(*_refusal_parts(answer))
         case _:
             assert_never(answer)
 
@@ -161,17 +179,42 @@ def _plan_lines(plan: Plan, width: int) -> Iterable[str]:
         else:
             yield from _wrapped(step.id.value, step.does, width)
     yield ""
-    yield from _block("records", plan.records, width)
-    yield from _block("order", plan.order, width)
-    yield from _block("dedup", plan.dedup, width)
-    yield from _wrapped("on start", ", ".join(f"{s.id.value} ({s.does})" for s in plan.recovery), width)
-    yield from _block("assumes", plan.assumptions, width)
-    yield from _block("limits", plan.limits, width)
-    yield from _block("warning", plan.warnings, width)
+    for label, lines in _blocks(plan):
+        yield from _block(label, lines, width)
     yield ""
     yield "  What a crash right after each step costs"
     for name, cost in dict.fromkeys((s.id.value, s.on_crash) for s in plan.steps):
         yield from _wrapped(name, cost, width)
+
+
+def _blocks(plan: Plan) -> Iterable[tuple[str, tuple[str, ...]]]:
+    yield "records", plan.records
+    yield "order", plan.order
+    yield "dedup", plan.dedup
+    yield "on start", (", ".join(f"{s.id.value} ({s.does})" for s in plan.recovery),)
+    yield "assumes", plan.assumptions
+    yield "limits", plan.limits
+    yield "warning", plan.warnings
+
+
+def _plan_parts(plan: Plan) -> Iterable[html.Html]:
+    yield html.element(
+        "p", html.joined((html.element("b", plan.pipeline), f": {plan.guarantee.value} by {plan.mechanism}"))
+    )
+    rows = []
+    for step in plan.steps:
+        mark = html.element("small", _mark(plan).removeprefix("<- ")) if step.decides else ""
+        does = html.joined((html.element("b", step.does, "held") if step.decides else step.does, mark))
+        rows.append((html.element("code", step.id.value), does, step.on_crash))
+    yield html.table(("step", "does", "a crash right after it costs"), rows)
+    yield html.table((), [(label, html.bullets(lines)) for label, lines in _blocks(plan) if lines])
+
+
+def _refusal_parts(refusal: Refusal) -> Iterable[html.Html]:
+    head = (html.element("b", refusal.pipeline), f": {refusal.guarantee.value} is refused")
+    yield html.element("p", html.joined(head))
+    yield html.problem(refusal.error.code, refusal.reason, refusal.way_out)
+    yield html.element("p", f"Nearest guarantee: {refusal.nearest.value if refusal.nearest else 'none, as configured'}")
 
 
 def _mark(plan: Plan) -> str:

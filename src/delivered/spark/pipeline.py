@@ -5,11 +5,17 @@ Imports pyspark only where it is called: pipelines can be declared, and planned 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from delivered import html
+from delivered.model.bad_row import OnBadRow
+from delivered.model.errors import UsageError
+from delivered.observe.page import way_of
+from delivered.observe.status import Status, status
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import gather
 from delivered.planner import Plan, Refusal, make_plan
@@ -24,8 +30,31 @@ if TYPE_CHECKING:
     from delivered.pipeline.rebuild import Rebuild
 
 
+log = logging.getLogger(__name__)
+
+RESTART_STOP_S = 120.0
+"""How long a restart lets the former query's batch run on."""
+
+
 class Pipeline(Definition):
     __doc__ = Definition.__doc__
+
+    def _repr_html_(self) -> str:
+        """What it is made of, for a notebook. Asks nobody; names no option, so no secret."""
+        lines: list[tuple[str, object]] = [("checkpoint", html.element("code", self.checkpoint))]
+        if said := self.transform.facts().text:
+            lines.append(("transform", html.element("code", said)))
+        lines.append(("trigger", self.trigger.interval or "available_now"))
+        lines += [("output mode", self.output_mode)] * (self.output_mode != "append")
+        lines += [("dedup", self.dedup.by_text)] if self.dedup is not None else []
+        lines += [("rows that a sink refuses", self.on_bad_row.value)] * (self.on_bad_row is not OnBadRow.FAIL)
+        head = html.element("p", html.element("b", self.name))
+        return html.fragment(head, way_of(self).html(self.guarantee.value), html.table((), lines))
+
+    def status(self) -> Status:
+        """What `delivered status` shows: asked from checkpoint, ledger, sinks and sources, for 3 s at most. Never
+        raises for what does not answer: it is a problem of the status. Needs no Spark."""
+        return status(self)
 
     def plan(
         self, spark: SparkSession | None = None, *, offline: bool = False, takeover: bool = False
@@ -118,23 +147,46 @@ class Pipeline(Definition):
 
         return rebuild(self, into, start)
 
-    def start(self, spark: SparkSession | None = None, *, takeover: bool = False) -> StreamingQuery:
-        """Plan, then start the query.
+    def start(
+        self, spark: SparkSession | None = None, *, takeover: bool = False, restart: bool | None = None
+    ) -> StreamingQuery:
+        """Plan, then start the query. In a notebook, the cell shows its progress.
 
         Args:
             spark: default: the active session, or a new one.
             takeover: fence another driver that runs this pipeline.
+            restart: first stop a query of this checkpoint or name that this process started, between two batches.
+                Default: in a notebook, where a cell runs again with changed code.
 
         Raises:
-            Refused: the plan is a refusal.
-            UsageError, Unreachable: as `plan`.
+            Refused: the plan is a refusal. A former query was stopped nevertheless.
+            UsageError: such a query runs, and `restart` is False. Others, and Unreachable, as `plan`.
         """
-        from delivered.spark.start import start
+        from delivered.observe.notebook import allowed, follow, is_notebook, refused
+        from delivered.spark.start import running, start, stop_between_batches
 
+        notebook = is_notebook()
+        former, notes = running(self), list[str]()
+        if former and not (notebook if restart is None else restart):
+            raise UsageError(
+                "QUERY_RUNS",
+                f"A query of {self.name} runs in this process, on the checkpoint {former[0].pipeline.checkpoint!r}.",
+                next_step="stop it with pipeline.stop(query), or pass restart=True to start, which does",
+            )
+        for one in former:
+            between = stop_between_batches(one.query, RESTART_STOP_S)
+            notes += allowed(one.pipeline, self, between)
         plan = self.plan(spark, takeover=takeover)
         if isinstance(plan, Refusal):
+            if notebook:
+                refused(plan, notes)
             raise plan.error
-        return start(self, spark)
+        query = start(self, spark)
+        if notebook:
+            follow(self, plan, query, [*notes, *plan.warnings])
+        for note in notes:
+            log.info("%s: %s", self.name, note)
+        return query
 
     def stop(self, query: StreamingQuery, timeout_s: float = 120.0, waiting: Callable[[], None] | None = None) -> bool:
         """Let the running batch finish, then stop the query. Returns whether it stopped between two batches.

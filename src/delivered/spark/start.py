@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,8 +73,39 @@ _IDLE = ("Waiting for data to arrive", "Waiting for next trigger")
 
 _one_start = threading.RLock()
 """Held while a session is configured for a starting query: another start may need other settings."""
-_drains: dict[str, Path] = {}
-"""By run id of the queries started here."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """A query that was started here.
+
+    Attributes:
+        drain: the file that stops it between batches.
+    """
+
+    pipeline: Definition
+    query: StreamingQuery
+    drain: Path
+
+    @property
+    def lives(self) -> bool:
+        try:
+            return bool(self.query.isActive)
+        except Exception:
+            return False  # its session was stopped
+
+
+_running: dict[str, Running] = {}
+"""By run id."""
+
+
+def running(pipeline: Definition) -> list[Running]:
+    """Queries started by this process, and not ended, that use the pipeline's checkpoint or its name."""
+    for ended in [run for run, r in _running.copy().items() if not r.lives]:
+        _running.pop(ended, None)
+    return [
+        r for r in _running.values() if pipeline.name == r.pipeline.name or pipeline.checkpoint == r.pipeline.checkpoint
+    ]
 
 
 def start(pipeline: Definition, chosen: SparkSession | None) -> StreamingQuery:
@@ -90,7 +121,7 @@ def start(pipeline: Definition, chosen: SparkSession | None) -> StreamingQuery:
     except Exception as error:
         found = translated(error) or _read_twice(error) or _output_mode(error, pipeline.output_mode)
         raise (found if found is not None else error) from None
-    _drains[str(query.runId)] = drain
+    _running[str(query.runId)] = Running(pipeline, query, drain)
     return query
 
 
@@ -138,7 +169,8 @@ def stop_between_batches(query: StreamingQuery, timeout_s: float, waiting: Calla
         waiting: called about every 50 ms.
     """
     idle = False
-    drain = _drains.pop(str(query.runId), None)
+    own = _running.pop(str(query.runId), None)
+    drain = own.drain if own is not None else None
     if drain is not None:
         drain.touch()
     try:

@@ -7,14 +7,13 @@ on a dark page. Timelines are drawn by hand: with Altair and vl-convert one take
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from delivered.observe.html import SIGNS, html_page
+from delivered import html
 from delivered.verify.case import Result
 from delivered.verify.fault import PLACES
 from delivered.verify.history import End, Operation, load
@@ -46,7 +45,7 @@ def write_report(results: Sequence[Result], path: Path) -> None:
 def page(results: Sequence[Result]) -> str:
     """The whole file."""
     columns = sorted({(r.between, r.guarantee, r.service) for r in results}, key=_order)
-    return html_page(
+    return html.page(
         "delivered verify",
         _TEMPLATE,
         columns=columns,
@@ -73,7 +72,7 @@ def square(results: Iterable[Result], place: str, column: tuple[str, str, str]) 
     if not found:
         return None
     verdict = Verdict.worst([Verdict(r.verdict) for r, _ in found])
-    return Square(verdict.value, SIGNS[verdict], len(found), sum(fired for _, fired in found))
+    return Square(verdict.value, html.SIGNS[verdict], len(found), sum(fired for _, fired in found))
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def timeline(history: Sequence[Operation]) -> str:
     height = _TOP + _ROW * len(rows) + 26
     drawn = [f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="timeline of {until:.0f} seconds">']
     drawn += [
-        f'<text x="0" y="{y + 4}">{html.escape(name)}</text><line class="rail" x1="{_LEFT}" x2="{_WIDTH}" y1="{y}" '
+        f'<text x="0" y="{y + 4}">{html.text(name)}</text><line class="rail" x1="{_LEFT}" x2="{_WIDTH}" y1="{y}" '
         f'y2="{y}"/>'
         for name, y in rows.items()
     ]
@@ -149,7 +148,7 @@ def timeline(history: Sequence[Operation]) -> str:
         drawn.append(
             f'<line class="fault" x1="{at:.1f}" x2="{at:.1f}" y1="4" y2="{height - 26}"/>'
             f'<text class="fault" x="{at + shift:.1f}" y="{8 + 8 * (number % 4)}" text-anchor="{side}">'
-            f"{html.escape(o.name)}</text>"
+            f"{html.text(o.name)}</text>"
         )
     drawn += [
         f'<text class="tick" x="{x(s):.1f}" y="{height - 8}" text-anchor="middle">{s:.0f} s</text>'
@@ -164,8 +163,8 @@ def _run_bar(begin: float, end: float, y: int, o: Operation) -> str:
     width = max(2.0, end - begin)
     return (
         f'<rect class="run {how}" x="{begin:.1f}" y="{y - 5}" width="{width:.1f}" height="10" rx="2">'
-        f"<title>{html.escape(o.process)}: {html.escape(text)}</title></rect>"
-        f'<text class="run" x="{begin + 4:.1f}" y="{y + 3}">{html.escape(text)}</text>'
+        f"<title>{html.text(o.process)}: {html.text(text)}</title></rect>"
+        f'<text class="run" x="{begin + 4:.1f}" y="{y + 3}">{html.text(text)}</text>'
     )
 
 

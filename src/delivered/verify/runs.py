@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from delivered import html
 from delivered.model.errors import UsageError
-from delivered.observe.html import html_page
 from delivered.verify.case import Result
 from delivered.verify.judge import Verdict
 from delivered.verify.matrix import FORMAT, read_results, versions, write_file
@@ -120,7 +120,7 @@ def write_index(folder: Path) -> Path:
 
 def index(runs: Sequence[Run], folder: Path) -> str:
     """The whole file."""
-    return html_page(
+    return html.page(
         "delivered verify: runs",
         _TEMPLATE,
         runs=runs,

@@ -9,6 +9,8 @@ from tests.spark.apps.connect import connected
 from tests.spark.apps.copy_topic import arguments, copy
 
 import delivered
+from delivered.observe.notebook import Shown
+from delivered.pipeline.progress import watch
 from delivered.planner import Plan
 
 TOTALS = "SELECT CAST(CAST(value AS STRING) AS INT) % 10 AS k, count(*) AS n FROM source GROUP BY k"
@@ -47,10 +49,39 @@ def totals(spark: SparkSession, bootstrap: str, topic: str, folder: Path) -> Non
     writer.trigger(availableNow=True).start().awaitTermination()
 
 
+def again(spark: SparkSession, bootstrap: str, topic: str, folder: Path) -> None:
+    """As a notebook's cell that runs again with changed code, and what it shows."""
+
+    def version(tag: str) -> delivered.Pipeline:
+        return delivered.Pipeline(
+            name="again",
+            guarantee="exactly_once",
+            checkpoint=folder / "again",
+            source=delivered.kafka(bootstrap, subscribe=topic, startingOffsets="earliest", maxOffsetsPerTrigger=5_000),
+            transform=f"SELECT CAST(value AS STRING) AS v, '{tag}' AS version FROM source",
+            sinks=[delivered.sqlite(str(folder / "again.db"), "again")],
+        )
+
+    first = version("a").start(spark)
+    while (last := first.lastProgress) is None or last.batchId < 0:
+        first.awaitTermination(0.1)
+    made = version("b")
+    second = made.start(spark, restart=True)
+    assert not first.isActive and first.exception() is None
+    with watch(made, second) as progress:
+        second.processAllAvailable()
+        progress.refresh()
+        assert progress.step in ("waiting", "plan"), progress.step
+        assert progress.text in repr(Shown("again", "running", progress))
+    assert made.stop(second)
+    assert "exactly_once by" in made.plan(spark)._repr_html_()
+
+
 if __name__ == "__main__":
     given = arguments()
     session = connected("local[2]")
     session.conf.set("spark.sql.shuffle.partitions", "2")
     copy(session, given)
     totals(session, given.bootstrap, given.sink, Path(given.checkpoint).parent)
+    again(session, given.bootstrap, given.sink, Path(given.checkpoint).parent)
     session.stop()
