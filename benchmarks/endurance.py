@@ -68,7 +68,7 @@ def sample(own: psutil.Process, broker: int) -> dict[str, float]:
             if process.pid == broker:
                 continue
             with process.oneshot():
-                used, name = process.memory_info().rss, process.name()
+                used, name = process.memory_info().rss, Path(process.exe()).name
                 found["threads"] += process.num_threads()
                 found["files"] += process.num_fds()
         except psutil.Error:

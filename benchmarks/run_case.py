@@ -41,7 +41,8 @@ class Memory:
         while not self._stop.wait(_SAMPLE_S):
             for process in own.children(recursive=True):
                 try:
-                    used, name = process.memory_info().rss, process.name()
+                    # Not by name: a child that the JVM has just forked has its memory, and a thread's name.
+                    used, name = process.memory_info().rss, Path(process.exe()).name
                 except psutil.Error:
                     continue
                 if name.startswith("java"):

@@ -38,7 +38,6 @@ PRODUCER = f"urn:delivered:{_VERSION}"
 _NAMES = ("subscribe", "topic", "topics", "queue", "streams", "exchange", "table")
 _DATABASES = {"postgres": ("postgres", 5432), "postgresql": ("postgres", 5432), "mysql": ("mysql", 3306)}
 _DATABASES |= {"mariadb": ("mysql", 3306)}
-_PORTS = {"pulsar": 6650, "rabbitmq": 5672, "rabbitmq_stream": 5552, "activemq": 61613}
 
 
 def datasets(endpoint: Endpoint) -> Iterator[tuple[str, str]]:
@@ -56,7 +55,7 @@ def datasets(endpoint: Endpoint) -> Iterator[tuple[str, str]]:
         yield options.get("catalog.uri") or options["catalog.warehouse"], str(table)
     else:
         server = options.get("kafka.bootstrap.servers") or options.get("endpoints") or url
-        namespace = f"{endpoint.system}://{_host(server, _PORTS.get(endpoint.system))}"
+        namespace = f"{endpoint.system}://{_host(server)}"
         for name in _messages(options):
             yield namespace, name
 
@@ -77,11 +76,10 @@ def _table(url: str, scheme: str, table: str) -> tuple[str, str]:
     return f"{name}://{parts.hostname or 'localhost'}:{parts.port or port}", f"{unquote(parts.path.strip('/'))}.{plain}"
 
 
-def _host(servers: str, port: int | None) -> str:
-    """The first server's host and port."""
+def _host(servers: str) -> str:
+    """The first server's host and port, as the user wrote them."""
     first = re.split(r"[,;]", servers.partition("://")[2] or servers)[0]
-    first = first.partition("/")[0].rpartition("@")[2]
-    return first if ":" in first or port is None else f"{first}:{port}"
+    return first.partition("/")[0].rpartition("@")[2]
 
 
 def _messages(options: Mapping[str, str]) -> list[str]:
