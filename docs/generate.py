@@ -6,7 +6,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from docs import behaviours, benchmark, checkpoint, metrics, new_connector, pitfalls, recompute, support, verified
+from docs import (
+    behaviours,
+    benchmark,
+    checkpoint,
+    metrics,
+    new_connector,
+    pitfalls,
+    recompute,
+    support,
+    verified,
+)
 
 from delivered.model.options import OptionTable
 from delivered.pipeline.registry import connectors

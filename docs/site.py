@@ -16,6 +16,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import yaml
+from docs import errors
 
 ROOT = Path(__file__).parent.parent
 PAGES, SITE = ROOT / "build" / "pages", ROOT / "build" / "site"
@@ -92,6 +93,8 @@ def stage() -> None:
         for file in {linked(page, target)[0] for target in links(page) if not is_external(target)} - {*wanted}:
             (PAGES / place(file)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / file, PAGES / place(file))
+    with (PAGES / "errors.md").open("a", encoding="utf-8") as page_of_errors:
+        page_of_errors.write("\n" + errors.listing())  # not kept in docs/: it would change with every error
     (PAGES / "decisions" / "index.md").write_text(decisions(), encoding="utf-8")
     for asset in ("iframe-worker.js", "site.css"):
         shutil.copyfile(ROOT / "docs" / asset, PAGES / asset)

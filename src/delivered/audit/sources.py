@@ -41,7 +41,11 @@ class SourceSet:
         ends = {name: driver.newest() for name, driver in self._drivers.items()}
         found = {name: end for name, end in ends.items() if end is not None}
         if len(found) < len(ends):
-            raise DeliveredError("AUDIT_SOURCES", f"The end of {', '.join(ends.keys() - found.keys())} is not known.")
+            raise DeliveredError(
+                "AUDIT_SOURCES",
+                f"The end of {', '.join(ends.keys() - found.keys())} is not known.",
+                next_step="run the audit again; if it stays, read the error above it",
+            )
         return found
 
     def slices(self, start: Positions, end: Positions) -> list[Slice]:

@@ -73,7 +73,9 @@ def prepare(
     if done.returncode != 0:
         output = telling_lines(done.stdout + done.stderr)
         raise DeliveredError(
-            "BROKER_START", f"Kafka could not format its storage in {folder / 'data'}. Output: {output}"
+            "BROKER_START",
+            f"Kafka could not format its storage in {folder / 'data'}. Output: {output}",
+            next_step="delivered brokers stop kafka, remove the folder, start again",
         )
 
 

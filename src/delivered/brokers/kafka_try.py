@@ -45,7 +45,11 @@ def make_topics(bootstrap: str, names: Sequence[str], partitions: int) -> list[s
                     f"Kafka at {bootstrap} does not answer: {error.args[0].str()}",
                     next_step="delivered brokers start kafka",
                 ) from None
-            raise DeliveredError("TOPIC", f"The topic {name!r} was not created: {error.args[0].str()}") from None
+            raise DeliveredError(
+                "TOPIC",
+                f"The topic {name!r} was not created: {error.args[0].str()}",
+                next_step="delivered brokers topic NAME, with letters, digits, '.', '_' and '-'",
+            ) from None
     return made
 
 

@@ -111,6 +111,7 @@ def _make(command: list[str], root: Path, data: Path) -> None:
         raise DeliveredError(
             "BROKER_START",
             f"MariaDB could not create its tables in {data}. Output: {telling_lines(done.stdout + done.stderr)}",
+            next_step="remove the folder, and start again",
         )
     (data / ".made").touch()
 

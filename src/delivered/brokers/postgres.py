@@ -63,6 +63,7 @@ def prepare(folder: Path, address: str, properties: Mapping[str, str]) -> None:
             raise DeliveredError(
                 "BROKER_START",
                 f"PostgreSQL's initdb failed in {data}. Output: {telling_lines(done.stdout + done.stderr)}",
+                next_step="remove the folder, and start again",
             )
         _make_database(programs, data)
     port = address.rpartition(":")[2]
@@ -101,7 +102,9 @@ def _make_database(programs: Path, data: Path) -> None:
     if done.returncode != 0 or "ERROR" in done.stderr:
         shutil.rmtree(data, ignore_errors=True)
         raise DeliveredError(
-            "BROKER_START", f"PostgreSQL could not create its database. Output: {telling_lines(done.stderr)}"
+            "BROKER_START",
+            f"PostgreSQL could not create its database. Output: {telling_lines(done.stderr)}",
+            next_step="remove the folder, and start again",
         )
 
 
@@ -158,7 +161,9 @@ def _other_user() -> pwd.struct_passwd | None:
         with suppress(KeyError):
             return pwd.getpwnam(name)
     raise DeliveredError(
-        "POSTGRES_USER", f"PostgreSQL does not run as root, and there is no user {' or '.join(_USERS)}."
+        "POSTGRES_USER",
+        f"PostgreSQL does not run as root, and there is no user {' or '.join(_USERS)}.",
+        next_step="run it as a user other than root, or create one of these users",
     )
 
 

@@ -196,7 +196,11 @@ def answer(
     head_size &= 0xFFFFFF
     reply = json.loads(frame[:head_size])
     if reply["code"] != 0:
-        raise DeliveredError("ROCKETMQ_ERROR", f"RocketMQ at {address} failed: {reply.get('remark') or reply['code']}")
+        raise DeliveredError(
+            "ROCKETMQ_ERROR",
+            f"RocketMQ at {address} failed: {reply.get('remark') or reply['code']}",
+            next_step="see the server's log below the folder of delivered brokers",
+        )
     return reply.get("extFields") or {}, frame[head_size:]
 
 

@@ -116,7 +116,11 @@ def default_folder(kind: str) -> Path:
 def require_kind(kind: str) -> None:
     """Raises UsageError: unknown kind of server."""
     if kind not in KINDS:
-        raise UsageError("BROKER_UNKNOWN", f"No server of kind {kind!r} is known; known: {', '.join(KINDS)}.")
+        raise UsageError(
+            "BROKER_UNKNOWN",
+            f"No server of kind {kind!r} is known; known: {', '.join(KINDS)}.",
+            next_step="delivered brokers start kafka",
+        )
 
 
 def prefetch(kinds: Sequence[str], say: Say = _silent) -> None:
@@ -176,12 +180,20 @@ def start(
     for name, wanted in (("tls", tls), ("scram", bool(scram))):
         if wanted and name not in SERVERS[kind].takes:
             able = ", ".join(k for k, server in SERVERS.items() if name in server.takes)
-            raise UsageError("BROKER_OPTION", f"{kind!r} servers do not support {name} here; supported by: {able}.")
+            raise UsageError(
+                "BROKER_OPTION",
+                f"{kind!r} servers do not support {name} here; supported by: {able}.",
+                next_step="leave the option out",
+            )
     place = (Path(folder) if folder is not None else default_folder(kind)).resolve()
     place.mkdir(parents=True, exist_ok=True)
     state = State.load(place)
     if state is not None and state.kind != kind:
-        raise UsageError("BROKER_FOLDER", f"The folder {place} holds a server of kind {state.kind!r}, not {kind!r}.")
+        raise UsageError(
+            "BROKER_FOLDER",
+            f"The folder {place} holds a server of kind {state.kind!r}, not {kind!r}.",
+            next_step="name another folder, or that kind of server",
+        )
     if state is not None:
         planned = _at(state, port)
         if state.identity is not None and state.identity.find() is not None:

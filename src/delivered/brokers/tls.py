@@ -39,4 +39,8 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode != 0:
         output = (done.stdout + done.stderr).strip()[-300:]
-        raise DeliveredError("CERTIFICATE_FAILED", f"keytool could not create a certificate: {output}")
+        raise DeliveredError(
+            "CERTIFICATE_FAILED",
+            f"keytool could not create a certificate: {output}",
+            next_step="delivered doctor, which checks Java",
+        )

@@ -49,7 +49,11 @@ def audit(
     if chain:
         alone = {"--set": set_, "--guarantee": guarantee, "--checkpoint": checkpoint, "--sink-from": sink_from}
         if wrong := [name for name, value in {**alone, "--recompute": recompute}.items() if value]:
-            raise UsageError("CHAIN_OPTION", f"{', '.join(wrong)} applies to one pipeline, not to a chain.")
+            raise UsageError(
+                "CHAIN_OPTION",
+                f"{', '.join(wrong)} applies to one pipeline, not to a chain.",
+                next_step="leave it out, or audit one pipeline without --chain",
+            )
         return _audit_chain(files, master, sink, samples, spark_log, output)
     if len(files) > 1:
         raise UsageError(

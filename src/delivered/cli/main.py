@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from delivered.cli import audit, dead_letters, rebuild, replay, sagas, servers, status, transactions
+from delivered.cli import audit, dead_letters, explain, rebuild, replay, sagas, servers, status, transactions
 from delivered.cli.options import (
     CheckpointOption,
     FileArgument,
@@ -43,6 +43,7 @@ app.add_typer(servers.app, name="brokers")
 app.command()(audit.audit)
 app.command()(replay.replay)
 app.command()(rebuild.rebuild)
+app.command()(explain.explain)
 app.command()(status.status)
 app.command()(status.top)
 app.command()(status.metrics)
@@ -287,15 +288,31 @@ def verify(
 
     for name in source:
         if name not in SOURCE_KINDS:
-            raise UsageError("SOURCE_UNKNOWN", f"--source is {name!r}; it must be one of {', '.join(SOURCE_KINDS)}.")
+            raise UsageError(
+                "SOURCE_UNKNOWN",
+                f"--source is {name!r}; it must be one of {', '.join(SOURCE_KINDS)}.",
+                next_step="use one of these",
+            )
     if source and file is not None:
-        raise UsageError("VERIFY_SOURCE", f"--source is {source[0]!r}, but {file} has its own source.")
+        raise UsageError(
+            "VERIFY_SOURCE",
+            f"--source is {source[0]!r}, but {file} has its own source.",
+            next_step="leave --source out",
+        )
     if service not in (*SERVICES, *ENDS):
         known = ", ".join((*SERVICES, *ENDS))
-        raise UsageError("SERVICE_UNKNOWN", f"--service is {service!r}; it must be one of {known}.")
+        raise UsageError(
+            "SERVICE_UNKNOWN",
+            f"--service is {service!r}; it must be one of {known}.",
+            next_step="delivered verify --service engine",
+        )
     for name in workload:
         if name not in WORKLOADS:
-            raise UsageError("WORKLOAD_UNKNOWN", f"--workload is {name!r}; it must be one of {', '.join(WORKLOADS)}.")
+            raise UsageError(
+                "WORKLOAD_UNKNOWN",
+                f"--workload is {name!r}; it must be one of {', '.join(WORKLOADS)}.",
+                next_step="delivered verify --list, which names them",
+            )
     sources, workloads = tuple(source), tuple(workload)
     choice = Choice(tuple(only), seed, quick, audit_too, service, jobs, minutes, faults, per_place, sources, workloads)
     return run_verify(file, choice, out, folder.resolve(), resume, listing, output)

@@ -86,7 +86,9 @@ class Connector:
                 "write is replayable.",
                 next_step=f"create the source with delivered.endpoint({self.name!r}, ...), which reads that log",
             )
-        raise UsageError("NOT_A_SOURCE", f"delivered_{self.name} is not a source.", self.instead)
+        raise UsageError(
+            "NOT_A_SOURCE", f"delivered_{self.name} is not a source.", self.instead or "read from another system"
+        )
 
     def queue(self, options: Mapping[str, str]) -> Queue:
         """As `source`, for a queue."""
@@ -110,7 +112,9 @@ class Connector:
             ledger_sink: holds the ledger, if `external_ledger`.
         """
         if self.sinks is None:
-            raise UsageError("NOT_A_SINK", f"delivered_{self.name} is not a sink.", self.instead)
+            raise UsageError(
+                "NOT_A_SINK", f"delivered_{self.name} is not a sink.", self.instead or "write to another system"
+            )
         if self.external_ledger and ledger_sink is None:
             raise Refused(
                 "LEDGER_ELSEWHERE",

@@ -52,6 +52,7 @@ class Columns:
             raise UsageError(
                 "SELECT_COLUMN",
                 f"A sink's select names the column {column!r}, but the rows have {', '.join(schema.names)}.",
+                next_step="name a column of the rows, or add it to the transform",
             )
         return place
 

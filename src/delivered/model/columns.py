@@ -19,7 +19,11 @@ def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     try:
         cast = [c if c.type.equals(f.type) else c.cast(f.type) for c, f in zip(columns, schema, strict=True)]
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise BadRecord("VALUE", f"A value does not fit its column: {str(error)[:300]}") from None
+        raise BadRecord(
+            "VALUE",
+            f"A value does not fit its column: {str(error)[:300]}",
+            next_step="cast the column, or filter such rows",
+        ) from None
     return pa.RecordBatch.from_arrays(cast, schema=schema)
 
 

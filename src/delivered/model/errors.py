@@ -92,8 +92,14 @@ class BadRecord(DeliveredError):
     """One record is invalid and cannot be written: too large, no topic, a type unknown to the sink."""
 
 
+_REPORT = "keep checkpoint and sink as they are, and report this with the driver's log: it must never happen"
+
+
 class InvariantBroken(DeliveredError):
     """Something that must never happen happened. The query stops; nothing is skipped."""
+
+    def __init__(self, code: str, message: str, next_step: str | None = _REPORT) -> None:
+        super().__init__(code, message, next_step)
 
 
 class Fenced(InvariantBroken):

@@ -334,7 +334,7 @@ def _problems(pipeline: Definition, now: Status, reports: Sequence[BatchReport])
             yield Problem(
                 "DELIVERED_RECORDS_GIVEN_UP",
                 f"{s.name}: up to {s.given_up:,} records were given up (at_most_once).",
-                None,
+                "choose at_least_once or exactly_once if that is not acceptable",
             )
 
 

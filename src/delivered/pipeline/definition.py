@@ -179,7 +179,11 @@ class Definition:
         self.lineage = lineage
         for entry in (self.audit_by, *(s.audit for s in self.sinks)):
             if unknown := set(entry) - set(AuditEntry.model_fields):
-                raise UsageError("AUDIT_KEY", f"audit has no {sorted(unknown)}; known: id, key, own.")
+                raise UsageError(
+                    "AUDIT_KEY",
+                    f"audit has no {sorted(unknown)}; known: id, key, own.",
+                    next_step="use one of the known keys, as in audit: {id: order_id}",
+                )
 
     @classmethod
     def from_file(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:
@@ -308,7 +312,11 @@ def _sink_spec(endpoint: Endpoint) -> SinkSpec:
 def _absolute(location: str) -> str:
     """Make a local path absolute: Spark's driver and our workers may have other working directories."""
     if not location:
-        raise UsageError("CHECKPOINT_MISSING", "checkpoint is empty; it must name a folder or a URL.")
+        raise UsageError(
+            "CHECKPOINT_MISSING",
+            "checkpoint is empty; it must name a folder or a URL.",
+            next_step="checkpoint: checkpoints/NAME",
+        )
     return location if ":" in location.split("/", 1)[0] else str(Path(location).expanduser().absolute())
 
 
@@ -349,7 +357,9 @@ def _on_bad_row(on_bad_row: str, dead_letter: Endpoint | None) -> OnBadRow:
         )
     if dead_letter is not None and not _endpoint("dead_letter", dead_letter).projection.is_all:
         raise UsageError(
-            "DEAD_LETTER", "The dead_letter sink has select or where; dead letters are written as they are."
+            "DEAD_LETTER",
+            "The dead_letter sink has select or where; dead letters are written as they are.",
+            next_step="remove select and where from dead_letter",
         )
     return policy
 

@@ -129,7 +129,9 @@ def endpoint(
     texts = {k: as_text(k, v) for k, v in options.items()}
     if isinstance(select, str):
         raise UsageError(
-            "SELECT_VALUE", f"select is {select!r}; it must be a list of columns.", next_step=f"[{select!r}]"
+            "SELECT_VALUE",
+            f"select is {select!r}; it must be a list of columns.",
+            next_step=f"write a list: [{select!r}]",
         )
     return Endpoint(format, texts, name, parse_projection(select, where), dict(audit or {}))
 
@@ -215,4 +217,5 @@ def as_text(key: str, value: Any) -> str:
                 "OPTION_VALUE",
                 f"Option {key!r} is {value!r} ({type(value).__name__}); it must be text, a number, true or false, or "
                 "JSON.",
+                next_step="write the value as text",
             )

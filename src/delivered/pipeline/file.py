@@ -90,7 +90,9 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise UsageError(
-            "OVERRIDE_VALUE", f"--set is {text!r}; it must be key=value, as in --set trigger=available_now."
+            "OVERRIDE_VALUE",
+            f"--set is {text!r}; it must be key=value, as in --set trigger=available_now.",
+            next_step="delivered plan FILE --set trigger=available_now",
         )
     return key, _typed(value)
 
@@ -112,7 +114,11 @@ def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[Path_, int]]:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
-        raise UsageError("FILE_NOT_YAML", f"{name}{where}: this is not YAML: {problem}.") from None
+        raise UsageError(
+            "FILE_NOT_YAML",
+            f"{name}{where}: this is not YAML: {problem}.",
+            next_step="correct the file; `delivered init` writes an example",
+        ) from None
     if not isinstance(data, dict):
         raise UsageError(
             "FILE_INVALID",
@@ -134,6 +140,7 @@ def _lines(node: Any, path: Path_, lines: dict[Path_, int], name: str) -> None:
                 raise UsageError(
                     "FILE_INVALID",
                     f"{name}, line {key.start_mark.line + 1}: the key {_dotted(at)!r} is here and in line {lines[at]}.",
+                    next_step="remove one of the two",
                 )
             lines[at] = key.start_mark.line + 1
             _lines(value, at, lines, name)
@@ -168,18 +175,28 @@ def _put(data: dict[str, Any], dotted: str, value: Any, origin: str) -> None:
         number, _, rest = rest.partition(".")
         sinks = data.get("sinks")
         if not (number.isdigit() and isinstance(sinks, list) and int(number) < len(sinks) and rest):
-            raise UsageError("OVERRIDE_VALUE", f"{origin}: sinks are numbered from 0, as in sinks.0.topic.")
+            raise UsageError(
+                "OVERRIDE_VALUE",
+                f"{origin}: sinks are numbered from 0, as in sinks.0.topic.",
+                next_step="--set sinks.0.topic=NAME",
+            )
         sinks[int(number)][rest] = value
     elif rest and head == "sources":
         name, _, rest = rest.partition(".")
         sources = data.get("sources")
         if not (isinstance(sources, dict) and isinstance(sources.get(name), dict) and rest):
-            raise UsageError("OVERRIDE_VALUE", f"{origin}: sources have names, as in sources.orders.subscribe.")
+            raise UsageError(
+                "OVERRIDE_VALUE",
+                f"{origin}: sources have names, as in sources.orders.subscribe.",
+                next_step="--set sources.NAME.subscribe=TOPIC",
+            )
         sources[name][rest] = value
     elif rest and head in ("source", "dedup", "transform", "audit", "spark"):
         inner = data.setdefault(head, {})
         if not isinstance(inner, dict):
-            raise UsageError("OVERRIDE_VALUE", f"{origin}: {head} is not a mapping in the file.")
+            raise UsageError(
+                "OVERRIDE_VALUE", f"{origin}: {head} is not a mapping in the file.", next_step="name a key of the file"
+            )
         inner[rest] = value
     else:
         data[dotted] = value

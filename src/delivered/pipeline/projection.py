@@ -62,7 +62,11 @@ def parse_projection(select: Iterable[str], where: str | None) -> Projection:
     names = [i.name for i in items]
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
-        raise UsageError("SELECT_NAME_TWICE", f"The sink's select has the column {twice[0]!r} twice.")
+        raise UsageError(
+            "SELECT_NAME_TWICE",
+            f"The sink's select has the column {twice[0]!r} twice.",
+            next_step="name each column once",
+        )
     if where is not None and not where.strip():
         raise UsageError("WHERE_EMPTY", "The sink's where is empty.", next_step="write a condition, or remove it")
     return Projection(items, where)

@@ -136,7 +136,9 @@ class Rebuild(Generic[P]):
                     reach(StepId.COMMIT_DECIDE, Moment.AFTER, batch=last.batch)
                 case Failed(reason):
                     raise DeliveredError(
-                        "REBUILD_NOT_SWAPPED", f"The tables did not change places: {reason}. Both are as they were."
+                        "REBUILD_NOT_SWAPPED",
+                        f"The tables did not change places: {reason}. Both are as they were.",
+                        next_step="run the command again; it goes on where it stopped",
                     )
                 case Unknown(reason):
                     raise OutcomeUnknown(
@@ -195,7 +197,11 @@ def rebuild(pipeline: P, into: str, start: str | None = None) -> Rebuild[P]:
             next_step="run it: there is nothing to rebuild yet",
         )
     if problem is not None:
-        raise Refused("REBUILD_TARGET", f"The table of {own.label!r} cannot be replaced: {problem}.")
+        raise Refused(
+            "REBUILD_TARGET",
+            f"The table of {own.label!r} cannot be replaced: {problem}.",
+            next_step="drop what refers to the table, and create it again afterwards",
+        )
     if not into or "." in into or into == table:
         raise UsageError(
             "REBUILD_INTO",

@@ -59,7 +59,11 @@ def receive(
         DeliveredError: the log or the queue failed. Only messages in the log were acknowledged.
     """
     if not 1 <= processes <= RECEIVERS_MAX:
-        raise UsageError("RECEIVERS", f"processes is {processes}; it must be from 1 to {RECEIVERS_MAX}.")
+        raise UsageError(
+            "RECEIVERS",
+            f"processes is {processes}; it must be from 1 to {RECEIVERS_MAX}.",
+            next_step="delivered receive FILE --processes 1",
+        )
     asked_to_stop = stop or _never
     if not _await(source, patience_s, asked_to_stop):
         return
@@ -245,7 +249,11 @@ class _Several:
             if code == 0:
                 continue  # idle
             if code == UsageError.exit_code:
-                raise UsageError("RECEIVER_REFUSED", f"Receiver {number} was refused; the reason is logged above.")
+                raise UsageError(
+                    "RECEIVER_REFUSED",
+                    f"Receiver {number} was refused; the reason is logged above.",
+                    next_step="mend what the log says, then delivered receive FILE",
+                )
             self._starts[number] += 1
             wait_s = min(_RESTART_S_MAX, 0.5 * 2 ** self._starts[number])
             _LOG.warning("receiver %d exited with %s; restarting in %.0f s", number, code, wait_s)

@@ -92,7 +92,11 @@ def end_transaction(pipeline: Definition, transaction: str, *, commit: bool, for
                 case Ok():
                     return
                 case Failed(reason):
-                    raise DeliveredError("TRANSACTION_NOT_ENDED", f"{transaction!r} was not ended: {reason}.")
+                    raise DeliveredError(
+                        "TRANSACTION_NOT_ENDED",
+                        f"{transaction!r} was not ended: {reason}.",
+                        next_step="delivered transactions list FILE; repeat the command once the server answers",
+                    )
                 case Unknown(reason):
                     raise OutcomeUnknown(
                         "TRANSACTION_UNKNOWN",
@@ -142,7 +146,9 @@ def _sinks(pipeline: Definition) -> list[tuple[_Holder, LedgerState]]:
     if not found:
         systems = ", ".join(e.system for e in pipeline.all_sinks)
         raise UsageError(
-            "NO_TRANSACTIONS", f"The sinks of pipeline {pipeline.name!r} ({systems}) do not keep transactions open."
+            "NO_TRANSACTIONS",
+            f"The sinks of pipeline {pipeline.name!r} ({systems}) do not keep transactions open.",
+            next_step="nothing to end here; `delivered status` shows the pipeline",
         )
     return found
 

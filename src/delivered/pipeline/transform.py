@@ -85,6 +85,7 @@ def transform(
         "TRANSFORM_VALUE",
         f"transform is {what!r} ({type(what).__name__}); it must be SQL over the view `source`, or a function from "
         "DataFrame to DataFrame.",
+        next_step="pass SQL, or a function that takes and returns a DataFrame",
     )
 
 
@@ -153,6 +154,7 @@ def load_function(reference: str, folder: Path) -> Callable[[Any], Any]:
         raise UsageError(
             "TRANSFORM_VALUE",
             f"The transform is {reference!r}; it must be written module:function, as in orders:clean.",
+            next_step="write it as module:function, as in orders:clean",
         )
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
@@ -167,7 +169,9 @@ def load_function(reference: str, folder: Path) -> Callable[[Any], Any]:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UsageError(
-            "TRANSFORM_MISSING", f"The module {module_name!r} ({module.__file__}) has no function {function_name!r}."
+            "TRANSFORM_MISSING",
+            f"The module {module_name!r} ({module.__file__}) has no function {function_name!r}.",
+            next_step="correct the name, or define the function in that module",
         )
     found: Callable[[Any], Any] = function
     return found

@@ -50,11 +50,14 @@ class Call:
     attempt: int
 
 
+_TURNS_BACK = "nothing: the steps before are compensated; `delivered sagas list` shows the saga"
+
+
 class Rejected(DeliveredError):
     """Raised by a `do`: it was not done, and never will be, so the saga turns back. Any other exception leaves open
     whether it was done."""
 
-    def __init__(self, code: str, message: str | None = None, next_step: str | None = None) -> None:
+    def __init__(self, code: str, message: str | None = None, next_step: str | None = _TURNS_BACK) -> None:
         # Callers pass only the reason; unpickling passes three arguments.
         if message is None:
             code, message = "SAGA_STEP_REJECTED", code

@@ -60,7 +60,7 @@ class Http:
         what = f"{self.method} {url} answered {reply.status_code}: {reply.text[:200]}"
         if 400 <= reply.status_code < 500 and reply.status_code not in _AGAIN:
             raise Rejected(what)
-        raise Unreachable("SAGA_HTTP", what)
+        raise Unreachable("SAGA_HTTP", what, next_step="check the service; the saga tries again by itself")
 
 
 @functools.cache

@@ -80,7 +80,11 @@ def recomputed(spark: SparkSession, request: AuditRequest, say: Callable[[str], 
     """Recompute the rows of all decided batches, and compare them with the sink's."""
     how, mode = request.recompute, request.sink.capability().write
     if how is None:
-        raise DeliveredError("AUDIT_RECOMPUTE", "The request is for an audit that accounts for records.")
+        raise DeliveredError(
+            "AUDIT_RECOMPUTE",
+            "The request is for an audit that accounts for records.",
+            next_step="leave recompute out, or declare a result that can be recomputed: docs/audit.md#recompute",
+        )
     scope = Scope(request.pipeline, request.named_sink, read_view(request.checkpoint).incarnation)
     scan = request.sink.scan()
     with sent_range(request) as sent, kept_plain(spark), ExitStack() as held:

@@ -138,7 +138,11 @@ class SentRange:
         """
         request = self._request
         if request.dedup is None:
-            raise DeliveredError("AUDIT_DEDUP", "The pipeline has no dedup.")
+            raise DeliveredError(
+                "AUDIT_DEDUP",
+                "The pipeline has no dedup.",
+                next_step="declare dedup in the pipeline, or leave it out of the audit",
+            )
         upserts = request.sink.capability().write.upserts
         parts = stretches(start, ends, end) if end is not None else []
         slices, numbers = self.cut(parts)

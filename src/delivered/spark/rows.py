@@ -53,7 +53,11 @@ def apply_transform(
         case "python":
             function = transform.function
             if function is None:
-                raise UsageError("TRANSFORM_MISSING", "The transform is a function, but none was given.")
+                raise UsageError(
+                    "TRANSFORM_MISSING",
+                    "The transform is a function, but none was given.",
+                    next_step="pass the function to delivered.Pipeline, or write it as module:function in the file",
+                )
             call: Callable[..., DataFrame] = function
             return lambda frames: call(**frames) if len(frames) > 1 else call(*frames.values())
         case "arrow":
@@ -153,7 +157,9 @@ def routed(
                 made[column] = f"CASE WHEN {backquoted(where) if where else 'true'} THEN ({item.sql}) END"
             elif column not in names:
                 raise UsageError(
-                    "SELECT_COLUMN", f"A sink's select names the column {column!r}; the rows have {', '.join(names)}."
+                    "SELECT_COLUMN",
+                    f"A sink's select names the column {column!r}; the rows have {', '.join(names)}.",
+                    next_step="name a column of the rows, or add it to the transform",
                 )
             take.append((item.name, column))
         take = take or [(n, n) for n in names]
@@ -209,4 +215,5 @@ def _check_conditions(frame: DataFrame, projections: Sequence[Projection]) -> No
             raise UsageError(
                 "WHERE_VALUE",
                 f"A sink's where is {projection.where!r}, of type {kind}; it must be boolean.",
+                next_step="write a condition, as in amount > 0",
             )

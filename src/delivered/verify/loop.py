@@ -106,9 +106,17 @@ class Loop:
         self.pipeline = Pipeline.from_file(pipeline) if isinstance(pipeline, Path) else pipeline
         transform = self.pipeline.transform
         if transform.kind not in ("none", "arrow"):
-            raise DeliveredError("LOOP_TRANSFORM", f"A loop without Spark cannot run a transform in {transform.kind}.")
+            raise DeliveredError(
+                "LOOP_TRANSFORM",
+                f"A loop without Spark cannot run a transform in {transform.kind}.",
+                next_step="delivered verify --service spark",
+            )
         if not all(s.projection.is_all for s in self.pipeline.sinks):
-            raise DeliveredError("LOOP_SINKS", "A loop without Spark runs sinks without select and where.")
+            raise DeliveredError(
+                "LOOP_SINKS",
+                "A loop without Spark runs sinks without select and where.",
+                next_step="delivered verify --service spark",
+            )
         self.spec = self.pipeline.spec
         self.sink = self.spec.open()
         (source,) = self.pipeline.sources.values()

@@ -291,7 +291,13 @@ def last_words(run: Run) -> str:
     return " | ".join(lines[-5:])[-800:]
 
 
+_AGAIN = "read the logs in the case's folder below build/verify, and run the case again: delivered verify --only CASE"
+
+
 class VerifierError(DeliveredError):
     """The verifier itself could not go on; the case is unknown, not broken."""
 
     exit_code = 3
+
+    def __init__(self, code: str, message: str, next_step: str | None = _AGAIN) -> None:
+        super().__init__(code, message, next_step)

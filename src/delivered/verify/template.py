@@ -111,7 +111,11 @@ def load(path: Path) -> Template:
                 next_step="run `delivered verify` without a file, which tries every sink there is",
             )
     if len(sinks) != 1:
-        raise UsageError("VERIFY_SINKS", f"The pipeline has {len(sinks)} sinks; one can be verified.")
+        raise UsageError(
+            "VERIFY_SINKS",
+            f"The pipeline has {len(sinks)} sinks; one can be verified.",
+            next_step="verify a copy of the file with one sink",
+        )
     rows = _kafka_rows(source) if _system(source) == "kafka" else _log_rows(source, path.parent)
     sample = [_record(number, key, value) for number, (key, value) in enumerate(rows)]
     if not sample:
@@ -154,7 +158,11 @@ def _kafka_rows(source: Mapping[str, Any]) -> Iterable[tuple[str | None, str]]:
 
     topics = (_option(source, "subscribe") or "").split(",")
     if topics == [""]:
-        raise UsageError("VERIFY_SUBSCRIBE", "Your own Kafka pipeline can be verified only if it uses subscribe.")
+        raise UsageError(
+            "VERIFY_SUBSCRIBE",
+            "Your own Kafka pipeline can be verified only if it uses subscribe.",
+            next_step="replace subscribePattern or assign by subscribe in a copy of the file",
+        )
     texts = {k: str(v) for k, v in source.items() if k.lower().startswith("kafka.")}
     consumer = Consumer(
         {

@@ -216,4 +216,8 @@ def explained(detail: str, options: Place) -> DeliveredError:
             "(address-full-policy FAIL), or the message is too large; the server's log says which.",
             next_step="free space in the queue; the batch is handled as its guarantee requires",
         )
-    return DeliveredError("ACTIVEMQ_ERROR", f"ActiveMQ at {options.place} rejected a request: {detail}")
+    return DeliveredError(
+        "ACTIVEMQ_ERROR",
+        f"ActiveMQ at {options.place} rejected a request: {detail}",
+        next_step="see the broker's log; check the queue's name and the user's permissions",
+    )

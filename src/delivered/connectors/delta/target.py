@@ -168,7 +168,11 @@ def _create(options: DeltaOptions, schema: pa.Schema) -> Any:
                 next_step=f"derive one, for example to_date({name})",
             )
     if len(partitions) == len(schema):
-        raise UsageError("PARTITIONS", "Option 'partitionBy' has every column; at least one must not be in it.")
+        raise UsageError(
+            "PARTITIONS",
+            "Option 'partitionBy' has every column; at least one must not be in it.",
+            next_step="leave one column out of partitionBy",
+        )
     deltalake = delta()
     with explained(options):
         try:

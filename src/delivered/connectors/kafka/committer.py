@@ -92,7 +92,11 @@ class KafkaCommitter:
         try:
             return transactions.open_transactions(self._wire, self._scope)
         except NoAnswer as error:
-            raise Unreachable("KAFKA_NO_ANSWER", f"The brokers did not list open transactions: {error}.") from None
+            raise Unreachable(
+                "KAFKA_NO_ANSWER",
+                f"The brokers did not list open transactions: {error}.",
+                next_step="check that the brokers are up, then repeat the command",
+            ) from None
 
     def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:
         """Commit or abort by hand the open transaction of one of this sink's transactional ids.

@@ -37,7 +37,11 @@ Compress = Callable[[memoryview], Sequence[Any]]
 def compressor(name: str, level: int | None) -> Compress | None:
     """None: without compression. Raises UsageError: unknown name."""
     if name not in COMPRESSIONS:
-        raise UsageError("COMPRESSION_UNKNOWN", f"Compression {name!r} is not one of {', '.join(COMPRESSIONS)}.")
+        raise UsageError(
+            "COMPRESSION_UNKNOWN",
+            f"Compression {name!r} is not one of {', '.join(COMPRESSIONS)}.",
+            next_step="use one of these",
+        )
     if name == "none":
         return None
     codec = pa.Codec(name, compression_level=_LEVELS.get(name) if level is None else level)

@@ -94,7 +94,11 @@ def _tls(client: Mapping[str, str]) -> ssl.SSLContext:
                 client["ssl.certificate.location"], client.get("ssl.key.location"), client.get("ssl.key.password")
             )
     except (OSError, ssl.SSLError) as error:
-        raise UsageError("TLS_FILES", f"The TLS files of kafka.ssl.* cannot be used: {error}.") from None
+        raise UsageError(
+            "TLS_FILES",
+            f"The TLS files of kafka.ssl.* cannot be used: {error}.",
+            next_step="check the paths, the file formats and the password of the key",
+        ) from None
     return context
 
 

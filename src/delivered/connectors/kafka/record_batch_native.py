@@ -92,7 +92,11 @@ def library() -> ctypes.CDLL | None:
 
 def functions() -> ctypes.CDLL:
     if (loaded := library()) is None:
-        raise DeliveredError("KAFKA_CODEC", f"{LIBRARY.name} was not built with this package, or not for this platform")
+        raise DeliveredError(
+            "KAFKA_CODEC",
+            f"{LIBRARY.name} was not built with this package, or not for this platform",
+            next_step='.option("client", "librdkafka"), or reinstall this package on this platform',
+        )
     return loaded
 
 

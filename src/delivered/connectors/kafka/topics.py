@@ -101,7 +101,9 @@ def _create(wire: Wire, topic: str, replication: int | None) -> None:
         answer = wire.patiently(lambda: wire.ask(request))  # idempotent
     except NoAnswer as error:
         raise Unreachable(
-            "LEDGER_UNAVAILABLE", f"The ledger's topic {topic!r} could not be created: {error}."
+            "LEDGER_UNAVAILABLE",
+            f"The ledger's topic {topic!r} could not be created: {error}.",
+            next_step="create the topic, or grant the user Create on it, then start again",
         ) from None
     found = answer.topics[0]
     if found.error_code in (protocol.NONE, protocol.TOPIC_ALREADY_EXISTS):

@@ -155,7 +155,11 @@ class LogJournal:
                 self._table = layout.open_table(self._path, self._storage)
                 continue
             return
-        raise DeliveredError("LOG_FILES_VANISH", f"Files of the log {self._path!r} were deleted while it was read.")
+        raise DeliveredError(
+            "LOG_FILES_VANISH",
+            f"Files of the log {self._path!r} were deleted while it was read.",
+            next_step="stop what deletes files of the log, then start again",
+        )
 
     def _update_window(self, partition: int, start: int, end: int, now: layout.Snapshot) -> None:
         if start >= end:

@@ -75,7 +75,11 @@ def append(
     path = absolute(path)
     options = dict(storage or {})
     if idempotence is not None and idempotence[0] == layout.CONFLICT_ID:
-        raise UsageError("APP_ID_RESERVED", f"The application id {layout.CONFLICT_ID!r} is reserved for the log.")
+        raise UsageError(
+            "APP_ID_RESERVED",
+            f"The application id {layout.CONFLICT_ID!r} is reserved for the log.",
+            next_step="use another application id",
+        )
     table = open_or_create(path, options)
     if (done := _repeated(table, idempotence)) is not None:
         return done
@@ -160,7 +164,9 @@ class _Files:
         if file is None:
             if len(self.files) >= PARTITIONS_MAX:
                 raise UsageError(
-                    "PARTITIONS_TOO_MANY", f"An append may touch at most {PARTITIONS_MAX} partitions of a log."
+                    "PARTITIONS_TOO_MANY",
+                    f"An append may touch at most {PARTITIONS_MAX} partitions of a log.",
+                    next_step="append in several calls, or use fewer partitions",
                 )
             file = _File(f"partition={partition}/{uuid.uuid4().hex}.parquet", partition, self._ends.get(partition, 0))
             self._fs.create_dir(f"partition={partition}", recursive=True)
@@ -203,7 +209,11 @@ def rows_by_partition(
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """The records of `data` in the log's columns, split by partition, in order."""
     if partition_by is not None and not 1 <= partition_by <= PARTITIONS_MAX:
-        raise UsageError("PARTITIONS", f"partition_by is {partition_by}; it must be from 1 to {PARTITIONS_MAX}.")
+        raise UsageError(
+            "PARTITIONS",
+            f"partition_by is {partition_by}; it must be from 1 to {PARTITIONS_MAX}.",
+            next_step="use a number of partitions within the limits",
+        )
     if isinstance(data, pa.RecordBatch):
         data = [data]
     for batch in data.to_batches(max_chunksize=_GROUP_ROWS) if isinstance(data, pa.Table) else data:
@@ -218,7 +228,11 @@ def rows_by_partition(
             yield 0, stored
             continue
         if int(targets.min()) < 0:
-            raise UsageError("PARTITIONS", f"A record has partition {int(targets.min())}; partitions start at 0.")
+            raise UsageError(
+                "PARTITIONS",
+                f"A record has partition {int(targets.min())}; partitions start at 0.",
+                next_step="number partitions from 0",
+            )
         for target in np.unique(targets):
             yield int(target), stored.take(pa.array(np.flatnonzero(targets == target)))
 
@@ -246,7 +260,9 @@ def _stored(batch: pa.RecordBatch) -> pa.RecordBatch:
                 columns.append(batch.column(wanted.name).cast(wanted.type))
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
                 raise UsageError(
-                    "LOG_COLUMNS", f"Column {wanted.name!r} must be {wanted.type}: {str(error)[:300]}"
+                    "LOG_COLUMNS",
+                    f"Column {wanted.name!r} must be {wanted.type}: {str(error)[:300]}",
+                    next_step="cast the column to that type",
                 ) from None
     return pa.RecordBatch.from_arrays(columns, schema=layout.STORED)
 

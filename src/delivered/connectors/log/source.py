@@ -186,6 +186,7 @@ class LogDriver:
                     "OFFSET_OUT_OF_RANGE",
                     f"endingOffsets has offset {stop} of partition {partition}, but the log {self._options.path!r} "
                     f"ends at {now.ends().get(partition, 0)}.",
+                    next_step="use an offset up to the log's end",
                 )
         return _offsets(now.version, begin), _offsets(now.version, end)
 
@@ -280,6 +281,7 @@ class LogDriver:
             raise UsageError(
                 "PARTITION_UNKNOWN",
                 f"There are offsets for partitions {unknown}, but the log {self._options.path!r} has {sorted(ends)}.",
+                next_step="leave these partitions out of the offsets",
             )
         return {p: earliest[p] if at == -2 else ends[p] if at == -1 else at for p, at in position.items()}
 

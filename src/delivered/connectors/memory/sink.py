@@ -93,7 +93,11 @@ class MemorySink:
         """The records, if none of them is refused."""
         reasons = self.invalid_rows(batch)
         if reasons is not None and reasons.null_count < len(reasons):
-            raise BadRecord("ROW_REFUSED", f"A row was refused: {reasons.drop_null()[0].as_py()}.")
+            raise BadRecord(
+                "ROW_REFUSED",
+                f"A row was refused: {reasons.drop_null()[0].as_py()}.",
+                next_step="correct the rows, or set on_bad_row",
+            )
         return self.records(batch)
 
     @property

@@ -109,6 +109,7 @@ def _check_version(session: Session, options: MysqlOptions) -> None:
         raise UsageError(
             "SERVER_TOO_OLD",
             f"The server at {options.place} is {system} {session.server_version}; this sink needs {needed}, or newer.",
+            next_step="use a newer server",
         )
 
 

@@ -114,7 +114,11 @@ def explained(error: Exception, options: MysqlOptions) -> DeliveredError:
     if number in _BY_NUMBER:
         kind, code, next_step = _BY_NUMBER[number]
         return kind(code, f"{where} reported: {text} (error {number}).", next_step.format(table=options.table_text))
-    return DeliveredError("MYSQL_ERROR", f"{where} reported: {text} (error {number}).")
+    return DeliveredError(
+        "MYSQL_ERROR",
+        f"{where} reported: {text} (error {number}).",
+        next_step="look the error up in MySQL's manual, mend it, and start the pipeline again",
+    )
 
 
 def row_refused(text: str, options: MysqlOptions) -> BadRecord:

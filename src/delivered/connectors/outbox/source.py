@@ -94,7 +94,11 @@ class OutboxSource:
             return events.COLUMNS
         columns = self.planned().columns
         if columns is None:
-            raise UsageError("OUTBOX_TABLE", f"{OWNER}: the columns of {self.options.table} are unknown.")
+            raise UsageError(
+                "OUTBOX_TABLE",
+                f"{OWNER}: the columns of {self.options.table} are unknown.",
+                next_step="check the table's name and the user's right to read it",
+            )
         return columns
 
     def address(self) -> Address:

@@ -74,6 +74,7 @@ def connect(options: PostgresOptions, role: str = "task") -> psycopg.Connection[
                 "SERVER_TOO_OLD",
                 f"PostgreSQL at {options.place} is version {connection.info.server_version // 10_000}; this sink "
                 f"needs {VERSION_MIN // 10_000} or newer.",
+                next_step="use a newer server",
             )
         calls = ", ".join("set_config(%s, %s, false)" for _ in settings)
         with connection.pipeline():
@@ -165,7 +166,11 @@ def explained(error: Exception, options: PostgresOptions) -> DeliveredError:
         )
     found = _BY_STATE.get(state) or _BY_CLASS.get(state[:2])
     if found is None:
-        return DeliveredError("POSTGRES_ERROR", f"{where} reported: {text} (SQLSTATE {state}).")
+        return DeliveredError(
+            "POSTGRES_ERROR",
+            f"{where} reported: {text} (SQLSTATE {state}).",
+            next_step="look the SQLSTATE up in PostgreSQL's manual (appendix A), mend it, and start the pipeline again",
+        )
     kind, code, next_step = found
     return kind(code, f"{where} reported: {text} (SQLSTATE {state}).", next_step.format(table=options.table_text))
 

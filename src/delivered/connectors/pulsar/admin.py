@@ -258,7 +258,11 @@ class Admin:
                 f"Pulsar at {self._options.admin_url} could not store a subscription's cursor, {url}: {detail}",
                 next_step="check that its bookies are running and have disk space, then start again",
             )
-        return DeliveredError("PULSAR_ADMIN", f"{self._options.admin_url} answered {code} to {url}: {detail}")
+        return DeliveredError(
+            "PULSAR_ADMIN",
+            f"{self._options.admin_url} answered {code} to {url}: {detail}",
+            next_step="check adminUrl and the token's permissions; see the broker's log",
+        )
 
     def _unreachable(self, detail: str) -> Unreachable:
         return Unreachable(

@@ -77,7 +77,11 @@ class PulsarSink(MessageSink):
                 continue
             wanted = _wanted(field)
             if wanted is not None:
-                raise UsageError("COLUMN_TYPE", f"{SINK}: column {field.name!r} is {field.type}; it must be {wanted}.")
+                raise UsageError(
+                    "COLUMN_TYPE",
+                    f"{SINK}: column {field.name!r} is {field.type}; it must be {wanted}.",
+                    next_step="cast the column to that type",
+                )
 
     def ready_target(self, schema: pa.Schema) -> None:
         """Register the rows' schema, or check them against the topic's."""

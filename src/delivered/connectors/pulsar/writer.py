@@ -127,7 +127,9 @@ class Publisher:
         found: DeliveredError = explained(_exception(self._failed), self._options, self._options.label)
         if isinstance(found, Unreachable):
             found = DeliveredError(
-                "MESSAGE_REFUSED", f"Pulsar rejected a message to {self._options.label}: {self._failed}."
+                "MESSAGE_REFUSED",
+                f"Pulsar rejected a message to {self._options.label}: {self._failed}.",
+                next_step="see the broker's log; check the topic's schema, quotas and the token's permissions",
             )
         raise found
 

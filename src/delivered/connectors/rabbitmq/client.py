@@ -93,7 +93,11 @@ def explained(error: Exception, options: Place) -> DeliveredError:
             f"RabbitMQ at {options.place} did not answer, or the connection was lost: {detail}",
             next_step="check the url, and that the server is running",
         )
-    return DeliveredError("RABBITMQ_CLIENT", f"RabbitMQ at {options.place} returned an error: {detail}")
+    return DeliveredError(
+        "RABBITMQ_CLIENT",
+        f"RabbitMQ at {options.place} returned an error: {detail}",
+        next_step="see RabbitMQ's log; check the queue's name and the user's permissions",
+    )
 
 
 _TRIES_MAX = 40

@@ -59,7 +59,9 @@ class Follower:
             if not self._channel.is_open:
                 reason = getattr(self._channel, "_closing_reason", None) or "no reason given"
                 raise Unreachable(
-                    "RABBITMQ_CHANNEL_CLOSED", f"RabbitMQ at {self._place.place} closed the channel: {reason}"
+                    "RABBITMQ_CHANNEL_CLOSED",
+                    f"RabbitMQ at {self._place.place} closed the channel: {reason}",
+                    next_step="start again; if it recurs, see RabbitMQ's log for this connection",
                 )
             found = list(self._arrived)
             self._arrived.clear()

@@ -43,7 +43,11 @@ class RabbitmqReceiver:
     def receive(self, count_max: int, wait_s: float) -> MessageBatch:
         arrived = self._arrived
         if not self._connection.is_open:  # noticed by an acknowledgement; the client's own error has no details
-            raise Unreachable("RABBITMQ_UNREACHABLE", f"The connection to RabbitMQ at {self._options.place} was lost.")
+            raise Unreachable(
+                "RABBITMQ_UNREACHABLE",
+                f"The connection to RabbitMQ at {self._options.place} was lost.",
+                next_step="check that RabbitMQ is up, then start again",
+            )
         try:
             self._connection.process_data_events(0 if len(arrived) and count_max else wait_s)
         except self._errors as error:
@@ -61,7 +65,9 @@ class RabbitmqReceiver:
         if not self._channel.is_open:  # the client does not raise if the server closed the channel
             reason = getattr(self._channel, "_closing_reason", None) or "no reason given"
             raise Unreachable(
-                "RABBITMQ_CHANNEL_CLOSED", f"RabbitMQ at {self._options.place} closed the channel: {reason}"
+                "RABBITMQ_CHANNEL_CLOSED",
+                f"RabbitMQ at {self._options.place} closed the channel: {reason}",
+                next_step="start again; if it recurs, see RabbitMQ's log for this connection",
             )
         messages, self._arrived = arrived.split(count_max)
         return messages

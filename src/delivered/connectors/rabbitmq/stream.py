@@ -159,6 +159,7 @@ class StreamDriver:
                 raise UsageError(
                     "OPTION_VALUE",
                     f"{OWNER}: option {option!r} has {', '.join(where)}; it must have each of {', '.join(streams)}.",
+                    next_step="name an offset for each stream",
                 )
             return dict(where)
         return dict(self._ends({})) if where == LATEST else {s: self._first(s) for s in streams}

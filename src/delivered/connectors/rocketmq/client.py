@@ -220,7 +220,9 @@ class Session:
             return self._group_missing(detail)
         if code is codes.INVALID_ARGUMENT:
             return UsageError(
-                "ROCKETMQ_ERROR", f"RocketMQ at {self.options.endpoints} returned an error: {detail[:_DETAIL_MAX]}"
+                "ROCKETMQ_ERROR",
+                f"RocketMQ at {self.options.endpoints} returned an error: {detail[:_DETAIL_MAX]}",
+                next_step="look the message up in the broker's log; check topic, group and permissions",
             )
         return untrusted(self.options, detail) or self._unreachable(detail)
 
@@ -257,7 +259,11 @@ class Session:
                 next_step="raise invisibleSeconds, or lower minInvisibleTimeMillsForRecv of the proxies",
             )
         if 40_000 <= code < 50_000 and code not in (codes.TOO_MANY_REQUESTS, codes.UNRECOGNIZED_CLIENT_TYPE):
-            return UsageError("ROCKETMQ_ERROR", f"RocketMQ at {self.options.endpoints} returned {code}: {text}")
+            return UsageError(
+                "ROCKETMQ_ERROR",
+                f"RocketMQ at {self.options.endpoints} returned {code}: {text}",
+                next_step="look the code up in the broker's log; check topic, group and permissions",
+            )
         return self._unreachable(f"{code}: {text}")
 
     def _sign(self) -> Any:

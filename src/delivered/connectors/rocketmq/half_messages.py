@@ -245,7 +245,9 @@ class HalfPublisher:
                 self._ended += ending.ended
             if ending.gone or ending.refused:
                 raise Unreachable(
-                    "ROCKETMQ_UNREACHABLE", ending.refused or "half messages disappeared before they were committed"
+                    "ROCKETMQ_UNREACHABLE",
+                    ending.refused or "half messages disappeared before they were committed",
+                    next_step="check that the brokers are up, then start again: the batch runs again",
                 )
 
     def _or_unknown(self, work: Callable[[], None]) -> None:

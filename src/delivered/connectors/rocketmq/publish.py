@@ -106,7 +106,11 @@ class Publisher:
             except session.library.grpc.RpcError as failed:
                 error = session.explained(failed)
             except Exception as failed:
-                error = DeliveredError("ROCKETMQ_CLIENT", f"{type(failed).__name__}: {failed}"[:500])
+                error = DeliveredError(
+                    "ROCKETMQ_CLIENT",
+                    f"{type(failed).__name__}: {failed}"[:500],
+                    next_step="check the endpoints, and see the broker's log",
+                )
             with self._lock:
                 self._in_flight -= len(batch)
                 if error is not None:
@@ -159,7 +163,14 @@ class Publisher:
                 unknown(error, self.unconfirmed)
             raise error
         if late:
-            unknown(DeliveredError("ROCKETMQ_LATE", f"no answer within {REQUEST_TIMEOUT_S:.0f} s"), self.unconfirmed)
+            unknown(
+                DeliveredError(
+                    "ROCKETMQ_LATE",
+                    f"no answer within {REQUEST_TIMEOUT_S:.0f} s",
+                    next_step="check that the proxy is up and reachable, then start again",
+                ),
+                self.unconfirmed,
+            )
 
 
 def batches(messages: Sequence[Message], alone: bool = False) -> Iterator[list[Message]]:

@@ -256,7 +256,11 @@ class Cluster:
                 raise peer.error_of(answer)
             self._read(json.loads(answer.body))
             return
-        raise failure or UsageError("OPTION_VALUE", "option 'nameServers' is empty")
+        raise failure or UsageError(
+            "OPTION_VALUE",
+            "option 'nameServers' is empty",
+            next_step='name at least one server: .option("nameServers", "host:9876")',
+        )
 
     def _read(self, route: Mapping[str, Any]) -> None:
         masters = {b["brokerName"]: b["brokerAddrs"].get("0") for b in route["brokerDatas"]}

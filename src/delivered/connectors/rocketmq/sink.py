@@ -119,9 +119,17 @@ class RocketmqSink(MessageSink):
         check_types(pa.schema([f for f in schema if f.name in COLUMNS]))
         for field in schema:
             if field.name in ("tag", "message_group") and not any(fits(field.type) for fits in TEXT):
-                raise UsageError("COLUMNS", f"Column {field.name!r} is {field.type}; it must be text.")
+                raise UsageError(
+                    "COLUMNS",
+                    f"Column {field.name!r} is {field.type}; it must be text.",
+                    next_step="cast the column to string",
+                )
             if field.name == "delivery_timestamp" and not pa.types.is_timestamp(field.type):
-                raise UsageError("COLUMNS", f"Column {field.name!r} is {field.type}; it must be a timestamp.")
+                raise UsageError(
+                    "COLUMNS",
+                    f"Column {field.name!r} is {field.type}; it must be a timestamp.",
+                    next_step="cast the column to timestamp",
+                )
 
     def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
         if guarantee is Guarantee.EXACTLY_ONCE and self.options.kind == TRANSACTION:

@@ -40,16 +40,29 @@ class RocketmqWriter(SendingWriter[RocketmqSinkOptions, Message]):
             keys = keys if key is None else (*keys, _text("key", key))
             content = body(value)
             if not content:
-                raise BadRecord("MESSAGE_EMPTY", f"Row {own} has no value; RocketMQ rejects messages without a body.")
+                raise BadRecord(
+                    "MESSAGE_EMPTY",
+                    f"Row {own} has no value; RocketMQ rejects messages without a body.",
+                    next_step="fill the column value, or filter such rows",
+                )
             if self._options.kind == "FIFO" and not group:
-                raise BadRecord("MESSAGE_GROUP", f"Row {own} has no message_group, which a FIFO topic needs.")
+                raise BadRecord(
+                    "MESSAGE_GROUP",
+                    f"Row {own} has no message_group, which a FIFO topic needs.",
+                    next_step="fill the column message_group, or write to a NORMAL topic",
+                )
             if self._options.kind == "DELAY" and at is None:
-                raise BadRecord("DELIVERY_TIME", f"Row {own} has no delivery_timestamp, which a DELAY topic needs.")
+                raise BadRecord(
+                    "DELIVERY_TIME",
+                    f"Row {own} has no delivery_timestamp, which a DELAY topic needs.",
+                    next_step="fill the column, or write to a NORMAL topic",
+                )
             if self._options.kind == TRANSACTION and any(c in "\x01\x02" for c in f"{message_id}{tag or ''}"):
                 raise BadRecord(
                     "MESSAGE_ID",
                     f"Row {own} has the id {message_id!r} and the tag {tag!r}; RocketMQ's remoting "
                     "protocol cannot encode the characters \\x01 and \\x02.",
+                    next_step="remove these characters from the column",
                 )
             messages.append(Message(message_id, content, keys, tag or "", group or "", at))
         return messages
@@ -84,9 +97,15 @@ def _text(name: str, value: str | bytes) -> str:
     try:
         text = value if isinstance(value, str) else value.decode()
     except UnicodeDecodeError:
-        raise BadRecord("MESSAGE_KEY", f"The {name} {value!r} is not text; RocketMQ's keys must be.") from None
+        raise BadRecord(
+            "MESSAGE_KEY",
+            f"The {name} {value!r} is not text; RocketMQ's keys must be.",
+            next_step="cast the column to string",
+        ) from None
     if not text or any(c.isspace() or ord(c) < 32 for c in text):
         raise BadRecord(
-            "MESSAGE_KEY", f"The {name} {text!r} is blank or contains white space; RocketMQ's keys must not."
+            "MESSAGE_KEY",
+            f"The {name} {text!r} is blank or contains white space; RocketMQ's keys must not.",
+            next_step="replace white space in the column, or filter such rows",
         )
     return text

@@ -73,7 +73,11 @@ class SagaSink(SendingSink):
         )
         for field in schema:
             if not any(fits(field.type) for fits in TEXT):
-                raise UsageError("COLUMNS", f"Column {field.name!r} is {field.type}; it must be text.")
+                raise UsageError(
+                    "COLUMNS",
+                    f"Column {field.name!r} is {field.type}; it must be text.",
+                    next_step="cast the column to string",
+                )
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         """See `delivered.contract.powers.ValidatesRows`."""

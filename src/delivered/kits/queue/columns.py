@@ -50,7 +50,9 @@ def identified(batch: pa.RecordBatch, id_columns: Sequence[str], *, nulls: bool 
         parts = [batch.column(name).cast(pa.string()) for name in id_columns]
     except pa.ArrowInvalid as error:
         raise BadRecord(
-            "MESSAGE_ID", f"A row's {', '.join(id_columns)} (messageIdColumns) is not UTF-8: {str(error)[:200]}"
+            "MESSAGE_ID",
+            f"A row's {', '.join(id_columns)} (messageIdColumns) is not UTF-8: {str(error)[:200]}",
+            next_step='name columns of text: .option("messageIdColumns", "...")',
         ) from None
     ids = parts[0] if len(parts) == 1 else pc.binary_join_element_wise(*parts, "-")
     ids = pc.if_else(pc.equal(ids, ""), pa.scalar(None, pa.string()), ids)
@@ -69,7 +71,11 @@ def check_types(schema: pa.Schema) -> None:
     """Raise UsageError for a column of `COLUMNS` that is neither text nor bytes."""
     for field in schema:
         if not any(fits(field.type) for fits in _TYPES[field.name]):
-            raise UsageError("COLUMNS", f"Column {field.name!r} is {field.type}; it must be text or binary.")
+            raise UsageError(
+                "COLUMNS",
+                f"Column {field.name!r} is {field.type}; it must be text or binary.",
+                next_step="cast the column to string or binary",
+            )
 
 
 def check_names(

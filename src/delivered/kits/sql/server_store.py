@@ -145,5 +145,5 @@ class ServerStore(SqlStore[C]):
             f"Another session has held the ledger's row of sink {self._scope.sink!r} of pipeline "
             f"{self._scope.pipeline!r} {self._server.where} for more than {CONNECT_TIMEOUT_S:.0f} s, and could not "
             "be ended.",
-            next_step=self._see_holders,
+            next_step=f"end that session, then start again: {self._see_holders}",
         )

@@ -63,7 +63,9 @@ class Types(ABC):
         """
         if not 1 <= len(schema) <= self.columns_max:
             raise UsageError(
-                "COLUMNS", f"The rows have {len(schema)} columns; a table must have 1 to {self.columns_max}."
+                "COLUMNS",
+                f"The rows have {len(schema)} columns; a table must have 1 to {self.columns_max}.",
+                next_step="select fewer columns, or put them into one of JSON",
             )
         seen: dict[str, str] = {}
         for field in schema:
