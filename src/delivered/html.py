@@ -39,10 +39,19 @@ _RULES = """
   .figures b { font-variant-numeric: tabular-nums; } .figures span { color: var(--soft); display: block;
     font-size: .85rem; }
   .problem { border-left: .25rem solid var(--broken); background: var(--panel); padding: .4rem .8rem; margin: .4rem 0; }
-  .way { display: flex; flex-wrap: wrap; align-items: center; gap: .5rem; margin: .6rem 0; }
-  .way ul { list-style: none; margin: 0; padding: 0; } .way li { border: 1px solid var(--line); border-radius: .3rem;
-    padding: .1rem .5rem; margin: .15rem 0; } .way .edge { color: var(--soft); font-size: .85rem; }
-  .way .edge::after { content: " \\2192"; }
+  .way { display: grid; grid-template-columns: 1fr auto 1fr; align-items: center; gap: .6rem 0; margin: .8rem 0; }
+  .way ul { list-style: none; margin: 0; padding: 0; display: grid; gap: .5rem; } .way small { color: var(--soft); }
+  .way li { display: grid; grid-template-columns: auto minmax(7rem, 1fr); align-items: center; }
+  .way li b, .way .hub { border: 1px solid var(--line); border-radius: .3rem; padding: .2rem .6rem; font-weight: 500; }
+  .way li small { border-bottom: 2px solid var(--line); padding: 0 .5rem; text-align: center; position: relative;
+    line-height: 1.3; } .way li small::after { content: "\\25B6"; position: absolute; right: -.1rem; bottom: -.62rem;
+    font-size: .7rem; }
+  .way ul:last-child li { grid-template-columns: minmax(7rem, 1fr) auto; } .way ul:last-child li b { order: 2; }
+  .way .hub { background: var(--panel); text-align: center; max-width: 16rem; } .way .hub small { display: block; }
+  @media (max-width: 44rem) { .way { grid-template-columns: 1fr; } .way .hub { max-width: none; }
+    .way li { grid-template-columns: 1fr; } .way li small { border: 0; padding: .1rem .5rem; }
+    .way li small::after { content: "\\25BC"; position: static; padding-left: .4rem; }
+    .way ul:last-child li { display: flex; flex-direction: column; align-items: stretch; } }
 """
 _PAGE = f"""
   :root {{ color-scheme: light dark; }} body {{ {_LIGHT} }}
@@ -131,12 +140,14 @@ def problem(code: str, said: str, next_step: str | None) -> Html:
     return element("div", joined(parts), "problem")
 
 
-def way(sources: Sequence[str], edge: str, sinks: Sequence[str]) -> Html:
-    """How the data travels. `edge`: the guarantee, and by which mechanism."""
-    ends = [element("ul", joined(element("li", name) for name in names)) for names in (sources, sinks)]
-    said = escape(f"from {', '.join(sources)} to {', '.join(sinks)}", quote=True)
-    inside = joined((ends[0], element("span", edge, "edge"), ends[1]))
-    return Html(f'<div class="way" role="img" aria-label="{said}">{inside}</div>')
+def way(sources: Sequence[tuple[str, str]], hub: tuple[str, str], sinks: Sequence[tuple[str, str]]) -> Html:
+    """How the data travels: name and mechanism of each source, of the pipeline, and of each sink."""
+
+    def named(name: str, how: str) -> Html:
+        return joined((element("b", name), element("small", how)))
+
+    ends = [element("ul", joined(element("li", named(*end)) for end in of)) for of in (sources, sinks)]
+    return element("div", joined((ends[0], element("div", named(*hub), "hub"), ends[1])), "way")
 
 
 def from_rich(printed: Group) -> Html:
@@ -203,10 +214,13 @@ def page(title: str, body: str, *, more_style: str = "", refresh_s: float | None
     Raises:
         MissingExtra: the extra `report` is not installed.
     """
+    return part(_HEAD + body + _TAIL, title=title, style=_PAGE + more_style, refresh_s=refresh_s, **values)
+
+
+def part(body: str, **values: Any) -> Html:
+    """Part of a page. Arguments and errors as for `page`."""
     try:
         import jinja2
     except ImportError:
         raise MissingExtra("report") from None
-    template = jinja2.Environment(autoescape=True).from_string(_HEAD + body + _TAIL)
-    made: str = template.render(title=title, style=_PAGE + more_style, signs=SIGNS, refresh_s=refresh_s, **values)
-    return made
+    return Html(jinja2.Environment(autoescape=True).from_string(body).render(signs=SIGNS, **values))

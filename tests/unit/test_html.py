@@ -13,7 +13,8 @@ from delivered import html
 from delivered.audit.report import unknown_report
 from delivered.model.errors import DeliveredError
 from delivered.observe.notebook import Shown
-from delivered.observe.status import Driver, Problem, SinkStatus, Status
+from delivered.observe.problems import Driver, Problem
+from delivered.observe.status import SinkStatus, Status
 from delivered.planner import Plan, Refusal
 
 SECRET = "hunter2"
@@ -83,14 +84,17 @@ def test_a_refusal_shows_code_reason_and_way_out() -> None:
 
 def test_a_pipeline_shows_the_way_of_its_data() -> None:
     found = pipeline()._repr_html_()
-    assert "log in exactly_once by two-phase commit kafka clean" in words(found)
+    way = "log in offsets, replayable orders exactly_once by two-phase commit kafka clean two-phase commit"
+    assert way in words(found)
     assert EVIL in words(found) and EVIL not in found
     assert "/nowhere/checkpoint" in found
 
 
 def test_a_pipeline_that_is_refused_shows_itself_too() -> None:
     assert "spark:socket" not in words(pipeline(source="spark:socket")._repr_html_())
-    assert "socket exactly_once kafka clean" in words(pipeline(source="spark:socket")._repr_html_())
+    assert "socket Spark's own source orders exactly_once kafka clean" in words(
+        pipeline(source="spark:socket")._repr_html_()
+    )
 
 
 def test_a_cell_of_a_plain_process_shows_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,8 @@ from delivered.model.batch_report import BatchReport
 from delivered.model.work import Owner
 from delivered.observe.metrics import serving, text
 from delivered.observe.page import Way, page
-from delivered.observe.status import Driver, Status, _old, _receiving, status
+from delivered.observe.problems import Driver, of_receivers, old_transactions
+from delivered.observe.status import Status, status
 from delivered.pipeline.presence import Presence, is_gone
 from delivered.pipeline.transactions import Open
 
@@ -97,7 +98,7 @@ def test_a_stalled_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     append(str(tmp_path / "in"), pa.table({"value": [b"b"]}), idempotence=("test", 2))
     assert codes(status(made)) == []
     now = time.time()
-    monkeypatch.setattr("delivered.observe.status.time.time", lambda: now + 61)
+    monkeypatch.setattr("time.time", lambda: now + 61)
     (problem,) = status(made).problems
     assert (problem.code, "1 offsets wait" in problem.text) == ("DELIVERED_STALLED", True)
     history.add(made.checkpoint, BatchReport(0, 1, {"orders": 1}, 1, 0, {"stage": 20.0}))
@@ -142,12 +143,12 @@ def test_a_receiver_that_died_is_gone_until_another_one_takes_its_place(tmp_path
 def test_a_transaction_open_for_half_its_time_and_a_short_window() -> None:
     young, old = Open("a", "Ongoing", 299.0, False, ("t",), 600.0), Open("b", "Ongoing", 301.0, False, ("t",), 600.0)
     ages = Status("orders", "exactly_once", "", Driver.RUNNING, transactions=(young, old))
-    assert [(p.code, p.text) for p in _old(ages)] == [
+    assert [(p.code, p.text) for p in old_transactions(ages)] == [
         ("DELIVERED_TRANSACTION_OLD", "b has been open for 301 s, and its server aborts it after 600 s.")
     ]
     assert f'delivered_open_transaction_timeout_ratio{{decided="false",pipeline="orders"}} {301 / 600}' in text([ages])
     short = Status("orders", "exactly_once", "", windows={"source": DedupWindow(10.0, 1800.0, 100.0)})
-    (problem,) = _receiving(short)
+    (problem,) = of_receivers(short)
     assert (problem.code, problem.next_step) == (
         "DELIVERED_DEDUP_WINDOW_SHORT",
         "restart the receivers with dedupFor of at least 30 minutes",
@@ -261,10 +262,12 @@ def test_the_served_page_asks_for_its_token_and_refuses_other_pages(tmp_path: Pa
     assert open_to_all.get("/status.json").json()[0]["batch"] == 0
     client = TestClient(application([file], token="secret", address="0.0.0.0"))
     assert client.get("/").status_code == client.post("/end/0/abort/x").status_code == 401
-    assert client.get("/", headers={"Authorization": "Bearer secret"}).status_code == 200
-    elsewhere = client.post("/end/0/abort/x?token=secret", headers={"Origin": "http://evil.example"})
+    bearer = {"Authorization": "Bearer secret"}
+    assert client.get("/", headers=bearer).status_code == 200
+    assert client.post("/end/0/abort/x?token=secret").status_code == 401, "an address is not enough for a button"
+    elsewhere = client.post("/end/0/abort/x", headers={**bearer, "Origin": "http://evil.example"})
     assert elsewhere.status_code == 403
-    answer = client.post("/end/0/abort/x?token=secret")
+    answer = client.post("/end/0/abort/x", headers=bearer)
     assert (answer.status_code, "NO_TRANSACTIONS" in answer.text) == (409, True)
 
 
@@ -287,5 +290,5 @@ def test_each_button_ends_a_transaction_of_its_own_pipeline() -> None:
 
     found = [(holding("a", "t/1", False), Way()), (holding("b", "t/2", True), Way())]
     shown = page(found, action=lambda number, id_, apply: f"/{number}/{id_}/{apply}")
-    assert 'action="/0/t/1/False"><button>abort' in shown
-    assert 'action="/1/t/2/True"><button>apply' in shown
+    assert 'action="/0/t/1/False"><button aria-label="abort t/1">abort' in shown
+    assert 'action="/1/t/2/True"><button aria-label="apply t/2">apply' in shown

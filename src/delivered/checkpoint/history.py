@@ -34,16 +34,21 @@ class Totals:
     Attributes:
         rewritten: shards.
         seconds: by step.
+        bytes: of the rows written, in memory.
     """
 
     batches: int = 0
     rewritten: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
+    bytes: int = 0
 
     def after(self, report: BatchReport) -> Totals:
         seconds = Counter(self.seconds) + Counter(report.seconds)
         return Totals(
-            self.batches + 1, self.rewritten + report.rewritten, {step: round(s, 4) for step, s in seconds.items()}
+            self.batches + 1,
+            self.rewritten + report.rewritten,
+            {step: round(s, 4) for step, s in seconds.items()},
+            self.bytes + report.bytes,
         )
 
 

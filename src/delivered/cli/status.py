@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,11 +20,15 @@ from rich.text import Text
 
 from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, spoken, stamp
 from delivered.observe.look import files, look, seen
-from delivered.observe.status import Driver, Status
+from delivered.observe.problems import Driver
+from delivered.observe.status import Status
 from delivered.pipeline.presence import is_gone
 
 PathsArgument = Annotated[
     list[Path], typer.Argument(help="Pipeline files, or folders of them. Default: this folder.", show_default=False)
+]
+VerifiedOption = Annotated[
+    Path | None, typer.Option(exists=True, help="Also show these results of `delivered verify`: build/verify.json.")
 ]
 _STYLE = {Driver.RUNNING: "green", Driver.STOPPED: "yellow"}
 
@@ -76,17 +82,28 @@ def metrics(
         int | None, typer.Option(min=0, max=65535, help="Serve http://127.0.0.1:PORT/metrics. Default: print once.")
     ] = None,
     address: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    otlp: Annotated[
+        str | None, typer.Option(help="Send to this OpenTelemetry collector, by OTLP over HTTP: http://host:4318.")
+    ] = None,
+    every: Annotated[float, typer.Option(min=1.0, help="Seconds between two exports with --otlp.")] = 15.0,
 ) -> None:
     """Metrics for Prometheus, asked from ledgers, sinks and sources at each scrape; no driver need run."""
     from delivered.observe.metrics import serving, text
 
     named = files(paths)
-    if port is None:
+    if port is None and otlp is None:
         say(text(look(named)).rstrip("\n"))
         return
     stop = _stopped()
-    with serving(lambda: look(named), port, address) as opened:
-        note(f"serving http://{address}:{opened}/metrics")
+    with contextlib.ExitStack() as stack:
+        if port is not None:
+            opened = stack.enter_context(serving(lambda: look(named), port, address))
+            note(f"serving http://{address}:{opened}/metrics")
+        if otlp is not None:
+            from delivered.observe.otel import exporting, reader
+
+            stack.enter_context(exporting(lambda: look(named), reader(otlp, every)))
+            note(f"sending to {otlp} every {every:g} s")
         stop.wait()
 
 
@@ -102,12 +119,24 @@ def _stopped() -> threading.Event:
 def report(
     paths: PathsArgument = [Path()],  # noqa: B006
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("pipelines.html"),
+    verified: VerifiedOption = None,
 ) -> None:
     """Write pipelines as one HTML file: problems, batches by step, open transactions, audits."""
     from delivered.observe.page import page
 
-    out.write_text(page(seen(files(paths))), encoding="utf-8")
+    more = _verified(verified, part=True) if verified is not None else ""
+    out.write_text(page(seen(files(paths)), more=more), encoding="utf-8")
     say(str(out))
+
+
+def _verified(file: Path, part: bool = False) -> str:
+    """The verifier's page, or its content as part of another one."""
+    from delivered.verify.matrix import Store
+    from delivered.verify.report import page, section
+
+    store = Store(file)
+    store.load()
+    return (section if part else page)(list(store.results.values()))
 
 
 @command
@@ -118,13 +147,20 @@ def ui(
     token: Annotated[
         str | None, typer.Option(help="env:NAME or file:PATH: requests must carry it, as ?token= or a bearer.")
     ] = None,
+    verified: VerifiedOption = None,
 ) -> None:
     """Serve the same page, with buttons that end transactions; it loads itself again every 5 s."""
     from delivered.model.options import resolve_secret
     from delivered.observe.server import serve
 
     note(f"serving http://{address}:{port}/")
-    serve(files(paths), port, address=address, token=resolve_secret("token", token) if token is not None else None)
+    serve(
+        files(paths),
+        port,
+        address=address,
+        token=resolve_secret("token", token) if token is not None else None,
+        verified=None if verified is None else partial(_verified, verified),
+    )
 
 
 class _Rates:

@@ -225,6 +225,7 @@ def _report(decision: Decision, shards: Sequence[ShardMessage], decide_s: float,
             "decide": decide_s,
             "apply": apply_s,
         },
+        bytes=sum(m.bytes for m in shards),
     )
 
 

@@ -86,13 +86,14 @@ def write_shard(
             participants.append(prepared)
             undo.callback(line.abort_prepared, prepared)
         undo.pop_all()
-    took = {"stage_s": staged - began, "prepare_s": time.monotonic() - staged}
+    prepare_s, size = time.monotonic() - staged, sum(n.bytes for n in lines if n.writer is not None)
     # Unacknowledged records that the sink gave up: only counted, as it is unknown which they are.
     dropped = {n.scope.sink: n.dropped for n in lines}
     unanswered = {p.sink: Fingerprint(sum(p.given_up.values())) + dropped[p.sink] for p in participants}
     return ShardMessage(
-        plan, shard, attempt, Action.WRITE, tuple(participants), unanswered, _fingerprints(lines), **took
-    )
+        plan, shard, attempt, Action.WRITE, tuple(participants), unanswered, _fingerprints(lines),
+        staged - began, prepare_s, size,
+    )  # fmt: skip
 
 
 @dataclass
@@ -110,6 +111,7 @@ class _Line:
     on_bad_row: OnBadRow
     wanted: bool
     rows: int = 0
+    bytes: int = 0
     total: Fingerprint = Fingerprint()
     dropped: Fingerprint = Fingerprint()
     writer: Writer | None = None
@@ -125,6 +127,7 @@ class _Line:
     def count(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         """Add the rows to the sink's fingerprint; return them."""
         self.total += fingerprint(self.member.sink.records(rows), self.seed)
+        self.bytes += rows.nbytes
         return rows
 
     def abort(self) -> None:

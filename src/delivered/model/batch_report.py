@@ -18,6 +18,7 @@ class BatchReport:
         records: delivered by this batch, by sink.
         rewritten: shards whose prepared rows were gone when the decided batch was finished.
         seconds: by step; of `stage` and `prepare`, the slowest task's.
+        bytes: of the rows written by this batch, in memory, at all sinks.
     """
 
     batch: int
@@ -26,10 +27,11 @@ class BatchReport:
     shards: int
     rewritten: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
+    bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "seconds": {step: round(s, 4) for step, s in self.seconds.items()}}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        return cls(**{name: data[name] for name in cls.__dataclass_fields__})
+        return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})

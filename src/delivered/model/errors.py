@@ -154,6 +154,7 @@ EXTRA_OF: Mapping[str, tuple[str, str]] = MappingProxyType(
         "grpc": ("grpcio", "rocketmq"),
         "httpx": ("httpx", "saga"),
         "prometheus_client": ("prometheus-client", "metrics"),
+        "opentelemetry": ("opentelemetry-sdk", "otel"),
         "starlette": ("starlette", "ui"),
         "uvicorn": ("uvicorn", "ui"),
         "openlineage": ("openlineage-python", "lineage"),

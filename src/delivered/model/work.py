@@ -90,6 +90,7 @@ class ShardMessage:
         compared: rows that were only read, by sink: of COMPARE, and of a shard in such a batch that is rewritten to
             other sinks.
         stage_s, prepare_s: how long the task took to read and write its rows, and to prepare them.
+        bytes: of the rows it wrote, in memory, at all sinks.
     """
 
     plan: BatchPlan
@@ -101,6 +102,7 @@ class ShardMessage:
     compared: Mapping[str, Fingerprint] = field(default_factory=dict)
     stage_s: float = field(default=0.0, compare=False)
     prepare_s: float = field(default=0.0, compare=False)
+    bytes: int = field(default=0, compare=False)
 
     @property
     def prepared(self) -> Prepared | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,7 +13,8 @@ import yaml
 
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.observe.page import Way, way_of
-from delivered.observe.status import Problem, Status, status
+from delivered.observe.problems import Problem
+from delivered.observe.status import Status, status
 from delivered.pipeline.definition import Definition
 
 T = TypeVar("T")
@@ -50,13 +53,22 @@ def _asked(paths: Sequence[Path], more: Callable[[Definition], T]) -> list[tuple
     def one(path: Path) -> tuple[Status, T | None]:
         try:
             pipeline = Definition.from_file(path)
-            return status(pipeline), more(pipeline)
+            return _naming(path, status(pipeline)), more(pipeline)
         except DeliveredError as error:
             problem = Problem(error.code, error.message, error.next_step)
             return Status(path.stem, "", "", problems=(problem,)), None
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(pool.map(one, paths))
+
+
+def _naming(path: Path, found: Status) -> Status:
+    """With commands that run as they are."""
+
+    def named(text: str | None) -> str | None:
+        return text.replace("PIPELINE.yaml", shlex.quote(str(path))) if text is not None else None
+
+    return replace(found, problems=tuple(replace(p, next_step=named(p.next_step)) for p in found.problems))
 
 
 def _below(folder: Path) -> list[Path]:

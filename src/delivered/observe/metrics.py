@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from delivered.model.batch_report import STEPS
 from delivered.model.errors import MissingExtra, UsageError
-from delivered.observe.status import Driver, Status
+from delivered.observe.problems import Driver
+from delivered.observe.status import Status
 from delivered.pipeline.presence import MESSAGES, is_gone
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class _Families:
         self.given_up = counter("records_given_up", "Records given up under at_most_once, an upper bound.", "sink")
         self.letters = counter("dead_letters", "Rows that a sink refused, delivered as dead letters.", "sink")
         self.batches = counter("batches", "Batches decided and visible.")
+        self.bytes = counter("written_bytes", "Of rows that batches wrote to all sinks, in memory.")
         self.rewritten = counter("shards_rewritten", "Shards whose prepared rows had expired, written again.")
         self.seconds = counter("step_seconds", "Time of batches, by step.", "step")
         self.last_seconds = gauge("last_batch_step_seconds", "Time of the newest batch, by step.", "step")
@@ -115,6 +117,7 @@ class _Families:
             if s.dead_letters:
                 self.letters.add_metric((name, s.name), s.records)
         self.batches.add_metric((name,), now.totals.batches)
+        self.bytes.add_metric((name,), now.totals.bytes)
         self.rewritten.add_metric((name,), now.totals.rewritten)
         for step in STEPS:
             self.seconds.add_metric((name, step), now.totals.seconds.get(step, 0.0))

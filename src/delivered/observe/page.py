@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -9,11 +10,13 @@ from pathlib import Path
 
 from delivered import html
 from delivered.checkpoint.history import audits, batches
+from delivered.contract.powers import HasDedupWindow
 from delivered.model.batch_report import STEPS, BatchReport
 from delivered.model.errors import DeliveredError
 from delivered.observe.status import Status
 from delivered.observe.summary import summary
 from delivered.pipeline.definition import Definition
+from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import gather
 from delivered.planner import Plan, make_plan
 
@@ -30,28 +33,46 @@ class Way:
     """How the data of a pipeline travels.
 
     Attributes:
-        sources, sinks: labels: "kafka orders".
+        sources, sinks: label, "kafka orders", and the mechanism between it and the pipeline.
         mechanism: how the guarantee is kept; empty: the pipeline is refused, or its file cannot be read.
     """
 
-    sources: tuple[str, ...] = ()
-    sinks: tuple[str, ...] = ()
+    sources: tuple[tuple[str, str], ...] = ()
+    sinks: tuple[tuple[str, str], ...] = ()
     mechanism: str = ""
 
-    def html(self, guarantee: str) -> html.Html:
+    def html(self, pipeline: str, guarantee: str) -> html.Html:
         """Empty: the pipeline's file cannot be read."""
-        edge = f"{guarantee} by {self.mechanism}" if self.mechanism else guarantee
-        return html.way(self.sources, edge, self.sinks) if self.sinks else html.Html()
+        how = f"{guarantee} by {self.mechanism}" if self.mechanism else guarantee
+        return html.way(self.sources, (pipeline, how), self.sinks) if self.sinks else html.Html()
 
 
 def way_of(pipeline: Definition) -> Way:
     """From the definition alone."""
-    try:
-        plan = make_plan(gather(pipeline, None, offline=True, takeover=False))
-    except DeliveredError:
-        plan = None
-    sources = tuple(e.label if n == "source" else f"{n}: {e.label}" for n, e in pipeline.sources.items())
-    return Way(sources, tuple(e.label for e in pipeline.all_sinks), plan.mechanism if isinstance(plan, Plan) else "")
+    decides, mechanism = "", ""
+    with contextlib.suppress(DeliveredError):
+        request = gather(pipeline, None, offline=True, takeover=False)
+        plan = make_plan(request)
+        mechanism = plan.mechanism if isinstance(plan, Plan) else ""
+        decides = request.decider.name if request.is_group else ""
+    sources = tuple((e.label if n == "source" else f"{n}: {e.label}", _read(e)) for n, e in pipeline.sources.items())
+    return Way(sources, tuple(_written(e, decides) for e in pipeline.all_sinks), mechanism)
+
+
+def _read(endpoint: Endpoint) -> str:
+    if endpoint.is_spark_own:
+        return "Spark's own source"
+    source = endpoint.source()
+    if isinstance(source, HasDedupWindow):
+        return "receivers log, then acknowledge; ids recognised"
+    return "offsets, replayable" if source.capability().replayable else "not replayable"
+
+
+def _written(endpoint: Endpoint, decides: str) -> tuple[str, str]:
+    sink = endpoint.sink()
+    mechanism = sink.capability().mechanism
+    label = f"{endpoint.name}: {endpoint.label}" if endpoint.name else endpoint.label
+    return label, f"{mechanism}; decides for all" if (endpoint.name or sink.name) == decides else mechanism
 
 
 def page(
@@ -59,12 +80,16 @@ def page(
     *,
     refresh_s: float | None = None,
     action: Callable[[int, str, bool], str] | None = None,
+    links: Sequence[tuple[str, str]] = (),
+    more: str = "",
 ) -> str:
     """
     Args:
         refresh_s: the page loads itself again after this long.
         action: the address that ends a transaction when it is posted to, by the pipeline's number here, the
             transaction's id, and whether to apply it; None: the page only names the command.
+        links: text and address, at the top.
+        more: at the end, escaped unless it is `Html`.
 
     Raises:
         MissingExtra: the extra `report` is not installed.
@@ -77,6 +102,8 @@ def page(
         found=[(s, way, _bars(batches(s.checkpoint, _BATCHES)), audits(s.checkpoint, _AUDITS)) for s, way in found],
         steps=tuple(zip(STEPS, _COLOURS, strict=True)),
         action=action,
+        links=links,
+        more=more,
         summary=summary,
         at=html.utc,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
@@ -110,11 +137,11 @@ def _bars(reports: Sequence[BatchReport]) -> Bars | None:
     parts, marks = [], []
     for i, r in enumerate(reports):
         x, y = _LEFT + i * step, float(room)
-        rows = sum(r.records.values())
+        what = f"batch {r.batch}, {sum(r.records.values()):,} records, {r.bytes / 1048576:,.1f} MiB"
         for name, colour in zip(STEPS, _COLOURS, strict=True):
             height = r.seconds.get(name, 0.0) / most * (room - 12)
             y -= height
-            text = f"batch {r.batch}, {rows:,} records: {name} {r.seconds.get(name, 0.0) * 1000:,.0f} ms"
+            text = f"{what}: {name} {r.seconds.get(name, 0.0) * 1000:,.0f} ms"
             parts.append((x, y, step * 0.8, height, colour, text))
         missing = r.batch - reports[i - 1].batch - 1 if i else 0
         if r.rewritten or missing > 0:

@@ -1,15 +1,16 @@
 """The page, served: it loads itself again, and its buttons end transactions as `delivered transactions` does.
 
-Listens on 127.0.0.1 without a token; elsewhere every request must carry one.
+Listens on 127.0.0.1 without a token; elsewhere every request must carry one. A browser brings it once, as `?token=`,
+and has it in a cookie from then on: it is in no page, and in no address that is kept.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlsplit
 
 from delivered.model.errors import DeliveredError, MissingExtra, UsageError
 from delivered.observe.look import look, seen
@@ -24,14 +25,29 @@ if TYPE_CHECKING:
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
 REFRESH_S = 5.0
+_COOKIE = "delivered_token"
+_HEADERS = {
+    "Cache-Control": "no-store",
+    # Nothing from another host, no script, and in nobody's frame: a click on a button is meant for it.
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'",
+    "Referrer-Policy": "same-origin",  # without any, a form's Origin would be null
+}
 
 
-def application(paths: Sequence[Path], *, token: str | None = None, address: str = LOCAL[0]) -> Starlette:
+def application(
+    paths: Sequence[Path],
+    *,
+    token: str | None = None,
+    address: str = LOCAL[0],
+    verified: Callable[[], str] | None = None,
+) -> Starlette:
     """An ASGI application.
 
     Args:
         paths: pipeline files.
-        token: that requests must carry, as `?token=` or `Authorization: Bearer`.
+        token: that requests must carry, as `?token=`, a cookie, or `Authorization: Bearer`.
+        verified: the page of the verifier's results, as HTML.
 
     Raises:
         UsageError: an address that others reach, without a token.
@@ -51,22 +67,44 @@ def application(paths: Sequence[Path], *, token: str | None = None, address: str
     except ImportError:
         raise MissingExtra("ui") from None
 
-    query = f"?{urlencode({'token': token})}" if token is not None else ""
-
     def address_of(number: int, transaction: str, apply: bool) -> str:
-        return f"/end/{number}/{'apply' if apply else 'abort'}/{quote(transaction, safe='')}{query}"
+        return f"/end/{number}/{'apply' if apply else 'abort'}/{quote(transaction, safe='')}"
+
+    def is_right(given: str | None) -> bool:
+        return given is not None and hmac.compare_digest(given.encode(), (token or "").encode())
 
     def refused(request: Request) -> Response | None:
-        given = request.query_params.get("token") or request.headers.get("authorization", "").removeprefix("Bearer ")
-        if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
-            return PlainTextResponse("A token is needed: ?token=...", 401)
-        return None
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if token is None or any(map(is_right, (bearer, request.cookies.get(_COOKIE)))):
+            return None
+        if request.method == "GET" and is_right(request.query_params.get("token")):
+            known = RedirectResponse(request.url.path, 303)
+            known.set_cookie(_COOKIE, token, httponly=True, samesite="strict", secure=request.url.scheme == "https")
+            return known
+        return PlainTextResponse("A token is needed: ?token=...", 401)
 
-    def render() -> str:
-        return page(seen(paths), refresh_s=REFRESH_S, action=address_of)
+    def render(paused: bool) -> str:
+        return page(
+            seen(paths),
+            refresh_s=None if paused else REFRESH_S,
+            action=address_of,
+            links=(
+                ("go on", "/") if paused else ("pause", "/?paused"),
+                *((("verified", "/verified"),) if verified else ()),
+            ),
+        )
 
     async def index(request: Request) -> Response:
-        return refused(request) or HTMLResponse(await run_in_threadpool(render), headers={"Cache-Control": "no-store"})
+        if (no := refused(request)) is not None:
+            return no
+        return HTMLResponse(await run_in_threadpool(render, "paused" in request.query_params), headers=_HEADERS)
+
+    async def matrix(request: Request) -> Response:
+        if (no := refused(request)) is not None:
+            return no
+        if verified is None:
+            return PlainTextResponse("No results: delivered ui --verified build/verify.json", 404)
+        return HTMLResponse(await run_in_threadpool(verified), headers=_HEADERS)
 
     async def status(request: Request) -> Response:
         if (no := refused(request)) is not None:
@@ -86,24 +124,32 @@ def application(paths: Sequence[Path], *, token: str | None = None, address: str
             await run_in_threadpool(end_transaction, pipeline, request.path_params["id"], commit=apply)
         except DeliveredError as error:
             return PlainTextResponse(f"{error}\n", 409)
-        return RedirectResponse(f"/{query}", 303)
+        return RedirectResponse("/", 303)
 
     return Starlette(
         routes=[
             Route("/", index),
+            Route("/verified", matrix),
             Route("/status.json", status),
             Route("/end/{file:int}/{how}/{id}", end, methods=["POST"]),
         ]
     )
 
 
-def serve(paths: Sequence[Path], port: int, *, address: str = LOCAL[0], token: str | None = None) -> None:
+def serve(
+    paths: Sequence[Path],
+    port: int,
+    *,
+    address: str = LOCAL[0],
+    token: str | None = None,
+    verified: Callable[[], str] | None = None,
+) -> None:
     """Until a signal ends the process.
 
     Raises:
         UsageError, MissingExtra: as `application`.
     """
-    made = application(paths, token=token, address=address)
+    made = application(paths, token=token, address=address, verified=verified)
     try:
         import uvicorn
     except ImportError:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from enum import StrEnum
-from itertools import pairwise
 from typing import Any
 
 from delivered.checkpoint.folder import is_done, logged
@@ -19,44 +18,21 @@ from delivered.contract.source import Source
 from delivered.engine.context import open_ledger
 from delivered.engine.owner import running
 from delivered.model.batch_report import BatchReport
-from delivered.model.duration import duration
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.offsets import by_source
 from delivered.model.patience import within
 from delivered.model.work import Decision, LedgerState
+from delivered.observe.problems import Driver, Problem, problems_of
 from delivered.pipeline.definition import Definition
+from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.presence import is_gone
 from delivered.pipeline.transactions import Open, open_transactions
-from delivered.planner import Trigger
 from delivered.source.lag import lag_by_partition
+
+log = logging.getLogger(__name__)
 
 ASK_S_MAX = 3.0
 """For all servers of a pipeline: a status must not wait as long as the pipeline does, nor a scrape time out."""
-_CLOCKS_S = 5.0
-"""By which the clocks of two machines may differ."""
-_STALLED_S_MIN = 60.0
-_STALLED_BATCHES = 5
-
-
-class Driver(StrEnum):
-    RUNNING = "running"
-    STOPPED = "stopped"
-    ELSEWHERE = "on another host"
-    NONE = "never started"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """
-    Attributes:
-        code: of an error, or DELIVERED_ and one of TRANSACTION_ORPHANED, TRANSACTION_UNAPPLIED, TRANSACTION_OLD,
-            STALLED, STOPPED_WITH_LAG, RECEIVER_GONE, DEDUP_WINDOW_SHORT, AUDIT_BROKEN, RECORDS_GIVEN_UP.
-        next_step: what mends it.
-    """
-
-    code: str
-    text: str
-    next_step: str | None
 
 
 @dataclass(frozen=True)
@@ -65,6 +41,7 @@ class SinkStatus:
     Attributes:
         records: decided in this checkpoint; given_up: at_most_once, an upper bound of what was lost.
         dead_letters: this sink holds them.
+        destination: its topic, queue or table, for display.
     """
 
     name: str
@@ -72,6 +49,7 @@ class SinkStatus:
     records: int
     given_up: int
     dead_letters: bool = False
+    destination: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,6 +64,7 @@ class Status:
         waiting_since_ms: by source and partition, when the first record was written that waits; sources that date
             their records.
         receivers: by source that they fill: those that run, and those that are gone without having been stopped.
+        queues: system and name of each source that receivers fill.
         windows: by source, how long its log recognises a message.
         transactions: open at its sinks, of any checkpoint of this pipeline; None: its sinks keep none open.
         wal_held_back: bytes that each outbox slot keeps its server from removing.
@@ -106,6 +85,7 @@ class Status:
     lag: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     waiting_since_ms: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     receivers: Mapping[str, tuple[ReceiverReport, ...]] = field(default_factory=dict)
+    queues: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     windows: Mapping[str, DedupWindow] = field(default_factory=dict)
     transactions: tuple[Open, ...] | None = None
     wal_held_back: Mapping[str, int] = field(default_factory=dict)
@@ -186,16 +166,19 @@ def _status(pipeline: Definition) -> Status:
     found: dict[str, Any] = {}
     with _asking(problems):
         incarnation, _ = logged(pipeline.checkpoint)
-        state, names = _state(pipeline, incarnation)
+        state, sinks = _state(pipeline, incarnation)
         last = state.last
-        found |= _of_ledger(state, names)
+        found |= _of_ledger(state, sinks)
         found |= {"visible": last is not None and is_done(pipeline.checkpoint, last.batch)}
     with _asking(problems):
         found |= {"transactions": _transactions(pipeline)}
     for name, endpoint in pipeline.sources.items():
         if not endpoint.is_spark_own:
             with _asking(problems):
-                _ask_source(name, endpoint.source(), found)
+                source = endpoint.source()
+                _ask_source(name, source, found)
+                if isinstance(source, HasDedupWindow):
+                    found.setdefault("queues", {})[name] = (endpoint.system, _destination(endpoint))
     newest_reports = batches(pipeline.checkpoint, 20)
     made = Status(
         pipeline.name,
@@ -206,7 +189,7 @@ def _status(pipeline: Definition) -> Status:
         audits=last_audits(pipeline.checkpoint),
         **found,
     )
-    problems += _problems(pipeline, made, newest_reports)
+    problems += problems_of(pipeline, made, newest_reports)
     return replace(made, problems=tuple(problems))
 
 
@@ -241,20 +224,36 @@ def _asking(problems: list[Problem]) -> Iterator[None]:
     except DeliveredError as error:
         if all(p.text != error.message for p in problems):
             problems.append(Problem(error.code, error.message, error.next_step))
+    except Exception as error:  # of a client: it must not hide the rest, nor other pipelines
+        log.debug("not answered", exc_info=True)
+        problems.append(
+            Problem(
+                "DELIVERED_UNEXPECTED",
+                f"{type(error).__name__}: {error}",
+                "look at the server's log and at `delivered doctor`; report it if it stays",
+            )
+        )
 
 
-def _state(pipeline: Definition, incarnation: str | None) -> tuple[LedgerState, list[tuple[str, str, bool]]]:
-    """The ledger's state; name, system and use of every sink."""
+def _destination(endpoint: Endpoint) -> str:
+    return endpoint.label.removeprefix(endpoint.system).strip()
+
+
+def _state(pipeline: Definition, incarnation: str | None) -> tuple[LedgerState, list[SinkStatus]]:
+    """The ledger's state; every sink, without counts."""
     spec = pipeline.spec
     sink = spec.open()
     scope = spec.scope(sink, incarnation)
     with contextlib.closing(open_ledger(sink, scope)) as ledger:
         state = ledger.look()
-    sinks = [(e.name or e.sink().name, e.system, e is pipeline.dead_letter) for e in pipeline.all_sinks]
-    return state, sinks if spec.is_group else [(scope.sink, sinks[0][1], False)]
+    sinks = [
+        SinkStatus(e.name or e.sink().name, e.system, 0, 0, e is pipeline.dead_letter, _destination(e))
+        for e in pipeline.all_sinks
+    ]
+    return state, sinks if spec.is_group else [replace(sinks[0], name=scope.sink, dead_letters=False)]
 
 
-def _of_ledger(state: LedgerState, sinks: Sequence[tuple[str, str, bool]]) -> dict[str, Any]:
+def _of_ledger(state: LedgerState, sinks: Sequence[SinkStatus]) -> dict[str, Any]:
     last, owner = state.last, state.owner
     return {
         "driver": _driver(state),
@@ -263,15 +262,15 @@ def _of_ledger(state: LedgerState, sinks: Sequence[tuple[str, str, bool]]) -> di
         "batch": last.batch if last is not None else None,
         "decided_at_ms": last.decided_at_ms if last is not None else None,
         "positions": by_source(last.offsets) if last is not None else {},
-        "sinks": tuple(SinkStatus(n, system, *_counts(last, n), letters) for n, system, letters in sinks),
+        "sinks": tuple(_counted(last, sink) for sink in sinks),
     }
 
 
-def _counts(last: Decision | None, sink: str) -> tuple[int, int]:
+def _counted(last: Decision | None, sink: SinkStatus) -> SinkStatus:
     if last is None:
-        return 0, 0
-    own = last.for_sink(sink)
-    return own.total.count, own.given_up.count
+        return sink
+    own = last.for_sink(sink.name)
+    return replace(sink, records=own.total.count, given_up=own.given_up.count)
 
 
 def _driver(state: LedgerState) -> Driver:
@@ -293,83 +292,6 @@ def _transactions(pipeline: Definition) -> tuple[Open, ...] | None:
         return None
 
 
-def _problems(pipeline: Definition, now: Status, reports: Sequence[BatchReport]) -> Iterator[Problem]:
-    start = "start the pipeline: delivered run PIPELINE.yaml"
-    for t in now.transactions or ():
-        if t.decided and now.driver is not Driver.RUNNING:
-            yield Problem(
-                "DELIVERED_TRANSACTION_UNAPPLIED",
-                f"{t.id} was decided and is not visible yet.",
-                f"{start}, which applies it; or delivered transactions apply PIPELINE.yaml {t.id}",
-            )
-        # Batches follow each other: one opened before the newest decision, which does not name it, has no batch left.
-        age, since = t.age_s, now.decided_age_s
-        stale = now.driver is not Driver.RUNNING or (since is not None and age is not None and age > since + _CLOCKS_S)
-        if not t.decided and stale:
-            yield Problem(
-                "DELIVERED_TRANSACTION_ORPHANED",
-                f"{t.id} has been open for {age:.0f} s, and no decision names it: it blocks readers or holds locks."
-                if age is not None
-                else f"{t.id} is open, and no decision names it: it blocks readers or holds locks.",
-                f"delivered transactions abort PIPELINE.yaml {t.id}",
-            )
-    yield from _old(now)
-    yield from _receiving(now)
-    lag, age = now.lag_total, now.decided_age_s
-    if lag and now.driver is Driver.STOPPED and pipeline.trigger.kind is not Trigger.AVAILABLE_NOW:
-        yield Problem("DELIVERED_STOPPED_WITH_LAG", f"No driver runs, and {lag:,} offsets wait.", start)
-    elif lag and age is not None and age > (limit := _stalled_after(pipeline, reports)):
-        yield Problem(
-            "DELIVERED_STALLED",
-            f"No batch was decided for {age:.0f} s (limit {limit:.0f} s), and {lag:,} offsets wait.",
-            "read the driver's log; delivered doctor PIPELINE.yaml asks source and sink",
-        )
-    for sink, audit in now.audits.items():
-        if audit["verdict"] == "broken":
-            yield Problem(
-                "DELIVERED_AUDIT_BROKEN", f"{sink}: {'; '.join(audit['breaches'])}", "delivered audit PIPELINE.yaml"
-            )
-    for s in now.sinks:
-        if s.given_up:
-            yield Problem(
-                "DELIVERED_RECORDS_GIVEN_UP",
-                f"{s.name}: up to {s.given_up:,} records were given up (at_most_once).",
-                "choose at_least_once or exactly_once if that is not acceptable",
-            )
-
-
-def _old(now: Status) -> Iterator[Problem]:
-    for t in now.transactions or ():
-        if t.old and t.age_s is not None:
-            limit = "" if t.timeout_s is None else f", and its server aborts it after {t.timeout_s:.0f} s"
-            yield Problem(
-                "DELIVERED_TRANSACTION_OLD",
-                f"{t.id} has been open for {t.age_s:.0f} s{limit}.",
-                f"delivered transactions {'apply' if t.decided else 'abort'} PIPELINE.yaml {t.id}; if it is a running "
-                "batch's, make batches smaller, or raise transactionTimeout",
-            )
-
-
-def _receiving(now: Status) -> Iterator[Problem]:
-    for source, reports in now.receivers.items():
-        for r in filter(is_gone, reports):
-            ago = max(0.0, time.time() - r.at_ms / 1000)
-            yield Problem(
-                "DELIVERED_RECEIVER_GONE",
-                f"{source}: the receiver in process {r.owner.process} on {r.owner.host} was not stopped, and is gone; "
-                f"it last reported {ago:.0f} s ago. Messages wait in the queue, unless another one takes them.",
-                "delivered receive PIPELINE.yaml takes its place",
-            )
-    for source, window in now.windows.items():
-        if window.short:
-            yield Problem(
-                "DELIVERED_DEDUP_WINDOW_SHORT",
-                f"{source}: the log recognises a message for {window.kept_s:,.0f} s, and the queue may redeliver it "
-                f"after {window.needed_s:,.0f} s: it would count as a new one.",
-                f"restart the receivers with dedupFor of at least {duration(int(window.needed_s) * 1000)}",
-            )
-
-
 def _receiver_json(report: ReceiverReport) -> dict[str, Any]:
     owner = report.owner
     return {
@@ -379,14 +301,6 @@ def _receiver_json(report: ReceiverReport) -> dict[str, Any]:
         "at_ms": report.at_ms,
         "counts": dict(report.counts),
     }
-
-
-def _stalled_after(pipeline: Definition, reports: Sequence[BatchReport]) -> float:
-    """Seconds without a decision that mean trouble while records wait."""
-    took = [sum(r.seconds.values()) for r in reports]
-    gaps = [(b.decided_at_ms - a.decided_at_ms) / 1000 for a, b in pairwise(reports)]
-    usual = sorted([*took, *gaps])[len(took + gaps) // 2] if took else 0.0
-    return max(_STALLED_S_MIN, _STALLED_BATCHES * usual, pipeline.batch_s_max or 0.0)
 
 
 def _json_or_text(text: str) -> Any:

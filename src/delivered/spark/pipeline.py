@@ -49,7 +49,7 @@ class Pipeline(Definition):
         lines += [("dedup", self.dedup.by_text)] if self.dedup is not None else []
         lines += [("rows that a sink refuses", self.on_bad_row.value)] * (self.on_bad_row is not OnBadRow.FAIL)
         head = html.element("p", html.element("b", self.name))
-        return html.fragment(head, way_of(self).html(self.guarantee.value), html.table((), lines))
+        return html.fragment(head, way_of(self).html(self.name, self.guarantee.value), html.table((), lines))
 
     def status(self) -> Status:
         """What `delivered status` shows: asked from checkpoint, ledger, sinks and sources, for 3 s at most. Never

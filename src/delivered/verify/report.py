@@ -25,12 +25,17 @@ _WIDTH, _LEFT, _ROW, _TOP = 880, 96, 18, 42
 
 @dataclass(frozen=True)
 class Square:
-    """One field of the matrix: all cases of a failure point, for one guarantee and sink."""
+    """One field of the matrix: all cases of a failure point, for one guarantee and sink.
+
+    Attributes:
+        first: the id of the worst case's timeline on the page.
+    """
 
     verdict: str
     sign: str
     cases: int
     faults: int
+    first: str = ""
 
 
 def write_report(results: Sequence[Result], path: Path) -> None:
@@ -44,25 +49,38 @@ def write_report(results: Sequence[Result], path: Path) -> None:
 
 def page(results: Sequence[Result]) -> str:
     """The whole file."""
+    return html.page("delivered verify", _TEMPLATE, **_values(results))
+
+
+def section(results: Sequence[Result]) -> html.Html:
+    """The same as part of another page."""
+    return html.part(f"<section><h1>delivered verify</h1>{_TEMPLATE}</section>", **_values(results))
+
+
+def _values(results: Sequence[Result]) -> dict[str, Any]:
     columns = sorted({(r.between, r.guarantee, r.service) for r in results}, key=_order)
-    return html.page(
-        "delivered verify",
-        _TEMPLATE,
-        columns=columns,
-        places=[(p, text) for p, text in PLACES.items() if any(r.fired_at(p) is not None for r in results)],
-        square=lambda place, column: square(results, place, column),
-        speeds=[(c, s) for c in columns if (s := recovery(results, c)) is not None],
-        ratio_max=RECOVERY_RATIO_MAX,
-        groups=[(c, [r for r in results if (r.between, r.guarantee, r.service) == c]) for c in columns],
-        timeline=_timeline_of,
-        total=len(results),
-        fired=sum(r.fired for r in results),
-        verdicts={v.value: sum(r.verdict == v.value for r in results) for v in Verdict},
-        lost=sum(r.lost for r in results if r.guarantee != "at_most_once"),
-        duplicated=sum(r.duplicated for r in results if r.guarantee != "at_least_once"),
-        versions=versions(),
-        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-    )
+    groups = [(c, [r for r in results if (r.between, r.guarantee, r.service) == c]) for c in columns]
+    return {
+        "columns": columns,
+        "places": [(p, text) for p, text in PLACES.items() if any(r.fired_at(p) is not None for r in results)],
+        "square": lambda place, column: square(results, place, column),
+        "speeds": [(c, s) for c in columns if (s := recovery(results, c)) is not None],
+        "ratio_max": RECOVERY_RATIO_MAX,
+        "groups": [(c, sorted(cases, key=lambda r: r.place)) for c, cases in groups],
+        "timeline": _timeline_of,
+        "anchor": _anchor,
+        "total": len(results),
+        "fired": sum(r.fired for r in results),
+        "verdicts": {v.value: sum(r.verdict == v.value for r in results) for v in Verdict},
+        "lost": sum(r.lost for r in results if r.guarantee != "at_most_once"),
+        "duplicated": sum(r.duplicated for r in results if r.guarantee != "at_least_once"),
+        "versions": versions(),
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def _anchor(r: Result) -> str:
+    return "-".join((*r.between.split(), r.guarantee, r.service, r.workload, r.fault)).replace(" ", "-")
 
 
 def square(results: Iterable[Result], place: str, column: tuple[str, str, str]) -> Square | None:
@@ -72,7 +90,8 @@ def square(results: Iterable[Result], place: str, column: tuple[str, str, str]) 
     if not found:
         return None
     verdict = Verdict.worst([Verdict(r.verdict) for r, _ in found])
-    return Square(verdict.value, html.SIGNS[verdict], len(found), sum(fired for _, fired in found))
+    first = next(_anchor(r) for r, _ in found if r.verdict == verdict.value)
+    return Square(verdict.value, html.SIGNS[verdict], len(found), sum(fired for _, fired in found), first)
 
 
 @dataclass(frozen=True)
@@ -194,7 +213,8 @@ a case whose fault did not fire, or whose sink nobody read at the end, is invali
 }}</small></th>{% endfor %}</tr>
 {% for place, text in places %}<tr><th>{{ place }}<small>{{ text }}</small></th>
 {% for column in columns %}{% set s = square(place, column) %}<td class="square">
-{% if s %}<b class="{{ s.verdict }}">{{ s.sign }} {{ s.verdict }}</b><small>{{ s.cases }} cases, {{ s.faults }}
+{% if s %}<a href="#{{ s.first }}"><b class="{{ s.verdict }}">{{ s.sign }} {{ s.verdict }}</b></a>
+<small>{{ s.cases }} cases, {{ s.faults }}
 faults</small>{% else %}<small>not run</small>{% endif %}</td>{% endfor %}</tr>
 {% endfor %}</table></div>
 {% if speeds %}<h2>Back after a kill</h2>
@@ -210,7 +230,7 @@ s</td></tr>
 {% for (sink, guarantee, service), cases in groups %}<h3>{{ guarantee }}, {{ sink }}, {{ service }}</h3>
 {% for r in cases %}<details{% if r.verdict != "held" %} open{% endif %}><summary><b class="{{ r.verdict }}">{{
 signs[r.verdict] }} {{ r.verdict }}</b> {{ r.place }} {{ r.fault }}, {{ r.workload }}: {{ r.text }}</summary>
-<div>{% for reason in r.reasons %}<p class="broken">{{ reason }}</p>{% endfor %}
+<div><div id="{{ anchor(r) }}"></div>{% for reason in r.reasons %}<p class="broken">{{ reason }}</p>{% endfor %}
 <p>{{ r.sent }} effects due, {{ r.delivered }} found; {{ r.lost }} lost, {{ r.duplicated }} duplicated
 {%- if r.given_up is not none %}, {{ r.given_up }} given up{% endif %}. {{ r.fired }} faults in {{ r.runs }}
 starts, {{ r.seconds }} s, seed {{ r.seed }}.
