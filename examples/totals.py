@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 import yaml
 from examples.demo.flights import COUNT, flights
-from examples.demo.killing import JVM, live_and_die
+from examples.demo.killing import JVM, TIMEOUT_S, live_and_die
 
 from delivered.connectors.log import append
 from delivered.verify.matrix import read_results
@@ -125,7 +125,8 @@ def run(mode: str, table: pa.Table, crashes: Sequence[str], folder: Path, show: 
             show(f"killed at {point}; {done} batches are done")
         seen[:] = hit
 
-    life = live_and_die(file, crashes, folder, folder / "checkpoint", progress)
+    timeout_s = max(TIMEOUT_S, table.num_rows / 1_000)  # a busy machine reads so many events a second, starts included
+    life = live_and_die(file, crashes, folder, folder / "checkpoint", progress, timeout_s)
     return compared(mode, table, folder, len(life.kills))
 
 

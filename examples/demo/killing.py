@@ -38,12 +38,14 @@ def live_and_die(
     folder: Path,
     checkpoint: Path,
     show: Callable[[int, list[str]], None],
+    timeout_s: float = TIMEOUT_S,
 ) -> Life:
     """Run until the pipeline ended by itself.
 
     Args:
         pipeline: its file.
         show: called now and then with how many batches are done and what was hit so far.
+        timeout_s: for all runs together.
 
     Raises:
         RuntimeError: it ended with an error, or a crash point was never met: the demo would show nothing.
@@ -55,7 +57,7 @@ def live_and_die(
     def supervise() -> None:
         try:
             with log.open("wb") as output:
-                ended.append(run(command, ",".join(crashes), folder / "hits", timeout_s=TIMEOUT_S, output=output))
+                ended.append(run(command, ",".join(crashes), folder / "hits", timeout_s=timeout_s, output=output))
         except BaseException as error:
             ended.append(error)
 
