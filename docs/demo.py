@@ -53,7 +53,7 @@ def draw(results: list[dict[str, Any]]) -> None:
         color=alt.Color(
             "part:N",
             scale=alt.Scale(domain=list(_COLOURS), range=list(_COLOURS.values())),
-            legend=alt.Legend(title=None, orient="bottom", labelFontSize=13),
+            legend=alt.Legend(title=None, orient="bottom", labelFontSize=13, columnPadding=28),
         ),
     )
     line = alt.Chart(alt.Data(values=[{"at": sent}])).mark_rule(strokeDash=[4, 3]).encode(x=alt.X("at:Q", scale=scale))

@@ -1,0 +1,295 @@
+"""Code blocks of README and the site: commands, pipelines, Python and options exist as they are written."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from docs.site import ROOT, pages
+
+import delivered
+from delivered.cli.main import app
+from delivered.model.errors import UsageError
+from delivered.model.options import OptionTable
+from delivered.pipeline.registry import connector
+from delivered.pipeline.spec import PIPELINE_OPTIONS
+from delivered.planner import Refusal
+
+_BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_HERE = re.compile(r"^(python -|cat > (\S+)) <<'END'\n(.*?)^END$", re.MULTILINE | re.DOTALL)
+_RUN_ELSEWHERE = {
+    "README.md": "install/test_readme.py",
+    "docs/tutorial.md": "install/test_pages.py",
+    "docs/replay.md": "install/test_pages.py",
+    "docs/outbox.md": "unit/test_outbox.py",
+    "docs/inbox.md": "unit/test_outbox.py",
+    "docs/events.md": "unit/test_outbox.py",
+    "docs/saga.md": "unit/test_saga.py",
+    "docs/stateful.md": "spark/test_output_mode.py",
+    "docs/declarative.md": "spark/test_declarative.py",
+    "docs/new-connector.md": "unit/test_new_connector.py",
+}
+"""Pages whose blocks, at least the first, are also run as they are, and by which test."""
+_NO_PIPELINE = {"docs/declarative.md"}
+"""Pages whose YAML is Spark's."""
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text.strip().splitlines()[0][:60]}"
+
+
+def _blocks() -> Iterator[Block]:
+    for page in (Path("README.md"), *pages()):
+        for indent, language, text in _BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
+            lines = (line.removeprefix(indent) for line in text.splitlines(keepends=True))
+            yield Block(str(page), language, "".join(lines))
+
+
+BLOCKS = list(_blocks())
+
+
+def _of(*languages: str) -> list[Block]:
+    """Blocks of these languages, and what shell blocks hand to Python or write into a file."""
+    found = [b for b in BLOCKS if b.language in languages]
+    for block in BLOCKS:
+        for start, file, text in _HERE.findall(block.text) if block.language == "sh" else ():
+            language = "python" if start.startswith("python") else file.rpartition(".")[2]
+            if language in languages:
+                found.append(Block(block.page, language, text))
+    return found
+
+
+def _lines(block: Block) -> Iterator[list[str]]:
+    """Commands, each as words; a line that goes on after a backslash is one."""
+    text = _HERE.sub("", block.text).replace("\\\n", " ")
+    for line in text.splitlines():
+        for part in re.split(r"\s(?:&&|\|\||[|;&])\s", line):
+            if re.match(r"(delivered|make|pytest|pip|python -m) ", part.strip() + " "):
+                yield shlex.split(part, comments=True)
+
+
+@cache
+def _cli() -> Any:
+    return typer.main.get_command(app)
+
+
+def _parse(command: Any, words: list[str], parent: Any = None, name: str = "delivered") -> None:
+    """As the command line would, without running it. Raises click's UsageError."""
+    context = command.make_context(name, list(words), parent=parent)
+    if hasattr(command, "resolve_command"):
+        rest = [*context._protected_args, *context.args]
+        found, sub, rest = command.resolve_command(context, rest)
+        _parse(sub, rest, context, found)
+
+
+@pytest.mark.parametrize("block", _of("sh"), ids=str)
+def test_commands_exist(block: Block) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    for words in _lines(block):
+        match words:
+            case ["make", *names]:
+                assert set(names) <= targets
+            case ["delivered", *rest]:
+                try:
+                    _parse(_cli(), rest)
+                except Exception as error:  # the reader has the file that it names, this folder has not
+                    if not str(error).endswith("does not exist."):
+                        raise
+            case ["pip", "install", *packages]:
+                named = re.findall(r"delivered\[([\w,]+)\]", " ".join(packages))
+                assert set(",".join(named).split(",")) <= extras | {""}
+            case ["pytest", *rest]:
+                assert all((ROOT / w).exists() for w in rest if w.startswith("tests/"))
+            case ["python", "-m", module, *_]:
+                assert importlib.util.find_spec(module)
+
+
+_WHOLE = {
+    "pipeline": "example",
+    "guarantee": "exactly_once",
+    "checkpoint": "checkpoint",
+    "source": {"format": "log", "path": "orders"},
+    "sinks": [{"format": "sqlite", "path": "out.db", "table": "orders"}],
+}
+
+_KAFKA = {"format": "kafka", "kafka.bootstrap.servers": "localhost:9092", "topic": "out"}
+
+
+@pytest.mark.parametrize("block", [b for b in _of("yaml", "yml") if b.page not in _NO_PIPELINE], ids=str)
+def test_pipelines_can_be_planned(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file, or a part of one put into a small one: keys and options are known, and the plan is no refusal."""
+    monkeypatch.chdir(tmp_path)
+    for name in re.findall(r"env:(\w+)", block.text):
+        monkeypatch.setenv(name, "secret")
+    data = yaml.safe_load(block.text)
+    whole = data if "pipeline" in data else _WHOLE | data
+    if "dead_letter" in data:  # two sinks: one of them must prepare
+        whole |= {"sinks": [_KAFKA]}
+    if (
+        "pipeline" not in data
+        and "ledger" in whole["sinks"][0]
+        and whole["sinks"][0].get("messageType") != "transaction"
+    ):
+        whole |= {"guarantee": "at_least_once"}  # a queue
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(yaml.safe_dump(whole))
+    answer = delivered.Pipeline.from_file(str(file)).plan(offline=True)
+    assert not isinstance(answer, Refusal), str(answer)
+
+
+def _tree(text: str) -> ast.Module:
+    """A block, or a part of a call chain or of a call's arguments."""
+    for wrapped in (text, f"(frame\n{text})", f"call(\n{text})"):
+        try:
+            return ast.parse(wrapped)
+        except SyntaxError as error:
+            first = error
+    raise first
+
+
+def _chain(node: ast.expr) -> list[str]:
+    match node:
+        case ast.Attribute(value=value, attr=name):
+            return [*_chain(value), name] if _chain(value) else []
+        case ast.Name(id=name):
+            return [name]
+    return []
+
+
+def _imported(tree: ast.Module) -> dict[str, Any]:
+    """What the block's imports of this package give; `delivered` itself is taken for granted."""
+    found: dict[str, Any] = {"delivered": delivered}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("delivered"):
+            module = importlib.import_module(node.module or "")
+            for name in node.names:
+                whole = f"{node.module}.{name.name}"
+                value = getattr(module, name.name, None)
+                found[name.asname or name.name] = importlib.import_module(whole) if value is None else value
+    return found
+
+
+@pytest.mark.parametrize("block", _of("python"), ids=str)
+def test_python_names_and_arguments_exist(block: Block) -> None:
+    tree = _tree(block.text)
+    known = _imported(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (names := _chain(node)) and names[0] in known:
+            value = known[names[0]]
+            for name in names[1:]:
+                if not isinstance(value, ModuleType | type):
+                    break
+                assert hasattr(value, name), f"{'.'.join(names)} does not exist"
+                value = getattr(value, name)
+        if isinstance(node, ast.Call) and (names := _chain(node.func)) and names[0] in known:
+            _check_call(node, names, known[names[0]])
+
+
+def _check_call(node: ast.Call, names: list[str], value: Any) -> None:
+    for name in names[1:]:
+        value = getattr(value, name, None)
+    if not callable(value):
+        return
+    signature = inspect.signature(value)
+    keywords = {k.arg: k.value for k in node.keywords if k.arg}
+    left_out = any(isinstance(a, ast.Constant) and a.value is ... for a in node.args)  # f(...): the rest is not shown
+    signature.bind_partial(*(() if left_out else node.args), **keywords)
+
+
+def _options(tree: ast.Module) -> Iterator[tuple[str, str, set[str]]]:
+    """(format, source or sink, names of options) of every chain of calls."""
+    for node in ast.walk(tree):
+        parts: list[tuple[str, list[Any]]] = []
+        inner: ast.expr = node if isinstance(node, ast.Call) else ast.Constant(None)
+        while True:
+            match inner:
+                case ast.Call(func=ast.Attribute(value=rest, attr=name), args=args, keywords=keywords):
+                    texts = [a.value for a in args if isinstance(a, ast.Constant)]
+                    parts.append((name, texts[:1] + [k.arg for k in keywords if k.arg and name == "options"]))
+                    inner = rest
+                case ast.Attribute(value=rest, attr=name):
+                    parts.append((name, []))
+                    inner = rest
+                case _:
+                    break
+        role, system, names = "", "", set[str]()
+        for name, values in reversed(parts):
+            if name in ("readStream", "read", "writeStream", "write"):
+                role, system, names = "source" if name.startswith("read") else "sink", "", set()
+            elif name == "format" and values and str(values[0]).startswith("delivered_"):
+                system = str(values[0]).removeprefix("delivered_")
+            elif name in ("option", "options") and system:
+                names |= {str(v) for v in values}
+            elif name in ("load", "start", "save") and system and role:
+                yield system, role, names
+                system = ""
+
+
+@pytest.mark.parametrize("block", _of("python"), ids=str)
+def test_options_are_known(block: Block) -> None:
+    for system, role, names in _options(_tree(block.text)):
+        found = connector(system)
+        table = found.source_options if role == "source" else found.sink_options
+        assert isinstance(table, OptionTable)
+        known = {o.name for o in table.options} | {"checkpointLocation"}
+        known |= {o.name for o in PIPELINE_OPTIONS.options} if role == "sink" else set()
+        unknown = {n for n in names - known if not any(n.startswith(p) for p in table.passthrough)}
+        assert not unknown, f"{system} as a {role}"
+
+
+@pytest.mark.parametrize("block", _of("toml"), ids=str)
+def test_toml_is_toml(block: Block) -> None:
+    assert tomllib.loads(block.text)
+
+
+def test_blocks_name_their_language() -> None:
+    """A command in a block without a language is not highlighted, and would not be checked as shell."""
+    plain = [b for b in BLOCKS if b.language == "" and re.match(r"(delivered|make|pip|python|spark-submit) ", b.text)]
+    assert [str(b) for b in plain] == [], "write ```sh"
+    assert {b.language for b in BLOCKS} <= {"", "sh", "python", "yaml", "sql", "toml"}
+
+
+def test_what_runs_elsewhere_names_its_page() -> None:
+    for page, test in _RUN_ELSEWHERE.items():
+        assert Path(page).stem in (ROOT / "tests" / test).read_text(), f"{test} does not run {page}"
+
+
+def test_what_is_not_known_is_found() -> None:
+    with pytest.raises(Exception, match="No such option"):
+        test_commands_exist(Block("x", "sh", "delivered run a.yaml --now\n"))
+    with pytest.raises(AssertionError):
+        test_commands_exist(Block("x", "sh", "make everything\n"))
+    with pytest.raises(AssertionError, match="does not exist"):
+        test_python_names_and_arguments_exist(Block("x", "python", "delivered.pipelines.run()\n"))
+    with pytest.raises(TypeError):
+        test_python_names_and_arguments_exist(Block("x", "python", "delivered.dedup('key', inside='1 hour')\n"))
+    with pytest.raises(AssertionError):
+        test_options_are_known(
+            Block("x", "python", "(a.writeStream.format('delivered_kafka').option('topics', 'a').start())\n")
+        )
+
+
+def test_a_pipeline_with_an_unknown_option_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Block("x", "yaml", "source: {format: log, paths: orders}\n")
+    with pytest.raises((UsageError, AssertionError)):
+        test_pipelines_can_be_planned(block, tmp_path, monkeypatch)
