@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from hypothesis import settings
-from tests.support.servers import Activemq, Kafka, Mysql, Postgres, Pulsar, Rabbitmq, Rocketmq, Server
+from tests.support.servers import Activemq, Kafka, Mysql, Postgres, Pulsar, Rabbitmq, Registry, Rocketmq, Server
 from tests.support.zygote import Zygote
 
 from delivered.model import patience
@@ -132,6 +132,7 @@ postgres, new_postgres = _shared(Postgres), _own(Postgres)
 postgres_log = _shared(Postgres, "postgres_log")
 """For tests of logical decoding: a new slot waits for every open or prepared transaction of the whole server."""
 mysql, new_mysql = _shared(Mysql), _own(Mysql)
+registry = _shared(Registry)
 rabbitmq, new_rabbitmq = _shared(Rabbitmq), _own(Rabbitmq)
 pulsar, new_pulsar = _shared(Pulsar), _own(Pulsar)
 activemq, new_activemq = _shared(Activemq), _own(Activemq)

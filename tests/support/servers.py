@@ -83,6 +83,29 @@ class Kafka(Server):
         return self._admin
 
 
+class Registry(Server):
+    """A schema registry. Subjects are unique by the names of topics."""
+
+    system = "registry"
+    heap_mb = 256
+
+    @property
+    def url(self) -> str:
+        return self.broker.url
+
+    def client(self) -> Any:
+        from confluent_kafka.schema_registry import SchemaRegistryClient
+
+        return SchemaRegistryClient({"url": self.url, "cache.latest.ttl.sec": 0})
+
+    def register(self, subject: str, schema: object, kind: str = "AVRO") -> int:
+        """The id of a schema, given as text or as JSON."""
+        from confluent_kafka.schema_registry import Schema
+
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        return int(self.client().register_schema(subject, Schema(text, kind)))
+
+
 class KafkaCluster:
     """Brokers 1 and 2. The first one is the controller, too: do not kill it.
 

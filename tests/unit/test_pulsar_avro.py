@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delivered.connectors.pulsar.admin import Registered
-from delivered.connectors.pulsar.avro import shape_of
 from delivered.connectors.pulsar.schemas import Values
+from delivered.kits.schemas.avro import shape_of
 from delivered.model.errors import BadRecord
 
 SCHEMA = {

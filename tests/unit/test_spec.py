@@ -78,7 +78,7 @@ def test_a_source_learns_what_concerns_it() -> None:
     reading, rest = Reading.parse({"path": "in", OPTION: FULL.to_option()})
     until = {"orders": {"0": 7}}
     assert (reading, rest) == (
-        Reading("/c", "/tmp/d", direct=True, source="orders", until=until, pipeline="orders"),
+        Reading("/c", "/tmp/d", True, "orders", until, "orders", start="1", rejects=True),
         {"path": "in"},
     )
     assert Reading.parse({"path": "in", "checkpointlocation": "/c"}) == (Reading("/c"), {"path": "in"})

@@ -67,13 +67,19 @@ def fetch_jars(
 
 
 def fetch_archive(
-    name: str, artifact: tuple[str, str, str], folders: Sequence[str], size: str, java: Path, say: Say
+    name: str,
+    artifact: tuple[str, str, str],
+    folders: Sequence[str] | None,
+    size: str,
+    java: Path,
+    say: Say,
+    classifier: str = "bin",
 ) -> Path:
-    """The folder with `folders` of an artifact that is a .tar.gz (classifier bin); fetched once.
+    """The folder with `folders` of an artifact that is a .tar.gz; fetched once.
 
     Args:
         name, artifact, java: as for `fetch_jars`.
-        folders: of the archive, below its top folder; others are left out.
+        folders: of the archive, below its top folder; others are left out. None: it has no top folder, and all is kept.
         size: of the download, for messages.
 
     Raises:
@@ -82,8 +88,8 @@ def fetch_archive(
     group, module, version = artifact
     need = (
         f"<dependency org={quoteattr(group)} name={quoteattr(module)} rev={quoteattr(version)} conf='default'"
-        f" transitive='false'><artifact name={quoteattr(module)} type='tar.gz' ext='tar.gz' m:classifier='bin'/>"
-        "</dependency>"
+        f" transitive='false'><artifact name={quoteattr(module)} type='tar.gz' ext='tar.gz'"
+        f" m:classifier={quoteattr(classifier)}/></dependency>"
     )
 
     def fetch(work: Path) -> Path:
@@ -92,8 +98,10 @@ def fetch_archive(
         (packed,) = (work / "lib").glob("*.tar.gz")
         with tarfile.open(packed) as archive:
             for member in archive:
-                _, _, inside = member.name.removeprefix("./").partition("/")
-                if inside.startswith(tuple(f"{f}/" for f in folders)):
+                inside = member.name.removeprefix("./")
+                if folders is not None:
+                    inside = inside.partition("/")[2]
+                if folders is None or inside.startswith(tuple(f"{f}/" for f in folders)):
                     member.name = inside
                     archive.extract(member, made, filter="data")
         return made

@@ -221,7 +221,7 @@ def read(location: str, file: str) -> bytes | None:
         with filesystem.open_input_stream(path) as stream:
             return bytes(stream.read())
     except OSError as error:
-        raise _unusable(location, error) from error
+        raise unusable(location, error) from error
 
 
 def write(location: str, file: str, data: bytes, *, first: bool) -> None:
@@ -245,7 +245,7 @@ def write(location: str, file: str, data: bytes, *, first: bool) -> None:
         with filesystem.open_output_stream(path) as stream:
             stream.write(data)
     except OSError as error:
-        raise _unusable(location, error) from error
+        raise unusable(location, error) from error
 
 
 def read_record(
@@ -291,7 +291,7 @@ def _unreadable(location: str, error: Exception) -> Unreachable:
     )
 
 
-def _unusable(location: str, error: OSError) -> Unreachable:
+def unusable(location: str, error: OSError) -> Unreachable:
     return Unreachable(
         "CHECKPOINT_UNREADABLE",
         f"The checkpoint {location!r} cannot be used from Python on the driver: {error}.",

@@ -6,9 +6,9 @@ never will, Unknown that it may have happened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 import pyarrow as pa
 
@@ -160,6 +160,11 @@ sink's rows in that shard), its source position if the row still has those colum
 (`model.bad_row.as_json_text`), and whose batch it was."""
 
 
+SOURCE_LETTERS = "(source)"
+"""Stands for the sink in a dead letter of a record that never became a row; no sink has such a name. Its `record` has
+the record's key and value."""
+
+
 Route = Callable[[pa.RecordBatch], pa.RecordBatch]
 """Selects a sink's rows and columns of a batch. Picklable; deterministic."""
 
@@ -203,6 +208,12 @@ class SinkGroup(Protocol):
 
     def check_schema(self, schema: pa.Schema) -> None:
         """As for a single sink; the schema is that of the rows before routing."""
+
+    def own_schemas(self, schema: pa.Schema) -> Iterator[tuple[Member, pa.Schema]]:
+        """Each member with the schema of its rows, which have `schema` before routing."""
+
+    def with_sinks(self, sinks: Mapping[str, Sink]) -> Self:
+        """A copy with these sinks in place of the members' of the same names."""
 
     def store(self, scope: Scope) -> Store:
         """Storage of the member that holds the ledger."""

@@ -81,3 +81,20 @@ class Source(Protocol):
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         """Runs on an executor. Bounded memory; the same slice gives the same records, in the same order."""
+
+
+REJECTED = pa.field(
+    "__delivered_rejected",
+    pa.struct(
+        [
+            pa.field("reason", pa.string()),
+            pa.field("topic", pa.string()),
+            pa.field("partition", pa.int32()),
+            pa.field("offset", pa.int64()),
+            pa.field("key", pa.binary()),
+            pa.field("value", pa.binary()),
+        ]
+    ),
+)
+"""Column of records that the source or the transform could not turn into rows: why, where from, and their bytes. Null
+for a row. Such records travel with the batch, for its dead letters."""

@@ -1,4 +1,4 @@
-"""Dead letters: invalid rows, with the reason and their source coordinates."""
+"""Dead letters: invalid rows, and records that never became rows, with the reason and their source coordinates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.contract.powers import ValidatesRows
-from delivered.contract.sink import DEAD_LETTERS, Sink
+from delivered.contract.sink import DEAD_LETTERS, SOURCE_LETTERS, Sink
+from delivered.contract.source import REJECTED
 from delivered.model.bad_row import as_json_text
 from delivered.model.identity import Scope
 
@@ -52,6 +53,41 @@ def dead_letters(
         pc.add(picked.cast(pa.int64()), first),
         *(_coordinate(known.get(n), kind, picked) for n, kind in _COORDINATES.items()),
         pa.array([as_json_text(row) for row in _values(bad)], pa.string()),
+        pa.array([scope.pipeline] * count, pa.string()),
+        pa.array([scope.incarnation] * count, pa.string()),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=DEAD_LETTERS)
+
+
+def split_rejected(batch: pa.RecordBatch) -> tuple[pa.RecordBatch | None, pa.Array | None]:
+    """The rows of a batch, and the records that never became rows, as REJECTED holds them; None: there are none."""
+    at = batch.schema.get_field_index(REJECTED.name)
+    if at < 0:
+        return batch, None
+    records, names = batch.column(at), [n for n in batch.schema.names if n != REJECTED.name]
+    rejected = records.drop_null()
+    rows = batch.select(names) if names else None
+    if rows is not None and len(rejected):
+        rows = rows.filter(pc.is_null(records))
+    return rows, rejected if len(rejected) else None
+
+
+def of_source(scope: Scope, records: pa.Array, batch: int, shard: int, first: int) -> pa.RecordBatch:
+    """One dead letter for each record that never became a row.
+
+    Args:
+        first: index of the first one among those of this shard.
+    """
+    count = len(records)
+    parts = [{n: each[n] for n in ("key", "value")} for each in records.to_pylist()]
+    columns = [
+        pa.array([SOURCE_LETTERS] * count, pa.string()),
+        records.field(records.type.get_field_index("reason")),
+        pa.array([batch] * count, pa.int64()),
+        pa.array([shard] * count, pa.int32()),
+        pa.array(range(first, first + count), pa.int64()),
+        *(records.field(records.type.get_field_index(n)) for n in _COORDINATES),
+        pa.array([as_json_text(part) for part in parts], pa.string()),
         pa.array([scope.pipeline] * count, pa.string()),
         pa.array([scope.incarnation] * count, pa.string()),
     ]

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from delivered.contract.source import Slice, Source
+from delivered.contract.source import REJECTED, Slice, Source
+from delivered.engine.dead_letters import split_rejected
 from delivered.model.step import Moment, StepId, reach
 
 SLICE_COLUMN = "__delivered_slice"
@@ -47,15 +48,20 @@ class Direct:
 
     def schema(self) -> pa.Schema:
         """Schema of the sink's rows. Runs the transform on an empty batch."""
-        return self.transform(pa.RecordBatch.from_pylist([], schema=self.source.schema())).schema
+        rows, _ = split_rejected(pa.RecordBatch.from_pylist([], schema=self.source.schema()))
+        return self.transform(rows).schema
 
     def rows(self, slices: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Read all `slices`, one after the other."""
         for batch in slices:
             for packed in batch.column(0).to_pylist():
                 reach(StepId.SOURCE_READ, Moment.BEFORE)
-                for rows in self.source.read(unpack(packed)):
-                    yield self.transform(rows)
+                for batch in self.source.read(unpack(packed)):
+                    rows, records = split_rejected(batch)
+                    if records is not None:
+                        yield pa.RecordBatch.from_arrays([records], schema=pa.schema([REJECTED]))
+                    if rows is not None:
+                        yield self.transform(rows)
                 reach(StepId.SOURCE_READ, Moment.AFTER)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from delivered.contract.sink import DEAD_LETTERS, Member, Sink, SinkGroup, Writer
-from delivered.engine.dead_letters import dead_letters, validated
+from delivered.engine.dead_letters import dead_letters, of_source, split_rejected, validated
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
@@ -180,7 +180,16 @@ def _split(
 ) -> Iterator[tuple[_Line, pa.RecordBatch]]:
     """Each sink's rows of a batch, counted, in sink order; dead letters come last."""
     rejected: list[pa.RecordBatch] = []
-    for line in (n for n in lines if not n.member.dead_letters):
+    found, records = split_rejected(batch)
+    count = 0 if records is None else len(records)
+    for line in lines if count else ():
+        if line.member.dead_letters:
+            rejected.append(of_source(line.scope, records, number, shard, line.rows))
+            line.rows += count
+        elif line.on_bad_row is OnBadRow.DROP:
+            line.dropped += Fingerprint(count)
+    for line in (n for n in lines if not n.member.dead_letters and found is not None):
+        batch = found
         rows = line.routed(batch)
         if line.on_bad_row is not OnBadRow.FAIL:
             routed = rows

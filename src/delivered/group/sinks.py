@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -125,20 +125,23 @@ class Group:
         return frozenset(m.name for m in self.members) - {self.name}
 
     def check_schema(self, schema: pa.Schema) -> None:
-        for member, own in self._own_schemas(schema):
+        for member, own in self.own_schemas(schema):
             member.sink.check_schema(own)
 
     def ready_target(self, schema: pa.Schema) -> None:
         """See `delivered.contract.powers.NeedsTarget`: for every sink that needs one."""
-        for member, own in self._own_schemas(schema):
+        for member, own in self.own_schemas(schema):
             ready_target(member.sink, own)
 
     def add_columns(self, schema: pa.Schema) -> None:
         """See `delivered.contract.powers.AddsColumns`."""
-        for member, own in self._own_schemas(schema):
+        for member, own in self.own_schemas(schema):
             add_columns(member.sink, own)
 
-    def _own_schemas(self, schema: pa.Schema) -> Iterator[tuple[Member, pa.Schema]]:
+    def with_sinks(self, sinks: Mapping[str, Sink]) -> Group:
+        return replace(self, members=tuple(replace(m, sink=sinks.get(m.name, m.sink)) for m in self.members))
+
+    def own_schemas(self, schema: pa.Schema) -> Iterator[tuple[Member, pa.Schema]]:
         for member in self.members:
             unrouted = pa.RecordBatch.from_pylist([], schema=DEAD_LETTERS if member.dead_letters else schema)
             yield member, unrouted.schema if member.route is None else member.route(unrouted).schema

@@ -20,7 +20,7 @@ T = TypeVar("T")
 REDACTED = "*****"
 
 _SECRET_WORDS = (
-    *("password", "passphrase", "secret", "jaas", "token", "credential", "private"),
+    *("password", "passphrase", "secret", "jaas", "token", "credential", "private", "user.info"),
     *("key.pem", "keystore.key", "account_key", "access_key", "api.key", "api_key", "apikey"),
 )
 _KEY = "delivered.options"

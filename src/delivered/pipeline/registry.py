@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from delivered.contract.connector import Connector
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
+from delivered.kits.schemas.options import URL, FormatOptions
 from delivered.model.errors import UsageError
+from delivered.model.options import OptionTable
 from delivered.planner.request import Alternatives
 
 if TYPE_CHECKING:
@@ -71,8 +73,22 @@ def find_source(system: str, options: Mapping[str, str]) -> Source:
     Raises:
         UsageError: no such connector, not a source, or a bad option.
     """
-    system_connector = connector(system)
-    return received(system, options) if system_connector.queues is not None else system_connector.source(options)
+    found = connector(system)
+    source = received(system, options) if found.queues is not None else found.source(options)
+    formats = _formats(found.source_options, options)
+    if formats is None:
+        return source
+    from delivered.kits.schemas.source import FormattedSource
+
+    return FormattedSource(f"{PREFIX}{found.name} source", source, formats)
+
+
+def _formats(table: OptionTable | None, options: Mapping[str, str]) -> FormatOptions | None:
+    """What the options say of keys and values with a schema; None: both are bytes, or the connector has no such."""
+    if table is None or not any(o.name == URL for o in table.options):
+        return None
+    formats = FormatOptions.read(table.owner, table.restore(options))
+    return formats if formats.sides else None
 
 
 def received(system: str, options: Mapping[str, str]) -> ReceivedSource:
@@ -96,6 +112,16 @@ def received(system: str, options: Mapping[str, str]) -> ReceivedSource:
 def find_sink(system: str, options: Mapping[str, str]) -> Sink:
     """A sink by the name of its system. Raises as `find_source`."""
     found = connector(system)
+    sink = _sink(found, options)
+    formats = _formats(found.sink_options, options)
+    if formats is None:
+        return sink
+    from delivered.kits.schemas.sink import FormattedSink
+
+    return FormattedSink(f"{PREFIX}{found.name} sink", sink, formats)
+
+
+def _sink(found: Connector, options: Mapping[str, str]) -> Sink:
     if not found.external_ledger or found.sink_options is None:
         return found.sink(options)
     restored = found.sink_options.restore(options)

@@ -242,6 +242,8 @@ class Reading:
         source: its name in the query.
         until: as in the spec.
         pipeline: its name, if it is one's source.
+        start: of its query.
+        rejects: records that cannot be decoded do not fail the read.
     """
 
     checkpoint: str | None = None
@@ -250,6 +252,8 @@ class Reading:
     source: str = SOURCE
     until: Offsets | None = None
     pipeline: str | None = None
+    start: str = ""
+    rejects: bool = False
 
     @property
     def is_drained(self) -> bool:
@@ -264,7 +268,17 @@ class Reading:
         if "pipeline" not in settings:
             return cls(checkpoint), rest
         spec = _from_json(settings)
-        return cls(spec.checkpoint, spec.drain, spec.direct is not None, spec.source, spec.until, spec.pipeline), rest
+        reading = cls(
+            spec.checkpoint,
+            spec.drain,
+            spec.direct is not None,
+            spec.source,
+            spec.until,
+            spec.pipeline,
+            settings.get("start", ""),
+            spec.on_bad_row is not OnBadRow.FAIL,
+        )
+        return reading, rest
 
 
 def idiom_option(*, start: str = "", check: StartCheck | None = None) -> str:

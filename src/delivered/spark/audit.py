@@ -31,7 +31,7 @@ from delivered.audit.sources import Positions, parsed, plain
 from delivered.audit.upserts import check, id_sql, of_conditional, of_state
 from delivered.audit.versions import Earlier, earlier, version_ranges
 from delivered.checkpoint.folder import read_view
-from delivered.contract.powers import planned
+from delivered.contract.powers import planned, rejecting
 from delivered.contract.sink import BoundedScan, SinkGroup
 from delivered.contract.source import Source
 from delivered.engine.shard import fingerprint_seed
@@ -42,6 +42,7 @@ from delivered.model.identity import Scope
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.output_mode import grouping_columns
+from delivered.pipeline.registered import as_started, sink_as_started
 from delivered.source.ranges import backwards
 from delivered.spark.audit_recompute import recomputed
 from delivered.spark.audit_sent import expressions, record_columns, sent_range
@@ -109,7 +110,9 @@ def request_for(
             next_step="delivered audit --recompute",
         )
     spark = ready(pipeline, session)
-    sources = {n: planned(e.source()) for n, e in pipeline.sources.items()}
+    sources = {n: planned(e.source()) for n, e in as_started(pipeline).items()}
+    if pipeline.on_bad_row is not OnBadRow.FAIL:
+        sources = {n: rejecting(s, kept=False) for n, s in sources.items()}
     spec = pipeline.spec
     everything = spec.open()
     by = {**pipeline.audit_by, **chosen.audit}
@@ -169,7 +172,7 @@ def _all_transforms(
 
     def all_of_it(frames: Mapping[str, DataFrame]) -> DataFrame:
         expected = projected(shared(frames), sink.projection)
-        return accepted(expected, sink.sink()) if validating else expected
+        return accepted(expected, sink_as_started(pipeline, sink)) if validating else expected
 
     return all_of_it
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from delivered.checkpoint import first_offsets
+from delivered.checkpoint import first_offsets, rejected
 from delivered.checkpoint.offset_metadata import PlainDriver, stream_driver
-from delivered.contract.powers import OrdersOffsets
+from delivered.contract.powers import OrdersOffsets, RejectsRecords
 from delivered.contract.source import Slice, Source, SourceDriver
+from delivered.engine.dead_letters import split_rejected
 from delivered.engine.direct import pack
 from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
 from delivered.source.ranges import earlier
-from delivered.spark.task import arm
+from delivered.spark.task import arm, running_batch, running_task
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -104,7 +106,22 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if self._reading.direct and isinstance(partition, SlicePartition):
             return iter([pack(partition.piece)])
+        if self._reading.rejects and isinstance(self._source, RejectsRecords):
+            return self._rejecting(self._source, partition)
         return read_slice(self._source, partition, self._reading.pipeline)
+
+    def _rejecting(self, source: RejectsRecords, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The rows; records that never became one are stored for the end of the batch."""
+        name = f"{self._reading.source}-{_digest(partition)}"
+        for number, batch in enumerate(read_slice(source.rejecting(kept=True), partition, self._reading.pipeline)):
+            rows, records = split_rejected(batch)
+            if records is not None:
+                running = int(running_batch(running_task())[1] or 0)
+                rejected.put(
+                    str(self._reading.checkpoint), running, self._reading.start, f"{name}-{number:06}", records
+                )
+            if rows is not None:
+                yield rows
 
     def commit(self, end: dict[str, Any]) -> None:
         if self._reading.until is None:
@@ -120,6 +137,11 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._opened is not None:
             self._opened.close()
             self._opened = None
+
+
+def _digest(partition: InputPartition) -> str:
+    piece = partition.piece if isinstance(partition, SlicePartition) else None
+    return hashlib.blake2b(repr(piece).encode(), digest_size=8).hexdigest()
 
 
 class BatchReader(DataSourceReader):

@@ -10,21 +10,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 from pyspark.sql.datasource import WriterCommitMessage
 
-from delivered.contract.powers import add_columns, ready_target
+from delivered.contract.powers import WritesBySchema, add_columns, ready_target
 from delivered.contract.sink import Sink, SinkGroup
+from delivered.contract.source import REJECTED
 from delivered.engine.shard import write_shard
+from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import BatchPlan, CheckpointView, ShardMessage
+from delivered.model.work import Action, BatchPlan, CheckpointView, ShardMessage
 from delivered.spark.task import arm, running_task
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from delivered.engine.context import Context
     from delivered.pipeline.spec import PipelineSpec
 
@@ -118,7 +119,69 @@ def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> 
         add_columns=partial(add_columns, sink, schema),
     )
     _planned[key] = _Planned(view.batch, plan.epoch, spec.start)
+    if spec.on_bad_row is not OnBadRow.FAIL:
+        from delivered.checkpoint import rejected
+
+        rejected.forget(checkpoint, view.batch, decided=is_decided(plan))
     return replace(plan, seconds=time.monotonic() - began)
+
+
+def is_decided(plan: BatchPlan) -> bool:
+    """Whether the batch was decided, or may have been sent, by an earlier run."""
+    return plan.action is not Action.WRITE or bool(plan.rewrite)
+
+
+def rejected_shard(
+    spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema, messages: Sequence[ShardMessage]
+) -> ShardMessage | None:
+    """One more shard of a batch, prepared here: records that its tasks could not turn into rows. None: there are none.
+
+    Runs on the driver, after all tasks.
+    """
+    if spec.on_bad_row is OnBadRow.FAIL or spec.checkpoint is None or not messages:
+        return None
+    from delivered.checkpoint import rejected
+
+    plan = messages[0].plan
+    records = rejected.gather(spec.checkpoint, plan.batch, spec.start)
+    if records is None:
+        return None
+    only = pa.RecordBatch.from_arrays([records], schema=pa.schema([REJECTED]))
+    return write_shard(sink, plan, len(messages), 0, iter([only]), schema)
+
+
+def with_schemas(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema, plan: BatchPlan) -> Sink | SinkGroup:
+    """The sink with the registered schemas that the rows of a planned batch are written with.
+
+    Those of a decided batch are the ones that it was decided with: rows written again must have the same bytes. An
+    undecided batch takes what the registry had at the start of the query; that is stored before its tasks start.
+    """
+    group = sink if isinstance(sink, SinkGroup) else None
+    own = (
+        [(plan.scope.sink, sink, schema)]
+        if group is None
+        else [(m.name, m.sink, s) for m, s in group.own_schemas(schema)]
+    )
+    formatted = [(name, each, rows) for name, each, rows in own if isinstance(each, WritesBySchema)]
+    if not formatted or (plan.action is Action.SKIP and not plan.rewrite):
+        return sink
+    from delivered.checkpoint import schemas
+
+    where, decided = spec.checkpoint, is_decided(plan)
+    known = schemas.written(where, plan.batch) if decided and where is not None else None
+    made: dict[str, WritesBySchema]
+    if known is not None and all(f"{name}.{c}" in known for name, each, _ in formatted for c in each.columns):
+        made = {name: each.by_ids({c: known[f"{name}.{c}"] for c in each.columns}) for name, each, _ in formatted}
+    else:
+        key = (plan.scope, spec.start)
+        if not spec.start or key not in _settled:
+            _settled.clear()
+            _settled[key] = {name: each.settled(rows) for name, each, rows in formatted}
+        made = _settled[key]
+        if where is not None and not decided:
+            ids = {f"{n}.{c}": i for n, s in made.items() for c, i in s.schema_ids().items()}
+            schemas.keep_written(where, plan.batch, ids)
+    return group.with_sinks(made) if group is not None else next(iter(made.values()))
 
 
 def plan_run(spec: PipelineSpec, sink: Sink | SinkGroup, run: str, schema: pa.Schema) -> BatchPlan:
@@ -204,3 +267,5 @@ class _Planned:
 _CONTEXTS_MAX = 8
 _contexts: OrderedDict[tuple[Scope, str, str], Context] = OrderedDict()
 _planned: dict[tuple[Scope, str], _Planned] = {}
+_settled: dict[tuple[Scope, str], dict[str, WritesBySchema]] = {}
+"""Sinks with their schemas, of the start that was planned last."""

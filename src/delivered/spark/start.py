@@ -26,7 +26,7 @@ from delivered.checkpoint import dedup, first_offsets
 from delivered.checkpoint.decider import keep_decider
 from delivered.checkpoint.folder import logged
 from delivered.checkpoint.sources import keep_removed
-from delivered.contract.powers import planned
+from delivered.contract.powers import planned, rejecting
 from delivered.contract.sink import SinkGroup
 from delivered.contract.source import Offsets, Source
 from delivered.engine.direct import Direct
@@ -39,6 +39,7 @@ from delivered.model.translate import translated
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.lineage import configured
+from delivered.pipeline.registered import for_start
 from delivered.pipeline.registry import PREFIX
 from delivered.pipeline.spec import OPTION, PipelineSpec
 from delivered.spark.check import cannot_restart
@@ -203,14 +204,17 @@ def _query(pipeline: Definition, spark: SparkSession, drain: Path) -> StreamingQ
 
 def _started(pipeline: Definition, spark: SparkSession, drain: Path) -> StreamingQuery:
     spec = replace(pipeline.spec, drain=str(drain), start=uuid.uuid4().hex)
-    sources = {n: None if e.is_spark_own else planned(e.source()) for n, e in pipeline.sources.items()}
+    endpoints = for_start(pipeline)
+    sources = {n: None if e.is_spark_own else planned(e.source()) for n, e in endpoints.items()}
     for name, source in sources.items():
         if source is not None:
             first_offsets.keep(pipeline.checkpoint, partial(_initial, source), name)
     only = next(iter(sources.values())) if len(sources) == 1 else None
     if only is not None and _is_direct(pipeline, spec):
+        if spec.on_bad_row is not OnBadRow.FAIL:
+            only = rejecting(only, kept=True)
         spec = replace(spec, direct=_pickled(Direct(only, arrow_transform(pipeline.transform))))
-    read = {n: _read(spark, spec, n, e, pipeline.until.get(n)).load() for n, e in pipeline.sources.items()}
+    read = {n: _read(spark, spec, n, e, pipeline.until.get(n)).load() for n, e in endpoints.items()}
     frame, spec = _rows(pipeline, spark, read, sources, spec)
     more = {k: v for e in pipeline.all_sinks for k, v in e.spark_options.items()}
     writer = frame.writeStream.options(**more).option("checkpointLocation", pipeline.checkpoint)

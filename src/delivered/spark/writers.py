@@ -30,7 +30,9 @@ class BatchOfQuery(Recovering):
     """A batch of a streaming query: of its sink, or of its `foreachBatch`."""
 
     def _recover(self) -> BatchPlan:
-        return recovery.plan_next(self._spec, self._sink, self._schema)
+        plan = recovery.plan_next(self._spec, self._sink, self._schema)
+        self._sink = recovery.with_schemas(self._spec, self._sink, self._schema, plan)
+        return plan
 
     def _check_running(self, *, outside: bool) -> None:
         """Args: outside: the task may run on a user's thread, for which Spark knows no query."""
@@ -57,7 +59,14 @@ class BatchOfQuery(Recovering):
             view = read_view(recovery.checkpoint_of(self._spec))
             incarnation, offsets = view.incarnation, view.offsets
         opened, checkpoint = recovery.context(self._spec, self._sink, incarnation), recovery.checkpoint_of(self._spec)
-        recovery.commit(opened, batch, offsets, shards, checkpoint)
+        known = [m for m in shards if m is not None]
+        more = recovery.rejected_shard(self._spec, self._sink, self._schema, known)
+        try:
+            recovery.commit(opened, batch, offsets, [*shards, *([more] if more is not None else [])], checkpoint)
+        except Exception:
+            if more is not None:
+                recovery.abort(opened, [more])
+            raise
         reach(StepId.LOG, Moment.BEFORE, batch=batch)
 
     def _abort(self, messages: list[WriterCommitMessage | None]) -> None:
@@ -127,7 +136,9 @@ class BatchWriter(Recovering, DataSourceArrowWriter):
         self._run = run_id(spec)
 
     def _recover(self) -> BatchPlan:
-        return recovery.plan_run(self._spec, self._sink, self._run, self._schema)
+        plan = recovery.plan_run(self._spec, self._sink, self._run, self._schema)
+        self._sink = recovery.with_schemas(self._spec, self._sink, self._schema, plan)
+        return plan
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         return self._write(iterator)

@@ -18,6 +18,7 @@ from delivered.connectors.kafka.offsets import (
 )
 from delivered.connectors.kafka.settings import check_client, client_options, path_option
 from delivered.kits.options import data_loss_option, headers_option, names, not_blank
+from delivered.kits.schemas.options import FormatOptions
 from delivered.model.errors import UsageError
 from delivered.model.options import Option, Options, OptionType, Unfit, choice, option, several, whole
 
@@ -55,8 +56,8 @@ _READER_RESERVED = {
     "enable.auto.commit": "write commitOffsetsToGroup",
     "enable.auto.offset.store": "write commitOffsetsToGroup",
     "enable.partition.eof": "the source sets it",
-    "key.deserializer": "keys are bytes; cast the column",
-    "value.deserializer": "values are bytes; cast the column",
+    "key.deserializer": "write key.format, or cast the column",
+    "value.deserializer": "write value.format, or cast the column",
     "interceptor.classes": "there is no Java client",
 }
 
@@ -128,7 +129,7 @@ def _where(owner: str, values: Mapping[str, str], side: str, forbidden: int | No
 _PER_TIME = 'Milliseconds since 1970 per partition, as {"topic": {"0": 1700000000000}}.'
 
 
-class SourceOptions(Options, owner=OWNER, ignored=("path",)):
+class SourceOptions(Options, owner=OWNER, ignored=("path",), more=(FormatOptions,)):
     """
     Attributes:
         client: librdkafka's settings from `client_options`; secrets are not resolved yet.

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from delivered.connectors.kafka.options import SERVERS
 from delivered.connectors.kafka.settings import check_client, client_options, path_option, resolved
 from delivered.kits.options import message_id_columns
+from delivered.kits.schemas.options import FormatOptions
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import NAME_LENGTH_MAX, TRANSACTION_TIMEOUT_S
@@ -66,7 +67,7 @@ def _topic(text: str) -> str:
     return text
 
 
-class SinkOptions(Options, owner=OWNER, ignored=("path",)):
+class SinkOptions(Options, owner=OWNER, ignored=("path",), more=(FormatOptions,)):
     """
     Attributes:
         client: librdkafka's settings, without the prefix `kafka.`; secrets are not resolved yet.

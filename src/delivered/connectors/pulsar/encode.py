@@ -9,15 +9,15 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
 from delivered.connectors.pulsar.admin import Admin, Registered
-from delivered.connectors.pulsar.avro import JSON, Unmappable, Unreadable, fastavro, shape_of
 from delivered.connectors.pulsar.options import SINK, PulsarSinkOptions
+from delivered.kits.schemas.avro import JSON, Unmappable, Unreadable, fastavro, shape_of
+from delivered.kits.schemas.values import BadValue, differences, in_units_of, is_list, plain
 from delivered.model.errors import UsageError
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -31,14 +31,6 @@ _KINDS: tuple[tuple[pa.DataType, Any], ...] = (
     *((t, "bytes") for t in (pa.binary(), pa.large_binary())),
     (pa.date32(), {"type": "int", "logicalType": "date"}),
 )
-_WIDER = {
-    pa.int8(): (pa.int32(), pa.int64()),
-    pa.int16(): (pa.int32(), pa.int64()),
-    pa.int32(): (pa.int64(),),
-    pa.float32(): (pa.float64(),),
-    pa.large_string(): (pa.string(),),
-    pa.large_binary(): (pa.binary(),),
-}
 
 
 class Unfit(ValueError):
@@ -77,7 +69,7 @@ def settled(kind: str, rows: pa.StructType, known: Registered | None) -> Settled
     shape = shape_of(kind, known.text)
     document = json.loads(known.text)
     there = {f.name: f for f in shape.arrow}
-    wrong = [w for f in rows if f.name in there for w in _differences(f.name, f.type, there[f.name].type)]
+    wrong = [w for f in rows if f.name in there for w in differences(f.name, f.type, there[f.name].type)]
     columns = {f.name for f in rows}
     wrong += [f"{n!r} may not be null there, and has no column" for n in shape.required if n not in columns]
     if wrong:
@@ -106,7 +98,7 @@ class Encoder:
         self._shape = shape_of(made.kind, made.text)
         # A missing column is written as null, whatever the schema's default: that is what is read back.
         self._absent = dict.fromkeys(f.name for f in self._shape.filled if f.name not in {r.name for r in rows})
-        self._units = _in_units_of(rows, self._shape.filled)
+        self._units = in_units_of(rows, self._shape.filled)
 
     def encode(self, values: pa.Array) -> list[bytes | None]:
         """Raises BadValue for the first value that does not match."""
@@ -132,46 +124,6 @@ class Encoder:
         return stream.getvalue()
 
 
-class BadValue(ValueError):
-    """A value that does not match its schema.
-
-    Attributes:
-        row: 0-based; None: unknown.
-    """
-
-    def __init__(self, row: int | None, why: str) -> None:
-        super().__init__(why)
-        self.row = row
-
-
-def canonical(values: pa.Array) -> pa.Array:
-    """Structs as text, equal for a row and the message read back, even if the schema has more fields, all null."""
-    found = plain(values.cast(_in_units_of(values.type, None)))
-    return pa.array(
-        [None if v is None else json.dumps(_as_json(v), sort_keys=True).encode() for v in found], pa.binary()
-    )
-
-
-def plain(values: pa.Array) -> list[Any]:
-    """Python values; times as numbers in their unit, maps as dicts."""
-    kind = _numbers(values.type)
-    found: list[Any] = values.cast(kind).to_pylist()
-    return [_maps(v, kind) for v in found] if "map<" in str(kind) else found
-
-
-def _as_json(value: Any) -> Any:
-    match value:
-        case dict():
-            return {k: _as_json(v) for k, v in value.items() if v is not None}
-        case list():
-            return [_as_json(v) for v in value]
-        case bytes():
-            return value.hex()
-        case bool() | int() | float() | str() | None:
-            return value
-    return str(value)
-
-
 def _avro(kind: pa.DataType, path: str, name: str) -> Any:
     """Not nullable: the caller adds that."""
     for known, avro in _KINDS:
@@ -183,7 +135,7 @@ def _avro(kind: pa.DataType, path: str, name: str) -> Any:
         return {"type": "bytes", "logicalType": "decimal", "precision": kind.precision, "scale": kind.scale}
     if pa.types.is_map(kind) and (pa.types.is_string(kind.key_type) or pa.types.is_large_string(kind.key_type)):
         return {"type": "map", "values": _optional(kind.item_type, f"{path}{{}}", name)}
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if is_list(kind):
         return {"type": "array", "items": _optional(kind.value_type, f"{path}[]", name)}
     if pa.types.is_struct(kind):
         return {"type": "record", "name": name, "fields": [_field(f, path, name) for f in kind]}
@@ -201,77 +153,6 @@ def _field(field: pa.Field, path: str, name: str) -> dict[str, Any]:
 
 def _optional(kind: pa.DataType, path: str, name: str) -> list[Any]:
     return ["null", _avro(kind, path, name)]
-
-
-def _differences(path: str, row: pa.DataType, there: pa.DataType) -> Iterable[str]:
-    """Compare a column with the schema's field, both as Arrow types."""
-    if row.equals(there) or there in _WIDER.get(row, ()):
-        return
-    if pa.types.is_timestamp(row) and pa.types.is_timestamp(there) and (row.tz is None) == (there.tz is None):
-        return
-    if pa.types.is_decimal128(row) and pa.types.is_decimal128(there) and row.scale == there.scale:
-        if row.precision <= there.precision:
-            return
-    elif pa.types.is_struct(row) and pa.types.is_struct(there):
-        fields = {f.name: f.type for f in there}
-        names = {f.name for f in row}
-        yield from (f"{path}.{n!s} has no column" for n in fields if n not in names)
-        for f in row:
-            if f.name in fields:
-                yield from _differences(f"{path}.{f.name}", f.type, fields[f.name])
-            else:
-                yield f"{path}.{f.name} is not in the schema, and only top-level fields are added"
-        return
-    elif pa.types.is_map(row) and pa.types.is_map(there):
-        yield from _differences(f"{path}{{}}", row.item_type, there.item_type)
-        return
-    elif _is_list(row) and _is_list(there):
-        yield from _differences(f"{path}[]", row.value_type, there.value_type)
-        return
-    yield f"{path!r} is {there} there, and the column is {row}"
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
-
-
-def _in_units_of(row: pa.DataType, filled: pa.DataType | None) -> pa.DataType:
-    """The row type with the schema's leaf types; None: microseconds."""
-    if pa.types.is_struct(row):
-        fields = {} if filled is None else {f.name: f.type for f in filled}
-        return pa.struct([pa.field(f.name, _in_units_of(f.type, fields.get(f.name))) for f in row])
-    if pa.types.is_map(row):
-        return pa.map_(pa.string(), _in_units_of(row.item_type, None if filled is None else filled.item_type))
-    if _is_list(row):
-        return pa.list_(_in_units_of(row.value_type, None if filled is None else filled.value_type))
-    if filled is not None:
-        return filled
-    return pa.timestamp("us", row.tz) if pa.types.is_timestamp(row) else row
-
-
-def _numbers(kind: pa.DataType) -> pa.DataType:
-    if pa.types.is_struct(kind):
-        return pa.struct([pa.field(f.name, _numbers(f.type)) for f in kind])
-    if pa.types.is_map(kind):
-        return pa.map_(pa.string(), _numbers(kind.item_type))
-    if _is_list(kind):
-        return pa.list_(_numbers(kind.value_type))
-    if pa.types.is_timestamp(kind):
-        return pa.int64()
-    return pa.int32() if pa.types.is_date32(kind) else kind
-
-
-def _maps(value: Any, kind: pa.DataType) -> Any:
-    """Maps as dicts: Arrow gives them as lists of pairs."""
-    if value is None:
-        return None
-    if pa.types.is_struct(kind):
-        return {f.name: _maps(value[f.name], f.type) for f in kind}
-    if pa.types.is_map(kind):
-        return {k: _maps(v, kind.item_type) for k, v in value}
-    if pa.types.is_list(kind):
-        return [_maps(v, kind.value_type) for v in value]
-    return value
 
 
 def check_type(options: PulsarSinkOptions, rows: pa.DataType) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import pyarrow as pa
 
 from delivered.connectors.pulsar.admin import Admin, Registered
-from delivered.connectors.pulsar.avro import AVRO, KINDS, Shape, Unmappable, Unreadable, read_avro, read_json, shape_of
 from delivered.connectors.pulsar.positions import short_name
+from delivered.kits.schemas.avro import AVRO, KINDS, Shape, Unmappable, Unreadable, read_avro, read_json, shape_of
 from delivered.model.errors import BadRecord, UsageError
 
 NAMES_NONE = -1

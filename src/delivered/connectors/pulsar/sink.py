@@ -9,13 +9,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.pulsar.admin import Admin
-from delivered.connectors.pulsar.encode import canonical, check_type
+from delivered.connectors.pulsar.encode import check_type
 from delivered.connectors.pulsar.options import SINK, PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Sink, Writer
 from delivered.kits.queue.columns import TEXT, check_names, identified
 from delivered.kits.queue.sink import MessageSink, sends
+from delivered.kits.schemas.values import canonical
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee

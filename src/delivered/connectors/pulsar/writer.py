@@ -15,10 +15,11 @@ import pyarrow as pa
 
 from delivered.connectors.pulsar.admin import Admin
 from delivered.connectors.pulsar.client import explained, pulsar, registers, warm_client
-from delivered.connectors.pulsar.encode import BadValue, Encoder, Settled, settle
+from delivered.connectors.pulsar.encode import Encoder, Settled, settle
 from delivered.connectors.pulsar.options import SINK, PulsarSinkOptions
 from delivered.kits.queue.columns import ID, column
 from delivered.kits.queue.writer import SendingWriter
+from delivered.kits.schemas.values import BadValue
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable, UsageError
 from delivered.model.identity import Work
 from delivered.model.limits import REQUEST_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Pulsar's schemas (JSON ones are in Avro notation too): a record's Arrow type, and its decoding.
+"""Avro schemas (Pulsar's JSON ones are in Avro notation too): a value's Arrow type, and its decoding.
 
 Types are mapped as by Spark's `from_avro`, without recursive types and unions of several types.
 """
@@ -81,14 +81,31 @@ def shape_of(kind: str, text: str) -> Shape:
     Raises:
         Unmappable: not a record schema, or a field has no column type.
     """
+    return any_shape_of(kind, text, record=True)
+
+
+@lru_cache(maxsize=256)
+def any_shape_of(kind: str, text: str, references: tuple[str, ...] = (), *, record: bool = False) -> Shape:
+    """As `shape_of`.
+
+    Args:
+        record: it must be one.
+        references: schemas whose names it uses, each after those that it uses itself.
+    """
     schema = fastavro().schema
+    named: dict[str, Any] = {}
     try:
-        node = schema.expand_schema(json.loads(text))
+        for each in references:
+            schema.parse_schema(json.loads(each), named)
+        node = schema.parse_schema(json.loads(text), named, expand=True, _write_hint=False, _force=True)
     except (ValueError, KeyError, TypeError, schema.SchemaParseException, schema.UnknownType) as error:
         raise Unmappable(f"it is not an Avro schema: {error!r:.200}") from None
-    if not isinstance(node, dict) or node.get("type") != "record":
+    if record and (not isinstance(node, dict) or node.get("type") != "record"):
         raise Unmappable("it is not a record")
-    found = _shape(kind, node, "", count())
+    try:
+        found = _shape(kind, node, "", count())
+    except Unmappable as error:
+        raise Unmappable(str(error).replace("field ''", "it")) from None
     return replace(found, avro=schema.parse_schema(found.avro))
 
 
@@ -99,7 +116,7 @@ def fastavro() -> Any:
         import fastavro
         import fastavro.schema
     except ImportError:
-        raise MissingExtra("pulsar") from None
+        raise MissingExtra("schemas") from None
     return fastavro
 
 

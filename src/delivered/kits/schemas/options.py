@@ -1,0 +1,236 @@
+"""Options of sources and sinks whose keys and values have registered schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from delivered.kits.options import password_in_url
+from delivered.model.errors import UsageError
+from delivered.model.options import Option, Options, OptionType, Unfit, choice, resolve_secret, several, whole
+
+PREFIX = "schema.registry."
+URL = f"{PREFIX}url"
+COLUMNS = ("key", "value")
+
+
+class Format(StrEnum):
+    BYTES = "bytes"
+    AVRO = "avro"
+    PROTOBUF = "protobuf"
+    JSON_SCHEMA = "json_schema"
+
+
+class Strategy(StrEnum):
+    """How the registry's clients name a subject."""
+
+    TOPIC = "topic"
+    RECORD = "record"
+    TOPIC_RECORD = "topic_record"
+
+
+@dataclass(frozen=True)
+class Side:
+    """What the options say of one column.
+
+    Attributes:
+        column: "key" or "value".
+        record: full name of the record or message type; None: a schema's first one.
+        subject: instead of the strategy's.
+        version: None: the subject's newest.
+        declared: text of a schema, or file:PATH.
+    """
+
+    column: str
+    format: Format = Format.BYTES
+    strategy: Strategy = Strategy.TOPIC
+    record: str | None = None
+    subject: str | None = None
+    version: int | None = None
+    declared: str | None = None
+
+    def subject_of(self, owner: str, topic: str | None) -> str:
+        """
+        Args:
+            topic: the only one; None: there are several, or rows name theirs.
+
+        Raises:
+            UsageError: the strategy needs what is not known.
+        """
+        if self.subject is not None:
+            return self.subject
+        needs_record = self.strategy is not Strategy.TOPIC
+        if needs_record and self.record is None:
+            raise UsageError(
+                "SCHEMA_SUBJECT",
+                f"{owner}: {self.column}.subject.name.strategy is {self.strategy}, which names the subject by the "
+                "record's full name.",
+                next_step=f'add .option("{self.column}.record.name", "shop.Order")',
+            )
+        if self.strategy is Strategy.RECORD:
+            return str(self.record)
+        if topic is None:
+            raise UsageError(
+                "SCHEMA_SUBJECT",
+                f"{owner}: the strategy {self.strategy} names the {self.column}'s subject by the topic, and there is "
+                "not exactly one topic.",
+                next_step=f'name the subject: .option("{self.column}.subject", "orders-{self.column}")',
+            )
+        return f"{topic}-{self.record}" if needs_record else f"{topic}-{self.column}"
+
+    def declared_text(self) -> str | None:
+        """Raises UsageError: the file cannot be read here."""
+        return None if self.declared is None else resolve_secret(f"{self.column}.schema", self.declared)
+
+
+def _url(text: str) -> str:
+    for each in text.split(","):
+        parts = urlsplit(each.strip())
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise Unfit(f"is {each.rpartition('@')[2]!r}; it must be like http://localhost:8081")
+        if parts.password is not None:
+            raise password_in_url("env:REGISTRY_USER_INFO")
+    return text
+
+
+_URL = OptionType(_url)
+
+
+def _declared(text: str) -> str:
+    if text.startswith("file:") and not Path(text.removeprefix("file:")).is_absolute():
+        raise Unfit(f"is {text!r}; the path must be absolute", "write file:/data/order.avsc")
+    return text
+
+
+def version_option(column: str) -> str:
+    return f"{column}.schema.version"
+
+
+def _options(column: str) -> tuple[Option, ...]:
+    return (
+        Option(
+            f"{column}.format",
+            f"Of the {column}: bytes; or avro, protobuf or json_schema, in the wire format of Confluent's schema "
+            "registry. The column then has the schema's type.",
+            "bytes",
+            type=choice(Format),
+            example="avro",
+        ),
+        Option(
+            f"{column}.subject.name.strategy",
+            f"Name of the {column}'s subject: topic (<topic>-{column}), record (the record's full name), or "
+            "topic_record (<topic>-<record>).",
+            "topic",
+            type=choice(Strategy),
+            example="topic",
+        ),
+        Option(
+            f"{column}.record.name",
+            f"Full name of the {column}'s record or message type. Default for Protobuf: the schema's first message.",
+            example="shop.Order",
+        ),
+        Option(f"{column}.subject", f"Subject of the {column}, instead of the strategy's.", example=f"orders-{column}"),
+        Option(
+            version_option(column),
+            f"Version of the {column}'s subject that is read or written. Default: the newest when the query starts.",
+            type=whole(1),
+            example="2",
+        ),
+        Option(
+            f"{column}.schema",
+            f"Schema of the {column}, as text or file:PATH, instead of a version. A sink registers it at the start if "
+            "the subject lacks it; one that the registry refuses stops the start.",
+            type=OptionType(_declared),
+            example="file:/data/order.avsc",
+        ),
+    )
+
+
+def _side(column: str, owner: str, values: Mapping[str, str]) -> Side:
+    given = {
+        o.name.removeprefix(f"{column}."): o.parse(owner, values[o.name]) for o in _options(column) if o.name in values
+    }
+    side = Side(
+        column,
+        given.get("format", Format.BYTES),
+        given.get("subject.name.strategy", Strategy.TOPIC),
+        given.get("record.name"),
+        given.get("subject"),
+        given.get("schema.version"),
+        given.get("schema"),
+    )
+    if side.format is Format.BYTES and len(given) > ("format" in given):
+        other = next(n for n in given if n != "format")
+        raise UsageError(
+            "OPTION_CONFLICT",
+            f"{owner}: option '{column}.{other}' is for a {column} with a schema, and {column}.format is bytes.",
+            next_step=f'add .option("{column}.format", "avro"), or remove {column}.{other}',
+        )
+    if side.version is not None and side.declared is not None:
+        raise UsageError(
+            "OPTION_CONFLICT",
+            f"{owner}: both {column}.schema and {column}.schema.version say which schema it is.",
+            next_step="keep one of them",
+        )
+    return side
+
+
+def _settings(owner: str, values: Mapping[str, str]) -> dict[str, str]:
+    if URL in values:
+        _URL.parse(owner, URL, values[URL])
+    return {k.removeprefix(PREFIX): v for k, v in values.items() if k.startswith(PREFIX)}
+
+
+def _field(column: str) -> Any:
+    return several(partial(_side, column), *_options(column), default=Side(column))
+
+
+class FormatOptions(Options):
+    """
+    Attributes:
+        registry: settings of confluent-kafka's registry client; secrets are not resolved yet.
+    """
+
+    key: Side = _field("key")
+    value: Side = _field("value")
+    registry: Mapping[str, str] = several(
+        _settings,
+        Option(URL, "URL of the schema registry.", type=_URL, example="http://localhost:8081"),
+        Option(
+            f"{PREFIX}basic.auth.user.info",
+            "user:password for the registry.",
+            secret=True,
+            example="env:REGISTRY_USER_INFO",
+        ),
+        passthrough=(PREFIX,),
+        secret=True,
+    )
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """Columns with a schema."""
+        return tuple(s for s in (self.key, self.value) if s.format is not Format.BYTES)
+
+    @property
+    def url(self) -> str:
+        return self.registry["url"]
+
+    def check(self, owner: str) -> None:
+        if self.sides and "url" not in self.registry:
+            raise UsageError(
+                "OPTION_MISSING",
+                f"{owner} needs the option {URL!r}: {self.sides[0].column}.format is {self.sides[0].format}.",
+                next_step=f'add .option("{URL}", "http://localhost:8081")',
+            )
+        if self.registry and not self.sides:
+            raise UsageError(
+                "OPTION_CONFLICT",
+                f"{owner}: option '{PREFIX}{next(iter(self.registry))}' is for keys and values with a schema, and both "
+                "are bytes.",
+                next_step='add .option("value.format", "avro")',
+            )

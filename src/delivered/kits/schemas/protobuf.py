@@ -1,0 +1,265 @@
+"""Protobuf schemas, compiled by protoc: a message's Arrow type, and its decoding by field number."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from delivered.kits.schemas.avro import Unmappable, Unreadable
+from delivered.kits.schemas.registry import Registered
+from delivered.model.errors import MissingExtra
+
+_MAIN = "delivered_schema.proto"
+_DEPTH_MAX = 32
+_TIMESTAMP = "google.protobuf.Timestamp"
+_WRAPPERS = tuple(
+    f"google.protobuf.{n}Value"
+    for n in ("Double", "Float", "Int64", "UInt64", "Int32", "UInt32", "Bool", "String", "Bytes")
+)
+_SECOND, _NANOS = 1_000_000, 1_000
+
+
+@dataclass(frozen=True)
+class _Node:
+    """One type.
+
+    Attributes:
+        read: a value of the message class -> of `kind`; write: the inverse.
+    """
+
+    kind: pa.DataType
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class ProtobufSchema:
+    """See `delivered.kits.schemas.schema.Schema`."""
+
+    def __init__(self, registered: Registered, record: str | None) -> None:
+        try:
+            from google.protobuf import message_factory
+        except ImportError:
+            raise MissingExtra("schemas") from None
+        self._file = _compiled(registered)
+        self._message = self._chosen(record)
+        self._class = message_factory.GetMessageClass(self._message)
+        self._indexes = _indexes_text(_path_to(self._message))
+        node = _message(self._message, "", 0)
+        self._node = node
+        self.arrow = self.filled = node.kind
+        self.required = tuple(f.name for f in self._message.fields if not f.has_presence)
+
+    def read(self, data: bytes, written: Any) -> Any:
+        """Protobuf needs no schema but the reader's; the writer's says which message it is."""
+        if not isinstance(written, ProtobufSchema):
+            raise Unreadable("it was not written with a Protobuf schema")
+        indexes, payload = _split(data)
+        name = written._named(indexes)
+        if name != self._message.full_name:
+            raise Unreadable(f"it is a {name}; {self._message.full_name} is read")
+        from google.protobuf.message import DecodeError
+
+        try:
+            return self._node.read(self._class.FromString(payload))
+        except (DecodeError, ValueError) as error:
+            raise Unreadable(str(error)[:200]) from None
+
+    def write(self, value: Any) -> bytes:
+        made = self._node.write(value)
+        return self._indexes + made.SerializeToString(deterministic=True)  # type: ignore[no-any-return]
+
+    def _chosen(self, record: str | None) -> Any:
+        names = [m.full_name for m in self._file.message_types_by_name.values()]
+        if not names:
+            raise Unmappable("it has no message")
+        if record is None:
+            return next(iter(self._file.message_types_by_name.values()))
+        try:
+            found = self._file.pool.FindMessageTypeByName(record)
+        except KeyError:
+            found = None
+        if found is None or found.file.name != self._file.name:
+            raise Unmappable(f"it has no message {record!r}; it has {', '.join(names)}")
+        return found
+
+    def _named(self, indexes: Sequence[int]) -> str:
+        """Full name of the message at these indexes."""
+        found: Any = None
+        for index in indexes:
+            of = list(self._file.message_types_by_name.values()) if found is None else found.nested_types
+            if not 0 <= index < len(of):
+                raise Unreadable(f"it names the message {list(indexes)}, which its schema does not have")
+            found = of[index]
+        return str(found.full_name)
+
+
+def _compiled(registered: Registered) -> Any:
+    """The file's descriptor, in a pool of its own."""
+    try:
+        import grpc_tools
+        from google.protobuf import descriptor_pb2, descriptor_pool
+        from grpc_tools import (
+            _protoc_compiler,  # noqa: F401 - part of the wheel
+            protoc,
+        )
+    except ImportError:
+        raise MissingExtra("schemas") from None
+    with tempfile.TemporaryDirectory(prefix="delivered-proto-") as folder:
+        work = Path(folder)
+        for name, text in (*registered.references, (_MAIN, registered.text)):
+            path = (work / name).resolve()
+            if not path.is_relative_to(work.resolve()):
+                raise Unmappable(f"it imports {name!r}, which is not a relative path")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        own = Path(str(grpc_tools.__file__)).parent / "_proto"
+        made = work / "made"
+        arguments = ["protoc", f"-I{work}", f"-I{own}", "--include_imports", f"--descriptor_set_out={made}", _MAIN]
+        if protoc.main(arguments) != 0:
+            raise Unmappable(f"protoc refuses it; it begins with {registered.text[:80]!r}")
+        files = descriptor_pb2.FileDescriptorSet.FromString(made.read_bytes())
+    pool = descriptor_pool.DescriptorPool()
+    for each in files.file:
+        pool.AddSerializedFile(each.SerializeToString())
+    return pool.FindFileByName(_MAIN)
+
+
+def _message(of: Any, path: str, depth: int) -> _Node:
+    if depth > _DEPTH_MAX:
+        raise Unmappable(f"field {path[1:]!r} is recursive, or nested more than {_DEPTH_MAX} deep")
+    from google.protobuf import message_factory
+
+    made = message_factory.GetMessageClass(of)
+    if of.full_name == _TIMESTAMP:
+        return _Node(
+            pa.timestamp("us", "UTC"),
+            lambda v: v.seconds * _SECOND + v.nanos // _NANOS,
+            lambda us: made(seconds=us // _SECOND, nanos=us % _SECOND * _NANOS),
+        )
+    if of.full_name in _WRAPPERS:
+        inner = _scalar(of.fields_by_name["value"], path)
+        return _Node(inner.kind, lambda v: inner.read(v.value), lambda v: made(value=inner.write(v)))
+    fields = [(f, _field(f, f"{path}.{f.name}", depth + 1)) for f in of.fields]
+
+    def read(value: Any) -> dict[str, Any]:
+        return {
+            f.name: None if f.has_presence and not value.HasField(f.name) else node.read(getattr(value, f.name))
+            for f, node in fields
+        }
+
+    def write(row: Any) -> Any:
+        found = {}
+        for f, node in fields:
+            one = row.get(f.name)
+            if one is not None:
+                found[f.name] = node.write(one)
+            elif not f.has_presence:
+                raise ValueError(f"field {path[1:] + '.' if path else ''}{f.name} is null, and has no presence")
+        return made(**found)
+
+    return _Node(pa.struct([pa.field(f.name, node.kind) for f, node in fields]), read, write)
+
+
+def _field(field: Any, path: str, depth: int) -> _Node:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        keys, values = (field.message_type.fields_by_name[n] for n in ("key", "value"))
+        if keys.cpp_type != keys.CPPTYPE_STRING:
+            raise Unmappable(f"field {path[1:]!r} is a map whose keys are not text")
+        inner = _single(values, f"{path}{{}}", depth)
+        return _Node(
+            pa.map_(pa.string(), inner.kind),
+            lambda v: [(k, inner.read(v[k])) for k in sorted(v)],
+            lambda v: {k: inner.write(x) for k, x in v.items()},
+        )
+    inner = _single(field, path, depth)
+    if not field.is_repeated:
+        return inner
+    return _Node(pa.list_(inner.kind), lambda v: [inner.read(x) for x in v], lambda v: [inner.write(x) for x in v])
+
+
+def _single(field: Any, path: str, depth: int) -> _Node:
+    return _message(field.message_type, path, depth) if field.message_type is not None else _scalar(field, path)
+
+
+def _scalar(field: Any, path: str) -> _Node:
+    if field.enum_type is not None:
+        names = {v.number: v.name for v in field.enum_type.values}
+        numbers = {v.name: v.number for v in field.enum_type.values}
+        return _Node(
+            pa.string(),
+            lambda v: names.get(v, str(v)),  # an open enum: a later version's value
+            lambda v: numbers[v] if v in numbers else int(v),
+        )
+    kinds = {
+        field.CPPTYPE_INT32: pa.int32(),
+        field.CPPTYPE_INT64: pa.int64(),
+        field.CPPTYPE_UINT32: pa.int64(),
+        field.CPPTYPE_UINT64: pa.decimal128(20, 0),  # Spark has no unsigned numbers
+        field.CPPTYPE_FLOAT: pa.float32(),
+        field.CPPTYPE_DOUBLE: pa.float64(),
+        field.CPPTYPE_BOOL: pa.bool_(),
+        field.CPPTYPE_STRING: pa.binary() if field.type == field.TYPE_BYTES else pa.string(),
+    }
+    kind = kinds.get(field.cpp_type)
+    if kind is None:
+        raise Unmappable(f"field {path[1:]!r} has a type without a column")
+    if pa.types.is_decimal(kind):
+        return _Node(kind, _same, int)
+    return _Node(kind, _same, _same)
+
+
+def _path_to(message: Any) -> list[int]:
+    """Indexes of a message in its file, from the outermost one."""
+    indexes: list[int] = []
+    while message.containing_type is not None:
+        indexes.insert(0, [m.full_name for m in message.containing_type.nested_types].index(message.full_name))
+        message = message.containing_type
+    top = [m.full_name for m in message.file.message_types_by_name.values()]
+    return [top.index(message.full_name), *indexes]
+
+
+def _indexes_text(indexes: Sequence[int]) -> bytes:
+    """As the registry's clients write them: one byte 0 for the first message."""
+    if list(indexes) == [0]:
+        return b"\0"
+    return b"".join(_varint(n) for n in (len(indexes), *indexes))
+
+
+def _varint(number: int) -> bytes:
+    """Zigzag."""
+    number, made = number << 1, bytearray()
+    while number > 0x7F:
+        made.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*made, number])
+
+
+def _split(data: bytes) -> tuple[list[int], bytes]:
+    """Message indexes and payload. Raises Unreadable."""
+    count, at = _number(data, 0)
+    if count == 0:
+        return [0], data[at:]
+    indexes = []
+    for _ in range(min(count, _DEPTH_MAX + 1)):
+        index, at = _number(data, at)
+        indexes.append(index)
+    return indexes, data[at:]
+
+
+def _number(data: bytes, at: int) -> tuple[int, int]:
+    number = shift = 0
+    for place in range(at, min(len(data), at + 5)):
+        number |= (data[place] & 0x7F) << shift
+        shift += 7
+        if not data[place] & 0x80:
+            return (number >> 1) ^ -(number & 1), place + 1
+    raise Unreadable("its message indexes are damaged")

@@ -1,0 +1,192 @@
+"""The schema registry, by confluent-kafka's client. One client per process and registry; schemas by id are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, TypeVar
+
+from delivered.kits.schemas.options import PREFIX, Format
+from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
+from delivered.model.limits import CONNECT_TIMEOUT_S
+from delivered.model.options import resolve_secrets
+from delivered.model.patience import patience_s, wait_out
+
+_KINDS = {"AVRO": Format.AVRO, "PROTOBUF": Format.PROTOBUF, "JSON": Format.JSON_SCHEMA}
+_NAMES = {v: k for k, v in _KINDS.items()}
+_REFERENCES_MAX = 100
+_NOT_FOUND, _CONFLICT, _INVALID = 404, 409, 422
+_BUSY = (408, 429, 500, 502, 503, 504)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A schema of a subject.
+
+    Attributes:
+        id: names it in a record; 0: declared for reading, not registered.
+        subject, version: 0: only its id is known.
+        references: (name, text) of the schemas that it imports, each after those that it imports itself.
+    """
+
+    id: int
+    kind: Format
+    text: str
+    subject: str = ""
+    version: int = 0
+    references: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        if not self.id:
+            return "the declared schema"
+        return f"version {self.version} of {self.subject} (id {self.id})" if self.version else f"schema {self.id}"
+
+
+class Incompatible(Exception):
+    """The registry refuses a schema; the text is its answer."""
+
+
+class Registry:
+    """See `connected`. Its methods raise Unreachable if the registry is away, UsageError if it refuses the login."""
+
+    def __init__(self, settings: tuple[tuple[str, str], ...]) -> None:
+        try:
+            from confluent_kafka import schema_registry
+        except ImportError:
+            raise MissingExtra("schemas") from None
+        self._module = schema_registry
+        self.url = dict(settings)["url"]
+        known = {"timeout": str(CONNECT_TIMEOUT_S), "max.retries": "0", **resolve_secrets(PREFIX, dict(settings))}
+        numbers = {k: float(v) for k, v in known.items() if k in _NUMBERS}
+        try:
+            self._client: Any = schema_registry.SchemaRegistryClient({**known, **numbers})
+        except (ValueError, TypeError, OSError) as error:
+            raise UsageError(
+                "SCHEMA_REGISTRY_OPTIONS",
+                f"The client of the schema registry {self.url} refuses its options: {str(error)[:200]}",
+                next_step=f"correct the options that begin with {PREFIX} (docs/schemas.md)",
+            ) from None
+        self._by_id: dict[int, Registered | None] = {}
+
+    def find(self, subject: str, version: int | None) -> Registered | None:
+        """A version of a subject; None: the newest. Returns None if there is none."""
+        self._client.clear_latest_caches()
+        newest, named = self._client.get_latest_version, self._client.get_version
+        found: Any = self._found(partial(newest, subject) if version is None else partial(named, subject, version))
+        return None if found is None else self._registered(found.schema, found.schema_id, subject, found.version)
+
+    def by_id(self, number: int) -> Registered | None:
+        """A schema that a record names. Kept, as ids never change; an unknown one may become known."""
+        if self._by_id.get(number) is None:
+            found = self._found(lambda: self._client.get_schema(number))
+            self._by_id[number] = None if found is None else self._registered(found, number)
+        return self._by_id[number]
+
+    def accepts(self, subject: str, kind: Format, text: str) -> bool:
+        """Whether the subject's compatibility rule allows the schema. A new subject takes any."""
+        found = self._found(lambda: self._client.test_compatibility(subject, self._schema(kind, text)))
+        return found is None or bool(found)
+
+    def register(self, subject: str, kind: Format, text: str) -> Registered:
+        """The schema, which the subject has afterwards. Idempotent.
+
+        Raises:
+            Incompatible
+        """
+        schema = self._schema(kind, text)
+        number: int = self._ask(lambda: self._client.register_schema(subject, schema))
+        found: Any = self._ask(lambda: self._client.lookup_schema(subject, schema))
+        return self._registered(schema, number, subject, found.version)
+
+    def _schema(self, kind: Format, text: str) -> Any:
+        return self._module.Schema(text, _NAMES[kind])
+
+    def _registered(self, schema: Any, number: int, subject: str = "", version: int = 0) -> Registered:
+        kind = _KINDS.get(schema.schema_type or "AVRO")
+        if kind is None:
+            raise UsageError("SCHEMA_KIND", f"Schema {number} of {self.url} is {schema.schema_type}, which is unknown.")
+        return Registered(number, kind, schema.schema_str, subject, version, tuple(self._references(schema).items()))
+
+    def _references(self, schema: Any) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for one in schema.references or ():
+            imported = self._ask(partial(self._client.get_version, one.subject, one.version)).schema
+            found |= {**self._references(imported), one.name: imported.schema_str}
+            if len(found) > _REFERENCES_MAX:
+                raise UsageError("SCHEMA_REFERENCES", f"A schema imports more than {_REFERENCES_MAX} others.")
+        return found
+
+    def _found(self, ask: Callable[[], T]) -> T | None:
+        try:
+            return self._ask(ask)
+        except _Missing:
+            return None
+
+    def _ask(self, ask: Callable[[], T]) -> T:
+        try:
+            return wait_out(f"schema registry {self.url}", ask, self._is_away, patience_s(answered=False))
+        except self._module.SchemaRegistryError as error:
+            raise self._answer(error) from None
+        except DeliveredError:
+            raise
+        except Exception as error:
+            if not self._is_away(error):
+                raise
+            raise Unreachable(
+                "REGISTRY_UNREACHABLE",
+                f"The schema registry {self.url} does not answer: {str(error)[:200] or type(error).__name__}.",
+                next_step="check that it runs and is reachable from here",
+            ) from None
+
+    def _answer(self, error: Any) -> Exception:
+        status, text = error.http_status_code, str(error.error_message)[:500]
+        if status == _NOT_FOUND:
+            return _Missing(text)
+        if status in (_CONFLICT, _INVALID):
+            return Incompatible(text)
+        if status in (401, 403):
+            return Unreachable(
+                "SCHEMA_REGISTRY_LOGIN",
+                f"The schema registry {self.url} refuses the login (HTTP {status}): {text}",
+                next_step=f"check {PREFIX}basic.auth.user.info",
+            )
+        return Unreachable("REGISTRY_UNREACHABLE", f"The schema registry {self.url} answers HTTP {status}: {text}")
+
+    def _is_away(self, error: BaseException) -> bool:
+        if isinstance(error, self._module.SchemaRegistryError):
+            return error.http_status_code in _BUSY
+        return any("TransportError" in c.__name__ for c in type(error).__mro__)  # of httpx or its successor
+
+
+class _Missing(Exception):
+    """HTTP 404."""
+
+
+_NUMBERS = (
+    "timeout",
+    "max.retries",
+    "retries.wait.ms",
+    "retries.max.wait.ms",
+    "cache.capacity",
+    "cache.latest.ttl.sec",
+)
+
+
+def connected(settings: Mapping[str, str]) -> Registry:
+    """The registry of these settings.
+
+    Args:
+        settings: of the client; secrets are resolved here.
+
+    Raises:
+        MissingExtra, UsageError: the client refuses the settings.
+    """
+    return _connected(tuple(sorted(settings.items())))
+
+
+@lru_cache(maxsize=16)
+def _connected(settings: tuple[tuple[str, str], ...]) -> Registry:
+    return Registry(settings)

@@ -1,0 +1,291 @@
+"""A sink whose keys or values have a schema: rows are encoded before they are staged.
+
+Fingerprints and audits see the values as canonical text, which no schema version changes. The bytes name a schema, so a
+batch keeps the ids that it was decided with: see `WritesBySchema`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from delivered.contract.finding import Finding
+from delivered.contract.powers import (
+    Address,
+    ChecksGuarantee,
+    ValidatesRows,
+    add_columns,
+    address_of,
+    planned,
+    ready_target,
+)
+from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
+from delivered.contract.source import Offsets, Slice
+from delivered.kits.schemas.codec import Decoder, Encoder
+from delivered.kits.schemas.options import FormatOptions, Side
+from delivered.kits.schemas.registry import Incompatible, Registered, connected
+from delivered.kits.schemas.schema import schema_of, unfit
+from delivered.kits.schemas.source import connected_later, find, mapped
+from delivered.kits.schemas.values import canonical
+from delivered.model.capability import SinkCapability
+from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken, UsageError
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.model.prepared import Promise
+
+if TYPE_CHECKING:
+    from delivered.ledger.store import Store
+
+
+@dataclass(frozen=True)
+class FormattedSink:
+    """See `delivered.contract.sink.Sink`; what it does not encode is the inner sink's.
+
+    Attributes:
+        schemas: of the columns of `options.sides`, in their order; empty: not settled yet.
+    """
+
+    owner: str
+    sink: Sink
+    options: FormatOptions
+    schemas: tuple[Registered, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.sink.name
+
+    def capability(self) -> SinkCapability:
+        inner = self.sink.capability()
+        written = "; ".join(self._described(s) for s in self.options.sides)
+        return replace(inner, records="; ".join([*([inner.records] if inner.records else []), written]))
+
+    def _described(self, side: Side) -> str:
+        if side.declared is not None:
+            by = f"the declared schema, registered under {self._subject(side)}"
+        elif side.version is not None:
+            by = f"version {side.version} of {self._subject(side)}"
+        else:
+            by = f"the newest version of {self._subject(side)} at the start"
+        return f"{side.column} as {side.format} by {by}"
+
+    def _subject(self, side: Side) -> str:
+        names = getattr(address_of(self.sink.scan()), "names", None)
+        return side.subject_of(self.owner, next(iter(names)) if names is not None and len(names) == 1 else None)
+
+    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
+        found = list(self.sink.preflight(guarantee))
+        try:
+            for side in self.options.sides:
+                mapped(self.owner, side, self._now(side, register=False))
+        except DeliveredError as error:
+            found.append(Finding.refusal(error))
+        return found
+
+    def check_guarantee(self, guarantee: Guarantee) -> None:
+        if isinstance(self.sink, ChecksGuarantee):
+            self.sink.check_guarantee(guarantee)
+
+    def check_schema(self, schema: pa.Schema) -> None:
+        for side in self.options.sides:
+            if side.column in schema.names and pa.types.is_binary(kind := schema.field(side.column).type):
+                raise UsageError(
+                    "COLUMN_TYPE",
+                    f"{self.owner}: column {side.column!r} is {kind}; with {side.column}.format {side.format} it must "
+                    "have the schema's type.",
+                    next_step=f"select its fields as a struct, for example struct(id, amount) AS {side.column}",
+                )
+        self.sink.check_schema(self._encoded_schema(schema))
+
+    def ready_target(self, schema: pa.Schema) -> None:
+        """See `delivered.contract.powers.NeedsTarget`."""
+        ready_target(self.sink, self._encoded_schema(schema))
+
+    def add_columns(self, schema: pa.Schema) -> None:
+        """See `delivered.contract.powers.AddsColumns`."""
+        add_columns(self.sink, self._encoded_schema(schema))
+
+    def check_rows(self, schema: pa.Schema) -> None:
+        """Raise UsageError if rows of this schema cannot be written with the schema that the registry has now, or may
+        not be registered. Registers nothing."""
+        for side in self.options.sides:
+            self._fits(side, schema, self._now(side, register=False))
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return [s.column for s in self.options.sides]
+
+    def settled(self, schema: pa.Schema) -> FormattedSink:
+        """See `delivered.contract.powers.WritesBySchema`."""
+        self.check_rows(schema)
+        return replace(self, schemas=tuple(self._now(s, register=True) for s in self.options.sides))
+
+    def schema_ids(self) -> Mapping[str, int]:
+        return {s.column: r.id for s, r in zip(self.options.sides, self.schemas, strict=False)}
+
+    def by_ids(self, ids: Mapping[str, int]) -> FormattedSink:
+        found = [connected(self.options.registry).by_id(ids[s.column]) for s in self.options.sides]
+        if None in found:
+            raise UsageError(
+                "SCHEMA_MISSING",
+                f"{self.owner}: a batch was decided with the schemas {dict(ids)} of {self.options.url}, which no "
+                "longer has all of them. Nothing was written.",
+                next_step="restore them in the registry, then start again",
+            )
+        return replace(self, schemas=tuple(f for f in found if f is not None))
+
+    def _now(self, side: Side, *, register: bool) -> Registered:
+        """The schema to write with. Raises UsageError: there is none, or the registry refuses it."""
+        declared, subject = side.declared_text(), self._subject(side)
+        if declared is None:
+            return find(self.owner, self.options, side, subject)
+        registry = connected(self.options.registry)
+        try:
+            if register:
+                return registry.register(subject, side.format, declared)
+            if registry.accepts(subject, side.format, declared):
+                return Registered(0, side.format, declared)
+            why = "it is not compatible with the versions that are registered"
+        except Incompatible as error:
+            why = str(error)
+        raise UsageError(
+            "SCHEMA_REFUSED",
+            f"{self.owner}: the registry {self.options.url} refuses {side.column}.schema for the subject {subject!r}: "
+            f"{why}. Nothing was registered, and nothing was written.",
+            next_step="make the change compatible (a new field needs a default), or write to another subject",
+        )
+
+    def _fits(self, side: Side, schema: pa.Schema, registered: Registered) -> None:
+        if side.column not in schema.names:
+            return
+        mapped(self.owner, side, registered)
+        wrong = unfit(schema.field(side.column).type, schema_of(registered, side.record), side.column)
+        if wrong:
+            raise UsageError(
+                "SCHEMA_UNFIT",
+                f"{self.owner}: the rows do not fit {registered}: {'; '.join(wrong)}. Nothing was written.",
+                next_step=f"select its fields as a struct, for example struct(id, amount) AS {side.column}; cast or "
+                "rename them as the schema requires",
+            )
+
+    def _encoded_schema(self, schema: pa.Schema) -> pa.Schema:
+        return _with_bytes(schema, self.columns)
+
+    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """See `delivered.contract.powers.ValidatesRows`."""
+        encoded, reasons = self._encoded(batch)
+        inner = self.sink.invalid_rows(encoded) if isinstance(self.sink, ValidatesRows) else None
+        if not reasons:
+            return inner
+        own = pa.array([reasons.get(n) for n in range(batch.num_rows)], pa.string())
+        return own if inner is None else pc.coalesce(own, inner)
+
+    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """As the inner sink's, with canonical text in place of encoded values."""
+        for side in self.options.sides:
+            at = batch.schema.get_field_index(side.column)
+            if at >= 0 and not pa.types.is_binary(batch.column(at).type):
+                batch = batch.set_column(at, pa.field(side.column, pa.binary()), canonical(batch.column(at)))
+        return self.sink.records(batch)
+
+    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
+        return _EncodingWriter(self, self.sink.writer(work, guarantee, self._encoded_schema(schema)))
+
+    def encoded(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The rows as the inner sink writes them. Raises BadRecord."""
+        encoded, reasons = self._encoded(batch)
+        if reasons:
+            row, why = next(iter(reasons.items()))
+            shown = str({n: batch.column(n)[row].as_py() for n in batch.schema.names})[:300]
+            raise BadRecord(
+                "RECORD_UNENCODABLE",
+                f"{self.owner}: row {row} of a batch cannot be encoded, {why}. The row: {shown}. Nothing of its batch "
+                "counts.",
+                next_step="correct or filter such rows in the transform; or set on_bad_row: dead_letter with a "
+                "dead_letter sink (docs/schemas.md)",
+            )
+        return encoded
+
+    def _encoded(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[int, str]]:
+        if not self.schemas:
+            raise InvariantBroken("SCHEMAS_UNSETTLED", f"{self.owner}: a batch has no schema ids. Nothing was written.")
+        reasons: dict[int, str] = {}
+        for side, registered in zip(self.options.sides, self.schemas, strict=True):
+            at = batch.schema.get_field_index(side.column)
+            if at < 0:
+                continue
+            column, found = Encoder(registered, side.record, batch.column(at).type).column(batch.column(at))
+            for row, why in enumerate(found):
+                if why is not None:
+                    reasons.setdefault(row, f"its {side.column}: {why}")
+            batch = batch.set_column(at, pa.field(side.column, pa.binary()), column)
+        return batch, reasons
+
+    def scan(self) -> BoundedScan:
+        return FormattedScan(self.sink.scan(), self.options)
+
+    def store(self, scope: Scope) -> Store:
+        return self.sink.store(scope)
+
+    def committer(self, scope: Scope) -> Committer:
+        return self.sink.committer(scope)
+
+
+class _EncodingWriter:
+    """See `delivered.contract.sink.Writer`."""
+
+    def __init__(self, sink: FormattedSink, writer: Writer) -> None:
+        self._sink = sink
+        self._writer = writer
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        self._writer.stage(self._sink.encoded(batch))
+
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
+        return self._writer.prepare(fingerprint)
+
+    def abort(self) -> None:
+        self._writer.abort()
+
+
+@dataclass(frozen=True)
+class FormattedScan:
+    """See `delivered.contract.sink.BoundedScan`: the sink's records, each read by the schema it was written with."""
+
+    scan: BoundedScan
+    options: FormatOptions
+
+    def planned(self) -> FormattedScan:
+        """See `delivered.contract.powers.Planned`."""
+        return replace(self, scan=planned(self.scan))
+
+    def schema(self) -> pa.Schema:
+        return self.scan.schema()
+
+    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
+        return self.scan.slices(since)
+
+    def address(self) -> Address | None:
+        return address_of(self.scan)
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        ask = connected_later(self.options)
+        decoders = [(s.column, Decoder(None, s.record, ask)) for s in self.options.sides]
+        for batch in self.scan.read(piece):
+            made = batch
+            for name, decoder in decoders:
+                at = batch.schema.get_field_index(name)
+                made = made.set_column(at, batch.schema.field(at), decoder.column(batch.column(at))[0])
+            yield made
+
+
+def _with_bytes(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:
+    for name in columns:
+        at = schema.get_field_index(name)
+        if at >= 0:
+            schema = schema.set(at, pa.field(name, pa.binary()))
+    return schema
