@@ -107,7 +107,11 @@ class Registry:
     def _registered(self, schema: Any, number: int, subject: str = "", version: int = 0) -> Registered:
         kind = _KINDS.get(schema.schema_type or "AVRO")
         if kind is None:
-            raise UsageError("SCHEMA_KIND", f"Schema {number} of {self.url} is {schema.schema_type}, which is unknown.")
+            raise UsageError(
+                "SCHEMA_KIND",
+                f"Schema {number} of {self.url} is {schema.schema_type}, which is unknown.",
+                next_step="write the records with an Avro, Protobuf or JSON schema, or read them as bytes",
+            )
         return Registered(number, kind, schema.schema_str, subject, version, tuple(self._references(schema).items()))
 
     def _references(self, schema: Any) -> dict[str, str]:
@@ -116,7 +120,11 @@ class Registry:
             imported = self._ask(partial(self._client.get_version, one.subject, one.version)).schema
             found |= {**self._references(imported), one.name: imported.schema_str}
             if len(found) > _REFERENCES_MAX:
-                raise UsageError("SCHEMA_REFERENCES", f"A schema imports more than {_REFERENCES_MAX} others.")
+                raise UsageError(
+                    "SCHEMA_REFERENCES",
+                    f"A schema imports more than {_REFERENCES_MAX} others.",
+                    next_step="register one that imports fewer, or read the records as bytes",
+                )
         return found
 
     def _found(self, ask: Callable[[], T]) -> T | None:
@@ -153,7 +161,11 @@ class Registry:
                 f"The schema registry {self.url} refuses the login (HTTP {status}): {text}",
                 next_step=f"check {PREFIX}basic.auth.user.info",
             )
-        return Unreachable("REGISTRY_UNREACHABLE", f"The schema registry {self.url} answers HTTP {status}: {text}")
+        return Unreachable(
+            "REGISTRY_UNREACHABLE",
+            f"The schema registry {self.url} answers HTTP {status}: {text}",
+            next_step="look at the registry's log",
+        )
 
     def _is_away(self, error: BaseException) -> bool:
         if isinstance(error, self._module.SchemaRegistryError):

@@ -124,7 +124,11 @@ class FormattedSource:
     def adopter(self) -> Adopter:
         if isinstance(self.source, Adopts):
             return self.source.adopter()
-        raise Refused("ADOPT_SOURCE", f"{self.owner} cannot start where another reader stopped.")
+        raise Refused(
+            "ADOPT_SOURCE",
+            f"{self.owner} cannot start where another reader stopped.",
+            next_step="set startingOffsets to where it stopped",
+        )
 
     def wal_held_back(self) -> int | None:
         return self.source.wal_held_back() if isinstance(self.source, HoldsBackWal) else None
