@@ -7,21 +7,28 @@ import json
 import re
 import sqlite3
 import struct
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fastavro
 import pytest
+import yaml
 from tests.kafka_tools import produce, read_committed
+from tests.support.halted import killed
 
 import delivered
+from delivered.contract.powers import HoldsTransactions
+from delivered.model.identity import Scope
+from delivered.model.outcome import Ok
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from tests.support.servers import Kafka, Registry
 
 ROOT = Path(__file__).parents[2]
+APP = Path(__file__).parent / "apps" / "run_file.py"
 ORDER = {
     "type": "record",
     "name": "Order",
@@ -54,58 +61,6 @@ def run(pipeline: delivered.Pipeline, spark: SparkSession) -> None:
         raise query.exception()
 
 
-def test_avro_in_and_out_with_dead_letters(
-    kafka: Kafka, registry: Registry, spark: SparkSession, tmp_path: Path
-) -> None:
-    source, sink, letters = kafka.topic(2), kafka.topic(2), kafka.topic(1)
-    first = registry.register(f"{source}-value", ORDER)
-    written = registry.register(f"{sink}-value", TOTAL)
-    evolved = {**ORDER, "fields": [*ORDER["fields"], {"name": "vip", "type": "boolean", "default": False}]}
-    second = registry.register(f"{source}-value", evolved)
-    good = [framed(first, ORDER, {"id": n, "city": "Ulm"}) for n in range(20)]
-    good += [framed(second, evolved, {"id": n, "city": "Ulm", "vip": True}) for n in range(20, 30)]
-    bad = [b"{}", struct.pack(">bI", 0, 999_999) + b"x", framed(first, ORDER, {"id": 1, "city": "x"})[:-1]]
-    produce(kafka.bootstrap, source, ((str(n).encode(), v) for n, v in enumerate(good)))
-    produce(kafka.bootstrap, source, ((b"bad", v) for v in bad))
-    url = {"schema.registry.url": registry.url}
-
-    def pipeline(**more: Any) -> delivered.Pipeline:
-        return delivered.Pipeline(
-            name="schemas",
-            guarantee="exactly_once",
-            checkpoint=tmp_path / "checkpoint",
-            source=delivered.kafka(
-                kafka.bootstrap, subscribe=source, startingOffsets="earliest", **{"value.format": "avro", **url}
-            ),
-            transform=SQL,
-            sinks=[delivered.kafka(kafka.bootstrap, topic=sink, **{"value.format": "avro", **url})],
-            trigger="available_now",
-            **more,
-        )
-
-    plan = str(pipeline().plan(spark))
-    assert f"value from avro by the newest version of {source}-value" in plan
-    assert f"value as avro by the newest version of {sink}-value at the start" in plan
-    with pytest.raises(Exception, match=rf"DELIVERED_RECORD_UNDECODABLE.*topic {source}, partition \d, offset \d+"):
-        run(pipeline(), spark)
-    assert read_committed(kafka.bootstrap, sink) == []
-
-    whole = pipeline(
-        on_bad_row="dead_letter", dead_letter=delivered.kafka(kafka.bootstrap, topic=letters, name="letters")
-    )
-    run(whole, spark)
-    found = [unframed(m.value() or b"", TOTAL) for m in read_committed(kafka.bootstrap, sink)]
-    assert sorted(v["id"] for _, v in found) == list(range(30))
-    assert {(n, v["cents"] // max(v["id"], 1)) for n, v in found if v["id"]} == {(written, 100)}
-    told = [json.loads(m.value() or b"") for m in read_committed(kafka.bootstrap, letters)]
-    assert sorted(t["sink"] for t in told) == ["(source)"] * 3
-    at = {(m.partition(), m.offset()): m.value() for m in read_committed(kafka.bootstrap, source)}
-    assert {at[t["partition"], t["offset"]] for t in told} == set(bad)
-    report = whole.audit(spark)
-    assert report.verdict == "held", report
-    assert report.counts.sent == 30
-
-
 def test_the_page_begins_with_an_example_that_runs(
     kafka: Kafka, registry: Registry, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,3 +76,73 @@ def test_the_page_begins_with_an_example_that_runs(
     assert said == ["held"], names["pipeline"].audit(spark).unknowns
     with closing(sqlite3.connect(here["orders.db"])) as database:
         assert sorted(database.execute("SELECT id, city FROM orders")) == [(n, f"city {n}") for n in (1, 2, 3)]
+
+
+def test_a_decided_batch_written_again_has_the_same_bytes_and_letters(
+    kafka: Kafka, registry: Registry, spark: SparkSession, tmp_path: Path
+) -> None:
+    """Without dead letters, a record that cannot be decoded stops it. With them, it is killed after the decision; then
+    its transactions expire, and the registry gets a new version."""
+    source, sink, letters = kafka.topic(2), kafka.topic(2), kafka.topic(1)
+    written = registry.register(f"{sink}-value", TOTAL)
+    first = registry.register(f"{source}-value", ORDER)
+    vip = {**ORDER, "fields": [*ORDER["fields"], {"name": "vip", "type": "boolean", "default": False}]}
+    second = registry.register(f"{source}-value", vip)
+    good = [framed(first, ORDER, {"id": n, "city": "Ulm"}) for n in range(30)]
+    good += [framed(second, vip, {"id": n, "city": "Ulm", "vip": True}) for n in range(30, 40)]
+    bad = [b"{}", struct.pack(">bI", 0, 999_999) + b"x", framed(first, ORDER, {"id": 1, "city": "x"})[:-1]]
+    produce(kafka.bootstrap, source, ((str(n).encode(), v) for n, v in enumerate([*good, *bad])))
+    at = {"format": "kafka", "kafka.bootstrap.servers": kafka.bootstrap}
+    avro = {"value.format": "avro", "schema.registry.url": registry.url}
+    pipeline = {
+        "pipeline": "again",
+        "guarantee": "exactly_once",
+        "checkpoint": str(tmp_path / "checkpoint"),
+        "source": {**at, **avro, "subscribe": source, "startingOffsets": "earliest"},
+        "transform": {"sql": SQL},
+        "sinks": [{**at, **avro, "topic": sink, "name": "totals"}],
+        "trigger": "available_now",
+        "master": "local[2]",
+    }
+    file = tmp_path / "pipeline.yaml"
+    own = {"pipeline": "strict", "checkpoint": str(tmp_path / "strict")}
+    file.write_text(yaml.safe_dump({**pipeline, **own}))
+    strict = delivered.Pipeline.from_file(file)
+    plan = str(strict.plan(spark))
+    assert f"value from avro by the newest version of {source}-value" in plan
+    assert f"value as avro by the newest version of {sink}-value at the start" in plan
+    with pytest.raises(Exception, match=rf"DELIVERED_RECORD_UNDECODABLE.*topic {source}, partition \d, offset \d+"):
+        run(strict, spark)
+
+    more = {"on_bad_row": "dead_letter", "dead_letter": {**at, "topic": letters, "name": "letters"}}
+    file.write_text(yaml.safe_dump({**pipeline, **more}))
+    killed([sys.executable, str(APP), str(file)], "commit.decide:after@batch=0", tmp_path)
+    newer = {**TOTAL, "fields": [*TOTAL["fields"], {"name": "note", "type": ["null", "string"], "default": None}]}
+    assert registry.register(f"{sink}-value", newer) != written
+    whole = delivered.Pipeline.from_file(file)
+    for name, endpoint in (("totals", whole.sinks[0]), ("letters", whole.dead_letter)):
+        assert endpoint is not None
+        with closing(endpoint.sink().committer(Scope("again", name, "any"))) as committer:
+            assert isinstance(committer, HoldsTransactions)
+            open_ = [t.transactional_id for t in committer.open_transactions()]
+            assert open_, f"{name}: its transactions are prepared"
+            for transactional_id in open_:
+                assert isinstance(committer.end_by_id(transactional_id, commit=False), Ok)
+    assert read_committed(kafka.bootstrap, sink) == read_committed(kafka.bootstrap, letters) == []
+    run(whole, spark)
+    expected = {framed(written, TOTAL, {"id": n, "cents": n * 100}) for n in range(40)}
+    found = [m.value() or b"" for m in read_committed(kafka.bootstrap, sink)]
+    assert sorted(found) == sorted(expected), "each once, with the id that the batch was decided with"
+    told = [json.loads(m.value() or b"") for m in read_committed(kafka.bootstrap, letters)]
+    places = {(m.partition(), m.offset()): m.value() for m in read_committed(kafka.bootstrap, source)}
+    assert sorted(places[t["partition"], t["offset"]] or b"" for t in told) == sorted(bad), "each once"
+    assert {t["sink"] for t in told} == {"(source)"}
+
+    # The next batch takes the newest version.
+    produce(kafka.bootstrap, source, [(b"40", framed(first, ORDER, {"id": 40, "city": "Ulm"}))])
+    run(whole, spark)
+    (last,) = {m.value() for m in read_committed(kafka.bootstrap, sink)} - expected
+    latest = registry.register(f"{sink}-value", newer)
+    assert unframed(last or b"", newer) == (latest, {"id": 40, "cents": 4000, "note": None})
+    report = whole.audit(spark, sink="totals")
+    assert (report.verdict, report.counts.sent) == ("held", 41), report.unknowns

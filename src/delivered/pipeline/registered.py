@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from delivered.checkpoint import schemas
 from delivered.checkpoint.folder import is_done, logged
-from delivered.contract.powers import ReadsBySchema, WritesBySchema
+from delivered.contract.schemas import ReadsBySchema, WritesBySchema
 from delivered.contract.sink import Sink
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint

@@ -31,7 +31,8 @@ from delivered.audit.sources import Positions, parsed, plain
 from delivered.audit.upserts import check, id_sql, of_conditional, of_state
 from delivered.audit.versions import Earlier, earlier, version_ranges
 from delivered.checkpoint.folder import read_view
-from delivered.contract.powers import planned, rejecting
+from delivered.contract.powers import planned
+from delivered.contract.schemas import rejecting
 from delivered.contract.sink import BoundedScan, SinkGroup
 from delivered.contract.source import Source
 from delivered.engine.shard import fingerprint_seed

@@ -11,7 +11,8 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from delivered.checkpoint import first_offsets, rejected
 from delivered.checkpoint.offset_metadata import PlainDriver, stream_driver
-from delivered.contract.powers import OrdersOffsets, RejectsRecords
+from delivered.contract.powers import OrdersOffsets
+from delivered.contract.schemas import RejectsRecords
 from delivered.contract.source import Slice, Source, SourceDriver
 from delivered.engine.dead_letters import split_rejected
 from delivered.engine.direct import pack

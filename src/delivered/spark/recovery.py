@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyspark.sql.datasource import WriterCommitMessage
 
-from delivered.contract.powers import WritesBySchema, add_columns, ready_target
+from delivered.contract.powers import add_columns, ready_target
+from delivered.contract.schemas import WritesBySchema
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import REJECTED
 from delivered.engine.shard import write_shard

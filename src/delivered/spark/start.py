@@ -26,7 +26,8 @@ from delivered.checkpoint import dedup, first_offsets
 from delivered.checkpoint.decider import keep_decider
 from delivered.checkpoint.folder import logged
 from delivered.checkpoint.sources import keep_removed
-from delivered.contract.powers import planned, rejecting
+from delivered.contract.powers import planned
+from delivered.contract.schemas import rejecting
 from delivered.contract.sink import SinkGroup
 from delivered.contract.source import Offsets, Source
 from delivered.engine.direct import Direct

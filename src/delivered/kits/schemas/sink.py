@@ -120,7 +120,7 @@ class FormattedSink:
         return [s.column for s in self.options.sides]
 
     def settled(self, schema: pa.Schema) -> FormattedSink:
-        """See `delivered.contract.powers.WritesBySchema`."""
+        """See `delivered.contract.schemas.WritesBySchema`."""
         self.check_rows(schema)
         return replace(self, schemas=tuple(self._now(s, register=True) for s in self.options.sides))
 

@@ -111,7 +111,7 @@ class FormattedSource:
         return schema.append(REJECTED) if self.kept else schema
 
     def newest_versions(self) -> dict[str, int]:
-        """See `delivered.contract.powers.ReadsBySchema`."""
+        """See `delivered.contract.schemas.ReadsBySchema`."""
         open_ = [s for s in self.options.sides if s.declared is None and s.version is None]
         return {s.column: find(self.owner, self.options, s, self._subject(s)).version for s in open_}
 
@@ -138,7 +138,7 @@ class FormattedSource:
         return inner.earlier(end, until) if isinstance(inner, OrdersOffsets) else earlier(end, until)
 
     def rejecting(self, *, kept: bool) -> FormattedSource:
-        """See `delivered.contract.powers.RejectsRecords`."""
+        """See `delivered.contract.schemas.RejectsRecords`."""
         return replace(self, rejects=True, kept=kept)
 
     def driver(self) -> SourceDriver:
