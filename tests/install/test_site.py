@@ -1,9 +1,26 @@
-"""`make site` builds every page with the locked Zensical."""
+"""`make site` builds every page with the locked Zensical; in a browser, from disk, its search finds them."""
 
 from __future__ import annotations
 
-from docs.site import build
+from docs.site import SITE, build
+from tools.chromium import browser
 
 
-def test_the_site_builds_without_a_broken_link_and_asks_no_other_host() -> None:
+def test_the_site_builds_and_its_search_works_from_disk_without_another_host() -> None:
     assert build() == []
+    with browser() as chromium:
+        page = chromium.new_page(viewport={"width": 390, "height": 800})
+        requests: list[str] = []
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto((SITE / "index.html").as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, "a phone scrolls the page sideways"
+        search = page.locator("input[aria-label='Search']")
+        search.wait_for(state="attached")
+        page.keyboard.press("Control+k")
+        search.fill("LEDGER_AHEAD")
+        found = page.locator("a[href$='#delivered_ledger_ahead']").first
+        found.wait_for()
+        found.click()
+        page.wait_for_url("**/errors.html*")
+        assert page.locator("h1").inner_text().startswith("Error codes")
+    assert {url.partition(":")[0] for url in requests} <= {"file", "data", "blob", "about"}
