@@ -22,6 +22,7 @@ import delivered
 from delivered.contract.powers import HoldsTransactions
 from delivered.model.identity import Scope
 from delivered.model.outcome import Ok
+from delivered.pipeline.dead_letters import dead_letters, retry
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -137,6 +138,11 @@ def test_a_decided_batch_written_again_has_the_same_bytes_and_letters(
     places = {(m.partition(), m.offset()): m.value() for m in read_committed(kafka.bootstrap, source)}
     assert sorted(places[t["partition"], t["offset"]] or b"" for t in told) == sorted(bad), "each once"
     assert {t["sink"] for t in told} == {"(source)"}
+
+    shown = dead_letters(whole)
+    assert {(n.sink, n.topic) for n in shown} == {("(source)", source)} and len(shown) == 3
+    kept = retry(whole)
+    assert set(kept.rejected) == {n.id for n in shown} and not kept.settled, "they stay open"
 
     # The next batch takes the newest version.
     produce(kafka.bootstrap, source, [(b"40", framed(first, ORDER, {"id": 40, "city": "Ulm"}))])

@@ -52,6 +52,12 @@ class WritesBySchema(Sink, Protocol):
     def columns(self) -> Sequence[str]:
         """Columns with a schema."""
 
+    def check_rows(self, schema: pa.Schema) -> None:
+        """Raise UsageError if the registry has no schema that rows of `schema` fit, or would refuse a declared one.
+
+        Runs on the driver; changes nothing. Raises Unreachable.
+        """
+
     def settled(self, schema: pa.Schema) -> Self:
         """A copy that names the schemas to write rows with, as the registry has them now; a declared one is registered.
 

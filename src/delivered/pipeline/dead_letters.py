@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from delivered.checkpoint.folder import logged
 from delivered.contract.powers import planned
+from delivered.contract.sink import SOURCE_LETTERS
 from delivered.model.errors import Refused, UsageError
 from delivered.model.limits import DEAD_LETTERS_BATCH_MAX, DEAD_LETTERS_MAX
 from delivered.pipeline.dead_letter_batches import DeadLetter, Desk, Settlement, Status, letter_id
@@ -65,6 +66,8 @@ def _settle(pipeline: Definition, how: Status, ids: Collection[str] | None) -> S
     by_sink: dict[str, list[DeadLetter]] = {}
     for letter in chosen:
         by_sink.setdefault(letter.sink, []).append(letter)
+    of_source = by_sink.pop(SOURCE_LETTERS, [])
+    done.rejected.update({n.id: _OF_SOURCE for n in of_source})
     for name, letters in by_sink.items():
         if name not in desks:
             raise Refused(
@@ -75,6 +78,9 @@ def _settle(pipeline: Definition, how: Status, ids: Collection[str] | None) -> S
         for start in range(0, len(letters), DEAD_LETTERS_BATCH_MAX):
             desks[name].settle(letters[start : start + DEAD_LETTERS_BATCH_MAX], how, done)
     return done
+
+
+_OF_SOURCE = "it is a record of the source that never became a row: once it can be decoded, run `delivered replay`"
 
 
 def _chosen(pipeline: Definition, desks: Mapping[str, Desk], ids: Collection[str] | None) -> list[DeadLetter]:

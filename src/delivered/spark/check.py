@@ -13,6 +13,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from delivered.contract.finding import Finding
 from delivered.contract.powers import planned
+from delivered.contract.schemas import WritesBySchema
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.offsets import SOURCE
 from delivered.pipeline.changing import changing_in_sql
@@ -75,7 +76,10 @@ def checked_transform(pipeline: Definition, spark: SparkSession) -> tuple[Findin
         sources = {n: planned(e.source()).schema() for n, e in pipeline.sources.items()}
         schemas, repeatable = _results(pipeline, spark, sources)
         for endpoint, columns in zip(pipeline.sinks, schemas, strict=True):
-            endpoint.sink().check_schema(columns)
+            sink = endpoint.sink()
+            sink.check_schema(columns)
+            if isinstance(sink, WritesBySchema):
+                sink.check_rows(columns)
     except UsageError as error:
         return (Finding.refusal(error),)
     except DeliveredError:

@@ -110,8 +110,7 @@ class FormattedSink:
         add_columns(self.sink, self._encoded_schema(schema))
 
     def check_rows(self, schema: pa.Schema) -> None:
-        """Raise UsageError if rows of this schema cannot be written with the schema that the registry has now, or may
-        not be registered. Registers nothing."""
+        """See `delivered.contract.schemas.WritesBySchema`."""
         for side in self.options.sides:
             self._fits(side, schema, self._now(side, register=False))
 
