@@ -9,7 +9,7 @@ TEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 FAST := tests/unit tests/property tests/crash/test_points.py::test_one_crash_at_every_point
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka bridges totals shop rehearsal test-fast test coverage check format bench bench-postgres bench-delta endurance peers verify soak docs site dist lock clean
+.PHONY: help setup demo demo-kafka bridges totals shop rehearsal screenshots test-fast test coverage check format bench bench-postgres bench-delta bench-metrics endurance peers verify soak docs site dist lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,9 @@ shop: setup ## orders from an outbox to a mail, through Kafka, Spark and a saga;
 
 rehearsal: setup ## what metrics, status, page and alerts show, and how soon, when a pipeline is in trouble; build/operate.json
 	$(BIN)/python -m examples.rehearsal
+
+screenshots: setup ## pictures of the page as the last rehearsal left it, into docs
+	$(BIN)/python -m docs.screenshots
 
 test-fast: setup ## unit and property tests, every crash point in memory; no server, no Java, a minute and a half
 	$(TEST) $(FAST)
@@ -80,6 +83,9 @@ bench-postgres: setup ## the same for PostgreSQL, into build/bench-postgres.json
 
 bench-delta: setup ## the same for Delta Lake, into build/bench-delta.json
 	$(BIN)/python -m benchmarks.delta
+
+bench-metrics: setup ## what metrics cost a pipeline at full speed, into build/operate.json
+	$(BIN)/python -m benchmarks.metrics
 
 endurance: setup ## two hours of two pipelines at a steady rate: memory, threads, open files; build/bench-endurance.json
 	$(BIN)/python -m benchmarks.endurance

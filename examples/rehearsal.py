@@ -40,6 +40,7 @@ from delivered.pipeline.definition import Definition
 SEEN_WITHIN_S = 15.0
 GONE_WITHIN_S = 90.0
 RECORDS_PER_S = 200
+BUILD = Path("build")
 DEPLOY = Path(__file__).parents[1] / "deploy"
 RULES, DASHBOARD = DEPLOY / "prometheus-alerts.yml", DEPLOY / "grafana-dashboard.json"
 PLACES = ("metrics", "status", "page", "alert")
@@ -123,6 +124,12 @@ class Watch:
         problems = [p["code"] for s in self._status() for p in s["problems"]]
         return {*problems, *(self._firing() if "alert" in self.places else ())}
 
+    def keep(self, case: str) -> None:
+        """The page as it is now, for `make screenshots`."""
+        BUILD.mkdir(exist_ok=True)
+        page = BUILD / f"page-{case.replace(' ', '-')}.html"
+        page.write_text(fetched(f"{self._ui}/?paused"), encoding="utf-8")
+
     def _status(self) -> list[dict[str, Any]]:
         command = [sys.executable, "-m", "delivered.cli.main", "status", str(self._file), "-o", "json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -165,6 +172,7 @@ def rehearse(
             raise TimeoutError(f"{case}: {codes} was seen only on {sorted(seen)}")
         time.sleep(0.2)
     print(f"{case}: {codes[0]} seen after {seen}", flush=True)
+    watch.keep(case)
     mend()
     gone = until(lambda: not watch.where(codes, alerts), GONE_WITHIN_S, f"{case}: {codes} did not go away")
     print(f"{case}: gone {gone:.1f} s after: {mended_by}", flush=True)
@@ -342,14 +350,14 @@ def main() -> int:
         )  # fmt: skip
         until(quiet, 120, "the pipeline did not recover")
         expressions = evaluated(ports[2]) if program is not None else {}
-    build = Path("build")
-    build.mkdir(exist_ok=True)
     found = {
         "cases": [r.to_json() for r in results],
         "expressions": expressions,
         "cost_of_reports": cost(definition.checkpoint),
     }
-    (build / "operate.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    out = BUILD / "operate.json"
+    kept = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    out.write_text(json.dumps({**kept, **found}, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=1))
     late = [r.case for r in results if r.seconds > SEEN_WITHIN_S]
     for case in late:

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -187,6 +188,24 @@ def test_the_commands(tmp_path: Path) -> None:
     empty.mkdir()
     refused = run(app, ["status", str(empty)])
     assert (refused.exit_code, "NO_PIPELINES" in refused.output) == (2, True)
+
+
+def test_the_pipelines_of_a_ledger_without_their_files(tmp_path: Path) -> None:
+    """Also one whose checkpoint is gone: the newest decision of any."""
+    made = decided(tmp_path, 2, stopped())
+    other: Any = SimpleNamespace(name="refunds", sinks=made.sinks)
+    decide(other, 3, _at(Owner("owner"), psutil.Process()))
+    file = tmp_path / "where.yaml"
+    file.write_text(f"ledger: {{format: sqlite, path: {tmp_path}/out.db, table: orders}}")
+    (orders, refunds) = json.loads(CliRunner().invoke(app, ["status", str(file), "-o", "json"]).output)
+    assert [(s["pipeline"], s["guarantee"], s["batch"], s["driver"]) for s in (orders, refunds)] == [
+        ("orders", "exactly_once", 1, "stopped"),
+        ("refunds", "exactly_once", 2, "running"),
+    ]
+    assert refunds["sinks"][0]["records"] == 3 and refunds["positions"]["source"]["offsets"] == {"0": 3}
+    file.write_text("ledger: somewhere")
+    (failed,) = json.loads(CliRunner().invoke(app, ["status", str(file), "-o", "json"]).output)
+    assert failed["problems"][0]["code"] == "DELIVERED_LEDGER_FILE"
 
 
 def test_metrics_in_prometheus_format(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TypeVar
 import yaml
 
 from delivered.model.errors import DeliveredError, UsageError
+from delivered.observe import ledgers as ledgers_of
 from delivered.observe.page import Way, way_of
 from delivered.observe.problems import Problem
 from delivered.observe.status import Status, status
@@ -40,8 +41,19 @@ def files(paths: Iterable[Path]) -> list[Path]:
 
 
 def look(paths: Sequence[Path]) -> list[Status]:
-    """The status of every pipeline, asked at the same time. A file that cannot be read is a problem of its status."""
-    return [found for found, _ in _asked(paths, lambda _: None)]
+    """The status of every pipeline, asked at the same time, and of those of ledgers. A file that cannot be read is a
+    problem of its status."""
+    ledgers = [path for path in paths if _holds(path, ledgers_of.KEY)]
+    pipelines = [path for path in paths if path not in ledgers]
+    found = [found for found, _ in _asked(pipelines, lambda _: None)]
+    return found + [s for path in ledgers for s in _in_ledger(path)]
+
+
+def _in_ledger(path: Path) -> list[Status]:
+    try:
+        return ledgers_of.statuses(path)
+    except DeliveredError as error:
+        return [_failed(path, error)]
 
 
 def seen(paths: Sequence[Path]) -> list[tuple[Status, Way]]:
@@ -55,11 +67,14 @@ def _asked(paths: Sequence[Path], more: Callable[[Definition], T]) -> list[tuple
             pipeline = Definition.from_file(path)
             return _naming(path, status(pipeline)), more(pipeline)
         except DeliveredError as error:
-            problem = Problem(error.code, error.message, error.next_step)
-            return Status(path.stem, "", "", problems=(problem,)), None
+            return _failed(path, error), None
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(pool.map(one, paths))
+
+
+def _failed(path: Path, error: DeliveredError) -> Status:
+    return Status(path.stem, "", "", problems=(Problem(error.code, error.message, error.next_step),))
 
 
 def _naming(path: Path, found: Status) -> Status:
@@ -72,14 +87,14 @@ def _naming(path: Path, found: Status) -> Status:
 
 
 def _below(folder: Path) -> list[Path]:
-    return [f for f in sorted(folder.iterdir()) if f.suffix in (".yaml", ".yml") and _is_pipeline(f)]
+    return [f for f in sorted(folder.iterdir()) if f.suffix in (".yaml", ".yml") and _holds(f, _KEY)]
 
 
-def _is_pipeline(file: Path) -> bool:
+def _holds(file: Path, key: str) -> bool:
     try:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         return False
     except yaml.YAMLError:
-        return True  # its fault is told
-    return isinstance(data, dict) and _KEY in data
+        return key == _KEY  # its fault is told
+    return isinstance(data, dict) and key in data and (key == _KEY or _KEY not in data)

@@ -168,7 +168,7 @@ def _status(pipeline: Definition) -> Status:
         incarnation, _ = logged(pipeline.checkpoint)
         state, sinks = _state(pipeline, incarnation)
         last = state.last
-        found |= _of_ledger(state, sinks)
+        found |= of_ledger(state, last, sinks)
         found |= {"visible": last is not None and is_done(pipeline.checkpoint, last.batch)}
     with _asking(problems):
         found |= {"transactions": _transactions(pipeline)}
@@ -253,8 +253,9 @@ def _state(pipeline: Definition, incarnation: str | None) -> tuple[LedgerState, 
     return state, sinks if spec.is_group else [replace(sinks[0], name=scope.sink, dead_letters=False)]
 
 
-def _of_ledger(state: LedgerState, sinks: Sequence[SinkStatus]) -> dict[str, Any]:
-    last, owner = state.last, state.owner
+def of_ledger(state: LedgerState, last: Decision | None, sinks: Sequence[SinkStatus]) -> dict[str, Any]:
+    """The fields of a `Status` that a ledger tells. `last`: the decision to show."""
+    owner = state.owner
     return {
         "driver": _driver(state),
         "owner": f"process {owner.process} on {owner.host}" if owner is not None else "",
