@@ -21,6 +21,7 @@ from rich.text import Text
 from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, spoken, stamp
 from delivered.observe.look import files, look, seen
 from delivered.observe.problems import Driver
+from delivered.observe.ready import not_ready, unanswered
 from delivered.observe.status import Status
 from delivered.pipeline.presence import is_gone
 
@@ -34,12 +35,25 @@ _STYLE = {Driver.RUNNING: "green", Driver.STOPPED: "yellow"}
 
 
 @command
-def status(paths: PathsArgument = [Path()], output: OutputOption = Output.TEXT) -> int:  # noqa: B006
+def status(
+    paths: PathsArgument = [Path()],  # noqa: B006
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="For a probe: exit code 0 if each pipeline's driver works on this host, or no record waits; 1 if not; "
+            "3 if a server did not answer. Prints why not.",
+        ),
+    ] = False,
+    output: OutputOption = Output.TEXT,
+) -> int:
     """Show every pipeline's guarantee, position, lag, open transactions, last audit; exit code 1 if one needs you.
 
     Asks ledgers, sinks and sources; needs neither Spark nor a running driver.
     """
     found = look(files(paths))
+    if check:
+        return _check(found)
     if output is Output.JSON:
         say_json([spoken(s).to_json() for s in found])
     else:
@@ -48,6 +62,13 @@ def status(paths: PathsArgument = [Path()], output: OutputOption = Output.TEXT) 
         for line in problems(found):
             shown.print(line)
     return 1 if any(s.problems for s in found) else 0
+
+
+def _check(found: Sequence[Status]) -> int:
+    reasons = {s.pipeline: why for s in found if (why := not_ready(s)) is not None}
+    for name, why in reasons.items():
+        say(f"{name}: {spoken(why)}")
+    return 0 if not reasons else 3 if any(map(unanswered, found)) else 1
 
 
 @command

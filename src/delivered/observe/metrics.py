@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from delivered.model.batch_report import STEPS
 from delivered.model.errors import MissingExtra, UsageError
 from delivered.observe.problems import Driver
+from delivered.observe.ready import unanswered
 from delivered.observe.status import Status
 from delivered.pipeline.presence import MESSAGES, is_gone
 
@@ -104,8 +105,7 @@ class _Families:
 
     def add(self, now: Status) -> None:
         name = now.pipeline
-        unanswered = any(p.code.endswith(("UNREACHABLE", "UNREADABLE", "LOGIN")) for p in now.problems)
-        self.up.add_metric((name,), 0.0 if unanswered else 1.0)
+        self.up.add_metric((name,), 0.0 if unanswered(now) else 1.0)
         self.info.add_metric((name, now.guarantee, now.driver.value), 1.0)
         if now.driver in (Driver.RUNNING, Driver.STOPPED):
             self.driver_running.add_metric((name,), float(now.driver is Driver.RUNNING))

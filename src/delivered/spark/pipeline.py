@@ -160,20 +160,21 @@ class Pipeline(Definition):
 
         Raises:
             Refused: the plan is a refusal. A former query was stopped nevertheless.
-            UsageError: such a query runs, and `restart` is False. Others, and Unreachable, as `plan`.
+            UsageError: a query on this checkpoint runs, and `restart` is False. Others, and Unreachable, as `plan`.
         """
         from delivered.observe.notebook import allowed, follow, is_notebook, refused
         from delivered.spark.start import running, start, stop_between_batches
 
         notebook = is_notebook()
+        stop_former = notebook if restart is None else restart
         former, notes = running(self), list[str]()
-        if former and not (notebook if restart is None else restart):
+        if not stop_former and any(r.pipeline.checkpoint == self.checkpoint for r in former):
             raise UsageError(
                 "QUERY_RUNS",
-                f"A query of {self.name} runs in this process, on the checkpoint {former[0].pipeline.checkpoint!r}.",
+                f"A query on the checkpoint {self.checkpoint!r} runs in this process.",
                 next_step="stop it with pipeline.stop(query), or pass restart=True to start, which does",
             )
-        for one in former:
+        for one in former if stop_former else ():
             between = stop_between_batches(one.query, RESTART_STOP_S)
             notes += allowed(one.pipeline, self, between)
         plan = self.plan(spark, takeover=takeover)
