@@ -152,3 +152,77 @@ def test_a_decided_batch_written_again_has_the_same_bytes_and_letters(
     assert unframed(last or b"", newer) == (latest, {"id": 40, "cents": 4000, "note": None})
     report = whole.audit(spark, sink="totals")
     assert (report.verdict, report.counts.sent) == ("held", 41), report.unknowns
+
+
+def order_message() -> Any:
+    """The class of `message Order { int64 id = 1; string city = 2; }`, of protobuf's own making."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="order.proto", package="shop", syntax="proto3")
+    order = file.message_type.add(name="Order")
+    for name, number, kind in (("id", 1, field.TYPE_INT64), ("city", 2, field.TYPE_STRING)):
+        order.field.add(name=name, number=number, type=kind, label=field.LABEL_OPTIONAL)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("shop.Order"))
+
+
+def of_protobuf(client: Any) -> tuple[Any, Any, Any]:
+    """Confluent's serializer and deserializer, and what turns a dictionary into what they take."""
+    from confluent_kafka.schema_registry.protobuf import ProtobufDeserializer, ProtobufSerializer
+
+    kind = order_message()
+    return ProtobufSerializer(kind, client), ProtobufDeserializer(kind, schema_registry_client=client), kind
+
+
+def of_json(client: Any) -> tuple[Any, Any, Any]:
+    from confluent_kafka.schema_registry.json_schema import JSONDeserializer, JSONSerializer
+
+    fields = {"id": {"type": "integer"}, "city": {"type": "string"}}
+    text = json.dumps({"title": "Order", "type": "object", "properties": fields, "required": ["id", "city"]})
+    return JSONSerializer(text, client), JSONDeserializer(text, schema_registry_client=client), dict
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("kind", "theirs"), [("protobuf", of_protobuf), ("json_schema", of_json)])
+def test_confluents_serializers_and_we_read_each_other(
+    kind: str, theirs: Any, kafka: Kafka, registry: Registry, spark: SparkSession, tmp_path: Path
+) -> None:
+    """Keys and values."""
+    from confluent_kafka.serialization import MessageField, SerializationContext
+
+    source, sink = kafka.topic(2), kafka.topic(2)
+    serialize, deserialize, made = theirs(registry.client())
+
+    def places(topic: str) -> tuple[Any, Any]:
+        return SerializationContext(topic, MessageField.KEY), SerializationContext(topic, MessageField.VALUE)
+
+    sent = [{"id": n, "city": "Ulm" if n % 3 else ""} for n in range(30)]
+    records = [tuple(serialize(made(**order), place) for place in places(source)) for order in sent]
+    produce(kafka.bootstrap, source, records)
+    for place in places(sink):
+        serialize(made(**sent[0]), place)  # registers the sink's subjects
+    at = {"format": "kafka", "kafka.bootstrap.servers": kafka.bootstrap, "schema.registry.url": registry.url}
+    at |= {"key.format": kind, "value.format": kind}
+    pipeline = delivered.Pipeline.from_file(_file(tmp_path, {
+        "pipeline": kind, "guarantee": "exactly_once", "checkpoint": "checkpoint", "master": "local[2]",
+        "source": {**at, "subscribe": source, "startingOffsets": "earliest"}, "trigger": "available_now",
+        "transform": {"sql": "SELECT key, named_struct('id', value.id, 'city', upper(value.city)) value FROM source"},
+        "sinks": [{**at, "topic": sink}],
+    }))  # fmt: skip
+    run(pipeline, spark)
+    key, value = places(sink)
+    found = [(deserialize(m.key(), key), deserialize(m.value(), value)) for m in read_committed(kafka.bootstrap, sink)]
+    upper = [{**order, "city": order["city"].upper()} for order in sent]
+    assert sorted(
+        (k.id, k.city, v.id, v.city) if kind == "protobuf" else (*k.values(), *v.values()) for k, v in found
+    ) == [(*k.values(), *v.values()) for k, v in zip(sent, upper, strict=True)]
+    report = pipeline.audit(spark)
+    assert report.verdict.value == "held", report.unknowns
+
+
+def _file(folder: Path, pipeline: dict[str, Any]) -> Path:
+    file = folder / "pipeline.yaml"
+    file.write_text(yaml.safe_dump(pipeline))
+    return file

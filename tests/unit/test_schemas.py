@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import struct
@@ -13,6 +14,7 @@ from typing import Any
 import fastavro
 import pyarrow as pa
 import pytest
+from google.protobuf import descriptor_pb2
 
 from delivered.checkpoint import rejected, schemas
 from delivered.contract.source import REJECTED, Slice
@@ -22,6 +24,7 @@ from delivered.kits.schemas import source as source_module
 from delivered.kits.schemas.avro import Unmappable
 from delivered.kits.schemas.codec import Decoder, Encoder
 from delivered.kits.schemas.options import Format, FormatOptions
+from delivered.kits.schemas.protobuf import _compiled
 from delivered.kits.schemas.registry import Registered
 from delivered.kits.schemas.schema import schema_of, unfit
 from delivered.kits.schemas.source import FormattedSource
@@ -112,6 +115,24 @@ def test_protobuf_names_its_message() -> None:
         assert why == (None if name == "shop.Other" else f"it is a {name}; shop.Other is read")
     with pytest.raises(Unmappable, match=r"no message 'shop\.Nothing'; it has shop\.Other, shop\.Order"):
         schema_of(PROTOBUF, "shop.Nothing")
+
+
+def test_protobuf_is_registered_as_source_or_as_a_serialized_descriptor() -> None:
+    """Confluent's Python serializer registers the latter."""
+    text = base64.b64encode(_compiled(PROTOBUF).serialized_pb).decode()
+    serialized = Registered(5, Format.PROTOBUF, text)
+    assert schema_of(serialized, "shop.Order").arrow == schema_of(PROTOBUF, "shop.Order").arrow
+    importing = descriptor_pb2.FileDescriptorProto(name="b.proto", syntax="proto3", dependency=["order.proto"])
+    field = descriptor_pb2.FieldDescriptorProto
+    importing.message_type.add(name="B").field.add(
+        name="order", number=1, label=field.LABEL_OPTIONAL, type=field.TYPE_MESSAGE, type_name=".shop.Order"
+    )
+    b = base64.b64encode(importing.SerializeToString()).decode()
+    whole = Registered(6, Format.PROTOBUF, b, references=(("order.proto", text),))
+    assert schema_of(whole, "B").arrow.field("order").type == schema_of(PROTOBUF, "shop.Order").arrow
+    for references, why in (((), "which is not among its references"), ((("order.proto", PROTO),), "is source text")):
+        with pytest.raises(Unmappable, match=why):
+            schema_of(Registered(7, Format.PROTOBUF, b, references=references), "B")
 
 
 EMPTY: dict[str, Any] = {"sizes": [], "items": [], "kind": "NEW", "big": 0}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import importlib
+import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +116,9 @@ def _compiled(registered: Registered) -> Any:
         )
     except ImportError:
         raise MissingExtra("schemas") from None
+    serialized = {name: _serialized(text) for name, text in (*registered.references, (_MAIN, registered.text))}
+    if serialized[_MAIN] is not None:
+        return _pooled(serialized)
     with tempfile.TemporaryDirectory(prefix="delivered-proto-") as folder:
         work = Path(folder)
         for name, text in (*registered.references, (_MAIN, registered.text)):
@@ -130,6 +136,49 @@ def _compiled(registered: Registered) -> Any:
     pool = descriptor_pool.DescriptorPool()
     for each in files.file:
         pool.AddSerializedFile(each.SerializeToString())
+    return pool.FindFileByName(_MAIN)
+
+
+def _serialized(text: str) -> Any:
+    """A file's descriptor in base64, which is what Confluent's Python serializer registers; None: it is source text."""
+    from google.protobuf import descriptor_pb2
+    from google.protobuf.message import DecodeError
+
+    try:
+        return descriptor_pb2.FileDescriptorProto.FromString(base64.b64decode(text, validate=True))
+    except (ValueError, DecodeError):
+        return None
+
+
+def _pooled(files: Mapping[str, Any]) -> Any:
+    """The descriptor of `_MAIN`, with all that it imports, in a pool of its own.
+
+    Args:
+        files: by the name that others import; without those of protobuf itself.
+    """
+    from google.protobuf import descriptor_pb2, descriptor_pool
+
+    pool = descriptor_pool.DescriptorPool()
+    added: set[str] = set()
+
+    def add(name: str) -> None:
+        if name in added:
+            return
+        added.add(name)
+        file = files.get(name)
+        if file is None and name in files:
+            raise Unmappable(f"it is a serialized descriptor, but the imported {name!r} is source text")
+        if file is None and re.fullmatch(r"google/protobuf/\w+\.proto", name):
+            module = importlib.import_module(name.removesuffix(".proto").replace("/", ".") + "_pb2")
+            file = descriptor_pb2.FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb)
+        if file is None:
+            raise Unmappable(f"it imports {name!r}, which is not among its references")
+        for imported in file.dependency:
+            add(imported)
+        file.name = name
+        pool.AddSerializedFile(file.SerializeToString())
+
+    add(_MAIN)
     return pool.FindFileByName(_MAIN)
 
 
