@@ -24,7 +24,8 @@ from delivered.contract.queue import ReceiverReport
 from delivered.engine.owner import _at
 from delivered.model.work import Owner
 from delivered.observe.otel import CONSUMED, SENT, exporting
-from delivered.observe.status import SinkStatus, Status, status
+from delivered.observe.state import SinkStatus, Status
+from delivered.observe.status import status
 
 
 def points(reader: InMemoryMetricReader) -> dict[str, list[tuple[float, dict[str, Any]]]]:

@@ -13,8 +13,7 @@ from delivered import html
 from delivered.audit.report import unknown_report
 from delivered.model.errors import DeliveredError
 from delivered.observe.notebook import Shown
-from delivered.observe.problems import Driver, Problem
-from delivered.observe.status import SinkStatus, Status
+from delivered.observe.state import Driver, Problem, SinkStatus, Status
 from delivered.planner import Plan, Refusal
 
 SECRET = "hunter2"

@@ -29,8 +29,9 @@ from delivered.model.batch_report import BatchReport
 from delivered.model.work import Owner
 from delivered.observe.metrics import serving, text
 from delivered.observe.page import Way, page
-from delivered.observe.problems import Driver, of_receivers, old_transactions
-from delivered.observe.status import Status, status
+from delivered.observe.problems import of_receivers, old_transactions
+from delivered.observe.state import Driver, Status
+from delivered.observe.status import status
 from delivered.pipeline.presence import Presence, is_gone
 from delivered.pipeline.transactions import Open
 

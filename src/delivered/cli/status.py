@@ -20,9 +20,8 @@ from rich.text import Text
 
 from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, spoken, stamp
 from delivered.observe.look import files, look, seen
-from delivered.observe.problems import Driver
 from delivered.observe.ready import not_ready, unanswered
-from delivered.observe.status import Status
+from delivered.observe.state import Driver, Status
 from delivered.pipeline.presence import is_gone
 
 PathsArgument = Annotated[

@@ -16,7 +16,8 @@ from delivered.engine.context import open_ledger
 from delivered.model.errors import UsageError
 from delivered.model.identity import Scope
 from delivered.model.patience import within
-from delivered.observe.status import ASK_S_MAX, SinkStatus, Status, of_ledger
+from delivered.observe.state import SinkStatus, Status
+from delivered.observe.status import ASK_S_MAX, of_ledger
 from delivered.pipeline.endpoint import Endpoint, as_text
 from delivered.pipeline.spec import NO_INCARNATION
 

@@ -14,8 +14,8 @@ import yaml
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.observe import ledgers as ledgers_of
 from delivered.observe.page import Way, way_of
-from delivered.observe.problems import Problem
-from delivered.observe.status import Status, status
+from delivered.observe.state import Problem, Status
+from delivered.observe.status import status
 from delivered.pipeline.definition import Definition
 
 T = TypeVar("T")

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from delivered.model.batch_report import STEPS
 from delivered.model.errors import MissingExtra, UsageError
-from delivered.observe.problems import Driver
 from delivered.observe.ready import unanswered
-from delivered.observe.status import Status
+from delivered.observe.state import Driver, Status
 from delivered.pipeline.presence import MESSAGES, is_gone
 
 if TYPE_CHECKING:

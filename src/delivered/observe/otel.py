@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from delivered.model.errors import MissingExtra
 from delivered.observe.metrics import StatusCollector
-from delivered.observe.status import Status
+from delivered.observe.state import Status
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Observation

@@ -13,8 +13,7 @@ from delivered.checkpoint.history import audits, batches
 from delivered.contract.powers import HasDedupWindow
 from delivered.model.batch_report import STEPS, BatchReport
 from delivered.model.errors import DeliveredError
-from delivered.observe.status import Status
-from delivered.observe.summary import summary
+from delivered.observe.state import Status, summary
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import gather

@@ -4,45 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from delivered.model.batch_report import BatchReport
 from delivered.model.duration import duration
+from delivered.observe.state import Driver, Problem, Status
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.presence import is_gone
 from delivered.planner import Trigger
-
-if TYPE_CHECKING:
-    from delivered.observe.status import Status
 
 _CLOCKS_S = 5.0
 """By which the clocks of two machines may differ."""
 _STALLED_S_MIN = 60.0
 _STALLED_BATCHES = 5
-
-
-class Driver(StrEnum):
-    RUNNING = "running"
-    STOPPED = "stopped"
-    ELSEWHERE = "on another host"
-    NONE = "never started"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """
-    Attributes:
-        code: of an error, or DELIVERED_ and one of TRANSACTION_ORPHANED, TRANSACTION_UNAPPLIED, TRANSACTION_OLD,
-            STALLED, STOPPED_WITH_LAG, RECEIVER_GONE, DEDUP_WINDOW_SHORT, AUDIT_BROKEN, RECORDS_GIVEN_UP.
-        next_step: what mends it.
-    """
-
-    code: str
-    text: str
-    next_step: str | None
 
 
 def problems_of(pipeline: Definition, now: Status, reports: Sequence[BatchReport]) -> Iterator[Problem]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from delivered.observe.problems import Driver, Problem
-from delivered.observe.status import Status
+from delivered.observe.state import Driver, Problem, Status
 
 _UNANSWERED = ("UNREACHABLE", "UNREADABLE", "LOGIN")
 

@@ -5,27 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from delivered.checkpoint.folder import is_done, logged
-from delivered.checkpoint.history import Totals, batches, last_audits, totals
+from delivered.checkpoint.history import batches, last_audits, totals
 from delivered.contract.powers import DatesRecords, HasDedupWindow, HoldsBackWal, ListsReceivers
-from delivered.contract.queue import DedupWindow, ReceiverReport
 from delivered.contract.source import Source
 from delivered.engine.context import open_ledger
 from delivered.engine.owner import running
-from delivered.model.batch_report import BatchReport
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.offsets import by_source
 from delivered.model.patience import within
 from delivered.model.work import Decision, LedgerState
-from delivered.observe.problems import Driver, Problem, problems_of
+from delivered.observe.problems import problems_of
+from delivered.observe.state import Driver, Problem, SinkStatus, Status
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.presence import is_gone
 from delivered.pipeline.transactions import Open, open_transactions
 from delivered.source.lag import lag_by_partition
 
@@ -33,125 +30,6 @@ log = logging.getLogger(__name__)
 
 ASK_S_MAX = 3.0
 """For all servers of a pipeline: a status must not wait as long as the pipeline does, nor a scrape time out."""
-
-
-@dataclass(frozen=True)
-class SinkStatus:
-    """
-    Attributes:
-        records: decided in this checkpoint; given_up: at_most_once, an upper bound of what was lost.
-        dead_letters: this sink holds them.
-        destination: its topic, queue or table, for display.
-    """
-
-    name: str
-    system: str
-    records: int
-    given_up: int
-    dead_letters: bool = False
-    destination: str = ""
-
-
-@dataclass(frozen=True)
-class Status:
-    """
-    Attributes:
-        batch, decided_at_ms: of the newest decision in this checkpoint; None: there is none.
-        visible: Spark logged that batch, so its records are visible at every sink.
-        owner: "process 12 on host", as the ledger has it.
-        drivers_fenced: earlier drivers that the ledger names, a bounded number.
-        lag: by source and partition, in the source's offsets; a source that does not count offsets is absent.
-        waiting_since_ms: by source and partition, when the first record was written that waits; sources that date
-            their records.
-        receivers: by source that they fill: those that run, and those that are gone without having been stopped.
-        queues: system and name of each source that receivers fill.
-        windows: by source, how long its log recognises a message.
-        transactions: open at its sinks, of any checkpoint of this pipeline; None: its sinks keep none open.
-        wal_held_back: bytes that each outbox slot keeps its server from removing.
-        audits: the last one by sink: verdict, seconds since 1970, figures.
-    """
-
-    pipeline: str
-    guarantee: str
-    checkpoint: str
-    driver: Driver = Driver.NONE
-    owner: str = ""
-    drivers_fenced: int = 0
-    batch: int | None = None
-    decided_at_ms: int | None = None
-    visible: bool = False
-    sinks: tuple[SinkStatus, ...] = ()
-    positions: Mapping[str, str] = field(default_factory=dict)
-    lag: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    waiting_since_ms: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    receivers: Mapping[str, tuple[ReceiverReport, ...]] = field(default_factory=dict)
-    queues: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    windows: Mapping[str, DedupWindow] = field(default_factory=dict)
-    transactions: tuple[Open, ...] | None = None
-    wal_held_back: Mapping[str, int] = field(default_factory=dict)
-    last: BatchReport | None = None
-    totals: Totals = Totals()
-    audits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    problems: tuple[Problem, ...] = ()
-
-    @property
-    def decided_age_s(self) -> float | None:
-        """Seconds since the newest decision."""
-        return None if self.decided_at_ms is None else max(0.0, time.time() - self.decided_at_ms / 1000)
-
-    @property
-    def lag_total(self) -> int | None:
-        """None: no source counts offsets, or none answered."""
-        return sum(sum(partitions.values()) for partitions in self.lag.values()) if self.lag else None
-
-    @property
-    def lag_s(self) -> dict[str, dict[str, float]] | None:
-        """Seconds since the first waiting record was written, by source and partition; 0: none waits. None: no source
-        dates its records, or none answered."""
-        now = time.time()
-        return {
-            source: {p: max(0.0, now - since[p] / 1000) if p in since else 0.0 for p in self.lag.get(source, since)}
-            for source, since in self.waiting_since_ms.items()
-        } or None
-
-    @property
-    def lag_s_max(self) -> float | None:
-        """Of the partition that waits the longest."""
-        lags = self.lag_s
-        return None if lags is None else max((s for of in lags.values() for s in of.values()), default=0.0)
-
-    def _repr_html_(self) -> str:
-        from delivered.observe.summary import in_notebook
-
-        return in_notebook(self)
-
-    def to_json(self) -> dict[str, Any]:
-        lags = self.lag_s
-        return {
-            "pipeline": self.pipeline,
-            "guarantee": self.guarantee,
-            "checkpoint": self.checkpoint,
-            "driver": self.driver.value,
-            "owner": self.owner,
-            "drivers_fenced": self.drivers_fenced,
-            "batch": self.batch,
-            "decided_at_ms": self.decided_at_ms,
-            "decided_age_s": None if self.decided_age_s is None else round(self.decided_age_s, 1),
-            "visible": self.visible,
-            "sinks": [s.__dict__ for s in self.sinks],
-            "positions": {name: _json_or_text(at) for name, at in self.positions.items()},
-            "lag": self.lag,
-            "lag_total": self.lag_total,
-            "lag_s": None if lags is None else {n: {p: round(s, 1) for p, s in of.items()} for n, of in lags.items()},
-            "receivers": {n: [_receiver_json(r) for r in of] for n, of in self.receivers.items()},
-            "windows": {name: asdict(window) for name, window in self.windows.items()},
-            "transactions": None if self.transactions is None else [t.to_json() for t in self.transactions],
-            "wal_held_back": self.wal_held_back,
-            "last_batch": self.last.to_json() if self.last is not None else None,
-            "totals": self.totals.__dict__,
-            "audits": self.audits,
-            "problems": [p.__dict__ for p in self.problems],
-        }
 
 
 def status(pipeline: Definition) -> Status:
@@ -291,21 +169,3 @@ def _transactions(pipeline: Definition) -> tuple[Open, ...] | None:
         if error.code != "DELIVERED_NO_TRANSACTIONS":
             raise
         return None
-
-
-def _receiver_json(report: ReceiverReport) -> dict[str, Any]:
-    owner = report.owner
-    return {
-        "host": owner.host,
-        "process": owner.process,
-        "gone": is_gone(report),
-        "at_ms": report.at_ms,
-        "counts": dict(report.counts),
-    }
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

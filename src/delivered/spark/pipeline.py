@@ -15,7 +15,8 @@ from delivered import html
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import UsageError
 from delivered.observe.page import way_of
-from delivered.observe.status import Status, status
+from delivered.observe.state import Status
+from delivered.observe.status import status
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import gather
 from delivered.planner import Plan, Refusal, make_plan
