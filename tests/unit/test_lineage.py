@@ -39,6 +39,8 @@ def _configured_anew() -> Iterator[None]:
         ("sqlite", {"path": "/data/a.db", "table": "orders"}, [("file", "/data/a.db/orders")]),
         ("delta", {"path": "s3://bucket/lake/orders"}, [("s3://bucket", "lake/orders")]),
         ("iceberg", {"catalog.uri": "http://rest:8181", "table": "db.orders"}, [("http://rest:8181", "db.orders")]),
+        ("iceberg", {"catalog.uri": "postgresql+psycopg://ann:secret@db/lake?password=secret", "table": "db.orders"},
+         [("postgresql+psycopg://db/lake", "db.orders")]),
         ("rabbitmq", {"url": "amqp://guest:secret@mq/shop", "queue": "orders"}, [("rabbitmq://mq", "orders")]),
         ("pulsar", {"url": "pulsar://p:6651", "topics": "orders"}, [("pulsar://p:6651", "orders")]),
         ("rocketmq", {"endpoints": "r1:8081;r2:8081", "topic": "orders"}, [("rocketmq://r1:8081", "orders")]),

@@ -69,7 +69,7 @@ def say_json(data: Any, *, one_line: bool = False) -> None:
 def note(text: str) -> None:
     """One line of progress; never part of the result."""
     if as_json():
-        _json_line(logging.INFO, text)
+        _write(_record(logging.INFO, text))
         return
     messages().print(text, style="dim", markup=False)
 
@@ -79,9 +79,12 @@ def log_line(text: str) -> None:
     note(text if as_json() or on_terminal() else f"{stamp()} {text}")
 
 
-def _json_line(level: int, text: str, error: Exception | None = None) -> None:
+def _record(level: int, text: str, error: Exception | None = None) -> logging.LogRecord:
     exception = (type(error), error, None) if error is not None else None
-    record = logging.LogRecord("delivered.cli", level, "", 0, text, None, exception)
+    return logging.LogRecord("delivered.cli", level, "", 0, text, None, exception)
+
+
+def _write(record: logging.LogRecord) -> None:
     sys.stderr.write(JsonLines().format(record) + "\n")
     sys.stderr.flush()
 
@@ -97,7 +100,7 @@ def relay(line: str) -> None:
 class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if as_json():
-            sys.stderr.write(JsonLines().format(record) + "\n")
+            _write(record)
         else:
             log_line(record.getMessage())
 
@@ -180,7 +183,7 @@ def fail(error: Exception, as_json_output: bool) -> int:
     if as_json_output:
         say_json({"error": {"code": own.code, "message": message, "next": next_step}})
     if as_json():
-        _json_line(logging.ERROR, message, shown_error)
+        _write(_record(logging.ERROR, message, shown_error))
     elif not as_json_output:
         shown = messages()
         shown.print(f"[{own.code}]", style="bold red", end=" ", markup=False)

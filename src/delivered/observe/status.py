@@ -125,8 +125,7 @@ def _state(pipeline: Definition, incarnation: str | None) -> tuple[LedgerState, 
     with contextlib.closing(open_ledger(sink, scope)) as ledger:
         state = ledger.look()
     sinks = [
-        SinkStatus(e.name or e.sink().name, e.system, 0, 0, e is pipeline.dead_letter, _destination(e))
-        for e in pipeline.all_sinks
+        SinkStatus(e.sink_name, e.system, 0, 0, e is pipeline.dead_letter, _destination(e)) for e in pipeline.all_sinks
     ]
     return state, sinks if spec.is_group else [replace(sinks[0], name=scope.sink, dead_letters=False)]
 

@@ -249,7 +249,7 @@ class Definition:
     @property
     def sink_names(self) -> tuple[str, ...]:
         """Of every sink, in order: as named, or as its connector names it."""
-        return tuple(e.name or e.sink().name for e in self.sinks)
+        return tuple(e.sink_name for e in self.sinks)
 
     def __repr__(self) -> str:
         return (

@@ -66,6 +66,11 @@ class Endpoint:
         return " ".join([self.system, *shown, *([by_name["table"]] if "table" in by_name else [])])
 
     @property
+    def sink_name(self) -> str:
+        """Of a sink, in its pipeline: as given, or the connector's default. Raises as `sink`."""
+        return self.name or self.sink().name
+
+    @property
     def connector_options(self) -> dict[str, str]:
         """Without those of Spark's asynchronous progress, which are set on a sink but are not the connector's."""
         return {k: v for k, v in self.options.items() if not k.lower().startswith(_ASYNC)}

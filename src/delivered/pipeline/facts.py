@@ -218,7 +218,7 @@ def _other_decider(pipeline: Definition, state: LedgerState, newest: int | None,
     if newest is None or pipeline.missing_ledger:
         return None
     former = decider(pipeline.checkpoint)
-    now = {e.name or e.sink().name for e in pipeline.all_sinks}
+    now = {e.sink_name for e in pipeline.all_sinks}
     own = -1 if state.last is None else state.last.batch
     up_to_date = own == newest or (done and own == newest - repartitions_before(pipeline.checkpoint, newest + 1))
     return None if former in now or up_to_date else former

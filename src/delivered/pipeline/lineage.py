@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_VERSION = version("delivered")
-PRODUCER = f"urn:delivered:{_VERSION}"
 _NAMES = ("subscribe", "topic", "topics", "queue", "streams", "exchange", "table")
 _DATABASES = {"postgres": ("postgres", 5432), "postgresql": ("postgres", 5432), "mysql": ("mysql", 3306)}
 _DATABASES |= {"mariadb": ("mysql", 3306)}
@@ -52,7 +50,8 @@ def datasets(endpoint: Endpoint) -> Iterator[tuple[str, str]]:
     elif scheme in _DATABASES:
         yield _table(url, scheme, table or "outbox_event")
     elif "catalog.uri" in options or "catalog.warehouse" in options:  # Iceberg
-        yield options.get("catalog.uri") or options["catalog.warehouse"], str(table)
+        catalog = urlsplit(options.get("catalog.uri") or options["catalog.warehouse"])
+        yield catalog._replace(netloc=catalog.netloc.rpartition("@")[2], query="").geturl(), str(table)
     else:
         server = options.get("kafka.bootstrap.servers") or options.get("endpoints") or url
         namespace = f"{endpoint.system}://{_host(server)}"
@@ -98,6 +97,7 @@ class Lineage:
         self._run = run
         self._columns = columns
         self._job = pipeline.name + job
+        self._version = _version_of("delivered")
 
     def started(self) -> None:
         self._send("START")
@@ -130,21 +130,23 @@ class Lineage:
         from openlineage.client.facet_v2 import error_message_run, job_type_job, processing_engine_run, tags_job
 
         pipeline = self._pipeline
-        tags = {"delivery.guarantee": pipeline.guarantee.value}
+        tag = tags_job.TagsJobFacetFields("delivery.guarantee", pipeline.guarantee.value, "DELIVERED")
         facets: dict[str, JobFacet] = {
             "jobType": job_type_job.JobTypeJobFacet(
                 processingType="STREAMING" if audit is None else "BATCH", integration="DELIVERED", jobType="PIPELINE"
             ),
-            "tags": tags_job.TagsJobFacet([tags_job.TagsJobFacetFields(k, v, "DELIVERED") for k, v in tags.items()]),
+            "tags": tags_job.TagsJobFacet([tag]),
         }
-        engine = processing_engine_run.ProcessingEngineRunFacet(_spark_version(), "spark", _VERSION)
+        engine = processing_engine_run.ProcessingEngineRunFacet(
+            _version_of("pyspark", "pyspark-client"), "spark", self._version
+        )
         run: dict[str, RunFacet] = {"processing_engine": engine}
         if failure is not None:
             run["errorMessage"] = error_message_run.ErrorMessageRunFacet(failure, "PYTHON")
         return RunEvent(
             eventTime=now,
             eventType=RunState[state],
-            producer=PRODUCER,
+            producer=f"urn:delivered:{self._version}",
             run=Run(self._run, run),
             job=Job(os.environ.get("OPENLINEAGE_NAMESPACE", "default"), self._job, facets),
             inputs=list(self._inputs(audit)),
@@ -154,21 +156,28 @@ class Lineage:
     def _inputs(self, audit: Mapping[str, Any] | None) -> Iterator[InputDataset]:
         from openlineage.client.event_v2 import InputDataset
 
-        for endpoint, sink in zip(self._pipeline.all_sinks, _sink_names(self._pipeline), strict=True):
-            if audit is not None and audit["sink"] == sink:
+        for endpoint in self._pipeline.all_sinks:
+            if audit is not None and audit["sink"] == endpoint.sink_name:
                 for namespace, name in datasets(endpoint):
                     yield InputDataset(namespace, name, {"dataQualityAssertions": _assertions(audit)})
-        for endpoint in self._pipeline.sources.values():
-            facets = _schema(None if endpoint.is_spark_own else _source_columns(endpoint))
+        for source, endpoint in self._pipeline.sources.items():
+            facets = _schema(self._source_columns[source])
             for namespace, name in datasets(endpoint):
                 yield InputDataset(namespace, name, facets=facets)
+
+    @cached_property
+    def _source_columns(self) -> dict[str, pa.Schema | None]:
+        """By source; asked once, as some ask a server."""
+        sources = self._pipeline.sources.items()
+        return {name: None if e.is_spark_own else _columns_of(e) for name, e in sources}
 
     def _outputs(self, written: Mapping[str, int]) -> Iterator[OutputDataset]:
         from openlineage.client.event_v2 import OutputDataset
         from openlineage.client.facet_v2 import output_statistics_output_dataset
 
         columns = self._columns if len(self._pipeline.all_sinks) == 1 else None
-        for endpoint, sink in zip(self._pipeline.all_sinks, _sink_names(self._pipeline), strict=True):
+        for endpoint in self._pipeline.all_sinks:
+            sink = endpoint.sink_name
             facets = _schema(columns)
             counted: dict[str, OutputDatasetFacet] = {}
             if sink in written:
@@ -179,11 +188,7 @@ class Lineage:
                 yield OutputDataset(namespace, name, counted, facets=facets)
 
 
-def _sink_names(pipeline: Definition) -> list[str]:
-    return [e.name or e.sink().name for e in pipeline.all_sinks]
-
-
-def _source_columns(endpoint: Endpoint) -> pa.Schema | None:
+def _columns_of(endpoint: Endpoint) -> pa.Schema | None:
     try:
         return endpoint.source().schema()
     except DeliveredError:
@@ -213,8 +218,9 @@ def _assertions(audit: Mapping[str, Any]) -> InputDatasetFacet:
     return quality.DataQualityAssertionsDatasetFacet(found)
 
 
-def _spark_version() -> str:
-    for package in ("pyspark", "pyspark-client"):
+def _version_of(*packages: str) -> str:
+    """Of the first that is installed; code that was sent with `--py-files` has no version."""
+    for package in packages:
         try:
             return version(package)
         except PackageNotFoundError:

@@ -49,7 +49,7 @@ def replay(pipeline: P, start: str, end: str, into: Endpoint | str, sink: str | 
     check_target(pipeline, target)
     for name, source in pipeline.sources.items():
         check_replayable(name, source)
-    key = json.dumps([start, end, own.name or own.sink().name, target.system, dict(target.options)])
+    key = json.dumps([start, end, own.sink_name, target.system, dict(target.options)])
     made = copy.copy(pipeline)
     made.name = derived_name(pipeline.name, f".replay-{hashlib.blake2b(key.encode(), digest_size=4).hexdigest()}")
     made.checkpoint = f"{pipeline.checkpoint.rstrip('/')}/delivered/{made.name}"

@@ -39,7 +39,6 @@ from delivered.model.offsets import SOURCE
 from delivered.model.translate import translated
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.lineage import configured
 from delivered.pipeline.registered import for_start
 from delivered.pipeline.registry import PREFIX
 from delivered.pipeline.spec import OPTION, PipelineSpec
@@ -113,6 +112,8 @@ def running(pipeline: Definition) -> list[Running]:
 def start(pipeline: Definition, chosen: SparkSession | None) -> StreamingQuery:
     """Record the source's first offsets, and start the query of a planned pipeline."""
     if pipeline.lineage:
+        from delivered.pipeline.lineage import configured
+
         configured()  # refused before the query starts
     spark = ready(pipeline, chosen)
     drain = Path(tempfile.gettempdir()) / f"delivered-drain-{uuid.uuid4().hex}"
