@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from confluent_kafka import Consumer, Message, Producer, TopicPartition
+from kafka.admin import KafkaAdminClient
+
+_ENDING = ("PrepareCommit", "PrepareAbort", "PrepareEpochFence")
 
 
 def produce(bootstrap: str, topic: str, records: Iterable[tuple[bytes | None, bytes | None]], **config: Any) -> None:
@@ -30,7 +33,13 @@ def produce(bootstrap: str, topic: str, records: Iterable[tuple[bytes | None, by
 
 
 def read_committed(bootstrap: str, topic: str, isolation: str = "read_committed") -> list[Message]:
-    """Every record that a read_committed reader finds now, partition by partition."""
+    """Every record that a read_committed reader finds now, partition by partition.
+
+    First waits for the markers of ended transactions: the broker replies before it writes them, so a reader that asks
+    right after a commit may not see it yet.
+    """
+    if isolation == "read_committed":
+        wait_for_markers(bootstrap)
     consumer = Consumer(
         {
             "bootstrap.servers": bootstrap,
@@ -54,6 +63,19 @@ def read_committed(bootstrap: str, topic: str, isolation: str = "read_committed"
         return found
     finally:
         consumer.close()
+
+
+def wait_for_markers(bootstrap: str) -> None:
+    """Wait until no transaction of any broker is ending; open ones stay open."""
+    admin = KafkaAdminClient(bootstrap_servers=bootstrap)
+    try:
+        deadline = time.monotonic() + 60
+        while ending := [t for ts in admin.list_transactions(state_filters=_ENDING).values() for t in ts]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"still ending: {ending}")
+            time.sleep(0.02)
+    finally:
+        admin.close()
 
 
 def make_topic_anew(kafka: Any, topic: str, partitions: int) -> None:
