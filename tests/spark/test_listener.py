@@ -25,7 +25,7 @@ def test_a_query_is_counted_and_its_batches_are_timed(spark: SparkSession, tmp_p
         source=delivered.log(str(tmp_path / "in")), sinks=[delivered.sqlite(str(tmp_path / "out.db"), "orders")],
         transform="SELECT key, value FROM source",
     )  # fmt: skip
-    queries = QueryMetrics()
+    queries = QueryMetrics({pipeline.name: pipeline.checkpoint})
     spark.streams.addListener(queries)
     try:
         with serving(lambda: [status(pipeline)], 0, more=[queries]) as port:
@@ -40,6 +40,7 @@ def test_a_query_is_counted_and_its_batches_are_timed(spark: SparkSession, tmp_p
     finally:
         spark.streams.removeListener(queries)
     assert rows(tmp_path) == 20
+    assert 'delivered_query_output_rows_total{query="counted"} 20.0' in found, "Spark's own count is -1"
     assert 'delivered_query_failed_total{query="counted"} 0.0' in found
     assert 'delivered_records_total{guarantee="exactly_once",pipeline="counted",sink="orders"} 20.0' in found
     took = status(pipeline)

@@ -127,7 +127,7 @@ def _metrics(pipeline: Pipeline, spark: SparkSession, port: int) -> Iterator[Non
     from delivered.observe.status import status
     from delivered.spark.listener import QueryMetrics
 
-    spark.streams.addListener(queries := QueryMetrics())
+    spark.streams.addListener(queries := QueryMetrics({pipeline.name: pipeline.checkpoint}))
     with serving(lambda: [status(pipeline)], port, more=[queries]) as opened:
         note(f"serving http://127.0.0.1:{opened}/metrics")
         yield

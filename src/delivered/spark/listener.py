@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.streaming.listener import StreamingQueryListener
+
+from delivered.checkpoint.history import batches
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -19,16 +22,23 @@ if TYPE_CHECKING:
     )
 
 _FAILED = "failed"
+_REPORTS = 100
+"""Batches that may end until Spark tells of one: its events arrive later, on a thread of their own."""
 
 
 class QueryMetrics(StreamingQueryListener):
     """A collector of prometheus_client, and a listener: `spark.streams.addListener(metrics)`.
 
-    Queries are named by `queryName`, else by their id. Spark does not count rows of Python sinks (-1):
-    `delivered_records_total` does, for those of this package.
+    Queries are named by `queryName`, else by their id. Spark does not count rows of Python sinks (-1): those of a
+    pipeline come from the reports of its batches.
+
+    Args:
+        checkpoints: by query name, of the pipelines whose rows are counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoints: Mapping[str, str]) -> None:
+        self._checkpoints = checkpoints
+        self._began_ms = time.time_ns() // 1_000_000
         self._lock = Lock()
         self._names: dict[str, str] = {}
         self._last: dict[str, Any] = {}
@@ -41,14 +51,25 @@ class QueryMetrics(StreamingQueryListener):
     def onQueryProgress(self, event: QueryProgressEvent) -> None:  # noqa: N802
         progress = event.progress
         name = progress.name or str(progress.id)
+        written = progress.sink.numOutputRows
+        if written < 0:
+            written = self._reported(name, progress.batchId)
         with self._lock:
             self._last[name] = progress
             self._totals[name] += Counter(
                 batches=1,
                 input_rows=progress.numInputRows,
-                output_rows=max(0, progress.sink.numOutputRows),
+                output_rows=written,
                 late_rows=sum(o.numRowsDroppedByWatermark for o in progress.stateOperators),
             )
+
+    def _reported(self, name: str, batch: int) -> int:
+        """Rows that a batch wrote to all sinks; 0 if it was decided before, and nothing was written now."""
+        if name not in self._checkpoints:
+            return 0
+        newest = batches(self._checkpoints[name], _REPORTS)
+        now = (r for r in newest if r.batch == batch and r.decided_at_ms >= self._began_ms)
+        return sum(sum(r.records.values()) for r in now)
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802
         pass
@@ -71,7 +92,7 @@ class QueryMetrics(StreamingQueryListener):
         for key, text in (
             ("batches", "Batches that Spark ran."),
             ("input_rows", "Rows read, by Spark's count."),
-            ("output_rows", "Rows written, by Spark's count; Python sinks: 0."),
+            ("output_rows", "Rows written to all sinks."),
             ("late_rows", "Rows dropped as older than the watermark."),
             (_FAILED, "Queries that ended with an error."),
         ):
