@@ -84,7 +84,7 @@ def _shared(kind: type[Server], name: str = "") -> Any:
         folder = tmp_path_factory.mktemp(kind.system)
         server = kind.start(folder)
         yield server
-        server.stop()
+        server.end()
         shutil.rmtree(folder, ignore_errors=True)
 
     return pytest.fixture(start, scope="session", name=name or kind.system)
@@ -100,7 +100,7 @@ def _leaves_no_transaction(request: pytest.FixtureRequest) -> Iterator[None]:
     for system in ("postgres", "postgres_log"):
         if system in request.fixturenames:
             server = request.getfixturevalue(system)
-            deadline = time.monotonic() + 5  # a server needs a moment to see that a client was killed
+            deadline = time.monotonic() + 60  # a server needs a moment to see that a client was killed
             while left := set(server.unfinished()) - _reported:
                 if time.monotonic() > deadline:
                     _reported.update(left)
@@ -122,7 +122,7 @@ def _own(kind: type[Server]) -> Any:
 
         yield start
         for server in started:
-            server.stop()
+            server.end()
 
     return pytest.fixture(starter, name=f"new_{kind.system}")
 
@@ -143,7 +143,7 @@ rocketmq, new_rocketmq = _shared(Rocketmq), _own(Rocketmq)
 def _mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kafka]:
     server = Kafka.start(tmp_path_factory.mktemp("mortal"))
     yield server
-    server.stop()
+    server.end()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,18 @@ def entered(log: Path) -> Counter[bytes]:
     driver = (source := LOG.source({"path": str(log)})).driver()
     pieces = driver.slices(*driver.batch())
     return Counter(v for p in pieces for b in source.read(p) for v in b.column("value").to_pylist())
+
+
+def all_that_comes(receiver: Any, count: int) -> list[Any]:
+    """Handles of so many messages, and then of no more for half a second."""
+    handles: list[Any] = []
+    deadline = time.monotonic() + 120
+    while len(handles) < count:
+        assert time.monotonic() < deadline, f"{len(handles)} of {count} came"
+        handles += receiver.receive(100, 0.2).handles
+    handles += receiver.receive(100, 0.5).handles
+    assert len(handles) == count
+    return handles
 
 
 def each_once(count: int = MESSAGES) -> Counter[bytes]:

@@ -59,7 +59,7 @@ def killed_and_started_again(
     }
     file.write_text(json.dumps(pipeline))
     command = [sys.executable, "-m", "delivered.verify.loop", str(file)]
-    done = run(command, f"{point}@batch=1", folder / "hits", timeout_s=50)
+    done = run(command, f"{point}@batch=1", folder / "hits", timeout_s=300)
     assert (done.exit_code, done.runs, len(done.kills)) == (0, 2, 1)
     found = Counter(taken())
     if guarantee == "exactly_once":

@@ -67,7 +67,7 @@ class Transactions:
         """Returns once the marker is in the log: the broker replies before it writes it."""
         before = self._end(IsolationLevel.READ_UNCOMMITTED)
         (self._producer.commit_transaction if commit else self._producer.abort_transaction)(30)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while self._end(IsolationLevel.READ_COMMITTED) <= before:
             assert time.monotonic() < deadline
 

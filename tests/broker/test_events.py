@@ -155,11 +155,11 @@ def test_of_two_writers_at_one_version_one_is_in_conflict(
         ACCOUNT.append(connection, db.account, deposits(2), expected=1)
         thread = threading.Thread(target=second)
         thread.start()
-        assert asked.wait(30)
+        assert asked.wait(120)
         thread.join(0.2)
         assert thread.is_alive(), f"the second was told {told} before the first had ended"
         connection.commit() if commits else connection.rollback()
-        thread.join(30)
+        thread.join(120)
         assert told == (["found 2"] if commits else [2])
         assert ACCOUNT.load(connection, db.account) == ({"balance": 3 if commits else 6, "events": 2}, 2)
         connection.rollback()

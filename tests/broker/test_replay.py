@@ -50,7 +50,7 @@ def test_a_replay_ends_where_the_times_say(kafka: Any, tmp_path: Path) -> None:
 
 def test_times_that_retention_took(kafka: Any, tmp_path: Path) -> None:
     topic = filled(kafka)
-    kafka.admin().delete_records([TopicPartition(topic, 0, 4)])[TopicPartition(topic, 0, 4)].result(10)
+    kafka.admin().delete_records([TopicPartition(topic, 0, 4)])[TopicPartition(topic, 0, 4)].result(120)
     ours = pipeline(kafka, topic, tmp_path)
     with pytest.raises(Refused, match=rf"REPLAY_RECORDS_GONE.*before offset 4 of {topic} 0"):
         ours.replay(str(T0 + 4_000), "latest", "again")

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import pytest
-from tests.broker.receive_help import POINTS, each_once, entered, finish, numbered, receive
+from tests.broker.receive_help import POINTS, all_that_comes, each_once, entered, finish, numbered, receive
 from tests.broker.send_help import writer
 from tests.support.servers import Rocketmq
 
@@ -198,17 +198,9 @@ def test_no_more_than_the_prefetch_is_held(rocketmq: Rocketmq) -> None:
     topic, group = rocketmq.topic(), rocketmq.group()
     rocketmq.send(topic, numbered(100))
     receiver = RocketmqReceiver(parse(given(rocketmq, topic, group, prefetch="20")))
-
-    def all_that_comes() -> list[Any]:
-        handles: list[Any] = []
-        for _ in range(8):
-            handles += receiver.receive(100, 0.2).handles
-        return handles
-
-    handles = all_that_comes()
-    assert len(handles) == 20
+    handles = all_that_comes(receiver, 20)
     assert receiver.acknowledge(handles[:5]) == Ok(5)
-    assert len(all_that_comes()) == 5
+    all_that_comes(receiver, 5)
     receiver.close()
 
 

@@ -134,7 +134,7 @@ def make(peer: Peer) -> None:
     }  # fmt: skip
     answer: Future[Answer | None] = Future()
     peer.post(200, {}, json.dumps(group).encode(), answer.set_result)
-    found = answer.result(10)
+    found = answer.result(120)
     assert found is not None
     assert found.code == 0
     peer.close()

@@ -109,7 +109,7 @@ def test_a_driver_killed_between_two_ends_is_finished_by_the_next(rig: Rig, post
     dies = rig.child(prepared, posted, signal.SIGKILL)
     dies.communicate(timeout=60)
     assert dies.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while rig.shown().total() < posted - IN_FLIGHT_MAX:  # answered ends are visible
         assert time.monotonic() < deadline
     assert rig.shown().total() <= posted
@@ -324,7 +324,7 @@ def test_a_server_killed_after_ends_and_in_mid_apply(
         copies = open_half_messages(rig.committer._cluster, "delivered", 0)
         return sum(m.properties.get("PGROUP") == name and "TRANSACTION_CHECK_TIMES" in m.properties for m in copies)
 
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while asked() == 0:
         assert time.monotonic() < deadline, "else this test shows nothing"
         time.sleep(0.2)

@@ -177,9 +177,9 @@ def test_a_late_commit_gets_in_when_its_sender_has_moved_on(drain: Drained, clie
 
     reader = threading.Thread(target=drain.follow, args=(look, stop))
     reader.start()
-    assert seen.wait(20)
+    assert seen.wait(120)
     stop.set()
-    reader.join(20)
+    reader.join(120)
     assert [r.value for r in looks[0].rows] == ["late"]
 
 
@@ -210,7 +210,7 @@ def test_a_reader_lives_through_a_kill_of_the_server(name: str, system: System, 
     reader.start()
     with closing(system.connect(own.broker, drain, None)) as connection:
         insert(connection, "a")
-    assert first.wait(20)
+    assert first.wait(120)
     own.broker.kill()
     own.broker.restart()
     with closing(system.connect(own.broker, drain, None)) as connection:

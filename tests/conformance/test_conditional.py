@@ -204,7 +204,7 @@ def test_a_key_that_another_writer_inserts_meanwhile_is_a_conflict(postgres: Any
         waits = "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND application_name LIKE 'delivered%'"
         wait_for(lambda: bool(postgres.execute(waits)), 30, "our INSERT waits")
         other.commit()
-        ours.result(30)
+        ours.result(120)
     assert sorted(postgres.execute(f"SELECT id, text FROM {name}")) == [(1, "other"), (2, "ours")]
     assert left_out(rig) == {"conflict": 1}
 

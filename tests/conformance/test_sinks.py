@@ -26,13 +26,21 @@ OVER_HTTP = pytest.mark.parametrize(
     "rig", sweep(SINKS, lambda name: name not in ("iceberg-s3", "files-json")), indirect=True
 )
 """Stores and catalogs differ from a folder in their requests, all of which are made by tests with this mark."""
+EVERY_WRITER = pytest.mark.parametrize(
+    "rig", sweep(SINKS, lambda name: not name.endswith(("-s3", "-rest", "-json"))), indirect=True
+)
+WITH_A_LEDGER_OF_ANOTHER = ("kafka-librdkafka", "rocketmq")
+"""Their ledger is that of `kafka` and of `sqlite`: in `make test`, they run the tests of what a writer does."""
 
 
-@pytest.fixture(params=sweep(SINKS, lambda name: not name.endswith(("-s3", "-rest", "-json"))))
+@pytest.fixture(
+    params=sweep(SINKS, lambda name: not name.endswith(("-s3", "-rest", "-json", *WITH_A_LEDGER_OF_ANOTHER)))
+)
 def rig(request: pytest.FixtureRequest) -> Rig:
     return Rig(SINKS[request.param](request))
 
 
+@EVERY_WRITER
 def test_says_what_it_does(rig: Rig) -> None:
     can = rig.sink.capability()
     texts = (can.system, can.mechanism, can.stage, can.prepare, can.decide, can.apply, can.send)
@@ -84,6 +92,7 @@ def test_nothing_is_visible_before_the_decision(rig: Rig) -> None:
     assert rig.visible() == rig.expected(0)
 
 
+@EVERY_WRITER
 def test_p16_commit_and_apply_again_change_nothing(rig: Rig) -> None:
     """P16: commit may be called several times for one epoch."""
     context = rig.context()
@@ -164,6 +173,7 @@ def test_abort_orphans_leaves_others_and_the_decided_alone(rig: Rig) -> None:
     assert other.visible() == their_seed_total
 
 
+@EVERY_WRITER
 def test_abort_orphans_reaches_earlier_incarnations(rig: Rig) -> None:
     rig.write(rig.plan(rig.context(), 0))
     later = Rig(rig.sink, pipeline=rig.pipeline, incarnation="i1")
@@ -225,6 +235,7 @@ def test_history_is_in_order_and_of_this_incarnation(rig: Rig) -> None:
     assert state.last is None
 
 
+@EVERY_WRITER
 @pytest.mark.parametrize("guarantee", [Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE])
 def test_direct_rows_are_visible_before_the_record(rig: Rig, guarantee: Guarantee) -> None:
     context = rig.context(guarantee=guarantee)
@@ -268,6 +279,7 @@ def test_a_batch_begun_and_recorded_is_no_news_to_a_new_checkpoint(rig: Rig) -> 
     assert state.earlier_begun == ()
 
 
+@EVERY_WRITER
 def test_empty_batch_and_empty_shards(rig: Rig) -> None:
     rig.run(0)
     context = rig.context()

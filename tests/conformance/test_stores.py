@@ -34,7 +34,7 @@ STORES = {
     "memory-two-phase": 60,
     "sqlite": 12,
     "files-json": 12,
-    "delta": 4,
+    "delta": 2,
     "iceberg": 4,
     "kafka": 4,
     "kafka-librdkafka": 4,

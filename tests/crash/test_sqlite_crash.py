@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 from tests.crash.killed import BATCHES, PARTITIONS, RECORDS, World, points
+from tests.support.embedded_pipeline import PIPELINE, TABLE
 from tests.support.zygote import Zygote
+
+from delivered.connectors.sqlite import CONNECTOR, database, store
+from delivered.engine.context import open_ledger
+from delivered.model.errors import DeliveredError
+from delivered.model.identity import Scope
+from delivered.model.work import Owner
 
 
 @pytest.fixture
@@ -116,11 +123,14 @@ def test_zombie_driver_is_fenced(world: World, stop_at: str) -> None:
     world.fence_a_zombie(stop_at)
 
 
-def test_zombie_inside_the_transaction_blocks_with_a_clear_error(world: World) -> None:
-    """The stopped process holds SQLite's write lock: the new one says so within 15 s; then both end well."""
+def test_zombie_inside_the_transaction_blocks_with_a_clear_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stopped process holds SQLite's write lock: the new one says so in time; then both end well."""
     zombie = world.stop("commit.apply:after")
-    assert world.run() == 3
-    assert "[DELIVERED_DATABASE_LOCKED]" in world.errors[-1]
+    monkeypatch.setattr(store, "CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(database, "CONNECT_TIMEOUT_S", 0.5)
+    sink = CONNECTOR.sink({"path": str(world.database), "table": TABLE})
+    with pytest.raises(DeliveredError, match="DELIVERED_DATABASE_LOCKED"):
+        open_ledger(sink, Scope(PIPELINE, sink.name, "later")).claim(Owner("later"))
     zombie.kill()
     world.finish(1)
     assert world.judge() == (0, 0)

@@ -32,7 +32,7 @@ def told(kafka: Any, group: str, topic: str) -> int:
     """A group's committed offset, read by an independent client; -1001: none."""
     consumer = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": group})
     try:
-        return int(consumer.committed([TopicPartition(topic, 0)], timeout=30)[0].offset)
+        return int(consumer.committed([TopicPartition(topic, 0)], timeout=60)[0].offset)
     finally:
         consumer.close()
 
@@ -85,9 +85,9 @@ def test_a_topic_made_anew_in_an_available_now_run_is_noticed(spark: SparkSessio
     def each(frame: DataFrame, batch: int) -> None:
         seen.extend(bytes(row.value) for row in frame.collect())
         if batch == 0:
-            kafka.admin().delete_topics([topic])[topic].result(30)
-            deadline = time.monotonic() + 30
-            while topic in kafka.admin().list_topics(timeout=10).topics:
+            kafka.admin().delete_topics([topic])[topic].result(120)
+            deadline = time.monotonic() + 120
+            while topic in kafka.admin().list_topics(timeout=60).topics:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             kafka.topic(1, name=topic)

@@ -23,7 +23,7 @@ ROWS, FIRST, END = 200, 50, 150
 
 
 def values(folder: Path, table: str) -> Counter[bytes]:
-    with closing(sqlite3.connect(folder / "out.db", timeout=30)) as connection:
+    with closing(sqlite3.connect(folder / "out.db", timeout=60)) as connection:
         there = connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone()
         return Counter(v for (v,) in connection.execute(f"SELECT value FROM {table}")) if there else Counter()
 
@@ -35,7 +35,7 @@ def expected(first: int, end: int) -> Counter[bytes]:
 def committed(kafka: Any, topic: str, group: str) -> int:
     consumer = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": group})
     try:
-        return sum(max(0, p.offset) for p in consumer.committed([TopicPartition(topic, 0)], timeout=10))
+        return sum(max(0, p.offset) for p in consumer.committed([TopicPartition(topic, 0)], timeout=60))
     finally:
         consumer.close()
 

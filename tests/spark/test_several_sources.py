@@ -166,7 +166,7 @@ def test_named_sources_under_spark_4_2(spark: SparkSession, anyway: bool, tmp_pa
 def acknowledged(kafka: Kafka, topic: str, partitions: int) -> int:
     consumer = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": f"shop-{topic}"})
     try:
-        found = consumer.committed([TopicPartition(topic, p) for p in range(partitions)], timeout=30)
+        found = consumer.committed([TopicPartition(topic, p) for p in range(partitions)], timeout=60)
         return sum(int(p.offset) for p in found)
     finally:
         consumer.close()

@@ -346,9 +346,9 @@ def test_p4_ledger_and_log_stay_bounded(tmp_path: Path, monkeypatch: pytest.Monk
         {"delta.logRetentionDuration": "interval 0 seconds", "delta.checkpointInterval": "50"}
     )
     sizes = []
-    for batch in range(401):
+    for batch in range(301):
         assert mine.decide(decision(batch)) == Ok(None)
-        if batch % 200 == 0:
+        if batch % 100 == 0:
             mine.claim(Owner("o"))
             sizes.append(
                 (
@@ -356,7 +356,7 @@ def test_p4_ledger_and_log_stay_bounded(tmp_path: Path, monkeypatch: pytest.Monk
                     len(list((tmp_path / "t/_delivered").rglob("*.json"))),
                 )
             )
-    assert [d.batch for d in mine.history()] == list(range(301, 401))
+    assert [d.batch for d in mine.history()] == list(range(201, 301))
     assert max(n for n, _ in sizes) <= 120
     assert max(n for _, n in sizes) <= 230
     checkpoint = sorted((tmp_path / "t/_delta_log").glob("*.checkpoint.parquet"))[-1]

@@ -55,5 +55,5 @@ def test_a_torn_line_is_passed_over(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "delivered").write_text("a file")
     history.add(str(tmp_path), report(0))
-    history.add("s3://nowhere.invalid/bucket", report(0))
+    history.add("s3://bucket/x?endpoint_override=127.0.0.1:9&scheme=http&region=x", report(0))
     assert history.batches(str(tmp_path)) == []
