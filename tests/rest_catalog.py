@@ -69,7 +69,8 @@ def _handler(server: RestCatalogServer) -> type[BaseHTTPRequestHandler]:
             self._answer(None)
 
         def do_POST(self) -> None:
-            self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            self._answer(None if self.path.endswith("/oauth/tokens") else json.loads(body))
 
         def _answer(self, body: dict[str, Any] | None) -> None:
             path = [unquote(p) for p in urlsplit(self.path).path.strip("/").split("/")][1:]
@@ -97,6 +98,8 @@ def _handler(server: RestCatalogServer) -> type[BaseHTTPRequestHandler]:
         def _do(self, path: list[str], body: dict[str, Any] | None) -> tuple[int, Any]:
             if path == ["config"]:
                 return 200, {"defaults": {}, "overrides": {}}
+            if path == ["oauth", "tokens"]:
+                return 200, {"access_token": "t", "token_type": "bearer"}
             namespace = tuple(path[1].split("\x1f")) if len(path) > 1 else ()
             match path[2:]:
                 case []:

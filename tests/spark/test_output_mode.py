@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sqlite3
 import sys
 from collections import Counter
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from tests.support.servers import Kafka
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "stateful.md"
 APP = Path(__file__).parent / "apps" / "run_file.py"
 RECORDS, KEYS, PER_BATCH, WAIT_S = 700, 30, 100, 180.0
 SQL = (
@@ -230,19 +228,6 @@ def test_a_mode_that_spark_refuses_for_a_query(
     )  # fmt: skip
     with pytest.raises(delivered.UsageError, match=rf"DELIVERED_OUTPUT_MODE\].*output mode: {mode}.*{next_step}"):
         pipeline.start(spark)
-
-
-def test_the_example_of_the_docs(spark: SparkSession, tmp_path: Path) -> None:
-    """docs/stateful.md, as it stands there; then more orders."""
-    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (tmp_path / "totals.yaml").write_text(text)
-    for orders in ([("anna", "1.50"), ("ben", "2"), ("anna", "0.25")], [("ben", "0.10"), ("cleo", "7")]):
-        keys, values = zip(*((k.encode(), v.encode()) for k, v in orders), strict=True)
-        append(str(tmp_path / "orders"), pa.table({"key": keys, "value": values}))
-        delivered.Pipeline.from_file(tmp_path / "totals.yaml").start(spark).awaitTermination(WAIT_S)
-    with sqlite3.connect(tmp_path / "shop.db") as connection:
-        found = sorted((c, n, float(r)) for c, n, r in connection.execute("SELECT * FROM revenue"))
-    assert found == [("anna", 2, 1.75), ("ben", 2, 2.1), ("cleo", 1, 7.0)]
 
 
 @pytest.mark.parametrize(

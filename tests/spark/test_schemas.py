@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
-import sqlite3
 import struct
 import sys
 from contextlib import closing
@@ -60,23 +58,6 @@ def run(pipeline: delivered.Pipeline, spark: SparkSession) -> None:
     assert query.awaitTermination(120)
     if query.exception() is not None:
         raise query.exception()
-
-
-def test_the_page_begins_with_an_example_that_runs(
-    kafka: Kafka, registry: Registry, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = re.match(r"# \w+\n\n```python\n(.*?)```", (ROOT / "docs/schemas.md").read_text(), re.DOTALL)
-    assert found
-    servers = {"kafka": kafka.broker, "registry": registry.broker}
-    monkeypatch.setattr(delivered.brokers, "start", servers.__getitem__)
-    monkeypatch.setattr(delivered, "session", lambda: spark)
-    said: list[Any] = []
-    names: dict[str, Any] = {"print": said.append}
-    here = {n: str(tmp_path / n) for n in ("orders.db", "checkpoint")}  # Spark's workers run elsewhere
-    exec(re.sub(r'"(orders\.db|checkpoint)"', lambda m: repr(here[m[1]]), found[1]), names)
-    assert said == ["held"], names["pipeline"].audit(spark).unknowns
-    with closing(sqlite3.connect(here["orders.db"])) as database:
-        assert sorted(database.execute("SELECT id, city FROM orders")) == [(n, f"city {n}") for n in (1, 2, 3)]
 
 
 def test_a_decided_batch_written_again_has_the_same_bytes_and_letters(

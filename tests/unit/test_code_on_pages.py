@@ -6,10 +6,10 @@ import ast
 import importlib
 import inspect
 import re
-import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from docs.site import ROOT, pages
+from docs.site import ROOT
+from tests.support.pages import BLOCKS, ONLY_CHECKED, Block, commands, inner, parsed
+from typer.testing import CliRunner
 
 import delivered
 from delivered.cli.main import app
@@ -28,63 +30,21 @@ from delivered.pipeline.registry import connector
 from delivered.pipeline.spec import PIPELINE_OPTIONS
 from delivered.planner import Refusal
 
-_BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-_HERE = re.compile(r"^(python -|cat > (\S+)) <<'END'\n(.*?)^END$", re.MULTILINE | re.DOTALL)
-_RUN_ELSEWHERE = {
-    "README.md": "install/test_readme.py",
-    "docs/tutorial.md": "install/test_pages.py",
-    "docs/replay.md": "install/test_pages.py",
-    "docs/outbox.md": "unit/test_outbox.py",
-    "docs/inbox.md": "unit/test_outbox.py",
-    "docs/events.md": "unit/test_outbox.py",
-    "docs/saga.md": "unit/test_saga.py",
-    "docs/stateful.md": "spark/test_output_mode.py",
-    "docs/declarative.md": "spark/test_declarative.py",
-    "docs/new-connector.md": "unit/test_new_connector.py",
+_FIRST = {
+    "docs/outbox.md": "1 order\n1 message\n",
+    "docs/inbox.md": "1 mail\n",
+    "docs/events.md": "now at version 2\n7\n",
+    "docs/saga.md": "reserved order-7\npaid order-7\nreserved order-8\nreleased order-8\n1 complete, 1 compensated\n",
 }
-"""Pages whose blocks, at least the first, are also run as they are, and by which test."""
+"""Pages for applications, and what their first block prints."""
 _NO_PIPELINE = {"docs/declarative.md"}
 """Pages whose YAML is Spark's."""
-
-
-@dataclass(frozen=True)
-class Block:
-    page: str
-    language: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.page}: {self.text.strip().splitlines()[0][:60]}"
-
-
-def _blocks() -> Iterator[Block]:
-    for page in (Path("README.md"), *pages()):
-        for indent, language, text in _BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
-            lines = (line.removeprefix(indent) for line in text.splitlines(keepends=True))
-            yield Block(str(page), language, "".join(lines))
-
-
-BLOCKS = list(_blocks())
 
 
 def _of(*languages: str) -> list[Block]:
     """Blocks of these languages, and what shell blocks hand to Python or write into a file."""
     found = [b for b in BLOCKS if b.language in languages]
-    for block in BLOCKS:
-        for start, file, text in _HERE.findall(block.text) if block.language == "sh" else ():
-            language = "python" if start.startswith("python") else file.rpartition(".")[2]
-            if language in languages:
-                found.append(Block(block.page, language, text))
-    return found
-
-
-def _lines(block: Block) -> Iterator[list[str]]:
-    """Commands, each as words; a line that goes on after a backslash is one."""
-    text = _HERE.sub("", block.text).replace("\\\n", " ")
-    for line in text.splitlines():
-        for part in re.split(r"\s(?:&&|\|\||[|;&])\s", line):
-            if re.match(r"(delivered|make|pytest|pip|python -m) ", part.strip() + " "):
-                yield shlex.split(part, comments=True)
+    return found + [b for block in BLOCKS for b in inner(block) if b.language in languages]
 
 
 @cache
@@ -105,7 +65,7 @@ def _parse(command: Any, words: list[str], parent: Any = None, name: str = "deli
 def test_commands_exist(block: Block) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
-    for words in _lines(block):
+    for words in commands(block):
         match words:
             case ["make", *names]:
                 assert set(names) <= targets
@@ -157,16 +117,6 @@ def test_pipelines_can_be_planned(block: Block, tmp_path: Path, monkeypatch: pyt
     assert not isinstance(answer, Refusal), str(answer)
 
 
-def _tree(text: str) -> ast.Module:
-    """A block, or a part of a call chain or of a call's arguments."""
-    for wrapped in (text, f"(frame\n{text})", f"call(\n{text})"):
-        try:
-            return ast.parse(wrapped)
-        except SyntaxError as error:
-            first = error
-    raise first
-
-
 def _chain(node: ast.expr) -> list[str]:
     match node:
         case ast.Attribute(value=value, attr=name):
@@ -191,7 +141,7 @@ def _imported(tree: ast.Module) -> dict[str, Any]:
 
 @pytest.mark.parametrize("block", _of("python"), ids=str)
 def test_python_names_and_arguments_exist(block: Block) -> None:
-    tree = _tree(block.text)
+    tree = parsed(block.text)
     known = _imported(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (names := _chain(node)) and names[0] in known:
@@ -247,7 +197,7 @@ def _options(tree: ast.Module) -> Iterator[tuple[str, str, set[str]]]:
 
 @pytest.mark.parametrize("block", _of("python"), ids=str)
 def test_options_are_known(block: Block) -> None:
-    for system, role, names in _options(_tree(block.text)):
+    for system, role, names in _options(parsed(block.text)):
         found = connector(system)
         table = found.source_options if role == "source" else found.sink_options
         assert isinstance(table, OptionTable)
@@ -269,9 +219,40 @@ def test_blocks_name_their_language() -> None:
     assert {b.language for b in BLOCKS} <= {"", "sh", "python", "yaml", "sql", "toml"}
 
 
-def test_what_runs_elsewhere_names_its_page() -> None:
-    for page, test in _RUN_ELSEWHERE.items():
-        assert Path(page).stem in (ROOT / "tests" / test).read_text(), f"{test} does not run {page}"
+def test_what_is_only_checked_is_on_a_page_and_names_tests_that_exist() -> None:
+    for (page, text), why in ONLY_CHECKED.items():
+        assert [b for b in BLOCKS if b.page == page and text in b.text], (page, text)
+        assert all((ROOT / name).exists() for name in re.findall(r"tests/[\w/]+\.py", why))
+
+
+@pytest.mark.parametrize("page", _FIRST)
+def test_a_page_for_applications_begins_with_code_that_needs_neither_spark_nor_arrow(page: str, tmp_path: Path) -> None:
+    first = next(b for b in BLOCKS if b.page == page)
+    assert len(first.text.splitlines()) <= 20
+    heavy = "{'pyspark', 'pyarrow', 'numpy', 'pydantic', 'httpx'}"
+    probe = f"{first.text}\nimport sys\nassert not {heavy} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, _FIRST[page]), done.stderr
+
+
+def test_error_codes_are_explained() -> None:
+    """The commands of docs/errors.md."""
+    (block,) = [b for b in BLOCKS if b.page == "docs/errors.md"]
+    for words in commands(block):
+        done = CliRunner().invoke(app, words[1:])
+        assert done.exit_code == 0, done.output
+        assert "LEDGER_AHEAD" in done.output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [w for b in BLOCKS if b.page == "docs/verify.md" for w in commands(b) if "orders.yaml" not in w],
+    ids=" ".join,
+)
+def test_selections_of_the_verifier_find_cases(words: list[str]) -> None:
+    done = CliRunner().invoke(app, [*words[1:], "--list"])
+    assert done.exit_code == 0, done.output
+    assert done.output.strip(), words
 
 
 def test_what_is_not_known_is_found() -> None:
