@@ -46,6 +46,7 @@ class Connector:
         external_ledger: the system cannot hold a ledger; the option `ledger` names a SQLite file that does.
         transactions: the option with which its sinks can prepare a batch; empty: they always can; None: they cannot.
         key_table: its sinks can store a dedup's keys. Both feed the alternatives that refusals list.
+        messaging: the system is a message broker; OpenTelemetry's conventions for messaging apply.
         instead: next step for a role the system does not support: "read with delivered_log".
     """
 
@@ -57,6 +58,7 @@ class Connector:
     external_ledger: bool = False
     transactions: str | None = None
     key_table: bool = False
+    messaging: bool = False
     instead: str | None = None
 
     @property

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 from delivered.model.errors import MissingExtra
 from delivered.observe.metrics import StatusCollector
 from delivered.observe.state import Status
+from delivered.pipeline.registry import connector
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Observation
     from opentelemetry.sdk.metrics.export import MetricReader
 
 SENT, CONSUMED = "messaging.client.sent.messages", "messaging.client.consumed.messages"
-_BROKERS = ("kafka", "pulsar", "rabbitmq", "rabbitmq_stream", "activemq", "rocketmq")
 _UNITS = {"seconds": "s", "bytes": "By", "ratio": "1"}
 _FRESH_S = 1.0
 """The instruments of one collection share one look."""
@@ -42,7 +42,7 @@ def readings(statuses: Sequence[Status]) -> dict[str, list[Point]]:
         (s.records, _of(now, "send", s.system, s.destination))
         for now in statuses
         for s in now.sinks
-        if s.system in _BROKERS
+        if connector(s.system).messaging
     ]
     found[CONSUMED] = [
         (sum(r.counts.get("received", 0) for r in reports), _of(now, "receive", *now.queues[source]))

@@ -322,18 +322,17 @@ def _process(system: str, options: Mapping[str, str], number: int, idle_s: float
 
 
 def quiet_client(warnings: bool = True) -> None:
-    """For a separate process: log our warnings to standard error, but not the clients', which print a stack trace for
-    every refused or lost connection.
+    """For a separate process: log our warnings to standard error, but not those of client libraries, some of which
+    print a stack trace for every refused or lost connection.
 
     Args:
         warnings: False: ours are shown elsewhere.
     """
+    logging.getLogger().addHandler(logging.NullHandler())  # else Python itself prints warnings
     if warnings:
         handler = logging.StreamHandler()
         handler.setFormatter(JsonLines() if as_json() else logging.Formatter("%(asctime)s %(message)s"))
-        logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    for client in ("pika", "stomp.py"):
-        logging.getLogger(client).setLevel(logging.CRITICAL)
+        logging.getLogger("delivered").addHandler(handler)
 
 
 def _never() -> bool:

@@ -11,4 +11,5 @@ CONNECTOR = Connector(
     queues=Made(ActivemqOptions, "delivered.connectors.activemq.queue:ActivemqQueue"),
     sinks=Made(ActivemqSinkOptions, "delivered.connectors.activemq.sink:ActivemqSink"),
     external_ledger=True,
+    messaging=True,
 )

@@ -12,4 +12,5 @@ CONNECTOR = Connector(
     sources=Made(SourceOptions, "delivered.connectors.kafka.source:KafkaSource"),
     sinks=Made(SinkOptions, "delivered.connectors.kafka.sink:KafkaSink"),
     transactions="",
+    messaging=True,
 )

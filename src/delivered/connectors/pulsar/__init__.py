@@ -11,4 +11,5 @@ CONNECTOR = Connector(
     sources=Made(SourceOptions, "delivered.connectors.pulsar.source:PulsarSource"),
     sinks=Made(PulsarSinkOptions, "delivered.connectors.pulsar.sink:PulsarSink"),
     external_ledger=True,
+    messaging=True,
 )

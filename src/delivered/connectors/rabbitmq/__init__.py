@@ -13,4 +13,5 @@ CONNECTOR = Connector(
     queues=Made(RabbitmqOptions, "delivered.connectors.rabbitmq.queue:RabbitmqQueue"),
     sinks=Made(RabbitmqSinkOptions, "delivered.connectors.rabbitmq.sink:RabbitmqSink"),
     external_ledger=True,
+    messaging=True,
 )

@@ -39,6 +39,7 @@ CONNECTOR = Connector(
     "rabbitmq",
     sources=Made(StreamOptions, "delivered.connectors.rabbitmq.stream:RabbitmqStreamSource"),
     instead="write with delivered_rabbitmq: to an exchange, or with the stream's name as routingKey",
+    messaging=True,
 )
 
 

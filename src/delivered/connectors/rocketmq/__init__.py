@@ -15,4 +15,5 @@ CONNECTOR = Connector(
     sinks=Made(RocketmqSinkOptions, "delivered.connectors.rocketmq.sink:RocketmqSink"),
     external_ledger=True,
     transactions="messageType=transaction",
+    messaging=True,
 )
