@@ -20,11 +20,15 @@ def test_a_page(
     monkeypatch.chdir(tmp_path)
     reader = Reader(tmp_path, request.getfixturevalue, monkeypatch, {"spark": spark})
     before = spark.conf.get("spark.sql.shuffle.partitions")
+    there = {t.name for t in spark.catalog.listTables()}
     spark.conf.set("spark.sql.shuffle.partitions", "2")
     try:
         page.run(reader, without=why_not)
     finally:
         spark.conf.set("spark.sql.shuffle.partitions", before)
+        for table in spark.catalog.listTables():  # other tests share the session
+            if table.name not in there:
+                spark.sql(f"DROP {'VIEW' if table.isTemporary else 'TABLE'} `{table.name}`")
 
 
 def test_every_block_runs_or_says_why_not() -> None:
