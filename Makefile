@@ -16,7 +16,7 @@ help: ## this list
 
 setup: $(READY) ## an environment in .venv with locked dependencies
 
-$(READY): requirements.lock pyproject.toml hatch_build.py src/delivered/model/mix.c src/delivered/connectors/kafka/record_batch.c
+$(READY): requirements.lock pyproject.toml hatch_build.py src/delivered/model/mix.c src/delivered/clients/kafka/record_batch.c
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing locked dependencies into $(VENV) (about a minute) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock

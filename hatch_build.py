@@ -21,7 +21,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES = (
     Path("src", "delivered", "model", "mix.c"),
-    Path("src", "delivered", "connectors", "kafka", "record_batch.c"),
+    Path("src", "delivered", "clients", "kafka", "record_batch.c"),
 )
 
 

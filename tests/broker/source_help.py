@@ -84,7 +84,7 @@ def limit_clients(kafka: Any, quota: str, bytes_per_s: int) -> None:
     """Set a quota of every client of a broker of your own: producer_byte_rate or consumer_byte_rate."""
     from kafka.protocol.admin.client_quotas import AlterClientQuotasRequest
 
-    from delivered.connectors.kafka.protocol import Wire
+    from delivered.clients.kafka.protocol import Wire
 
     Entry = AlterClientQuotasRequest.EntryData  # noqa: N806 - a class
     entity = Entry.EntityData(entity_type="client-id", entity_name=None)

@@ -15,9 +15,9 @@ from kafka.protocol.consumer import FetchRequest
 from kafka.protocol.metadata import MetadataRequest
 from tests.broker.source_help import produce
 
-from delivered.connectors.kafka.channel import Channel
-from delivered.connectors.kafka.login import NoAnswer, NotSent, Rejected, Security, security
-from delivered.connectors.kafka.protocol import Wire
+from delivered.clients.kafka.channel import Channel
+from delivered.clients.kafka.login import NoAnswer, NotSent, Rejected, Security, security
+from delivered.clients.kafka.protocol import Wire
 
 
 def _ask_for(topic: str) -> Any:

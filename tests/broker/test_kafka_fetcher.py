@@ -16,10 +16,10 @@ from tests.broker import source_help
 from tests.broker.source_help import Transactions, limit_clients, produce, read_all, source, values
 from tests.kafka_tools import read_committed
 
+from delivered.clients.kafka.channel import Channel
+from delivered.clients.kafka.fetcher import Fetcher
+from delivered.clients.kafka.record_batch import CorruptBatch
 from delivered.connectors.kafka import reader
-from delivered.connectors.kafka.channel import Channel
-from delivered.connectors.kafka.fetcher import Fetcher
-from delivered.connectors.kafka.record_batch import CorruptBatch
 from delivered.contract.source import Slice
 from delivered.model.errors import UsageError
 from delivered.verify.proxy_kafka import KafkaProxy

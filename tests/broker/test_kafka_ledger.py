@@ -15,10 +15,10 @@ from kafka.protocol.producer.transaction import EndTxnRequest
 from tests.broker.sink_help import EXACT, SCHEMA, Child, Rig, rows
 from tests.kafka_tools import read_committed
 
+from delivered.clients.kafka.login import NoAnswer
+from delivered.clients.kafka.protocol import Wire
 from delivered.connectors.kafka import store as store_module
 from delivered.connectors.kafka import transactions
-from delivered.connectors.kafka.login import NoAnswer
-from delivered.connectors.kafka.protocol import Wire
 from delivered.connectors.kafka.store import KafkaStore
 from delivered.connectors.kafka.topics import ledger_topic
 from delivered.engine.context import open_ledger

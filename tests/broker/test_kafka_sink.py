@@ -19,8 +19,9 @@ from tests.kafka_tools import read_committed
 from tests.support.scans import scanned_table
 from tests.support.sweeps import KAFKA_CLIENTS, sweep
 
-from delivered.connectors.kafka import CONNECTOR, sender, warm
-from delivered.connectors.kafka.columns import Rows
+from delivered.clients.kafka import sender
+from delivered.clients.kafka.rows import Rows
+from delivered.connectors.kafka import CONNECTOR, warm
 from delivered.engine.shard import write_shard
 from delivered.model import patience
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError

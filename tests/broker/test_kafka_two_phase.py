@@ -15,9 +15,9 @@ from tests.broker.sink_help import EXACT, SCHEMA, Child, Rig, prepared, rows, wa
 from tests.kafka_tools import read_committed
 from tests.support.sweeps import KAFKA_CLIENTS
 
+from delivered.clients.kafka.protocol import Wire
+from delivered.clients.kafka.transactions import Transaction, describe, end, initialise, listed
 from delivered.connectors.kafka import transactions, warm
-from delivered.connectors.kafka.protocol import Wire
-from delivered.connectors.kafka.transactions import Transaction
 from delivered.contract.sink import Writer
 from delivered.engine.context import open_ledger
 from delivered.model import step
@@ -103,7 +103,7 @@ def test_many_participants_end_together_each_with_its_own_outcome(rig: Rig) -> N
     fenced = Transaction.of(prepared(messages[7]))
     committed = [(rig.work(0, s), prepared(m)) for s, m in zip(shards, messages, strict=True)]
     wire = Wire(rig.sink.options.resolved())
-    assert isinstance(transactions.initialise(wire, fenced.transactional_id, 60_000, time.monotonic() + 30), Ok)
+    assert isinstance(initialise(wire, fenced.transactional_id, 60_000, time.monotonic() + 30), Ok)
     wire.close()
     for _ in range(2):
         outcomes = committer.commit_all(committed)
@@ -139,9 +139,7 @@ def test_apply_after_the_id_was_taken_again_fails_and_the_marker_tells(rig: Rig)
     assert committer.commit(rig.work(0), prepared(first)) == Ok(None)
     wire = Wire(rig.sink.options.resolved())
     for message in (first, second):
-        taken = transactions.initialise(
-            wire, prepared(message).handle["transactional_id"], 60_000, time.monotonic() + 30
-        )
+        taken = initialise(wire, prepared(message).handle["transactional_id"], 60_000, time.monotonic() + 30)
         assert isinstance(taken, Ok)
     wire.close()
     # The first was applied, the second never: only the marker shows that.
@@ -252,7 +250,7 @@ def test_p9_an_attempt_that_gives_up_with_a_request_unanswered_ends_its_epoch(ka
     finally:
         proxy.close()
     wait_for(lambda: not context.committer.open_transactions())
-    now = transactions.describe(context.committer._wire, held.transactional_id)
+    now = describe(context.committer._wire, held.transactional_id)
     assert now is not None and now.participant != held
     assert rig.visible() == []
 
@@ -268,8 +266,8 @@ def test_p9_every_batch_has_an_epoch_of_its_own_and_a_late_end_hits_nothing(rig:
     assert third.handle["transactional_id"] == first.handle["transactional_id"]
     assert (third.handle["producer_id"], third.handle["epoch"]) != (first.handle["producer_id"], first.handle["epoch"])
     # Late requests of batch 0, both kinds, while the same id holds batch 2.
-    assert isinstance(transactions.end(context.committer._wire, Transaction.of(first), commit=True), Failed)
-    assert isinstance(transactions.end(context.committer._wire, Transaction.of(first), commit=False), Failed)
+    assert isinstance(end(context.committer._wire, Transaction.of(first), commit=True), Failed)
+    assert isinstance(end(context.committer._wire, Transaction.of(first), commit=False), Failed)
     assert [t.participant for t in context.committer.open_transactions()] == [Transaction.of(third)]
     rig.commit(context, 2, [third_message])
     assert rig.visible() == sorted(rig.expected([0, 2], [0]) + rig.expected([1]))
@@ -322,9 +320,9 @@ def test_p10_ids_are_bounded_over_batches_attempts_and_incarnations(rig: Rig) ->
                 writer.abort()
     wire = Wire(rig.sink.options.resolved())
     # Ids are initialised in the background.
-    wait_for(lambda: len(transactions.listed(wire, rig.scope, [], time.monotonic() + 10)) > 1)
+    wait_for(lambda: len(listed(wire, partial(transactions.is_ours, rig.scope), [], time.monotonic() + 10)) > 1)
     warm.close_all()
-    found = transactions.listed(wire, rig.scope, [], time.monotonic() + 10)
+    found = listed(wire, partial(transactions.is_ours, rig.scope), [], time.monotonic() + 10)
     wire.close()
     assert 1 < len(found) <= TRANSACTION_SLOTS
 
@@ -435,7 +433,7 @@ def test_a_ready_producer_that_lost_its_id_is_not_used(kafka: Any) -> None:
     assert ready.taken.result(120).held
     wire = Wire(rig.sink.options.resolved())
     name = transactions.transactional_id(rig.work(1))
-    assert isinstance(transactions.initialise(wire, name, 60_000, time.monotonic() + 30), Ok)
+    assert isinstance(initialise(wire, name, 60_000, time.monotonic() + 30), Ok)
     wire.close()
     rig.run(context, 1)
     assert rig.visible() == rig.expected([0, 1])

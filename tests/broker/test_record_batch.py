@@ -12,14 +12,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
-from tests.kafka_tools import read_committed
+from tests.kafka_tools import read_committed, wait_for_markers
 from tests.support.servers import Kafka
 
 from delivered.brokers.java import java_home
 from delivered.brokers.kafka import fetch
-from delivered.connectors.kafka import record_batch as rb
-from delivered.connectors.kafka.compression import COMPRESSIONS
-from delivered.connectors.kafka.protocol import Wire
+from delivered.clients.kafka import record_batch as rb
+from delivered.clients.kafka.compression import COMPRESSIONS
+from delivered.clients.kafka.protocol import Wire
 from delivered.source.columns import HEADERS
 
 pytestmark = pytest.mark.skipif(not rb.available(), reason="no compiler here")
@@ -286,6 +286,7 @@ def test_aborted_transactions_are_left_out_as_librdkafka_leaves_them_out(kafka: 
                 assert p.flush(30) == 0
         for p, commit in zip(producers, outcomes, strict=True):
             (p.commit_transaction if commit else p.abort_transaction)(30)
+    wait_for_markers(kafka.bootstrap)
     ours, position, _ = read_by_us(wire, topic)
     assert ours == read_by_librdkafka(kafka, topic)
     assert len(ours) == 8 * 2 + 4 * 3 * 2  # half of the transactions

@@ -22,9 +22,9 @@ from kafka.partitioner.default import murmur2
 from kafka.record.default_records import DefaultRecordBatchBuilder
 from kafka.record.memory_records import MemoryRecords
 
-from delivered.connectors.kafka import record_batch as rb
-from delivered.connectors.kafka import record_batch_native as native
-from delivered.connectors.kafka.compression import COMPRESSIONS
+from delivered.clients.kafka import record_batch as rb
+from delivered.clients.kafka import record_batch_native as native
+from delivered.clients.kafka.compression import COMPRESSIONS
 from delivered.model.errors import BadRecord, UsageError
 from delivered.source.columns import HEADERS, micros
 
@@ -328,7 +328,7 @@ def test_batches_of_a_megabyte(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["gzip", "lz4", "zstd", "snappy"])
 def test_a_bomb_is_refused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delivered.connectors.kafka.compression.RECORD_BATCH_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr("delivered.clients.kafka.compression.RECORD_BATCH_BYTES_MAX", 1 << 20)
     (batch,) = encoded([Row(None, bytes(3 << 20), [], 1)], compression=how)
     assert len(batch.data) < 300_000
     with pytest.raises(rb.CorruptBatch, match=rf"orders-3 at offset 0 is corrupt: its records are not valid {how}"):

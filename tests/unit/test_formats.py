@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from delivered.checkpoint import decider, dedup, first_offsets, offset_metadata, sources
+from delivered.clients.kafka.transactions import Transaction
 from delivered.connectors.delta import commit as delta
 from delivered.connectors.files.disk import StagedFile
 from delivered.connectors.iceberg import staged as iceberg
 from delivered.connectors.kafka.markers import read_marker
-from delivered.connectors.kafka.transactions import Transaction
 from delivered.connectors.log.produce import append
 from delivered.connectors.log.table import open_table, read_progress
 from delivered.connectors.rocketmq.half_messages import HalfMessages

@@ -9,7 +9,8 @@ from unittest.mock import Mock
 import pyarrow as pa
 import pytest
 
-from delivered.connectors.kafka import CONNECTOR, columns, record_batch, warm
+from delivered.clients.kafka import record_batch
+from delivered.connectors.kafka import CONNECTOR, columns, warm
 from delivered.connectors.kafka.sink_options import SinkOptions, producer_config
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.guarantee import Guarantee

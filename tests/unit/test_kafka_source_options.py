@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delivered.clients.kafka.fallback import consumer_settings as settings
+from delivered.clients.kafka.settings import client_options, resolved
 from delivered.connectors.kafka import CONNECTOR
-from delivered.connectors.kafka.fallback import consumer_settings as settings
 from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Positions, Timestamp
 from delivered.connectors.kafka.options import SourceOptions
-from delivered.connectors.kafka.settings import client_options, resolved
 from delivered.model.errors import InvariantBroken, UsageError
 
 parse = SourceOptions.parse
@@ -101,9 +101,9 @@ def test_options_of_sparks_users_are_taken() -> None:
         **{"fetchOffset.numRetries": "3", "fetchOffset.retryIntervalMs": "10", "kafkaConsumer.pollTimeoutMs": "9"},
     )
     assert (found.rows_min, found.delay_s_max, found.piece_rows_max) == (10, 90.0, 7)
-    assert settings(found)["group.id"] == "team-reader"
-    assert settings(options(kafka__group__id="mine", groupIdPrefix="team"))["group.id"] == "mine"
-    assert settings(options())["group.id"] == "delivered-reader"
+    assert settings(found.client)["group.id"] == "team-reader"
+    assert settings(options(kafka__group__id="mine", groupIdPrefix="team").client)["group.id"] == "mine"
+    assert settings(options().client)["group.id"] == "delivered-reader"
     assert [options(maxTriggerDelay=t).delay_s_max for t in ("1500", "2m", "1h")] == [1.5, 120.0, 3600.0]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from delivered.connectors.kafka.errors import ConnectionErrors, Failures
+from delivered.clients.kafka.errors import ConnectionErrors, Failures
 
 WHY, THAT = ("_TRANSPORT", "127.0.0.1:1: Connection refused"), ("_ALL_BROKERS_DOWN", "0/2 brokers are down")
 

@@ -154,7 +154,7 @@ def _kafka_rows(source: Mapping[str, Any]) -> Iterable[tuple[str | None, str]]:
     """The first records of the topics, read by the verifier's own consumer, which commits nothing."""
     from confluent_kafka import Consumer
 
-    from delivered.connectors.kafka.settings import client_options, resolved
+    from delivered.clients.kafka.settings import client_options, resolved
 
     topics = (_option(source, "subscribe") or "").split(",")
     if topics == [""]:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from delivered.connectors.kafka.errors import ConnectionErrors, explain
-from delivered.connectors.kafka.librdkafka import connect, kafka_client
-from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Partition, Place, Timestamp
+from delivered.clients.kafka.errors import ConnectionErrors, explain
+from delivered.clients.kafka.librdkafka import connect, kafka_client
+from delivered.clients.kafka.protocol import server_name
+from delivered.clients.kafka.rows import Partition
+from delivered.clients.kafka.settings import resolved
+from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Place, Timestamp
 from delivered.connectors.kafka.options import OWNER, SourceOptions
-from delivered.connectors.kafka.protocol import server_name
-from delivered.connectors.kafka.settings import resolved
 from delivered.model.errors import UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.patience import patience_s, wait_out
@@ -82,7 +83,7 @@ class KafkaDriverClient:
         if options.partitions is not None:
             for topic, number in options.partitions:
                 if topic in ids and (topic, number) not in found:
-                    raise explain("_UNKNOWN_PARTITION", "", f"{topic}-{number}", options.servers)
+                    raise explain(OWNER, "_UNKNOWN_PARTITION", "", f"{topic}-{number}", options.servers)
             found = {p: None for p in options.partitions if p in found}
         return found, ids
 
@@ -210,7 +211,7 @@ class KafkaDriverClient:
                 raise
             if code == absent:
                 return None
-            raise explain(code, error.args[0].str(), what, self._options.servers) from None
+            raise explain(OWNER, code, error.args[0].str(), what, self._options.servers) from None
 
     def close(self) -> None:
         """Idempotent."""
@@ -253,7 +254,9 @@ class KafkaDriverClient:
         except (ck.KafkaException, TimeoutError) as error:
             name, detail = _named(error)
             refused = self._connection.refused if not self._answered else None
-            raise explain(*(refused or (name, self._connection.last or detail)), what, self._options.servers) from None
+            raise explain(
+                OWNER, *(refused or (name, self._connection.last or detail)), what, self._options.servers
+            ) from None
         self._answered = True
         self._connection.forget()
         return answer

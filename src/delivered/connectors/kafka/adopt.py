@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from delivered.clients.kafka.rows import Partition
 from delivered.connectors.kafka.admin import KafkaDriverClient, joined
-from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Partition, Positions, Timestamp
+from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Positions, Timestamp
 from delivered.connectors.kafka.options import SourceOptions
 from delivered.contract.powers import Resumption
 from delivered.contract.source import Offsets

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from delivered.connectors.kafka import transactions
-from delivered.connectors.kafka.login import NoAnswer
+from delivered.clients.kafka.login import NoAnswer
+from delivered.clients.kafka.protocol import Wire
+from delivered.clients.kafka.transactions import OpenTransaction, Transaction, end, end_all
 from delivered.connectors.kafka.markers import find_marker
-from delivered.connectors.kafka.protocol import Wire
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import ensure_topic, ledger_topic, topic_id
-from delivered.connectors.kafka.transactions import OpenTransaction, Transaction
+from delivered.connectors.kafka.transactions import abort_orphans, id_prefix, is_ours, open_transactions
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.limits import RECOVERY_WAIT_S
@@ -36,11 +36,11 @@ class KafkaCommitter:
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:  # noqa: ARG002 - the handle is enough
         """EndTxn(commit) with this transaction's producer id and epoch."""
-        return transactions.end(self._wire, Transaction.of(prepared), commit=True)
+        return end(self._wire, Transaction.of(prepared), commit=True)
 
     def commit_all(self, shards: Sequence[tuple[Work, Prepared]]) -> list[Outcome[None]]:
         """See `delivered.contract.powers.CommitsMany`."""
-        return transactions.end_all(self._wire, [Transaction.of(p) for _, p in shards], commit=True)
+        return end_all(self._wire, [Transaction.of(p) for _, p in shards], commit=True)
 
     def was_committed(self, work: Work) -> bool:
         """Whether this shard of this batch has a committed marker."""
@@ -50,7 +50,7 @@ class KafkaCommitter:
         """EndTxn(abort). If another producer has taken the id since, this transaction is aborted already."""
         if not prepared.handle:
             return Ok(None)
-        match transactions.end(self._wire, Transaction.of(prepared), commit=False):
+        match end(self._wire, Transaction.of(prepared), commit=False):
             case Failed():
                 return Ok(None)
             case other:
@@ -59,7 +59,7 @@ class KafkaCommitter:
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         """Fence every id of this sink whose open or future transaction is not in `keep`."""
         handles = [Transaction.of(p) for p in keep if p.handle]
-        return transactions.abort_orphans(self._wire, self._scope, handles, self._timeout_ms, RECOVERY_WAIT_S)
+        return abort_orphans(self._wire, self._scope, handles, self._timeout_ms, RECOVERY_WAIT_S)
 
     def targets(self) -> dict[str, Target]:
         """The topic's id, if the sink writes to one topic. See `delivered.contract.powers.KnowsTarget`."""
@@ -90,7 +90,7 @@ class KafkaCommitter:
             Unreachable: a broker did not answer.
         """
         try:
-            return transactions.open_transactions(self._wire, self._scope)
+            return open_transactions(self._wire, self._scope)
         except NoAnswer as error:
             raise Unreachable(
                 "KAFKA_NO_ANSWER",
@@ -104,11 +104,11 @@ class KafkaCommitter:
         Raises:
             UsageError: the id belongs to another sink, or has no open transaction.
         """
-        if not transactions.is_ours(self._scope, transactional_id):
+        if not is_ours(self._scope, transactional_id):
             raise UsageError(
                 "TRANSACTION_FOREIGN",
                 f"{transactional_id!r} is not a transaction of pipeline {self._scope.pipeline!r}, sink "
-                f"{self._scope.sink!r}: their ids start with {transactions.id_prefix(self._scope)!r}.",
+                f"{self._scope.sink!r}: their ids start with {id_prefix(self._scope)!r}.",
                 next_step="list them with `delivered transactions list`",
             )
         found = next((t for t in self.open_transactions() if t.transactional_id == transactional_id), None)
@@ -118,7 +118,7 @@ class KafkaCommitter:
                 f"{transactional_id!r} has no open transaction.",
                 next_step="list the open ones with `delivered transactions list`",
             )
-        return transactions.end(self._wire, found.participant, commit)
+        return end(self._wire, found.participant, commit)
 
     def close(self) -> None:
         wire, self._opened = self._opened, None

@@ -12,10 +12,10 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
-from delivered.connectors.kafka import protocol
-from delivered.connectors.kafka.login import NoAnswer, NotSent
-from delivered.connectors.kafka.protocol import Wire, name_of, retried
-from delivered.connectors.kafka.transactions import Transaction, end_request
+from delivered.clients.kafka import protocol
+from delivered.clients.kafka.login import NoAnswer, NotSent
+from delivered.clients.kafka.protocol import Wire, name_of, retried
+from delivered.clients.kafka.transactions import Transaction, end_request
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 

@@ -10,8 +10,8 @@ import hashlib
 import json
 import time
 
-from delivered.connectors.kafka.login import NoAnswer
-from delivered.connectors.kafka.protocol import Wire
+from delivered.clients.kafka.login import NoAnswer
+from delivered.clients.kafka.protocol import Wire
 from delivered.connectors.kafka.topics import MARKER_PARTITIONS, MARKERS_FROM, CommittedReader
 from delivered.model import record_format
 from delivered.model.errors import OutcomeUnknown

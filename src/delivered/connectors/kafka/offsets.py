@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from delivered.clients.kafka.rows import Partition
 from delivered.contract.source import Offsets
 from delivered.model.errors import InvariantBroken, UsageError
-
-Partition = tuple[str, int]
-"""Topic and number."""
 
 EARLIEST, LATEST = -2, -1
 """Placeholders for an offset in the options' JSON."""

@@ -6,17 +6,17 @@ import re
 from collections.abc import Mapping
 from functools import partial
 
+from delivered.clients.kafka.rows import Partition
+from delivered.clients.kafka.settings import check_client, client_options, committed_only, path_option
 from delivered.connectors.kafka.offsets import (
     EARLIEST,
     LATEST,
-    Partition,
     Where,
     parse_assign,
     parse_offsets,
     parse_timestamp,
     parse_timestamps,
 )
-from delivered.connectors.kafka.settings import check_client, client_options, path_option
 from delivered.kits.options import data_loss_option, headers_option, names, not_blank
 from delivered.kits.schemas.options import FormatOptions
 from delivered.model.errors import UsageError
@@ -267,7 +267,7 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",), more=(FormatOptions
 
     @property
     def committed_only(self) -> bool:
-        return self.client.get("isolation.level", "read_committed") == "read_committed"
+        return committed_only(self.client)
 
     @property
     def what(self) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from delivered.connectors.kafka import protocol
-from delivered.connectors.kafka.login import NoAnswer
-from delivered.connectors.kafka.protocol import Wire, name_of
+from delivered.clients.kafka import protocol
+from delivered.clients.kafka.login import NoAnswer
+from delivered.clients.kafka.protocol import Wire, name_of
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.contract.finding import Finding
 from delivered.model.errors import Unreachable

@@ -15,12 +15,12 @@ from typing import Protocol
 
 import pyarrow as pa
 
+from delivered.clients.kafka.fallback import Consumer
+from delivered.clients.kafka.fetcher import Fetched, Fetcher
+from delivered.clients.kafka.path import SOURCE_SETTINGS, by_arrow
+from delivered.clients.kafka.rows import Partition
 from delivered.connectors.kafka.admin import KafkaDriverClient
-from delivered.connectors.kafka.fallback import Consumer
-from delivered.connectors.kafka.fetcher import Fetched, Fetcher
-from delivered.connectors.kafka.offsets import Partition
 from delivered.connectors.kafka.options import OWNER, SourceOptions
-from delivered.connectors.kafka.path import SOURCE_SETTINGS, by_arrow
 from delivered.kits.warm import WarmClients
 from delivered.model.errors import InvariantBroken, Unreachable, UsageError
 from delivered.model.limits import RESTART_CONFIRM_S, SOURCE_PATIENCE_S
@@ -68,7 +68,7 @@ def warm_consumer(options: SourceOptions) -> Iterator[RangeConsumer]:
 
 def _consumer(options: SourceOptions) -> RangeConsumer:
     if by_arrow(OWNER, options.through, options.client, SOURCE_SETTINGS):
-        fetcher = Fetcher(options)
+        fetcher = Fetcher(OWNER, options.client, options.headers)
         if fetcher.possible():
             return fetcher
         fetcher.close()
@@ -79,7 +79,7 @@ def _consumer(options: SourceOptions) -> RangeConsumer:
                 next_step="write client=auto or client=librdkafka",
             )
         log.warning("the brokers at %s are older than Kafka 2.7: reading through librdkafka", options.servers)
-    return Consumer(options)
+    return Consumer(OWNER, options.client, options.headers)
 
 
 def read_range(options: SourceOptions, wanted: Range[Partition]) -> Iterator[pa.RecordBatch]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from delivered.clients.kafka.librdkafka import check_settings
+from delivered.clients.kafka.path import SINK_SETTINGS, by_arrow, path
+from delivered.clients.kafka.rows import RECORD_OVERHEAD
 from delivered.connectors.kafka import columns
-from delivered.connectors.kafka.librdkafka import check_settings
-from delivered.connectors.kafka.path import SINK_SETTINGS, by_arrow, path
 from delivered.connectors.kafka.sink_options import OWNER, SinkOptions
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Writer
@@ -86,7 +87,7 @@ class KafkaSink:
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         """What the client itself rejects. A lower limit of the broker, or an unknown partition, fails the query."""
-        longest = int(self.options.client.get("message.max.bytes", "1048588")) - columns.RECORD_OVERHEAD
+        longest = int(self.options.client.get("message.max.bytes", "1048588")) - RECORD_OVERHEAD
         ids = self.options.message_id_columns
         return columns.invalid_rows(identified(batch, ids, nulls=True), self.options.topic, longest, bool(ids))
 

@@ -6,8 +6,8 @@ import hashlib
 import re
 from collections.abc import Mapping
 
+from delivered.clients.kafka.settings import check_client, client_options, path_option, resolved
 from delivered.connectors.kafka.options import SERVERS
-from delivered.connectors.kafka.settings import check_client, client_options, path_option, resolved
 from delivered.kits.options import message_id_columns
 from delivered.kits.schemas.options import FormatOptions
 from delivered.model.errors import UsageError

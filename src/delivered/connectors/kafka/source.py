@@ -11,21 +11,12 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import tenacity
 
+from delivered.clients.kafka.librdkafka import check_settings
+from delivered.clients.kafka.path import SOURCE_SETTINGS, by_arrow, path
+from delivered.clients.kafka.rows import Partition
 from delivered.connectors.kafka.admin import KafkaDriverClient, joined
-from delivered.connectors.kafka.librdkafka import check_settings
-from delivered.connectors.kafka.offsets import (
-    EARLIEST,
-    LASTING,
-    LATEST,
-    METADATA,
-    Partition,
-    Place,
-    Positions,
-    Timestamp,
-    Where,
-)
+from delivered.connectors.kafka.offsets import EARLIEST, LASTING, LATEST, METADATA, Place, Positions, Timestamp, Where
 from delivered.connectors.kafka.options import OWNER, SourceOptions, refuse_latest_start
-from delivered.connectors.kafka.path import SOURCE_SETTINGS, by_arrow, path
 from delivered.contract.finding import Finding
 from delivered.contract.powers import Address
 from delivered.contract.source import Offsets, Slice

@@ -23,10 +23,10 @@ from contextlib import suppress
 from difflib import SequenceMatcher
 from typing import Any
 
-from delivered.connectors.kafka import transactions
+from delivered.clients.kafka.login import NoAnswer
+from delivered.clients.kafka.protocol import NoTopic, Wire
+from delivered.clients.kafka.transactions import initialise
 from delivered.connectors.kafka.ledger_write import Again, LedgerProducer, Writes
-from delivered.connectors.kafka.login import NoAnswer
-from delivered.connectors.kafka.protocol import NoTopic, Wire
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import (
     HISTORY_PARTITION,
@@ -36,6 +36,7 @@ from delivered.connectors.kafka.topics import (
     ensure_topic,
     ledger_topic,
 )
+from delivered.connectors.kafka.transactions import id_prefix
 from delivered.ledger.ledger import outdated, state_of
 from delivered.ledger.store import Change, Head
 from delivered.model.archive import Archive, Archived
@@ -275,7 +276,7 @@ class KafkaStore:
     def _take(self, role: str) -> None:
         deadline = time.monotonic() + RECOVERY_WAIT_S
         self._producers.pop(role, None)
-        match transactions.initialise(self._wire, self._id(role), LEDGER_TRANSACTION_TIMEOUT_S * 1000, deadline):
+        match initialise(self._wire, self._id(role), LEDGER_TRANSACTION_TIMEOUT_S * 1000, deadline):
             case Ok(held):
                 self._producers[role] = LedgerProducer(self._wire, self._topic, held)
             case Failed(reason) | Unknown(reason):
@@ -341,7 +342,7 @@ class KafkaStore:
     # -- names ---------------------------------------------------------------------------------------------------
 
     def _id(self, role: str) -> str:
-        return f"{transactions.id_prefix(self._scope)}ledger.{role}"
+        return f"{id_prefix(self._scope)}ledger.{role}"
 
     def _key(self, kind: str, *more: str | int) -> bytes:
         return json.dumps([kind, self._scope.sink, *more], separators=(",", ":")).encode()

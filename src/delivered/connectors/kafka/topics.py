@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from delivered.connectors.kafka import protocol
-from delivered.connectors.kafka.login import NoAnswer
-from delivered.connectors.kafka.protocol import Wire, name_of
+from delivered.clients.kafka import protocol
+from delivered.clients.kafka.login import NoAnswer
+from delivered.clients.kafka.protocol import Wire, name_of
 from delivered.model.errors import Refused, Unreachable
 from delivered.model.identity import Scope
 from delivered.model.limits import OUTAGE_PATIENCE_S, REQUEST_TIMEOUT_S

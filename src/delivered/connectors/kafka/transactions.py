@@ -1,4 +1,4 @@
-"""Transactional ids, and how other processes commit, abort, fence and list their transactions.
+"""Transactional ids, and which transactions of a cluster are a sink's.
 
 A transactional id is `delivered.<pipeline>.<sink>.<check>.<shard>.<slot>`. Names may contain dots, so the check, a hash
 of pipeline and sink, distinguishes pairs that join to the same name.
@@ -12,37 +12,18 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
-from delivered.connectors.kafka import protocol
-from delivered.connectors.kafka.channel import Pending
-from delivered.connectors.kafka.login import NoAnswer
-from delivered.connectors.kafka.protocol import Wire, name_of, retried
+from delivered.clients.kafka.login import NoAnswer
+from delivered.clients.kafka.protocol import Wire
+from delivered.clients.kafka.transactions import OPEN_STATES, OpenTransaction, Transaction, describe, initialise, listed
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import REQUEST_TIMEOUT_S, TRANSACTION_SLOTS
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.patience import left_s
-from delivered.model.prepared import Handle
 
-OPEN_STATES = ("Ongoing", "PrepareEpochFence", "PrepareCommit", "PrepareAbort")
 _PARALLEL_MAX = 8
-_PIPELINED_MAX = 48
-"""EndTxn requests without an answer; below the connections' own limit."""
-_ENDING_WAIT_S = 2.0
-
-_PROMISE_GONE = frozenset(
-    {
-        protocol.INVALID_PRODUCER_EPOCH,
-        protocol.PRODUCER_FENCED,
-        protocol.INVALID_PRODUCER_ID_MAPPING,
-        protocol.INVALID_TXN_STATE,
-        protocol.TRANSACTIONAL_ID_NOT_FOUND,
-    }
-)
 
 
 def id_prefix(scope: Scope) -> str:
@@ -67,219 +48,10 @@ def is_ours(scope: Scope, candidate: str) -> bool:
     return candidate.startswith(prefix) and re.fullmatch(r"\d+\.\d", candidate[len(prefix) :]) is not None
 
 
-@dataclass(frozen=True)
-class Transaction(Handle):
-    """A transactional id under the epoch of one transaction: all that another process needs to commit or abort it."""
-
-    transactional_id: str
-    producer_id: int
-    epoch: int
-
-
-@dataclass(frozen=True)
-class OpenTransaction:
-    """An unfinished transaction, for display.
-
-    Attributes:
-        state: as Kafka names it: Ongoing, PrepareCommit, ...
-        started_ms: milliseconds since 1970; -1: nothing was written yet.
-        targets: the partitions it wrote to, as "topic-partition".
-    """
-
-    participant: Transaction
-    state: str
-    started_ms: int
-    timeout_ms: int
-    targets: tuple[str, ...]
-
-    @property
-    def transactional_id(self) -> str:
-        return self.participant.transactional_id
-
-    def age_s(self) -> float | None:
-        """Seconds since it was opened, by this machine's clock."""
-        return None if self.started_ms < 0 else max(0.0, time.time() - self.started_ms / 1000)
-
-    def timeout_s(self) -> float:
-        return self.timeout_ms / 1000
-
-
-def end_request(handle: Transaction, commit: bool) -> Any:
-    """EndTxn. Up to version 4 it leaves the epoch unchanged, so it is idempotent."""
-    from kafka.protocol.producer.transaction import EndTxnRequest
-
-    return EndTxnRequest(
-        transactional_id=handle.transactional_id,
-        producer_id=handle.producer_id,
-        producer_epoch=handle.epoch,
-        committed=commit,
-        max_version=4,
-    )
-
-
-def end(wire: Wire, handle: Transaction, commit: bool) -> Outcome[None]:
-    """Commit or abort a prepared transaction from any process. Idempotent.
-
-    The epoch belongs to this transaction alone, so a late request either finds it or is fenced by a newer epoch.
-    """
-    request, name = end_request(handle, commit), handle.transactional_id
-    deadline = time.monotonic() + _ENDING_WAIT_S
-    try:
-        answer = wire.ask_coordinator(name, request, again=False)
-        while answer.error_code == protocol.CONCURRENT_TRANSACTIONS and time.monotonic() < deadline:
-            # An earlier EndTxn is still writing its markers.
-            time.sleep(0.005)
-            answer = wire.ask_coordinator(name, request, again=False)
-    except NoAnswer as error:
-        return Unknown(str(error))
-    return _ended(handle, answer.error_code)
-
-
-def end_all(wire: Wire, handles: Sequence[Transaction], commit: bool) -> list[Outcome[None]]:
-    """`end` for many transactions: requests to a coordinator follow each other without waiting for answers."""
-    wire.find_coordinators([h.transactional_id for h in handles])
-    outcomes: list[Outcome[None]] = [Unknown("not asked yet")] * len(handles)
-    deadline = time.monotonic() + _ENDING_WAIT_S
-    todo: deque[int] = deque(range(len(handles)))
-    flying: deque[tuple[int, Pending]] = deque()
-    while todo or flying:
-        while todo and len(flying) < _PIPELINED_MAX:
-            at = todo.popleft()
-            name = handles[at].transactional_id
-            try:
-                flying.append((at, wire.post(end_request(handles[at], commit), wire.coordinator(name))))
-            except NoAnswer as error:
-                wire.forget(name)
-                outcomes[at] = Unknown(str(error))
-        if not flying:
-            break
-        at, pending = flying.popleft()
-        try:
-            code = pending.answer(left_s(REQUEST_TIMEOUT_S)).error_code
-        except NoAnswer as error:
-            wire.forget(handles[at].transactional_id)
-            outcomes[at] = Unknown(str(error))
-            continue
-        if code in protocol.COORDINATOR_MOVED:
-            wire.forget(handles[at].transactional_id)
-        outcomes[at] = _ended(handles[at], code)
-        if code == protocol.CONCURRENT_TRANSACTIONS and time.monotonic() < deadline:
-            # An earlier EndTxn is still writing its markers.
-            if not flying:
-                time.sleep(0.005)
-            todo.append(at)
-    return outcomes
-
-
-def _ended(handle: Transaction, code: int) -> Outcome[None]:
-    what = f"{handle.transactional_id}, epoch {handle.epoch}: {name_of(code)}"
-    if code == protocol.NONE:
-        return Ok(None)
-    return Failed(what) if code in _PROMISE_GONE else Unknown(what)
-
-
-def initialise(wire: Wire, transactional_id: str, timeout_ms: int, deadline: float) -> Outcome[Transaction]:
-    """Initialise a transactional id, which fences previous holders and aborts their open transaction.
-
-    Args:
-        deadline: of time.monotonic(), for waiting until the broker has ended the old transaction.
-    """
-    from kafka.protocol.producer.transaction import InitProducerIdRequest
-
-    def ask() -> Any:
-        request = InitProducerIdRequest(
-            transactional_id=transactional_id,
-            transaction_timeout_ms=timeout_ms,
-            producer_id=-1,
-            producer_epoch=-1,
-            max_version=4,
-        )
-        return wire.ask_coordinator(transactional_id, request, again=True)
-
-    # Safe to retry: each attempt gets a newer epoch.
-    again = protocol.COORDINATOR_MOVED | {protocol.CONCURRENT_TRANSACTIONS}
-    try:
-        answer = retried(ask, again, deadline)
-    except NoAnswer as error:
-        return Unknown(str(error))
-    if answer.error_code == protocol.NONE:
-        return Ok(Transaction(transactional_id, answer.producer_id, answer.producer_epoch))
-    what = f"{transactional_id}: {name_of(answer.error_code)}"
-    return Unknown(what) if answer.error_code in again else Failed(what)
-
-
-def producer_id(wire: Wire) -> Transaction:
-    """A new producer id without a transactional id. Raises NoAnswer."""
-    from kafka.protocol.producer.transaction import InitProducerIdRequest
-
-    request = InitProducerIdRequest(
-        transactional_id=None, transaction_timeout_ms=60_000, producer_id=-1, producer_epoch=-1, max_version=4
-    )
-
-    def ask() -> Any:
-        answer = wire.ask(request)
-        if answer.error_code != protocol.NONE:
-            raise NoAnswer(f"no producer id: {name_of(answer.error_code)}")
-        return answer
-
-    answer = wire.patiently(ask)
-    return Transaction("", answer.producer_id, answer.producer_epoch)
-
-
-def listed(wire: Wire, scope: Scope, states: Iterable[str], deadline: float) -> dict[str, str]:
-    """This sink's transactional ids in one of `states`, with the state, from all brokers.
-
-    Raises:
-        NoAnswer: a broker did not answer.
-    """
-    from kafka.protocol.admin.transactions import ListTransactionsRequest
-
-    wanted = list(states)
-    found: dict[str, str] = {}
-    for node in wire.nodes():
-
-        def ask(node: int = node) -> Any:
-            return wire.patiently(lambda: wire.ask(ListTransactionsRequest(state_filters=wanted, max_version=0), node))
-
-        answer = retried(ask, protocol.COORDINATOR_MOVED, deadline, pause_s=0.05)
-        if answer.error_code != protocol.NONE:
-            raise NoAnswer(f"broker {node}: {name_of(answer.error_code)}")
-        for row in answer.transaction_states:
-            if is_ours(scope, row.transactional_id):
-                found[row.transactional_id] = row.transaction_state
-    return found
-
-
-def describe(wire: Wire, transactional_id: str) -> OpenTransaction | None:
-    """The coordinator's state of one id; None: unknown id. Raises NoAnswer."""
-    from kafka.protocol.admin.transactions import DescribeTransactionsRequest
-
-    def ask() -> Any:
-        request = DescribeTransactionsRequest(transactional_ids=[transactional_id])
-        row = wire.ask_coordinator(transactional_id, request, again=True).transaction_states[0]
-        if row.error_code in protocol.COORDINATOR_MOVED:
-            wire.forget(transactional_id)
-            raise NoAnswer(f"{transactional_id}: {name_of(row.error_code)}")
-        return row
-
-    row = wire.patiently(ask)
-    if row.error_code == protocol.TRANSACTIONAL_ID_NOT_FOUND:
-        return None
-    if row.error_code != protocol.NONE:
-        raise NoAnswer(f"{transactional_id}: {name_of(row.error_code)}")
-    return OpenTransaction(
-        Transaction(transactional_id, row.producer_id, row.producer_epoch),
-        state=row.transaction_state,
-        started_ms=row.transaction_start_time_ms,
-        timeout_ms=row.transaction_timeout_ms,
-        targets=tuple(sorted(f"{t.topic}-{p}" for t in row.topics for p in t.partitions)),
-    )
-
-
 def open_transactions(wire: Wire, scope: Scope) -> list[OpenTransaction]:
     """This sink's unfinished transactions in this pipeline, oldest first. Raises NoAnswer."""
     deadline = time.monotonic() + REQUEST_TIMEOUT_S
-    found = [describe(wire, name) for name in listed(wire, scope, OPEN_STATES, deadline)]
+    found = [describe(wire, name) for name in listed(wire, partial(is_ours, scope), OPEN_STATES, deadline)]
     return sorted((t for t in found if t is not None and t.state in OPEN_STATES), key=lambda t: t.started_ms)
 
 
@@ -313,7 +85,7 @@ def abort_orphans(
                 return Unknown(reason)
 
     try:
-        found = listed(wire, scope, (*OPEN_STATES, "Empty"), deadline)
+        found = listed(wire, partial(is_ours, scope), (*OPEN_STATES, "Empty"), deadline)
     except NoAnswer as error:
         return Unknown(str(error))
     if not found:

@@ -19,22 +19,16 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
-from delivered.connectors.kafka.cluster import Cluster
-from delivered.connectors.kafka.errors import ProducerError
-from delivered.connectors.kafka.fallback import Producer
-from delivered.connectors.kafka.login import NoAnswer
-from delivered.connectors.kafka.path import SINK_SETTINGS, by_arrow
-from delivered.connectors.kafka.protocol import Wire, server_name
-from delivered.connectors.kafka.sender import Sender
+from delivered.clients.kafka.cluster import Cluster
+from delivered.clients.kafka.errors import ProducerError
+from delivered.clients.kafka.fallback import Producer
+from delivered.clients.kafka.login import NoAnswer
+from delivered.clients.kafka.path import SINK_SETTINGS, by_arrow
+from delivered.clients.kafka.protocol import Wire, server_name
+from delivered.clients.kafka.sender import Sender
+from delivered.clients.kafka.transactions import OpenTransaction, Transaction, describe, initialise, producer_id
 from delivered.connectors.kafka.sink_options import OWNER, SinkOptions, producer_config
-from delivered.connectors.kafka.transactions import (
-    OpenTransaction,
-    Transaction,
-    describe,
-    initialise,
-    producer_id,
-    transactional_id,
-)
+from delivered.connectors.kafka.transactions import transactional_id
 from delivered.kits.warm import WarmClients
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
@@ -140,7 +134,7 @@ def _start(options: SinkOptions, name: str, timeout_s: float = START_TIMEOUT_S) 
                 raise ProducerError(reason.rpartition(": ")[2], reason)
             case Unknown(reason):
                 raise ProducerError("_TIMED_OUT", reason)
-    producer = Producer(producer_config(options, Guarantee.EXACTLY_ONCE, name))
+    producer = Producer(OWNER, producer_config(options, Guarantee.EXACTLY_ONCE, name))
     try:
         with unanswered(server_name(options.client["bootstrap.servers"])):
             producer.start(timeout_s)
@@ -222,7 +216,7 @@ def borrow(options: SinkOptions, guarantee: Guarantee) -> AnyProducer:
     if isinstance(producer, Sender) and time.monotonic() - producer.used_at > IDLE_AGE_S_MAX:
         producer = None
     if producer is None:
-        return _new_sender(options, config, guarantee) if _by_arrow(options) else Producer(config)
+        return _new_sender(options, config, guarantee) if _by_arrow(options) else Producer(OWNER, config)
     producer.failures.clear()
     return producer
 

@@ -13,14 +13,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.kafka import columns, transactions, warm
-from delivered.connectors.kafka.columns import Rows
-from delivered.connectors.kafka.errors import ProducerError, delivery_error, producer_error
+from delivered.clients.kafka.errors import ProducerError
+from delivered.clients.kafka.protocol import server_name
+from delivered.clients.kafka.rows import Rows
+from delivered.clients.kafka.sender import Sender
+from delivered.connectors.kafka import columns, warm
+from delivered.connectors.kafka.errors import delivery_error, producer_error
 from delivered.connectors.kafka.markers import marker_key, marker_partition, marker_value
-from delivered.connectors.kafka.protocol import server_name
-from delivered.connectors.kafka.sender import Sender
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import ledger_topic
+from delivered.connectors.kafka.transactions import transactional_id
 from delivered.connectors.kafka.warm import AnyProducer, Taken
 from delivered.kits.queue.columns import identified
 from delivered.kits.warm import retire
@@ -137,7 +139,7 @@ class TransactionalWriter:
     def __init__(self, options: SinkOptions, work: Work) -> None:
         self._options = options
         self._work = work
-        self._id = transactions.transactional_id(work)
+        self._id = transactional_id(work)
         self._sender = _Sender(options)
         self._taken: Taken | None = None
         self._early: list[pa.RecordBatch] = []

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from delivered.connectors.kafka.channel import Buffer
+from delivered.clients.kafka.channel import Buffer
 
 UNANSWERED_MAX = 5
 """Batches of one partition in flight: as many as brokers remember."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
-from delivered.connectors.kafka import record_batch
-from delivered.connectors.kafka.librdkafka import check_settings
-from delivered.connectors.kafka.settings import MECHANISMS
+from delivered.clients.kafka import record_batch
+from delivered.clients.kafka.librdkafka import check_settings
+from delivered.clients.kafka.settings import MECHANISMS
 from delivered.model.errors import UsageError
 
 _SETTINGS = frozenset(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from delivered.connectors.kafka import protocol
-from delivered.connectors.kafka.errors import ProducerError
-from delivered.connectors.kafka.login import NoAnswer
-from delivered.connectors.kafka.protocol import Wire
-from delivered.connectors.kafka.sequences import verdict_of
+from delivered.clients.kafka import protocol
+from delivered.clients.kafka.errors import ProducerError
+from delivered.clients.kafka.login import NoAnswer
+from delivered.clients.kafka.protocol import Wire
+from delivered.clients.kafka.sequences import verdict_of
 
 PARTITIONS_AGE_S_MAX = 300.0
 

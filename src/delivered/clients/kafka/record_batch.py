@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from delivered.connectors.kafka import record_batch_native as native
-from delivered.connectors.kafka.compression import COMPRESSIONS, Scratch, compressor, scratch
-from delivered.connectors.kafka.offsets import Partition
+from delivered.clients.kafka import record_batch_native as native
+from delivered.clients.kafka.compression import COMPRESSIONS, Scratch, compressor, scratch
+from delivered.clients.kafka.rows import Partition
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
 from delivered.model.limits import RECORD_BATCH_BYTES_MAX
 from delivered.source.columns import HEADER, TIMESTAMP, columns

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from delivered.connectors.kafka.channel import Channel, Pending
-from delivered.connectors.kafka.login import NoAnswer, NotSent, Rejected, security, unreachable
+from delivered.clients.kafka.channel import Channel, Pending
+from delivered.clients.kafka.login import NoAnswer, NotSent, Rejected, security, unreachable
 from delivered.model.errors import MissingExtra, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.patience import left_s, patience_s, wait_out

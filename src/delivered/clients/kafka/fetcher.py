@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
 
-from delivered.connectors.kafka import protocol
-from delivered.connectors.kafka.channel import Pending, varint
-from delivered.connectors.kafka.errors import explain
-from delivered.connectors.kafka.login import NoAnswer
-from delivered.connectors.kafka.offsets import Partition
-from delivered.connectors.kafka.options import SourceOptions
-from delivered.connectors.kafka.protocol import NoTopic, Wire, name_of
-from delivered.connectors.kafka.record_batch import CorruptBatch, Decoded, decode
-from delivered.connectors.kafka.settings import resolved
+from delivered.clients.kafka import protocol
+from delivered.clients.kafka.channel import Pending, varint
+from delivered.clients.kafka.errors import explain
+from delivered.clients.kafka.login import NoAnswer
+from delivered.clients.kafka.protocol import NoTopic, Wire, name_of
+from delivered.clients.kafka.record_batch import CorruptBatch, Decoded, decode
+from delivered.clients.kafka.rows import Partition
+from delivered.clients.kafka.settings import committed_only, resolved
 from delivered.model.limits import KAFKA_RESPONSE_BYTES_MAX, REQUEST_TIMEOUT_S
 from delivered.model.patience import within
 from delivered.source.columns import columns
@@ -59,13 +58,19 @@ class Fetched:
 
 
 class Fetcher:
-    """See `reader.RangeConsumer`. Not thread-safe."""
+    """Reads one partition after another (a `RangeConsumer` of the connector). Not thread-safe.
 
-    def __init__(self, options: SourceOptions) -> None:
-        self._servers = options.servers
-        self._headers = options.headers
-        self._committed = options.committed_only
-        self._wire = Wire(resolved(options.client))
+    Args:
+        owner: of the options, for errors.
+        client: settings by librdkafka's names; secrets are not resolved yet.
+        headers: whether to read them.
+    """
+
+    def __init__(self, owner: str, client: Mapping[str, str], headers: bool) -> None:
+        self._owner, self._servers = owner, client["bootstrap.servers"]
+        self._headers = headers
+        self._committed = committed_only(client)
+        self._wire = Wire(resolved(client))
         self._partition: Partition = ("", -1)
         self._position = -1  # of the next request
         self._taken = -1  # of the records returned so far
@@ -73,9 +78,9 @@ class Fetcher:
         self._version = 0
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._decoded: Decoded | None = None
-        self._first_size = int(options.client.get("max.partition.fetch.bytes", FETCH_BYTES))
-        self._size_max = int(options.client.get("fetch.max.bytes", KAFKA_RESPONSE_BYTES_MAX))
-        self._wait_ms = int(options.client.get("fetch.wait.max.ms", _WAIT_MS))
+        self._first_size = int(client.get("max.partition.fetch.bytes", FETCH_BYTES))
+        self._size_max = int(client.get("fetch.max.bytes", KAFKA_RESPONSE_BYTES_MAX))
+        self._wait_ms = int(client.get("fetch.wait.max.ms", _WAIT_MS))
         self._size = self._first_size
         self._not_before_s = 0.0
         self._ended_at = -1
@@ -198,7 +203,7 @@ class Fetcher:
             return self._later(name_of(code))
         if code:
             topic, number = self._partition
-            raise explain(name_of(code), "", f"{topic}-{number}", self._servers)
+            raise explain(self._owner, name_of(code), "", f"{topic}-{number}", self._servers)
         if found.high < 0:  # above its quota, a client gets a response without partitions
             return Fetched()
         aborted = found.aborted if self._committed else None

@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.kafka import record_batch
-from delivered.connectors.kafka.columns import RECORD_OVERHEAD, Rows
-from delivered.connectors.kafka.errors import Failures
-from delivered.connectors.kafka.sequences import Batch
-from delivered.connectors.kafka.transactions import Transaction
+from delivered.clients.kafka import record_batch
+from delivered.clients.kafka.errors import Failures
+from delivered.clients.kafka.rows import RECORD_OVERHEAD, Rows
+from delivered.clients.kafka.sequences import Batch
+from delivered.clients.kafka.transactions import Transaction
 
 BATCH_BYTES = 1_000_000
 """Of a record batch before compression."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from delivered.connectors.kafka.login import CLIENT_ID, NoAnswer, NotSent, Rejected, Security, authenticate, connected
+from delivered.clients.kafka.login import CLIENT_ID, NoAnswer, NotSent, Rejected, Security, authenticate, connected
 from delivered.model.limits import KAFKA_RESPONSE_BYTES_MAX
 
 _FRAME = struct.Struct(">ihhi")

@@ -10,15 +10,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.kafka.columns import Headers, Rows
-from delivered.connectors.kafka.errors import ConnectionErrors, Failures, ProducerError, explain
-from delivered.connectors.kafka.fetcher import Fetched
-from delivered.connectors.kafka.librdkafka import connect, kafka_client
-from delivered.connectors.kafka.offsets import Partition
-from delivered.connectors.kafka.options import OWNER, SourceOptions
-from delivered.connectors.kafka.protocol import server_name
-from delivered.connectors.kafka.settings import resolved
-from delivered.connectors.kafka.sink_options import OWNER as SINK_OWNER
+from delivered.clients.kafka.errors import ConnectionErrors, Failures, ProducerError, explain
+from delivered.clients.kafka.fetcher import Fetched
+from delivered.clients.kafka.librdkafka import connect, kafka_client
+from delivered.clients.kafka.protocol import server_name
+from delivered.clients.kafka.rows import Headers, Partition, Rows
+from delivered.clients.kafka.settings import resolved
 from delivered.model.limits import SOURCE_QUEUE_KBYTES
 from delivered.model.patience import Stall
 from delivered.source.columns import HEADERS, TIMESTAMP, columns, micros
@@ -75,15 +72,16 @@ class Producer:
     """See `sender.Sender`. Not thread-safe; callbacks run while it is polled.
 
     Args:
-        config: from `producer_config`.
+        owner: of the options, for errors.
+        config: settings of a producer, by librdkafka's names, secrets resolved.
     """
 
-    def __init__(self, config: Mapping[str, str]) -> None:
+    def __init__(self, owner: str, config: Mapping[str, str]) -> None:
         self.failures = Failures()
         self._server = server_name(config["bootstrap.servers"])
         self._client: Any = connect(
             kafka_client().Producer,
-            SINK_OWNER,
+            owner,
             {**_PRODUCER, **config, "partitioner": "murmur2_random", "delivery.report.only.error": True},
             error_cb=lambda error: self.failures.note(error.name(), error.str()),
             on_delivery=self._undelivered,
@@ -185,22 +183,22 @@ class Producer:
             raise ProducerError(first.name(), first.str() + self.failures.hint()) from None
 
 
-def consumer_settings(options: SourceOptions) -> dict[str, str]:
-    """librdkafka's; secrets are not resolved yet."""
-    return {**_CONSUMER, **options.client, **_CONSUMER_FIXED}
+def consumer_settings(client: Mapping[str, str]) -> dict[str, str]:
+    """The user's settings and ours; secrets are not resolved yet."""
+    return {**_CONSUMER, **client, **_CONSUMER_FIXED}
 
 
 class Consumer:
-    """A connection that reads one partition after another. See `reader.RangeConsumer`. Not thread-safe."""
+    """See `fetcher.Fetcher`. Not thread-safe."""
 
-    def __init__(self, options: SourceOptions) -> None:
-        self._servers = options.servers
-        self._headers = options.headers
+    def __init__(self, owner: str, client: Mapping[str, str], headers: bool) -> None:
+        self._owner, self._servers = owner, client["bootstrap.servers"]
+        self._headers = headers
         self._connection = ConnectionErrors()
         self._partition: Partition = ("", -1)
         self._start = -1
-        settings = resolved(consumer_settings(options))
-        self._client: Any = connect(kafka_client().Consumer, OWNER, settings, error_cb=self._connection)
+        settings = resolved(consumer_settings(client))
+        self._client: Any = connect(kafka_client().Consumer, owner, settings, error_cb=self._connection)
 
     @property
     def _where(self) -> str:
@@ -215,7 +213,7 @@ class Consumer:
         messages = self._client.consume(1, timeout_s)
         if not messages:
             if self._connection.refused:
-                raise explain(*self._connection.refused, self._where, self._servers)
+                raise explain(self._owner, *self._connection.refused, self._where, self._servers)
             return Fetched()
         messages += self._client.consume(_RECORDS_AT_ONCE - 1, 0)
         fetched = Fetched()
@@ -246,7 +244,7 @@ class Consumer:
         elif name in _RETRIABLE:
             self._connection.last = error.str()
         else:
-            raise explain(name, error.str(), self._where, self._servers)
+            raise explain(self._owner, name, error.str(), self._where, self._servers)
 
     def _batch(self, messages: list[Any]) -> pa.RecordBatch:
         (topic, number), n = self._partition, len(messages)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from delivered.connectors.kafka import protocol
-from delivered.connectors.kafka.channel import Pending
-from delivered.connectors.kafka.login import NoAnswer
-from delivered.connectors.kafka.protocol import Wire
-from delivered.connectors.kafka.sequences import MISSING_S, Verdict, verdict_of
-from delivered.connectors.kafka.transactions import Transaction
+from delivered.clients.kafka import protocol
+from delivered.clients.kafka.channel import Pending
+from delivered.clients.kafka.login import NoAnswer
+from delivered.clients.kafka.protocol import Wire
+from delivered.clients.kafka.sequences import MISSING_S, Verdict, verdict_of
+from delivered.clients.kafka.transactions import Transaction
 from delivered.model.limits import REQUEST_TIMEOUT_S
 
 _PAUSE_S = 0.05

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from delivered.connectors.kafka.announce import Announced
-from delivered.connectors.kafka.batches import BATCH_BYTES, Encoder, bytes_of, joined
-from delivered.connectors.kafka.channel import Pending
-from delivered.connectors.kafka.cluster import Cluster
-from delivered.connectors.kafka.columns import Headers, Rows
-from delivered.connectors.kafka.errors import Failures, ProducerError
-from delivered.connectors.kafka.login import NoAnswer, NotSent
-from delivered.connectors.kafka.protocol import NoTopic, server_name
-from delivered.connectors.kafka.sequences import MISSING_S, Batch, PartitionQueue, Verdict, verdict_of
-from delivered.connectors.kafka.transactions import Transaction
+from delivered.clients.kafka.announce import Announced
+from delivered.clients.kafka.batches import BATCH_BYTES, Encoder, bytes_of, joined
+from delivered.clients.kafka.channel import Pending
+from delivered.clients.kafka.cluster import Cluster
+from delivered.clients.kafka.errors import Failures, ProducerError
+from delivered.clients.kafka.login import NoAnswer, NotSent
+from delivered.clients.kafka.protocol import NoTopic, server_name
+from delivered.clients.kafka.rows import Headers, Rows
+from delivered.clients.kafka.sequences import MISSING_S, Batch, PartitionQueue, Verdict, verdict_of
+from delivered.clients.kafka.transactions import Transaction
 from delivered.model.errors import BadRecord
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.patience import Stall
@@ -144,7 +144,7 @@ class Sender:
         """
         from kafka.protocol.producer.transaction import InitProducerIdRequest
 
-        from delivered.connectors.kafka.transactions import end_request
+        from delivered.clients.kafka.transactions import end_request
 
         held, deadline = self._held, time.monotonic() + timeout_s
         self.close()

@@ -171,5 +171,10 @@ def resolved(client: Mapping[str, str]) -> dict[str, str]:
     return settings
 
 
+def committed_only(client: Mapping[str, str]) -> bool:
+    """Whether a consumer with these settings skips records of open and aborted transactions."""
+    return client.get("isolation.level", "read_committed") == "read_committed"
+
+
 def _unescaped(text: str) -> str:
     return re.sub(r"\\(.)", r"\1", text)

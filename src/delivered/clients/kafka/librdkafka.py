@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from delivered.connectors.kafka.errors import config_error
+from delivered.clients.kafka.errors import config_error
 from delivered.model.errors import MissingExtra, UsageError
 
 T = TypeVar("T")

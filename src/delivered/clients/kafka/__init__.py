@@ -1,0 +1,1 @@
+"""A Kafka client over Arrow columns: connections, record batches, fetch, produce, transactions. Knows no connector."""
