@@ -6,20 +6,16 @@ The server's own TLS needs a native library, so TLS is terminated in front of it
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from tests.broker.send_help import rows, writer
+from tests.support.front import certificate
 from tests.support.servers import Rocketmq
 
 from delivered.connectors.rocketmq.client import Session
@@ -34,28 +30,6 @@ from delivered.model.prepared import Promise
 from delivered.pipeline.registry import find_sink
 
 parse = RocketmqOptions.parse
-
-
-def certificate(folder: Path) -> dict[str, Path]:
-    """Key and self-signed certificate for 127.0.0.1."""
-    folder.mkdir(exist_ok=True)
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "proxy")])
-    now, address = datetime.now(UTC), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    made = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(minutes=5))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    files = {"key": folder / "key.pem", "certificate": folder / "ca.pem"}
-    plain = serialization.NoEncryption()
-    form = serialization.PrivateFormat.PKCS8
-    files["key"].write_bytes(key.private_bytes(serialization.Encoding.PEM, form, plain))
-    files["certificate"].write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    return files
 
 
 def sink(folder: Path, options: dict[str, str]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import struct
 import sys
@@ -10,10 +9,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import fastavro
 import pytest
 import yaml
 from tests.kafka_tools import produce, read_committed
+from tests.spark.framed import ORDER, TOTAL, framed, run, unframed
 from tests.support.halted import killed
 
 import delivered
@@ -28,36 +27,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 APP = Path(__file__).parent / "apps" / "run_file.py"
-ORDER = {
-    "type": "record",
-    "name": "Order",
-    "fields": [{"name": "id", "type": "long"}, {"name": "city", "type": "string"}],
-}
-TOTAL = {
-    "type": "record",
-    "name": "Total",
-    "fields": [{"name": "id", "type": "long"}, {"name": "cents", "type": "long"}],
-}
 SQL = "SELECT key, named_struct('id', value.id, 'cents', value.id * 100) AS value, topic, partition, offset FROM source"
-
-
-def framed(number: int, schema: dict[str, Any], value: object) -> bytes:
-    stream = io.BytesIO()
-    fastavro.schemaless_writer(stream, fastavro.parse_schema(schema), value)
-    return struct.pack(">bI", 0, number) + stream.getvalue()
-
-
-def unframed(data: bytes, schema: dict[str, Any]) -> tuple[int, Any]:
-    return struct.unpack(">bI", data[:5])[1], fastavro.schemaless_reader(
-        io.BytesIO(data[5:]), fastavro.parse_schema(schema), None
-    )
-
-
-def run(pipeline: delivered.Pipeline, spark: SparkSession) -> None:
-    query = pipeline.start(spark)
-    assert query.awaitTermination(120)
-    if query.exception() is not None:
-        raise query.exception()
 
 
 def test_a_decided_batch_written_again_has_the_same_bytes_and_letters(

@@ -338,3 +338,33 @@ def trust(name: str, path: str | None) -> ssl.SSLContext:
         next_step="set it to a PEM file with the certificates of the servers' CA; the file must exist on the driver, "
         "on every executor and where receivers run",
     )
+
+
+_OTHER_NAME = (62, 64)
+"""OpenSSL's codes for a certificate of another host name or address."""
+
+
+def distrusted(
+    url: str, error: ssl.SSLCertVerificationError, option: str, trusted: str, names_in: str = "url"
+) -> UsageError:
+    """The error for a server certificate that is not trusted.
+
+    Args:
+        url: the server's.
+        option: names the file of trusted certificates.
+        trusted: which ones are trusted, in words.
+        names_in: options with the servers' host names.
+    """
+    if error.verify_code in _OTHER_NAME:
+        step = f"in {names_in}, use the host names of the servers' certificates"
+    else:
+        step = (
+            f"set {option} to the issuer's certificate, after verifying it: "
+            f"openssl s_client -showcerts -connect {urlsplit(url).netloc}"
+        )
+    return UsageError(
+        "CERTIFICATE_REFUSED",
+        f"The certificate that {url} presented was not accepted: {error.verify_message.rstrip('.')}. Trusted "
+        f"certificates: {trusted}. Nothing was sent.",
+        next_step=step,
+    )

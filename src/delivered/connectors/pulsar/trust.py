@@ -7,13 +7,11 @@ import ssl
 from urllib.parse import urlsplit
 
 from delivered.connectors.pulsar.options import Place
-from delivered.kits.options import trust
+from delivered.kits.options import distrusted, trust
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 
 _PORT = 6651
-_NAMES = (62, 64)
-"""OpenSSL's codes for a certificate of another host name or address."""
 
 
 def trusted_file(options: Place) -> str | None:
@@ -29,20 +27,7 @@ def context(options: Place) -> ssl.SSLContext:
 def untrusted(options: Place, where: str, error: ssl.SSLCertVerificationError) -> UsageError:
     """The error for a rejected certificate at `where`, a URL."""
     trusted = f"those in {options.trusted}" if options.trusted is not None else "the system's trust store"
-    host = urlsplit(where).netloc
-    if error.verify_code in _NAMES:
-        step = "in url and adminUrl, use the host names of the brokers' certificates"
-    else:
-        step = (
-            "set tlsTrustCertsFile to the issuer's certificate, after verifying it: "
-            f"openssl s_client -showcerts -connect {host}"
-        )
-    return UsageError(
-        "CERTIFICATE_REFUSED",
-        f"The certificate that {where} presented was not accepted: {error.verify_message.rstrip('.')}. Trusted "
-        f"certificates: {trusted}. Nothing was sent.",
-        next_step=step,
-    )
+    return distrusted(where, error, "tlsTrustCertsFile", trusted, "url and adminUrl")
 
 
 def tls_error(options: Place) -> DeliveredError | None:

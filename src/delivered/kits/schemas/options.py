@@ -16,6 +16,8 @@ from delivered.model.options import Option, Options, OptionType, Unfit, choice, 
 
 PREFIX = "schema.registry."
 URL = f"{PREFIX}url"
+LOGIN = f"{PREFIX}basic.auth.user.info"
+TRUSTED = f"{PREFIX}ssl.ca.location"
 COLUMNS = ("key", "value")
 
 
@@ -202,10 +204,15 @@ class FormatOptions(Options):
         _settings,
         Option(URL, "URL of the schema registry.", type=_URL, example="http://localhost:8081"),
         Option(
-            f"{PREFIX}basic.auth.user.info",
+            LOGIN,
             "user:password for the registry.",
             secret=True,
             example="env:REGISTRY_USER_INFO",
+        ),
+        Option(
+            TRUSTED,
+            "PEM file with trusted certificates, for https; it must exist on the driver and on every executor.",
+            example="/etc/ssl/registry-ca.pem",
         ),
         passthrough=(PREFIX,),
         secret=True,

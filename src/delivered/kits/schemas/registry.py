@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from delivered.kits.schemas.options import PREFIX, Format
+from delivered.kits.options import distrusted, trust
+from delivered.kits.schemas.options import LOGIN, PREFIX, TRUSTED, URL, Format
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.options import resolve_secrets
 from delivered.model.patience import patience_s, wait_out
+
+if TYPE_CHECKING:
+    import ssl
 
 _KINDS = {"AVRO": Format.AVRO, "PROTOBUF": Format.PROTOBUF, "JSON": Format.JSON_SCHEMA}
 _NAMES = {v: k for k, v in _KINDS.items()}
@@ -61,6 +66,9 @@ class Registry:
         self.url = dict(settings)["url"]
         known = {"timeout": str(CONNECT_TIMEOUT_S), "max.retries": "0", **resolve_secrets(PREFIX, dict(settings))}
         numbers = {k: float(v) for k, v in known.items() if k in _NUMBERS}
+        self._trusted = known.get(TRUSTED.removeprefix(PREFIX))
+        if self._trusted is not None and not Path(self._trusted).is_dir():
+            trust(TRUSTED, self._trusted)
         try:
             self._client: Any = schema_registry.SchemaRegistryClient({**known, **numbers})
         except (ValueError, TypeError, OSError) as error:
@@ -141,13 +149,22 @@ class Registry:
         except DeliveredError:
             raise
         except Exception as error:
+            bad = _bad_certificate(error)
+            if bad is not None:
+                raise distrusted(
+                    self.url.rpartition(",")[2].strip(), bad, TRUSTED, self._trusted_words(), URL
+                ) from None
             if not self._is_away(error):
                 raise
             raise Unreachable(
                 "REGISTRY_UNREACHABLE",
                 f"The schema registry {self.url} does not answer: {str(error)[:200] or type(error).__name__}.",
-                next_step="check that it runs and is reachable from here",
+                next_step=f"check that it runs and is reachable from here, and that {URL} has the right scheme, http "
+                "or https",
             ) from None
+
+    def _trusted_words(self) -> str:
+        return f"those in {self._trusted}" if self._trusted else "those of certifi, or in SSL_CERT_FILE or SSL_CERT_DIR"
 
     def _answer(self, error: Any) -> Exception:
         status, text = error.http_status_code, str(error.error_message)[:500]
@@ -156,10 +173,11 @@ class Registry:
         if status in (_CONFLICT, _INVALID):
             return Incompatible(text)
         if status in (401, 403):
+            _connected.cache_clear()  # the next client resolves its secrets again: they may have been corrected
             return Unreachable(
                 "SCHEMA_REGISTRY_LOGIN",
                 f"The schema registry {self.url} refuses the login (HTTP {status}): {text}",
-                next_step=f"check {PREFIX}basic.auth.user.info",
+                next_step=f"check {LOGIN}, which is user:password or refers to it: env:NAME, file:PATH",
             )
         return Unreachable(
             "REGISTRY_UNREACHABLE",
@@ -170,7 +188,18 @@ class Registry:
     def _is_away(self, error: BaseException) -> bool:
         if isinstance(error, self._module.SchemaRegistryError):
             return error.http_status_code in _BUSY
+        if _bad_certificate(error) is not None:
+            return False
         return any("TransportError" in c.__name__ for c in type(error).__mro__)  # of httpx or its successor
+
+
+def _bad_certificate(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+    """The cause of a connection that failed, if it is the server's certificate."""
+    import ssl  # executors that know all schemas need not load it
+
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 class _Missing(Exception):
