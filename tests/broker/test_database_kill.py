@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import pytest
 from tests.support.databases import COLUMNS, POINTS, RECORDS, TASK
 from tests.support.embedded_pipeline import PIPELINE
 from tests.support.sinks import SCHEMA, SHARDS, Rig, offsets, rows
+from tests.support.sweeps import sweep
 from tests.support.zygote import Child, Zygote
 
 from delivered.connectors.log import append
@@ -154,8 +156,15 @@ def test_a_kill_at_every_point_loses_and_repeats_nothing(world: World) -> None:
     assert world.left() == []
 
 
-@pytest.mark.parametrize("world", ["two_phase"], indirect=True)
-@pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
+@pytest.mark.parametrize(
+    ("server", "world", "guarantee"),
+    # What repeats and what is given up, the engine decides; MariaDB's kills are above.
+    sweep(
+        [(system, "two_phase", guarantee) for system in SYSTEMS for guarantee in ("at_least_once", "at_most_once")],
+        lambda server, world, guarantee: server == "postgres",
+    ),
+    indirect=["server", "world"],
+)
 def test_the_weaker_guarantees_keep_their_word(world: World, guarantee: str) -> None:
     world.guarantee = guarantee
     assert world.run("write.flush:after@batch=1@shard=0!kill") == -signal.SIGKILL
@@ -172,7 +181,8 @@ def test_the_weaker_guarantees_keep_their_word(world: World, guarantee: str) -> 
         assert 0 < lost <= last.given_up.count == 400
 
 
-@pytest.mark.parametrize("world", MECHANISMS, indirect=True)
+# Of two phases, test_upsert_kill.py has zombies in `make test`, and the next test.
+@pytest.mark.parametrize("world", sweep(MECHANISMS, lambda world: world == "one_transaction"), indirect=True)
 def test_zombie_driver_inside_its_decision_is_fenced(world: World) -> None:
     """F7: stopped while it holds the owner's row (or between two applies), then resumed after another one finished."""
     zombie = world.stop("commit.apply:before")
@@ -208,8 +218,15 @@ def test_zombie_that_prepares_after_orphans_were_aborted_changes_nothing(world: 
     assert world.seen() == done
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-@pytest.mark.parametrize("point", [pytest.param("write.stage:after", marks=pytest.mark.matrix), "write.prepare:after"])
+# Of two phases, test_upsert_kill.py has it in `make test`.
+@pytest.mark.parametrize(
+    ("server", "mechanism", "point"),
+    sweep(
+        product(SYSTEMS, MECHANISMS, ("write.stage:after", "write.prepare:after")),
+        lambda server, mechanism, point: point == "write.prepare:after" and mechanism == "one_transaction",
+    ),
+    indirect=["server"],
+)
 def test_task_killed_and_run_again(server: Server, tmp_path: Path, mechanism: str, point: str) -> None:
     """F6b: a task's process dies with its shard open or prepared; Spark's next attempt replaces it."""
     rig = Rig(server.sink(mechanism=mechanism))
@@ -262,7 +279,8 @@ def test_server_killed_with_shards_prepared(new_server: Callable[..., Server], m
     assert all(again.committer.was_committed(Work(rig.scope, 1, s)) for s in range(SHARDS))
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+# `make test` kills the server under one transaction above.
+@pytest.mark.parametrize("mechanism", sweep(MECHANISMS, lambda mechanism: mechanism == "two_phase"))
 def test_connection_lost_under_an_open_shard(new_server: Callable[..., Server], mechanism: str) -> None:
     """The server dies under an open COPY or LOAD DATA: a clear error at once, nothing half-visible."""
     server = new_server()

@@ -5,13 +5,18 @@ from __future__ import annotations
 import pytest
 from tests.crash.scenarios import CASES, Scenario, expected_points, judge, pairs, single
 from tests.crash.sim import HOWS, points
+from tests.support.sweeps import sweep
 
 from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
 
 
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize(("guarantee", "commit"), CASES)
+@pytest.mark.parametrize(
+    ("guarantee", "commit"),
+    # How a sink commits is irrelevant under the weaker guarantees.
+    sweep(CASES, lambda guarantee, commit: guarantee is Guarantee.EXACTLY_ONCE or commit is Commit.TWO_PHASE),
+)
 def test_one_crash_at_every_point(guarantee: Guarantee, commit: Commit, how: str) -> None:
     hit: set[str] = set()
     wrong: list[str] = []

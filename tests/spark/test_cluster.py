@@ -17,16 +17,19 @@ from tests.kafka_tools import produce, read_committed
 from tests.spark.standalone import Standalone, kill_tree
 
 from delivered.brokers.java import java_home
+from delivered.spark.quick_start import worker_python
 
 if TYPE_CHECKING:
     from tests.support.servers import Kafka
 
 APP = Path(__file__).parent / "apps" / "copy_topic.py"
 RECORDS = 20_000
+OVER_CONNECT = 8_000
+"""Two batches of each query: one would not show that the second begins where the first ended."""
 
 
-def _fill(kafka: Kafka, topic: str) -> Counter[bytes]:
-    values = [b"%d" % n for n in range(RECORDS)]
+def _fill(kafka: Kafka, topic: str, records: int = RECORDS) -> Counter[bytes]:
+    values = [b"%d" % n for n in range(records)]
     produce(kafka.bootstrap, topic, [(v, v) for v in values])
     return Counter(values)
 
@@ -63,7 +66,7 @@ def test_a_cluster_worker_killed_in_mid_batch_changes_nothing(kafka: Kafka, tmp_
 
 def test_jobs_over_spark_connect(kafka: Kafka, tmp_path: Path) -> None:
     source, sink = kafka.topic(2), kafka.topic(2)
-    sent = _fill(kafka, source)
+    sent = _fill(kafka, source, OVER_CONNECT)
     done = subprocess.run(
         [
             *(sys.executable, "-m", "tests.spark.apps.over_connect"),
@@ -75,14 +78,14 @@ def test_jobs_over_spark_connect(kafka: Kafka, tmp_path: Path) -> None:
         cwd=Path(__file__).parents[2],
         check=False,
         env=os.environ
-        | {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1", "JAVA_HOME": str(java_home())},
+        | {"PYSPARK_PYTHON": worker_python(), "SPARK_LOCAL_IP": "127.0.0.1", "JAVA_HOME": str(java_home())},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert Counter(m.value() for m in read_committed(kafka.bootstrap, sink)) == sent
     for database in ("totals.db", "own.db"):
         with sqlite3.connect(tmp_path / database) as connection:
             found = sorted(connection.execute("SELECT k, n FROM totals"))
-        assert found == [(k, RECORDS // 10) for k in range(10)], database
+        assert found == [(k, OVER_CONNECT // 10) for k in range(10)], database
     with sqlite3.connect(tmp_path / "again.db") as connection:
         found = connection.execute("SELECT count(*), count(DISTINCT v) FROM again").fetchone()
-    assert found == (RECORDS, RECORDS), "a restart with changed code"
+    assert found == (OVER_CONNECT, OVER_CONNECT), "a restart with changed code"

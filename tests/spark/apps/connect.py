@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql import SparkSession
 
 from delivered.brokers.process import free_ports
+from delivered.spark.quick_start import with_archive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,5 +28,8 @@ def connected(master: str) -> SparkSession:
     (port,) = free_ports(1)
     at_port: Callable[[], int] = lambda: port  # noqa: E731
     DefaultChannelBuilder.default_port = staticmethod(at_port)  # type: ignore[method-assign]
-    builder = SparkSession.builder.remote(master).config("spark.connect.grpc.binding.port", str(port))
-    return builder.config("spark.connect.grpc.binding.address", "127.0.0.1").getOrCreate()
+    conf = {"spark.connect.grpc.binding.port": str(port), "spark.connect.grpc.binding.address": "127.0.0.1"}
+    builder = SparkSession.builder.remote(master)
+    for name, value in with_archive({**conf, "spark.ui.enabled": "false"}).items():
+        builder = builder.config(name, value)
+    return builder.getOrCreate()
