@@ -69,6 +69,22 @@ PLANS = {
         validating=("orders-clean", "refused"),
         dead_letters="refused",
     ),
+    "dead_letters_of_a_function": replace(
+        ASKED,
+        sinks=(TO_KAFKA, replace(TO_POSTGRES, name="refused", label="postgres refused")),
+        on_bad_row=OnBadRow.DEAD_LETTER,
+        transform=TransformFacts("arrow", "clean"),
+        validating=("orders-clean", "refused"),
+        dead_letters="refused",
+    ),
+    "dead_letters_of_sql": replace(
+        ASKED,
+        sinks=(TO_KAFKA, replace(TO_POSTGRES, name="refused", label="postgres refused")),
+        on_bad_row=OnBadRow.DEAD_LETTER,
+        transform=TransformFacts("sql", "SELECT ..."),
+        validating=("orders-clean", "refused"),
+        dead_letters="refused",
+    ),
     "dedup": replace(ASKED, dedup=Dedup(("order_id",), 3_600_000, drops_late=True)),
     "dedup_table": replace(
         ASKED,

@@ -17,17 +17,18 @@ S = TypeVar("S")
 class RejectsRecords(Source, Protocol):
     """A source that decodes records, and can go on after one that it cannot decode."""
 
-    def rejecting(self, *, kept: bool) -> Self:
+    def rejecting(self, *, kept: bool, raw: bool = False) -> Self:
         """A copy that does not fail at such a record, and leaves it out.
 
         Args:
             kept: instead, it has the column REJECTED, and gives the record as a row that is null but for it.
+            raw: it has the column RAW, in front of REJECTED.
         """
 
 
-def rejecting(source: S, *, kept: bool) -> S:
+def rejecting(source: S, *, kept: bool, raw: bool = False) -> S:
     """Any source; one that decodes nothing is returned as it is."""
-    return source.rejecting(kept=kept) if isinstance(source, RejectsRecords) else source
+    return source.rejecting(kept=kept, raw=raw) if isinstance(source, RejectsRecords) else source
 
 
 @runtime_checkable

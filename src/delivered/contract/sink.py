@@ -164,6 +164,9 @@ SOURCE_LETTERS = "(source)"
 """Stands for the sink in a dead letter of a record that never became a row; no sink has such a name. Its `record` has
 the record's key and value."""
 
+TRANSFORM_LETTERS = "(transform)"
+"""As SOURCE_LETTERS, of a row for which the transform raised. Its `record` has the columns of the source, undecoded."""
+
 
 Route = Callable[[pa.RecordBatch], pa.RecordBatch]
 """Selects a sink's rows and columns of a batch. Picklable; deterministic."""

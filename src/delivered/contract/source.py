@@ -93,8 +93,15 @@ REJECTED = pa.field(
             pa.field("offset", pa.int64()),
             pa.field("key", pa.binary()),
             pa.field("value", pa.binary()),
+            pa.field("sink", pa.string()),
+            pa.field("more", pa.string()),
         ]
     ),
 )
 """Column of records that the source or the transform could not turn into rows: why, where from, and their bytes. Null
-for a row. Such records travel with the batch, for its dead letters."""
+for a row. Such records travel with the batch, for its dead letters. `sink`: as in a dead letter; null: SOURCE_LETTERS.
+`more`: the record's other columns, as JSON (`model.bad_row.as_json_text`); null: none."""
+
+
+RAW = pa.field("__delivered_raw", pa.struct([pa.field("key", pa.binary()), pa.field("value", pa.binary())]))
+"""Column of a source that decodes its records: their bytes, for dead letters of rows that the transform fails for."""

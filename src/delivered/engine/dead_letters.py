@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -10,10 +12,9 @@ import pyarrow.compute as pc
 from delivered.contract.powers import ValidatesRows
 from delivered.contract.sink import DEAD_LETTERS, SOURCE_LETTERS, Sink
 from delivered.contract.source import REJECTED
-from delivered.model.bad_row import as_json_text
+from delivered.model.bad_row import as_json_text, plain_rows
 from delivered.model.identity import Scope
 
-_NUMBERS = {32: pa.int32(), 64: pa.int64()}
 _COORDINATES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
 
 
@@ -52,7 +53,7 @@ def dead_letters(
         pa.array([shard] * count, pa.int32()),
         pc.add(picked.cast(pa.int64()), first),
         *(_coordinate(known.get(n), kind, picked) for n, kind in _COORDINATES.items()),
-        pa.array([as_json_text(row) for row in _values(bad)], pa.string()),
+        pa.array([as_json_text(row) for row in plain_rows(bad)], pa.string()),
         pa.array([scope.pipeline] * count, pa.string()),
         pa.array([scope.incarnation] * count, pa.string()),
     ]
@@ -65,6 +66,7 @@ def split_rejected(batch: pa.RecordBatch) -> tuple[pa.RecordBatch | None, pa.Arr
     if at < 0:
         return batch, None
     records, names = batch.column(at), [n for n in batch.schema.names if n != REJECTED.name]
+    records = records if records.type == REJECTED.type else records.cast(REJECTED.type)
     rejected = records.drop_null()
     rows = batch.select(names) if names else None
     if rows is not None and len(rejected):
@@ -79,28 +81,25 @@ def of_source(scope: Scope, records: pa.Array, batch: int, shard: int, first: in
         first: index of the first one among those of this shard.
     """
     count = len(records)
-    parts = [{n: each[n] for n in ("key", "value")} for each in records.to_pylist()]
+    told = records.to_pylist()
     columns = [
-        pa.array([SOURCE_LETTERS] * count, pa.string()),
+        pa.array([each["sink"] or SOURCE_LETTERS for each in told], pa.string()),
         records.field(records.type.get_field_index("reason")),
         pa.array([batch] * count, pa.int64()),
         pa.array([shard] * count, pa.int32()),
         pa.array(range(first, first + count), pa.int64()),
         *(records.field(records.type.get_field_index(n)) for n in _COORDINATES),
-        pa.array([as_json_text(part) for part in parts], pa.string()),
+        pa.array([as_json_text(_record(each)) for each in told], pa.string()),
         pa.array([scope.pipeline] * count, pa.string()),
         pa.array([scope.incarnation] * count, pa.string()),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=DEAD_LETTERS)
 
 
-def _values(rows: pa.RecordBatch) -> list[dict[str, Any]]:
-    """As `to_pylist`, with times that Python cannot represent as the numbers that they are stored as."""
-    try:
-        return rows.to_pylist()  # type: ignore[no-any-return]
-    except OverflowError:
-        columns = [c.view(_NUMBERS[c.type.bit_width]) if pa.types.is_temporal(c.type) else c for c in rows.columns]
-        return pa.RecordBatch.from_arrays(columns, names=rows.schema.names).to_pylist()  # type: ignore[no-any-return]
+def _record(rejected: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of the source that a letter keeps. A source need not have keys and values."""
+    parts = {n: rejected[n] for n in ("key", "value") if rejected[n] is not None or not rejected["sink"]}
+    return {**parts, **json.loads(rejected["more"] or "{}")}
 
 
 def _coordinate(column: pa.Array | None, kind: pa.DataType, picked: pa.Array) -> pa.Array:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from delivered.contract.source import REJECTED, Slice, Source
+from delivered.contract.schemas import rejecting
+from delivered.contract.source import Slice, Source
 from delivered.engine.dead_letters import split_rejected
+from delivered.engine.isolate import isolated, only_rejected, without_raw
 from delivered.model.step import Moment, StepId, reach
 
 SLICE_COLUMN = "__delivered_slice"
@@ -41,26 +43,40 @@ class ArrowTransform:
 
 @dataclass(frozen=True)
 class Direct:
-    """What a task needs to read the source itself. Picklable; holds no connection."""
+    """What a task needs to read the source itself. Picklable; holds no connection.
+
+    Attributes:
+        kept: a row for which the transform raises does not fail the task: it has the column REJECTED.
+    """
 
     source: Source
     transform: ArrowTransform
+    kept: bool = False
+
+    @classmethod
+    def rejecting(cls, source: Source, transform: ArrowTransform) -> Direct:
+        """Neither records that cannot be decoded nor rows that the transform raises for fail the task."""
+        function = transform.function is not None
+        return cls(rejecting(source, kept=True, raw=function), transform, function)
 
     def schema(self) -> pa.Schema:
         """Schema of the sink's rows. Runs the transform on an empty batch."""
         rows, _ = split_rejected(pa.RecordBatch.from_pylist([], schema=self.source.schema()))
-        return self.transform(rows).schema
+        return self.transform(without_raw(rows)).schema
 
     def rows(self, slices: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Read all `slices`, one after the other."""
+        made = self.schema() if self.kept else None
         for batch in slices:
             for packed in batch.column(0).to_pylist():
                 reach(StepId.SOURCE_READ, Moment.BEFORE)
                 for batch in self.source.read(unpack(packed)):
                     rows, records = split_rejected(batch)
                     if records is not None:
-                        yield pa.RecordBatch.from_arrays([records], schema=pa.schema([REJECTED]))
-                    if rows is not None:
+                        yield only_rejected(records)
+                    if rows is not None and made is not None:
+                        yield from isolated(self.transform, rows, made)
+                    elif rows is not None:
                         yield self.transform(rows)
                 reach(StepId.SOURCE_READ, Moment.AFTER)
 

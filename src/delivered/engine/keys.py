@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from delivered.contract.sink import Member, Sink, SinkGroup
+from delivered.engine.dead_letters import split_rejected
 from delivered.model.errors import UsageError
 from delivered.model.fingerprint import record_hashes
 from delivered.model.native import U64
@@ -32,8 +33,9 @@ def one_of_each_key(sink: Sink | SinkGroup, batches: Iterator[pa.RecordBatch]) -
     with ExitStack() as files:
         keys = [_Keys(m, mode.keys, files) for m, mode in modes if mode.upserts and mode.version is None]
         for batch in batches:
-            for of_sink in keys:
-                of_sink.add(batch)
+            rows, _ = split_rejected(batch)
+            for of_sink in keys if rows is not None else ():
+                of_sink.add(rows)
             yield batch
         for of_sink in keys:
             of_sink.check()

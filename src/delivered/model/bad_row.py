@@ -14,6 +14,7 @@ import pyarrow as pa
 
 _BASE64 = "base64"
 _MICROSECOND = timedelta(microseconds=1)
+_NUMBERS = {32: pa.int32(), 64: pa.int64()}
 
 
 class OnBadRow(StrEnum):
@@ -31,6 +32,15 @@ def as_json_text(row: Mapping[str, Any]) -> str:
     """A row in a dead letter: bytes as UTF-8 if valid, else as {"base64": ...}; durations in microseconds; other values
     as text."""
     return json.dumps(row, default=_plain, ensure_ascii=False)
+
+
+def plain_rows(rows: pa.RecordBatch) -> list[dict[str, Any]]:
+    """As `to_pylist`, with times that Python cannot represent as the numbers that they are stored as."""
+    try:
+        return rows.to_pylist()  # type: ignore[no-any-return]
+    except OverflowError:
+        columns = [c.view(_NUMBERS[c.type.bit_width]) if pa.types.is_temporal(c.type) else c for c in rows.columns]
+        return pa.RecordBatch.from_arrays(columns, names=rows.schema.names).to_pylist()  # type: ignore[no-any-return]
 
 
 def from_json_texts(texts: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:

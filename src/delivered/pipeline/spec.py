@@ -129,6 +129,8 @@ class PipelineSpec:
         one_of_each: a key of an upsert without version occurs once in a batch.
         source: name of the source, for a read.
         until: offsets at which a read ends, if it is bounded: a replay. It acknowledges nothing.
+        rejects: tasks may store records that cannot be decoded in the checkpoint.
+        raw: a source that decodes records passes on their bytes too.
     """
 
     pipeline: str
@@ -149,6 +151,8 @@ class PipelineSpec:
     one_of_each: bool = False
     source: str = SOURCE
     until: Offsets | None = None
+    rejects: bool = False
+    raw: bool = False
 
     @property
     def is_group(self) -> bool:
@@ -200,6 +204,8 @@ class PipelineSpec:
                 "one_of_each": self.one_of_each,
                 "source": self.source,
                 "until": self.until,
+                "rejects": self.rejects,
+                "raw": self.raw,
             }
         )
 
@@ -244,6 +250,7 @@ class Reading:
         pipeline: its name, if it is one's source.
         start: of its query.
         rejects: records that cannot be decoded do not fail the read.
+        raw: as in the spec.
     """
 
     checkpoint: str | None = None
@@ -254,6 +261,7 @@ class Reading:
     pipeline: str | None = None
     start: str = ""
     rejects: bool = False
+    raw: bool = False
 
     @property
     def is_drained(self) -> bool:
@@ -276,7 +284,8 @@ class Reading:
             spec.until,
             spec.pipeline,
             settings.get("start", ""),
-            spec.on_bad_row is not OnBadRow.FAIL,
+            spec.rejects,
+            spec.raw,
         )
         return reading, rest
 
@@ -323,6 +332,8 @@ def _from_json(data: Mapping[str, Any]) -> PipelineSpec:
         one_of_each=data.get("one_of_each", False),
         source=data.get("source", SOURCE),
         until=data.get("until"),
+        rejects=data.get("rejects", data["on_bad_row"] != OnBadRow.FAIL.value),
+        raw=data.get("raw", False),
     )
 
 

@@ -51,6 +51,11 @@ class Transform:
     stateful: bool = False
     deterministic: bool | None = None
 
+    @property
+    def isolates(self) -> bool:
+        """Whether a row that it fails for can be told from the others."""
+        return self.kind == "arrow" and self.function is not None
+
     def facts(self) -> TransformFacts:
         """What the planner needs to know. Runs nothing."""
         kind = "none" if self.kind == "arrow" and self.function is None else self.kind

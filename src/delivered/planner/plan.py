@@ -12,7 +12,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.limits import KEY_TABLE_BYTES, STATE_BYTES_PER_KEY
 from delivered.planner import group, sources
 from delivered.planner.answer import Plan, Reason, Refusal, seconds
-from delivered.planner.request import Request, SinkFacts, SourceFacts
+from delivered.planner.request import Request, SinkFacts, SourceFacts, TransformFacts
 from delivered.planner.rules import reasons
 from delivered.planner.steps import batch_steps, mechanism, recovery_steps
 
@@ -171,9 +171,25 @@ def _bad_rows(request: Request) -> list[str]:
     found = []
     if validating:
         found.append(f"a row that is invalid for {' or '.join(validating)} {goes}")
+    found += _failing_rows(request.transform, goes)
     stops = "server-side rejections (constraints, topic limits) always fail the query, regardless of on_bad_row"
     tail = f"; {', '.join(blind)} cannot validate rows before it writes" if blind else ""
     return [*found, stops + tail]
+
+
+def _failing_rows(transform: TransformFacts, goes: str) -> list[str]:
+    match transform.kind:
+        case "arrow":
+            return [f"a row for which {transform.text or 'the transform'} raises an exception {goes}"]
+        case "sql" | "python":
+            what = "SQL" if transform.kind == "sql" else "a DataFrame's operations"
+            return [
+                f"a row for which the transform fails stops the query, regardless of on_bad_row: Spark does not tell "
+                f"which row {what} failed for. Use try_ functions (try_cast, try_divide), or a function over Arrow "
+                "batches (delivered.arrow), whose failing rows are told apart"
+            ]
+        case _:
+            return []
 
 
 def _each(request: Request) -> str:

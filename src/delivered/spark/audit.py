@@ -49,7 +49,7 @@ from delivered.spark.audit_recompute import recomputed
 from delivered.spark.audit_sent import expressions, record_columns, sent_range
 from delivered.spark.frames import SliceRows, batches_fit_for, beyond_rows, kept_plain, shuffles_fit_for
 from delivered.spark.reconcile import Slots, hashed, reconcile
-from delivered.spark.rows import accepted, apply_transform, own_views, projected
+from delivered.spark.rows import Failing, accepted, apply_transform, own_views, projected
 from delivered.spark.start import ready
 
 if TYPE_CHECKING:
@@ -166,7 +166,8 @@ def _all_transforms(
     pipeline: Definition, sink: Endpoint, spark: SparkSession, sources: Mapping[str, Source]
 ) -> Transform | None:
     """The pipeline's transform, followed by the sink's projection."""
-    shared = apply_transform(pipeline.transform, spark, sources)
+    failing = Failing.FAIL if pipeline.on_bad_row is OnBadRow.FAIL else Failing.LEAVE_OUT
+    shared = apply_transform(pipeline.transform, spark, sources, failing=failing)
     validating = pipeline.on_bad_row is OnBadRow.DEAD_LETTER
     if sink.projection.is_all and not validating:
         return shared if pipeline.transform.kind != "none" else None

@@ -17,8 +17,9 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import BooleanType, StructField, StructType
 
 from delivered.contract.powers import ChecksGuarantee, planned
+from delivered.contract.schemas import rejecting
 from delivered.contract.sink import Sink, SinkGroup
-from delivered.contract.source import Source
+from delivered.contract.source import REJECTED, Source
 from delivered.engine.direct import SLICE_COLUMN, SLICE_SCHEMA, Direct
 from delivered.model.errors import Refused, UsageError
 from delivered.model.work import Owner
@@ -47,7 +48,9 @@ class DeliveredDataSource(DataSource):
         table = tables.created(self.options)
         if table is not None:
             return self._table(table)
-        found = SLICE_SCHEMA if self._reading.direct else self._planned_source().schema()
+        reading, found = self._reading, SLICE_SCHEMA
+        if not reading.direct:
+            found = rejecting(self._planned_source(), kept=False, raw=reading.raw).schema()
         schema: StructType = from_arrow_schema(found)
         return schema
 
@@ -59,7 +62,7 @@ class DeliveredDataSource(DataSource):
         return StreamReader(self._source() if reading.direct else self._planned_source(schema), reading)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        rows = to_arrow_schema(schema, timezone="UTC")
+        rows = _rows(schema)
         spec = PipelineSpec.parse(self.system, tables.for_write(schema, self.options, self.system), self.owner)
         sink = self._sink(spec, rows, overwrite)
         if spec.batch is not None:
@@ -81,7 +84,7 @@ class DeliveredDataSource(DataSource):
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
         spec = PipelineSpec.parse(self.system, self.options, self.owner)
         direct = _direct(spec, schema)
-        rows = direct.schema() if direct else to_arrow_schema(schema, timezone="UTC")
+        rows = direct.schema() if direct else _rows(schema)
         return StreamWriter(spec, self._sink(spec, rows, overwrite), rows, direct)
 
     @property
@@ -146,6 +149,11 @@ def _appends_only(name: str, mode: str) -> Refused:
         f'outputMode("{mode}") and write with .foreachBatch(lambda df, batch_id: delivered.write_batch(df, batch_id, '
         f'sink=delivered.endpoint("{name.removeprefix(PREFIX)}", ...), guarantee="exactly_once", pipeline="..."))',
     )
+
+
+def _rows(schema: StructType) -> pa.Schema:
+    """Columns for the sinks, without that of what the transform rejected."""
+    return pa.schema([f for f in to_arrow_schema(schema, timezone="UTC") if f.name != REJECTED.name])
 
 
 def _direct(spec: PipelineSpec, schema: StructType) -> Direct | None:

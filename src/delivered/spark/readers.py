@@ -114,7 +114,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _rejecting(self, source: RejectsRecords, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The rows; records that never became one are stored for the end of the batch."""
         name = f"{self._reading.source}-{_digest(partition)}"
-        for number, batch in enumerate(read_slice(source.rejecting(kept=True), partition, self._reading.pipeline)):
+        source = source.rejecting(kept=True, raw=self._reading.raw)
+        for number, batch in enumerate(read_slice(source, partition, self._reading.pipeline)):
             rows, records = split_rejected(batch)
             if records is not None:
                 running = int(running_batch(running_task())[1] or 0)

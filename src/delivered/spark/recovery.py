@@ -120,7 +120,7 @@ def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> 
         add_columns=partial(add_columns, sink, schema),
     )
     _planned[key] = _Planned(view.batch, plan.epoch, spec.start)
-    if spec.on_bad_row is not OnBadRow.FAIL:
+    if spec.on_bad_row is not OnBadRow.FAIL and (first or spec.rejects):
         from delivered.checkpoint import rejected
 
         rejected.forget(checkpoint, view.batch, decided=is_decided(plan))
@@ -141,9 +141,11 @@ def rejected_shard(
     """
     if spec.on_bad_row is OnBadRow.FAIL or spec.checkpoint is None or not messages:
         return None
+    plan = messages[0].plan
+    if not (spec.rejects or is_decided(plan)):  # what an earlier start decided may hold some
+        return None
     from delivered.checkpoint import rejected
 
-    plan = messages[0].plan
     records = rejected.gather(spec.checkpoint, plan.batch, spec.start)
     if records is None:
         return None

@@ -6,6 +6,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,10 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from delivered.contract.powers import ValidatesRows
 from delivered.contract.sink import Sink
-from delivered.contract.source import Source
+from delivered.contract.source import REJECTED, Source
 from delivered.engine.dead_letters import validated
 from delivered.engine.direct import ArrowTransform
+from delivered.engine.isolate import isolated, rejecting_schema, with_rejected
 from delivered.group import Columns
 from delivered.model.columns import backquoted
 from delivered.model.errors import UsageError
@@ -32,13 +34,24 @@ COORDINATES = ("topic", "partition", "offset")
 _OWN = "__delivered_sink_"
 
 
+class Failing(Enum):
+    """What becomes of a row for which the transform's function raises."""
+
+    FAIL = auto()
+    """It fails the task."""
+    LEAVE_OUT = auto()
+    KEEP = auto()
+    """It is null but for the column REJECTED."""
+
+
 def apply_transform(
-    transform: Transform, spark: SparkSession, sources: Mapping[str, Source | None]
+    transform: Transform, spark: SparkSession, sources: Mapping[str, Source | None], *, failing: Failing = Failing.FAIL
 ) -> Callable[[Mapping[str, DataFrame]], DataFrame]:
     """The transform as a function of a DataFrame for each source, by its name.
 
     Args:
         sources: by name; None: one of Spark's own.
+        failing: of rows for which a function over Arrow batches raises. Other transforms fail the query.
     """
     _travel_by_value(transform)
     match transform.kind:
@@ -62,7 +75,7 @@ def apply_transform(
             return lambda frames: call(**frames) if len(frames) > 1 else call(*frames.values())
         case "arrow":
             (source,) = sources.values()
-            return _map_in_arrow(arrow_transform(transform), source)
+            return _map_in_arrow(arrow_transform(transform), source, failing)
         case _:
             return _only
 
@@ -99,7 +112,11 @@ def _only(frames: Mapping[str, DataFrame]) -> DataFrame:
     return frame
 
 
-def _map_in_arrow(transform: ArrowTransform, source: Source | None) -> Callable[[Mapping[str, DataFrame]], DataFrame]:
+def _map_in_arrow(
+    transform: ArrowTransform, source: Source | None, failing: Failing
+) -> Callable[[Mapping[str, DataFrame]], DataFrame]:
+    failing = failing if transform.function is not None else Failing.FAIL
+
     def apply(frames: Mapping[str, DataFrame]) -> DataFrame:
         frame = _only(frames)
         rows = source.schema() if source is not None else to_arrow_schema(frame.schema, timezone="UTC")
@@ -107,9 +124,16 @@ def _map_in_arrow(transform: ArrowTransform, source: Source | None) -> Callable[
 
         def each(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
-                yield transform(batch)
+                if failing is Failing.FAIL:
+                    yield transform(batch)
+                    continue
+                for part in isolated(transform, batch, made):
+                    if failing is Failing.KEEP:
+                        yield with_rejected(part, made)
+                    elif part.schema.names != [REJECTED.name]:
+                        yield part
 
-        return frame.mapInArrow(each, from_arrow_schema(made))
+        return frame.mapInArrow(each, from_arrow_schema(rejecting_schema(made) if failing is Failing.KEEP else made))
 
     return apply
 
@@ -140,21 +164,24 @@ def routed(
     """
     if all(p.is_all for p in projections):
         return frame, [None] * len(projections)
-    names = list(frame.columns)
-    frame = _with_columns(frame, {f"{_OWN}{i}": p.where for i, p in enumerate(projections) if p.where is not None})
+    names = [c for c in frame.columns if c != REJECTED.name]
+    # Expressions are for rows; what the transform rejected is null.
+    row = f"{REJECTED.name} IS NULL" if REJECTED.name in frame.columns else "true"
+    where = {f"{_OWN}{i}": p.where for i, p in enumerate(projections) if p.where is not None}
+    frame = _with_columns(frame, {n: f"CASE WHEN {row} THEN ({sql}) END" for n, sql in where.items()})
     _check_conditions(frame, projections)
     made: dict[str, str] = {}
     routes: list[Columns | None] = []
-    used = [c for c in keep if c in names]
+    used = [c for c in (*keep, REJECTED.name) if c in frame.columns]
     for number, projection in enumerate(projections):
-        where = f"{_OWN}{number}" if projection.where is not None else None
+        own = f"{_OWN}{number}" if projection.where is not None else None
         take = []
         for item in projection.items:
             column = item.name
             if item.sql is not None:
                 column = f"{_OWN}{number}_{item.name}"
                 # CASE evaluates it only for the sink's own rows, and rules out generators and aggregates.
-                made[column] = f"CASE WHEN {backquoted(where) if where else 'true'} THEN ({item.sql}) END"
+                made[column] = f"CASE WHEN {row} AND {backquoted(own) if own else 'true'} THEN ({item.sql}) END"
             elif column not in names:
                 raise UsageError(
                     "SELECT_COLUMN",
@@ -163,8 +190,8 @@ def routed(
                 )
             take.append((item.name, column))
         take = take or [(n, n) for n in names]
-        used += [c for _, c in take] + ([where] if where else [])
-        routes.append(None if projection.is_all else Columns(tuple(take), where))
+        used += [c for _, c in take] + ([own] if own else [])
+        routes.append(None if projection.is_all else Columns(tuple(take), own))
     frame = _with_columns(frame, made)
     if any(r is None for r in routes):
         used += names

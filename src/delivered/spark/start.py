@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from delivered.checkpoint.decider import keep_decider
 from delivered.checkpoint.folder import logged
 from delivered.checkpoint.sources import keep_removed
 from delivered.contract.powers import planned
-from delivered.contract.schemas import rejecting
+from delivered.contract.schemas import RejectsRecords
 from delivered.contract.sink import SinkGroup
 from delivered.contract.source import Offsets, Source
 from delivered.engine.direct import Direct
@@ -47,7 +47,7 @@ from delivered.spark.dedup import without_repeats, without_seen_repeats
 from delivered.spark.foreach import format_of, save_batch
 from delivered.spark.frames import batches_fit_for, with_setting
 from delivered.spark.jvm import make_active, named_sources
-from delivered.spark.rows import COORDINATES, apply_transform, arrow_transform, own_views, projected, routed
+from delivered.spark.rows import COORDINATES, Failing, apply_transform, arrow_transform, own_views, projected, routed
 from delivered.spark.session import is_registered, register, session
 
 if TYPE_CHECKING:
@@ -213,9 +213,10 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Path) -> Streamin
             first_offsets.keep(pipeline.checkpoint, partial(_initial, source), name)
     only = next(iter(sources.values())) if len(sources) == 1 else None
     if only is not None and _is_direct(pipeline, spec):
-        if spec.on_bad_row is not OnBadRow.FAIL:
-            only = rejecting(only, kept=True)
-        spec = replace(spec, direct=_pickled(Direct(only, arrow_transform(pipeline.transform))))
+        made = Direct if spec.on_bad_row is OnBadRow.FAIL else Direct.rejecting
+        spec = replace(spec, direct=_pickled(made(only, arrow_transform(pipeline.transform))))
+    else:
+        spec = _rejecting(spec, pipeline, sources.values())
     read = {n: _read(spark, spec, n, e, pipeline.until.get(n)).load() for n, e in endpoints.items()}
     frame, spec = _rows(pipeline, spark, read, sources, spec)
     more = {k: v for e in pipeline.all_sinks for k, v in e.spark_options.items()}
@@ -264,6 +265,12 @@ def _is_direct(pipeline: Definition, spec: PipelineSpec) -> bool:
     return kind in ("none", "arrow") and plain and pipeline.dedup is None and pipeline.output_mode == "append"
 
 
+def _rejecting(spec: PipelineSpec, pipeline: Definition, sources: Iterable[Source | None]) -> PipelineSpec:
+    """The spec with what tasks that read the sources do about records that never become rows."""
+    decodes = spec.on_bad_row is not OnBadRow.FAIL and any(isinstance(s, RejectsRecords) for s in sources)
+    return replace(spec, rejects=decodes, raw=decodes and pipeline.transform.isolates)
+
+
 def _rows(
     pipeline: Definition,
     spark: SparkSession,
@@ -278,7 +285,8 @@ def _rows(
     if spec.direct is None:
         if pipeline.dedup is not None:
             read = {n: _once(spark, f, pipeline.dedup, spec) for n, f in read.items()}
-        frame = apply_transform(pipeline.transform, spark, sources)(read)
+        failing = Failing.FAIL if spec.on_bad_row is OnBadRow.FAIL else Failing.KEEP
+        frame = apply_transform(pipeline.transform, spark, sources, failing=failing)(read)
         if not frame.isStreaming:
             raise UsageError(
                 "TRANSFORM_NOT_STREAMING",

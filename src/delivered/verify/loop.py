@@ -37,6 +37,7 @@ from delivered.engine.direct import ArrowTransform, Direct, pack
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.model.account import Account
+from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import DeliveredError
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage
@@ -121,7 +122,8 @@ class Loop:
         self.sink = self.spec.open()
         (source,) = self.pipeline.sources.values()
         self.source = planned(source.source())
-        self.direct = Direct(self.source, ArrowTransform(transform.select, transform.function))
+        made = Direct if self.pipeline.on_bad_row is OnBadRow.FAIL else Direct.rejecting
+        self.direct = made(self.source, ArrowTransform(transform.select, transform.function))
         if transform.function is None or transform.function.__module__.startswith("delivered."):  # else it may use it
             sys.meta_path.insert(0, NoPandas())
         failures = re.fullmatch(r"local\[\w+,(\d+)\]", self.pipeline.master or "")

@@ -18,7 +18,7 @@ from delivered.contract.powers import (
     address_of,
     planned,
 )
-from delivered.contract.source import REJECTED, Offsets, Slice, Source, SourceDriver
+from delivered.contract.source import RAW, REJECTED, Offsets, Slice, Source, SourceDriver
 from delivered.kits.schemas.avro import Unmappable
 from delivered.kits.schemas.codec import Ask, Decoder
 from delivered.kits.schemas.options import FormatOptions, Side, version_option
@@ -39,6 +39,7 @@ class FormattedSource:
         schemas: of the columns of `options.sides`, in their order; empty: asked for when needed.
         rejects: records that cannot be decoded do not fail the read.
         kept: they become rows with the column REJECTED.
+        raw: rows have the column RAW.
     """
 
     owner: str
@@ -47,6 +48,7 @@ class FormattedSource:
     schemas: tuple[Registered, ...] = ()
     rejects: bool = False
     kept: bool = False
+    raw: bool = False
 
     @property
     def rows_per_batch_max(self) -> int | None:
@@ -108,6 +110,7 @@ class FormattedSource:
         for side, registered in zip(self.options.sides, full.schemas, strict=True):
             kind = mapped(self.owner, side, registered)
             schema = schema.set(schema.get_field_index(side.column), pa.field(side.column, kind))
+        schema = schema.append(RAW) if self.raw else schema
         return schema.append(REJECTED) if self.kept else schema
 
     def newest_versions(self) -> dict[str, int]:
@@ -137,9 +140,9 @@ class FormattedSource:
         inner = self.source
         return inner.earlier(end, until) if isinstance(inner, OrdersOffsets) else earlier(end, until)
 
-    def rejecting(self, *, kept: bool) -> FormattedSource:
+    def rejecting(self, *, kept: bool, raw: bool = False) -> FormattedSource:
         """See `delivered.contract.schemas.RejectsRecords`."""
-        return replace(self, rejects=True, kept=kept)
+        return replace(self, rejects=True, kept=kept, raw=raw)
 
     def driver(self) -> SourceDriver:
         return self.source.driver()
@@ -164,6 +167,9 @@ class FormattedSource:
                     bad.setdefault(row, f"its {side.column}: {why}")
         if bad and not self.rejects:
             raise self._undecodable(batch, *next(iter(bad.items())))
+        if self.raw:
+            parts = [batch.column(f.name).cast(f.type) for f in RAW.type]
+            columns[RAW.name] = pa.StructArray.from_arrays(parts, fields=list(RAW.type))
         if self.kept:
             columns[REJECTED.name] = _rejected(batch, bad)
         made = pa.RecordBatch.from_arrays([columns[n] for n in schema.names], schema=schema)
@@ -222,7 +228,7 @@ def _rejected(batch: pa.RecordBatch, bad: dict[int, str]) -> pa.Array:
     kind = REJECTED.type
     if not bad:
         return pa.nulls(batch.num_rows, kind)
-    names = [f.name for f in kind if f.name != "reason" and f.name in batch.schema.names]
+    names = [f.name for f in kind if f.name in (*_PLACE, "key", "value") and f.name in batch.schema.names]
     rows = batch.select(names).take(pa.array(list(bad))).to_pylist()
     found = {at: {**row, "reason": why} for (at, why), row in zip(bad.items(), rows, strict=True)}
     return pa.array([found.get(n) for n in range(batch.num_rows)], kind)

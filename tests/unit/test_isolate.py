@@ -1,0 +1,147 @@
+"""A row for which the transform raises is told from the others, and kept with its source record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delivered.contract.source import RAW, REJECTED
+from delivered.engine.dead_letters import of_source, split_rejected
+from delivered.engine.isolate import isolated, reason_of, rejecting_schema, with_rejected
+from delivered.model.errors import DeliveredError
+from delivered.model.identity import Scope
+from delivered.source.columns import COLUMNS
+
+AT = datetime(2026, 1, 2, tzinfo=UTC)
+
+
+def kafka_rows(*values: bytes) -> pa.RecordBatch:
+    rows = [
+        {"key": b"k%d" % n, "value": v, "topic": "t", "partition": 1, "offset": 10 + n, "timestamp": AT}
+        for n, v in enumerate(values)
+    ]
+    return pa.RecordBatch.from_pylist(rows, schema=COLUMNS)
+
+
+def as_numbers(rows: pa.RecordBatch) -> pa.RecordBatch:
+    return pa.record_batch({"n": pa.array([int(v) for v in rows.column("value").to_pylist()], pa.int64())})
+
+
+MADE = pa.schema([("n", pa.int64())])
+
+
+def told(parts: Iterator[pa.RecordBatch]) -> tuple[list[Any], list[dict[str, Any]]]:
+    rows: list[Any] = []
+    letters: list[dict[str, Any]] = []
+    for part in parts:
+        found, records = split_rejected(part)
+        rows += found.to_pylist() if found is not None else []
+        letters += of_source(Scope("p", "s", "i"), records, 5, 1, 0).to_pylist() if records is not None else []
+    return rows, letters
+
+
+def test_a_letter_has_the_source_record_and_the_exception() -> None:
+    rows, (letter,) = told(isolated(as_numbers, kafka_rows(b"1", b"\xffx", b"3"), MADE))
+    assert rows == [{"n": 1}, {"n": 3}]
+    assert (letter["sink"], letter["topic"], letter["partition"], letter["offset"]) == ("(transform)", "t", 1, 11)
+    assert letter["reason"].startswith("ValueError: invalid literal for int()")
+    record = json.loads(letter["record"])
+    assert (record["key"], record["value"]) == ("k1", {"base64": "/3g="})
+    assert record["timestamp"] == str(AT)
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_each_row_once_in_order_and_few_calls(bad: list[bool]) -> None:
+    calls = []
+
+    def transform(rows: pa.RecordBatch) -> pa.RecordBatch:
+        calls.append(rows.num_rows)
+        return as_numbers(rows)
+
+    values = [b"no" if b else b"%d" % n for n, b in enumerate(bad)]
+    rows, letters = told(isolated(transform, kafka_rows(*values), MADE))
+    assert [r["n"] for r in rows] == [n for n, b in enumerate(bad) if not b]
+    assert [n["offset"] - 10 for n in letters] == [n for n, b in enumerate(bad) if b]
+    assert len(calls) <= max(1, 2 * len(bad))
+
+
+@pytest.mark.parametrize("error", [ConnectionError("down"), MemoryError(), ImportError("no"), DeliveredError("X", "x")])
+def test_what_is_not_a_row_s_fault_fails_the_task(error: Exception) -> None:
+    def transform(rows: pa.RecordBatch) -> pa.RecordBatch:
+        raise error
+
+    with pytest.raises(type(error)):
+        list(isolated(transform, kafka_rows(b"1", b"2"), MADE))
+
+
+def test_a_function_that_fails_for_no_rows_fails_the_task() -> None:
+    def transform(rows: pa.RecordBatch) -> pa.RecordBatch:
+        raise ValueError("always")
+
+    with pytest.raises(ValueError, match="always"):
+        list(isolated(transform, kafka_rows(), MADE))
+
+
+def test_columns_are_as_announced() -> None:
+    """Types inferred from a few rows may differ; other columns, and values that do not fit, are the row's error."""
+
+    def transform(rows: pa.RecordBatch) -> pa.RecordBatch:
+        texts = [v.decode() for v in rows.column("value").to_pylist()]
+        if "other" in texts:
+            return pa.record_batch({"m": texts})
+        return pa.record_batch({"n": [None if t == "null" else t for t in texts]})
+
+    rows, letters = told(isolated(transform, kafka_rows(b"null", b"other", b"x", b"2"), MADE))
+    assert rows == [{"n": None}, {"n": 2}]
+    assert [n["reason"].partition(":")[0] for n in letters] == ["ValueError", "ArrowInvalid"]
+
+
+def test_reasons_are_the_same_every_time_and_can_be_stored() -> None:
+    assert reason_of(KeyError("id")) == "KeyError: 'id'"
+    assert reason_of(ValueError()) == "ValueError"
+    assert reason_of(TypeError("<object object at 0x7f12ab34>\nis\0 bad")) == (
+        "TypeError: <object object at 0x...> is\\x00 bad"
+    )
+    assert reason_of(ValueError("\ud800")) == "ValueError: \\ud800"
+    assert len(reason_of(ValueError("x" * 9_999))) == 1_000
+
+
+def test_of_a_decoded_source_the_bytes_are_kept() -> None:
+    rows = pa.record_batch({"value": pa.array([{"id": 1}]), "offset": pa.array([3], pa.int64())})
+    raw = pa.array([{"key": b"k", "value": b"\0\0\0\0\1x"}], RAW.type)
+    batch = pa.RecordBatch.from_arrays([*rows.columns, raw], schema=rows.schema.append(RAW))
+
+    def transform(batch: pa.RecordBatch) -> pa.RecordBatch:
+        assert batch.schema == rows.schema
+        raise ValueError("no")
+
+    _, (letter,) = told(isolated(transform, batch, MADE))
+    assert json.loads(letter["record"]) == {"key": "k", "value": "\0\0\0\0\1x"}
+    assert (letter["topic"], letter["offset"]) == (None, 3)
+
+
+def test_a_source_without_keys_and_values() -> None:
+    rows = pa.record_batch({"id": [1], "partition": ["Ulm"]})
+
+    def transform(batch: pa.RecordBatch) -> pa.RecordBatch:
+        raise ValueError("no")
+
+    _, (letter,) = told(isolated(transform, rows, MADE))
+    assert json.loads(letter["record"]) == {"id": 1, "partition": "Ulm"}
+    assert letter["partition"] is None
+
+
+def test_letters_and_rows_pass_through_spark_in_the_same_columns() -> None:
+    schema = rejecting_schema(MADE)
+    parts = [with_rejected(p, MADE) for p in isolated(as_numbers, kafka_rows(b"1", b"x"), MADE)]
+    assert {p.schema for p in parts} == {schema}
+    assert schema.names == ["n", REJECTED.name]
+    rows, letters = told(iter([pa.Table.from_batches(parts).combine_chunks().to_batches()[0]]))
+    assert (rows, len(letters)) == ([{"n": 1}], 1)
