@@ -296,6 +296,19 @@ def inbox(r: Reader) -> Iterator[None]:
     assert mails == [b"hello"]
 
 
+@PAGES("docs/dead-letters.md", "kafka")
+def dead_letters(r: Reader) -> Iterator[None]:
+    orders, letters = r.server("kafka").topic(2), r.server("kafka").topic(1)
+    r.names |= {"started": {"kafka": r.server("kafka").broker}}
+    r.swap |= {"brokers.start(": "started.get(", "delivered.session()": "spark"}
+    r.swap |= {'"orders-dead"': f'"{letters}"', '"orders"': f'"{orders}"'}
+    yield
+    r.names["producer"].close()
+    found = r.said[0].splitlines()
+    assert rows(r.folder / "prices.db", "SELECT id, cents FROM prices") == [(1, 300)]
+    assert sorted(line.split(" ", 3)[3].partition(":")[0] for line in found) == ["JSONDecodeError", "ZeroDivisionError"]
+
+
 @PAGES("docs/schemas.md", "kafka", "registry")
 def schemas(r: Reader) -> Iterator[None]:
     (topic,) = topics(r, "orders")

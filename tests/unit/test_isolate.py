@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from delivered.contract.source import RAW, REJECTED
 from delivered.engine.dead_letters import of_source, split_rejected
 from delivered.engine.isolate import isolated, reason_of, rejecting_schema, with_rejected
+from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.source.columns import COLUMNS
@@ -145,3 +146,24 @@ def test_letters_and_rows_pass_through_spark_in_the_same_columns() -> None:
     assert schema.names == ["n", REJECTED.name]
     rows, letters = told(iter([pa.Table.from_batches(parts).combine_chunks().to_batches()[0]]))
     assert (rows, len(letters)) == ([{"n": 1}], 1)
+
+
+@pytest.mark.parametrize(("rejects", "decided"), [(False, False), (False, True), (True, False)])
+def test_a_checkpoint_is_asked_only_if_it_may_hold_letters(
+    rejects: bool, decided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests to an object store in every batch. A batch that an earlier start decided may have some."""
+    from delivered.checkpoint import rejected
+    from delivered.model.guarantee import Guarantee
+    from delivered.model.work import Action, BatchPlan, ShardMessage
+    from delivered.pipeline.spec import PipelineSpec
+    from delivered.spark import recovery
+
+    asked = []
+    monkeypatch.setattr(rejected, "gather", lambda *_: asked.append("gather"))
+    action = Action.SKIP if decided else Action.WRITE
+    plan = BatchPlan(Scope("p", "s", "i"), "owner", Guarantee.EXACTLY_ONCE, 3, "{}", action)
+    dead_letter = OnBadRow.DEAD_LETTER
+    spec = PipelineSpec("p", Guarantee.EXACTLY_ONCE, on_bad_row=dead_letter, checkpoint="/nowhere", rejects=rejects)
+    recovery.rejected_shard(spec, None, MADE, [ShardMessage(plan, 0, 0, action)])  # type: ignore[arg-type]
+    assert bool(asked) is (rejects or decided)

@@ -40,6 +40,8 @@ FULL = PipelineSpec(
     one_of_each=True,
     source="orders",
     until={"orders": {"0": 7}},
+    rejects=True,
+    raw=True,
 )
 BY_OTHERS = {"owner": Owner("driver-1"), "run_id": None, "check": None}
 """Fields that the option does not contain."""
@@ -78,7 +80,7 @@ def test_a_source_learns_what_concerns_it() -> None:
     reading, rest = Reading.parse({"path": "in", OPTION: FULL.to_option()})
     until = {"orders": {"0": 7}}
     assert (reading, rest) == (
-        Reading("/c", "/tmp/d", True, "orders", until, "orders", start="1", rejects=True),
+        Reading("/c", "/tmp/d", True, "orders", until, "orders", start="1", rejects=True, raw=True),
         {"path": "in"},
     )
     assert Reading.parse({"path": "in", "checkpointlocation": "/c"}) == (Reading("/c"), {"path": "in"})

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from delivered.checkpoint.folder import logged
 from delivered.contract.powers import planned
-from delivered.contract.sink import SOURCE_LETTERS
+from delivered.contract.sink import SOURCE_LETTERS, TRANSFORM_LETTERS
 from delivered.model.errors import Refused, UsageError
 from delivered.model.limits import DEAD_LETTERS_BATCH_MAX, DEAD_LETTERS_MAX
 from delivered.pipeline.dead_letter_batches import DeadLetter, Desk, Settlement, Status, letter_id
@@ -66,8 +66,8 @@ def _settle(pipeline: Definition, how: Status, ids: Collection[str] | None) -> S
     by_sink: dict[str, list[DeadLetter]] = {}
     for letter in chosen:
         by_sink.setdefault(letter.sink, []).append(letter)
-    of_source = by_sink.pop(SOURCE_LETTERS, [])
-    done.rejected.update({n.id: _OF_SOURCE for n in of_source})
+    for kind, why in _OF_NO_SINK.items():
+        done.rejected.update({n.id: why for n in by_sink.pop(kind, [])})
     for name, letters in by_sink.items():
         if name not in desks:
             raise Refused(
@@ -80,7 +80,11 @@ def _settle(pipeline: Definition, how: Status, ids: Collection[str] | None) -> S
     return done
 
 
-_OF_SOURCE = "it is a record of the source that never became a row: once it can be decoded, run `delivered replay`"
+_OF_NO_SINK = {
+    SOURCE_LETTERS: "it is a record of the source that never became a row: once it can be decoded, run "
+    "`delivered replay`",
+    TRANSFORM_LETTERS: "the transform failed for it: once it is mended, run `delivered replay`",
+}
 
 
 def _chosen(pipeline: Definition, desks: Mapping[str, Desk], ids: Collection[str] | None) -> list[DeadLetter]:

@@ -140,7 +140,8 @@ class PipelineFile(BaseModel):
     sinks: list[SinkEntry] = Field(min_length=1)
     on_bad_row: Literal["fail", "dead_letter", "drop"] = Field(
         "fail",
-        description="What happens to a row that is invalid for a sink. drop: at_most_once only; it is counted.",
+        description="What happens to a row that is invalid for a sink, or for which the transform's Arrow function "
+        "raises, and to a record that cannot be decoded. drop: at_most_once only; it is counted.",
     )
     dead_letter: SinkEntry | None = Field(
         None, description="Where such rows go, in the same batch, with the reason; select and where are not allowed."
