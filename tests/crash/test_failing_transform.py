@@ -16,8 +16,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import yaml
+from tests.crash.letter_sim import EXACTLY, LEAST, MOST, NTH_MAX, LetterSim
 from tests.crash.sim import Crash, codes, points
-from tests.crash.test_dead_letters import EXACTLY, LEAST, MOST, NTH_MAX, LetterSim
 from tests.support.sweeps import sweep
 
 from delivered.connectors.log import append
