@@ -178,3 +178,8 @@ def points(guarantee: str) -> list[str]:
     skipped |= {step for step, role in ROLE_OF_STEP.items() if role in (Role.RECEIVER, Role.WORKER)}
     skipped |= {StepId.DEDUP_NOTE, StepId.DEDUP_KEEP}  # tests/broker/test_dedup_kill.py
     return [f"{step}:{moment}" for step in ROLE_OF_STEP if step not in skipped for moment in Moment]
+
+
+def recovers_or_stages(point: str) -> bool:
+    """Where the second batch is not in the sink yet: `make test` kills an engine in memory there, and recoveries."""
+    return point.startswith(("recover.", "write.stage:"))

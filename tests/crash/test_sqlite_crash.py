@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from tests.crash.killed import BATCHES, PARTITIONS, RECORDS, World, points
+from tests.crash.killed import BATCHES, PARTITIONS, RECORDS, World, points, recovers_or_stages
 from tests.support.embedded_pipeline import PIPELINE, TABLE
 from tests.support.sweeps import sweep
 from tests.support.zygote import Zygote
@@ -34,7 +34,8 @@ def world(log: Path, zygote: Zygote, tmp_path: Path, request: pytest.FixtureRequ
 @pytest.mark.parametrize(
     ("world", "point"),
     [
-        pytest.param(g, p, marks=[] if g == "exactly_once" else [pytest.mark.matrix])  # test_points.py has the others
+        # test_points.py has the others
+        pytest.param(g, p, marks=[] if g == "exactly_once" and not recovers_or_stages(p) else [pytest.mark.matrix])
         for g in ("exactly_once", "at_least_once", "at_most_once")
         for p in points(g)
     ],

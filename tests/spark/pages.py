@@ -209,7 +209,7 @@ def mysql(r: Reader) -> Iterator[None]:
     assert r.server("mysql").execute(f"SELECT count(*) FROM {table}") == [(RECORDS,)]
 
 
-@PAGES("docs/connectors/upserts.md", "postgres")
+@PAGES("docs/connectors/upserts.md", "postgres", matrix=True)
 def upserts(r: Reader) -> Iterator[None]:
     """The second of three records deletes its key."""
     columns = "id int PRIMARY KEY, changed_at bigint"
@@ -221,7 +221,7 @@ def upserts(r: Reader) -> Iterator[None]:
     assert r.server("postgres").execute(f"SELECT id FROM {table} ORDER BY id") == [(0,), (2,)]
 
 
-@PAGES("docs/connectors/outbox.md", "postgres")
+@PAGES("docs/connectors/outbox.md", "postgres", matrix=True)
 def outbox(r: Reader) -> Iterator[None]:
     """A relay, then changes of a table into a table."""
     orders = r.server("postgres").table("id int PRIMARY KEY, name text")
@@ -241,7 +241,7 @@ def outbox(r: Reader) -> Iterator[None]:
             r.server("postgres").execute(f"SELECT pg_drop_replication_slot('{slot}')")
 
 
-@PAGES("docs/dedup.md", "kafka")
+@PAGES("docs/dedup.md", "kafka", matrix=True)
 def dedup(r: Reader) -> Iterator[None]:
     """Starts at the topic's end, and drops the second record of a key."""
     (source,) = topics(r, "orders")
@@ -257,7 +257,7 @@ def dedup(r: Reader) -> Iterator[None]:
     assert rows(r.folder / "shop.db", "SELECT value FROM orders") == [(b"first",)]
 
 
-@PAGES("docs/explanation.md")
+@PAGES("docs/explanation.md", matrix=True)
 def explanation(r: Reader) -> Iterator[None]:
     orders = stream(r)
     yield
@@ -320,7 +320,7 @@ def schemas(r: Reader) -> Iterator[None]:
     assert rows(r.folder / "orders.db", "SELECT id, city FROM orders") == [(n, f"city {n}") for n in (1, 2, 3)]
 
 
-@PAGES("docs/sources.md", "kafka")
+@PAGES("docs/sources.md", "kafka", matrix=True)
 def sources(r: Reader) -> Iterator[None]:
     (orders,) = topics(r, "orders")
     fill(r, orders, ["10", "20"])
@@ -352,7 +352,7 @@ def spark(r: Reader) -> Iterator[None]:
     assert rows(r.folder / "out.db", "SELECT value FROM t") == [(b"x",)]
 
 
-@PAGES("docs/stateful.md")
+@PAGES("docs/stateful.md", matrix=True)
 def stateful(r: Reader) -> Iterator[None]:
     """The file twice, with more orders; then the same sums by `foreachBatch`."""
     spark, database = r.names["spark"], r.folder / "shop.db"

@@ -118,6 +118,7 @@ def test_repeats_are_dropped_counted_and_not_missed(spark: SparkSession, ran: Pa
     assert any("may have been dropped as late" in note for note in report.notes)
 
 
+@pytest.mark.matrix  # the tests before and after it judge with an id
 def test_without_an_id_unlike_copies_are_not_judged(spark: SparkSession, ran: Path) -> None:
     report = pipeline(ran, 30, WITHIN, audit=None).audit(spark)
     assert report.verdict is Verdict.HELD, (report.breaches, report.unknowns)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
-import signal
 import sqlite3
 import sys
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 from tests.broker.source_help import produce
-from tests.spark.cli_help import running, until
+from tests.spark.cli_help import running
 
+import delivered
 from delivered.testing.supervisor import run
+from delivered.verify.services import wait_for
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 T0 = 1_700_000_000_000
-ROWS, FIRST, END = 200, 50, 150
+ROWS, FIRST, END, WAIT_S = 200, 50, 150, 180.0
 
 
 def values(folder: Path, table: str) -> Counter[bytes]:
@@ -40,7 +44,7 @@ def committed(kafka: Any, topic: str, group: str) -> int:
         consumer.close()
 
 
-def test_a_replay_beside_the_running_pipeline(kafka: Any, tmp_path: Path) -> None:
+def test_a_replay_beside_the_running_pipeline(kafka: Any, spark: SparkSession, tmp_path: Path) -> None:
     """Killed after a decision that Spark did not log: the same table as without a kill, and nobody else notices."""
     topic = kafka.topic(1, retention_ms=-1)  # the records are old
     produce(kafka, topic, [{"value": b"%d" % n, "timestamp": T0 + n} for n in range(ROWS)])
@@ -53,9 +57,11 @@ def test_a_replay_beside_the_running_pipeline(kafka: Any, tmp_path: Path) -> Non
     }  # fmt: skip
     file = tmp_path / "shop.yaml"
     file.write_text(json.dumps(pipeline))
-    with running("run", str(file)) as process:
-        until(lambda: values(tmp_path, "orders") == expected(0, ROWS), process)
-        until(lambda: committed(kafka, topic, f"shop-{topic}") == ROWS, process)
+    query = delivered.Pipeline.from_file(file).start(spark)
+    try:
+        query.processAllAvailable()
+        assert values(tmp_path, "orders") == expected(0, ROWS)
+        wait_for(lambda: committed(kafka, topic, f"shop-{topic}") == ROWS, WAIT_S, "the group's offsets")
         replay = [sys.executable, "-m", "delivered.cli.main", "replay", str(file), "--into", "again"]
         replay += ["--from", str(T0 + FIRST), "--to", str(T0 + END)]
         done = run(replay, "commit.decide:after@batch=1", tmp_path / "hits", timeout_s=240)
@@ -63,10 +69,10 @@ def test_a_replay_beside_the_running_pipeline(kafka: Any, tmp_path: Path) -> Non
         assert values(tmp_path, "again") == expected(FIRST, END)
         assert committed(kafka, topic, f"shop-{topic}") == ROWS
         produce(kafka, topic, [{"value": b"%d" % n, "timestamp": T0 + n} for n in range(ROWS, ROWS + 20)])
-        until(lambda: values(tmp_path, "orders") == expected(0, ROWS + 20), process)
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=240)
-        assert process.returncode == 0, err
+        query.processAllAvailable()
+        assert values(tmp_path, "orders") == expected(0, ROWS + 20)
+    finally:
+        query.stop()
     assert values(tmp_path, "again") == expected(FIRST, END)
 
 

@@ -10,14 +10,19 @@ import sqlite3
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
-from tests.support.sweeps import sweep
+from pyspark import cloudpickle
+from tests.spark.apps import stateful
+from tests.support.halted import killed
 
 from delivered.connectors.log import append
 from delivered.testing import supervisor
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 APP = Path(__file__).parent / "apps" / "stateful.py"
 RECORDS, KEYS, BATCHES = 600, 30, 6
@@ -26,9 +31,13 @@ STORES = [("hdfs", 1), ("rocksdb", 1), ("rocksdb", 2)]
 CODE = "DELIVERED_REPLAY_DIFFERS"
 
 
-def run(folder: Path, crash: str, *arguments: Any) -> tuple[supervisor.Outcome, str]:
+def fill(folder: Path) -> None:
     keys = [f"k{i % KEYS}".encode() for i in range(RECORDS)]
     append(str(folder / "in"), pa.table({"key": keys, "value": [str(i).encode() for i in range(RECORDS)]}))
+
+
+def run(folder: Path, crash: str, *arguments: Any) -> tuple[supervisor.Outcome, str]:
+    fill(folder)
     with (folder / "output").open("wb") as output:
         command = [sys.executable, str(APP), str(folder), *map(str, arguments)]
         done = supervisor.run(command, crash, folder / "hits", timeout_s=400, output=output)
@@ -61,24 +70,46 @@ def test_sums_are_exact_after_every_kill(store: str, version: int, tmp_path: Pat
     assert chains(tmp_path) == expected
 
 
-@pytest.mark.parametrize(
-    ("store", "version", "point"),
-    sweep(
-        [(*s, point) for s in STORES for point in AFTER_DECISION],
-        lambda store, version, point: (store, version, point) == ("rocksdb", 2, "commit.decide:after"),
-    ),
-)
+def delivered_states(folder: Path, batches: int) -> None:
+    """Every row goes on from a state that was delivered."""
+    found = chains(folder)
+    for key, chain in found.items():
+        told = [now for _, now in chain]
+        assert [before for before, _ in chain] == ["", *told[:-1]], f"{key}: its state was never delivered"
+    assert {len(chain) for chain in found.values()} == {batches}
+
+
+def test_a_decided_batch_with_state_that_differs_is_stopped_in_another_session(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """The smallest of the sweep below."""
+    fill(tmp_path)
+    killed([sys.executable, str(APP), str(tmp_path), "rocksdb", "2", "uuid"], "commit.decide:after@batch=2", tmp_path)
+    pipeline = stateful.pipeline(tmp_path, "rocksdb", changing=True)
+    cloudpickle.register_pickle_by_value(stateful)
+    before = {name: spark.conf.get(name, None) for name in stateful.settings("rocksdb", "2")}
+    try:
+        for name, value in stateful.settings("rocksdb", "2").items():
+            spark.conf.set(name, value)
+        with pytest.raises(Exception, match=rf"\[{CODE}\] Batch 2"):
+            pipeline.start(spark).awaitTermination()
+    finally:
+        cloudpickle.unregister_pickle_by_value(stateful)
+        for name, was in before.items():
+            spark.conf.unset(name) if was is None else spark.conf.set(name, was)
+    delivered_states(tmp_path, 3)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("store", "version", "point"), [(*s, point) for s in STORES for point in AFTER_DECISION])
 def test_a_batch_with_state_that_differs_when_run_again_stops(
     store: str, version: int, point: str, tmp_path: Path
 ) -> None:
     """Spark's state of the second run would hold values that nobody got. SQLite's commit.apply is a part of the
     transaction that decides: a batch that is killed there was not decided, and may have other rows."""
     done, said = run(tmp_path, f"{point}@batch=2", store, version, "uuid")
-    for key, chain in chains(tmp_path).items():
-        told = [now for _, now in chain]
-        assert [before for before, _ in chain] == ["", *told[:-1]], f"{key}: its state was never delivered"
     assert len(done.kills) == 1
     stops = point != "commit.apply:after"
     assert (done.exit_code != 0) is stops, said[-4000:]
     assert (f"[{CODE}] Batch 2" in said) is stops, said[-4000:]
-    assert {len(chain) for chain in chains(tmp_path).values()} == {3 if stops else BATCHES}
+    delivered_states(tmp_path, 3 if stops else BATCHES)

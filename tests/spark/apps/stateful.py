@@ -63,9 +63,16 @@ def totals(store: str, changing: bool) -> Any:
     return transform
 
 
-def main() -> None:
-    folder, store, version, changing = Path(sys.argv[1]), sys.argv[2], sys.argv[3], "uuid" in sys.argv[4:]
-    pipeline = delivered.Pipeline(
+def settings(store: str, version: str) -> dict[str, str]:
+    return {
+        "spark.sql.shuffle.partitions": "2",
+        "spark.sql.streaming.stateStore.providerClass": f"{STORE_PACKAGE}.{STORES[store]}",
+        "spark.sql.streaming.stateStore.checkpointFormatVersion": version,
+    }
+
+
+def pipeline(folder: Path, store: str, changing: bool, **more: Any) -> delivered.Pipeline:
+    return delivered.Pipeline(
         name="totals",
         guarantee="exactly_once",
         checkpoint=folder / "checkpoint",
@@ -73,14 +80,14 @@ def main() -> None:
         transform=delivered.transform(totals(store, changing), stateful=True),
         sinks=[delivered.sqlite(str(folder / "out.db"), "totals")],
         trigger="available_now",
-        master="local[2]",
-        conf={
-            "spark.sql.shuffle.partitions": "2",
-            "spark.sql.streaming.stateStore.providerClass": f"{STORE_PACKAGE}.{STORES[store]}",
-            "spark.sql.streaming.stateStore.checkpointFormatVersion": version,
-        },
+        **more,
     )
-    pipeline.start().awaitTermination()
+
+
+def main() -> None:
+    folder, store, version, changing = Path(sys.argv[1]), sys.argv[2], sys.argv[3], "uuid" in sys.argv[4:]
+    made = pipeline(folder, store, changing, master="local[2]", conf=settings(store, version))
+    made.start().awaitTermination()
 
 
 if __name__ == "__main__":
