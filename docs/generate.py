@@ -13,6 +13,7 @@ from docs import (
     cli,
     metrics,
     new_connector,
+    notebook,
     pitfalls,
     recompute,
     support,
@@ -63,6 +64,7 @@ def pages() -> dict[Path, str]:
         DOCS / "pipeline.schema.json": as_text(),
         DOCS / "pitfalls.md": pitfalls.page(),
         DOCS / "support.md": support.page(),
+        DOCS / "tutorial.ipynb": notebook.notebook(notebook.PAGE.read_text(encoding="utf-8")),
         DOCS / "verified.md": verified.page(),
     }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from pathlib import Path
 
 from tools.chromium import browser
@@ -16,10 +18,15 @@ PICTURES = {
 """Colour scheme, width, height."""
 
 
+def neutral(text: str, host: str) -> str:
+    """A page without the folder of the rehearsal and the name of the machine."""
+    return re.sub(rf"\bon {re.escape(host)}\b", "on worker-1", re.sub(r"/[^\s<>\"']*/rehearsal-\w+/", "", text))
+
+
 def main() -> None:
     if not KEPT.exists():
         raise SystemExit(f"{KEPT} is not there: run make rehearsal first")
-    text = KEPT.read_text(encoding="utf-8")
+    text = neutral(KEPT.read_text(encoding="utf-8"), socket.gethostname())
     with browser() as chromium:
         for name, (scheme, width, height) in PICTURES.items():
             tab = chromium.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)

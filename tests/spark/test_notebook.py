@@ -23,7 +23,7 @@ other.start(spark)
 """
 FAILING = """
 sql = "SELECT CAST(key AS STRING) AS customer, CAST(raise_error('boom') AS STRING) AS id, 1.0D AS amount FROM source"
-append("tutorial/orders-log", pa.table({"key": [b"k"], "value": [b"{}"]}))
+append("orders-log", pa.table({"key": [b"k"], "value": [b"{}"]}))
 broken = delivered.Pipeline.from_file(FILE, HERE | {"transform.sql": sql}).start(spark)
 try:
     broken.awaitTermination()
@@ -60,18 +60,21 @@ def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_the_tutorial_is_killed_and_goes_on(executed: list[Any], tmp_path: Path) -> None:
-    _, pipeline, plan, refusal, kill, status, start, audit, changed, more, _, refused, failing = executed
-    for cell in (pipeline, plan, refusal, status, start, audit, changed):
+    _, pipeline, plan, refusal, kill, status, start, audit, kill_again, again, *later = executed
+    changed, more, _, refused, failing = later
+    for cell in (pipeline, plan, refusal, status, start, audit, again, changed):
         assert '<div class="delivered">' in text(cell, "text/html"), cell
     assert "processes killed" in text(kill)
     assert "records/s" not in text(kill), "quiet without a terminal"
     assert "STOPPED_WITH_LAG" in text(status, "text/html")
     assert "orders: exactly_once by ledger row in the sink's transaction: ended  batch 3" in text(start)
     assert '<b class="held">held</b>' in text(audit, "text/html")
+    assert "processes killed" in text(kill_again)
+    assert '<b class="held">held</b>' in text(again, "text/html")
     assert "the former query was stopped between two batches; this one goes on at batch 4" in text(changed)
     assert "the transform changed: batches 0 to 3 ran with another version" in text(changed)
     assert text(more).endswith("True"), "stopped between two batches"
-    with closing(sqlite3.connect(tmp_path / "tutorial" / "orders.db")) as orders:
+    with closing(sqlite3.connect(tmp_path / "shop" / "orders.db")) as orders:
         assert orders.execute("SELECT count(*), count(DISTINCT id) FROM orders").fetchone() == (1001, 1001)
         assert orders.execute("SELECT customer FROM orders WHERE id = 'order-1000'").fetchone() == ("CUSTOMER-1",)
 

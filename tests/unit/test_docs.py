@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
+from docs import notebook, screenshots
 from docs.generate import pages
 
 
 def test_generated_pages_are_up_to_date() -> None:
     stale = [page.name for page, text in pages().items() if not page.exists() or page.read_text() != text]
     assert not stale, f"{stale} are not up to date; run `make docs`"
+
+
+def test_the_notebook_tells_the_tutorial() -> None:
+    page = notebook.PAGE.read_text(encoding="utf-8")
+    told = [source for kind, source in notebook.cells(page) if kind == "markdown"]
+    for paragraph in re.sub(r"```sh\n.*?```\n", "\n\n", page, flags=re.DOTALL).split("\n\n"):
+        lines = [line for line in paragraph.strip().splitlines() if "tutorial.ipynb" not in line]
+        assert any("\n".join(lines) in text for text in told), paragraph
+    with pytest.raises(ValueError, match=r"has commands in .*'6\. More'"):
+        notebook.cells(f"{page}\n## 6. More\n\n```sh\nls\n```\n")
+    with pytest.raises(ValueError, match="2 blocks of commands"):
+        notebook.cells(page.replace("## 4. Start it again, and count\n", ""))
+
+
+def test_pictures_name_no_folder_and_no_machine() -> None:
+    page = "process 7 on vm was not stopped<br>Next: <code>delivered receive /t/rehearsal-2k1_b/clean.yaml</code> vms"
+    shown = "process 7 on worker-1 was not stopped<br>Next: <code>delivered receive clean.yaml</code> vms"
+    assert screenshots.neutral(page, "vm") == shown
