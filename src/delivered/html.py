@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 SIGNS = {"held": "●", "broken": "✕", "invalid": "▲", "unknown": "?"}
-"""Shapes of verdicts, beside their colours."""
+"""Shapes of verdicts, so that colour is not the only sign."""
 
 _LIGHT = """color: #1c1e21; background: #fff; --ink: #1c1e21; --page: #fff; --line: #d5d9df; --soft: #5b616b;
   --panel: #f5f6f8; --held: #00684a; --broken: #a83f00; --invalid: #6a3d9a; --unknown: #7a5c00; --bar: #0072b2;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from tests.crash.sim import Checkpoint, Crash, Driver, Sim, again, codes, other_rows
+from tests.crash.sim import ATTEMPTS_MAX, Checkpoint, Crash, Driver, Sim, again, codes, other_rows
 
 from delivered.connectors.memory.world import Answer
 from delivered.engine import decide
@@ -277,6 +277,17 @@ def test_p11_p13_abort_orphans_leaves_others_alone() -> None:
     theirs = sim.world.open(Work(work, 0, 0))
     sim.run()
     assert sim.world.unsettled() == [theirs]
+
+
+def test_a_failed_batch_leaves_nothing_open_of_tasks_without_a_message() -> None:
+    """All attempts of the second task are killed after prepare, so the driver never learns their handles."""
+    killed = tuple(Crash("write.prepare:after", 2, "kill") for _ in range(ATTEMPTS_MAX))
+    open_at_start: list[int] = []
+    sim = Sim(EXACTLY, batches=1, crashes=killed)
+    sim.on_start = lambda sim, _: open_at_start.append(len(sim.world.unsettled()))
+    assert sim.run().verdict() == []
+    assert [c.hit for c in killed] == [True] * ATTEMPTS_MAX
+    assert open_at_start == [0, 0]
 
 
 def test_failed_attempts_do_not_outlive_their_batch() -> None:

@@ -62,7 +62,7 @@ def of_dedup(report: AuditReport, dedup: Dedup, counts: DedupCounts) -> AuditRep
     notes = [
         *report.notes,
         f"the pipeline drops repeats, {dedup.says}: of {counts.records:,} records in the source "
-        f"{counts.deduplicated:,} repeat another one and must not be in the sink beside it; source partitions "
+        f"{counts.deduplicated:,} repeat another one and must not be in the sink as well; source partitions "
         "and order are not told",
     ]
     if counts.unclear and dedup.in_table:

@@ -1,4 +1,4 @@
-"""What a pipeline's batches took and its audits found, one line each beside its checkpoint, on a local disk only.
+"""What a pipeline's batches took and its audits found, one line each next to its checkpoint, on a local disk only.
 
 For metrics and pages, never evidence: lines are not synced, and a batch that a later start finished has none.
 """

@@ -28,7 +28,7 @@ def replay(
     spark_log: Annotated[str | None, typer.Option(help="As for run.")] = None,
     output: OutputOption = Output.TEXT,
 ) -> int:
-    """Deliver records of a time once more, into another sink, beside the running pipeline. Run again, it continues."""
+    """Deliver records of a time once more, into another sink, while the pipeline runs. Run again, it continues."""
     from delivered.cli.run import run_pipeline
     from delivered.pipeline.replay import parse_sink
 

@@ -151,7 +151,7 @@ class Journal(Protocol):
 
 @dataclass(frozen=True)
 class ReceiverReport:
-    """What a receiver last said of itself, beside the log that it fills. For operators; proves nothing.
+    """What a receiver last said of itself, next to the log that it fills. For operators; proves nothing.
 
     Attributes:
         owner: its process.

@@ -133,6 +133,9 @@ def abort_batch(context: Context, messages: Sequence[ShardMessage | None]) -> No
 
     Runs on the driver, after tasks failed or `commit_batch` raised; may be called again. Never touches a decided
     batch. A decision of unknown outcome may still be in flight: it is fenced before anything is aborted.
+
+    Args:
+        messages: None: a task without one. What it left open would block readers until the next start.
     """
     shards = [m for m in messages if m is not None and any(p.handle for p in m.participants)]
     if not shards:
@@ -141,18 +144,21 @@ def abort_batch(context: Context, messages: Sequence[ShardMessage | None]) -> No
         if context.ledger.resume(context.owner.id).epoch != shards[0].plan.epoch:
             _abort_superseded(context, shards)  # by a later start of this driver, which must not be fenced from here
             return
-        last = context.ledger.claim(context.owner).last
+        state = context.ledger.claim(context.owner)
     except Fenced:
         _abort_superseded(context, shards)
         return
     except DeliveredError as error:
         log.warning("batch %d: prepared participants were not aborted: %s", shards[0].plan.batch, error)
         return
+    last = state.last
     for m in shards:
         if last is None or m.plan.batch > last.batch:
             _abort(context, written([m]))
         elif m.plan.batch == last.batch:
             _abort(context, orphans([m], last))
+    if None in messages:
+        _abort_unheard(context, shards[0].plan.batch, [*([last] if last is not None else []), *state.earlier])
 
 
 def _abort_superseded(context: Context, shards: Sequence[ShardMessage]) -> None:
@@ -322,10 +328,13 @@ def _apply(context: Context, decision: Decision) -> None:
 
 def _tidy(context: Context, decision: Decision, shards: Sequence[ShardMessage]) -> None:
     """Abort participants that failed attempts of this batch left open."""
-    if parts(decision.guarantee).apply is None or not any(m.attempt for m in shards):
-        return
+    if parts(decision.guarantee).apply is not None and any(m.attempt for m in shards):
+        _abort_unheard(context, decision.batch, [decision])
+
+
+def _abort_unheard(context: Context, batch: int, keep: Sequence[Decision]) -> None:
+    """Abort participants of tasks that sent no message. The next start aborts what is still open."""
     try:
-        abort_orphans(context, decision)
+        abort_orphans(context, *keep)
     except OutcomeUnknown as error:
-        # The batch is decided. The next start aborts what is still open.
-        log.warning("batch %d: %s", decision.batch, error)
+        log.warning("batch %d: %s", batch, error)

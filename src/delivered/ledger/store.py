@@ -38,7 +38,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Swap:
-    """Two tables beside each other: `new` gets the name of the sink's table, whose rows stay as `kept`.
+    """Two tables to swap: `new` gets the name of the sink's table, whose rows stay as `kept`.
 
     Attributes:
         new, kept: without schema, not quoted.

@@ -1,6 +1,6 @@
 """Batches of dead letters that go back to one sink, and what became of each letter.
 
-A retry is a batch of the commit engine, under the pipeline's guarantee, with a ledger of its own beside the sink's:
+A retry is a batch of the commit engine, under the pipeline's guarantee, with a ledger of its own next to the sink's:
 pipeline `<name>.dead-letters`. Its rows are letters instead of a source's records, and it has one shard.
 
     1  leave out letters that the sink would reject again

@@ -1,4 +1,4 @@
-"""Receivers report themselves beside the log that they fill, so that operators see whether they live.
+"""Receivers report themselves next to the log that they fill, so that operators see whether they live.
 
 A receiver that stops as asked removes its report. One that dies leaves it, until another receiver takes its place:
 each start removes the report of one that is gone. Proves nothing, and never stops a receiver.

@@ -1,4 +1,4 @@
-"""A table made anew from the source, beside the one that a pipeline writes; then both change places.
+"""A table made anew from the source, next to the one that a pipeline writes; then they are swapped.
 
     1  replay: from the pipeline's first offsets to those of its newest decision, into the new table
     2  compare: the pipeline is stopped, both tables end at the same offsets; are their rows the same?

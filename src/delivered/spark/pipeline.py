@@ -110,7 +110,7 @@ class Pipeline(Definition):
     def replay(self, start: str, end: str, into: Endpoint | str, *, sink: str | None = None) -> Self:
         """A pipeline that delivers the source's records between two times into another sink, and then ends.
 
-        It has a name, checkpoint and ledger of its own, and acknowledges nothing: this pipeline may run beside it. The
+        It has a name, checkpoint and ledger of its own, and acknowledges nothing: this pipeline may keep running. The
         same arguments give the same pipeline: if it was killed, start it again. Does not start Spark.
 
         Args:
@@ -129,7 +129,7 @@ class Pipeline(Definition):
         return replay(self, start, end, into, sink)
 
     def rebuild(self, into: str, *, start: str | None = None) -> Rebuild[Self]:
-        """Make this pipeline's table anew from the source, beside the old one. Does not start Spark.
+        """Make this pipeline's table anew from the source, next to the old one. Does not start Spark.
 
         Start the result's `pipeline` until it ends, `compare` both tables, and `swap` them: `delivered rebuild` does.
         The same arguments give the same rebuild: after a kill, call it again.

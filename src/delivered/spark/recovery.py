@@ -211,7 +211,7 @@ def commit(
     commit_batch(opened, batch, offsets, messages, run=checkpoint is None, report=report)
 
 
-def abort(opened: Context, messages: Sequence[ShardMessage]) -> None:
+def abort(opened: Context, messages: Sequence[ShardMessage | None]) -> None:
     from delivered.engine.decide import abort_batch
 
     abort_batch(opened, messages)

@@ -235,7 +235,7 @@ def _differs(checkpoint: str, again: str, batches: Sequence[int], several: bool)
 
 @contextmanager
 def _folder(spark: SparkSession, checkpoint: str) -> Iterator[str]:
-    """For state and rows; removed afterwards. On a cluster beside the checkpoint, which every executor reaches."""
+    """For state and rows; removed afterwards. On a cluster next to the checkpoint, which every executor reaches."""
     if str(spark.conf.get("spark.master", "")).startswith("local"):
         with tempfile.TemporaryDirectory(prefix="delivered-replay-", ignore_cleanup_errors=True) as folder:
             yield f"file://{folder}"

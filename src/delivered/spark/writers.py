@@ -70,9 +70,10 @@ class BatchOfQuery(Recovering):
         reach(StepId.LOG, Moment.BEFORE, batch=batch)
 
     def _abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        shards = [m for m in recovery.messages_of(messages) if m is not None]
-        if shards:
-            recovery.abort(recovery.context(self._spec, self._sink, shards[0].plan.scope.incarnation), shards)
+        shards = recovery.messages_of(messages)
+        plan = next((m.plan for m in shards if m is not None), None)
+        if plan is not None:
+            recovery.abort(recovery.context(self._spec, self._sink, plan.scope.incarnation), shards)
 
 
 class StreamWriter(BatchOfQuery, DataSourceStreamArrowWriter):
@@ -149,8 +150,7 @@ class BatchWriter(Recovering, DataSourceArrowWriter):
         recovery.commit(opened, 0, f"run {self._run}", recovery.messages_of(messages))
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        shards = [m for m in recovery.messages_of(messages) if m is not None]
-        recovery.abort(recovery.context(self._spec, self._sink, self._run), shards)
+        recovery.abort(recovery.context(self._spec, self._sink, self._run), recovery.messages_of(messages))
 
 
 def run_id(spec: PipelineSpec) -> str:

@@ -20,7 +20,7 @@ def _position(text: str) -> Position:
         return text.strip().lower()
     try:
         raw = json.loads(text)
-        # Also accepts the result of the driver's `initial`, which is stored beside a checkpoint.
+        # Also accepts the result of the driver's `initial`, which is stored next to a checkpoint.
         raw = raw["offsets"] if set(raw) == {"version", "offsets"} else raw
         position = {int(partition): int(offset) for partition, offset in raw.items()}
     except (ValueError, AttributeError, TypeError):

@@ -55,7 +55,7 @@ def _where(text: str) -> Where:
         found = json.loads(text)
     except ValueError:
         found = None
-    # Also accepts the result of the driver's `initial`, which is stored beside a checkpoint.
+    # Also accepts the result of the driver's `initial`, which is stored next to a checkpoint.
     if not isinstance(found, dict) or not {"lsn", "number"} & set(found):
         raise Unfit(f"is {text!r}; it must be earliest, latest, or offsets as Spark logs them")
     return found

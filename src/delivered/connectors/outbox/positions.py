@@ -1,4 +1,4 @@
-"""Numbers for the rows of an outbox, in a table beside it: a sequence given *after* a row's commit.
+"""Numbers for the rows of an outbox, in a table of its own: a sequence given *after* a row's commit.
 
 An id or a sequence of the application is given before the commit: a transaction that commits late leaves a row behind a
 reader that has passed its id. Here a row gets its number when the source has seen it, whenever that is; numbers have no
