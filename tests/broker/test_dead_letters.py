@@ -28,8 +28,8 @@ def described(folder: Path, sink: dict[str, Any], **more: Any) -> Path:
     pipeline = {
         "pipeline": "shop", "guarantee": "exactly_once", "checkpoint": str(folder / "checkpoint"),
         "source": {"format": "log", "path": str(folder / "log")}, "transform": {"select": ["key", "value"]},
-        "sinks": [sink], **more,
-    }  # fmt: skip
+        "sinks": [sink],
+    } | more  # fmt: skip
     file = folder / "shop.yaml"
     file.write_text(json.dumps(pipeline))
     return file
@@ -52,6 +52,43 @@ def test_letters_of_a_topic_go_back_to_a_topic(kafka: Any, tmp_path: Path) -> No
     assert [json.loads(n.record)["key"] for n in dead_letters(Pipeline.from_file(file))] == ["2", "4"]
     retried_with_kills(described(tmp_path, {**server, "topic": topic}, **letters))
     assert Counter((m.key(), m.value()) for m in read_committed(kafka.bootstrap, topic)) == Counter(ROWS)
+
+
+CLEAN = """
+import pyarrow as pa
+
+def clean(rows):
+    numbers = [MENDED[v] if v in MENDED else int(v) for v in rows.column("value").to_pylist()]
+    return pa.record_batch({"key": rows.column("key"), "value": pa.array([b"%d" % n for n in numbers], pa.binary())})
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("to", ["kafka", "postgres"])
+def test_letters_of_a_failing_transform_go_back_through_it(kafka: Any, postgres: Any, tmp_path: Path, to: str) -> None:
+    values = [b"1", b"two", b"3", b"two"]
+    append(str(tmp_path / "log"), pa.table({"key": values, "value": values}))
+    server = {"format": "kafka", "kafka.bootstrap.servers": kafka.bootstrap}
+    topic, table = kafka.topic(1), postgres.table("key bytea, value bytea")
+    in_table = {"format": "postgres", "url": postgres.url, "dbtable": table, "mechanism": "two_phase"}
+    more = {"dead_letter": {**server, "topic": kafka.topic(1)}, "on_bad_row": "dead_letter"}
+
+    def made(mended: bool) -> Path:
+        module = f"clean_{to}_{mended}"
+        known = "{b'two': 2}" if mended else "{}"
+        (tmp_path / f"{module}.py").write_text(f"MENDED = {known}\n{CLEAN}")
+        sink = in_table if to == "postgres" else {**server, "topic": topic}
+        return described(tmp_path, sink, **more, transform={"arrow": f"{module}:clean"})
+
+    Loop(made(mended=False)).run(takeover=False)
+    assert {n.sink for n in dead_letters(Pipeline.from_file(made(mended=False)))} == {"(transform)"}
+    retried_with_kills(made(mended=True))
+    found = (
+        [(m.key(), m.value()) for m in read_committed(kafka.bootstrap, topic)]
+        if to == "kafka"
+        else postgres.execute(f"SELECT key, value FROM {table}")
+    )
+    assert Counter(found) == Counter([(b"1", b"1"), (b"3", b"3"), (b"two", b"2"), (b"two", b"2")])
 
 
 @pytest.mark.parametrize("mechanism", sweep(["one_transaction", "two_phase"], lambda m: m == "two_phase"))

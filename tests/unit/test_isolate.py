@@ -104,6 +104,16 @@ def test_columns_are_as_announced() -> None:
     assert [n["reason"].partition(":")[0] for n in letters] == ["ValueError", "ArrowInvalid"]
 
 
+def test_a_type_that_no_rows_show_is_that_of_the_rows() -> None:
+    def transform(rows: pa.RecordBatch) -> pa.RecordBatch:
+        return pa.record_batch({"n": [int(v) for v in rows.column("value").to_pylist()]})
+
+    made = transform(kafka_rows()).schema
+    assert made.field("n").type == pa.null()
+    rows, letters = told(isolated(transform, kafka_rows(b"1", b"x", b"3"), made))
+    assert (rows, len(letters)) == ([{"n": 1}, {"n": 3}], 1)
+
+
 def test_reasons_are_the_same_every_time_and_can_be_stored() -> None:
     assert reason_of(KeyError("id")) == "KeyError: 'id'"
     assert reason_of(ValueError()) == "ValueError"

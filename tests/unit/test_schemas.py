@@ -231,6 +231,8 @@ def test_a_source_fails_or_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None and found.equals(left) and records is not None
     (record,) = records.to_pylist()
     assert (record["value"], record["key"], record["offset"]) == (b"bad", b"k", 12)
+    assert source.rejecting(kept=False).decoded(inner.batches[0]).equals(left), "a retry of a letter decodes it"
+    assert source.raw_schema() == inner.schema()
     direct = Direct(source.rejecting(kept=True), ArrowTransform(("offset",)))
     assert direct.schema().names == ["offset"]
     assert [b.schema.names for b in direct.rows(iter([pack(piece)]))] == [[REJECTED.name], ["offset"]]

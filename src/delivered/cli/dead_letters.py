@@ -1,4 +1,4 @@
-"""`delivered dead-letters`: what sinks rejected; write it again once the cause is mended, or drop it."""
+"""`delivered dead-letters`: what did not get into its sink; write it again once the cause is mended, or drop it."""
 
 from __future__ import annotations
 

@@ -25,6 +25,12 @@ class RejectsRecords(Source, Protocol):
             raw: it has the column RAW, in front of REJECTED.
         """
 
+    def raw_schema(self) -> pa.Schema:
+        """Columns of records that are not decoded."""
+
+    def decoded(self, raw: pa.RecordBatch) -> pa.RecordBatch:
+        """Such records, as `read` returns them."""
+
 
 def rejecting(source: S, *, kept: bool, raw: bool = False) -> S:
     """Any source; one that decodes nothing is returned as it is."""

@@ -90,7 +90,8 @@ def without_raw(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _conformed(part: pa.RecordBatch, made: pa.Schema) -> pa.RecordBatch:
-    """The columns as they were announced: types that a function infers from few rows may differ.
+    """The columns as they were announced: types that a function infers from few rows may differ. From no rows it may
+    have inferred none.
 
     Raises:
         ValueError: other columns, or a value that does not fit its column.
@@ -99,8 +100,12 @@ def _conformed(part: pa.RecordBatch, made: pa.Schema) -> pa.RecordBatch:
         return part
     if part.schema.names != made.names:
         raise ValueError(f"the function returned the columns {part.schema.names}, and {made.names} for no rows")
-    columns = [column.cast(kind) for column, kind in zip(part.columns, made.types, strict=True)]
-    return pa.RecordBatch.from_arrays(columns, schema=made)
+    columns = [
+        column if pa.types.is_null(kind) else column.cast(kind)
+        for column, kind in zip(part.columns, made.types, strict=True)
+    ]
+    fields = [f.with_type(column.type) for f, column in zip(made, columns, strict=True)]
+    return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
 
 
 def _records(batch: pa.RecordBatch, bad: Mapping[int, str]) -> pa.Array:

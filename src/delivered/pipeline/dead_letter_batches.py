@@ -30,7 +30,7 @@ from pyarrow import fs
 
 from delivered.checkpoint.folder import open_folder, read_record, write_record
 from delivered.contract.powers import CountsLeftOut, KeepsDeadLetters, ValidatesRows, planned
-from delivered.contract.sink import Sink
+from delivered.contract.sink import Sink, SinkGroup
 from delivered.engine.context import Context
 from delivered.engine.decide import abort_batch, commit_batch
 from delivered.engine.owner import new_owner
@@ -45,6 +45,8 @@ from delivered.pipeline.definition import Definition
 
 _FOLDER = "delivered/dead-letters"
 _SUFFIX = ".dead-letters"
+RECORDS = ".dead-records"
+"""Suffix of the ledger of `RecordDesk`."""
 _OFFSETS = "deadLetters"
 
 
@@ -104,23 +106,31 @@ def letter_id(*parts: Any) -> str:
 
 
 class Desk:
-    """One sink's dead letters: the ledger of their retries, and what became of each."""
+    """One sink's dead letters: the ledger of their retries, and what became of each.
 
-    def __init__(self, pipeline: Definition, name: str, sink: Sink, incarnation: str) -> None:
-        self.sink_name = name
+    Attributes:
+        label: what was written to, for reports.
+        folder: of its files.
+    """
+
+    def __init__(self, pipeline: Definition, name: str, sink: Sink, incarnation: str, *, suffix: str = _SUFFIX) -> None:
+        self.sink_name = self.label = self.folder = name
         self._pipeline = pipeline
         self._sink = sink
+        self._target: Sink | SinkGroup = sink
         self._origin = Scope(pipeline.name, name, incarnation)
         # Another one than the pipeline's, which would be taken for renamed.
-        self._scope = Scope(derived_name(pipeline.name, _SUFFIX), name, uuid.uuid5(uuid.NAMESPACE_OID, incarnation).hex)
+        own = uuid.uuid5(uuid.NAMESPACE_OID, incarnation).hex
+        self._scope = Scope(derived_name(pipeline.name, suffix), name, own)
+        self._of_records = Scope(derived_name(pipeline.name, RECORDS), name, own)
 
     def kept(self) -> list[DeadLetter] | None:
         """Letters that the sink's database keeps for the pipeline and for its retries; None: it keeps none."""
         found = []
         if not self._sink.capability().write.conditional:
             return None
-        for scope in (self._origin, self._scope):
-            again = scope is self._scope
+        scopes: dict[Scope, Any] = {self._origin: False, self._scope: True, self._of_records: RECORDS}
+        for scope, again in scopes.items():
             with closing(self._sink.committer(scope)) as committer:
                 if not isinstance(committer, KeepsDeadLetters):
                     return None
@@ -130,7 +140,9 @@ class Desk:
                     same[name] += 1  # equal rows cannot be told apart, and need not be
                     name = name if same[name] == 1 else f"{name}-{same[name]}"
                     found.append(
-                        DeadLetter(name, self.sink_name, row.reason, row.batch, row.shard, row.record, again=again)
+                        DeadLetter(
+                            name, self.sink_name, row.reason, row.batch, row.shard, row.record, again=bool(again)
+                        )
                     )
         return found
 
@@ -174,7 +186,7 @@ class Desk:
             before = self._left_out()
             self._run(context, batch, offsets, lambda: letters if how is Status.RETRIED else [])
             done.left_out += self._left_out() - before
-            done.settled[self.sink_name] += len(letters)
+            done.settled[self.label] += len(letters)
             reach(StepId.LOG, Moment.BEFORE, batch=batch)
             self._delete_before(batch)
             reach(StepId.LOG, Moment.AFTER, batch=batch)
@@ -188,7 +200,7 @@ class Desk:
         try:
             if wanted := letters():
                 rows = self._as_rows(wanted)
-                messages.append(write_shard(self._sink, plan, 0, 0, iter([rows]), rows.schema))
+                messages.append(write_shard(self._target, plan, 0, 0, iter([rows]), rows.schema))
             commit_batch(context, batch, offsets, messages)
         except Exception:
             abort_batch(context, messages)
@@ -242,7 +254,7 @@ class Desk:
     @contextmanager
     def _opened(self) -> Iterator[Context]:
         owner = new_owner(psutil.Process())
-        context = Context.open(self._sink, self._scope, self._pipeline.guarantee, owner)
+        context = Context.open(self._target, self._scope, self._pipeline.guarantee, owner)
         try:
             yield context
         finally:
@@ -256,7 +268,7 @@ class Desk:
         return {**file.before, **dict.fromkeys(file.ids, file.how)}
 
     def _path(self, offsets: str) -> str:
-        return f"{_FOLDER}/{self.sink_name}/{json.loads(offsets)[_OFFSETS]}.json"
+        return f"{_FOLDER}/{self.folder}/{json.loads(offsets)[_OFFSETS]}.json"
 
     def _file(self, offsets: str) -> _File:
         """
@@ -277,7 +289,7 @@ class Desk:
     def _delete_before(self, batch: int) -> None:
         """Delete the files of earlier batches, which no decision names any more."""
         filesystem, folder = open_folder(self._pipeline.checkpoint)
-        own = fs.FileSelector(f"{folder.rstrip('/')}/{_FOLDER}/{self.sink_name}", allow_not_found=True)
+        own = fs.FileSelector(f"{folder.rstrip('/')}/{_FOLDER}/{self.folder}", allow_not_found=True)
         for file in filesystem.get_file_info(own):
             number = file.base_name.partition(".")[0]
             if number.isdigit() and int(number) < batch:

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from delivered.checkpoint.folder import logged
 from delivered.contract.powers import planned
-from delivered.contract.sink import SOURCE_LETTERS, TRANSFORM_LETTERS
 from delivered.model.errors import Refused, UsageError
 from delivered.model.limits import DEAD_LETTERS_BATCH_MAX, DEAD_LETTERS_MAX
 from delivered.pipeline.dead_letter_batches import DeadLetter, Desk, Settlement, Status, letter_id
+from delivered.pipeline.dead_records import KINDS, RecordDesk
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.spec import NO_INCARNATION
 
@@ -44,7 +44,8 @@ def retry(pipeline: Definition, ids: Collection[str] | None = None) -> Settlemen
 
     Raises:
         UsageError: an id is unknown, or not open.
-        Refused: a letter's sink is no longer in the pipeline, or its row no longer suits the sink's columns.
+        Refused: a letter's sink is no longer in the pipeline, or its row no longer suits the sink's columns; or an
+            unfinished retry can no longer be finished as it began.
         DeliveredError: as a batch of the pipeline.
     """
     return _settle(pipeline, Status.RETRIED, ids)
@@ -58,33 +59,26 @@ def drop(pipeline: Definition, ids: Collection[str] | None = None) -> Settlement
 def _settle(pipeline: Definition, how: Status, ids: Collection[str] | None) -> Settlement:
     desks = _desks(pipeline)
     done = Settlement()
-    for name, desk in desks.items():
-        desk.finish(lambda name=name, desk=desk: _letters(pipeline, {name: desk}))  # type: ignore[misc]
+    for desk, own in _distinct(desks).items():
+        desk.finish(lambda own=own: _letters(pipeline, own))  # type: ignore[misc]
     chosen = _chosen(pipeline, desks, ids)
     if len(chosen) > DEAD_LETTERS_MAX:
         chosen, done.more = chosen[:DEAD_LETTERS_MAX], True
-    by_sink: dict[str, list[DeadLetter]] = {}
+    by_desk: dict[Desk, list[DeadLetter]] = {}
     for letter in chosen:
-        by_sink.setdefault(letter.sink, []).append(letter)
-    for kind, why in _OF_NO_SINK.items():
-        done.rejected.update({n.id: why for n in by_sink.pop(kind, [])})
-    for name, letters in by_sink.items():
-        if name not in desks:
+        if letter.sink not in desks:
+            count = sum(n.sink == letter.sink for n in chosen)
             raise Refused(
                 "DEAD_LETTER_SINK",
-                f"{len(letters)} dead letters were rejected by the sink {name!r}; the pipeline has {', '.join(desks)}.",
-                next_step=f"give the sink the name {name!r} again",
+                f"{count} dead letters were rejected by the sink {letter.sink!r}; the pipeline has "
+                f"{', '.join(pipeline.sink_names)}.",
+                next_step=f"give the sink the name {letter.sink!r} again",
             )
+        by_desk.setdefault(desks[letter.sink], []).append(letter)
+    for desk, letters in by_desk.items():
         for start in range(0, len(letters), DEAD_LETTERS_BATCH_MAX):
-            desks[name].settle(letters[start : start + DEAD_LETTERS_BATCH_MAX], how, done)
+            desk.settle(letters[start : start + DEAD_LETTERS_BATCH_MAX], how, done)
     return done
-
-
-_OF_NO_SINK = {
-    SOURCE_LETTERS: "it is a record of the source that never became a row: once it can be decoded, run "
-    "`delivered replay`",
-    TRANSFORM_LETTERS: "the transform failed for it: once it is mended, run `delivered replay`",
-}
 
 
 def _chosen(pipeline: Definition, desks: Mapping[str, Desk], ids: Collection[str] | None) -> list[DeadLetter]:
@@ -114,17 +108,27 @@ def _chosen(pipeline: Definition, desks: Mapping[str, Desk], ids: Collection[str
 
 
 def _desks(pipeline: Definition) -> dict[str, Desk]:
-    incarnation, _ = logged(pipeline.checkpoint)
-    return {
-        name: Desk(pipeline, name, endpoint.sink(), incarnation or NO_INCARNATION)
+    """By what a letter has as its sink."""
+    incarnation = logged(pipeline.checkpoint)[0] or NO_INCARNATION
+    desks = {
+        name: Desk(pipeline, name, endpoint.sink(), incarnation)
         for name, endpoint in zip(pipeline.sink_names, pipeline.sinks, strict=True)
     }
+    if pipeline.dead_letter is None:
+        return desks
+    return {**desks, **dict.fromkeys(KINDS, RecordDesk(pipeline, incarnation))}
+
+
+def _distinct(desks: Mapping[str, Desk]) -> dict[Desk, dict[str, Desk]]:
+    """Each desk, with the part of `desks` that names it."""
+    return {desk: {n: d for n, d in desks.items() if d is desk} for desk in desks.values()}
 
 
 def _letters(pipeline: Definition, desks: Mapping[str, Desk]) -> Iterator[DeadLetter]:
     """Each letter once, with its status."""
     incarnation = logged(pipeline.checkpoint)[0] or NO_INCARNATION
-    status = {name: desk.status() for name, desk in desks.items()}
+    known = {desk: desk.status() for desk in _distinct(desks)}
+    status = {name: known[desk] for name, desk in desks.items()}
     seen: set[str] = set()
     keeps = pipeline.dead_letter is not None
     for found in _in_sink(pipeline, incarnation):
@@ -132,7 +136,7 @@ def _letters(pipeline: Definition, desks: Mapping[str, Desk]) -> Iterator[DeadLe
         if found.id not in seen:
             seen.add(found.id)
             yield _with_status(found, status)
-    for desk in desks.values():
+    for desk in known:
         kept = desk.kept()
         keeps = keeps or kept is not None
         for found in kept or ():

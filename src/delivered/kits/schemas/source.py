@@ -144,16 +144,25 @@ class FormattedSource:
         """See `delivered.contract.schemas.RejectsRecords`."""
         return replace(self, rejects=True, kept=kept, raw=raw)
 
+    def raw_schema(self) -> pa.Schema:
+        return self.source.schema()
+
+    def decoded(self, raw: pa.RecordBatch) -> pa.RecordBatch:
+        full = self.planned()
+        return full._decoded(raw, full._decoders(), full.schema())
+
     def driver(self) -> SourceDriver:
         return self.source.driver()
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         full = self.planned()
-        ask = connected_later(self.options)
-        decoders = [(s, Decoder(r, s.record, ask)) for s, r in zip(self.options.sides, full.schemas, strict=True)]
-        schema = full.schema()
+        decoders, schema = full._decoders(), full.schema()
         for batch in full.source.read(piece):
             yield self._decoded(batch, decoders, schema)
+
+    def _decoders(self) -> list[tuple[Side, Decoder]]:
+        ask = connected_later(self.options)
+        return [(s, Decoder(r, s.record, ask)) for s, r in zip(self.options.sides, self.schemas, strict=True)]
 
     def _decoded(
         self, batch: pa.RecordBatch, decoders: Sequence[tuple[Side, Decoder]], schema: pa.Schema
