@@ -31,6 +31,7 @@ from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.dead_letters import dead_letters
 from delivered.spark.pipeline import Pipeline
+from delivered.testing.supervisor import kill_tree
 
 
 @dataclass
@@ -200,7 +201,11 @@ def loop(file: Path, crash: str = "") -> int:
     hits.mkdir(exist_ok=True)
     env = {**os.environ, "DELIVERED_CRASH": crash, "DELIVERED_CRASH_DIR": str(hits)}
     call = [sys.executable, "-m", "delivered.verify.loop", str(file), "--takeover"]
-    return subprocess.run(call, env=env, cwd=file.parent, timeout=60, check=False).returncode
+    process = subprocess.Popen(call, env=env, cwd=file.parent, start_new_session=True)
+    try:
+        return process.wait(60)
+    finally:
+        kill_tree(process.pid)  # its workers outlive a driver that was killed
 
 
 @pytest.mark.matrix

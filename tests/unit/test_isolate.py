@@ -177,3 +177,22 @@ def test_a_checkpoint_is_asked_only_if_it_may_hold_letters(
     spec = PipelineSpec("p", Guarantee.EXACTLY_ONCE, on_bad_row=dead_letter, checkpoint="/nowhere", rejects=rejects)
     recovery.rejected_shard(spec, None, MADE, [ShardMessage(plan, 0, 0, action)])  # type: ignore[arg-type]
     assert bool(asked) is (rejects or decided)
+
+
+@pytest.mark.parametrize(("transform", "told"), [("SELECT * FROM source", True), (None, False)])
+def test_a_query_that_stopped_at_a_row_of_sql_says_which_form_goes_on(transform: str | None, told: bool) -> None:
+    import delivered
+    from delivered.cli.run import SparkLog, _own_error
+
+    pipeline = delivered.Pipeline(
+        name="p",
+        guarantee="at_least_once",
+        checkpoint="/nowhere",
+        source=delivered.log("/nowhere/log"),
+        transform=transform,
+        sinks=[delivered.sqlite("/nowhere/x.db", "t")],
+        on_bad_row="dead_letter",
+        dead_letter=delivered.sqlite("/nowhere/x.db", "letters"),
+    )
+    error = _own_error("SparkNumberFormatException: [CAST_INVALID_INPUT] Error", SparkLog(None), pipeline)
+    assert ("try_cast" in str(error)) is told

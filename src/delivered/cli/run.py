@@ -29,6 +29,7 @@ from delivered.cli.output import (
     tell_warnings,
     working,
 )
+from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import DeliveredError
 from delivered.model.limits import OUTAGE_PATIENCE_S
 from delivered.model.logs import as_json, is_line_of_ours
@@ -116,7 +117,7 @@ def run_pipeline(
             failure = query.exception()
             show.end()
         if failure is not None:
-            raise _own_error(failure, log)  # inside, so that the log file it names is kept
+            raise _own_error(failure, log, pipeline)  # inside, so that the log file it names is kept
     _summary(pipeline, progress, time.monotonic() - began, idle, output)
     return 0
 
@@ -245,7 +246,7 @@ def _summary(pipeline: Pipeline, progress: Progress, seconds: float, idle: bool,
         say("The current batch was interrupted; the next start finishes or repeats it.")
 
 
-def _own_error(failure: Any, log: SparkLog) -> Exception:
+def _own_error(failure: Any, log: SparkLog, pipeline: Pipeline) -> Exception:
     """A failed query's own error, with a pointer to Spark's log."""
 
     own_error = translated(failure)
@@ -254,7 +255,14 @@ def _own_error(failure: Any, log: SparkLog) -> Exception:
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     cause = next((line for line in reversed(lines) if "Error" in line and not line.startswith("at ")), lines[0])
     where = log.path or "standard error"
-    return DeliveredError("QUERY_FAILED", cause[:2_000], next_step=f"read Spark's log in {where}; then run again")
+    told_apart = ""
+    if pipeline.on_bad_row is not OnBadRow.FAIL and pipeline.transform.kind in ("sql", "python"):
+        told_apart = (
+            "; if a row is to blame: Spark does not tell which, so on_bad_row does not cover it. Use try_ functions "
+            "(try_cast, try_divide), or a function over Arrow batches (docs/dead-letters.md)"
+        )
+    next_step = f"read Spark's log in {where}; then run again{told_apart}"
+    return DeliveredError("QUERY_FAILED", cause[:2_000], next_step=next_step)
 
 
 @dataclass(frozen=True)
