@@ -151,9 +151,7 @@ def read_ledger(
     found = LedgerAccount(history, history.last, ends=tuple(ends))
     if last is not None and dead_letters is not None:
         count = last.projected(dead_letters).total.count
-        found.notes.append(
-            f"{count:,} rows that a sink refused are in the dead letters {dead_letters!r}, by the ledger"
-        )
+        found.notes.append(f"{count:,} dead letters are in {dead_letters!r}, by the ledger")
     if history.last is None or guarantee is not Guarantee.EXACTLY_ONCE:
         return found
     committer = sink.committer(scope)
