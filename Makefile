@@ -9,7 +9,7 @@ TEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 FAST := tests/unit tests/property tests/crash/test_points.py::test_one_crash_at_every_point
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka bridges totals shop rehearsal screenshots test-fast test coverage check format bench bench-postgres bench-delta bench-metrics endurance peers verify soak docs site dist lock clean
+.PHONY: help setup demo demo-kafka bridges totals shop rehearsal screenshots test-fast test coverage check format bench bench-postgres bench-delta bench-metrics capacity endurance peers verify soak docs site dist lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -86,6 +86,9 @@ bench-delta: setup ## the same for Delta Lake, into build/bench-delta.json
 
 bench-metrics: setup ## what metrics cost a pipeline at full speed, into build/operate.json
 	$(BIN)/python -m benchmarks.metrics
+
+capacity: setup ## connections, open transactions and growth of a ledger, counted at the servers; build/capacity.json
+	$(BIN)/python -m benchmarks.capacity
 
 endurance: setup ## two hours of two pipelines at a steady rate: memory, threads, open files; build/bench-endurance.json
 	$(BIN)/python -m benchmarks.endurance

@@ -46,9 +46,9 @@ _LOOK_S = 0.1
 console = Console()
 
 
-def create_topic(bootstrap: str, name: str) -> None:
+def create_topic(bootstrap: str, name: str, partitions: int = PARTITIONS) -> None:
     admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
-    for future in admin.create_topics([NewTopic(name, PARTITIONS, 1)]).values():
+    for future in admin.create_topics([NewTopic(name, partitions, 1)]).values():
         future.result()
 
 
