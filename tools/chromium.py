@@ -31,6 +31,7 @@ def program(apt: Sequence[str] = ()) -> tuple[str, dict[str, str]]:
     packages = [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
     root = unpacked("chromium", cache_folder() / "chromium", packages, "115 MB and the libraries missing here", print)
     libraries = [str(root / at / "x86_64-linux-gnu") for at in ("usr/lib", "lib")]
+    libraries.append(f"{libraries[0]}/pulseaudio")
     return str(root / "usr/lib/chromium/chromium"), {"LD_LIBRARY_PATH": ":".join(libraries)}
 
 
