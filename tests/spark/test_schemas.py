@@ -64,7 +64,7 @@ def test_a_decided_batch_written_again_has_the_same_bytes_and_letters(
     own = {"pipeline": "strict", "checkpoint": str(tmp_path / "strict"), "sinks": sinks}
     file.write_text(yaml.safe_dump({**pipeline, **own}))
     strict = delivered.Pipeline.from_file(file)
-    plan = str(strict.plan(spark))
+    plan = " ".join(str(strict.plan(spark)).split())  # lines break elsewhere for other names of topics
     assert f"value from avro by the newest version of {source}-value" in plan
     assert f"value as avro by the newest version of {strict_sink}-value at the start" in plan
     with pytest.raises(Exception, match=rf"DELIVERED_RECORD_UNDECODABLE.*topic {source}, partition \d, offset \d+"):
