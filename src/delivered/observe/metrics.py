@@ -64,7 +64,7 @@ class _Families:
         self.fenced = gauge("drivers_fenced", "Earlier drivers that the ledger fences, of the last 16.")
         self.records = counter("records", "Records decided.", "sink", "guarantee")
         self.given_up = counter("records_given_up", "Records given up under at_most_once, an upper bound.", "sink")
-        self.letters = counter("dead_letters", "Rows that a sink refused, delivered as dead letters.", "sink")
+        self.letters = counter("dead_letters", "Records and rows delivered as dead letters.", "sink")
         self.batches = counter("batches", "Batches decided and visible.")
         self.bytes = counter("written_bytes", "Of rows that batches wrote to all sinks, in memory.")
         self.rewritten = counter("shards_rewritten", "Shards whose prepared rows had expired, written again.")
