@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
-from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
 
-from delivered.clients.kafka import record_batch
-from delivered.connectors.kafka import CONNECTOR, columns, warm
-from delivered.connectors.kafka.sink_options import SinkOptions, producer_config
+from delivered.connectors.kafka import CONNECTOR, columns
+from delivered.connectors.kafka.sink_options import producer_config
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, Work
 from delivered.source.columns import HEADER, HEADERS
 from delivered.source.columns import columns as of_source
 
@@ -106,17 +102,3 @@ def test_options_of_sparks_users_are_taken_translated_or_refused_before_a_task()
     with pytest.raises(UsageError, match=r"OPTION_UNKNOWN.*delivered_kafka source.*'kafka\.ssl\.protocol'"):
         CONNECTOR.source({"kafka.bootstrap.servers": "h:1", "subscribe": "t", "kafka.ssl.protocol": "x"}).planned()  # type: ignore[attr-defined]
     sink(kafka__sasl__jaas__config="env:JAAS", kafka__sasl__password="env:P").check_schema(value)
-
-
-@pytest.mark.parametrize(("codec", "bound"), [(True, 0), (False, warm.READY_MAX)])
-def test_ready_clients_of_librdkafka_are_few_and_arrow_needs_none(
-    monkeypatch: pytest.MonkeyPatch, codec: bool, bound: int
-) -> None:
-    """librdkafka serves a package without the codec."""
-    monkeypatch.setattr(record_batch, "available", lambda: codec)
-    monkeypatch.setattr(warm, "_ready", OrderedDict())
-    monkeypatch.setattr(warm, "_start", Mock())
-    options, scope = SinkOptions.parse({**SERVERS}), Scope("p", "t", "i")
-    for shard in range(bound + 5):
-        warm.make_ready(options, Work(scope, 0, shard))
-    assert len(warm._ready) == bound

@@ -1,22 +1,16 @@
 """Warm producers, kept in Spark's reused worker process.
 
-Through librdkafka, a transactional id takes 50 to 500 ms to initialise. The id of a shard's next batch is known, so its
-producer is initialised in the background while the current batch runs. It serves one attempt of one batch and is never
-reused: one epoch, one transaction. Through Arrow, the id is one request, made when the first rows arrive: half of the
-requests made ahead would be for shards that Spark then gives to another worker. Producers without transactions are
-pooled.
+A transactional id is initialised when the first rows of its attempt arrive, and never ahead: late, it would fence the
+worker that Spark gave the shard to (decision 093). It serves one attempt of one batch: one epoch, one transaction.
+Producers without transactions are pooled.
 """
 
 from __future__ import annotations
 
 import atexit
-import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 
 from delivered.clients.kafka.cluster import Cluster
@@ -36,15 +30,7 @@ from delivered.model.limits import OUTAGE_PATIENCE_S
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.patience import unanswered, within
 
-log = logging.getLogger(__name__)
-
-READY_MAX = 16
-"""Ready transactional producers per process: each holds a few threads and connections."""
-
-READY_AGE_S_MAX = 300.0
 START_TIMEOUT_S = OUTAGE_PATIENCE_S
-READY_TIMEOUT_S = 2.0
-"""For background initialisation. It must not wait out an outage: a late one would fence the task that runs by then."""
 IDLE_MAX = 8
 
 IDLE_AGE_S_MAX = 3_600.0
@@ -53,7 +39,6 @@ IDLE_AGE_S_MAX = 3_600.0
 AnyProducer = Producer | Sender
 
 _lock = threading.Lock()
-_ready: OrderedDict[tuple[str, ...], Ready] = OrderedDict()
 _idle: WarmClients[AnyProducer] = WarmClients(IDLE_MAX)
 _clusters: dict[tuple[str, ...], Cluster] = {}
 
@@ -72,16 +57,12 @@ class Taken:
     held: Transaction
 
 
-@dataclass(frozen=True)
-class Ready:
-    """A transactional producer that is, or is being, initialised."""
-
-    taken: Future[Taken]
-    made_at: float
-
-
 def key_of(config: Mapping[str, str], *more: str) -> tuple[str, ...]:
     return (*more, *(f"{k}={v}" for k, v in sorted(config.items())))
+
+
+def _by_arrow(options: SinkOptions) -> bool:
+    return by_arrow(OWNER, options.through, options.client, SINK_SETTINGS)
 
 
 def take(options: SinkOptions, work: Work) -> Taken:
@@ -91,40 +72,10 @@ def take(options: SinkOptions, work: Work) -> Taken:
         ProducerError: its transactional id could not be initialised.
     """
     name = transactional_id(work)
-    with _lock:
-        ready = _ready.pop(_key(options, work), None)
-    if ready is not None:
-        with suppress(Exception):  # then start one here
-            taken = ready.taken.result(START_TIMEOUT_S)
-            # If the batch has run elsewhere since, another producer holds the id.
-            if _holder(options, name) == taken.held:
-                return taken
-        _drop(ready)
-    return _start(options, name)
-
-
-def is_ready(options: SinkOptions, work: Work) -> bool:
-    """Whether to call `take` now. If not, start initialising the producer in the background."""
-    if _by_arrow(options):
-        return True
-    key = _key(options, work)
-    with _lock:
-        ready = _ready.get(key)
-    if ready is None:
-        make_ready(options, work)
-        return False
-    return ready.taken.done()
-
-
-def _by_arrow(options: SinkOptions) -> bool:
-    return by_arrow(OWNER, options.through, options.client, SINK_SETTINGS)
-
-
-def _start(options: SinkOptions, name: str, timeout_s: float = START_TIMEOUT_S) -> Taken:
     if _by_arrow(options):
         cluster = _cluster(options)
-        with within(timeout_s):
-            deadline = time.monotonic() + timeout_s
+        with within(START_TIMEOUT_S):
+            deadline = time.monotonic() + START_TIMEOUT_S
             outcome = initialise(cluster.wire, name, options.transaction_timeout_s * 1000, deadline)
         match outcome:
             case Ok(held):
@@ -137,7 +88,7 @@ def _start(options: SinkOptions, name: str, timeout_s: float = START_TIMEOUT_S) 
     producer = Producer(OWNER, producer_config(options, Guarantee.EXACTLY_ONCE, name))
     try:
         with unanswered(server_name(options.client["bootstrap.servers"])):
-            producer.start(timeout_s)
+            producer.start(START_TIMEOUT_S)
         return Taken(producer, _holder(options, name))
     except BaseException:
         producer.close()
@@ -166,43 +117,6 @@ def _cluster(options: SinkOptions) -> Cluster:
     key = key_of(client)
     with _lock:
         return _clusters.get(key) or _clusters.setdefault(key, Cluster(Wire(client), client["bootstrap.servers"]))
-
-
-def _key(options: SinkOptions, work: Work) -> tuple[str, ...]:
-    return key_of(options.client, repr(options), repr(work))
-
-
-def make_ready(options: SinkOptions, work: Work) -> None:
-    """Initialise librdkafka's producer of an attempt in the background. If that fails, `take` starts one."""
-    if _by_arrow(options):
-        return
-    key = _key(options, work)
-    old: list[Ready] = []
-    with _lock:
-        if key in _ready:
-            return
-        limit = time.monotonic() - READY_AGE_S_MAX
-        for k in [k for k, r in _ready.items() if r.made_at < limit]:
-            old.append(_ready.pop(k))
-        while len(_ready) >= READY_MAX:
-            old.append(_ready.popitem(last=False)[1])
-        ready = _ready[key] = Ready(Future(), time.monotonic())
-
-    def make() -> None:
-        try:
-            for entry in old:
-                _drop(entry)
-            ready.taken.set_result(_start(options, transactional_id(work), READY_TIMEOUT_S))
-        except BaseException as error:
-            log.debug("a producer could not be made ready: %s", error)
-            ready.taken.set_exception(error)
-
-    threading.Thread(target=make, daemon=True, name="delivered-ready").start()
-
-
-def _drop(ready: Ready) -> None:
-    """Close an unused producer once it is initialised."""
-    ready.taken.add_done_callback(lambda made: None if made.exception() else made.result().producer.close())
 
 
 def borrow(options: SinkOptions, guarantee: Guarantee) -> AnyProducer:
@@ -242,11 +156,6 @@ def give_back(options: SinkOptions, guarantee: Guarantee, producer: AnyProducer)
 
 def close_all() -> None:
     """Close all warm producers. Ends no transaction."""
-    with _lock:
-        ready = list(_ready.values())
-        _ready.clear()
-    for r in ready:
-        _drop(r)
     _idle.clear()
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,8 +37,6 @@ log = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S = 180.0
 """Longer than a record's delivery time-out, so that failed records give the reason."""
-EARLY_BYTES_MAX = 16 << 20
-"""Rows buffered until the transactional id is initialised; beyond that the task blocks."""
 
 
 class _Sender:
@@ -142,38 +139,19 @@ class TransactionalWriter:
         self._id = transactional_id(work)
         self._sender = _Sender(options)
         self._taken: Taken | None = None
-        self._early: list[pa.RecordBatch] = []
 
     def stage(self, batch: pa.RecordBatch) -> None:
-        """Send rows in the transaction, opened by the first rows.
+        """Send rows in the transaction, opened by the first rows."""
+        if batch.num_rows > 0:
+            self._send(self._begun(), batch)
 
-        Until the transactional id is initialised a few batches are buffered, so that the task keeps producing rows.
-        """
-        if batch.num_rows == 0:
-            return
-        if self._taken is None:
-            self._early.append(batch)
-            ready = warm.is_ready(self._options, self._work)
-            if not ready and sum(b.nbytes for b in self._early) < EARLY_BYTES_MAX:
-                return
-            self._send_early()
-        else:
-            self._send(self._taken.producer, [batch])
-
-    def _send_early(self) -> None:
-        early, self._early = self._early, []
-        if early:
-            self._send(self._begun(), early)
-
-    def _send(self, producer: AnyProducer, batches: Sequence[pa.RecordBatch]) -> None:
+    def _send(self, producer: AnyProducer, batch: pa.RecordBatch) -> None:
         with _explained(self._options):
-            for batch in batches:
-                self._sender.send(producer, batch)
+            self._sender.send(producer, batch)
         _refuse_failures(producer, self._options)
 
     def prepare(self, fingerprint: Fingerprint) -> Promise:
         """Flush rows and marker until acknowledged; leave the transaction open. No rows: no transaction."""
-        self._send_early()
         taken = self._taken
         if taken is None:
             return Promise()
@@ -217,7 +195,6 @@ class TransactionalWriter:
 
     def abort(self) -> None:
         """Abort the transaction unless it is prepared: then it is left to recovery."""
-        self._early = []
         taken, self._taken = self._taken, None
         if taken is not None:
             with suppress(ProducerError):
@@ -229,8 +206,6 @@ class TransactionalWriter:
             with _explained(self._options):
                 self._taken = warm.take(self._options, self._work)
                 self._taken.producer.begin()
-            # The other slot was the previous batch's, which is done.
-            warm.make_ready(self._options, replace(self._work, batch=self._work.batch + 1, attempt=0))
         return self._taken.producer
 
 
