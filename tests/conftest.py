@@ -119,8 +119,11 @@ def _own(kind: type[Server]) -> Any:
         def start(**settings: Any) -> Server:
             # Kafka: all arguments of `brokers.start`; others: settings only.
             options = settings if kind is Kafka else {"properties": settings}
-            started.append(kind.start(tmp_path / f"{kind.system}{len(started)}", **options))
-            return started[-1]
+            server = kind.start(tmp_path / f"{kind.system}{len(started)}", **options)
+            started.append(server)
+            if isinstance(server, Rabbitmq):
+                server.mortal = True
+            return server
 
         yield start
         for server in started:
