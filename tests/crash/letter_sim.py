@@ -54,6 +54,10 @@ class LetterSim(GroupSim):
                 found[(name, told["record"] and json.loads(told["record"])["value"].encode() if told else value)] += 1
         return found
 
+    def letters(self) -> list[dict[str, Any]]:
+        batches = (batch for work, batch in self.world.visible if work.scope.sink == "letters")
+        return [json.loads(value) for batch in batches for value in batch.column("value").to_pylist()]
+
     def expected(self) -> Counter[Any]:
         values = [v for rows in self.world.inputs for _, v in rows if v is not None]
         return Counter(("letters" if v.endswith(b"long") else "first", v) for v in values)

@@ -75,12 +75,7 @@ def test_over_state_letters_are_counted_not_compared() -> None:
 
 def test_a_letter_says_who_why_and_where_from() -> None:
     sim = LetterSim(EXACTLY, batches=1).run()
-    told = [
-        json.loads(v)
-        for work, batch in sim.world.visible
-        if work.scope.sink == "letters"
-        for v in batch.column("value").to_pylist()
-    ]
+    told = sim.letters()
     assert sorted((t["shard"], t["row"], t["batch"]) for t in told) == [(0, 1, 0), (1, 1, 0)]
     assert {(t["sink"], t["reason"]) for t in told} == {("first", "value longer than 5 bytes")}
     rows = pa.record_batch({"partition": [3, 3], "offset": [7, 8], "value": ["a", "b"]})

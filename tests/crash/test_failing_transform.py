@@ -135,12 +135,7 @@ def test_dropped_rows_are_counted_as_given_up() -> None:
 
 def test_what_a_letter_says() -> None:
     sim = TransformSim(EXACTLY, batches=1).run()
-    told = [
-        json.loads(v)
-        for work, batch in sim.world.visible
-        if work.scope.sink == "letters"
-        for v in batch.column("value").to_pylist()
-    ]
+    told = sim.letters()
     assert {(t["sink"], t["batch"]) for t in told} == {("(transform)", 0)}
     assert {t["reason"] for t in told} == {f"ValueError: b'{p}-1-long' is too long" for p in (0, 1)}
     assert {json.loads(t["record"])["value"] for t in told} == {"0-1-long", "1-1-long"}

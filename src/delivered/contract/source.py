@@ -103,5 +103,8 @@ for a row. Such records travel with the batch, for its dead letters. `sink`: as 
 `more`: the record's other columns, as JSON (`model.bad_row.as_json_text`); null: none."""
 
 
+COORDINATES = ("topic", "partition", "offset")
+"""Columns that say where a record is, in sources that have them."""
+
 RAW = pa.field("__delivered_raw", pa.struct([pa.field("key", pa.binary()), pa.field("value", pa.binary())]))
 """Column of a source that decodes its records: their bytes, for dead letters of rows that the transform fails for."""

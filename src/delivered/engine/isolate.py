@@ -20,7 +20,6 @@ NOT_OF_A_ROW = (OSError, MemoryError, ImportError, DeliveredError)
 
 _ADDRESS = re.compile(r"(?<= at )0x[0-9a-fA-F]+(?=>)")
 _REASON_LENGTH_MAX = 1_000
-_COORDINATES = ("topic", "partition", "offset")
 
 
 def isolated(
@@ -133,6 +132,4 @@ def _records(batch: pa.RecordBatch, bad: Mapping[int, str]) -> pa.Array:
 
 
 def _fits(kind: pa.DataType, wanted: pa.DataType) -> bool:
-    t = pa.types
-    same = (t.is_integer, t.is_string, t.is_large_string, t.is_binary, t.is_large_binary)
-    return kind == wanted or any(is_(kind) and is_(wanted) for is_ in same[:1])
+    return bool(kind == wanted or (pa.types.is_integer(kind) and pa.types.is_integer(wanted)))

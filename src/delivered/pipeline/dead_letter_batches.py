@@ -129,8 +129,8 @@ class Desk:
         found = []
         if not self._sink.capability().write.conditional:
             return None
-        scopes: dict[Scope, Any] = {self._origin: False, self._scope: True, self._of_records: RECORDS}
-        for scope, again in scopes.items():
+        # `again` is a part of ids that settled letters are stored by.
+        for scope, again in ((self._origin, False), (self._scope, True), (self._of_records, RECORDS)):
             with closing(self._sink.committer(scope)) as committer:
                 if not isinstance(committer, KeepsDeadLetters):
                     return None

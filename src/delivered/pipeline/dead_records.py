@@ -16,7 +16,7 @@ import pyarrow as pa
 from delivered.contract.powers import CountsLeftOut, planned
 from delivered.contract.schemas import RejectsRecords, WritesBySchema, rejecting
 from delivered.contract.sink import SOURCE_LETTERS, TRANSFORM_LETTERS
-from delivered.contract.source import Source
+from delivered.contract.source import COORDINATES, Source
 from delivered.engine.dead_letters import split_rejected, validated
 from delivered.engine.direct import ArrowTransform
 from delivered.engine.isolate import isolated, reason_of
@@ -27,7 +27,6 @@ from delivered.pipeline.dead_letter_batches import RECORDS, DeadLetter, Desk
 from delivered.pipeline.definition import Definition
 
 KINDS = (SOURCE_LETTERS, TRANSFORM_LETTERS)
-_COORDINATES = ("topic", "partition", "offset")
 _REPLAY = "run `delivered replay` for the time of its record, or drop it"
 
 
@@ -121,7 +120,8 @@ class RecordDesk(Desk):
                     "DEAD_LETTER_RECORD",
                     f"The dead letter {letter.id!r} belongs to a retry that has to be finished, and can no longer be "
                     f"retried: {why}.",
-                    next_step="restore the transform and the sinks that the retry began with, and retry again",
+                    next_step="restore the transform and the sinks that the retry began with, then run "
+                    "`delivered dead-letters retry` again",
                 )
         batches = [self._made[letter.id] for letter in letters]
         tables = [pa.Table.from_batches([batch]) for batch in batches]
@@ -152,6 +152,6 @@ def _why(records: pa.Array | None) -> str:
 def _record(letter: DeadLetter, schema: pa.Schema) -> pa.RecordBatch:
     """The source's record, as it was read. A column that the letter does not have is null."""
     record = json.loads(letter.record)
-    for name in _COORDINATES:
+    for name in COORDINATES:
         record.setdefault(name, getattr(letter, name))
     return from_json_texts([json.dumps(record)], schema)

@@ -332,7 +332,7 @@ def _from_json(data: Mapping[str, Any]) -> PipelineSpec:
         one_of_each=data.get("one_of_each", False),
         source=data.get("source", SOURCE),
         until=data.get("until"),
-        rejects=data.get("rejects", data["on_bad_row"] != OnBadRow.FAIL.value),
+        rejects=data.get("rejects", False),
         raw=data.get("raw", False),
     )
 

@@ -19,6 +19,7 @@ from pyspark.errors import AnalysisException, ParseException
 
 from delivered.contract.powers import KEY_BYTES, Remembers
 from delivered.contract.sink import Sink
+from delivered.contract.source import COORDINATES
 from delivered.engine.repeats import AT, HELPERS, KEY, TIE, without_seen
 from delivered.engine.repeats import TIME as SEEN_AT
 from delivered.model.dedup import Dedup
@@ -34,7 +35,6 @@ _BY = "__delivered_dedup_by_"
 ALONE = "__delivered_dedup_alone"
 TIME = "__delivered_dedup_time"
 _AS_TEXT = ("boolean", "tinyint", "smallint", "int", "bigint", "date")
-_COORDINATES = ("topic", "partition", "offset")
 
 
 def key_columns(dedup: Dedup) -> list[str]:
@@ -48,7 +48,7 @@ def helper_columns(dedup: Dedup) -> list[str]:
 
 def is_placed(frame: DataFrame) -> bool:
     """Whether the frame has the columns of a record's position in the source."""
-    return all(c in frame.columns for c in _COORDINATES)
+    return all(c in frame.columns for c in COORDINATES)
 
 
 def with_keys(frame: DataFrame, dedup: Dedup) -> DataFrame:

@@ -30,7 +30,6 @@ from delivered.pipeline.transform import Transform
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-COORDINATES = ("topic", "partition", "offset")
 _OWN = "__delivered_sink_"
 
 

@@ -29,7 +29,7 @@ from delivered.checkpoint.sources import keep_removed
 from delivered.contract.powers import planned
 from delivered.contract.schemas import RejectsRecords
 from delivered.contract.sink import SinkGroup
-from delivered.contract.source import Offsets, Source
+from delivered.contract.source import COORDINATES, Offsets, Source
 from delivered.engine.direct import Direct
 from delivered.model.bad_row import OnBadRow
 from delivered.model.dedup import Dedup
@@ -47,7 +47,7 @@ from delivered.spark.dedup import without_repeats, without_seen_repeats
 from delivered.spark.foreach import format_of, save_batch
 from delivered.spark.frames import batches_fit_for, with_setting
 from delivered.spark.jvm import make_active, named_sources
-from delivered.spark.rows import COORDINATES, Failing, apply_transform, arrow_transform, own_views, projected, routed
+from delivered.spark.rows import Failing, apply_transform, arrow_transform, own_views, projected, routed
 from delivered.spark.session import is_registered, register, session
 
 if TYPE_CHECKING:

@@ -3,8 +3,9 @@
 A transactional id is `delivered.<pipeline>.<sink>.<check>.<shard>.<slot>`. Names may contain dots, so the check, a hash
 of pipeline and sink, distinguishes pairs that join to the same name.
 
-Slots alternate between batches, so that the next batch's id can be initialised while this one runs, and between
-attempts of a task, so that overlapping attempts never share an id. Initialising an id fences its previous holder.
+Slots alternate between batches, so that a batch does not wait until the previous one's transaction has ended at the
+brokers, and between attempts of a task, so that overlapping attempts never share an id. Initialising an id fences its
+previous holder.
 """
 
 from __future__ import annotations

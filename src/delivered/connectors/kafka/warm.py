@@ -89,15 +89,10 @@ def take(options: SinkOptions, work: Work) -> Taken:
     try:
         with unanswered(server_name(options.client["bootstrap.servers"])):
             producer.start(START_TIMEOUT_S)
-        return Taken(producer, _holder(options, name))
+        return Taken(producer, state_of(options, name).participant)
     except BaseException:
         producer.close()
         raise
-
-
-def _holder(options: SinkOptions, name: str) -> Transaction:
-    """The present holder of a transactional id, from its coordinator."""
-    return state_of(options, name).participant
 
 
 def state_of(options: SinkOptions, name: str) -> OpenTransaction:

@@ -142,10 +142,9 @@ class TransactionalWriter:
 
     def stage(self, batch: pa.RecordBatch) -> None:
         """Send rows in the transaction, opened by the first rows."""
-        if batch.num_rows > 0:
-            self._send(self._begun(), batch)
-
-    def _send(self, producer: AnyProducer, batch: pa.RecordBatch) -> None:
+        if batch.num_rows == 0:
+            return
+        producer = self._begun()
         with _explained(self._options):
             self._sender.send(producer, batch)
         _refuse_failures(producer, self._options)

@@ -18,7 +18,7 @@ from delivered.contract.powers import (
     address_of,
     planned,
 )
-from delivered.contract.source import RAW, REJECTED, Offsets, Slice, Source, SourceDriver
+from delivered.contract.source import COORDINATES, RAW, REJECTED, Offsets, Slice, Source, SourceDriver
 from delivered.kits.schemas.avro import Unmappable
 from delivered.kits.schemas.codec import Ask, Decoder
 from delivered.kits.schemas.options import FormatOptions, Side, version_option
@@ -27,8 +27,6 @@ from delivered.kits.schemas.schema import schema_of
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import BadRecord, DeliveredError, Refused, UsageError
 from delivered.source.ranges import earlier
-
-_PLACE = ("topic", "partition", "offset")
 
 
 @dataclass(frozen=True)
@@ -187,7 +185,7 @@ class FormattedSource:
         return made
 
     def _undecodable(self, batch: pa.RecordBatch, row: int, why: str) -> BadRecord:
-        at = {n: batch.column(n)[row].as_py() for n in _PLACE if n in batch.schema.names}
+        at = {n: batch.column(n)[row].as_py() for n in COORDINATES if n in batch.schema.names}
         return BadRecord(
             "RECORD_UNDECODABLE",
             f"{self.owner}: the record at {', '.join(f'{n} {v}' for n, v in at.items())} cannot be decoded: {why}. "
@@ -237,7 +235,7 @@ def _rejected(batch: pa.RecordBatch, bad: dict[int, str]) -> pa.Array:
     kind = REJECTED.type
     if not bad:
         return pa.nulls(batch.num_rows, kind)
-    names = [f.name for f in kind if f.name in (*_PLACE, "key", "value") and f.name in batch.schema.names]
+    names = [f.name for f in kind if f.name in (*COORDINATES, "key", "value") and f.name in batch.schema.names]
     rows = batch.select(names).take(pa.array(list(bad))).to_pylist()
     found = {at: {**row, "reason": why} for (at, why), row in zip(bad.items(), rows, strict=True)}
     return pa.array([found.get(n) for n in range(batch.num_rows)], kind)
