@@ -69,6 +69,8 @@ PITFALLS = {
          "several Spark sinks", "Rows are streamed through a bounded queue."),
     27: ("A reader saw part of a batch between the commits of its participants.",
          "every sink of several transactions", "Atomic where the store can be; else measured and printed."),
+    31: ("A task's attempts were numbered from 0 again when its stage reran; records were sent twice.",
+         "Spark", "What may have been sent is asked of the ledger and of the driver, not of a counter."),
 }  # fmt: skip
 """Number: what happened, where it was seen, the rule here. Numbers are never given to another one."""
 

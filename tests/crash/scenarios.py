@@ -35,6 +35,7 @@ class Scenario:
         decided_first: an earlier driver died after deciding the first batch: the crash hits a recovery.
         expired: every prepared transaction has timed out by each restart.
         several: how each of several sinks commits; empty: one sink, with `commit`.
+        stages_rerun: as in `Sim`.
     """
 
     guarantee: Guarantee
@@ -43,6 +44,7 @@ class Scenario:
     decided_first: bool = False
     expired: bool = False
     several: tuple[Commit, ...] = ()
+    stages_rerun: bool = False
 
     def run(self) -> Sim:
         crashes = [Crash(*c) for c in self.crashes]
@@ -51,9 +53,12 @@ class Scenario:
             crashes.insert(0, Crash(f"{step}:after", 1, "tree"))
         if self.several:
             return GroupSim(
-                self.guarantee, self.commit, tuple(crashes), expire_on_start=self.expired, commits=self.several
-            ).run()
-        return Sim(self.guarantee, self.commit, tuple(crashes), expire_on_start=self.expired).run()
+                self.guarantee, self.commit, tuple(crashes), expire_on_start=self.expired, commits=self.several,
+                stages_rerun=self.stages_rerun,
+            ).run()  # fmt: skip
+        return Sim(
+            self.guarantee, self.commit, tuple(crashes), expire_on_start=self.expired, stages_rerun=self.stages_rerun
+        ).run()
 
     def __str__(self) -> str:
         stops = " + ".join(
@@ -61,19 +66,26 @@ class Scenario:
             for point, nth, how, resume, same in self.crashes
         )
         flags = (" after a decided batch" * self.decided_first) + (" promises expire" * self.expired)
+        flags += " stages rerun" * self.stages_rerun
         sinks = " + ".join(self.several) or self.commit
         return f"{self.guarantee}, {sinks}: {stops}{flags}"
 
 
 def single(
-    guarantee: Guarantee, commit: Commit, how: str, several: tuple[Commit, ...] = ()
+    guarantee: Guarantee,
+    commit: Commit,
+    how: str,
+    several: tuple[Commit, ...] = (),
+    *,
+    stages_rerun: bool = False,
 ) -> Iterator[tuple[Scenario, Sim]]:
     """Run one crash at each point and occurrence; yields only runs in which it was hit."""
     for point in points():
-        if how == "zombie_task" and role(point) is not Role.TASK:
+        if (how == "zombie_task" or stages_rerun) and role(point) is not Role.TASK:
             continue
         for decided_first, expired in _beginnings(guarantee, commit, how.startswith("zombie")):
-            yield from _occurrences(Scenario(guarantee, commit, (), decided_first, expired, several), point, how)
+            base = Scenario(guarantee, commit, (), decided_first, expired, several, stages_rerun)
+            yield from _occurrences(base, point, how)
 
 
 def _beginnings(guarantee: Guarantee, commit: Commit, zombie: bool) -> list[tuple[bool, bool]]:

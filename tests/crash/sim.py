@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import pickle
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -26,11 +27,13 @@ import pyarrow as pa
 from delivered.connectors.memory import CONNECTOR
 from delivered.connectors.memory.world import ROWS, Answer, State, make_world
 from delivered.contract.sink import Member, Sink, SinkGroup
+from delivered.engine.arbiter import Grants
 from delivered.engine.context import Context
 from delivered.engine.decide import abort_batch, commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import fingerprint_seed, write_shard
 from delivered.model import step
+from delivered.model.arbiter import Arbiter
 from delivered.model.capability import Commit, SourceCapability
 from delivered.model.errors import DeliveredError
 from delivered.model.fingerprint import Fingerprint, fingerprint
@@ -111,6 +114,7 @@ class Driver:
         self.planner, self.committer = (
             Context.open(sim.sink, scope, sim.guarantee, Owner(owner), sim.tolerance) for _ in range(2)
         )
+        self.grants = sim.arbiters.setdefault(owner, Grants())
         self.before: int | None = None
         self.epoch: int | None = None
 
@@ -122,7 +126,10 @@ class Driver:
                 step.reach(StepId.LOG, Moment.AFTER, batch=self.before)
             self.before = None
             keeps_state = lambda: self.sim.keeps_state  # noqa: E731
-            plan = _travel(plan_batch(self.planner, view, first=first, since=self.epoch, keeps_state=keeps_state))
+            arbiter = Arbiter("", 0, uuid.uuid4().hex)
+            self.grants.plan("p/memory", arbiter.token)
+            plan = plan_batch(self.planner, view, first=first, since=self.epoch, keeps_state=keeps_state)
+            plan = _travel(replace(plan, arbiter=arbiter))
             self.before, self.epoch = view.batch, plan.epoch
             messages = self.sim.tasks(self, plan)
             self._commit(view, messages)
@@ -174,6 +181,8 @@ class Sim:
         commit_again: number of repeated commit calls for each batch.
         on_start: called before each start of a driver, with its number from 0.
         keeps_state: the query is stateful: Spark keeps what tasks read (`read`) of a logged batch.
+        stages_rerun: a task that runs again does so in another attempt of its stage: its attempt is 0 again (P31).
+        arbiters: by owner: a driver's process outlives a query.
     """
 
     guarantee: Guarantee
@@ -189,6 +198,8 @@ class Sim:
     expire_on_start: bool = False
     on_start: Callable[[Sim, int], None] | None = None
     keeps_state: bool = False
+    stages_rerun: bool = False
+    arbiters: dict[str, Grants] = field(default_factory=dict)
     read: dict[tuple[int, int], list[bytes]] = field(default_factory=dict)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     problems: list[str] = field(default_factory=list)
@@ -314,22 +325,31 @@ class Sim:
         return [self._shard(driver, plan, shard, piece) for shard, piece in enumerate(slices)]
 
     def _shard(self, driver: Driver, plan: BatchPlan, shard: int, piece: object) -> ShardMessage | None:
-        for attempt in range(ATTEMPTS_MAX):
+        for launch in range(ATTEMPTS_MAX):
+            attempt = 0 if self.stages_rerun else launch
             found: list[ShardMessage] = []
             if any(c.how == "zombie_task" and not c.hit for c in self.crashes):
                 pause = Pause()
-                self._in_thread(driver.process, pause, partial(self._task, plan, shard, attempt, piece, found))
+                self._in_thread(driver.process, pause, partial(self._task, driver, plan, shard, attempt, piece, found))
             else:
-                self._task(plan, shard, attempt, piece, found)
+                self._task(driver, plan, shard, attempt, piece, found)
             self.gate()
             if found:
                 return _travel(found[0])
         return None
 
-    def _task(self, plan: BatchPlan, shard: int, attempt: int, piece: object, found: list[ShardMessage]) -> None:
+    def _task(
+        self, driver: Driver, plan: BatchPlan, shard: int, attempt: int, piece: object, found: list[ShardMessage]
+    ) -> None:
         self._local.task = task = Process(f"task {shard}.{attempt}")
+        own = uuid.uuid4().hex
+
+        def may_send() -> bool:
+            grant = driver.grants.ask(plan.arbiter.token, shard, own) if plan.arbiter is not None else None
+            return grant is not None and grant.attempt == own
+
         try:
-            found.append(write_shard(self.sink, plan, shard, attempt, self._read(piece), ROWS))
+            found.append(write_shard(self.sink, plan, shard, attempt, self._read(piece), ROWS, may_send))
         except Dead:
             if not task.dead:
                 raise
@@ -517,7 +537,8 @@ class Sim:
             yield "a shard was written again although no promise expired"
         left = [p for p in self.world.unsettled() if p.state in (State.OPEN, State.PREPARED)]
         # Nobody aborts what a task prepares that outlives its driver: it times out, or the next start aborts it.
-        if left and not any(c.how == "zombie_task" for c in self.crashes):
+        # An attempt of a stage that reran is known to nobody but the shard's next attempt, if the sink looks.
+        if left and not self.stages_rerun and not any(c.how == "zombie_task" for c in self.crashes):
             yield f"{len(left)} participants outlived their batch"
 
 

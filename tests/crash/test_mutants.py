@@ -15,6 +15,7 @@ from delivered.connectors.memory import store
 from delivered.connectors.memory.committer import MemoryCommitter
 from delivered.connectors.memory.world import Answer
 from delivered.engine import decide, recover, repair, rules, shard
+from delivered.engine.arbiter import Grant, Grants
 from delivered.ledger.ledger import Ledger
 from delivered.model.capability import Commit
 from delivered.model.fingerprint import Fingerprint
@@ -30,6 +31,10 @@ Runs = Callable[[], Iterator[list[str]]]
 
 def crashes(guarantee: Guarantee, how: str, commit: Commit = Commit.TWO_PHASE) -> Runs:
     return lambda: (sim.verdict() for _, sim in single(guarantee, commit, how))
+
+
+def stage_reruns(how: str) -> Runs:
+    return lambda: (sim.verdict() for _, sim in single(MOST, Commit.TWO_PHASE, how, stages_rerun=True))
 
 
 def history(make: Callable[[], Sim], *, refused: str | None = None) -> Runs:
@@ -131,13 +136,9 @@ def never_give_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recover, "BatchPlan", plan)
 
 
-def retried_task_sends_again(patch: pytest.MonkeyPatch) -> None:
+def attempt_numbers_believed(patch: pytest.MonkeyPatch) -> None:
     honest = shard.write_shard
-
-    def as_first(sink: Any, plan: Any, number: int, attempt: int, *rest: Any) -> Any:
-        return honest(sink, plan, number, 0, *rest)
-
-    patch.setattr("tests.crash.sim.write_shard", as_first)
+    patch.setattr("tests.crash.sim.write_shard", lambda *args: honest(*args[:6]))
 
 
 def begin_not_recorded(patch: pytest.MonkeyPatch) -> None:
@@ -237,7 +238,9 @@ MUTANTS: dict[str, tuple[Patch, Runs]] = {
     "a shard skipped in a new batch": (skip_new_batches, crashes(LEAST, "tree")),
     "begun batch sent again": (never_give_up, crashes(MOST, "tree")),
     "begin not recorded": (begin_not_recorded, crashes(MOST, "tree")),
-    "retried task sends again": (retried_task_sends_again, crashes(MOST, "kill")),
+    "every attempt may send": (swap(Grants, "ask", lambda self, *asked: Grant(asked[-1])), crashes(MOST, "kill")),
+    "attempt numbers believed": (attempt_numbers_believed, stage_reruns("kill")),
+    "attempt numbers believed, a task paused": (attempt_numbers_believed, stage_reruns("zombie_task")),
     "XOR in place of addition": (xor, lambda: rows_seen_twice()),
 }
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from tests.crash.scenarios import CASES, Scenario, expected_points, judge, pairs, single
-from tests.crash.sim import HOWS, points
+from tests.crash.sim import HOWS, points, role
 from tests.support.sweeps import sweep
 
 from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
+from delivered.model.step import Role
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -25,6 +26,15 @@ def test_one_crash_at_every_point(guarantee: Guarantee, commit: Commit, how: str
         wrong += judge((scenario, sim))
     assert wrong == []
     assert hit == expected_points(guarantee, how)
+
+
+@pytest.mark.parametrize("how", ["kill", "fail", "zombie_task"])
+@pytest.mark.parametrize("guarantee", Guarantee)
+def test_one_crash_of_a_task_whose_stage_reruns(guarantee: Guarantee, how: str) -> None:
+    """P31: the attempt that follows is numbered 0 again, and the first one may still be running."""
+    runs = list(single(guarantee, Commit.TWO_PHASE, how, stages_rerun=True))
+    assert [w for run in runs for w in judge(run)] == []
+    assert {s.crashes[0][0] for s, _ in runs} == {p for p in expected_points(guarantee, how) if role(p) is Role.TASK}
 
 
 def test_every_crash_point_belongs_to_a_guarantee() -> None:

@@ -39,13 +39,20 @@ def kill_tree(process: psutil.Process) -> None:
 
 
 class Standalone:
-    """Context manager. `env` reaches every process of the cluster, executors and their Python workers included."""
+    """Context manager. `env` reaches every process of the cluster, executors and their Python workers included.
 
-    def __init__(self, folder: Path, python: str, env: dict[str, str], workers: int = 2) -> None:
+    Args:
+        several_hosts: each worker has an address of its own. Spark reads shuffle files of a dead executor on the same
+            host from its disk, and starts no speculative copy on the host of the first one.
+    """
+
+    def __init__(
+        self, folder: Path, python: str, env: dict[str, str], workers: int = 2, *, several_hosts: bool = False
+    ) -> None:
         self.folder = folder
         self.port = free_port()
         self.url = f"spark://127.0.0.1:{self.port}"
-        self._count = workers
+        self._hosts = [f"127.0.0.{1 + n if several_hosts else 1}" for n in range(workers)]
         self._env = os.environ | {
             "JAVA_HOME": str(java_home()),
             "SPARK_HOME": str(SPARK_HOME),
@@ -57,11 +64,11 @@ class Standalone:
         self.master: psutil.Process | None = None
         self.workers: list[psutil.Process] = []
 
-    def _start(self, name: str, *arguments: str) -> psutil.Process:
+    def _start(self, name: str, *arguments: str, host: str = "127.0.0.1") -> psutil.Process:
         log = (self.folder / f"{name}.log").open("w")
         return psutil.Popen(
             [str(SPARK_HOME / "bin" / "spark-class"), *arguments],
-            env=self._env,
+            env=self._env | {"SPARK_LOCAL_IP": host},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -74,13 +81,14 @@ class Standalone:
         )
         try:
             _wait_for(self.port)
-            for number in range(self._count):
+            for number, host in enumerate(self._hosts):
                 work = self.folder / f"work-{number}"
                 self.workers.append(
                     self._start(
                         f"worker-{number}",
-                        *(f"{kind}.worker.Worker", "--host", "127.0.0.1", "--webui-port", "0", "--cores", "1"),
+                        *(f"{kind}.worker.Worker", "--host", host, "--webui-port", "0", "--cores", "1"),
                         *("--memory", "1g", "--work-dir", str(work), self.url),
+                        host=host,
                     )
                 )
         except BaseException:

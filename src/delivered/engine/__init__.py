@@ -12,9 +12,12 @@ apply.py     make decided participants visible
 orphans.py   abort orphaned transactions
 target.py    detects recreated targets
 context.py   shared state
+granting.py  at_most_once: starts the driver's arbiter, and registers each batch there
+arbiter.py   that process: which attempt of a shard may send
 
 Executors, which load nothing of the above:
 shard.py     a task's rows become a prepared shard
+grants.py    at_most_once: asks the arbiter
 dead_letters.py  invalid rows
 repeats.py   deduplication by a key table
 direct.py    records that never become JVM rows

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import pyarrow as pa
 
@@ -38,6 +39,7 @@ def write_shard(
     attempt: int,
     batches: Iterator[pa.RecordBatch],
     schema: pa.Schema,
+    may_send: Callable[[], bool] | None = None,
 ) -> ShardMessage:
     """Carry out the batch's plan for this shard.
 
@@ -45,6 +47,9 @@ def write_shard(
         shard: 0-based; stable across reruns of the batch.
         attempt: 0 for the first attempt of this task in this run of the batch.
         batches: rows in the sink's input schema; consumed once, unless the shard is skipped.
+        may_send: under at_most_once, whether this attempt may send, asked once, when its first rows are there; at most
+            one attempt of a shard may ever be told so. None: the first attempt, if the caller never numbers two
+            attempts of one shard alike.
 
     Raises:
         InvariantBroken: the shard is out of bounds, or not part of the batch being repaired.
@@ -58,9 +63,11 @@ def write_shard(
     action = plan.action_for(shard)
     if action is Action.SKIP:
         return ShardMessage(plan, shard, attempt, Action.SKIP)
-    if action is Action.WRITE and plan.guarantee is Guarantee.AT_MOST_ONCE and attempt > 0:
-        # An earlier attempt of this task may have sent records; sending again could duplicate them.
-        action = Action.GIVE_UP
+    if action is Action.WRITE and plan.guarantee is Guarantee.AT_MOST_ONCE:
+        batches, some = _peeked(batches)
+        if some and not (may_send() if may_send is not None else attempt == 0):
+            # Another attempt of this shard may have sent records; sending again could duplicate them.
+            action = Action.GIVE_UP
     lines = _lines(sink, plan, shard)
     if action is Action.COMPARE:
         for batch in batches:
@@ -94,6 +101,12 @@ def write_shard(
         plan, shard, attempt, Action.WRITE, tuple(participants), unanswered, _fingerprints(lines),
         staged - began, prepare_s, size,
     )  # fmt: skip
+
+
+def _peeked(batches: Iterator[pa.RecordBatch]) -> tuple[Iterator[pa.RecordBatch], bool]:
+    """The batches from the first one with rows, and whether there is one."""
+    first = next((b for b in batches if b.num_rows), None)
+    return (iter(()), False) if first is None else (chain((first,), batches), True)
 
 
 @dataclass

@@ -63,6 +63,9 @@ BROKER_TRANSACTION_TIMEOUT_S_DEFAULT = 900.0
 OUTAGE_PATIENCE_S = 120.0
 """How long a running pipeline waits for an unreachable server: a restart of its brokers."""
 
+GRANT_WAIT_S = OUTAGE_PATIENCE_S
+"""at_most_once: how long a second attempt of a shard waits for the end of the one that may send, before it gives up."""
+
 SOURCE_PATIENCE_S = OUTAGE_PATIENCE_S
 """The same for a source or receiver in the middle of its records."""
 

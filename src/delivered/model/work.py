@@ -10,6 +10,7 @@ from typing import Any
 
 from delivered.model import record_format
 from delivered.model.account import Account, TransformVersion
+from delivered.model.arbiter import Arbiter
 from delivered.model.archive import Archived
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -62,6 +63,7 @@ class BatchPlan:
         epoch: the claim under which this plan was made; a later claim voids it.
         targets: as in the batch's `Decision`.
         seconds: how long recovery and this plan took.
+        arbiter: at_most_once: which attempt of a shard may send is asked there; None: none may.
     """
 
     scope: Scope
@@ -74,6 +76,7 @@ class BatchPlan:
     epoch: int = 0
     targets: Mapping[str, str] = field(default_factory=dict)
     seconds: float = field(default=0.0, compare=False)
+    arbiter: Arbiter | None = field(default=None, compare=False)
 
     def action_for(self, shard: int) -> Action:
         return Action.WRITE if shard in self.rewrite else self.action

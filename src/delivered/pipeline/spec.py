@@ -18,6 +18,7 @@ from typing import Any
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import Offsets
 from delivered.group import Columns, Group
+from delivered.model.arbiter import DriverAddress
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
@@ -61,6 +62,7 @@ CHECKPOINT = "checkpointLocation"
 _SPARKS_OWN = (CHECKPOINT.lower(), "queryname")
 NO_INCARNATION = "new"
 """Stands for the incarnation of a checkpoint without a batch."""
+_UNKNOWN = DriverAddress()
 _ASYNC = "asyncprogress"
 _ASYNC_ENABLED = "asyncprogresstrackingenabled"
 
@@ -124,6 +126,7 @@ class PipelineSpec:
         run_id: identifies the rows of a write that is not a stream.
         start: differs at each start of a query, whose processes outlive it; empty: unknown.
         owner: the driver. Not part of the option: the registered class carries it (`spark/session.py`).
+        driver: where executors reach it. Like `owner`.
         check: a check of the start, not a write.
         batch: this write is that batch of a query with `foreachBatch`; None: it is a stream, or a run.
         one_of_each: a key of an upsert without version occurs once in a batch.
@@ -146,6 +149,7 @@ class PipelineSpec:
     run_id: str | None = None
     start: str = ""
     owner: Owner = Owner("")
+    driver: DriverAddress = DriverAddress()
     check: StartCheck | None = None
     batch: int | None = None
     one_of_each: bool = False
@@ -210,7 +214,13 @@ class PipelineSpec:
         )
 
     @classmethod
-    def parse(cls, system: str, options: Mapping[str, str], owner: Owner | None = None) -> PipelineSpec:
+    def parse(
+        cls,
+        system: str,
+        options: Mapping[str, str],
+        owner: Owner | None = None,
+        driver: DriverAddress = _UNKNOWN,
+    ) -> PipelineSpec:
         """The spec of a write.
 
         Args:
@@ -234,7 +244,7 @@ class PipelineSpec:
         spec = _from_json(settings) if made else _from_options(system, rest)
         _refuse_async(options, spec.guarantee)
         check = StartCheck(**settings["check"]) if settings.get("check") else None
-        return replace(spec, owner=owner or spec.owner, start=settings.get("start", ""), check=check)
+        return replace(spec, owner=owner or spec.owner, driver=driver, start=settings.get("start", ""), check=check)
 
 
 @dataclass(frozen=True)

@@ -103,10 +103,7 @@ def _assumptions(request: Request) -> list[str]:
                 f"readers of {_each(request)} tolerate missing records; the ledger holds how many were given up"
             )
             if request.transform.kind in ("sql", "python"):
-                found.append(
-                    "the query stops if shuffle files are lost: spark.stage.maxConsecutiveAttempts=1 (set in sessions "
-                    "created here)"
-                )
+                found.append("a task that runs again gets the same rows as before, in the same shard")
     if request.keeps_state:
         found += _same_state(request)
         found.append("the state lives in Spark's checkpoint and is restored together with the offsets")

@@ -21,6 +21,7 @@ from delivered.contract.schemas import rejecting
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import REJECTED, Source
 from delivered.engine.direct import SLICE_COLUMN, SLICE_SCHEMA, Direct
+from delivered.model.arbiter import DriverAddress
 from delivered.model.errors import Refused, UsageError
 from delivered.model.work import Owner
 from delivered.pipeline.registry import PREFIX, find_source
@@ -35,6 +36,7 @@ class DeliveredDataSource(DataSource):
 
     system: ClassVar[str] = ""
     owner: ClassVar[Owner] = Owner("")
+    driver: ClassVar[DriverAddress] = DriverAddress()
     _planned: Source | None = None
 
     @classmethod
@@ -63,7 +65,8 @@ class DeliveredDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         rows = _rows(schema)
-        spec = PipelineSpec.parse(self.system, tables.for_write(schema, self.options, self.system), self.owner)
+        options = tables.for_write(schema, self.options, self.system)
+        spec = PipelineSpec.parse(self.system, options, self.owner, self.driver)
         sink = self._sink(spec, rows, overwrite)
         if spec.batch is not None:
             return ForeachWriter(spec, sink, rows)
@@ -82,7 +85,7 @@ class DeliveredDataSource(DataSource):
         return BatchWriter(spec, sink, rows)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
-        spec = PipelineSpec.parse(self.system, self.options, self.owner)
+        spec = PipelineSpec.parse(self.system, self.options, self.owner, self.driver)
         direct = _direct(spec, schema)
         rows = direct.schema() if direct else _rows(schema)
         return StreamWriter(spec, self._sink(spec, rows, overwrite), rows, direct)
@@ -132,7 +135,7 @@ class DeliveredDataSource(DataSource):
             check_start,
         )  # a third of this module's import; processes of a query skip it
 
-        spec = PipelineSpec.parse(self.system, self.options, self.owner)
+        spec = PipelineSpec.parse(self.system, self.options, self.owner, self.driver)
         if spec.check is None:
             return
         if spec.check.output_mode != "append":

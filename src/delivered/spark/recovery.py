@@ -17,9 +17,11 @@ from delivered.contract.powers import add_columns, ready_target
 from delivered.contract.schemas import WritesBySchema
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import REJECTED
+from delivered.engine.grants import may_send
 from delivered.engine.shard import write_shard
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import DeliveredError, InvariantBroken
+from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
@@ -28,6 +30,7 @@ from delivered.spark.task import arm, running_task
 
 if TYPE_CHECKING:
     from delivered.engine.context import Context
+    from delivered.model.arbiter import Arbiter
     from delivered.pipeline.spec import PipelineSpec
 
 # The engine's driver code is imported where it is called: tasks unpickle writers, and must not load it.
@@ -86,7 +89,9 @@ class Recovering:
         in_query()
         task = running_task()
         shard, attempt = task.partitionId(), task.attemptNumber()
-        return ShardCommit(write_shard(self._sink, self._planned(), shard, attempt, batches, self._schema))
+        plan = self._planned()
+        asks = partial(may_send, plan, shard)
+        return ShardCommit(write_shard(self._sink, plan, shard, attempt, batches, self._schema, asks))
 
 
 def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> BatchPlan:
@@ -110,6 +115,7 @@ def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> 
     else:
         reach(StepId.LOG, Moment.AFTER, batch=view.batch - 1)
     since = before.epoch if before is not None else None
+    arbiter = _arbiter(spec, opened.scope)
     # In foreachBatch the user decides what is written, perhaps twice to one sink: always compared.
     plan = plan_batch(
         opened,
@@ -124,7 +130,7 @@ def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> 
         from delivered.checkpoint import rejected
 
         rejected.forget(checkpoint, view.batch, decided=is_decided(plan))
-    return replace(plan, seconds=time.monotonic() - began)
+    return replace(plan, seconds=time.monotonic() - began, arbiter=arbiter)
 
 
 def is_decided(plan: BatchPlan) -> bool:
@@ -150,7 +156,8 @@ def rejected_shard(
     if records is None:
         return None
     only = pa.RecordBatch.from_arrays([records], schema=pa.schema([REJECTED]))
-    return write_shard(sink, plan, len(messages), 0, iter([only]), schema)
+    shard = len(messages)
+    return write_shard(sink, plan, shard, 0, iter([only]), schema, partial(may_send, plan, shard))
 
 
 def with_schemas(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema, plan: BatchPlan) -> Sink | SinkGroup:
@@ -194,7 +201,19 @@ def plan_run(spec: PipelineSpec, sink: Sink | SinkGroup, run: str, schema: pa.Sc
     arm(spec.pipeline)
     ready_target(sink, schema)
     view = CheckpointView(run, 0, f"run {run}", None, run=True)
-    return plan_batch(context(spec, sink, run), view, first=True, add_columns=partial(add_columns, sink, schema))
+    opened = context(spec, sink, run)
+    arbiter = _arbiter(spec, opened.scope)
+    plan = plan_batch(opened, view, first=True, add_columns=partial(add_columns, sink, schema))
+    return replace(plan, arbiter=arbiter)
+
+
+def _arbiter(spec: PipelineSpec, scope: Scope) -> Arbiter | None:
+    """Who grants the batch's shards; before the ledger records that the batch may send."""
+    if spec.guarantee is not Guarantee.AT_MOST_ONCE:
+        return None
+    from delivered.engine.granting import registered
+
+    return registered(scope, spec.owner, spec.driver)
 
 
 def commit(

@@ -20,6 +20,7 @@ from pyspark.sql import SparkSession
 
 from delivered.brokers.java import java_home
 from delivered.engine.owner import new_owner
+from delivered.model.arbiter import DriverAddress
 from delivered.model.logs import FORMAT, as_json
 from delivered.model.work import Owner
 from delivered.pipeline.registry import connectors
@@ -81,9 +82,10 @@ def _register(spark: SparkSession, parent: SparkSession | None) -> None:
         parent: a session of the same driver.
     """
     owner = (_registered.get(parent) if parent is not None else None) or new_owner(jvm_of(spark))
+    driver = DriverAddress.of(spark.conf.get)
     with active(spark):  # where Spark checks for existing formats
         for name in (*connectors(), GROUP):
-            attributes: dict[str, Any] = {"system": name, "owner": owner}
+            attributes: dict[str, Any] = {"system": name, "owner": owner, "driver": driver}
             # Not importable by name, so that Spark pickles the class by value, id included.
             spark.dataSource.register(type(f"Delivered_{name}", (DeliveredDataSource,), attributes))
     _registered[spark] = owner

@@ -34,7 +34,6 @@ from delivered.engine.direct import Direct
 from delivered.model.bad_row import OnBadRow
 from delivered.model.dedup import Dedup
 from delivered.model.errors import DeliveredError, UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.offsets import SOURCE
 from delivered.model.translate import translated
 from delivered.pipeline.definition import Definition
@@ -156,12 +155,8 @@ def ready(pipeline: Definition, chosen: SparkSession | None) -> SparkSession:
 
 
 def new_session(pipeline: Definition) -> SparkSession:
-    """A session that suits a pipeline's guarantee, with the pipeline's own configuration on top."""
-    conf = pipeline.conf
-    if pipeline.guarantee is Guarantee.AT_MOST_ONCE:
-        # Spark numbers attempts from 0 again when it reruns a stage after lost shuffle files: tasks would send twice.
-        conf = {"spark.stage.maxConsecutiveAttempts": "1", **conf}
-    return session(pipeline.name, pipeline.master, conf)
+    """A session with the pipeline's own configuration."""
+    return session(pipeline.name, pipeline.master, pipeline.conf)
 
 
 def stop_between_batches(query: StreamingQuery, timeout_s: float, waiting: Callable[[], None] | None = None) -> bool:

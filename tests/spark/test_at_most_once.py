@@ -1,0 +1,98 @@
+"""at_most_once on a cluster, in a session of the user's own: a stage that reruns, and speculative copies.
+
+Spark numbers attempts from 0 again when a stage reruns after lost shuffle files (P31)."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tenacity
+from tests.spark.standalone import Standalone, kill_tree
+
+from delivered.connectors.sqlite import CONNECTOR
+from delivered.model.identity import Scope
+from delivered.testing.crash import HIT_SUFFIX
+
+APP = Path(__file__).parent / "apps" / "shuffled.py"
+ROWS = 2_000
+SPECULATION = {
+    "spark.speculation": "true",
+    "spark.speculation.interval": "100ms",
+    "spark.speculation.quantile": "0.5",
+    "spark.speculation.multiplier": "1.1",
+}
+
+
+def _input(folder: Path) -> Path:
+    """Rows in four files, so that each executor has map output."""
+    folder.mkdir()
+    for part in range(4):
+        first = part * ROWS // 4
+        ids = pa.array(range(first, first + ROWS // 4), pa.int64())
+        pq.write_table(pa.table({"id": ids}), folder / f"{part}.parquet")
+    return folder
+
+
+def _arguments(folder: Path) -> list[str]:
+    pairs = {"input": _input(folder / "in"), "database": folder / "ids.db", "checkpoint": folder / "checkpoint"}
+    return [part for name, value in pairs.items() for part in (f"--{name}", str(value))]
+
+
+def _counted(folder: Path) -> tuple[int, int]:
+    """Rows of the table, and those that the ledger counts as given up; no row is there twice."""
+    with sqlite3.connect(folder / "ids.db") as database:
+        rows, ids = database.execute("SELECT count(*), count(DISTINCT id) FROM ids").fetchone()
+    assert rows == ids, f"{rows - ids} rows twice"
+    sink = CONNECTOR.sink({"path": str(folder / "ids.db"), "table": "ids"})
+    incarnation = json.loads((folder / "checkpoint" / "metadata").read_text())["id"]
+    last = sink.store(Scope("ids", sink.name, incarnation)).peek().last
+    assert last is not None
+    return rows, last.given_up.count
+
+
+@pytest.mark.matrix
+def test_a_stage_that_reruns_after_lost_shuffle_files_sends_nothing_twice(tmp_path: Path) -> None:
+    hits = tmp_path / "hits"
+    hits.mkdir()
+    env = {"DELIVERED_CRASH": "write.flush:after@batch=0", "DELIVERED_CRASH_DIR": str(hits)}
+
+    @tenacity.retry(stop=tenacity.stop_after_delay(180), wait=tenacity.wait_fixed(0.1), reraise=True)
+    def hit() -> dict[str, int]:
+        assert driver.poll() is None, (tmp_path / "driver.log").read_text()[-4000:]
+        found: dict[str, int] = json.loads(next(hits.glob(f"*{HIT_SUFFIX}"), Path("none")).read_text())
+        return found
+
+    with Standalone(tmp_path, sys.executable, env, several_hosts=True) as cluster:
+        driver = cluster.submit(APP, *_arguments(tmp_path))
+        try:
+            kill_tree(cluster.worker_of(hit()["pid"]))
+            assert driver.wait(240) == 0, (tmp_path / "driver.log").read_text()[-4000:]
+        finally:
+            if driver.poll() is None:
+                kill_tree(driver)
+    said = (tmp_path / "driver.log").read_text()
+    assert "ResultStage 2" in said
+    assert "FetchFailed" in said, "no shuffle file was lost"
+    rows, given_up = _counted(tmp_path)
+    assert ROWS - rows <= given_up < ROWS
+
+
+@pytest.mark.matrix
+def test_a_speculative_copy_sends_nothing_and_costs_nothing(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    held.mkdir()
+    with Standalone(tmp_path, sys.executable, {}, several_hosts=True) as cluster:
+        driver = cluster.submit(APP, *_arguments(tmp_path), "--held", str(held), conf=SPECULATION)
+        try:
+            assert driver.wait(240) == 0, (tmp_path / "driver.log").read_text()[-4000:]
+        finally:
+            if driver.poll() is None:
+                kill_tree(driver)
+    assert (held / "second").exists(), "Spark started no second copy"
+    assert _counted(tmp_path) == (ROWS, 0)
