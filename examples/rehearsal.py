@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -42,6 +43,7 @@ GONE_WITHIN_S = 90.0
 RECORDS_PER_S = 200
 BUILD = Path("build")
 DEPLOY = Path(__file__).parents[1] / "deploy"
+TOKEN = "DELIVERED_UI_TOKEN"
 RULES, DASHBOARD = DEPLOY / "prometheus-alerts.yml", DEPLOY / "grafana-dashboard.json"
 PLACES = ("metrics", "status", "page", "alert")
 
@@ -68,8 +70,9 @@ class Seen:
         return {**asdict(self), "seen_on": sorted(self.seen_on), "seen_after_s": self.seen_on, "seconds": self.seconds}
 
 
-def fetched(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=30) as answer:
+def fetched(url: str, method: str = "GET") -> str:
+    asked = urllib.request.Request(url, method=method, headers={"Authorization": f"Bearer {os.environ[TOKEN]}"})
+    with urllib.request.urlopen(asked, timeout=30) as answer:
         return str(answer.read().decode())
 
 
@@ -239,6 +242,7 @@ def cost(checkpoint: str) -> dict[str, float]:
 
 
 def main() -> int:
+    os.environ[TOKEN] = secrets.token_urlsafe(24)
     folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
     broker = brokers.start("kafka", folder / "kafka", dies_with_parent=True)
     rabbitmq = brokers.start("rabbitmq", folder / "rabbitmq", dies_with_parent=True)
@@ -285,8 +289,7 @@ def main() -> int:
         """The page's button."""
         (found,) = json.loads(fetched(f"http://127.0.0.1:{ports[1]}/status.json"))
         name = next(t["id"] for t in found["transactions"] if t["id"].endswith("90.0"))
-        address = f"http://127.0.0.1:{ports[1]}/end/0/abort/{urllib.parse.quote(name, safe='')}"
-        urllib.request.urlopen(urllib.request.Request(address, method="POST"), timeout=30).close()
+        fetched(f"http://127.0.0.1:{ports[1]}/end/0/abort/{urllib.parse.quote(name, safe='')}", "POST")
 
     results: list[Seen] = []
     with contextlib.ExitStack() as stack:
@@ -297,7 +300,8 @@ def main() -> int:
         until((folder / "log" / "_delta_log").exists, 60, "the receiver did not make its log")
         driver.start()
         stack.enter_context(beside(*cli, "metrics", str(file), "--port", str(ports[0]), log=folder / "metrics.log"))
-        stack.enter_context(beside(*cli, "ui", str(file), "--port", str(ports[1]), log=folder / "ui.log"))
+        page = ("ui", str(file), "--port", str(ports[1]), "--token", f"env:{TOKEN}")
+        stack.enter_context(beside(*cli, *page, log=folder / "ui.log"))
         if program is not None:
             config = folder / "prometheus.yml"
             scrape = {"job_name": "delivered", "static_configs": [{"targets": [f"127.0.0.1:{ports[0]}"]}]}

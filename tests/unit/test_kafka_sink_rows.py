@@ -101,4 +101,5 @@ def test_options_of_sparks_users_are_taken_translated_or_refused_before_a_task()
         sink(kafka__linger__ms="soon").check_schema(value)
     with pytest.raises(UsageError, match=r"OPTION_UNKNOWN.*delivered_kafka source.*'kafka\.ssl\.protocol'"):
         CONNECTOR.source({"kafka.bootstrap.servers": "h:1", "subscribe": "t", "kafka.ssl.protocol": "x"}).planned()  # type: ignore[attr-defined]
-    sink(kafka__sasl__jaas__config="env:JAAS", kafka__sasl__password="env:P").check_schema(value)
+    login = {"kafka__sasl__jaas__config": "env:JAAS", "kafka__sasl__password": "env:P"}
+    sink(kafka__security__protocol="SASL_SSL", kafka__sasl__mechanism="PLAIN", **login).check_schema(value)

@@ -77,7 +77,7 @@ def test_values() -> None:
         ({"kafka__max__block__ms": "5"}, r"'kafka\.max\.block\.ms' cannot be set.*kafka\.delivery\.timeout\.ms"),
         ({"kafka__auto__offset__reset": "latest"}, r"write startingOffsets"),
         ({"kafka__max__poll__records": "5"}, r"'kafka\.max\.poll\.records' cannot be set"),
-        ({"kafka__isolation__level": "dirty"}, r"read_committed or read_uncommitted"),
+        ({"kafka__isolation__level": "dirty"}, r"read_committed, read_uncommitted"),
         ({"kafka__bootstrap__servers": " "}, r"'kafka.bootstrap.servers' is empty"),
         ({"kafka__ssl__truststore__location": "/a.jks"}, r"type JKS.*kafka\.ssl\.ca\.location"),
         ({"kafka__ssl__keystore__location": "/a.jks"}, r"type JKS.*PKCS12"),

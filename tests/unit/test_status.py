@@ -277,18 +277,127 @@ def test_the_served_page_asks_for_its_token_and_refuses_other_pages(tmp_path: Pa
     file = written(tmp_path)
     with pytest.raises(UsageError, match="UI_TOKEN"):
         application([file], address="0.0.0.0")
-    open_to_all = TestClient(application([file]))
+    open_to_all = TestClient(application([file]), base_url="http://127.0.0.1")
     assert "orders" in open_to_all.get("/").text
     assert open_to_all.get("/status.json").json()[0]["batch"] == 0
-    client = TestClient(application([file], token="secret", address="0.0.0.0"))
+    client = TestClient(application([file], token=SECRET, address="0.0.0.0"))
     assert client.get("/").status_code == client.post("/end/0/abort/x").status_code == 401
-    bearer = {"Authorization": "Bearer secret"}
+    bearer = {"Authorization": f"Bearer {SECRET}"}
     assert client.get("/", headers=bearer).status_code == 200
-    assert client.post("/end/0/abort/x?token=secret").status_code == 401, "an address is not enough for a button"
+    assert client.post(f"/end/0/abort/x?token={SECRET}").status_code == 401, "an address is not enough for a button"
     elsewhere = client.post("/end/0/abort/x", headers={**bearer, "Origin": "http://evil.example"})
     assert elsewhere.status_code == 403
     answer = client.post("/end/0/abort/x", headers=bearer)
     assert (answer.status_code, "NO_TRANSACTIONS" in answer.text) == (409, True)
+
+
+SECRET = "a-token-of-24-characters"
+
+
+@pytest.mark.parametrize("token", ["", "short", "fifteen-letters"])
+@pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1"])
+def test_no_token_is_short(token: str, address: str) -> None:
+    from delivered.model.errors import UsageError
+    from delivered.observe.server import application
+
+    with pytest.raises(UsageError, match=f"UI_TOKEN.*{len(token)} characters"):
+        application([], token=token, address=address)
+
+
+@pytest.mark.parametrize(
+    ("token", "said"), [("env:UI_TEST_TOKEN", "0 characters"), ("a" * 40, "--token must be a reference")]
+)
+def test_the_command_line_takes_a_token_by_reference(
+    token: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from delivered.cli.main import app
+
+    monkeypatch.setenv("UI_TEST_TOKEN", "")
+    done = CliRunner().invoke(app, ["ui", str(written(tmp_path)), "--address", "0.0.0.0", "--token", token])
+    assert done.exit_code == 2
+    assert "UI_TOKEN" in done.output and said in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8090", "127.0.0.1.evil.example", "", "[", "localhost@evil"]
+)
+def test_another_site_that_points_its_name_here_gets_nothing(host: str, tmp_path: Path) -> None:
+    from starlette.testclient import TestClient
+
+    from delivered.observe.server import application
+
+    for token in (None, SECRET):
+        client = TestClient(application([written(tmp_path)], token=token), base_url="http://127.0.0.1")
+        headers = {"Host": host, "Authorization": f"Bearer {SECRET}"}
+        answers = [client.get("/", headers=headers), client.get("/status.json", headers=headers),
+                   client.post("/end/0/abort/x", headers={**headers, "Sec-Fetch-Site": "same-origin"})]  # fmt: skip
+        assert {a.status_code for a in answers} == {421}
+        assert all(a.headers["x-content-type-options"] == "nosniff" for a in answers)
+    for name in ("localhost:9000", "[::1]:8090", "127.0.0.1"):
+        assert client.get("/status.json", headers={**headers, "Host": name}).status_code == 200
+    known = TestClient(application([], token=SECRET, hosts=("pipelines.example",)), base_url="http://pipelines.example")
+    assert known.get("/", headers=headers | {"Host": "pipelines.example"}).status_code == 200
+
+
+@pytest.mark.parametrize("origin", [
+    {}, {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}, {"Sec-Fetch-Site": "none"},
+    {"Origin": "null"}, {"Origin": "http://127.0.0.1:8091"},
+    {"Origin": "http://127.0.0.1", "Sec-Fetch-Site": "cross-site"},
+])  # fmt: skip
+def test_a_button_works_from_the_page_alone(origin: dict[str, str], tmp_path: Path) -> None:
+    from starlette.testclient import TestClient
+
+    from delivered.observe.server import application
+
+    client = TestClient(application([written(tmp_path)]), base_url="http://127.0.0.1")
+    assert client.post("/end/0/abort/x", headers=origin).status_code == 403
+    for own in ({"Origin": "http://127.0.0.1"}, {"Sec-Fetch-Site": "same-origin"}):
+        assert client.post("/end/0/abort/x", headers=own).status_code == 409, "no such transaction"
+
+
+@pytest.mark.parametrize(
+    "path", ["/end/0/anything/x", "/end/0/APPLY/x", "/end/99/abort/x", "/end/x/abort/x", "/end/0/abort"]
+)
+def test_an_action_that_does_not_exist_ends_nothing(path: str, tmp_path: Path) -> None:
+    from starlette.testclient import TestClient
+
+    from delivered.observe.server import application
+
+    client = TestClient(application([written(tmp_path)]), base_url="http://127.0.0.1")
+    assert client.post(path, headers={"Sec-Fetch-Site": "same-origin"}).status_code == 404
+
+
+def test_a_client_that_does_not_finish_its_request_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+    import threading
+
+    import uvicorn
+
+    from delivered.observe import connection
+    from delivered.observe.server import application
+
+    monkeypatch.setattr(connection, "HEADERS_TIMEOUT_S", 0.3)
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(application([]), http=connection.TimedConnection, log_level="error")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        for sent in (
+            b"",
+            b"GET / HT",
+            b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ",
+            b"GET /none HTTP/1.1\r\nHost: localhost\r\n\r\nGET /",
+        ):
+            with socket.create_connection(listener.getsockname(), 30) as client:
+                client.sendall(sent)
+                while client.recv(4096):
+                    pass  # until the server closes the connection; the socket's time-out fails the test
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def test_alerts_and_dashboard_use_metrics_that_exist() -> None:

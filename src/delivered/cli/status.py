@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import signal
 import threading
 import time
@@ -165,22 +166,46 @@ def ui(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8090,
     address: Annotated[str, typer.Option(help="Address to listen on; another one needs --token.")] = "127.0.0.1",
     token: Annotated[
-        str | None, typer.Option(help="env:NAME or file:PATH: requests must carry it, as ?token= or a bearer.")
+        str | None,
+        typer.Option(
+            help="env:NAME or file:PATH of a token that requests must carry, as ?token= or a bearer. Default: a new "
+            "one, in the address that is printed."
+        ),
+    ] = None,
+    host: Annotated[
+        list[str] | None, typer.Option(help="A host name by which the page is reached: of a proxy that passes it on.")
     ] = None,
     verified: VerifiedOption = None,
 ) -> None:
     """Serve the same page, with buttons that end transactions; it loads itself again every 5 s."""
-    from delivered.model.options import resolve_secret
-    from delivered.observe.server import serve
+    from delivered.observe.server import LOCAL, serve
 
-    note(f"serving http://{address}:{port}/")
+    address_text = f"http://{f'[{address}]' if ':' in address else address}:{port}/"
+    given, found = None if token is None else _token(token), files(paths)
+    new = secrets.token_urlsafe(24) if token is None and address in LOCAL else None
+    note(f"serving {address_text}{f'?token={new}' if new else ''}")
     serve(
-        files(paths),
+        found,
         port,
         address=address,
-        token=resolve_secret("token", token) if token is not None else None,
+        token=new if given is None else given,
+        hosts=host or (),
         verified=None if verified is None else partial(_verified, verified),
     )
+
+
+def _token(reference: str) -> str:
+    """Raises UsageError: it is the token itself, which other users of this machine could read in the process list."""
+    from delivered.model.errors import UsageError
+    from delivered.model.options import resolve_secret
+
+    if not reference.startswith(("env:", "file:")):
+        raise UsageError(
+            "UI_TOKEN",
+            "--token must be a reference: a token on the command line is shown by ps to every user of this machine.",
+            next_step="export DELIVERED_UI_TOKEN=..., and pass --token env:DELIVERED_UI_TOKEN",
+        )
+    return resolve_secret("token", reference)
 
 
 class _Rates:

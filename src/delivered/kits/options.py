@@ -11,8 +11,19 @@ from urllib.parse import unquote, urlsplit
 
 from delivered.model.capability import APPEND, OnConflict, WriteMode
 from delivered.model.errors import UsageError
+from delivered.model.hosts import is_loopback
 from delivered.model.limits import NAME_LENGTH_MAX
-from delivered.model.options import FLAG, Option, Options, OptionType, Unfit, choice, option, several, whole
+from delivered.model.options import (
+    FLAG,
+    Option,
+    Options,
+    OptionType,
+    Unfit,
+    choice,
+    option,
+    several,
+    whole,
+)
 
 if TYPE_CHECKING:
     import ssl
@@ -293,6 +304,13 @@ class BrokerOptions(Options):
     password: str | None = option(
         "password", "Password of the user in the URL.", default=None, secret=True, example="env:BROKER_PASSWORD"
     )
+
+    @property
+    def in_clear(self) -> tuple[str, ...]:
+        parts = urlsplit(self.url)
+        if self.password is None or parts.scheme.endswith("s") or is_loopback(parts.hostname):
+            return ()
+        return (f"{parts.scheme}:// sends the password in clear to {parts.hostname}",)
 
     @property
     def host(self) -> str:

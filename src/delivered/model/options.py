@@ -31,12 +31,15 @@ class Unfit(Exception):
 
     Attributes:
         reason: continues "option 'x' ", without a full stop: "is 0; it must be at least 1".
-        next_step: None: built from the option's example.
+        next_step: None: built from `nearest`, or the option's example.
+        nearest: the value that was probably meant.
     """
 
-    def __init__(self, reason: str, next_step: str | None = None, code: str = "OPTION_VALUE") -> None:
+    def __init__(
+        self, reason: str, next_step: str | None = None, code: str = "OPTION_VALUE", nearest: str | None = None
+    ) -> None:
         super().__init__(reason)
-        self.reason, self.next_step, self.code = reason, next_step, code
+        self.reason, self.next_step, self.code, self.nearest = reason, next_step, code, nearest
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class OptionType(Generic[T]):
         try:
             return self.read(text)
         except Unfit as why:
-            step = why.next_step or next_step or (self.example and f"write {_call(name, self.example)}")
+            nearest = why.nearest and f"write {_call(name, why.nearest)}"
+            step = why.next_step or nearest or next_step or (self.example and f"write {_call(name, self.example)}")
             raise UsageError(why.code, f"{owner}: option {name!r} {why.reason}.", step) from None
 
 
@@ -76,19 +80,30 @@ TEXT_OR_NONE = OptionType[str | None](lambda text: text or None)
 """An empty text means that the option is not set."""
 
 
-def choice(allowed: Iterable[T] | Mapping[str, T], former: Mapping[str, str] | None = None) -> OptionType[T]:
+def choice(
+    allowed: Iterable[T] | Mapping[str, T],
+    former: Mapping[str, str] | None = None,
+    meant: Mapping[str, str] | None = None,
+) -> OptionType[T]:
     """One of these, in any case.
 
     Args:
-        allowed: the values, or their texts with the values.
+        allowed: the values, or their texts with the values; the first one is the example in errors.
         former: text that is still accepted -> its current spelling.
+        meant: text that is refused -> the value to suggest, where the nearest spelling would mislead.
     """
     texts = dict(allowed) if isinstance(allowed, Mapping) else {str(value): value for value in allowed}
+    spelling = {text.lower(): text for text in texts}
 
     def read(text: str) -> T:
-        now = (former or {}).get(text.lower(), text.lower())
-        if now not in texts:
-            raise Unfit(f"is {text!r}; it must be one of: {', '.join(texts)}")
+        given = text.strip().lower()
+        now = spelling.get((former or {}).get(given, given))
+        if now is None:
+            near = difflib.get_close_matches(given, spelling, n=1)
+            raise Unfit(
+                f"is {text!r}; it must be one of: {', '.join(filter(None, texts))}",
+                nearest=(meant or {}).get(given) or (spelling[near[0]] if near else None),
+            )
         return texts[now]
 
     return OptionType(
@@ -320,6 +335,11 @@ class Options:
 
     def check(self, owner: str) -> None:
         """Raise UsageError if options are incompatible."""
+
+    @property
+    def in_clear(self) -> tuple[str, ...]:
+        """What travels over a network unencrypted, or to a server that is not verified, as sentences for the plan."""
+        return ()
 
 
 def resolve_secret(name: str, value: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,12 +130,22 @@ def _source(name: str, endpoint: Endpoint, offline: bool) -> SourceFacts:
         return SourceFacts(endpoint.label, capability, name=name)
     source = endpoint.source()
     findings = () if offline else _run_preflight(source.preflight)
-    return SourceFacts(endpoint.label, source.capability(), findings, name)
+    return SourceFacts(endpoint.label, source.capability(), (*_in_clear(endpoint, source), *findings), name)
 
 
 def _sink(endpoint: Endpoint, sink: Sink, guarantee: Guarantee, offline: bool) -> SinkFacts:
     findings = () if offline else _run_preflight(lambda: sink.preflight(guarantee))
-    return SinkFacts(endpoint.name or sink.name, endpoint.label, sink.capability(), findings)
+    found = (*_in_clear(endpoint, sink), *findings)
+    return SinkFacts(endpoint.name or sink.name, endpoint.label, sink.capability(), found)
+
+
+def _in_clear(endpoint: Endpoint, part: Any) -> Iterator[Finding]:
+    """Warnings of a source's or sink's options, and of those that it wraps."""
+    for sentence in getattr(getattr(part, "options", None), "in_clear", ()):
+        yield Finding("UNENCRYPTED", f"{endpoint.label}: {sentence}.", refuses=False)
+    for inner in ("source", "sink", "queue"):
+        if (wrapped := getattr(part, inner, None)) is not None and hasattr(wrapped, "options"):
+            yield from _in_clear(endpoint, wrapped)
 
 
 def _run_preflight(preflight: Any) -> tuple[Finding, ...]:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from delivered.kits.caller import NOW_MS, Caller
+from delivered.kits.mysql.tls import tls_of_url
 from delivered.model.errors import Fenced, MissingExtra, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.options import resolve_secret
@@ -157,11 +158,11 @@ def is_lost(error: BaseException) -> bool:
 
 
 def _mysql(url: str, password: str | None) -> Any:
-    import pymysql
+    from delivered.kits.mysql.connection import Connection
 
     parts = urlsplit(url)
-    tls = {k: v.lower() == "true" if k.startswith("ssl_verify") else v for k, v in parse_qsl(parts.query)}
-    return pymysql.connect(
+    return Connection(
+        tls_of_url(url),
         host=parts.hostname or "localhost",
         port=parts.port or 3306,
         user=unquote(parts.username) if parts.username else None,
@@ -170,7 +171,6 @@ def _mysql(url: str, password: str | None) -> Any:
         charset="utf8mb4",
         connect_timeout=int(CONNECT_TIMEOUT_S),
         read_timeout=REQUEST_TIMEOUT_S,
-        **tls,
     )
 
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from delivered.clients.kafka.errors import config_error
+from delivered.clients.kafka.settings import protocol_of
 from delivered.model.errors import MissingExtra, UsageError
 
 T = TypeVar("T")
@@ -47,7 +48,7 @@ def connect(make: Callable[[dict[str, Any]], T], owner: str, settings: Mapping[s
         UsageError: librdkafka rejects a setting or its value.
     """
     try:
-        return make({**settings, "logger": ClientLog(), **callbacks})
+        return make({"security.protocol": protocol_of(settings), **settings, "logger": ClientLog(), **callbacks})
     except kafka_client().KafkaException as error:
         raise config_error(error.args[0].str(), owner, next(iter(settings)) if len(settings) == 1 else None) from None
 

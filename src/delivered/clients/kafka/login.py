@@ -9,9 +9,10 @@ import socket
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from delivered.model.errors import Unreachable, UsageError
+from delivered.clients.kafka.settings import protocol_of
+from delivered.model.errors import InvariantBroken, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 
 CLIENT_ID = "delivered"
@@ -30,7 +31,20 @@ _SASL_DEFAULTS = {
     "sasl_kerberos_domain_name": None,
     "sasl_oauth_token_provider": None,
 }
-_TLS = ("ssl.ca.location", "ssl.certificate.location", "ssl.key.location", "ssl.ca.pem", "ssl.certificate.pem")
+
+
+class _Protocol(NamedTuple):
+    tls: bool
+    sasl: bool
+
+
+_PROTOCOLS = {
+    "PLAINTEXT": _Protocol(tls=False, sasl=False),
+    "SSL": _Protocol(tls=True, sasl=False),
+    "SASL_PLAINTEXT": _Protocol(tls=False, sasl=True),
+    "SASL_SSL": _Protocol(tls=True, sasl=True),
+}
+"""Looked up, never matched by a prefix: an unknown name must not mean a connection without TLS."""
 
 
 class NoAnswer(Exception):
@@ -69,13 +83,19 @@ class Security:
 
 def security(client: Mapping[str, str]) -> Security:
     """How to connect, from librdkafka's settings; those without a counterpart are left out."""
-    protocol = client.get("security.protocol", "PLAINTEXT").upper()
-    tls = _tls(client) if protocol.endswith("SSL") or any(k in client for k in _TLS) else None
+    protocol = protocol_of(client)
+    if protocol not in _PROTOCOLS:
+        raise InvariantBroken(
+            "KAFKA_PROTOCOL",
+            f"kafka.security.protocol is {protocol!r}; it must be one of {', '.join(_PROTOCOLS)}.",
+            next_step='write .option("kafka.security.protocol", "SASL_SSL")',
+        )
+    tls = _tls(client) if _PROTOCOLS[protocol].tls else None
     sasl: dict[str, Any] = {"security_protocol": protocol, **_SASL_DEFAULTS}
     for theirs, ours in _SASL.items():
         if theirs in client:
             sasl[ours] = client[theirs]
-    mechanism = sasl.get("sasl_mechanism", "GSSAPI") if protocol.startswith("SASL") else None
+    mechanism = sasl.get("sasl_mechanism", "GSSAPI") if _PROTOCOLS[protocol].sasl else None
     return Security(tls, mechanism, sasl, client.get("client.id", CLIENT_ID))
 
 
@@ -84,9 +104,9 @@ def _tls(client: Mapping[str, str]) -> ssl.SSLContext:
         context = ssl.create_default_context(
             cafile=client.get("ssl.ca.location"), cadata=client.get("ssl.ca.pem") or None
         )
-        if client.get("ssl.endpoint.identification.algorithm", "https").lower() in ("none", ""):
+        if client.get("ssl.endpoint.identification.algorithm", "https") == "none":
             context.check_hostname = False
-        if client.get("enable.ssl.certificate.verification", "true").lower() == "false":
+        if client.get("enable.ssl.certificate.verification", "true") == "false":
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
         if "ssl.certificate.location" in client:

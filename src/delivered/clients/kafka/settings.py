@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from delivered.model.errors import UsageError
+from delivered.model.hosts import is_loopback
 from delivered.model.options import choice, option, resolve_secret
 
 PREFIX = "kafka."
@@ -46,6 +47,32 @@ _JAAS_LOGIN = re.compile(
 )
 _JAAS_PAIR = re.compile(r"""(\w+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|([^\s;"']+))\s*""")
 MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+_WORDS = {
+    "security.protocol": choice(
+        ("SASL_SSL", "SSL", "SASL_PLAINTEXT", "PLAINTEXT"),
+        meant={"tls": "SSL", "sasl": "SASL_SSL", "plain": "SASL_SSL", "ssl_sasl": "SASL_SSL"},
+    ),
+    "sasl.mechanism": choice((*MECHANISMS, "OAUTHBEARER", "GSSAPI")),
+    "ssl.endpoint.identification.algorithm": choice({"https": "https", "none": "none", "": "none"}),
+    "enable.ssl.certificate.verification": choice(("true", "false")),
+    "isolation.level": choice(("read_committed", "read_uncommitted")),
+    "acks": choice({"all": "all", "-1": "-1", "1": "1", "0": "0"}),
+    "compression.type": choice(("none", "gzip", "snappy", "lz4", "zstd")),
+    "ssl.truststore.type": choice(("PEM", "PKCS12", "JKS")),
+}
+_WORDS |= {
+    "sasl.mechanisms": _WORDS["sasl.mechanism"],
+    "request.required.acks": _WORDS["acks"],
+    "compression.codec": _WORDS["compression.type"],
+    "ssl.keystore.type": _WORDS["ssl.truststore.type"],
+}
+"""Settings that are one of a few words. A misspelt one must not select a weaker one, such as no TLS."""
+_TLS_FILES = (
+    *("ssl.ca.location", "ssl.certificate.location", "ssl.key.location", "ssl.keystore.location"),
+    *("ssl.truststore.location", "ssl.truststore.certificates", "ssl.keystore.certificate.chain", "ssl.keystore.key"),
+    *("ssl.ca.pem", "ssl.certificate.pem", "ssl.key.pem"),
+)
+_SASL_LOGIN = ("sasl.mechanism", "sasl.mechanisms", "sasl.jaas.config")
 
 
 def check_client(owner: str, values: Mapping[str, str], reserved: Mapping[str, str]) -> None:
@@ -85,12 +112,40 @@ def check_client(owner: str, values: Mapping[str, str], reserved: Mapping[str, s
             f"{mechanism!r}.",
             next_step="write librdkafka's own options: kafka.sasl.kerberos.* or kafka.sasl.oauthbearer.*",
         )
-    level = given.get("isolation.level")
-    if level is not None and level not in ("read_committed", "read_uncommitted"):
+    _check_protocol(owner, _words(owner, given))
+
+
+def _words(owner: str, given: Mapping[str, str]) -> dict[str, str]:
+    """The settings, those of `_WORDS` as Kafka spells them. References are checked once resolved."""
+    return {
+        name: kind.parse(owner, PREFIX + name, value)
+        if (kind := _WORDS.get(name)) is not None and not value.startswith(("env:", "file:"))
+        else value
+        for name, value in given.items()
+    }
+
+
+def _check_protocol(owner: str, given: Mapping[str, str]) -> None:
+    """Refuse settings of TLS or SASL that the protocol would leave unused: records and passwords would go in clear."""
+    protocol = given.get("security.protocol", "")
+    if protocol.startswith(("env:", "file:")):
+        return
+    login = next((n for n in _SASL_LOGIN if n in given), None)
+    if login is not None and not protocol.startswith("SASL_"):
+        shown = f"is {protocol}" if protocol else "is not set, which means PLAINTEXT"
         raise UsageError(
-            "OPTION_VALUE",
-            f"{owner}: option 'kafka.isolation.level' is {level!r}; it must be read_committed or read_uncommitted.",
-            next_step='write .option("kafka.isolation.level", "read_committed")',
+            "OPTION_CONFLICT",
+            f"{owner}: option '{PREFIX}{login}' is set, but 'kafka.security.protocol' {shown}: nothing would log in.",
+            next_step='write .option("kafka.security.protocol", "SASL_SSL")',
+        )
+    files = next((n for n in _TLS_FILES if n in given), None)
+    if files is not None and protocol.endswith("PLAINTEXT"):
+        raise UsageError(
+            "OPTION_CONFLICT",
+            f"{owner}: option '{PREFIX}{files}' is set, but 'kafka.security.protocol' is {protocol}: nothing would be "
+            "encrypted.",
+            next_step=f'write .option("kafka.security.protocol", "{protocol.replace("PLAINTEXT", "SSL")}"), or remove '
+            "kafka.ssl.*",
         )
 
 
@@ -113,19 +168,17 @@ def client_options(values: Mapping[str, str]) -> dict[str, str]:
     Args:
         values: options that passed `check_client`.
     """
-    given = {k.removeprefix(PREFIX): v for k, v in values.items() if k.startswith(PREFIX)}
+    given = _words("", {k.removeprefix(PREFIX): v for k, v in values.items() if k.startswith(PREFIX)})
     settings: dict[str, str] = {}
     for name, value in given.items():
         if name == "ssl.truststore.location":
             settings["ssl.ca.location"] = value
-        elif name == "ssl.keystore.location" and given.get("ssl.keystore.type", "").upper() == "PEM":
+        elif name == "ssl.keystore.location" and given.get("ssl.keystore.type") == "PEM":
             settings["ssl.certificate.location"] = settings["ssl.key.location"] = value
         elif name in ("ssl.truststore.type", "ssl.keystore.type"):
             continue
         elif name == "buffer.memory":
             settings["queue.buffering.max.kbytes"] = str(max(1, _bytes(value) // 1024))
-        elif name == "ssl.endpoint.identification.algorithm":
-            settings[name] = value or "none"
         else:
             settings[_RENAMED.get(name, name)] = value
     return settings
@@ -154,7 +207,9 @@ def path_option(does: str) -> Any:
 
 def resolved(client: Mapping[str, str]) -> dict[str, str]:
     """Settings with secrets resolved, ready for a client. Call it only where the client is created."""
-    settings = {k: resolve_secret(PREFIX + k, v) for k, v in client.items()}
+    settings = _words("Kafka", {k: resolve_secret(PREFIX + k, v) for k, v in client.items()})
+    if settings.get("security.protocol") != client.get("security.protocol"):
+        _check_protocol("Kafka", settings)  # it was a reference
     jaas = settings.pop("sasl.jaas.config", None)
     if jaas is not None:
         login = _JAAS_LOGIN.fullmatch(jaas)
@@ -169,6 +224,27 @@ def resolved(client: Mapping[str, str]) -> dict[str, str]:
             )
         settings["sasl.username"], settings["sasl.password"] = pairs["username"], pairs["password"]
     return settings
+
+
+def protocol_of(client: Mapping[str, str]) -> str:
+    """The security protocol of a client's settings. Certificates without a protocol mean TLS."""
+    tls = any(name in client for name in _TLS_FILES)
+    return client.get("security.protocol", "SSL" if tls else "PLAINTEXT")
+
+
+def in_clear(client: Mapping[str, str]) -> tuple[str, ...]:
+    """See `delivered.model.options.Options.in_clear`. `client`: from `client_options`."""
+    mechanism = client.get("sasl.mechanism", client.get("sasl.mechanisms", ""))
+    if client.get("security.protocol") != "SASL_PLAINTEXT" or mechanism != "PLAIN":
+        return ()
+    hosts = [server.strip().rpartition(":")[0] for server in client["bootstrap.servers"].split(",")]
+    far = next((host for host in hosts if not is_loopback(host)), None)
+    if far is None:
+        return ()
+    return (
+        f"kafka.security.protocol=SASL_PLAINTEXT with the mechanism PLAIN sends the password in clear to {far}; write "
+        "SASL_SSL",
+    )
 
 
 def committed_only(client: Mapping[str, str]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from delivered.clients.kafka.rows import Partition
-from delivered.clients.kafka.settings import check_client, client_options, committed_only, path_option
+from delivered.clients.kafka.settings import check_client, client_options, committed_only, in_clear, path_option
 from delivered.connectors.kafka.offsets import (
     EARLIEST,
     LATEST,
@@ -250,6 +250,10 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",), more=(FormatOptions
         passthrough=("kafka.",),
         secret=True,
     )
+
+    @property
+    def in_clear(self) -> tuple[str, ...]:
+        return in_clear(self.client)
 
     def check(self, owner: str) -> None:
         if self.rows_min is not None and self.rows_max is not None and self.rows_min > self.rows_max:

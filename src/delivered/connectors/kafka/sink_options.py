@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 
-from delivered.clients.kafka.settings import check_client, client_options, path_option, resolved
+from delivered.clients.kafka.settings import check_client, client_options, in_clear, path_option, resolved
 from delivered.connectors.kafka.options import SERVERS
 from delivered.kits.options import message_id_columns
 from delivered.kits.schemas.options import FormatOptions
@@ -129,6 +129,10 @@ class SinkOptions(Options, owner=OWNER, ignored=("path",), more=(FormatOptions,)
         shown="the broker's default",
         example="3",
     )
+
+    @property
+    def in_clear(self) -> tuple[str, ...]:
+        return in_clear(self.client)
 
     def resolved(self) -> dict[str, str]:
         """Client settings with secrets resolved. Call it only where they are used."""

@@ -59,15 +59,14 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
         raise MissingExtra("mysql") from None
     password = options.password_resolved()
     credentials = {"user": options.login, "password": None if password is None else password.encode()}
-    tls = {k: v.lower() == "true" if k.startswith("ssl_verify") else v for k, v in options.tls.items()}
     try:
         session = Session(
             CONNECT_TRY_S,
+            options.tls,
             host=options.host,
             port=options.port,
             database=options.database,
             **{k: v for k, v in credentials.items() if v is not None},
-            **tls,
         )
     except ERRORS as error:
         raise errors.explained(error, options) from None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
+from delivered.kits import in_clear
+from delivered.kits.mysql.tls import Tls, parse_tls, tls_of_url
 from delivered.kits.sql.options import (
     LEDGER_SCHEMA_DEFAULT,
     ServerOptions,
@@ -12,11 +14,10 @@ from delivered.kits.sql.options import (
     identifier,
     table_name,
 )
-from delivered.model.options import Unfit, option
+from delivered.model.options import option
 
 IDENTIFIER_LENGTH_MAX = 64
 PORT_DEFAULT = 3306
-TLS_PARAMETERS = ("ssl_ca", "ssl_cert", "ssl_key", "ssl_verify_cert", "ssl_verify_identity")
 
 _NAME = identifier(
     lambda name: len(name) <= IDENTIFIER_LENGTH_MAX and not name.endswith(" "),
@@ -28,12 +29,8 @@ _HINT = 'write .option("dbtable", "shop.orders"); quote other names with backtic
 def _usable(parts: SplitResult) -> bool:
     if "/" in parts.path[1:] or parts.port == 0:
         return False
-    unknown = sorted({name for name, _ in parse_qsl(parts.query)} - {*TLS_PARAMETERS, "password"})
-    if unknown and parts.password is None:
-        raise Unfit(
-            f"has the parameter {unknown[0]!r}; supported after ? are {', '.join(TLS_PARAMETERS)}",
-            "remove it: parameters of JDBC drivers are not supported",
-        )
+    if parts.password is None and "password" not in parse_qs(parts.query):
+        parse_tls(parts.query)
     return True
 
 
@@ -42,7 +39,8 @@ class MysqlOptions(ServerOptions, owner="delivered_mysql sink"):
 
     url: str = option(
         "url",
-        "URL of the database: mysql://host:3306/name, or jdbc:mysql:, mariadb:. TLS parameters after ?: ssl_ca=PATH.",
+        "URL of the database: mysql://host:3306/name, or jdbc:mysql:, mariadb:. With ?ssl_ca=PATH the certificate and "
+        "the name of the server are verified.",
         database_url("mysql://host:3306/database", ("mysql", "mariadb"), ("password",), _usable),
         example="mysql://localhost:3306/shop",
     )
@@ -58,6 +56,10 @@ class MysqlOptions(ServerOptions, owner="delivered_mysql sink"):
         _NAME,
         default=LEDGER_SCHEMA_DEFAULT,
     )
+
+    @property
+    def in_clear(self) -> tuple[str, ...]:
+        return in_clear.mysql(self.url)
 
     @property
     def host(self) -> str:
@@ -79,6 +81,6 @@ class MysqlOptions(ServerOptions, owner="delivered_mysql sink"):
         return self.user or (unquote(named) if named else None)
 
     @property
-    def tls(self) -> dict[str, str]:
-        """TLS parameters of the url, by the client's names."""
-        return dict(parse_qsl(urlsplit(self.url).query))
+    def tls(self) -> Tls | None:
+        """From the url; None: TLS is used if the server offers it, and nothing is verified."""
+        return tls_of_url(self.url)

@@ -8,14 +8,14 @@ statement is an error.
 from __future__ import annotations
 
 import socket
-import ssl
-from functools import lru_cache
 from typing import Any
 
 import pymysql
 from pymysql.constants import CLIENT, COMMAND, CR, SERVER_STATUS
 from pymysql.protocol import OKPacketWrapper
 
+from delivered.kits.mysql.connection import Connection
+from delivered.kits.mysql.tls import Tls
 from delivered.model.errors import InvariantBroken
 from delivered.model.limits import REQUEST_TIMEOUT_S
 
@@ -24,17 +24,18 @@ PACKET_BYTES = 1 << 17
 """Packet size of a load."""
 
 
-class Session(pymysql.connections.Connection):  # type: ignore[misc]
+class Session(Connection):
     """One connection with manual transactions. Used by one thread.
 
     Attributes:
         nonce: of the named lock that shows that this session is alive; empty: none.
     """
 
-    def __init__(self, connect_s: float, **settings: Any) -> None:
+    def __init__(self, connect_s: float, tls: Tls | None, **settings: Any) -> None:
         self.nonce = ""
         # The client's own handling, `local_infile`, stays off.
         super().__init__(
+            tls,
             **settings,
             autocommit=True,
             charset="utf8mb4",
@@ -58,11 +59,6 @@ class Session(pymysql.connections.Connection):  # type: ignore[misc]
         super().connect(sock)
         # Statements may take long: moving a batch, waiting for a lock. Keep-alives detect a dead peer.
         self._read_timeout = self._write_timeout = None
-
-    def _create_ssl_ctx(self, sslp: Any) -> Any:
-        """Opportunistic TLS verifies nothing, so skip loading the system's certificates, which takes 20 ms and more per
-        connection."""
-        return super()._create_ssl_ctx(sslp) if sslp else _unverified()
 
     @property
     def mariadb(self) -> bool:
@@ -108,14 +104,6 @@ class Session(pymysql.connections.Connection):  # type: ignore[misc]
         answer = OKPacketWrapper(self._read_packet())
         self.server_status = answer.server_status
         return int(answer.affected_rows), int(answer.warning_count)
-
-
-@lru_cache(maxsize=1)
-def _unverified() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
 
 
 def _keep_alive(sock: socket.socket) -> None:

@@ -6,10 +6,11 @@ import contextlib
 import sqlite3
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
-from delivered.connectors.outbox.options import OWNER, TLS_PARAMETERS, OutboxOptions
+from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.kits.caller import Caller, cause
+from delivered.kits.mysql.tls import tls_of_url
 from delivered.model import patience
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
@@ -174,12 +175,12 @@ def _text(value: Any) -> str:
 
 def _mysql(options: OutboxOptions) -> Any:
     try:
-        import pymysql
+        from delivered.kits.mysql.connection import Connection
     except ImportError:
         raise MissingExtra("outbox") from None
     parts = urlsplit(options.url)
-    tls = {k: v for k, v in parse_qsl(parts.query) if k in TLS_PARAMETERS}
-    connection = pymysql.connect(
+    connection = Connection(
+        tls_of_url(options.url),
         host=parts.hostname or "localhost",
         port=parts.port or 3306,
         user=options.user or (unquote(parts.username) if parts.username else None),
@@ -190,7 +191,6 @@ def _mysql(options: OutboxOptions) -> Any:
         connect_timeout=_CONNECT_TRY_S,
         program_name="delivered",
         init_command="SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
-        **{k: v.lower() == "true" if k.startswith("ssl_verify") else v for k, v in tls.items()},
     )
     connection.rollback()
     return connection

@@ -7,6 +7,8 @@ import re
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from delivered.kits import in_clear
+from delivered.kits.mysql.tls import parse_tls
 from delivered.kits.options import password_in_url, rows_max_option
 from delivered.model.errors import UsageError
 from delivered.model.options import FLAG, Options, OptionType, Unfit, choice, option, resolve_secret, whole
@@ -23,7 +25,6 @@ DIALECTS = {
     "sqlite": "sqlite",
 }
 COLUMNS = ("id", "aggregatetype", "aggregateid", "type", "payload")
-TLS_PARAMETERS = ("ssl_ca", "ssl_cert", "ssl_key", "ssl_verify_cert", "ssl_verify_identity")
 SLOT_LENGTH_MAX = 63
 _EXAMPLES = "postgresql://host/db, mysql://host/db or sqlite:///folder/file.db"
 
@@ -45,6 +46,8 @@ def _url(text: str) -> str:
         raise Unfit(f"is not of the form {_EXAMPLES}")
     if parts.password is not None or "password" in dict(parse_qsl(parts.query)):
         raise password_in_url("env:DATABASE_PASSWORD")
+    if DIALECTS[parts.scheme] == "mysql":
+        parse_tls(parts.query)
     return url
 
 
@@ -90,6 +93,11 @@ class OutboxOptions(Options, owner=OWNER, ignored=("path",)):
         renamed: columns that the table names otherwise.
         slot_named, publication_named, positions_named: None: the default.
     """
+
+    @property
+    def in_clear(self) -> tuple[str, ...]:
+        kind = {"postgres": in_clear.postgres, "mysql": in_clear.mysql}.get(DIALECTS[urlsplit(self.url).scheme])
+        return () if kind is None else kind(self.url)
 
     url: str = option(
         "url", f"URL of the database: {_EXAMPLES}.", OptionType(_url), example="postgresql://localhost/shop"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from delivered.kits import in_clear
 from delivered.kits.sql.options import (
     LEDGER_SCHEMA_DEFAULT,
     ServerOptions,
@@ -46,3 +47,7 @@ class PostgresOptions(ServerOptions, owner="delivered_postgres sink"):
         _NAME,
         default=LEDGER_SCHEMA_DEFAULT,
     )
+
+    @property
+    def in_clear(self) -> tuple[str, ...]:
+        return in_clear.postgres(self.url)

@@ -24,7 +24,18 @@ from delivered.kits.options import (
     rows_max_option,
 )
 from delivered.model.errors import UsageError
-from delivered.model.options import FLAG, Option, Options, OptionType, Unfit, choice, option, several, whole
+from delivered.model.hosts import is_loopback
+from delivered.model.options import (
+    FLAG,
+    Option,
+    Options,
+    OptionType,
+    Unfit,
+    choice,
+    option,
+    several,
+    whole,
+)
 
 SOURCE = "delivered_pulsar source"
 SINK = "delivered_pulsar sink"
@@ -77,6 +88,16 @@ class Place(Options):
         default=None,
         shown="the system's trust store",
     )
+
+    @property
+    def in_clear(self) -> tuple[str, ...]:
+        if self.token is None:
+            return ()
+        plain = [
+            u for urls in (self.url, self.admin_url) for u in urls.split(",") if u.startswith(("pulsar://", "http://"))
+        ]
+        hosts = sorted({h for u in plain if not is_loopback(h := urlsplit(u).hostname) and h})
+        return tuple(f"the token is sent in clear to {h}; write pulsar+ssl:// and https://" for h in hosts)
 
     def check(self, owner: str) -> None:
         if (

@@ -12,7 +12,17 @@ from urllib.parse import urlsplit
 
 from delivered.kits.options import password_in_url
 from delivered.model.errors import UsageError
-from delivered.model.options import Option, Options, OptionType, Unfit, choice, resolve_secret, several, whole
+from delivered.model.hosts import is_loopback
+from delivered.model.options import (
+    Option,
+    Options,
+    OptionType,
+    Unfit,
+    choice,
+    resolve_secret,
+    several,
+    whole,
+)
 
 PREFIX = "schema.registry."
 URL = f"{PREFIX}url"
@@ -226,6 +236,14 @@ class FormatOptions(Options):
     @property
     def url(self) -> str:
         return self.registry["url"]
+
+    @property
+    def in_clear(self) -> tuple[str, ...]:
+        hosts = [urlsplit(u) for u in self.registry.get("url", "").split(",")]
+        far = next((u.hostname for u in hosts if u.scheme == "http" and not is_loopback(u.hostname)), None)
+        if far is None or LOGIN.removeprefix(PREFIX) not in self.registry:
+            return ()
+        return (f"the login of the schema registry is sent in clear to {far}; write https://",)
 
     def check(self, owner: str) -> None:
         if self.sides and "url" not in self.registry:

@@ -1,0 +1,1 @@
+"""How a connection to MySQL or MariaDB is encrypted, verified and logged in."""

@@ -1,0 +1,147 @@
+"""What `kafka.security.protocol` and its like may be: a misspelt word must not turn TLS or a login off."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import pytest
+import yaml
+
+from delivered.clients.kafka.login import security
+from delivered.clients.kafka.settings import check_client, client_options, protocol_of, resolved
+from delivered.connectors.kafka import CONNECTOR, options
+from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
+from delivered.pipeline.definition import Definition
+from delivered.pipeline.facts import gather
+
+PLAIN = {"kafka.security.protocol": "SASL_PLAINTEXT", "kafka.sasl.mechanism": "PLAIN"}
+SERVERS = {"kafka.bootstrap.servers": "broker.example:9092"}
+
+
+def client(**given: str) -> dict[str, str]:
+    values = {**SERVERS, **{f"kafka.{name.replace('_', '.')}": value for name, value in given.items()}}
+    check_client("owner", values, {})
+    return resolved(client_options(values))
+
+
+@pytest.mark.parametrize(
+    ("written", "tls", "sasl"),
+    [("PLAINTEXT", False, False), ("ssl", True, False), ("sasl_plaintext", False, True), ("Sasl_Ssl", True, True)],
+)
+def test_the_four_protocols_in_any_case(written: str, tls: bool, sasl: bool) -> None:
+    found = security(client(security_protocol=written, **({"sasl_mechanism": "plain"} if sasl else {})))
+    assert (found.tls is not None, found.mechanism) == (tls, "PLAIN" if sasl else None)
+
+
+@pytest.mark.parametrize(
+    ("written", "suggested"),
+    [
+        ("TLS", "SSL"), ("SASL_SLL", "SASL_SSL"), ("SASL_TLS", "SASL_SSL"), ("SASL", "SASL_SSL"),
+        ("sasl-ssl", "SASL_SSL"), ("SSLv3", "SSL"), ("PLAIN", "SASL_SSL"),
+        ("", "SASL_SSL"), ("none", "SASL_SSL"), ("SASL_SSL;", "SASL_SSL"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("part", ["source", "sink"])
+def test_any_other_protocol_is_refused_where_options_are_parsed(written: str, suggested: str, part: str) -> None:
+    given = {**SERVERS, "kafka.security.protocol": written, "kafka.sasl.mechanism": "PLAIN"}
+    with pytest.raises(UsageError, match=r"security\.protocol.*PLAINTEXT") as caught:
+        if part == "source":
+            options.SourceOptions.parse({**given, "subscribe": "t"})
+        else:
+            CONNECTOR.sink({**given, "topic": "t"})
+    assert f'"{suggested}"' in (caught.value.next_step or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("ssl.endpoint.identification.algorithm", "htps"),
+        ("ssl.endpoint.identification.algorithm", "false"),
+        ("enable.ssl.certificate.verification", "flase"),
+        ("enable.ssl.certificate.verification", "no"),
+        ("sasl.mechanism", "SCRAM-SHA256"),
+        ("sasl.mechanisms", "PLIAN"),
+        ("isolation.level", "read-committed"),
+        ("acks", "al"),
+        ("request.required.acks", "al"),
+        ("compression.type", "lz5"),
+        ("ssl.keystore.type", "P12"),
+    ],
+)
+def test_no_enumeration_takes_another_word(name: str, written: str) -> None:
+    with pytest.raises(UsageError, match=name.replace(".", r"\.")) as caught:
+        check_client("owner", {**SERVERS, "kafka.security.protocol": "SASL_SSL", f"kafka.{name}": written}, {})
+    assert caught.value.code == "DELIVERED_OPTION_VALUE"
+
+
+def test_a_reference_is_checked_where_it_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTOCOL", "TLS")
+    with pytest.raises(UsageError, match=r"security\.protocol"):
+        client(security_protocol="env:PROTOCOL")
+    monkeypatch.setenv("PROTOCOL", "ssl")
+    assert security(client(security_protocol="env:PROTOCOL")).tls is not None
+    monkeypatch.setenv("PROTOCOL", "PLAINTEXT")
+    with pytest.raises(UsageError, match="nothing would log in"):
+        client(security_protocol="env:PROTOCOL", sasl_mechanism="PLAIN")
+
+
+def test_settings_that_the_protocol_leaves_unused_are_refused() -> None:
+    for login in ({"sasl_mechanism": "GSSAPI"}, {"sasl_mechanism": "PLAIN", "security_protocol": "SSL"}):
+        with pytest.raises(UsageError, match="nothing would log in"):
+            client(**login)
+    for plain in ("PLAINTEXT", "SASL_PLAINTEXT"):
+        with pytest.raises(UsageError, match="nothing would be encrypted"):
+            client(ssl_ca_location="/ca.pem", security_protocol=plain)
+
+
+def test_trusted_certificates_alone_mean_tls_for_every_client() -> None:
+    given = {**SERVERS, "kafka.ssl.truststore.location": "/ca.pem", "kafka.ssl.truststore.type": "pem"}
+    assert protocol_of(client_options(given)) == "SSL"
+    assert protocol_of(client_options(SERVERS)) == "PLAINTEXT"
+
+
+def test_certificate_and_name_are_verified_unless_the_words_say_no() -> None:
+    found = security(client(security_protocol="SSL")).tls
+    assert found is not None and (found.verify_mode, found.check_hostname) == (ssl.CERT_REQUIRED, True)
+    anybody = security(client(security_protocol="SSL", ssl_endpoint_identification_algorithm="NONE")).tls
+    assert anybody is not None and (anybody.verify_mode, anybody.check_hostname) == (ssl.CERT_REQUIRED, False)
+    nothing = security(client(security_protocol="SSL", enable_ssl_certificate_verification="FALSE")).tls
+    assert nothing is not None and nothing.verify_mode == ssl.CERT_NONE
+
+
+def test_a_protocol_that_reaches_the_client_unchecked_opens_no_connection() -> None:
+    with pytest.raises(InvariantBroken, match="KAFKA_PROTOCOL"):
+        security({"security.protocol": "TLS"})
+
+
+@pytest.mark.parametrize(
+    ("system", "given", "said"),
+    [
+        ("kafka", {**SERVERS, "topic": "t", **PLAIN},
+         "password in clear to broker.example"),
+        ("postgres", {"url": "postgresql://db.example/shop", "dbtable": "t"}, "sslmode=prefer"),
+        ("postgres", {"url": "postgresql:///shop?host=db.example&sslmode=disable", "dbtable": "t"}, "sslmode=disable"),
+        ("mysql", {"url": "mysql://db.example/shop", "dbtable": "t"}, "not required to be encrypted"),
+        ("rabbitmq", {"url": "amqp://me@mq.example", "password": "env:P", "ledger": "l"}, "in clear to mq.example"),
+    ],
+)  # fmt: skip
+def test_the_plan_warns_of_what_travels_in_clear(system: str, given: dict[str, str], said: str, tmp_path: Path) -> None:
+    def warnings(options: dict[str, str]) -> str:
+        file = tmp_path / "p.yaml"
+        sinks = [{"format": system, **options}]
+        declared = {"pipeline": "p", "guarantee": "at_least_once", "checkpoint": str(tmp_path / "c"), "sinks": sinks}
+        file.write_text(yaml.safe_dump({**declared, "source": {"format": "spark:rate"}}))
+        request = gather(Definition.from_file(file), None, offline=True, takeover=False)
+        return " ".join(f.message for f in request.findings)
+
+    assert said in warnings(given)
+    here = {"db.example": "localhost", "mq.example": "127.0.0.1", "broker.example": "[::1]"}
+    near = {k: next((v.replace(far, h) for far, h in here.items() if far in v), v) for k, v in given.items()}
+    assert not warnings(near)
+
+
+def test_the_suggestion_of_an_option_is_the_nearest_word() -> None:
+    with pytest.raises(DeliveredError) as caught:
+        CONNECTOR.sink({**SERVERS, "topic": "t", "client": "librdkafa"})
+    assert '"librdkafka"' in str(caught.value)
