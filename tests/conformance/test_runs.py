@@ -13,11 +13,11 @@ from tests.support.sinks import EXACT, SCHEMA, SHARDS, SINKS, Rig
 from tests.support.sweeps import sweep
 
 from delivered.contract.powers import ready_target
+from delivered.engine import decide
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.kits.sql import store as sql_store
 from delivered.ledger import ledger as rules
 from delivered.model.capability import Commit
 from delivered.model.errors import Refused
@@ -40,8 +40,7 @@ ONCE_MORE = (
 
 @pytest.fixture(params=sweep([n for n in SINKS if "s3" not in n], lambda name: name not in ONCE_MORE))
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    for module in (sql_store, rules):
-        monkeypatch.setattr(module, "LEDGER_INCARNATIONS", KEPT)
+    monkeypatch.setattr(rules, "LEDGER_INCARNATIONS", KEPT)
     return Rig(SINKS[request.param](request))
 
 
@@ -144,8 +143,9 @@ def decided_and_killed(rig: Rig, name: str, number: int) -> None:
     prepared = tuple(p for m in run.write(plan, rows_of(rig, number)) for p in m.participants)
     total = sum((p.fingerprint for p in prepared), Fingerprint())
     decision = Decision(
-        run.rig.scope, run.context.owner.id, EXACT, 0, run.offsets, prepared, total, Fingerprint(), 10**14
-    )
+        run.rig.scope, run.context.owner.id, EXACT, 0, run.offsets, prepared, total, Fingerprint(), 0,
+        sequence=run.context.ledger.look().next_sequence,
+    )  # fmt: skip
     assert run.context.ledger.decide(decision) == Ok(None)
 
 
@@ -165,3 +165,39 @@ def test_an_older_run_given_again_leaves_the_decided_rows_of_a_killed_one(rig: R
         assert visible_at_last(rig, rig.expected(0))
     Run(rig, "r2")(rows_of(rig, 2))  # finishes r1, which must still be prepared
     assert visible_at_last(rig, rig.expected(0, 1, 2))
+
+
+@pytest.mark.parametrize("name", ["kafka", "postgres-two-phase"])
+def test_p30_a_killed_run_is_not_taken_for_older_than_one_of_a_host_whose_clock_is_ahead(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, now = Rig(SINKS[name](request)), time.time_ns
+
+    def ahead(run: str, number: int) -> None:
+        with monkeypatch.context() as clock:
+            clock.setattr(time, "time_ns", lambda: now() + 1_800 * 1_000_000_000)
+            Run(rig, run)(rows_of(rig, number))
+
+    def killed(name: str, number: int) -> Decision:
+        """After its decision, before its rows are visible."""
+        run = Run(rig, name)
+        messages = run.write(run.plan(), rows_of(rig, number))
+        with monkeypatch.context() as dead:
+            dead.setattr(decide, "_apply", lambda *_: None)
+            decision = run.commit(messages)
+        assert decision is not None
+        return decision
+
+    ahead("r0", 0)
+    killed("r1", 1)
+    Run(rig, "r2")(rows_of(rig, 2))  # finishes r1
+    assert Run(rig, "r1")(rows_of(rig, 1)) is None
+    assert visible_at_last(rig, rig.expected(0, 1, 2))
+    ahead("r3", 3)
+    committer = Run(rig, "r4").context.committer
+    for prepared in killed("r4", 4).participants:  # as if they had timed out
+        assert committer.abort(prepared) == Ok(None)
+    rewritten = Run(rig, "r4")(rows_of(rig, 4))
+    assert rewritten is not None
+    assert rewritten.revision == 1
+    assert visible_at_last(rig, rig.expected(0, 1, 2, 3, 4))

@@ -44,7 +44,8 @@ STORES = {
 """One sink per kind of store, and its number of histories."""
 DRIVERS, PROCESSES, STEPS = 2, 2, 25
 _pipelines = itertools.count()
-_moments = itertools.count(1_700_000_000_000)
+_moments = itertools.count(1_700_000_000_000, -3_600_000)
+"""By a clock that is set back an hour before each decision: it must not order anything (P30)."""
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Model:
     superseded: set[str] = field(default_factory=set)
     claims: int = 0
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
+    sequence: int = 0
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -143,11 +145,13 @@ class StoreMachine(RuleBasedStateMachine):
         if (d, p) not in self.held:
             return
         batch = self.mine.last.batch + 1 + ahead if self.mine.last else ahead
-        begun = Begun(batch, f'{{"0":{batch}}}')
+        self.model.sequence += 1
+        begun = Begun(batch, f'{{"0":{batch}}}', self.model.sequence)
         outcome = self.ledgers[d][p].begin(begun)
         if self.current(d, p):
             assert outcome == Ok(None)
-            self.mine.begun = begun
+            if self.mine.begun != begun:
+                self.mine.begun = begun
         else:
             assert isinstance(outcome, Failed)
 
@@ -188,9 +192,10 @@ class StoreMachine(RuleBasedStateMachine):
                 return replace(last, revision=last.revision + 1, decided_at_ms=next(_moments))
             case _:
                 batch = 0 if last is None else last.batch + 1 if what == "next" else last.batch - 1
+                self.model.sequence += 1
                 return Decision(
                     self.scope, "driver", Guarantee.EXACTLY_ONCE, batch, f'{{"0":{batch}}}', (),
-                    Fingerprint(batch + 1, 1, 2), Fingerprint(), next(_moments),
+                    Fingerprint(batch + 1, 1, 2), Fingerprint(), next(_moments), sequence=self.model.sequence,
                 )  # fmt: skip
 
     def current(self, d: int, p: int) -> bool:
@@ -201,10 +206,11 @@ class StoreMachine(RuleBasedStateMachine):
         assert (state.owner.id if state.owner else None) == self.model.owner
         assert state.last == self.mine.last
         assert state.begun == self.mine.begun
-        decided = sorted((c.last for c in others.values() if c.last), key=lambda x: -x.decided_at_ms)
+        decided = sorted((c.last for c in others.values() if c.last), key=lambda d: -d.sequence)
         assert list(state.earlier) == decided, "newest first"
-        begun = {i: c.begun for i, c in others.items() if c.begun and not c.last}
-        assert dict(state.earlier_begun) == begun
+        begun = [(i, c.begun) for i, c in others.items() if c.begun and not c.last]
+        assert list(state.earlier_begun) == sorted(begun, key=lambda b: -b[1].sequence), "newest first"
+        assert state.followed == sum(1 for d in decided if self.mine.last and d.sequence > self.mine.last.sequence)
 
 
 def check(sink: Sink, histories: int, phases: Collection[Phase] = tuple(Phase)) -> None:
@@ -250,6 +256,32 @@ def test_ledger_of_a_later_version_is_refused(
         with pytest.raises(Refused, match="FORMAT_NEWER"):
             use(ledger)
         ledger.close()
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_records_of_an_earlier_release_precede_later_ones(name: str, request: pytest.FixtureRequest) -> None:
+    """They have no sequence. The newest of them has a time ahead of all others."""
+    sink, pipeline = SINKS[name](request), f"store{next(_pipelines)}"
+    ready_target(sink, SCHEMA)
+    hour_ms, start_ms = 3_600_000, 1_700_000_000_000
+    for incarnation, at_ms, sequence in (
+        ("old", start_ms, 0), ("newest-old", start_ms + 2 * hour_ms, 0), ("new", start_ms + hour_ms, 1)
+    ):  # fmt: skip
+        scope = Scope(pipeline, "sink", incarnation)
+        ledger = open_ledger(sink, scope)
+        ledger.claim(Owner(incarnation, "host", 1, 2))
+        fingerprint = Fingerprint(1, 1, 2)
+        decision = Decision(
+            scope, incarnation, Guarantee.EXACTLY_ONCE, 0, '{"0":0}', (), fingerprint, Fingerprint(), at_ms,
+            sequence=sequence,
+        )  # fmt: skip
+        assert ledger.decide(decision) == Ok(None)
+        ledger.close()
+    ledger = open_ledger(sink, Scope(pipeline, "sink", "next"))
+    state = ledger.look()
+    ledger.close()
+    assert [d.scope.incarnation for d in state.earlier] == ["new", "newest-old", "old"]
+    assert state.next_sequence == 2
 
 
 MUTANTS: dict[str, tuple[object, str, Callable[..., object]]] = {

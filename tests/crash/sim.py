@@ -81,7 +81,14 @@ class Crash:
 
 @dataclass
 class Checkpoint:
+    """
+    Attributes:
+        start: offsets of the first batch; empty: the source's own. until: the source's end for this checkpoint.
+    """
+
     incarnation: str = "inc-1"
+    start: dict[str, int] = field(default_factory=dict)
+    until: int | None = None
     offsets: dict[int, dict[str, int]] = field(default_factory=dict)
     commits: set[int] = field(default_factory=set)
 
@@ -145,7 +152,7 @@ class Driver:
             raise Failure("a task failed too often")
         for _ in range(1 + self.sim.commit_again):
             try:
-                commit_batch(self.committer, view.batch, view.offsets, messages)
+                commit_batch(self.committer, view.batch, view.offsets, messages, run=view.run)
             except Exception:
                 abort_batch(self.committer, messages)
                 raise
@@ -180,6 +187,8 @@ class Sim:
         change: (batch of rows, number of the run) -> rows: a transform that is not deterministic.
         commit_again: number of repeated commit calls for each batch.
         on_start: called before each start of a driver, with its number from 0.
+        starts_max: starts of a driver; 1: a killed one is not restarted.
+        runs: each checkpoint is a run of `df.write`.
         keeps_state: the query is stateful: Spark keeps what tasks read (`read`) of a logged batch.
         stages_rerun: a task that runs again does so in another attempt of its stage: its attempt is 0 again (P31).
         arbiters: by owner: a driver's process outlives a query.
@@ -200,6 +209,8 @@ class Sim:
     keeps_state: bool = False
     stages_rerun: bool = False
     arbiters: dict[str, Grants] = field(default_factory=dict)
+    starts_max: int = STARTS_MAX
+    runs: bool = False
     read: dict[tuple[int, int], list[bytes]] = field(default_factory=dict)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     problems: list[str] = field(default_factory=list)
@@ -308,19 +319,25 @@ class Sim:
         log = self.checkpoint
         newest = max(log.offsets, default=None)
         if newest is None or newest in log.commits:
-            start = log.offsets[newest] if newest is not None else self.source.driver().initial()
-            end = {p: min(at + self.rows, len(self.world.inputs[int(p)])) for p, at in start.items()}
+            start = log.offsets[newest] if newest is not None else self._first(log)
+            until = log.until
+            ends = {p: len(self.world.inputs[int(p)]) if until is None else until for p in start}
+            end = {p: min(at + self.rows, ends[p]) for p, at in start.items()}
             if end == start:
                 return None
             newest = 0 if newest is None else newest + 1
             log.offsets[newest] = end
         logged = max(log.commits, default=None)
-        return CheckpointView(log.incarnation, newest, json.dumps(log.offsets[newest]), logged)
+        return CheckpointView(log.incarnation, newest, json.dumps(log.offsets[newest]), logged, self.runs)
+
+    def _first(self, log: Checkpoint) -> dict[str, int]:
+        found: dict[str, int] = log.start or self.source.driver().initial()
+        return found
 
     def tasks(self, driver: Driver, plan: BatchPlan) -> list[ShardMessage | None]:
         log = self.checkpoint
         source = self.source.driver()
-        start = log.offsets[plan.batch - 1] if plan.batch else source.initial()
+        start = log.offsets[plan.batch - 1] if plan.batch else self._first(log)
         slices = source.slices(start, log.offsets[plan.batch])
         return [self._shard(driver, plan, shard, piece) for shard, piece in enumerate(slices)]
 
@@ -401,7 +418,7 @@ class Sim:
             self._run()
             for crash, pause in list(self._pauses):
                 self._resume(crash, pause)
-            if not self._done():
+            if not self._done() and self.starts_max > 1:
                 self._run()
         finally:
             step.install(None)
@@ -412,12 +429,12 @@ class Sim:
 
     def _done(self) -> bool:
         log = self.checkpoint
-        ends = {str(p): len(rows) for p, rows in enumerate(self.world.inputs)}
+        ends = {str(p): len(rows) if log.until is None else log.until for p, rows in enumerate(self.world.inputs)}
         return bool(log.commits) and log.offsets.get(max(log.commits)) == ends and max(log.offsets) in log.commits
 
     def _run(self) -> None:
         driver: Driver | None = None
-        for _ in range(STARTS_MAX):
+        for _ in range(self.starts_max):
             if self.on_start is not None:
                 self.on_start(self, self.starts)
             if self.expire_on_start and self.starts:

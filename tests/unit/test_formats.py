@@ -26,7 +26,7 @@ from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
 from delivered.model.prepared import Handle, Prepared, Promise
-from delivered.model.record_format import FORMAT, LOG_PROPERTY
+from delivered.model.record_format import FORMAT, LOG_FORMAT, LOG_PROPERTY
 from delivered.model.work import Begun, Decision, Owner
 
 FORMATS = Path(__file__).parent / "formats"
@@ -34,7 +34,10 @@ UNNUMBERED: dict[str, str] = json.loads((FORMATS / "unnumbered.json").read_text(
 """As they were written before formats were numbered."""
 FORMAT_1: dict[str, str] = json.loads((FORMATS / "format_1.json").read_text())
 """As 0.1 writes them. A later format gets a file of its own; this one stays."""
-STORED = [(name, kind) for name, records in (("unnumbered", UNNUMBERED), ("format_1", FORMAT_1)) for kind in records]
+FORMAT_2: dict[str, str] = json.loads((FORMATS / "format_2.json").read_text())
+"""Records that this format changed."""
+RECORDS = {"unnumbered": UNNUMBERED, "format_1": FORMAT_1, "format_2": FORMAT_2}
+STORED = [(name, kind) for name, records in RECORDS.items() for kind in records]
 
 
 def progress(text: str, folder: Path) -> Any:
@@ -75,7 +78,7 @@ READERS: dict[str, Callable[[str, Path], Any]] = {
 
 @pytest.mark.parametrize(("records", "kind"), STORED)
 def test_stored_record_is_read(records: str, kind: str, tmp_path: Path) -> None:
-    text = (UNNUMBERED if records == "unnumbered" else FORMAT_1)[kind]
+    text = RECORDS[records][kind]
     found = READERS[kind](text, tmp_path)
     owner = Owner("driver-2", "host-1", 4711, 1763884700000, ("driver-1", "driver-0"))
     match kind:
@@ -86,6 +89,7 @@ def test_stored_record_is_read(records: str, kind: str, tmp_path: Path) -> None:
                 "the ledger's sink was not named"
             )
             assert [*found.transforms[1].accounts] == ["kafka"]
+            assert found.sequence == (7 if records == "format_2" else 0)
             assert (found.transform, found.transforms[1].batch) == ("def", 40)
             assert [p.given_up for p in found.participants] == [{}, {}, {"unknown": 2}], "it stood in the handle"
             stored = json.loads(text)
@@ -99,6 +103,7 @@ def test_stored_record_is_read(records: str, kind: str, tmp_path: Path) -> None:
             assert found == (owner, {"epoch": 9})
         case "begun":
             assert found == Begun(42, '{"orders":{"0":4200}}')
+            assert found.sequence == (7 if records == "format_2" else 0)
         case "marker":
             assert found == ("5f0c7f9e-3a63-4f0e-9a53-0d1f0a7a6d11", 41, Fingerprint(10, 11, 12))
         case "first_offsets":
@@ -201,7 +206,7 @@ def test_log_of_a_later_version_is_refused(tmp_path: Path) -> None:
 
     path = str(tmp_path / "log")
     append(path, pa.table({"value": [b"a"]}))
-    assert open_table(path, {}).metadata().configuration[LOG_PROPERTY] == str(FORMAT)
+    assert open_table(path, {}).metadata().configuration[LOG_PROPERTY] == str(LOG_FORMAT)
     table = deltalake.DeltaTable(path)
     table.alter.set_table_properties({LOG_PROPERTY: str(FORMAT + 1)}, raise_if_not_exists=False)
     with pytest.raises(Refused, match="FORMAT_NEWER"):

@@ -114,7 +114,7 @@ def commit_batch(
         decision = repaired(context, last, shards)
     else:
         complete(context, batch, shards)
-        decision = _decision(context, batch, offsets, shards, last)
+        decision = _decision(context, batch, offsets, shards, state)
     began = time.monotonic()
     _decide(context, decision, orphans(shards, last) if last else list(written(shards)))
     decided = time.monotonic()
@@ -190,9 +190,9 @@ def _same_claim(state: LedgerState, batch: int, shards: Sequence[ShardMessage]) 
 
 
 def _decision(
-    context: Context, batch: int, offsets: str, shards: Sequence[ShardMessage], last: Decision | None
+    context: Context, batch: int, offsets: str, shards: Sequence[ShardMessage], state: LedgerState
 ) -> Decision:
-    participants = written(shards)
+    participants, last = written(shards), state.last
 
     def account(sink: str, before: Account) -> Account:
         total = sum((p.fingerprint for p in participants if p.sink == sink), before.total)
@@ -213,6 +213,7 @@ def _decision(
         others={s: account(s, before.get(s, Account())) for s in sorted({*context.others, *before})},
         targets=decided_targets(context, last, shards[0].plan.targets) if shards else known_targets(context, last),
         transforms=transforms_after(last, context.transform, batch),
+        sequence=state.next_sequence,
     )
 
 

@@ -72,7 +72,10 @@ def plan_batch(
     match verdict:
         case DecidedBatch(decision):
             log.info("batch %d was decided; finishing it", view.batch, extra={"step": StepId.RECOVER_APPLY})
-            rewrite = _finish(context, decision, state.earlier[0] if view.run and state.earlier else None)
+            newest = state.earlier[0] if state.earlier and (view.run or state.followed) else None
+            rewrite = _finish(context, decision, newest, followed=bool(state.followed))
+            if state.followed and not view.run:
+                _undo(context, newest)
             guarantee, action = decision.guarantee, Action.COMPARE if view.run or keeps_state() else Action.SKIP
         case ArchivedRun():
             _undo(context, state.earlier[0] if state.earlier else None)
@@ -80,14 +83,13 @@ def plan_batch(
         case BegunBatch():
             log.warning("batch %d was begun by an earlier run; giving it up", view.batch)
             action = Action.GIVE_UP
-            _undo(context, state.earlier[0] if state.last is None and state.earlier else None)
+            _undo(context, _unfinished(state))
         case NewBatch():
-            fresh = state.last is None
             if first:
-                _undo(context, state.earlier[0] if fresh and state.earlier else None)
+                _undo(context, _unfinished(state))
             begin = parts(guarantee).begin
-            if begin is not None and (fresh or guarantee is Guarantee.AT_MOST_ONCE):
-                _begin(context, view, begin)
+            if begin is not None and (state.last is None or guarantee is Guarantee.AT_MOST_ONCE):
+                _begin(context, view, begin, state.next_sequence)
     if first:
         add_columns()
     return BatchPlan(
@@ -114,12 +116,22 @@ def _claim(context: Context) -> LedgerState:
     return state
 
 
-def _finish(context: Context, decision: Decision, other: Decision | None = None) -> dict[int, frozenset[str]]:
+def _unfinished(state: LedgerState) -> Decision | None:
+    """Another incarnation's decision that may not be applied yet: the newest, if it is newer than this one's. Whoever
+    made it finished the earlier ones first."""
+    return state.earlier[0] if state.earlier and (state.last is None or state.followed) else None
+
+
+def _finish(
+    context: Context, decision: Decision, other: Decision | None = None, *, followed: bool = False
+) -> dict[int, frozenset[str]]:
     """Apply a decided batch; return the shards whose prepared rows are gone, each with the sinks to rewrite it to.
 
     Args:
         other: the newest decision of other incarnations, if this incarnation may return after it. Its participants may
             still have to be applied, and are left alone.
+        followed: `other` was made after `decision`, and so by an incarnation that first finished `decision`. Its
+            evidence may be gone: markers are compacted.
     """
     _known_sinks(context, decision)
     keep = (decision,) if other is None else (decision, other)
@@ -131,9 +143,7 @@ def _finish(context: Context, decision: Decision, other: Decision | None = None)
     # Read evidence only after orphans are aborted: their open transactions would hide it.
     abort_orphans(context, *keep)
     lost: dict[int, frozenset[str]] = {}
-    # A later incarnation first finished this decision. Its evidence may be gone: markers are compacted.
-    finished = other is not None and other.decided_at_ms > decision.decided_at_ms
-    for p in () if finished else broken:
+    for p in () if followed else broken:
         if not context.committer.was_committed(work_of(decision, p)):
             lost[p.shard] = lost.get(p.shard, frozenset()) | {p.sink}
     if lost:
@@ -174,9 +184,9 @@ def _undo(context: Context, earlier: Decision | None) -> None:
         )
 
 
-def _begin(context: Context, view: CheckpointView, step: StepId) -> None:
+def _begin(context: Context, view: CheckpointView, step: StepId, sequence: int) -> None:
     reach(step, Moment.BEFORE, batch=view.batch)
-    match context.ledger.begin(Begun(view.batch, view.offsets)):
+    match context.ledger.begin(Begun(view.batch, view.offsets, sequence)):
         case Ok():
             pass
         case Failed(reason) | Unknown(reason):

@@ -7,13 +7,14 @@ ledger's sink, and carried over. Their owners are fenced, as a driver may still 
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from delivered.contract.powers import SetsUp
 from delivered.contract.sink import Member
-from delivered.ledger.ledger import Ledger
+from delivered.ledger.ledger import Ledger, state_of
 from delivered.ledger.store import Change, Head, Store
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope
@@ -35,7 +36,8 @@ class GroupStore:
         self._others = others
         self._ledgers = [Ledger(member.sink.store(theirs), theirs) for member, theirs in others]
         self._decides = False
-        """The deciding ledger has the newest decision; since a claim, no other one can have a newer."""
+        """The deciding ledger has this incarnation's newest decision, and no ledger one of another incarnation that
+        followed it; since a claim, no other one can."""
 
     @property
     def where(self) -> str:
@@ -95,19 +97,10 @@ class GroupStore:
             return state
         states = [state, *(ledger.look() for ledger in self._ledgers)]
         name = self._scope.sink
-        lasts = [s.last.for_sink(name) for s in states if s.last is not None]
-        last = max(lasts, key=lambda d: (d.batch, d.revision), default=None)
         begun = max((s.begun for s in states if s.begun is not None), key=lambda b: b.batch, default=None)
-        if state.last is not None:
-            self._decides = last == state.last
-            return replace(state, last=last, begun=begun)
-        earlier: dict[str, Decision] = {}
-        for d in (d.for_sink(name) for s in states for d in s.earlier):
-            known = earlier.get(d.scope.incarnation)
-            if known is None or (known.batch, known.revision) < (d.batch, d.revision):
-                earlier[d.scope.incarnation] = d
-        newest = tuple(sorted(earlier.values(), key=lambda d: d.decided_at_ms, reverse=True))
-        return replace(state, last=last, begun=begun, earlier=newest)
+        merged = replace(state_of(self._scope, None, 0, _merged(states, name), {}, lambda _: None), begun=begun)
+        self._decides = state.last is not None and merged.last == state.last and not merged.followed
+        return replace(state, last=merged.last, begun=begun, earlier=merged.earlier, followed=merged.followed)
 
     def _forget(self, batch: int) -> None:
         """Delete markers of batches before a decided one, which are visible everywhere."""
@@ -120,3 +113,20 @@ class GroupStore:
                 log.warning("sink %s: markers before batch %d were not forgotten: %s", member.name, batch, error)
             finally:
                 committer.close()
+
+
+def _merged(states: Sequence[LedgerState], sink: str) -> list[Decision]:
+    """The newest decision of each incarnation in any of the ledgers, as the sink's own, oldest first.
+
+    Sequences increase across the ledgers, as a claim reads all of them. Records of an earlier release, which lack them,
+    keep the order of their ledger; those of different ledgers are merged by time.
+    """
+    newest: dict[str, Decision] = {}
+    for d in heapq.merge(
+        *(s.oldest_first for s in states), key=lambda d: (d.sequence, d.decided_at_ms * (not d.sequence))
+    ):
+        known = newest.get(d.scope.incarnation)
+        if known is None or (known.batch, known.revision) < (d.batch, d.revision):
+            newest.pop(d.scope.incarnation, None)
+            newest[d.scope.incarnation] = d.for_sink(sink)
+    return [*newest.values()]

@@ -188,24 +188,37 @@ def state_of(
 ) -> LedgerState:
     """A ledger's state, from the records that its store holds.
 
+    The ledger's order is that of sequences. Records without one, of an earlier release, precede all others; among
+    themselves they keep the order in which they are passed.
+
     Args:
-        decisions: the newest of each incarnation, in any order.
-        begun: incarnation -> its last begun batch; oldest first.
+        decisions: the newest of each incarnation; oldest first, by the store's own order, or if it has none, by time
+            (`by_time`).
+        begun: incarnation -> its last begun batch; ordered in the same way.
         archived: finds an incarnation's archive entry.
     """
-    newest = {d.scope.incarnation: d for d in decisions}
+    newest = {d.scope.incarnation: d for d in sorted(decisions, key=lambda d: d.sequence)}
+    followed = [*reversed(newest)].index(scope.incarnation) if scope.incarnation in newest else 0
     last = newest.pop(scope.incarnation, None)
+    begun = dict(sorted(begun.items(), key=lambda item: item[1].sequence))
     return LedgerState(
         owner=owner,
         last=last,
         begun=begun.get(scope.incarnation),
-        earlier=tuple(sorted(newest.values(), key=lambda d: d.decided_at_ms, reverse=True)),
+        earlier=tuple(reversed(newest.values())),
         earlier_begun=tuple(
             (i, b) for i, b in reversed([*begun.items()]) if i != scope.incarnation and i not in newest
         ),
         epoch=epoch,
         archived=archived(scope.incarnation) if last is None else None,
+        followed=followed,
     )
+
+
+def by_time(decisions: Iterable[Decision]) -> list[Decision]:
+    """Oldest first by the drivers' clocks, which may differ: only for records without a sequence, in a store without an
+    order of its own."""
+    return sorted(decisions, key=lambda d: d.decided_at_ms)
 
 
 @dataclass(frozen=True)

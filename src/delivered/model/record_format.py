@@ -7,8 +7,13 @@ from typing import Any
 
 from delivered.model.errors import Refused
 
-FORMAT = 1
-"""Format of records written by this version. 0: records without one, from before formats were numbered."""
+FORMAT = 2
+"""Format of records written by this version.
+
+0: records without one, from before formats were numbered. 2: decisions and begun batches have a sequence. A release
+without it would order them by time."""
+LOG_FORMAT = 1
+"""Of receivers' logs."""
 KEY = "format"
 LOG_PROPERTY = "delivered.format"
 """Table property with the format of a receiver's log."""

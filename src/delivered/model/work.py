@@ -124,7 +124,10 @@ class Decision:
         total: running fingerprint of all decided batches of this incarnation, including this one, at the sink that
             keeps the ledger.
         given_up: running fingerprint of what at_most_once gave up there (an upper bound of its loss).
+        decided_at_ms: by the clock of the driver's host, for display. Clocks of hosts differ: it orders nothing.
         revision: 0, plus one for each rewrite of shards after the decision.
+        sequence: place in the ledger's order, see `LedgerState.next_sequence`; a revision keeps it. 0: an earlier
+            release, which ordered by `decided_at_ms`, made the decision.
         others: the same two for every other sink of the batch, by name.
         targets: sink name -> identity of its target (see `contract.powers`), if it has one.
         transforms: the versions of the transform that this incarnation's batches ran with, oldest first, this batch's
@@ -144,6 +147,7 @@ class Decision:
     others: Mapping[str, Account] = field(default_factory=dict)
     targets: Mapping[str, str] = field(default_factory=dict)
     transforms: tuple[TransformVersion, ...] = ()
+    sequence: int = 0
 
     @property
     def transform(self) -> str:
@@ -215,6 +219,7 @@ class Decision:
                 "revision": self.revision,
                 **({"others": {n: a.to_json() for n, a in self.others.items()}} if self.others else {}),
                 **({"targets": dict(self.targets)} if self.targets else {}),
+                **({"sequence": self.sequence} if self.sequence else {}),
                 **({"transforms": [t.to_json(self.scope.sink) for t in self.transforms]} if self.transforms else {}),
             },
             separators=(",", ":"),
@@ -235,6 +240,7 @@ class Decision:
             given_up=Fingerprint.parse(data["given_up"]),
             decided_at_ms=data["decided_at_ms"],
             revision=data["revision"],
+            sequence=data.get("sequence", 0),
             others={n: Account.from_json(a) for n, a in data.get("others", {}).items()},
             targets=dict(data.get("targets", {})),
             transforms=tuple(TransformVersion.from_json(t, data["sink"]) for t in data.get("transforms", ())),
@@ -247,18 +253,23 @@ class Begun:
 
     Kept for every batch under at_most_once; under at_least_once only for an incarnation's first batch, so that a later
     change to a stricter guarantee finds it.
+
+    Attributes:
+        sequence: as in `Decision`. Databases do not keep it: they number their rows.
     """
 
     batch: int
     offsets: str
+    sequence: int = field(default=0, compare=False)
 
     def to_json(self) -> str:
-        return json.dumps(record_format.numbered({"batch": self.batch, "offsets": self.offsets}), separators=(",", ":"))
+        fields = {"batch": self.batch, "offsets": self.offsets, "sequence": self.sequence}
+        return json.dumps(record_format.numbered(fields), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Begun:
         data = record_format.known(json.loads(text), "a begun batch")
-        return cls(data["batch"], data["offsets"])
+        return cls(data["batch"], data["offsets"], data.get("sequence", 0))
 
 
 @dataclass(frozen=True)
@@ -297,9 +308,12 @@ class LedgerState:
     Attributes:
         last: newest decision of this incarnation.
         begun: newest begun batch of this incarnation (at_most_once only).
-        earlier: newest decisions of other incarnations of the same pipeline and sink, newest incarnation first.
-        earlier_begun: newest begun batches of other incarnations without a decision, by incarnation: their records may
-            have been sent.
+        earlier: newest decisions of other incarnations of the same pipeline and sink, newest first, in the ledger's
+            order (`ledger.state_of`).
+        earlier_begun: newest begun batches of other incarnations without a decision, by incarnation, newest first:
+            their records may have been sent.
+        followed: number of decisions in `earlier` that are newer than `last`. Each was made after `last` had been
+            finished.
         archived: this incarnation's archive entry, if its decisions have been forgotten.
         epoch: increases with every claim. Distinguishes two claims of one owner: a query stopped and restarted in one
             session. 0: the ledger has no epochs.
@@ -312,6 +326,24 @@ class LedgerState:
     earlier_begun: tuple[tuple[str, Begun], ...] = ()
     epoch: int = 0
     archived: Archived | None = None
+    followed: int = 0
+
+    @property
+    def oldest_first(self) -> tuple[Decision, ...]:
+        """The newest decision of every incarnation, this one's included, in the ledger's order."""
+        own = () if self.last is None else (self.last,)
+        return tuple(reversed((*self.earlier[: self.followed], *own, *self.earlier[self.followed :])))
+
+    @property
+    def next_sequence(self) -> int:
+        """Of the next decision or begun batch: one more than any in the ledger.
+
+        An owner reads all of them under its claim, and a decision stands only under the claim it was made under. So
+        sequences order the decisions of all incarnations as they were made, by claim and within a claim, whatever
+        the clocks of their hosts show.
+        """
+        begun = (*(b for _, b in self.earlier_begun), *(() if self.begun is None else (self.begun,)))
+        return 1 + max((r.sequence for r in (*self.oldest_first, *begun)), default=0)
 
 
 @dataclass(frozen=True)

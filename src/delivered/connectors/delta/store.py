@@ -33,7 +33,7 @@ from delivered.connectors.delta.writer import DeltaFiles, text
 from delivered.kits.sql.merge import stored as kept
 from delivered.kits.table import stage
 from delivered.kits.table.merge import BATCH_ROWS, Effect, one_of_each, staged_rows, upsert
-from delivered.ledger.ledger import outdated, state_of
+from delivered.ledger.ledger import by_time, outdated, state_of
 from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import OtherLedger, Scope, Work, named_first
@@ -313,7 +313,7 @@ class DeltaStore:
         found = {**self._earlier[1], own: records.of(table, own)}
         decisions = [d for d, _ in found.values() if d is not None]
         begun = {i: b for i, (_, b) in found.items() if b is not None}
-        return state_of(self._scope, owner, claim, decisions, begun, lambda i: records.archive.read().find(i))
+        return state_of(self._scope, owner, claim, by_time(decisions), begun, lambda i: records.archive.read().find(i))
 
     def _forget(self, table: Any) -> None:
         """Keep only the newest decision of other incarnations, archived entries of very old ones, and newest owners."""

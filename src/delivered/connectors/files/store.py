@@ -21,7 +21,7 @@ from delivered.kits.table import stage
 from delivered.kits.table.archive import ArchiveFiles
 from delivered.kits.table.durable import make_folder, put, sync, write_new
 from delivered.kits.table.store import Store
-from delivered.ledger.ledger import outdated, state_of
+from delivered.ledger.ledger import by_time, outdated, state_of
 from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope, named_first
@@ -222,13 +222,14 @@ class FilesStore:
         decided, begun = self._places.root / "decided", self._places.root / "begun"
         incarnations = {self._scope.incarnation, *(p.name for p in (decided.iterdir() if decided.is_dir() else ()))}
         found = (self._last(incarnation) for incarnation in incarnations)
+        # The file system's clock orders only what an earlier release began: later ones have sequences.
         oldest_first = [path.stem for path in sorted(begun.glob("*.json"), key=lambda p: p.stat().st_mtime)]
         known = ((incarnation, self._begun(incarnation)) for incarnation in oldest_first)
         return state_of(
             self._scope,
             owner,
             epoch,
-            [d for d in found if d is not None],
+            by_time(d for d in found if d is not None),
             {i: b for i, b in known if b is not None},
             lambda incarnation: self._archive.read().find(incarnation),
         )

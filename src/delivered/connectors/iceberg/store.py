@@ -24,7 +24,7 @@ from delivered.connectors.iceberg.staged import StagedFiles
 from delivered.connectors.iceberg.target import check_features, same_columns
 from delivered.kits.table import stage
 from delivered.kits.table.merge import Effect
-from delivered.ledger.ledger import outdated, state_of
+from delivered.ledger.ledger import by_time, outdated, state_of
 from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope, Work, named_first
@@ -233,7 +233,7 @@ class IcebergStore:
             self._scope,
             held.owner if held else None,
             held.epoch if held else 0,
-            [d for _, d, _ in found if d is not None],
+            by_time(d for _, d, _ in found if d is not None),
             {i: b for i, _, b in found if b is not None},
             records.archived,
         )

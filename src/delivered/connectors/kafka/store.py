@@ -245,12 +245,11 @@ class KafkaStore:
                 self._owner, extra = Owner.from_json(value)
                 self._epoch = extra.get("claims", 0)
             case ["last", self._scope.sink, str(incarnation)]:
-                if value is None:
-                    self._last.pop(incarnation, None)
-                else:
+                self._last.pop(incarnation, None)  # in log order, newest last
+                if value is not None:
                     self._last[incarnation] = Decision.from_json(value)
             case ["begun", self._scope.sink, str(incarnation)]:
-                self._begun.pop(incarnation, None)  # in log order, newest last
+                self._begun.pop(incarnation, None)
                 if value is not None:
                     self._begun[incarnation] = Begun.from_json(value)
             case ["archive", self._scope.sink, int(number)]:
@@ -334,6 +333,7 @@ class KafkaStore:
         """Make a written change the head for the next write, without reading it back."""
         incarnation = self._scope.incarnation
         if change.decision is not None:
+            self._last.pop(incarnation, None)
             self._last[incarnation] = change.decision
         if change.begun is not None:
             self._begun.pop(incarnation, None)

@@ -20,7 +20,7 @@ from delivered.kits.options import absolute
 from delivered.kits.table.durable import sync, sync_checkpoint
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import record_hashes
-from delivered.model.record_format import FORMAT, LOG_PROPERTY
+from delivered.model.record_format import LOG_FORMAT, LOG_PROPERTY
 
 PARTITIONS_MAX = 1_000
 """Each partition of an append is an open file."""
@@ -274,7 +274,7 @@ def open_or_create(path: str, options: Mapping[str, str]) -> Any:
         with contextlib.suppress(deltalake.exceptions.CommitFailedError):
             deltalake.DeltaTable.create(
                 path, layout.TABLE, mode="ignore", partition_by=[layout.PARTITION_COLUMN],
-                storage_options=dict(options) or None, configuration={LOG_PROPERTY: str(FORMAT)},
+                storage_options=dict(options) or None, configuration={LOG_PROPERTY: str(LOG_FORMAT)},
                 raise_if_key_not_exists=False,
             )  # fmt: skip
         if layout.is_local(path):

@@ -29,7 +29,7 @@ class MemoryStore:
         self._world.gate()
         with self._world.lock:
             room = self._room
-            return state_of(self._scope, room.owner, room.epoch, room.newest(), room.begun, lambda _: None)
+            return state_of(self._scope, room.owner, room.epoch, reversed(room.newest()), room.begun, lambda _: None)
 
     def peek(self) -> LedgerState:
         return self.read()

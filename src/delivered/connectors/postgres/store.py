@@ -40,6 +40,10 @@ def dialect(schema: str) -> Dialect:
         pack=list,
         unpack=_unpacked,
         hash=lambda value: f"decode('{value.hex()}', 'hex')",
+        # A server's clock may be set back, or a standby's be behind: never before an earlier row. The owner's row is
+        # locked meanwhile.
+        now="greatest(now(), (SELECT max(begun_at) + interval '1 microsecond' FROM {begun} "
+        "WHERE pipeline = :pipeline AND sink = :sink))",
     )
 
 

@@ -169,7 +169,8 @@ class Dialect:
     Attributes:
         tables: the ledger's table names -> the database's, quoted for SQL.
         value: ":name" in the client's notation.
-        written: table -> column that increases with a row's write time.
+        written: table -> column that increases with each insert.
+        now: SQL of that column in a new row of `begun`, if the database does not number rows by itself.
         hold: suffix of a SELECT that locks the row until the transaction ends.
         pack, unpack: convert a list of names to and from the client's form.
         hash: bytes as an SQL literal.
@@ -182,6 +183,7 @@ class Dialect:
     pack: Callable[[Sequence[str]], Any]
     unpack: Callable[[Any], Sequence[str]]
     hash: Callable[[bytes], str]
+    now: str = ""
 
     def __call__(self, statement: str) -> str:
         return self.value(statement).format(**self.tables)

@@ -12,10 +12,11 @@ from typing import Any, Generic, TypeVar
 from delivered.kits.sql.conditional import fold
 from delivered.kits.sql.database import C, Connection, Database, Dialect
 from delivered.kits.sql.keys import keep, open_memory
+from delivered.ledger.ledger import outdated, state_of
 from delivered.ledger.store import Change, Head, Swap
 from delivered.model.archive import Archived
 from delivered.model.identity import OtherLedger, Scope, named_first
-from delivered.model.limits import LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS
+from delivered.model.limits import LEDGER_HISTORY_BATCHES
 from delivered.model.outcome import Ok, Outcome
 from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, StepId, reach
@@ -209,10 +210,11 @@ class SqlStore(ABC, Generic[C]):
         if change.begun is not None:
             # No UPDATE: the column that identifies the newest row is set on insert.
             self._sql.delete(connection, "begun", _SCOPE, self._key)
+            column, value = (f", {self._sql.written['begun']}", f", {self._sql.now}") if self._sql.now else ("", "")
             connection.execute(
                 self._sql(
-                    "INSERT INTO {begun} (pipeline, sink, incarnation, batch, offsets) "
-                    "VALUES (:pipeline, :sink, :incarnation, :batch, :offsets)"
+                    f"INSERT INTO {{begun}} (pipeline, sink, incarnation, batch, offsets{column}) "
+                    f"VALUES (:pipeline, :sink, :incarnation, :batch, :offsets{value})"
                 ),
                 {**self._key, "batch": change.begun.batch, "offsets": change.begun.offsets},
             )
@@ -245,31 +247,28 @@ class SqlStore(ABC, Generic[C]):
         )
 
     def _state(self, connection: C) -> LedgerState:
-        held = self._owner(connection)
-        last = self._last(connection)
+        owner, epoch = self._owner(connection) or (None, 0)
         newest = f"(SELECT max(batch) FROM {{decision}} AS n WHERE {_SAME})"
-        earlier = connection.execute(
+        decided = connection.execute(
             self._sql(
-                f"SELECT decision FROM {{decision}} AS d WHERE {_OTHER} AND batch = {newest} "
-                f"ORDER BY {self._sql.written['decision']} DESC"
+                f"SELECT decision FROM {{decision}} AS d WHERE {_SINK} AND batch = {newest} "
+                f"ORDER BY {self._sql.written['decision']}"
             ),
             self._key,
         ).fetchall()
-        earlier_begun = connection.execute(
+        begun = connection.execute(
             self._sql(
-                f"SELECT incarnation, batch, offsets FROM {{begun}} WHERE {_OTHER} AND incarnation NOT IN "
-                f"(SELECT incarnation FROM {{decision}} WHERE {_SINK}) ORDER BY {self._sql.written['begun']} DESC"
+                f"SELECT incarnation, batch, offsets FROM {{begun}} WHERE {_SINK} ORDER BY {self._sql.written['begun']}"
             ),
             self._key,
         ).fetchall()
-        return LedgerState(
-            owner=held[0] if held and held[0].id else None,
-            last=last,
-            begun=self._begun(connection),
-            earlier=tuple(Decision.from_json(row[0]) for row in earlier),
-            earlier_begun=tuple((i, Begun(batch, offsets)) for i, batch, offsets in earlier_begun),
-            epoch=held[1] if held else 0,
-            archived=self._archived(connection) if last is None else None,
+        return state_of(
+            self._scope,
+            owner if owner is not None and owner.id else None,
+            epoch,
+            [Decision.from_json(row[0]) for row in decided],
+            {i: Begun(batch, offsets) for i, batch, offsets in begun},
+            lambda _: self._archived(connection),
         )
 
     def _owner(self, connection: C, hold: bool = False) -> tuple[Owner, int] | None:
@@ -305,25 +304,20 @@ class SqlStore(ABC, Generic[C]):
         self._sql.delete(connection, "decision", where, self._key)
         # The counts of other incarnations are never read.
         self._sql.delete(connection, "left_out", _OTHER, self._key)
-        values = {**self._key, "kept": LEDGER_INCARNATIONS}
-        for table, written in self._sql.written.items():
-            kept = f"SELECT incarnation FROM {{{table}}} WHERE {_OTHER} ORDER BY {written} DESC LIMIT :kept"
-            where = f"{_OTHER} AND incarnation NOT IN (SELECT incarnation FROM ({kept}) AS kept)"
-            text = table if table == "decision" else "NULL"
-            old = connection.execute(self._sql(f"SELECT incarnation, {text} FROM {{{table}}} WHERE {where}"), values)
-            for incarnation, decision in old.fetchall():
-                self._archive(connection, incarnation, decision)
-            self._sql.delete(connection, table, where, values)
-
-    def _archive(self, connection: C, incarnation: str, decision: str | None) -> None:
-        """A decision's entry replaces that of a begun batch, never the reverse."""
-        entry = Decision.from_json(decision).archived if decision is not None else Archived.begun(incarnation)
-        statement = (
-            "INSERT INTO {archive} (pipeline, sink, incarnation, entry) "
-            "VALUES (:pipeline, :sink, :incarnation, :entry) "
-            + self._sql.known("pipeline, sink, incarnation", "entry" if decision is not None else None)
-        )
-        connection.execute(self._sql(statement), {**self._key, "incarnation": incarnation, "entry": entry.encode()})
+        old = outdated(self._state(connection))
+        for incarnation, entry in zip(old.incarnations, old.entries, strict=True):
+            key = {**self._key, "incarnation": incarnation}
+            # A decision's entry replaces that of a begun batch, never the reverse.
+            connection.execute(
+                self._sql(
+                    "INSERT INTO {archive} (pipeline, sink, incarnation, entry) "
+                    "VALUES (:pipeline, :sink, :incarnation, :entry) "
+                    + self._sql.known("pipeline, sink, incarnation", "entry" if entry.decided else None)
+                ),
+                {**key, "entry": entry.encode()},
+            )
+            for table in ("decision", "begun"):
+                self._sql.delete(connection, table, _SCOPE, key)
 
     def _archived(self, connection: C) -> Archived | None:
         if self._version(connection) < _ARCHIVE_VERSION:  # read-only processes do not migrate the ledger
