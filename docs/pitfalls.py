@@ -69,6 +69,8 @@ PITFALLS = {
          "several Spark sinks", "Rows are streamed through a bounded queue."),
     27: ("A reader saw part of a batch between the commits of its participants.",
          "every sink of several transactions", "Atomic where the store can be; else measured and printed."),
+    30: ("The newest of several decisions was chosen by wall clocks of hosts that differ.",
+         "an earlier release of this package", "The ledger numbers its decisions."),
     31: ("A task's attempts were numbered from 0 again when its stage reran; records were sent twice.",
          "Spark", "What may have been sent is asked of the ledger and of the driver, not of a counter."),
 }  # fmt: skip
