@@ -108,7 +108,7 @@ class Registry(Server):
 
 
 class KafkaCluster:
-    """Brokers 1 and 2. The first one is the controller, too: do not kill it.
+    """Brokers 1 and 2. The first one is the controller, too: do not kill it (`three_brokers.py` has others).
 
     Attributes:
         bootstrap: all addresses.
