@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import json
 import pickle
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.ledger.ledger import Ledger
+from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.prepared import Prepared
@@ -31,6 +33,7 @@ from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Ow
 
 EXACT = Guarantee.EXACTLY_ONCE
 SCHEMA = pa.schema([pa.field("key", pa.binary()), pa.field("value", pa.binary())])
+FIRST, SECOND = Owner("first", "host-a", 1, 10), Owner("second", "host-b", 2, 20)
 _names = itertools.count()
 
 
@@ -59,8 +62,8 @@ class Rig:
     def scope(self) -> Scope:
         return Scope(self.pipeline, self.sink.name, self.incarnation)
 
-    def work(self, batch: int, shard: int = 0, attempt: int = 0) -> Work:
-        return Work(self.scope, batch, shard, attempt)
+    def work(self, batch: int, shard: int = 0, attempt: int = 0, claim: int = 1) -> Work:
+        return Work(self.scope, batch, shard, attempt, claim)
 
     def ledger(self) -> Ledger:
         return open_ledger(self.sink, self.scope)
@@ -101,6 +104,23 @@ class Rig:
     def expected(self, batches: Iterable[int], shards: Iterable[int] = (0, 1)) -> list[bytes | None]:
         listed = list(shards)
         return sorted((v for b in batches for s in listed for v in self.values_of(b, s)), key=lambda v: v or b"")
+
+
+def decision(scope: Scope, batch: int, owner: str = "first", participants: int = 1) -> Decision:
+    handle = {"transactional_id": "x" * 40, "producer_id": 1, "epoch": 2}
+    return Decision(
+        scope=scope,
+        owner=owner,
+        guarantee=EXACT,
+        batch=batch,
+        offsets=json.dumps({"t": {"0": batch}}),
+        participants=tuple(
+            Prepared(s, 0, Fingerprint(1, s, batch), handle, sink=scope.sink) for s in range(participants)
+        ),
+        total=Fingerprint(batch + 1, 5, 6),
+        given_up=Fingerprint(),
+        decided_at_ms=time.time_ns() // 1_000_000,
+    )
 
 
 def prepared(message: ShardMessage) -> Prepared:

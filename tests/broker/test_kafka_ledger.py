@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,27 +11,25 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import ConfigResource, ResourceType
 from kafka.protocol.producer.transaction import EndTxnRequest
-from tests.broker.sink_help import EXACT, SCHEMA, Child, Rig, rows
+from tests.broker.sink_help import EXACT, FIRST, SCHEMA, SECOND, Child, Rig, decision, rows
 from tests.kafka_tools import read_committed
 
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire
 from delivered.connectors.kafka import store as store_module
 from delivered.connectors.kafka import transactions
+from delivered.connectors.kafka.markers import find_marker, marker_partition
 from delivered.connectors.kafka.store import KafkaStore
 from delivered.connectors.kafka.topics import ledger_topic
 from delivered.engine.context import open_ledger
 from delivered.ledger import ledger as rules
 from delivered.ledger.ledger import Ledger
-from delivered.model.errors import Fenced, LedgerBehind
+from delivered.model.errors import Fenced, LedgerBehind, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.identity import Scope
 from delivered.model.limits import OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
-from delivered.model.work import Begun, Decision, LedgerState, Owner
-
-FIRST, SECOND = Owner("first", "host-a", 1, 10), Owner("second", "host-b", 2, 20)
+from delivered.model.work import Begun, LedgerState, Owner
 
 
 @pytest.fixture
@@ -58,23 +55,6 @@ def store_of(ledger: Ledger) -> KafkaStore:
     store = ledger._store
     assert isinstance(store, KafkaStore)
     return store
-
-
-def decision(scope: Scope, batch: int, owner: str = "first", participants: int = 1) -> Decision:
-    handle = {"transactional_id": "x" * 40, "producer_id": 1, "epoch": 2}
-    return Decision(
-        scope=scope,
-        owner=owner,
-        guarantee=EXACT,
-        batch=batch,
-        offsets=json.dumps({"t": {"0": batch}}),
-        participants=tuple(
-            Prepared(s, 0, Fingerprint(1, s, batch), handle, sink=scope.sink) for s in range(participants)
-        ),
-        total=Fingerprint(batch + 1, 5, 6),
-        given_up=Fingerprint(),
-        decided_at_ms=time.time_ns() // 1_000_000,
-    )
 
 
 def test_what_was_decided_is_found_by_another_process(rig: Rig, opened: Callable[[], Ledger]) -> None:
@@ -299,6 +279,62 @@ def test_two_sinks_of_a_pipeline_share_the_topic_and_nothing_else(rig: Rig) -> N
     assert two.resume("second").last is None
     for led in (one, two):
         led.close()
+
+
+def test_a_driver_that_died_while_deciding_blocks_no_other_pipeline(
+    kafka: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its transaction stays open until it expires. Only its own pipeline waits for that."""
+    shared = {"ledgerTopic": f"shared-{time.time_ns()}"}
+    one, other = (Rig(kafka, topic, options=shared) for topic in ("no-data", "no-data-either"))
+    dying, going_on = one.ledger(), other.ledger()
+    monkeypatch.setattr(store_module, "LEDGER_TRANSACTION_TIMEOUT_S", 600)
+    dying.claim(FIRST)
+    going_on.claim(SECOND)
+    assert dying.decide(decision(one.scope, 0)) == Ok(None)
+    store = store_of(dying)
+    producer, text = store._producers["decide"], decision(one.scope, 1).to_json().encode()
+    writes = {0: [(store._key("last", one.incarnation), text)], 1: [(store._key("kept", one.incarnation, 1), text)]}
+    assert producer.add(writes, time.monotonic() + 120) == 0
+    assert producer.produce(writes) == 0
+    monkeypatch.setattr(store_module, "RECOVERY_WAIT_S", 0.5)
+    for batch in range(3):
+        assert going_on.decide(decision(other.scope, batch, "second")) == Ok(None)
+        last = other.ledger().resume("second").last
+        assert last is not None and last.batch == batch
+    assert [d.batch for d in going_on.history()] == [0, 1, 2]
+    with pytest.raises(OutcomeUnknown, match="still open"):
+        one.ledger().resume("first")
+    monkeypatch.undo()
+    assert producer.commit()[0] == Ok(None)
+    last = one.ledger().resume("first").last
+    assert last is not None and last.batch == 1
+
+
+def test_a_marker_is_found_behind_another_pipeline_s_open_shard(kafka: Any) -> None:
+    """Both markers are in one partition, and the first shard stays open."""
+    shared = {"ledgerTopic": f"shared-{time.time_ns()}"}
+    topic = kafka.topic(1)
+    one = Rig(kafka, topic, options=shared)
+    other = next(
+        rig
+        for rig in (Rig(kafka, topic, options=shared) for _ in range(10_000))
+        if marker_partition(rig.scope) == marker_partition(one.scope)
+    )
+    one.ledger().claim(FIRST)
+    stages: list[Prepared] = []
+    for rig, values in ((one, [b"open"]), (other, [b"committed"])):
+        writer = rig.sink.writer(rig.work(0), EXACT, SCHEMA)
+        writer.stage(rows(values))
+        stages.append(Prepared.of(rig.work(0), Fingerprint(1, 2, 3), writer.prepare(Fingerprint(1, 2, 3))))
+    assert other.committer().commit(other.work(0), stages[1]) == Ok(None)
+    wire = Wire(one.sink.options.resolved())
+    found = [find_marker(wire, shared["ledgerTopic"], other.work(batch), 0.5) for batch in (0, 1)]
+    assert found == [Fingerprint(1, 2, 3), None]
+    with pytest.raises(OutcomeUnknown, match="still open"):
+        find_marker(wire, shared["ledgerTopic"], one.work(0), 0.5)
+    wire.close()
+    assert one.committer().abort_orphans(()) == Ok(1)
 
 
 def test_an_open_shard_hides_no_decision(rig: Rig, opened: Callable[[], Ledger], kafka: Any) -> None:

@@ -19,11 +19,12 @@ from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import Transaction, describe, end, initialise, listed
 from delivered.connectors.kafka import transactions, warm
 from delivered.contract.sink import Writer
+from delivered.engine import orphans
 from delivered.engine.context import open_ledger
 from delivered.model import step
 from delivered.model.errors import Fenced, PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.limits import TRANSACTION_SLOTS
+from delivered.model.limits import CLAIMS_APART, TRANSACTION_SLOTS
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.patience import within
 from delivered.model.prepared import Prepared, Promise
@@ -310,6 +311,47 @@ def test_p10_ids_are_bounded_over_batches_attempts_and_incarnations(rig: Rig) ->
     found = listed(wire, partial(transactions.is_ours, rig.scope), [], time.monotonic() + 10)
     wire.close()
     assert 1 < len(found) <= TRANSACTION_SLOTS
+
+
+def test_p10_ids_are_bounded_over_claims(rig: Rig) -> None:
+    for owner in range(2 * CLAIMS_APART + 1):
+        context = rig.context(f"owner{owner}")
+        rig.write(rig.plan(context, 0), [0])
+    assert context.committer.abort_orphans(()) == Ok(1)
+    wire = Wire(rig.sink.options.resolved())
+    found = listed(wire, partial(transactions.is_ours, rig.scope), [], time.monotonic() + 10)
+    wire.close()
+    assert len(found) == CLAIMS_APART, "one slot in each"
+
+
+def test_tasks_of_a_superseded_driver_fence_none_of_its_successor(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They start late, with the older driver's plan, while the newer one has prepared the same shards."""
+    older, newer = rig.context("first"), rig.context("second")
+    plan = rig.plan(older, 0)
+    messages = rig.write(rig.plan(newer, 0))
+    late = rig.write(plan)
+    assert rig.commit(newer, 0, messages) is not None
+    with pytest.raises(Fenced):
+        rig.commit(older, 0, late)
+    assert len(newer.committer.open_transactions()) == 2  # type: ignore[attr-defined]
+    # Their driver has died: the running one aborts what they left open.
+    rig.plan(newer, 1, first=False)
+    assert len(newer.committer.open_transactions()) == 2  # type: ignore[attr-defined]
+    monkeypatch.setattr(orphans, "SWEEP_EVERY_S", 0.0)
+    rig.run(newer, 1)
+    assert newer.committer.open_transactions() == []  # type: ignore[attr-defined]
+    assert rig.visible() == rig.expected([0, 1])
+
+
+def test_a_superseded_driver_aborts_no_transaction_of_its_successor(rig: Rig) -> None:
+    """It pauses between its claim and the abortion of orphans."""
+    older, newer = rig.context("first"), rig.context("second")
+    older.ledger.claim(older.owner)
+    messages = rig.write(rig.plan(newer, 0))
+    with pytest.raises(Fenced):
+        orphans.abort_orphans(older)
+    rig.commit(newer, 0, messages)
+    assert rig.visible() == rig.expected([0])
 
 
 def test_overlapping_attempts_and_alternating_batches_never_share_an_id() -> None:

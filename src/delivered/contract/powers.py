@@ -8,6 +8,7 @@ from typing import Protocol, Self, TypeVar, runtime_checkable
 
 import pyarrow as pa
 
+from delivered.contract.finding import Finding
 from delivered.contract.queue import DedupWindow, ReceiverReport
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import Offsets
@@ -371,3 +372,15 @@ class HoldsTransactions(Protocol):
 
         Raises UsageError if the id is not one of this package's, or has no open transaction.
         """
+
+
+@runtime_checkable
+class ChecksLedger(Protocol):
+    """Implemented by a `Sink` that creates a place of its own for its ledger, or for its markers."""
+
+    def check_ledger(self, scope: Scope) -> Sequence[Finding]:
+        """Settings of that place under which decisions may be lost. Read-only. Raises Unreachable."""
+
+
+def check_ledger(sink: object, scope: Scope) -> Sequence[Finding]:
+    return sink.check_ledger(scope) if isinstance(sink, ChecksLedger) else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from delivered.contract.sink import Committer, Sink, SinkGroup
 from delivered.ledger.ledger import Ledger
@@ -12,6 +12,16 @@ from delivered.model.identity import Scope
 from delivered.model.work import Owner, Tolerance
 
 _NONE_TAKEN = Tolerance()
+
+
+@dataclass
+class Swept:
+    """
+    Attributes:
+        at_s: of time.monotonic(), when orphans were aborted last.
+    """
+
+    at_s: float = float("-inf")
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class Context:
     tolerance: Tolerance = Tolerance()
     others: frozenset[str] = frozenset()
     transform: str = ""
+    swept: Swept = field(default_factory=Swept, compare=False)
 
     @classmethod
     def open(

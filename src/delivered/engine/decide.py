@@ -80,7 +80,7 @@ def commit_batch(
         OutcomeUnknown, PromiseBroken: the next start finishes the batch.
     """
     shards = checked(context, batch, messages)
-    state = context.ledger.resume(context.owner.id)
+    state = context.ledger.resume(context.owner.id, shards[0].plan.epoch if shards else None)
     _same_claim(state, batch, shards)
     last = state.last
     if last is not None and last.batch > batch:
@@ -337,5 +337,5 @@ def _abort_unheard(context: Context, batch: int, keep: Sequence[Decision]) -> No
     """Abort participants of tasks that sent no message. The next start aborts what is still open."""
     try:
         abort_orphans(context, *keep)
-    except OutcomeUnknown as error:
+    except (Fenced, OutcomeUnknown) as error:
         log.warning("batch %d: %s", batch, error)

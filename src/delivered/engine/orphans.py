@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from delivered.engine.context import Context
 from delivered.model.errors import OutcomeUnknown
+from delivered.model.limits import SWEEP_EVERY_S
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision
@@ -13,13 +15,22 @@ from delivered.model.work import Decision
 log = logging.getLogger(__name__)
 
 
+def abort_late_orphans(context: Context, *keep: Decision) -> None:
+    """`abort_orphans`, at most once a minute: tasks of a superseded driver may outlive it, and open participants."""
+    if time.monotonic() - context.swept.at_s > SWEEP_EVERY_S:
+        abort_orphans(context, *keep)
+
+
 def abort_orphans(context: Context, *keep: Decision) -> None:
     """Abort every open participant of this pipeline and sink that no decision in `keep` names.
 
     Raises:
         OutcomeUnknown: some may still be open.
+        Fenced: another driver owns the ledger, and some may be its own.
     """
     reach(StepId.RECOVER_ABORT_ORPHANS, Moment.BEFORE)
+    context.ledger.check_claim()
+    context.swept.at_s = time.monotonic()
     match context.committer.abort_orphans([p for decision in keep for p in decision.participants]):
         case Ok(count):
             if count:

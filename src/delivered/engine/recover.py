@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 from delivered.engine.apply import apply_decided, work_of
 from delivered.engine.context import Context
-from delivered.engine.orphans import abort_orphans
-from delivered.engine.rules import ArchivedRun, BegunBatch, DecidedBatch, NewBatch, judge
+from delivered.engine.orphans import abort_late_orphans, abort_orphans
+from delivered.engine.rules import ArchivedRun, BegunBatch, DecidedBatch, NewBatch, Verdict, judge
 from delivered.engine.target import check_targets, known_targets
 from delivered.ledger.ledger import Ledger
 from delivered.model.dialect import shown
-from delivered.model.errors import DeliveredError, OutcomeUnknown, PromiseBroken, Refused
+from delivered.model.errors import DeliveredError, LedgerBehind, OutcomeUnknown, PromiseBroken, Refused
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger
 from delivered.model.mechanism import RECOVERY, parts
@@ -59,13 +59,18 @@ def plan_batch(
         Fenced, LedgerAhead, LedgerBehind, TargetChanged, PromiseBroken, Refused, OutcomeUnknown: a new start can
             continue from any partial change.
     """
-    state = None if first else context.ledger.resume(context.owner.id)
+    state = None if first else context.ledger.resume(context.owner.id, since)
     if state is None or since not in (None, state.epoch):
         first, state = True, _claim(context)
     reach(StepId.RECOVER_CHECK, Moment.BEFORE, batch=view.batch)
-    verdict = judge(
-        state, view, context.scope, context.guarantee, context.tolerance, other_ledgers(context.ledger, view, state)
-    )
+    try:
+        verdict = _judge(context, view, state)
+    except LedgerBehind:
+        if first:
+            raise
+        # A claim's own record proves that what is read after it is the newest: no replica lags behind it.
+        first, state = True, _claim(context)
+        verdict = _judge(context, view, state)
     targets = check_targets(context, state.last) if first else known_targets(context, state.last)
     reach(StepId.RECOVER_CHECK, Moment.AFTER, batch=view.batch)
     guarantee, action, rewrite = context.guarantee, Action.WRITE, dict[int, frozenset[str]]()
@@ -87,6 +92,8 @@ def plan_batch(
         case NewBatch():
             if first:
                 _undo(context, _unfinished(state))
+            elif state.last is not None:
+                abort_late_orphans(context, state.last)
             begin = parts(guarantee).begin
             if begin is not None and (state.last is None or guarantee is Guarantee.AT_MOST_ONCE):
                 _begin(context, view, begin, state.next_sequence)
@@ -95,6 +102,11 @@ def plan_batch(
     return BatchPlan(
         context.scope, context.owner.id, guarantee, view.batch, view.offsets, action, rewrite, state.epoch, targets
     )
+
+
+def _judge(context: Context, view: CheckpointView, state: LedgerState) -> Verdict:
+    others = other_ledgers(context.ledger, view, state)
+    return judge(state, view, context.scope, context.guarantee, context.tolerance, others)
 
 
 def other_ledgers(ledger: Ledger, view: CheckpointView, state: LedgerState) -> Sequence[OtherLedger]:

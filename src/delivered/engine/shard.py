@@ -132,7 +132,8 @@ class _Line:
     def open(self, plan: BatchPlan, shard: int, attempt: int, schema: pa.Schema) -> None:
         unrouted = DEAD_LETTERS if self.member.dead_letters else schema
         routed = self.routed(pa.RecordBatch.from_pylist([], schema=unrouted)).schema
-        self.writer = self.member.sink.writer(Work(self.scope, plan.batch, shard, attempt), plan.guarantee, routed)
+        work = Work(self.scope, plan.batch, shard, attempt, plan.epoch)
+        self.writer = self.member.sink.writer(work, plan.guarantee, routed)
 
     def routed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return batch if self.member.route is None else self.member.route(batch)
@@ -239,7 +240,7 @@ def _prepare(lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int) 
         if line.writer is not None:
             reach(step, Moment.BEFORE, sink=line.scope.sink, **facts)
             # Only now is the fingerprint complete: sinks that store it with the rows write it last.
-            work = Work(line.scope, plan.batch, shard, attempt)
+            work = Work(line.scope, plan.batch, shard, attempt, plan.epoch)
             prepared = Prepared.of(work, line.total, line.writer.prepare(line.total))
             yield line, prepared
             reach(step, Moment.AFTER, sink=line.scope.sink, **facts)

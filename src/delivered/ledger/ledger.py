@@ -11,7 +11,7 @@ from delivered.model.archive import Archived
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope
-from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_INCARNATIONS, OWNERS_REMEMBERED
+from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_INCARNATIONS, OUTAGE_PATIENCE_S, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.work import Begun, Decision, LedgerState, Owner
 
@@ -55,13 +55,17 @@ class Ledger:
         self._claim = (owner.id, epoch)
         return state
 
-    def resume(self, owner_id: str) -> LedgerState:
+    def resume(self, owner_id: str, since: int | None = None) -> LedgerState:
         """Continue under this owner's claim, perhaps made in another process; fences nobody.
+
+        Args:
+            since: epoch of a claim known to be in the ledger. A state from before it, which a replica that was just
+                promoted may still show, is read again for up to 120 s.
 
         Raises:
             Fenced: another owner has claimed the ledger.
         """
-        state = self._store.read()
+        state = self._read_since(since or 0)
         if state.owner is None or state.owner.id != owner_id:
             raise self._fenced(owner_id, state.owner)
         self._claim = (owner_id, state.epoch)
@@ -73,6 +77,12 @@ class Ledger:
         May be called by any process, with or without an owner, while a driver runs.
         """
         return self._store.peek()
+
+    def check_claim(self) -> None:
+        """Read-only. Raises Fenced: this process's claim is no longer the newest."""
+        state = self._store.peek()
+        if state.owner is None or self._claim != (state.owner.id, state.epoch):
+            raise self._fenced(self._claim[0] if self._claim else "none", state.owner)
 
     def begin(self, begun: Begun) -> Outcome[None]:
         """Record durably that a batch may send records from now on, if this owner is not fenced.
@@ -130,6 +140,13 @@ class Ledger:
     def close(self) -> None:
         """Release connections. May be called again."""
         self._store.close()
+
+    def _read_since(self, epoch: int) -> LedgerState:
+        deadline, pause = time.monotonic() + OUTAGE_PATIENCE_S, 0.01
+        while (state := self._store.read()).epoch < epoch and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(pause * 1.5, 1.0)
+        return state
 
     def _write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
         try:

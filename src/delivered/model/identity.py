@@ -64,12 +64,17 @@ class Scope:
 
 @dataclass(frozen=True)
 class Work:
-    """One shard of one batch, in one attempt of its task."""
+    """One shard of one batch, in one attempt of its task.
+
+    Attributes:
+        claim: epoch of the ledger's claim that the batch was planned under; 0: not known.
+    """
 
     scope: Scope
     batch: int
     shard: int
     attempt: int = 0
+    claim: int = 0
 
 
 @dataclass(frozen=True)

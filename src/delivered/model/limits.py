@@ -39,6 +39,12 @@ OWNERS_REMEMBERED = 16
 TRANSACTION_SLOTS = 4
 """Transactional ids per shard: two for batches that alternate, times two for attempts that overlap."""
 
+CLAIMS_APART = 8
+"""Claims of a ledger in a row whose tasks share no transactional id."""
+
+SWEEP_EVERY_S = 60.0
+"""How often a running driver aborts what tasks of superseded drivers opened after its start."""
+
 CONNECT_TIMEOUT_S = 10.0
 """Until a server that does not answer is reported. The promise: one clear error within 15 s."""
 

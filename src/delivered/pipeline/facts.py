@@ -13,7 +13,7 @@ from delivered.checkpoint.dedup import changed
 from delivered.checkpoint.folder import is_done, logged, newest_offsets, read_view, repartitions_before, unwritable
 from delivered.checkpoint.sources import removed
 from delivered.contract.finding import Finding
-from delivered.contract.powers import ValidatesRows
+from delivered.contract.powers import ValidatesRows, check_ledger
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.engine.context import open_ledger
 from delivered.engine.owner import living
@@ -21,7 +21,7 @@ from delivered.engine.recover import other_ledgers
 from delivered.engine.rules import judge
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import MissingExtra, Refused, UsageError, missing_extra
-from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope
 from delivered.model.offsets import SOURCE
 from delivered.model.work import CheckpointView, LedgerState
 from delivered.pipeline.changing import changing_in_sql
@@ -80,7 +80,7 @@ def gather(pipeline: Definition, session: SessionFacts | None, *, offline: bool,
     """
     sources = tuple(_source(n, e, offline) for n, e in pipeline.sources.items())
     made = [(e, e.sink()) for e in pipeline.all_sinks]
-    sinks = tuple(_sink(e, s, pipeline.guarantee, offline) for e, s in made)
+    sinks = tuple(_sink(pipeline, e, s, offline) for e, s in made)
     checkpoint = CheckpointFacts(pipeline.checkpoint, takeover=takeover)
     findings = [*(f for s in sources for f in s.findings), *(f for s in sinks for f in s.findings)]
     blocked = any(f.refuses for f in findings) or len({s.name for s in sinks}) < len(sinks) or not sinks
@@ -133,8 +133,11 @@ def _source(name: str, endpoint: Endpoint, offline: bool) -> SourceFacts:
     return SourceFacts(endpoint.label, source.capability(), (*_in_clear(endpoint, source), *findings), name)
 
 
-def _sink(endpoint: Endpoint, sink: Sink, guarantee: Guarantee, offline: bool) -> SinkFacts:
-    findings = () if offline else _run_preflight(lambda: sink.preflight(guarantee))
+def _sink(pipeline: Definition, endpoint: Endpoint, sink: Sink, offline: bool) -> SinkFacts:
+    findings = () if offline else _run_preflight(lambda: sink.preflight(pipeline.guarantee))
+    if not offline and not any(f.refuses for f in findings):
+        scope = Scope(pipeline.name, endpoint.name or sink.name, NO_INCARNATION)
+        findings += _run_preflight(lambda: check_ledger(sink, scope))
     found = (*_in_clear(endpoint, sink), *findings)
     return SinkFacts(endpoint.name or sink.name, endpoint.label, sink.capability(), found)
 
@@ -281,7 +284,8 @@ def _refused_by_plan(spec: PipelineSpec, sink: Sink, checkpoint: str) -> None:
     """By the planner's rules that need only the sink: source and transform are unknown here."""
     declared = spec.sinks[0]
     label = Endpoint(declared.system, declared.options).label
-    facts = SinkFacts(declared.name or sink.name, label, sink.capability(), tuple(sink.preflight(spec.guarantee)))
+    findings = (*sink.preflight(spec.guarantee), *check_ledger(sink, spec.scope(sink, None)))
+    facts = SinkFacts(declared.name or sink.name, label, sink.capability(), findings)
     source = SourceFacts("the query's source", SourceCapability("spark", replayable=True))
     # A stream appends; what a user's own foreachBatch gets is the user's business.
     mode = "complete" if facts.capability.write.complete and spec.batch is not None else "append"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from delivered.clients.kafka import protocol
 from delivered.clients.kafka.channel import Pending
+from delivered.clients.kafka.current import Confirmation
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.sequences import MISSING_S, Verdict, verdict_of
@@ -36,6 +37,8 @@ class Announced:
         self.asked = self.unknown = False
         self._wire, self._held, self._failed = wire, held, failed
         self._pending: Pending | None = None
+        self._node = -1  # that was asked last
+        self._confirmation = Confirmation(wire, held.transactional_id)
         self._not_before = self._missing_since = 0.0
 
     @property
@@ -62,7 +65,8 @@ class Announced:
             max_version=3,
         )
         try:
-            self._pending = self._wire.post(request, self._wire.coordinator(held.transactional_id))
+            self._node = self._wire.coordinator(held.transactional_id)
+            self._pending = self._wire.post(request, self._node)
             self.asked = True
         except NoAnswer as error:
             self._retry(str(error))
@@ -101,6 +105,8 @@ class Announced:
                 self._missing_since = self._missing_since or now
                 if now - self._missing_since > MISSING_S:
                     self._failed(at, name, False)
+                self._retry(name)
+            case Verdict.FATAL if not self._confirmation.counts(self._node, code):
                 self._retry(name)
             case Verdict.FATAL:
                 self._failed(at, name, True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from delivered.clients.kafka.channel import Channel, Pending
+from delivered.clients.kafka.current import Confirmation
 from delivered.clients.kafka.login import NoAnswer, NotSent, Rejected, security, unreachable
 from delivered.model.errors import MissingExtra, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
@@ -32,6 +33,7 @@ COORDINATOR_NOT_AVAILABLE = 15
 NOT_COORDINATOR = 16
 TOPIC_AUTHORIZATION_FAILED = 29
 TOPIC_ALREADY_EXISTS = 36
+INVALID_REPLICATION_FACTOR = 38
 INVALID_PRODUCER_EPOCH = 47
 INVALID_TXN_STATE = 48
 INVALID_PRODUCER_ID_MAPPING = 49
@@ -74,6 +76,10 @@ def name_of(code: int) -> str:
     return str(getattr(errors.for_code(code), "message", code))
 
 
+def error_code_of(answer: Any) -> int:
+    return int(getattr(answer, "error_code", NONE))
+
+
 @dataclass(frozen=True)
 class Leader:
     """A partition's leader.
@@ -89,9 +95,8 @@ class Leader:
 
 
 class Wire:
-    """Connections to the brokers of one cluster, one to each. Opens them on demand. Thread-safe.
-
-    A forked process opens its own.
+    """Connections to the brokers of one cluster, one to each, opened on demand; a forked process opens its own.
+    Thread-safe.
 
     Args:
         client: librdkafka's settings, secrets resolved.
@@ -110,6 +115,7 @@ class Wire:
         self._addresses: dict[int, tuple[str, int]] = {}
         self.coordinators: dict[str, int] = {}
         self._leaders: dict[tuple[str, int], Leader] = {}
+        self._epochs: dict[tuple[str, int, uuid.UUID | None], int] = {}
 
     def channel(self, node: int | None = None) -> Channel:
         """An open connection to a broker (None: any).
@@ -159,7 +165,7 @@ class Wire:
         return known
 
     def _bootstrap(self) -> None:
-        """Learn the brokers' addresses from the first bootstrap server that answers."""
+        """Learn the brokers' addresses from a bootstrap server."""
         try:
             import kafka as _
         except ImportError:
@@ -222,8 +228,7 @@ class Wire:
     def post(self, request: Any, node: int | None = None) -> Pending:
         """Send one request to a node (None: any), without waiting for its answer.
 
-        Raises:
-            NotSent: no connection to the node now.
+        Raises NotSent: no connection to the node now.
         """
         return self.channel(node).post(request, left_s(REQUEST_TIMEOUT_S))
 
@@ -249,18 +254,15 @@ class Wire:
         return self.patiently(ask)
 
     def coordinator(self, transactional_id: str) -> int:
-        """Node of this id's transaction coordinator.
-
-        Raises:
-            NotSent: there is none at the moment.
-        """
+        """Node of this id's transaction coordinator. Raises NotSent: there is none at the moment."""
         known = self.coordinators.get(transactional_id)
         if known is not None:
             return known
         from kafka.protocol.metadata import FindCoordinatorRequest
 
         try:
-            answer = self.ask(FindCoordinatorRequest(key=transactional_id, key_type=1, max_version=3))
+            request = FindCoordinatorRequest(key=transactional_id, key_type=1, max_version=3)
+            answer = self.ask(request, timeout_s=CONNECT_TIMEOUT_S)
         except NoAnswer as error:  # so the request itself was not sent
             raise NotSent(str(error)) from None
         if answer.error_code != NONE:
@@ -286,8 +288,11 @@ class Wire:
                 self._addresses[row.node_id] = (row.host, row.port)
                 self.coordinators[row.key] = row.node_id
 
-    def ask_coordinator(self, transactional_id: str, request: Any, again: bool) -> Any:
-        """Ask the id's current coordinator. For `again` see `patiently`."""
+    def ask_coordinator(
+        self, transactional_id: str, request: Any, again: bool, code_of: Callable[[Any], int] = error_code_of
+    ) -> Any:
+        """Ask the id's current coordinator. For `again` see `patiently`. `code_of`: an answer's error code."""
+        confirmation = Confirmation(self, transactional_id)
 
         def ask() -> Any:
             node = self.coordinator(transactional_id)
@@ -296,8 +301,11 @@ class Wire:
             except NoAnswer:
                 self.forget(transactional_id)
                 raise
-            if getattr(answer, "error_code", NONE) in COORDINATOR_MOVED:
+            code = code_of(answer)
+            if code in COORDINATOR_MOVED:
                 self.forget(transactional_id)
+            if not confirmation.counts(node, code):
+                raise NotSent(f"broker {node}, perhaps no longer the coordinator: {name_of(code)}")
             return answer
 
         return self.patiently(ask, again)
@@ -317,7 +325,7 @@ class Wire:
         return [t.name for t in self._metadata(MetadataRequest(topics=None, allow_auto_topic_creation=False)).topics]
 
     def _metadata(self, request: Any) -> Any:
-        answer = self.ask(request)
+        answer = self.ask(request, timeout_s=CONNECT_TIMEOUT_S)
         if answer.brokers:
             self._addresses = {b.node_id: (b.host, b.port) for b in answer.brokers}
         return answer
@@ -340,10 +348,12 @@ class Wire:
         if found.error_code not in (NONE, LEADER_NOT_AVAILABLE):
             raise NotSent(f"topic {topic!r}: {name_of(found.error_code)}")
         for part in found.partitions:
-            if part.leader_id >= 0:
-                self._leaders[(topic, part.partition_index)] = Leader(
-                    part.leader_id, getattr(part, "leader_epoch", -1), getattr(found, "topic_id", None)
-                )
+            leader = Leader(part.leader_id, getattr(part, "leader_epoch", -1), getattr(found, "topic_id", None))
+            at = (topic, part.partition_index, leader.topic_id)
+            # A broker that was paused or cut off still reports an earlier leader.
+            if leader.node >= 0 and leader.epoch >= self._epochs.get(at, -1):
+                self._epochs[at] = leader.epoch
+                self._leaders[(topic, part.partition_index)] = leader
         if (topic, partition) not in self._leaders:
             raise NotSent(f"partition {partition} of {topic!r} has no leader now")
         return self._leaders[(topic, partition)]

@@ -17,6 +17,7 @@ from delivered.clients.kafka.announce import Announced
 from delivered.clients.kafka.batches import BATCH_BYTES, Encoder, bytes_of, joined
 from delivered.clients.kafka.channel import Pending
 from delivered.clients.kafka.cluster import Cluster
+from delivered.clients.kafka.current import is_leader
 from delivered.clients.kafka.errors import Failures, ProducerError
 from delivered.clients.kafka.login import NoAnswer, NotSent
 from delivered.clients.kafka.protocol import NoTopic, server_name
@@ -253,7 +254,10 @@ class Sender:
         if answer.throttle_time_ms:
             self._cluster.throttled[request.node] = time.monotonic() + answer.throttle_time_ms / 1000
         for queue, batch in request.batches:
-            name, verdict = verdict_of(codes.get((queue.topic, queue.partition), 13))
+            at = queue.topic, queue.partition
+            name, verdict = verdict_of(codes.get(at, 13))
+            if verdict in (Verdict.GAP, Verdict.FATAL) and not is_leader(self._wire, request.node, *at):
+                verdict = Verdict.ELSEWHERE
             now = time.monotonic()
             match verdict:
                 case Verdict.STORED:

@@ -6,10 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from delivered.clients.kafka import protocol
 from delivered.clients.kafka.channel import Pending
+from delivered.clients.kafka.current import FATAL, ask_member
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire, name_of, retried
 from delivered.model.limits import REQUEST_TIMEOUT_S
@@ -21,16 +23,6 @@ OPEN_STATES = ("Ongoing", "PrepareEpochFence", "PrepareCommit", "PrepareAbort")
 _PIPELINED_MAX = 48
 """EndTxn requests without an answer; below the connections' own limit."""
 _ENDING_WAIT_S = 2.0
-
-_PROMISE_GONE = frozenset(
-    {
-        protocol.INVALID_PRODUCER_EPOCH,
-        protocol.PRODUCER_FENCED,
-        protocol.INVALID_PRODUCER_ID_MAPPING,
-        protocol.INVALID_TXN_STATE,
-        protocol.TRANSACTIONAL_ID_NOT_FOUND,
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -128,7 +120,8 @@ def end_all(wire: Wire, handles: Sequence[Transaction], commit: bool) -> list[Ou
             continue
         if code in protocol.COORDINATOR_MOVED:
             wire.forget(handles[at].transactional_id)
-        outcomes[at] = _ended(handles[at], code)
+        # One that says that the promise is gone is asked once more, if it is still the coordinator.
+        outcomes[at] = end(wire, handles[at], commit) if code in FATAL else _ended(handles[at], code)
         if code == protocol.CONCURRENT_TRANSACTIONS and time.monotonic() < deadline:
             # An earlier EndTxn is still writing its markers.
             if not flying:
@@ -141,7 +134,7 @@ def _ended(handle: Transaction, code: int) -> Outcome[None]:
     what = f"{handle.transactional_id}, epoch {handle.epoch}: {name_of(code)}"
     if code == protocol.NONE:
         return Ok(None)
-    return Failed(what) if code in _PROMISE_GONE else Unknown(what)
+    return Failed(what) if code in FATAL else Unknown(what)
 
 
 def initialise(wire: Wire, transactional_id: str, timeout_ms: int, deadline: float) -> Outcome[Transaction]:
@@ -196,24 +189,45 @@ def listed(wire: Wire, ours: Callable[[str], bool], states: Iterable[str], deadl
     """Our transactional ids in one of `states`, with the state, from all brokers.
 
     Raises:
-        NoAnswer: a broker did not answer.
+        NoAnswer: a broker of the cluster did not answer.
     """
     from kafka.protocol.admin.transactions import ListTransactionsRequest
 
     wanted = list(states)
-    found: dict[str, str] = {}
-    for node in wire.nodes():
+    while True:
+        placed = _placement(wire)
+        found: dict[str, str] = {}
+        for node in wire.nodes():
 
-        def ask(node: int = node) -> Any:
-            return wire.patiently(lambda: wire.ask(ListTransactionsRequest(state_filters=wanted, max_version=0), node))
+            def ask(node: int = node) -> Any:
+                request = ListTransactionsRequest(state_filters=wanted, max_version=0)
+                return ask_member(wire, node, request, deadline) or _LEFT
 
-        answer = retried(ask, protocol.COORDINATOR_MOVED, deadline, pause_s=0.05)
-        if answer.error_code != protocol.NONE:
-            raise NoAnswer(f"broker {node}: {name_of(answer.error_code)}")
-        for row in answer.transaction_states:
-            if ours(row.transactional_id):
-                found[row.transactional_id] = row.transaction_state
-    return found
+            answer = retried(ask, protocol.COORDINATOR_MOVED, deadline, pause_s=0.05)
+            if answer.error_code != protocol.NONE:
+                raise NoAnswer(f"broker {node}: {name_of(answer.error_code)}")
+            for row in answer.transaction_states:
+                if ours(row.transactional_id):
+                    found[row.transactional_id] = row.transaction_state
+        # A coordinator that moved meanwhile may have been asked at neither of its places.
+        if placed is not None and placed == _placement(wire):
+            return found
+        if time.monotonic() > deadline:
+            raise NoAnswer("transaction coordinators kept moving, or some partition of their log has no leader")
+        time.sleep(0.05)
+
+
+_LEFT = SimpleNamespace(error_code=protocol.NONE, transaction_states=())
+
+
+def _placement(wire: Wire) -> dict[int, tuple[int, int]] | None:
+    """Coordinators and their epochs, by partition of their log; empty: this user may not see them. None: some have
+    none now."""
+    found = wire.patiently(lambda: wire.topic("__transaction_state"))
+    if found.error_code in (protocol.UNKNOWN_TOPIC_OR_PARTITION, protocol.TOPIC_AUTHORIZATION_FAILED):
+        return {}
+    placed = {p.partition_index: (p.leader_id, getattr(p, "leader_epoch", -1)) for p in found.partitions}
+    return None if any(leader < 0 for leader, _ in placed.values()) else placed
 
 
 def describe(wire: Wire, transactional_id: str) -> OpenTransaction | None:
@@ -222,7 +236,8 @@ def describe(wire: Wire, transactional_id: str) -> OpenTransaction | None:
 
     def ask() -> Any:
         request = DescribeTransactionsRequest(transactional_ids=[transactional_id])
-        row = wire.ask_coordinator(transactional_id, request, again=True).transaction_states[0]
+        code_of = lambda found: int(found.transaction_states[0].error_code)  # noqa: E731
+        row = wire.ask_coordinator(transactional_id, request, again=True, code_of=code_of).transaction_states[0]
         if row.error_code in protocol.COORDINATOR_MOVED:
             wire.forget(transactional_id)
             raise NoAnswer(f"{transactional_id}: {name_of(row.error_code)}")

@@ -78,7 +78,7 @@ class KafkaCommitter:
 
     def set_up(self) -> None:
         """Create the topic for markers if another sink keeps the ledger. See `delivered.contract.powers.SetsUp`."""
-        ensure_topic(self._wire, self._topic, self._options.ledger_replication)
+        ensure_topic(self._wire, self._topic, self._options)
 
     def forget(self, batch: int) -> None:
         """Nothing to do: a shard's new marker replaces the previous one."""

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from delivered.clients.kafka import protocol
+from delivered.clients.kafka.current import FATAL, is_leader
 from delivered.clients.kafka.login import NoAnswer, NotSent
 from delivered.clients.kafka.protocol import Wire, name_of, retried
 from delivered.clients.kafka.transactions import Transaction, end_request
@@ -28,6 +29,13 @@ class Again(Enum):
     AWAY = "no answer before EndTxn was sent: nothing was or will be committed"
 
 
+def _added(response: Any) -> int:
+    """The error code of an AddPartitionsToTxn response."""
+    codes = [p.partition_error_code for t in response.results_by_topic_v3_and_below for p in t.results_by_partition]
+    # After one partition's error the others report "operation not attempted".
+    return next((c for c in codes if c not in (protocol.NONE, protocol.OPERATION_NOT_ATTEMPTED)), protocol.NONE)
+
+
 Writes = Mapping[int, Sequence[tuple[bytes, bytes | None]]]
 """Partition -> records. A partition's records fit into one record batch."""
 
@@ -39,13 +47,18 @@ _GZIP_FROM_BYTES = 4096
 
 
 class LedgerProducer:
-    """A transactional id held by this process, under an epoch of its own."""
+    """A transactional id held by this process, under an epoch of its own.
+
+    Attributes:
+        ends: partition -> offset beyond the last acknowledged record.
+    """
 
     def __init__(self, wire: Wire, topic: str, held: Transaction) -> None:
         self._wire = wire
         self._topic = topic
         self._held = held
         self._written: dict[int, int] = {}  # records per partition so far: the next sequence number
+        self.ends: dict[int, int] = {}
         self._under_way: set[int] = set()  # partitions already written in the current transaction
 
     def write(self, writes: Writes) -> tuple[Outcome[None], Again]:
@@ -90,15 +103,8 @@ class LedgerProducer:
                 v3_and_below_topics=[Topic(name=self._topic, partitions=list(writes))],
                 max_version=3,
             )
-            response = self._wire.ask_coordinator(name, request, again=True)
-            codes = [
-                p.partition_error_code for t in response.results_by_topic_v3_and_below for p in t.results_by_partition
-            ]
-            # After one partition's error the others report "operation not attempted".
-            code = next((c for c in codes if c not in (protocol.NONE, protocol.OPERATION_NOT_ATTEMPTED)), protocol.NONE)
-            if code in protocol.COORDINATOR_MOVED:
-                self._wire.forget(name)
-            return SimpleNamespace(error_code=code)
+            response = self._wire.ask_coordinator(name, request, again=True, code_of=_added)
+            return SimpleNamespace(error_code=_added(response))
 
         # The id's last transaction may still be completing; adding partitions is idempotent.
         again = protocol.COORDINATOR_MOVED | {protocol.CONCURRENT_TRANSACTIONS, protocol.UNKNOWN_TOPIC_OR_PARTITION}
@@ -125,8 +131,11 @@ class LedgerProducer:
                 if part.error_code != protocol.NONE:
                     self._wire.forget()
                     failed = int(part.error_code)
+                    if failed in FATAL and not is_leader(self._wire, node, self._topic, part.index):
+                        failed = protocol.NOT_LEADER
                     continue
                 self._under_way.add(part.index)
+                self.ends[part.index] = int(part.base_offset) + len(writes[part.index])
                 self._written[part.index] = self._written.get(part.index, 0) + len(writes[part.index])
         return failed
 

@@ -12,7 +12,8 @@ import time
 
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire
-from delivered.connectors.kafka.topics import MARKER_PARTITIONS, MARKERS_FROM, CommittedReader
+from delivered.connectors.kafka.committed import CommittedReader, barrier
+from delivered.connectors.kafka.topics import MARKER_PARTITIONS, MARKERS_FROM
 from delivered.model import record_format
 from delivered.model.errors import OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
@@ -50,14 +51,25 @@ def find_marker(wire: Wire, topic: str, work: Work, wait_s: float) -> Fingerprin
     Raises:
         OutcomeUnknown: the partition could not be read to its end.
     """
-    reader = CommittedReader(wire, topic, marker_partition(work.scope))
-    key, found = marker_key(work.scope, work.shard), None
-    try:
-        for record in reader.read(time.monotonic() + wait_s):
+    partition, key = marker_partition(work.scope), marker_key(work.scope, work.shard)
+    reader = CommittedReader(wire, topic, partition)
+
+    def read() -> Fingerprint | None:
+        found = None
+        for record in reader.read(time.monotonic() + wait_s, ours=lambda k: k == key):
             if record.key == key and record.value is not None:
                 incarnation, batch, fingerprint = read_marker(record.value)
                 if (incarnation, batch) == (work.scope.incarnation, work.batch):
                     found = fingerprint
+        return found
+
+    try:
+        found = read()
+        if found is None:
+            # Without a marker the rows are written again, so its absence must be certain.
+            reader.reach(barrier(wire, topic, partition))
+            found = read()
+        return found
     except NoAnswer as error:
         raise OutcomeUnknown(
             "MARKER_UNREADABLE",
@@ -65,4 +77,3 @@ def find_marker(wire: Wire, topic: str, work: Work, wait_s: float) -> Fingerprin
             next_step="find the transaction that blocks the partition with `delivered transactions list`; start again "
             "once it has ended",
         ) from None
-    return found

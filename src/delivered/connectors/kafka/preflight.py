@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from delivered.clients.kafka import protocol
+from delivered.clients.kafka.current import ask_member
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire, name_of
 from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.connectors.kafka.topics import COPIES, PARTITIONS, copies_wanted, ledger_topic
 from delivered.contract.finding import Finding
 from delivered.model.errors import Unreachable
 from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope
+from delivered.model.patience import patience_s
 
 _TRANSACTION_LIMIT = "transaction.max.timeout.ms"
 _MIN_ISR = "min.insync.replicas"
+_UNCLEAN = "unclean.leader.election.enable"
+_TRANSACTION_LOG = "__transaction_state"
 _TOPIC_CONFIG, _BROKER_CONFIG = 2, 4
 
 
@@ -90,6 +97,87 @@ def _topic(wire: Wire, options: SinkOptions) -> list[Finding]:
     return findings
 
 
+def check_ledger(options: SinkOptions, scope: Scope) -> Sequence[Finding]:
+    """What may lose decisions or markers: settings of the internal topic, and of Kafka's log of transactions.
+
+    Raises:
+        Unreachable: no broker answered, or they rejected the credentials.
+    """
+    topic, wire = ledger_topic(scope, options.ledger_topic), Wire(options.resolved())
+    try:
+        return [*_ledger(wire, topic, options.topic), *_transaction_log(wire, options.topic)]
+    except NoAnswer as error:
+        raise Unreachable(
+            "KAFKA_NO_ANSWER",
+            f"The brokers at {options.client['bootstrap.servers']} stopped answering: {error}.",
+            next_step="check the brokers",
+        ) from None
+    finally:
+        wire.close()
+
+
+def _ledger(wire: Wire, topic: str, beside: str | None) -> Iterator[Finding]:
+    found = wire.patiently(lambda: wire.topic(topic))
+    if found.error_code != protocol.NONE:
+        return  # it is created, with the settings that it needs, at the first start
+    name = f"The ledger's topic {topic!r}"
+    if len(found.partitions) < PARTITIONS:
+        yield Finding(
+            "LEDGER_PARTITIONS",
+            f"{name} has {len(found.partitions)} partitions; it needs {PARTITIONS}.",
+            refuses=True,
+            next_step=f"kafka-topics.sh --alter --topic {topic} --partitions {PARTITIONS}",
+        )
+    policy = _config(wire, _TOPIC_CONFIG, topic, "cleanup.policy")
+    if policy is not None and policy != "compact":
+        yield Finding(
+            "LEDGER_CLEANUP",
+            f"{name} has cleanup.policy={policy}; it must be compact, or decisions are deleted by age.",
+            refuses=False,
+            next_step=_set(topic, "cleanup.policy=compact"),
+        )
+    if _config(wire, _TOPIC_CONFIG, topic, _UNCLEAN) == "true":
+        yield Finding(
+            "LEDGER_UNCLEAN",
+            f"{name} has {_UNCLEAN}=true: a replica that lacks decisions may become its leader, and they are lost.",
+            refuses=False,
+            next_step=_set(topic, f"{_UNCLEAN}=false"),
+        )
+    yield from _durability(wire, topic, found, beside, name, "decisions")
+
+
+def _transaction_log(wire: Wire, beside: str | None) -> Iterator[Finding]:
+    found = wire.patiently(lambda: wire.topic(_TRANSACTION_LOG))
+    if found.error_code == protocol.NONE:  # else there was no transaction yet, or this user may not see it
+        yield from _durability(wire, _TRANSACTION_LOG, found, beside, f"Topic {_TRANSACTION_LOG!r}", "transactions")
+
+
+def _durability(wire: Wire, topic: str, found: Any, beside: str | None, name: str, what: str) -> Iterator[Finding]:
+    copies = min((len(p.replica_nodes) for p in found.partitions), default=0)
+    wanted = copies_wanted(wire, beside)
+    if copies < wanted:
+        measure = f"topic {beside!r} has" if beside is not None else "there are brokers for"
+        yield Finding(
+            "FEW_COPIES",
+            f"{name} has a replication factor of {copies}, {measure} {wanted}: {what} are lost with fewer disks than "
+            "the records.",
+            refuses=False,
+            next_step=f"raise it to {wanted} with kafka-reassign-partitions.sh, and set min.insync.replicas=2",
+        )
+    in_sync = _config(wire, _TOPIC_CONFIG, topic, _MIN_ISR)
+    if copies >= COPIES and in_sync is not None and int(in_sync) < 2:
+        yield Finding(
+            "FEW_COPIES_ACKNOWLEDGED",
+            f"{name} has {copies} replicas and {_MIN_ISR}={in_sync}: acknowledged {what} may be on only one disk.",
+            refuses=False,
+            next_step=_set(topic, f"{_MIN_ISR}=2"),
+        )
+
+
+def _set(topic: str, setting: str) -> str:
+    return f"kafka-configs.sh --alter --entity-type topics --entity-name {topic} --add-config {setting}"
+
+
 def _transactions(wire: Wire, options: SinkOptions) -> list[Finding]:
     # Any broker may coordinate a shard's transactions, so the strictest one counts.
     limits = [
@@ -123,7 +211,7 @@ def _transactions(wire: Wire, options: SinkOptions) -> list[Finding]:
 
 
 def _config(wire: Wire, kind: int, name: str, key: str, node: int | None = None) -> str | None:
-    """A topic or broker setting; None if this user may not see it."""
+    """A topic or broker setting; None: this user may not see it, or the broker left the cluster."""
     from kafka.protocol.admin.configs import DescribeConfigsRequest
 
     Resource = DescribeConfigsRequest.DescribeConfigsResource  # noqa: N806
@@ -132,8 +220,12 @@ def _config(wire: Wire, kind: int, name: str, key: str, node: int | None = None)
         include_synonyms=False,
         max_version=1,
     )
-    answer: Any = wire.patiently(lambda: wire.ask(request, node))
-    found = answer.results[0]
-    if found.error_code != protocol.NONE:
+    answer: Any
+    if node is None:
+        answer = wire.patiently(lambda: wire.ask(request))
+    else:
+        answer = ask_member(wire, node, request, time.monotonic() + patience_s(answered=True))
+    found = answer.results[0] if answer is not None else None
+    if found is None or found.error_code != protocol.NONE:
         return None
     return next((c.value for c in found.configs if c.name == key), None)

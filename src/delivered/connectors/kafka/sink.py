@@ -72,6 +72,12 @@ class KafkaSink:
             return [Finding.refusal(error)]
         return preflight(self.options, guarantee)
 
+    def check_ledger(self, scope: Scope) -> Sequence[Finding]:
+        """See `delivered.contract.powers.ChecksLedger`."""
+        from delivered.connectors.kafka.preflight import check_ledger
+
+        return check_ledger(self.options, scope)
+
     def check_guarantee(self, guarantee: Guarantee) -> None:
         if self.options.acks != "all" and guarantee is not Guarantee.AT_MOST_ONCE:
             raise UsageError(

@@ -126,7 +126,7 @@ class SinkOptions(Options, owner=OWNER, ignored=("path",), more=(FormatOptions,)
         "Of the internal topic, when it is created.",
         whole(1, 32_767),
         default=None,
-        shown="the broker's default",
+        shown="the topic's",
         example="3",
     )
 

@@ -26,13 +26,13 @@ from typing import Any
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import NoTopic, Wire
 from delivered.clients.kafka.transactions import initialise
+from delivered.connectors.kafka.committed import CommittedReader
 from delivered.connectors.kafka.ledger_write import Again, LedgerProducer, Writes
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import (
     HISTORY_PARTITION,
     LEDGER_TOPICS,
     STATE_PARTITION,
-    CommittedReader,
     ensure_topic,
     ledger_topic,
 )
@@ -74,6 +74,7 @@ class KafkaStore:
         self._topic = ledger_topic(scope, options.ledger_topic)
         self._opened: Wire | None = None
         self._reader: CommittedReader | None = None
+        self._written = 0  # offset beyond what this process wrote: what is read must reach it
         self._producers: dict[str, LedgerProducer] = {}
         self._owner: Owner | None = None
         self._epoch = 0
@@ -103,8 +104,8 @@ class KafkaStore:
         Every process checks the ledger's owner after it initialised an id, so the former owner stops once the record is
         committed.
         """
-        ensure_topic(self._wire, self._topic, self._options.ledger_replication)
-        self._reader = None  # read from the start: the topic may have been recreated
+        ensure_topic(self._wire, self._topic, self._options)
+        self._reader, self._written = None, 0  # read from the start: the topic may have been recreated
         reason = ""
         for _ in range(_CLAIM_TRIES):
             # A superseded driver must not fence the current owner, so check before taking the ids.
@@ -148,6 +149,7 @@ class KafkaStore:
                     break
             outcome, again = self._producers[role].write(self._writes(change))
             if isinstance(outcome, Ok):
+                self._reached(self._producers[role])
                 self._keep(change)
                 return outcome
             del self._producers[role]
@@ -164,7 +166,7 @@ class KafkaStore:
         reader = CommittedReader(self._wire, self._topic, HISTORY_PARTITION)
         start = self._key("kept", self._scope.incarnation)[:-1] + b","
         try:
-            for record in reader.read(time.monotonic() + RECOVERY_WAIT_S):
+            for record in reader.read(time.monotonic() + RECOVERY_WAIT_S, ours=lambda key: key.startswith(start)):
                 if record.key.startswith(start) and record.value is not None:
                     kept[record.key] = record.value
         except NoAnswer as error:
@@ -229,8 +231,9 @@ class KafkaStore:
         if self._reader is None:
             self._reader = CommittedReader(self._wire, self._topic, STATE_PARTITION)
             self._owner, self._epoch, self._last, self._begun, self._archive = None, 0, {}, {}, {}
+        self._reader.reach(self._written)
         try:
-            newest = {r.key: r.value for r in self._reader.read(time.monotonic() + RECOVERY_WAIT_S, wait)}
+            newest = {r.key: r.value for r in self._reader.read(time.monotonic() + RECOVERY_WAIT_S, wait, self._ours)}
             for key, value in newest.items():
                 self._apply(json.loads(key), value)
         except Exception as error:
@@ -256,6 +259,13 @@ class KafkaStore:
                 self._archive[number] = Archive(value or b"", f"topic {self._topic!r}")
             case _:
                 pass
+
+    def _ours(self, key: bytes) -> bool:
+        """Whether a record can change this ledger's state."""
+        match json.loads(key):
+            case [_, self._scope.sink, *_]:
+                return True
+        return False
 
     def _head(self) -> Head:
         own = self._scope.incarnation
@@ -294,7 +304,11 @@ class KafkaStore:
         outcome, _ = producer.write(writes)
         if isinstance(outcome, Ok):
             self._producers[_PLAN] = producer
+            self._reached(producer)
         return outcome
+
+    def _reached(self, producer: LedgerProducer) -> None:
+        self._written = max(self._written, producer.ends.get(STATE_PARTITION, 0))
 
     def _outdated(self) -> dict[int, _Records]:
         """Archive the oldest incarnations and write tombstones for their keys, which bounds the ledger."""

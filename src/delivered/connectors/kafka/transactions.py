@@ -3,9 +3,11 @@
 A transactional id is `delivered.<pipeline>.<sink>.<check>.<shard>.<slot>`. Names may contain dots, so the check, a hash
 of pipeline and sink, distinguishes pairs that join to the same name.
 
-Slots alternate between batches, so that a batch does not wait until the previous one's transaction has ended at the
-brokers, and between attempts of a task, so that overlapping attempts never share an id. Initialising an id fences its
-previous holder.
+Initialising an id fences its previous holder. So slots alternate
+
+- between batches: a batch does not wait until the previous one's transaction has ended at the brokers;
+- between attempts of a task: overlapping attempts never share an id;
+- between claims of the ledger: tasks of a driver that was superseded fence none of its successor.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import OPEN_STATES, OpenTransaction, Transaction, describe, initialise, listed
 from delivered.model.identity import Scope, Work
-from delivered.model.limits import REQUEST_TIMEOUT_S, TRANSACTION_SLOTS
+from delivered.model.limits import CLAIMS_APART, REQUEST_TIMEOUT_S, TRANSACTION_SLOTS
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 
 _PARALLEL_MAX = 8
@@ -33,20 +35,21 @@ def id_prefix(scope: Scope) -> str:
     return f"{scope.prefix}{check}."
 
 
-def slot_of(batch: int, attempt: int) -> int:
-    """Which of a shard's ids an attempt uses."""
+def slot_of(batch: int, attempt: int, claim: int = 0) -> int:
+    """Which of a shard's ids an attempt uses. Without a claim, those of release 0.1."""
     per_batch = TRANSACTION_SLOTS // 2
-    return (batch % 2) * per_batch + attempt % per_batch
+    turn = 0 if claim == 0 else 1 + (claim - 1) % CLAIMS_APART
+    return turn * TRANSACTION_SLOTS + (batch % 2) * per_batch + attempt % per_batch
 
 
 def transactional_id(work: Work) -> str:
-    return f"{id_prefix(work.scope)}{work.shard}.{slot_of(work.batch, work.attempt)}"
+    return f"{id_prefix(work.scope)}{work.shard}.{slot_of(work.batch, work.attempt, work.claim)}"
 
 
 def is_ours(scope: Scope, candidate: str) -> bool:
     """Whether a transactional id belongs to a shard of this sink in this pipeline."""
     prefix = id_prefix(scope)
-    return candidate.startswith(prefix) and re.fullmatch(r"\d+\.\d", candidate[len(prefix) :]) is not None
+    return candidate.startswith(prefix) and re.fullmatch(r"\d+\.\d{1,2}", candidate[len(prefix) :]) is not None
 
 
 def open_transactions(wire: Wire, scope: Scope) -> list[OpenTransaction]:

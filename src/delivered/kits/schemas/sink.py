@@ -20,6 +20,7 @@ from delivered.contract.powers import (
     ValidatesRows,
     add_columns,
     address_of,
+    check_ledger,
     planned,
     ready_target,
 )
@@ -85,6 +86,10 @@ class FormattedSink:
         except DeliveredError as error:
             found.append(Finding.refusal(error))
         return found
+
+    def check_ledger(self, scope: Scope) -> Sequence[Finding]:
+        """See `delivered.contract.powers.ChecksLedger`."""
+        return check_ledger(self.sink, scope)
 
     def check_guarantee(self, guarantee: Guarantee) -> None:
         if isinstance(self.sink, ChecksGuarantee):

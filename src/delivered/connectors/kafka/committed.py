@@ -1,0 +1,243 @@
+"""Reads a partition of the internal topic: committed records, up to an end that no stale answer can hide.
+
+A Fetch response's high watermark is no end: a leader that has just been elected learns it from its followers, and until
+then reports an old one. ListOffsets does not answer before (KIP-207), and no answer of an earlier leader epoch counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from delivered.clients.kafka import protocol
+from delivered.clients.kafka.login import NoAnswer
+from delivered.clients.kafka.protocol import Wire, name_of
+from delivered.model.limits import REQUEST_TIMEOUT_S
+
+_FETCH_BYTES = 4 << 20
+_UNCOMMITTED, _COMMITTED = 0, 1
+_LATEST = -1
+
+
+@dataclass(frozen=True)
+class Record:
+    offset: int
+    key: bytes
+    value: bytes | None
+
+
+def _every(_: bytes) -> bool:
+    return True
+
+
+class CommittedReader:
+    """A read_committed reader of one partition; each read continues after the last one. Not thread-safe.
+
+    Attributes:
+        position: of the next record.
+    """
+
+    def __init__(self, wire: Wire, topic: str, partition: int) -> None:
+        self._wire = wire
+        self._topic = topic
+        self._partition = partition
+        self._end = 0
+        self.position = 0
+
+    def reach(self, end: int) -> None:
+        """Read at least up to this offset: it was acknowledged by all replicas in sync."""
+        self._end = max(self._end, end)
+
+    def read(self, deadline: float, wait: bool = True, ours: Callable[[bytes], bool] = _every) -> Iterator[Record]:
+        """Records of committed transactions, oldest first, up to the present end.
+
+        Args:
+            deadline: of time.monotonic().
+            wait: for transactions that are open before that end; else stop at the last stable offset.
+            ours: whether a record with this key matters. Open transactions without such records are not waited for;
+                the next read returns committed records behind them once more.
+
+        Raises:
+            NoAnswer: no answer, or such a transaction is still open at the deadline.
+            NoTopic: the topic does not exist.
+        """
+        end = self._wire.patiently(lambda: self._list_end(wait))
+        pause = 0.002
+        while self.position < end:
+            part = self._wire.patiently(lambda: self._fetch(self.position, _COMMITTED))
+            before = self.position
+            yield from self._records(part)
+            if not part.records:
+                # Compaction removed everything there.
+                self.position = max(self.position, min(end, part.last_stable_offset))
+            if self.position == before and self.position < end:
+                behind = self._behind_open(end, ours)
+                if behind is not None:
+                    yield from behind
+                    return
+                if time.monotonic() > deadline:
+                    raise NoAnswer(
+                        f"a transaction that is still open hides partition {self._partition} of {self._topic!r} from "
+                        f"offset {part.last_stable_offset} to {end}"
+                    )
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.25)
+
+    def _behind_open(self, end: int, ours: Callable[[bytes], bool]) -> list[Record] | None:
+        """Committed records from an open transaction's start to the end. None: records of ours are undecided.
+
+        Between the last stable offset and the end, control records tell which transactions have ended.
+        """
+        at, found = self.position, list[Record]()
+        undecided: dict[int, list[Record]] = {}
+        while at < end:
+            start = at
+            part = self._wire.patiently(partial(self._fetch, start, _UNCOMMITTED))
+            if not part.records:
+                return None  # the leader does not know the end yet
+            for batch in _batches(part):
+                at = max(at, batch.base_offset + batch.last_offset_delta + 1)
+                if batch.is_control_batch:
+                    records = undecided.pop(batch.producer_id, [])
+                    if next(iter(batch)).commit:
+                        found += records
+                    continue
+                records = [r for r in _read(batch) if r.offset >= start]
+                if batch.is_transactional:
+                    undecided.setdefault(batch.producer_id, []).extend(records)
+                else:
+                    found += records
+            if at == start:
+                return None
+        if any(ours(r.key) for records in undecided.values() for r in records):
+            return None
+        return sorted(found, key=lambda r: r.offset)
+
+    def _list_end(self, wait: bool) -> int:
+        """The high watermark, never below one seen before; unless `wait`, the last stable offset."""
+        from kafka.protocol.consumer import ListOffsetsRequest
+
+        Topic = ListOffsetsRequest.ListOffsetsTopic  # noqa: N806
+        leader = self._wire.led(self._topic, self._partition)
+        part = Topic.ListOffsetsPartition(
+            partition_index=self._partition, current_leader_epoch=leader.epoch, timestamp=_LATEST
+        )
+        request = ListOffsetsRequest(
+            replica_id=-1,
+            isolation_level=_UNCOMMITTED if wait else _COMMITTED,
+            topics=[Topic(name=self._topic, partitions=[part])],
+            max_version=6,
+        )
+        answer: Any = self._wire.ask(request, leader.node).topics[0].partitions[0]
+        if answer.error_code != protocol.NONE:
+            raise self._error(answer.error_code)
+        end = int(answer.offset)
+        if wait and end < self._end:
+            raise NoAnswer(f"{self._topic}-{self._partition} ends at offset {end}, but ended at {self._end} before")
+        if wait:
+            self._end = end
+        return end
+
+    def _fetch(self, offset: int, isolation: int) -> Any:
+        from kafka.protocol.consumer.fetch import FetchRequest
+
+        Topic = FetchRequest.FetchTopic  # noqa: N806
+        leader = self._wire.led(self._topic, self._partition)
+        part = Topic.FetchPartition(
+            partition=self._partition,
+            current_leader_epoch=leader.epoch,
+            fetch_offset=offset,
+            last_fetched_epoch=-1,
+            log_start_offset=-1,
+            partition_max_bytes=_FETCH_BYTES,
+        )
+        request = FetchRequest(
+            replica_id=-1,
+            max_wait_ms=0,
+            min_bytes=0,
+            max_bytes=_FETCH_BYTES,
+            isolation_level=isolation,
+            session_id=0,
+            session_epoch=-1,
+            topics=[Topic(topic=self._topic, partitions=[part])],
+            forgotten_topics_data=[],
+            rack_id="",
+            max_version=11,
+        )
+        answer = self._wire.ask(request, leader.node)
+        if answer.error_code != protocol.NONE:
+            raise NoAnswer(name_of(answer.error_code))
+        found = answer.responses[0].partitions[0]
+        if found.error_code == protocol.OFFSET_OUT_OF_RANGE and offset == 0:
+            raise NoAnswer("the start of the partition moved")
+        if found.error_code != protocol.NONE:
+            raise self._error(found.error_code)
+        return found
+
+    def _error(self, code: int) -> NoAnswer:
+        return NoAnswer(f"{self._topic}-{self._partition}: {name_of(code)}")
+
+    def _records(self, part: Any) -> Iterator[Record]:
+        aborted = sorted(((t.first_offset, t.producer_id) for t in part.aborted_transactions or ()), reverse=True)
+        dead: set[int] = set()
+        for batch in _batches(part):
+            last = batch.base_offset + batch.last_offset_delta
+            while aborted and aborted[-1][0] <= last:
+                dead.add(aborted.pop()[1])
+            if batch.is_control_batch:
+                dead.discard(batch.producer_id)
+            elif not (batch.is_transactional and batch.producer_id in dead):
+                yield from (r for r in _read(batch) if r.offset >= self.position)
+            self.position = max(self.position, last + 1)
+
+
+def _batches(part: Any) -> Iterator[Any]:
+    from kafka.record import MemoryRecords
+
+    if not part.records:
+        return
+    batches = MemoryRecords(bytes(part.records))
+    while batches.has_next():
+        yield batches.next_batch()
+
+
+def _read(batch: Any) -> Iterator[Record]:
+    for record in batch:
+        if record.key is not None:
+            yield Record(record.offset, bytes(record.key), None if record.value is None else record.value)
+
+
+def barrier(wire: Wire, topic: str, partition: int) -> int:
+    """An offset that is beyond every record committed so far: that of a tombstone which all replicas in sync have now.
+
+    A leader that was replaced without knowing it cannot get one acknowledged.
+
+    Raises:
+        NoAnswer: not acknowledged within 120 s.
+    """
+    from kafka.protocol.producer.produce import ProduceRequest
+    from kafka.record.default_records import DefaultRecordBatchBuilder
+
+    Topic = ProduceRequest.TopicProduceData  # noqa: N806
+
+    def ask() -> int:
+        builder = DefaultRecordBatchBuilder(2, 0, False, -1, -1, -1, 1 << 20)
+        builder.append(0, timestamp=time.time_ns() // 1_000_000, key=b'["barrier"]', value=None, headers=[])
+        data = Topic.PartitionProduceData(index=partition, records=bytes(builder.build()))
+        request = ProduceRequest(
+            transactional_id=None,
+            acks=-1,
+            timeout_ms=int(REQUEST_TIMEOUT_S * 1000),
+            topic_data=[Topic(name=topic, partition_data=[data])],
+            max_version=9,
+        )
+        answer: Any = wire.ask(request, wire.leader(topic, partition))
+        [part] = answer.responses[0].partition_responses
+        if part.error_code != protocol.NONE:
+            raise NoAnswer(f"{topic}-{partition}: {name_of(part.error_code)}")
+        return int(part.base_offset) + 1
+
+    return wire.patiently(ask)
