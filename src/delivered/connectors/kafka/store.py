@@ -261,11 +261,8 @@ class KafkaStore:
                 pass
 
     def _ours(self, key: bytes) -> bool:
-        """Whether a record can change this ledger's state."""
-        match json.loads(key):
-            case [_, self._scope.sink, *_]:
-                return True
-        return False
+        """Whether a record may change this ledger's state."""
+        return self._scope.sink in json.loads(key)
 
     def _head(self) -> Head:
         own = self._scope.incarnation
