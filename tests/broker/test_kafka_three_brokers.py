@@ -132,10 +132,10 @@ def test_a_leader_that_does_not_know_the_end_hides_neither_decision_nor_marker(c
     assert rig.committer().commit(rig.work(0), stage(rig, 0, [b"x"])) == Ok(None)
     for node in NODES:
         cluster.broker(node).kill()
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(5) as pool:
         looked = pool.submit(lambda: rig.ledger().look())
         committed = pool.submit(lambda: rig.committer().was_committed(rig.work(0)))
-        for node in NODES[:2]:
+        for node in NODES:
             pool.submit(cluster.broker(node).restart)
         last = looked.result().last
         assert last is not None and last.batch == 2
