@@ -88,7 +88,7 @@ class Shop:
             return rows
 
     def put(self, connection: Any, n: int, **given: Any) -> str:
-        id_ = outbox.new_id()
+        id_ = given.pop("id", None) or outbox.new_id()
         message = {"aggregate_type": "order", "aggregate_id": str(n % 3), "type": "created", "payload": {"n": n}}
         outbox.put(connection, id=id_, layout=self.layout, **message | given)
         return str(id_)

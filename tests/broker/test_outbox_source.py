@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from tests.broker.outbox_help import METHODS, Shop, Stream, ids, read, shop
 
 from delivered import outbox
+from delivered.connectors.outbox import CONNECTOR
 from delivered.contract.source import Source
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken, Refused
 
@@ -226,6 +228,50 @@ def test_a_database_that_was_restored_is_noticed_when_polling(request: pytest.Fi
         )
         with pytest.raises(InvariantBroken, match="OUTBOX_DATABASE_BEHIND"):
             Stream(box.source(keep="true"), stream.at).batch()
+
+
+def test_numbers_given_to_a_restored_database_hide_nothing(tmp_path: Path) -> None:
+    """P29: ids that increase, and an available-now run, which reads to the end of the outbox at its start."""
+    file = tmp_path / "a.db"
+    with contextlib.closing(sqlite3.connect(file)) as database:
+        database.execute("CREATE TABLE box (id INTEGER, aggregatetype, aggregateid, type, payload)")
+        database.execute("CREATE UNIQUE INDEX ids ON box (id)")
+        for first, count in ((0, 700), (700, 300)):
+            rows = [(n, f'"old {n}"') for n in range(first, first + count)]
+            database.executemany("INSERT INTO box VALUES (?, 'o', '1', 't', ?)", rows)
+            database.commit()
+            if first == 0:
+                copy = file.read_bytes()
+    options = {"url": f"sqlite://{file}", "dbtable": "box", "method": "poll"}
+    source = CONNECTOR.source(options)
+    stream = Stream(source)
+    assert len(stream.rest()) == 1_000
+    stream.close()
+    file.write_bytes(copy)
+    with contextlib.closing(sqlite3.connect(file)) as database:
+        database.executemany("INSERT INTO box VALUES (?, 'o', '1', 't', '1')", [(n,) for n in range(700, 1_700)])
+        database.commit()
+    for _ in range(2):
+        with contextlib.closing(source.driver()) as driver:
+            driver.freeze()
+            with pytest.raises(InvariantBroken, match="OUTBOX_DATABASE_BEHIND"):
+                driver.latest(stream.at, None)
+
+
+def test_a_new_row_with_the_id_of_a_deleted_one_is_not_lost(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """P29: ids that start again, as in a table that is emptied."""
+    for how in METHODS[1:]:
+        box = shop(request, tmp_path, how)
+        [id_] = box.send(1)
+        stream = Stream(box.source())
+        assert stream.rest() == [id_]
+        assert box.left() == 0
+        box.send(2, id=id_)
+        with pytest.raises(InvariantBroken, match=f"OUTBOX_ID_REUSED.*{id_}.*AUTOINCREMENT"):
+            stream.batch()
+        stream.driver.acknowledge(stream.at)
+        stream.close()
+        assert box.left() == 1, "it was deleted without being delivered"
 
 
 def moved_to(box: Shop, position: str = "pg_current_wal_lsn()") -> str:

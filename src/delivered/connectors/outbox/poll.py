@@ -36,6 +36,7 @@ class PollDriver:
         self._connection: Any = None
         self._file: Any = None
         self._locked = False
+        self._freezes = False
         self._frozen: int | None = None
 
     def initial(self) -> Offsets:
@@ -45,13 +46,16 @@ class PollDriver:
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         self._lock()
-        at, frozen = int(start["number"]), self._frozen
+        at = int(start["number"])
         if at == _NEW:
             self._transaction(self._began, writes=True)
             at = self._transaction(self._positions.last)[0] if self._options.starting == LATEST else 0
             start = self._offsets(at)
         else:
             self._check(start)
+        if self._freezes and self._frozen is None:
+            self._frozen = self._number_all()
+        frozen = self._frozen
         last = self._transaction(self._positions.last)[0]
         if frozen is None and (rows_max is None or last < at + rows_max):
             limit = NUMBERED_MAX if rows_max is None else min(NUMBERED_MAX, rows_max)
@@ -70,13 +74,16 @@ class PollDriver:
         return {"number": self._transaction(newest)}
 
     def freeze(self) -> None:
-        self._lock()
-        self._transaction(self._positions.prepare, writes=True)
+        """At the first `latest`, which checks the table before it numbers rows: numbers given to a table that was
+        restored would hide that."""
+        self._freezes = True
+
+    def _number_all(self) -> int:
         while (
             self._transaction(lambda caller: self._positions.number(caller, NUMBERED_MAX), writes=True) == NUMBERED_MAX
         ):
             pass
-        self._frozen = self._transaction(self._positions.last)[0]
+        return int(self._transaction(self._positions.last)[0])
 
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
         first, last = max(0, int(start["number"])), int(end["number"])

@@ -20,6 +20,8 @@ DELETED_MAX = 1_000
 NUMBERED_MAX = 100_000
 """Rows that one transaction numbers."""
 _FETCHED = 2_000
+_DELETED = -1
+"""`lsn` of the last row that was delivered and deleted; of other rows that are read by number, it is 0."""
 
 Found = tuple[int, Any, Any, Any, Any, Any]
 """Number, id, aggregate type, aggregate id, type, payload; as the client returns them."""
@@ -118,7 +120,12 @@ class Positions:
         self.number(caller, None)
 
     def number(self, caller: Caller, limit: int | None) -> int:
-        """Number rows that have no number yet, by id; returns how many. Only one process at a time may."""
+        """Number rows that have no number yet, by id; returns how many. Only one process at a time may.
+
+        Raises:
+            InvariantBroken: a new row has the id of the last one that was deleted, by which the table is recognised.
+        """
+        self._check_ids(caller)
         id_, last = self._columns[0], self.last(caller)[0]
         fresh = (
             f"SELECT o.{id_} AS id FROM {self._rows} o LEFT JOIN {self._table} p ON p.id = o.{id_} WHERE p.id IS NULL "
@@ -141,11 +148,11 @@ class Positions:
 
     def last(self, caller: Caller) -> tuple[int, str | None]:
         """The highest number, and the id that has it."""
-        rows = caller.execute(f"SELECT number, id FROM {self._table} WHERE lsn = 0 ORDER BY number DESC LIMIT 1").rows
+        rows = caller.execute(f"SELECT number, id FROM {self._table} WHERE lsn <= 0 ORDER BY number DESC LIMIT 1").rows
         return (int(rows[0][0]), text(rows[0][1])) if rows else (0, None)
 
     def id_of(self, caller: Caller, number: int) -> str | None:
-        rows = caller.execute(f"SELECT id FROM {self._table} WHERE lsn = 0 AND number = ?", [number]).rows
+        rows = caller.execute(f"SELECT id FROM {self._table} WHERE lsn <= 0 AND number = ?", [number]).rows
         return text(rows[0][0]) if rows else None
 
     def first(self, caller: Caller) -> int:
@@ -158,7 +165,7 @@ class Positions:
 
     def forget(self, caller: Caller) -> None:
         """Drop the numbers of rows that were not delivered from the log."""
-        caller.execute(f"DELETE FROM {self._table} WHERE lsn = 0")
+        caller.execute(f"DELETE FROM {self._table} WHERE lsn <= 0")
 
     def unnumbered(self, caller: Caller) -> int:
         id_ = self._columns[0]
@@ -236,11 +243,25 @@ class Positions:
         ).rows
         self.delete(caller, [row[1] for row in found])
         if found:
-            caller.execute(
-                f"DELETE FROM {self._table} WHERE lsn = 0 AND number <= ? AND number < ?",
-                [found[-1][0], number],
-            )
+            caller.execute(f"DELETE FROM {self._table} WHERE lsn <= 0 AND number < ?", [found[-1][0]])
+            caller.execute(f"UPDATE {self._table} SET lsn = {_DELETED} WHERE lsn = 0 AND number = ?", [found[-1][0]])
         return len(found) == DELETED_MAX
+
+    def _check_ids(self, caller: Caller) -> None:
+        id_ = self._columns[0]
+        rows = caller.execute(
+            f"SELECT o.{id_} FROM {self._table} p JOIN {self._rows} o ON o.{id_} = p.id WHERE p.lsn = {_DELETED}"
+        ).rows
+        if rows:
+            table = self.options.outbox
+            raise InvariantBroken(
+                "OUTBOX_ID_REUSED",
+                f"{OWNER}: a row of {table} has the id {text(rows[0][0])} of a row that was delivered and deleted: "
+                "its ids start again (a table that was emptied, TRUNCATE ... RESTART IDENTITY), or the table was "
+                "restored from an older copy. Nothing was skipped.",
+                next_step="use ids that never repeat (a UUID, AUTOINCREMENT in SQLite), and give this row another id; "
+                "after a restore, compare the outbox with what was delivered",
+            )
 
     def _described(self, caller: Caller, queries: dict[str, str], column: str) -> Sequence[tuple[Any, ...]]:
         schema, _, table = self.options.outbox.rpartition(".")

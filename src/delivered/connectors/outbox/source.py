@@ -54,6 +54,7 @@ class OutboxSource:
         else:
             assumes = [
                 f"rows of {options.table} are not updated, and only this source deletes them",
+                f"ids of {options.table} never repeat",
                 "within a batch, rows come in the order of their ids, not of their commits",
             ]
         if options.by_log:
