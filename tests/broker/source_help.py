@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -39,6 +40,23 @@ def produce(kafka: Any, topic: str, records: Iterable[Any], partition: int | Non
                 producer.poll(0.1)
     assert producer.flush(30) == 0
     assert not failed, failed
+
+
+def cut_log(kafka: Any, topic: str, offset: int) -> None:
+    """Take the end away from partition 0 of a topic, from this offset on. The broker must be down."""
+    folder = kafka.broker.folder / "data" / f"{topic}-0"
+    for file in folder.iterdir():
+        if file.suffix in (".index", ".timeindex", ".snapshot"):
+            file.unlink()
+    [segment] = folder.glob("*.log")
+    data, at = segment.read_bytes(), 0
+    while at < len(data):
+        first, size = struct.unpack_from(">qi", data, at)
+        if first >= offset:
+            break
+        at += 12 + size
+    assert first == offset, f"a record batch must begin at {offset}"
+    segment.write_bytes(data[:at])
 
 
 class Transactions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import shutil
 import threading
 import time
 from collections import Counter
@@ -234,6 +235,52 @@ def test_what_is_gone_is_an_error(pulsar: Pulsar) -> None:
     careless = source(pulsar, topic, startingOffsets="earliest", failOnDataLoss="false")
     assert careless.driver().latest(first, None)
     assert values(read(careless, *second)) == []
+
+
+def test_a_topic_made_again_that_grew_past_the_position_is_an_error(pulsar: Pulsar) -> None:
+    """P29: the ledgers of another topic have other ids."""
+    topic = pulsar.topic()
+    pulsar.send(topic, rows(50))
+    src = source(pulsar, topic, startingOffsets="earliest")
+    start, end = src.driver().batch()
+    known = src.driver().landmarks(end)
+    assert len(known) == 1
+    src.driver().check_landmarks(end, known)
+    pulsar.admin("DELETE", f"persistent/public/default/{topic}?force=true")
+    pulsar.admin("PUT", f"persistent/public/default/{topic}", {})
+    pulsar.send(topic, rows(200))
+    for planned in (start, end):
+        with pytest.raises(InvariantBroken, match="DATA_LOST"):
+            src.driver().latest(end, None) if planned is end else read(src, start, end)
+
+
+@pytest.mark.matrix
+def test_a_restored_server_that_grew_past_the_position_is_an_error(
+    new_pulsar: Callable[[], Pulsar], tmp_path: Path
+) -> None:
+    """P29: it gives the ids of ledgers again. The entry at the position is another one."""
+    pulsar = new_pulsar()
+    topic = pulsar.topic()
+    pulsar.send(topic, rows(70))
+    pulsar.close()
+    pulsar.broker.stop()
+    shutil.copytree(pulsar.broker.folder, tmp_path / "copy")
+    pulsar.broker.restart()
+    pulsar.send(topic, rows(30, 70))
+    src = source(pulsar, topic, startingOffsets="earliest")
+    _, end = src.driver().batch()
+    known = src.driver().landmarks(end)
+    pulsar.close()
+    pulsar.broker.stop()
+    for part in [p for p in (tmp_path / "copy").iterdir() if p.is_dir()]:
+        shutil.rmtree(pulsar.broker.folder / part.name)
+        shutil.copytree(part, pulsar.broker.folder / part.name)
+    pulsar.broker.restart()
+    pulsar.send(topic, rows(100, 1_000))
+    driver = src.driver()
+    assert from_json(driver.latest(end, None)) != from_json(end), "positions alone show nothing"
+    with pytest.raises(InvariantBroken, match=r"DATA_LOST.*older copy"):
+        driver.check_landmarks(end, known)
 
 
 def test_a_subscription_keeps_what_was_not_read_and_moves_after_the_batch(pulsar: Pulsar) -> None:

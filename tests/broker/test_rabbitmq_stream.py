@@ -184,6 +184,28 @@ def test_a_stream_made_anew_stops_the_query(rabbitmq: Rabbitmq, monkeypatch: pyt
         read(src, start, end)
 
 
+def test_a_stream_made_anew_that_grew_past_the_position_stops_the_query(rabbitmq: Rabbitmq) -> None:
+    """P29: offsets alone do not show it; the message before the position does."""
+    stream = rabbitmq.queue("stream")
+    rabbitmq.send(stream, numbered(50))
+    src = source(rabbitmq, stream)
+    _, end = src.driver().batch()
+    known = src.driver().landmarks(end)
+    assert known.keys() == {stream}
+    rabbitmq.send(stream, numbered(10, 50))
+    src.driver().check_landmarks(end, known)
+    connection = rabbitmq.connect()
+    connection.channel().queue_delete(stream)
+    connection.channel().queue_declare(stream, durable=True, arguments={"x-queue-type": "stream"})
+    connection.close()
+    rabbitmq.send(stream, numbered(80, 100))
+    driver = src.driver()
+    assert driver.latest(end, None) == {stream: 80}
+    with pytest.raises(InvariantBroken, match=rf"DATA_LOST.*{stream}.*offset 50.*failOnDataLoss"):
+        driver.check_landmarks(end, known)
+    source(rabbitmq, stream, failOnDataLoss="false").driver().check_landmarks(end, known)
+
+
 @pytest.mark.matrix
 def test_a_server_killed_in_the_middle_of_a_slice(
     new_rabbitmq: Callable[[], Rabbitmq], monkeypatch: pytest.MonkeyPatch

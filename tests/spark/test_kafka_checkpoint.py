@@ -8,6 +8,7 @@ import sqlite3
 import sys
 import time
 import uuid
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import pytest
 import yaml
 from benchmarks.cases import SPARK_KAFKA_JARS
 from pyspark.errors import StreamingQueryException
+from tests.broker.source_help import cut_log
 from tests.kafka_tools import produce, read_committed
 
 import delivered
@@ -104,7 +106,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(kafka: Any, spark: SparkSess
     made.start(spark).awaitTermination(WAIT_S)
     assert logged(checkpoint) == {0: {source: {"0": 10}}}
     metadata = json.loads((checkpoint / FILE).read_text())["entries"][0]["metadata"]
-    assert set(metadata) == {"#topic ids"}
+    assert set(metadata) == {"#topic ids", "#epochs"}
     (checkpoint / FILE).unlink()
     newest = checkpoint / "offsets" / "0"
     old = json.dumps({source: {"0": 10}, "#topic ids": metadata["#topic ids"]})
@@ -166,6 +168,79 @@ def test_in_the_idiom_a_topic_made_again_between_two_runs_stops_the_query(
             run_once()
         assert logged(tmp_path / "checkpoint") == before, "it is noticed before Spark logs a batch of it"
     assert seen() == list(range(15))
+
+
+@pytest.mark.checkpoint(
+    "the end of a source's partition, lost in Kafka",
+    "refused",
+    "`DATA_LOST`; `failOnDataLoss=false` reads on from there",
+)
+def test_a_partition_that_lost_its_end_between_two_runs_stops_the_query(
+    mortal_kafka: Any, spark: SparkSession, tmp_path: Path
+) -> None:
+    """P29, in the idiom and in a pipeline of several sources: all new records are delivered, or none."""
+    delivered.register(spark)
+    kafka, table = mortal_kafka, str(tmp_path / "out.db")
+    cut, whole = kafka.topic(1), kafka.topic(1)
+
+    def idiom(lossy: bool) -> None:
+        (
+            spark.readStream.format("delivered_kafka")
+            .option("kafka.bootstrap.servers", kafka.bootstrap)
+            .option("subscribe", cut)
+            .option("startingOffsets", "earliest")
+            .option("failOnDataLoss", str(not lossy))
+            .load()
+            .selectExpr("CAST(value AS STRING) AS value")
+            .writeStream.format("delivered_sqlite")
+            .options(guarantee="exactly_once", path=table, table="idiom", pipeline="idiom")
+            .option("checkpointLocation", str(tmp_path / "idiom"))
+            .trigger(availableNow=True)
+            .start()
+            .awaitTermination(WAIT_S)
+        )
+
+    def several(lossy: bool) -> None:
+        options = {"startingOffsets": "earliest", "failOnDataLoss": not lossy}
+        delivered.Pipeline(
+            name="several",
+            guarantee="exactly_once",
+            checkpoint=tmp_path / "several",
+            sources={
+                n: delivered.kafka(kafka.bootstrap, subscribe=t, **options) for n, t in (("a", cut), ("b", whole))
+            },
+            sinks=[delivered.sqlite(table, "several")],
+            transform=" UNION ALL ".join(f"SELECT CAST(value AS STRING) AS value FROM {n}" for n in ("a", "b")),
+            trigger="available_now",
+        ).start(spark).awaitTermination(WAIT_S)
+
+    def seen(name: str) -> list[str]:
+        with closing(sqlite3.connect(table)) as database:
+            return sorted(str(value) for (value,) in database.execute(f"SELECT value FROM {name}"))
+
+    def send(topic: str, name: str, count: int) -> list[str]:
+        values = [f"{name}{i}" for i in range(count)]
+        produce(kafka.bootstrap, topic, ((None, value.encode()) for value in values))
+        return values
+
+    sent = send(cut, "old", 70) + send(cut, "lost", 30)
+    other = send(whole, "other", 10)
+    idiom(lossy=False)
+    several(lossy=False)
+    kafka.broker.kill()
+    cut_log(kafka, cut, 70)
+    kafka.broker.restart()
+    new = send(cut, "new", 100)
+    for _ in range(2):
+        for run_once in (idiom, several):
+            with pytest.raises(StreamingQueryException, match=rf"DATA_LOST.*{cut}-0 lost its end: at offset 70"):
+                run_once(lossy=False)
+    idiom(lossy=True)
+    several(lossy=True)
+    assert seen("idiom") == sorted(sent + new)
+    assert seen("several") == sorted(sent + other + new)
+    idiom(lossy=False)  # all is well again
+    assert seen("idiom") == sorted(sent + new)
 
 
 def test_a_checkpoint_of_sparks_own_connector_is_left_as_it_was_until_it_is_accepted(

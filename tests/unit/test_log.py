@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -296,6 +297,24 @@ def test_log_put_back_to_an_older_copy_is_an_error(log: Path) -> None:
     append(str(log), records(0, 10))
     with pytest.raises(InvariantBroken, match="LOG_BEHIND"):
         source_at(log).driver().latest({"version": 9, "offsets": {"0": 11}}, None)
+
+
+def test_a_log_put_back_to_an_older_copy_that_grew_past_the_position(log: Path) -> None:
+    """P29: it is the same table, and offsets do not show it; the commit does, as long as Delta keeps it."""
+    append(str(log), records(0, 10))
+    shutil.copytree(log, log.with_name("copy"))
+    append(str(log), records(10, 10))
+    driver = source_at(log).driver()
+    end = driver.latest(driver.initial(), None)
+    known = driver.landmarks(end)
+    source_at(log).driver().check_landmarks(end, known)
+    log.rename(log.with_name("away"))
+    log.with_name("copy").rename(log)
+    append(str(log), records(20, 30))
+    again = source_at(log).driver()
+    assert again.latest(end, None)["offsets"] == {"0": 40}
+    with pytest.raises(InvariantBroken, match=r"DATA_LOST.*older copy"):
+        again.check_landmarks(end, known)
 
 
 def test_a_log_that_vanishes_while_it_is_read(log: Path) -> None:

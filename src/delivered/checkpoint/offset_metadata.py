@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.checkpoint import folder
+from delivered.contract.landmarks import HasLandmarks
 from delivered.contract.powers import HasOffsetMetadata
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.model.limits import OFFSET_METADATA_MAX
-from delivered.model.offsets import SOURCE
+from delivered.model.offsets import SOURCE, is_ahead
 
 FILE = "delivered/offset-metadata.json"
 
@@ -69,7 +70,7 @@ class OffsetMetadata:
             if entry.at == plain:
                 return entry.metadata
         for entry in reversed(entries):
-            if not _is_ahead(entry.at, plain):
+            if not is_ahead(entry.at, plain):
                 return self._of_others(entry)
         return self._of_others(entries[-1]) if entries else {}
 
@@ -114,13 +115,6 @@ def _read(location: str, file: str) -> list[_Entry]:
     return folder.read_record(location, file, what, entries, "OFFSET_METADATA_DAMAGED", without=lost) or []
 
 
-def _is_ahead(one: Any, other: Any) -> bool:
-    """Whether `one` is further than `other` anywhere."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return any(_is_ahead(v, other[k]) for k, v in one.items() if k in other)
-    return isinstance(one, int) and isinstance(other, int) and one > other
-
-
 class PlainDriver:
     """A source's driver that takes and returns offsets in the format of Spark's own connector."""
 
@@ -142,6 +136,10 @@ class PlainDriver:
         # Unchanged: another notation of the same position would create an empty batch.
         return start if end == whole else self._kept(end, self._metadata.split(start)[0])
 
+    def bounded(self, end: Offsets, sooner: Offsets, start: Offsets) -> None:
+        """A batch that starts at `start` ends sooner than `latest` said: what it knew of the end holds there, too."""
+        self._metadata.keep(sooner, self._metadata.find(end), start)
+
     def newest(self) -> Offsets | None:
         newest = self._driver.newest()
         return None if newest is None else self._metadata.split(newest)[0]
@@ -157,6 +155,13 @@ class PlainDriver:
 
     def acknowledge(self, end: Offsets) -> None:
         self._driver.acknowledge(end)
+
+    def landmarks(self, at: Offsets) -> Mapping[str, str]:
+        return self._driver.landmarks(self._metadata.joined(at)) if isinstance(self._driver, HasLandmarks) else {}
+
+    def check_landmarks(self, at: Offsets, known: Mapping[str, str]) -> None:
+        if isinstance(self._driver, HasLandmarks):
+            self._driver.check_landmarks(self._metadata.joined(at), known)
 
     def close(self) -> None:
         self._driver.close()

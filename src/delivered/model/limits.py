@@ -93,6 +93,12 @@ KAFKA_RESPONSE_BYTES_MAX = 256 << 20
 OFFSET_METADATA_MAX = 200
 """Changes of a stream's offset metadata that a checkpoint's sidecar keeps: new topics and partitions, lost records."""
 
+LANDMARK_EVERY_S = 60.0
+"""How often a stream with a backlog stores what stands before its position: a request and a small file."""
+
+LANDMARK_IDLE_EVERY_S = 5.0
+"""The same for a stream that waits for records. At the end of an available-now run it always does."""
+
 DEDUP_WINDOW = 1_000_000
 """Newest messages per partition of a receiver's log among which a redelivered one is recognised."""
 

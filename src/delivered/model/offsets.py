@@ -7,6 +7,8 @@ number.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 SOURCE = "source"
 """Default name of a pipeline's source, and of its view in the transform's SQL."""
@@ -29,3 +31,10 @@ def by_source(text: str) -> dict[str, str]:
     pairs = [(m[1], m[2]) if (m := _NAMED.fullmatch(line)) else (str(n), line) for n, line in enumerate(lines)]
     found = {name: offsets for name, offsets in pairs if offsets != _NONE}
     return {SOURCE: found["0"]} if list(found) == ["0"] and len(lines) == 1 else found
+
+
+def is_ahead(one: Any, other: Any) -> bool:
+    """Whether `one` is further than `other` anywhere."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return any(is_ahead(v, other[k]) for k, v in one.items() if k in other)
+    return isinstance(one, int) and isinstance(other, int) and one > other

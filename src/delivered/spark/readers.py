@@ -10,12 +10,14 @@ from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Inp
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 from delivered.checkpoint import first_offsets, rejected
+from delivered.checkpoint.landmarks import Landmarks
 from delivered.checkpoint.offset_metadata import PlainDriver, stream_driver
 from delivered.contract.powers import OrdersOffsets
 from delivered.contract.schemas import RejectsRecords
 from delivered.contract.source import Slice, Source, SourceDriver
 from delivered.engine.dead_letters import split_rejected
 from delivered.engine.direct import pack
+from delivered.model.limits import LANDMARK_EVERY_S, LANDMARK_IDLE_EVERY_S
 from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
 from delivered.source.ranges import earlier
@@ -53,6 +55,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._reading = reading
         self._opened: SourceDriver | None = None
         self._logged: dict[str, Any] | None = None
+        self._landmarks = Landmarks(reading.checkpoint, reading.source)
+        self._ends = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None, "_logged": None}
@@ -86,9 +90,15 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             end = start
         else:
             end = self._driver.latest(start, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
+            self._landmarks.check(self._driver, start)
+            idle_s = 0.0 if self._ends else LANDMARK_IDLE_EVERY_S
+            self._landmarks.keep(self._driver, start, idle_s if end == start else LANDMARK_EVERY_S)
         if self._reading.until is not None:
             bounded = self._source.earlier if isinstance(self._source, OrdersOffsets) else earlier
-            return bounded(end, self._reading.until)
+            sooner = bounded(end, self._reading.until)
+            if isinstance(self._driver, PlainDriver):
+                self._driver.bounded(end, sooner, start)
+            return sooner
         # Spark calls `commit` for a batch only after it has planned the next one, which may be never. But it asks for
         # offsets only after it has logged the batch that ended at `start`, also at the end of an available-now run.
         self._acknowledge(start)
@@ -98,11 +108,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._driver.newest()
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        self._ends = True
         self._driver.freeze()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         in_query()
-        return [SlicePartition(s) for s in self._driver.slices(start, end)]
+        pieces = [SlicePartition(s) for s in self._driver.slices(start, end)]
+        self._landmarks.check(self._driver, end)
+        return pieces
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if self._reading.direct and isinstance(partition, SlicePartition):

@@ -121,10 +121,19 @@ class KafkaDriverClient:
             else:
                 ask[partition] = place
         if ask:
-            found.update(self._patiently(lambda timeout_s: self._list(ask, timeout_s), self._options.what))
+            listed = self._patiently(lambda timeout_s: self._list(ask, timeout_s), self._options.what)
+            found.update({p: offset for p, (offset, _) in listed.items()})
         return {p: found[p] for p in wanted}
 
-    def _list(self, ask: Mapping[Partition, Place], timeout_s: float) -> dict[Partition, int | None]:
+    def ends(self, partitions: Iterable[Partition]) -> tuple[dict[Partition, int], dict[Partition, int]]:
+        """As `offsets` for `LATEST`, and the epochs of the leaders that answered (none before Kafka 2.1)."""
+        ask: dict[Partition, Place] = dict.fromkeys(partitions, LATEST)
+        listed = self._patiently(lambda timeout_s: self._list(ask, timeout_s), self._options.what) if ask else {}
+        ends = {p: offset or 0 for p, (offset, _) in listed.items()}
+        return ends, {p: epoch for p, (_, epoch) in listed.items() if epoch is not None}
+
+    def _list(self, ask: Mapping[Partition, Place], timeout_s: float) -> dict[Partition, tuple[int | None, int | None]]:
+        """Offset and leader epoch."""
         ck = kafka_client()
         from confluent_kafka import admin
 
@@ -139,12 +148,13 @@ class KafkaDriverClient:
             isolation_level=level,
             request_timeout=timeout_s,
         )
-        found: dict[Partition, int | None] = {}
+        found: dict[Partition, tuple[int | None, int | None]] = {}
         for asked, future in futures.items():
-            offset = self._result(future, timeout_s, f"{asked.topic}-{asked.partition}").offset
+            result = self._result(future, timeout_s, f"{asked.topic}-{asked.partition}")
+            offset = result.offset
             if offset == ck.OFFSET_INVALID:  # some time-outs come back like this
                 raise ck.KafkaException(ck.KafkaError(ck.KafkaError._TIMED_OUT))
-            found[asked.topic, asked.partition] = offset if offset >= 0 else None
+            found[asked.topic, asked.partition] = (offset if offset >= 0 else None, result.leader_epoch)
         return found
 
     def bounds(self, partition: Partition) -> tuple[int, int]:

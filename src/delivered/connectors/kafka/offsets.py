@@ -17,10 +17,11 @@ EARLIEST, LATEST = -2, -1
 _IDS = "#topic ids"
 _FIRST = "#first"
 _FROM = "#from"
+_EPOCHS = "#epochs"
 # No topic can have these names: Kafka does not allow "#".
-METADATA = frozenset({_IDS, _FIRST, _FROM})
+METADATA = frozenset({_IDS, _FIRST, _FROM, _EPOCHS})
 """Keys that Spark's own connector does not know."""
-LASTING = frozenset({_IDS, _FIRST})
+LASTING = frozenset({_IDS, _FIRST, _EPOCHS})
 """Those that also apply to later offsets."""
 
 
@@ -34,12 +35,15 @@ class Positions:
         first: partition -> first offset, if it was added after the stream started.
         begins: partition -> first offset of the batch that ends here, if that is not the end of the previous batch
             because records were lost.
+        epochs: partition -> a leader epoch in which its log reached up to `at`; without one, nobody notices that the
+            log lost its end.
     """
 
     at: Mapping[Partition, int]
     ids: Mapping[str, str] = field(default_factory=dict)
     first: Mapping[Partition, int] = field(default_factory=dict)
     begins: Mapping[Partition, int] = field(default_factory=dict)
+    epochs: Mapping[Partition, int] = field(default_factory=dict)
 
     def begin_of(self, partition: Partition, before: Positions) -> int | None:
         """First offset of a partition in the batches between `before` and here; None: not recorded."""
@@ -53,6 +57,8 @@ class Positions:
             data[_FIRST] = _nested(self.first)
         if self.begins:
             data[_FROM] = _nested(self.begins)
+        if self.epochs:
+            data[_EPOCHS] = _nested(self.epochs)
         return data
 
     @classmethod
@@ -60,7 +66,8 @@ class Positions:
         """Raise InvariantBroken if a checkpoint holds something else."""
         try:
             topics = {t: p for t, p in data.items() if not t.startswith("#")}
-            return cls(_flat(topics), dict(data.get(_IDS, {})), _flat(data.get(_FIRST, {})), _flat(data.get(_FROM, {})))
+            first, begins, epochs = (_flat(data.get(key, {})) for key in (_FIRST, _FROM, _EPOCHS))
+            return cls(_flat(topics), dict(data.get(_IDS, {})), first, begins, epochs)
         except (AttributeError, TypeError, ValueError):
             raise InvariantBroken(
                 "CHECKPOINT_OFFSETS",

@@ -15,8 +15,10 @@ from delivered.clients.kafka.librdkafka import check_settings
 from delivered.clients.kafka.path import SOURCE_SETTINGS, by_arrow, path
 from delivered.clients.kafka.rows import Partition
 from delivered.connectors.kafka.admin import KafkaDriverClient, joined
-from delivered.connectors.kafka.offsets import EARLIEST, LASTING, LATEST, METADATA, Place, Positions, Timestamp, Where
+from delivered.connectors.kafka.history import LogHistory, Parting, are_different, can_ask
+from delivered.connectors.kafka.offsets import EARLIEST, LASTING, LATEST, METADATA, Positions, Where
 from delivered.connectors.kafka.options import OWNER, SourceOptions, refuse_latest_start
+from delivered.connectors.kafka.resolve import resolve
 from delivered.contract.finding import Finding
 from delivered.contract.powers import Address
 from delivered.contract.source import Offsets, Slice
@@ -62,6 +64,10 @@ class KafkaSource:
             )
         if not self.options.committed_only:
             assumes.append("read_uncommitted: records of transactions that abort later count")
+        if not can_ask(self.options.client):
+            assumes.append(
+                f"no partition of {self.options.what} loses its end: with this SASL mechanism it is not noticed"
+            )
         records = path(self.options.through, self.options.client, SOURCE_SETTINGS, "Arrow, decoded in C")
         return SourceCapability("kafka", replayable=True, sent_twice=True, records=records, assumes=tuple(assumes))
 
@@ -123,10 +129,11 @@ class KafkaSource:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """End offsets and topic ids at one moment."""
+    """End offsets, topic ids and leader epochs at one moment."""
 
     ends: Mapping[Partition, int]
     ids: Mapping[str, str]
+    epochs: Mapping[Partition, int]
 
 
 class KafkaDriver:
@@ -136,7 +143,8 @@ class KafkaDriver:
         self._options = options
         self._client = KafkaDriverClient(options)
         self._frozen: _Snapshot | None = None
-        self._ids_checked = False
+        self._history = LogHistory(options)
+        self._checked = False
         self._acknowledged: dict[Partition, int] = {}
         self._ended_s: float | None = None
 
@@ -152,8 +160,8 @@ class KafkaDriver:
         if where.stored is not None:
             return where.stored.to_json()
         snapshot = self._frozen or self._snapshot()
-        at = self._resolve(where, snapshot, missing=None if options.timestamp_strict else LATEST)
-        return Positions(at, snapshot.ids).to_json()
+        at = resolve(self._client, options, where, snapshot.ends, None if options.timestamp_strict else LATEST)
+        return Positions(at, snapshot.ids, epochs=snapshot.epochs).to_json()
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         at = Positions.from_json(start)
@@ -168,12 +176,12 @@ class KafkaDriver:
         taken = admit({p: snapshot.ends[p] - o for p, o in begin.items()}, rows_max)
         ends = {p: o + taken[p] for p, o in begin.items()}
         if ends == at.at:
-            if snapshot.ids == at.ids:
+            if snapshot.ids == at.ids and not jumps:
                 return start
-            # A recreated topic whose end equals the old position: Spark runs no batch between equal offsets.
+            # A log that is another one now, and ends at the old position: Spark runs no batch between equal offsets.
             if short := next((p for p in sorted(jumps) if jumps[p] < ends[p]), None):
                 ends[short] -= 1
-        return Positions(ends, snapshot.ids, first, jumps).to_json()
+        return Positions(ends, snapshot.ids, first, jumps, snapshot.epochs).to_json()
 
     def _waits(self, rows: int) -> bool:
         """Whether a batch of this many offsets waits for `minOffsetsPerTrigger`. The first batch does not."""
@@ -197,6 +205,23 @@ class KafkaDriver:
         waiting = {p: (o, ends[p]) for p, o in at.items() if ends.get(p, o) > o}
         return {f"{t}/{n}": ms for (t, n), ms in written_at(self._options, waiting).items()} if waiting else {}
 
+    def landmarks(self, at: Offsets) -> Mapping[str, str]:
+        """See `delivered.contract.landmarks`: the header of a record batch."""
+        found = self._history.landmarks(Positions.from_json(at).at)
+        return {f"{topic}/{number}": text for (topic, number), text in found.items()}
+
+    def check_landmarks(self, at: Offsets, known: Mapping[str, str]) -> None:
+        """See `delivered.contract.landmarks`."""
+        now, positions = self.landmarks(at), Positions.from_json(at).at
+        for (topic, number), offset in sorted(positions.items()):
+            name = f"{topic}/{number}"
+            if name in known and name in now and are_different(known[name], now[name]):
+                self._lost(
+                    f"{topic}-{number} has other records before offset {offset} than this stream has read: it is an "
+                    "older copy that grew again. Those which it has lost, and those that have their offsets now, are "
+                    "not read"
+                )
+
     def freeze(self) -> None:
         self._frozen = self._snapshot()
 
@@ -215,13 +240,13 @@ class KafkaDriver:
             self._frozen = frozen = _Snapshot(
                 {p: o for p, o in now.ends.items() if p[0] in frozen.ids},
                 {t: i for t, i in now.ids.items() if t in frozen.ids},
+                now.epochs,
             )
         return frozen
 
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
         first, last = Positions.from_json(start), Positions.from_json(end)
-        if not self._ids_checked:
-            self._check_ids(last)
+        partings = {} if self._checked else self._check_log(last)
         ranges = []
         begins = {p: last.begin_of(p, first) for p in last.at}
         # Spark's own connector does not log the first offset of an added partition; it too starts at the earliest.
@@ -230,6 +255,8 @@ class KafkaDriver:
         for partition, stop in sorted(last.at.items()):
             known = begins[partition]
             begin = min(earliest[partition] or 0, stop) if known is None else known
+            if partition in partings and (same := partings[partition].offset) is not None:
+                stop = min(stop, max(begin, same))  # the next batch reads on from here
             if begin > stop:
                 self._lost(f"{joined([partition])} went back from offset {begin} to {stop}")
                 begin = stop
@@ -242,8 +269,9 @@ class KafkaDriver:
         starting = options.starting or Where("startingOffsets", EARLIEST)
         refuse_latest_start(starting)
         snapshot = self._snapshot()
-        start = self._resolve(starting, snapshot, missing=None if options.timestamp_strict else LATEST)
-        end = self._resolve(options.ending or Where("endingOffsets", LATEST), snapshot, missing=LATEST)
+        missing = None if options.timestamp_strict else LATEST
+        start = resolve(self._client, options, starting, snapshot.ends, missing)
+        end = resolve(self._client, options, options.ending or Where("endingOffsets", LATEST), snapshot.ends, LATEST)
         for partition, offset in start.items():
             if offset > end[partition]:
                 raise UsageError(
@@ -270,19 +298,21 @@ class KafkaDriver:
 
     def close(self) -> None:
         self._client.close()
+        self._history.close()
 
     def _snapshot(self) -> _Snapshot:
         partitions, ids = self._client.partitions()
-        ends = self._client.offsets(dict.fromkeys(partitions, LATEST))
-        self._ids_checked = True
-        return _Snapshot({p: o or 0 for p, o in ends.items()}, ids)
+        ends, epochs = self._client.ends(partitions)
+        return _Snapshot({p: ends[p] for p in partitions}, ids, epochs)
 
     def _snapshot_from(self, at: Positions) -> _Snapshot:
-        """A snapshot; an end before this stream's position, which a restarting broker may report, must persist."""
+        """A snapshot; an end before this stream's position, which a restarting broker may report, must persist, and so
+        must a leader of an earlier epoch, which may not know yet that it was replaced."""
 
         def behind(snapshot: _Snapshot) -> bool:
             return any(
-                snapshot.ends[p] < o and at.ids.get(p[0], snapshot.ids.get(p[0])) == snapshot.ids.get(p[0])
+                (snapshot.ends[p] < o or snapshot.epochs.get(p, 0) < at.epochs.get(p, 0))
+                and at.ids.get(p[0], snapshot.ids.get(p[0])) == snapshot.ids.get(p[0])
                 for p, o in at.at.items()
                 if p in snapshot.ends
             )
@@ -296,61 +326,11 @@ class KafkaDriver:
         snapshot: _Snapshot = confirming(self._snapshot)
         return snapshot
 
-    def _resolve(self, where: Where, snapshot: _Snapshot, missing: int | None) -> dict[Partition, int]:
-        """Resolve a place to an offset per partition.
-
-        Args:
-            missing: used for a time after the last record; None: that is an error.
-        """
-        places: dict[Partition, Place] = {}
-        silent = [p for p in snapshot.ends if where.place(p) is None]
-        foreign = [p for p in where.each if p not in snapshot.ends]
-        if silent or foreign:
-            problem = f"does not name {joined(silent)}" if silent else f"names {joined(foreign)}, not read here"
-            raise UsageError(
-                "OPTION_VALUE",
-                f"{OWNER}: option {where.option!r} {problem}; it must name exactly the partitions that are read.",
-                next_step="name them all; -2 means the earliest offset, -1 the latest",
-            )
-        for partition, end in snapshot.ends.items():
-            place = where.place(partition)
-            # The end is the snapshot's, so that a batch's start and end, and a frozen stream, agree.
-            places[partition] = end if place == LATEST or place is None else place
-        found = self._client.offsets(places)
-        late = [p for p, offset in found.items() if offset is None]
-        if late and missing is None:
-            ms = where.place(late[0])
-            raise UsageError(
-                "OPTION_VALUE",
-                f"{OWNER}: option {where.option!r}: {joined(late)} has no record at or after "
-                f"{ms.ms if isinstance(ms, Timestamp) else ms} ms.",
-                next_step='use an earlier time, or .option("startingOffsetsByTimestampStrategy", "latest")',
-            )
-        # Never beyond the snapshot's end: records may have been appended since.
-        at = {p: snapshot.ends[p] if o is None else o for p, o in found.items()}
-        self._check_range(where, at, snapshot)
-        return {p: min(o, snapshot.ends[p]) for p, o in at.items()}
-
-    def _check_range(self, where: Where, at: Mapping[Partition, int], snapshot: _Snapshot) -> None:
-        """Reject offsets of the user's that do not exist."""
-        named = {p: o for p, o in at.items() if where.place(p) == o}
-        if not named or not self._options.fail_on_data_loss:
-            return
-        low = self._client.offsets(dict.fromkeys(named, EARLIEST))
-        for partition, offset in named.items():
-            first, last = low[partition] or 0, snapshot.ends[partition]
-            if not first <= offset <= last:
-                raise UsageError(
-                    "OFFSET_OUT_OF_RANGE",
-                    f"{OWNER}: option {where.option!r} names offset {offset} of {joined([partition])}, which has "
-                    f"offsets {first} to {last}.",
-                    next_step='name an offset that exists, or .option("failOnDataLoss", "false")',
-                )
-
     def _begin(
         self, at: Positions, snapshot: _Snapshot
     ) -> tuple[dict[Partition, int], dict[Partition, int], dict[Partition, int]]:
         """First offsets of the batch: of all partitions, of added ones, and of those that lost records before it."""
+        self._checked = True
         remade = {t for t, i in snapshot.ids.items() if at.ids.get(t, i) != i}
         gone = [p for p in at.at if p not in snapshot.ends]
         again = [p for p in at.at if p in snapshot.ends and p[0] in remade]
@@ -359,26 +339,36 @@ class KafkaDriver:
             self._lost(f"{joined(gone)} no longer exists, or is no longer subscribed to")
         if again:
             self._lost(f"the topic of {joined(again)} was deleted and recreated")
-        if back:
-            self._lost(f"{joined(back)} ends before offset {at.at[back[0]]}, the position of this stream")
+        partings = self._history.partings(at, {p: e for p, e in snapshot.epochs.items() if p[0] not in remade})
+        self._report(partings)
+        if others := [p for p in back if p not in partings]:
+            self._lost(f"{joined(others)} ends before offset {at.at[others[0]]}, the position of this stream")
         fresh = [p for p in snapshot.ends if p not in at.at or p in again]
         low = self._client.offsets(dict.fromkeys(fresh, EARLIEST)) if fresh else {}
         began = {p: min(low[p] or 0, snapshot.ends[p]) for p in fresh}
         # Continuing at the new end repeats nothing: what remains below it was read before.
         jumps = {p: snapshot.ends[p] for p in back} | {p: began[p] for p in again}
+        jumps |= {p: parting.offset for p, parting in partings.items() if parting.offset is not None}
         first = {p: o for p, o in at.first.items() if p in snapshot.ends} | {
             p: o for p, o in began.items() if p not in again
         }
         kept = {p: o for p, o in at.at.items() if p in snapshot.ends}
         return {**kept, **began, **jumps}, first, jumps
 
-    def _check_ids(self, last: Positions) -> None:
-        """Check that topics were not recreated since an earlier process planned this batch."""
-        _, ids = self._client.partitions()
-        self._ids_checked = True
-        remade = [t for t, i in last.ids.items() if t in ids and ids[t] != i]
+    def _check_log(self, last: Positions) -> dict[Partition, Parting]:
+        """Check that the logs are still those of which an earlier process planned this batch."""
+        self._checked = True
+        snapshot = self._snapshot_from(last)
+        remade = [t for t, i in last.ids.items() if t in snapshot.ids and snapshot.ids[t] != i]
         if remade:
             self._lost(f"the topic {remade[0]} was deleted and recreated")
+        partings = self._history.partings(last, {p: e for p, e in snapshot.epochs.items() if p[0] not in remade})
+        self._report(partings)
+        return partings
+
+    def _report(self, partings: Mapping[Partition, Parting]) -> None:
+        for partition, parting in sorted(partings.items()):
+            self._lost(parting.describe(partition))
 
     def _lost(self, what: str) -> None:
         if self._options.fail_on_data_loss:

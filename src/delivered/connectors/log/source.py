@@ -152,6 +152,24 @@ class LogDriver:
         waiting = {p: at.overlapping(p, begin.get(p, 0), stop) for p, stop in _read(end).items()}
         return {str(p): files[0].appended_ms for p, files in waiting.items() if files}
 
+    def landmarks(self, at: Offsets) -> Mapping[str, str]:
+        """See `delivered.contract.landmarks`: the commit with the newest record at the time."""
+        version = int(at.get("version", -1))
+        digest = layout.commit_digest(self._options.path, self._storage, version) if version >= 0 else None
+        return {} if digest is None else {"version": digest}
+
+    def check_landmarks(self, at: Offsets, known: Mapping[str, str]) -> None:
+        """See `delivered.contract.landmarks`."""
+        now = self.landmarks(at).get("version")
+        if now is not None and known.get("version", now) != now:
+            raise InvariantBroken(
+                "DATA_LOST",
+                f"The log {self._options.path!r} has another commit {at['version']} than when it was read: it was "
+                f"restored from an older copy, and has grown again. Records below {_read(at)} were lost, and others "
+                "may have their offsets.",
+                next_step="restore the log, or start a new checkpoint",
+            )
+
     def freeze(self) -> None:
         self._frozen = self._refresh()
 

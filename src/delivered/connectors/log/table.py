@@ -7,6 +7,7 @@ largest offset bound the records in it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import random
 from collections.abc import Mapping
@@ -203,6 +204,15 @@ def _footer_range(path: str, storage: Mapping[str, str], file: str) -> tuple[int
         return None, None
     bounds = pa.compute.min_max(offsets).as_py()
     return bounds["min"], bounds["max"]
+
+
+def commit_digest(path: str, storage: Mapping[str, str], version: int) -> str | None:
+    """A commit's content, hashed: it holds names that no other commit has. None: Delta removed it from its log."""
+    try:
+        with filesystem(path, storage).open_input_stream(f"_delta_log/{version:020}.json") as file:
+            return hashlib.blake2b(file.read(), digest_size=16).hexdigest()
+    except OSError:
+        return None
 
 
 def sync_versions(path: str, first: int, last: int) -> None:

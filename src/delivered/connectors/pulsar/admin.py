@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import ssl
@@ -136,6 +137,15 @@ class Admin:
             chunked=headers.get("X-Pulsar-uuid", ""),
             hidden="X-Pulsar-marker-type" in headers or headers.get("X-Pulsar-txn-aborted", "").lower() == "true",
         )
+
+    def entry_digest(self, physical: str, ledger: int, entry: int) -> str | None:
+        """What a producer and the broker gave an entry, hashed; None: it no longer exists."""
+        try:
+            headers, body = self._ask("GET", f"{self._path(physical)}/ledger/{ledger}/entry/{entry}")
+        except Missing:
+            return None
+        given = sorted((k.lower(), v) for k, v in headers.items() if k.lower().startswith("x-pulsar-"))
+        return hashlib.blake2b(repr(given).encode() + body, digest_size=16).hexdigest()
 
     def before(self, physical: str, ms: int) -> Position:
         """The last entry published before a time."""

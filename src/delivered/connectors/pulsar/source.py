@@ -173,6 +173,26 @@ class PulsarDriver:
     def newest(self) -> Offsets | None:
         return to_json({p: b.last for p, b in self._snapshot().items()})
 
+    def landmarks(self, at: Offsets) -> Mapping[str, str]:
+        """See `delivered.contract.landmarks`: the last entry read, hashed, with the time at which it was published."""
+        found: dict[str, str] = {}
+        for partition, position in from_json(at).items():
+            topic = physical(partition)
+            if position.entry >= 0 and (digest := self._admin.entry_digest(topic, position.ledger, position.entry)):
+                found[topic] = digest
+        return found
+
+    def check_landmarks(self, at: Offsets, known: Mapping[str, str]) -> None:
+        """See `delivered.contract.landmarks`."""
+        now, positions = self.landmarks(at), {physical(p): position for p, position in from_json(at).items()}
+        for topic, digest in now.items():
+            if known.get(topic, digest) != digest:
+                self._lost(
+                    f"{short_name(topic)} has another entry at {positions[topic]} than this stream has read: its "
+                    "ledgers were restored from an older copy, and it has grown again. Messages that have positions "
+                    "before the stream's now are not read"
+                )
+
     def freeze(self) -> None:
         self._frozen = self._snapshot()
 

@@ -119,6 +119,12 @@ def end_offset(place: Place, stream: str, known: bool = False) -> int:
     return found[-1].offset + 1 if found else 0
 
 
+def message_at(place: Place, stream: str, offset: int) -> Message | None:
+    """The message at an offset, or the next one. The stream must have one there or later."""
+    found = _look(place, stream, offset, 1, known=True)
+    return found[0] if found else None
+
+
 def patiently(what: Any) -> Any:
     """Retry until the server answers, across a restart."""
     deadline = time.monotonic() + SOURCE_PATIENCE_S
@@ -131,7 +137,7 @@ def patiently(what: Any) -> Any:
             time.sleep(_PAUSE_S)
 
 
-def _look(place: Place, stream: str, at: str, prefetch: int, known: bool) -> list[Message]:
+def _look(place: Place, stream: str, at: int | str, prefetch: int, known: bool) -> list[Message]:
     follower = Follower(place, stream, at, prefetch)
     try:
         began = time.monotonic()

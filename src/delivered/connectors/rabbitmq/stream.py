@@ -14,7 +14,7 @@ from functools import partial
 import pyarrow as pa
 
 from delivered.connectors.rabbitmq.client import Kind, kind
-from delivered.connectors.rabbitmq.follow import end_offset, first_offset, patiently
+from delivered.connectors.rabbitmq.follow import end_offset, first_offset, message_at, patiently
 from delivered.connectors.rabbitmq.stream_options import (
     EARLIEST,
     LATEST,
@@ -22,7 +22,7 @@ from delivered.connectors.rabbitmq.stream_options import (
     StreamOptions,
     Where,
 )
-from delivered.connectors.rabbitmq.stream_reader import lost, read_slice
+from delivered.connectors.rabbitmq.stream_reader import digest, lost, read_slice
 from delivered.contract.connector import Connector, Made
 from delivered.contract.finding import Finding
 from delivered.contract.source import Offsets, Slice
@@ -119,6 +119,26 @@ class StreamDriver:
 
     def newest(self) -> Offsets | None:
         return dict(self._ends({}))
+
+    def landmarks(self, at: Offsets) -> Mapping[str, str]:
+        """See `delivered.contract.landmarks`: a message, hashed. AMQP 0-9-1 tells no time of a message's arrival."""
+        found: dict[str, str] = {}
+        for stream, position in at.items():
+            if position > 0 and stream in self._options.streams:
+                message = patiently(partial(message_at, self._options, stream, int(position) - 1))
+                if message is not None and message.offset < position:
+                    found[stream] = digest(message)
+        return found
+
+    def check_landmarks(self, at: Offsets, known: Mapping[str, str]) -> None:
+        """See `delivered.contract.landmarks`."""
+        for stream, now in self.landmarks(at).items():
+            if known.get(stream, now) != now:
+                self._lost(
+                    f"{stream} has another message before offset {at[stream]} than this query has read: it was deleted "
+                    "and recreated, or restored from an older copy, and has grown again. Messages that have offsets "
+                    "below the query's position now are not read"
+                )
 
     def freeze(self) -> None:
         self._frozen = self._ends({})

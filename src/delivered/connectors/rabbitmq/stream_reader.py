@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -125,6 +126,14 @@ def _headers(properties: Any) -> list[tuple[str, bytes | None]]:
     if properties.message_id is not None:
         found.append(("amqp.message_id", properties.message_id.encode()))
     return found
+
+
+def digest(message: Message) -> str:
+    """What a producer gave it, hashed; constant, however often it is delivered."""
+    properties = message.properties
+    kept = sorted((k, v) for k, v in headers(properties) if k != "x-stream-offset")
+    given = [message.offset, message.method.routing_key, properties.message_id, properties.timestamp, kept]
+    return hashlib.blake2b(repr(given).encode() + message.body, digest_size=16).hexdigest()
 
 
 def lost(options: StreamOptions, what: str) -> None:

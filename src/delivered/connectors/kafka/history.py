@@ -1,0 +1,154 @@
+"""Whether a partition's log is still the one that a position was read from (P29).
+
+A log can lose its end: an unclean leader election, a broker with an older copy of its disk. Once it has grown past the
+position, offsets alone do not show it. The epoch of the leader that named the position does: see
+`delivered.clients.kafka.epochs`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from delivered.clients.kafka.epochs import BatchHeader, EpochEnd, batches_before, epoch_ends
+from delivered.clients.kafka.login import NoAnswer, unreachable
+from delivered.clients.kafka.protocol import Wire
+from delivered.clients.kafka.rows import Partition
+from delivered.clients.kafka.settings import MECHANISMS, resolved
+from delivered.connectors.kafka.offsets import Positions
+from delivered.connectors.kafka.options import SourceOptions
+from delivered.model.limits import RESTART_CONFIRM_S
+
+_PAUSE_S = 0.2
+_CLEANED = 1 << 6
+"""Flag of a record batch that compaction has rewritten."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where a log's history leaves the one that was read.
+
+    Attributes:
+        position: the stream's; the records before it were read.
+        offset: the first one whose record is another; None: unknown, because the log has no epoch as new as this one.
+        epoch: in which the log reached beyond `position`.
+    """
+
+    position: int
+    offset: int | None
+    epoch: int
+
+    @property
+    def resume(self) -> int | None:
+        """Where reading can go on without reading a record again."""
+        return None if self.offset is None else min(self.offset, self.position)
+
+    def describe(self, partition: Partition) -> str:
+        name = f"{partition[0]}-{partition[1]}"
+        read = f"which this stream has read up to offset {self.position}"
+        if self.offset is None:
+            return (
+                f"{name} is an older copy of the log {read}: it has no leader epoch {self.epoch}. Records that were "
+                "read are no longer in it, and others may have their offsets"
+            )
+        count = self.position - self.offset
+        return (
+            f"{name} lost its end: at offset {self.offset}, its log parts from the one {read}. The {count} offsets "
+            f"{self.offset} to {self.position - 1} were read with records that Kafka has lost; records that have these "
+            "offsets now were never read"
+        )
+
+
+def can_ask(client: Mapping[str, str]) -> bool:
+    """Whether the requests can be sent with these settings: librdkafka does not offer them."""
+    mechanism = client.get("sasl.mechanism", client.get("sasl.mechanisms", "GSSAPI")).upper()
+    return not client.get("security.protocol", "").upper().startswith("SASL") or mechanism in MECHANISMS
+
+
+class LogHistory:
+    """Compares positions with the logs as they are. Connects on first use. Not thread-safe."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._options = options
+        self._wire: Wire | None = None
+        self._started = False
+        self._checked: dict[Partition, int] = {}
+
+    def partings(self, at: Positions, epochs: Mapping[Partition, int]) -> dict[Partition, Parting]:
+        """Partitions whose log is another one below the position.
+
+        Asks the brokers at the first call, and for a partition that has another leader epoch than its position.
+
+        Args:
+            epochs: of the leaders now.
+
+        Raises:
+            Unreachable, UsageError: no answer.
+        """
+        first, self._started = not self._started, True
+        asked = {
+            p: epoch
+            for p, epoch in at.epochs.items()
+            if at.at.get(p, 0) > 0 and p in epochs and (first or self._checked.get(p, epoch) != epochs[p])
+        }
+        if not asked or not can_ask(self._options.client):
+            return {}
+        ends = self._ends(asked)
+        found: dict[Partition, Parting] = {}
+        for partition, end in ends.items():
+            position, epoch = at.at[partition], asked[partition]
+            if end.epoch < 0:
+                found[partition] = Parting(position, None, epoch)
+            elif end.offset < position:
+                found[partition] = Parting(position, end.offset, epoch)
+            else:
+                self._checked[partition] = epochs[partition]
+        return found
+
+    def _ends(self, asked: Mapping[Partition, int]) -> dict[Partition, EpochEnd]:
+        """An epoch that a leader does not know may be one that it has not heard of yet: ask until that is certain."""
+        deadline = time.monotonic() + RESTART_CONFIRM_S
+        while True:
+            ends = self._ask(lambda wire: epoch_ends(wire, asked))
+            if all(e.epoch >= 0 for e in ends.values()) or time.monotonic() > deadline:
+                return ends
+            time.sleep(_PAUSE_S)
+
+    def landmarks(self, at: Mapping[Partition, int]) -> dict[Partition, str]:
+        """The record batch before each position, as text. Raises Unreachable, UsageError."""
+        if not can_ask(self._options.client):
+            return {}
+        found = self._ask(lambda wire: batches_before(wire, at))
+        return {p: json.dumps(asdict(header)) for p, header in found.items()}
+
+    def _ask(self, ask: Callable[[Wire], T]) -> T:
+        if self._wire is None:
+            self._wire = Wire(resolved(self._options.client))
+        self._wire.forget()
+        try:
+            return ask(self._wire)
+        except NoAnswer as error:
+            raise unreachable(self._options.servers, error) from None
+
+    def close(self) -> None:
+        """Idempotent."""
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
+
+
+def are_different(known: str, now: str) -> bool:
+    """Whether two landmarks of one position are of different record batches.
+
+    Compaction keeps a batch's offsets, leader epoch and producer; it drops records, and marks tombstones and markers.
+    """
+    old, new = (BatchHeader(**json.loads(text)) for text in (known, now))
+    if old.crc == new.crc:
+        return False
+    if (old.first, old.last, old.epoch, old.producer) != (new.first, new.last, new.epoch, new.producer):
+        return True
+    return old.count == new.count and not new.flags & _CLEANED
