@@ -18,7 +18,18 @@ from typing import Any
 import psutil
 import pytest
 from hypothesis import settings
-from tests.support.servers import Activemq, Kafka, Mysql, Postgres, Pulsar, Rabbitmq, Registry, Rocketmq, Server
+from tests.support.servers import (
+    Activemq,
+    Kafka,
+    Mysql,
+    Postgres,
+    PostgresPair,
+    Pulsar,
+    Rabbitmq,
+    Registry,
+    Rocketmq,
+    Server,
+)
 from tests.support.zygote import Zygote
 
 from delivered.model import patience
@@ -137,6 +148,22 @@ postgres, new_postgres = _shared(Postgres), _own(Postgres)
 postgres_log = _shared(Postgres, "postgres_log")
 """For tests of logical decoding: a new slot waits for every open or prepared transaction of the whole server."""
 mysql, new_mysql = _shared(Mysql), _own(Mysql)
+
+
+@pytest.fixture
+def new_postgres_pair(tmp_path: Path) -> Iterator[Callable[..., PostgresPair]]:
+    """`new_postgres_pair(synchronous=True)`: a primary and its standby, which the test may kill."""
+    started: list[PostgresPair] = []
+
+    def start(*, synchronous: bool) -> PostgresPair:
+        started.append(PostgresPair(tmp_path / f"pair{len(started)}", synchronous=synchronous))
+        return started[-1]
+
+    yield start
+    for pair in started:
+        pair.end()
+
+
 registry = _shared(Registry)
 rabbitmq, new_rabbitmq = _shared(Rabbitmq), _own(Rabbitmq)
 pulsar, new_pulsar = _shared(Pulsar), _own(Pulsar)

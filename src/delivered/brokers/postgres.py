@@ -49,13 +49,13 @@ def prepare(folder: Path, address: str, properties: Mapping[str, str]) -> None:
     Raises:
         DeliveredError: no server is installed, or initdb failed; the message ends with its output.
     """
-    data, programs = folder / "data", _programs()
+    data, found = folder / "data", programs()
     if not (data / "PG_VERSION").is_file():
         shutil.rmtree(data, ignore_errors=True)
         data.mkdir(mode=0o700)
         if (user := _other_user()) is not None:
             os.chown(data, user.pw_uid, user.pw_gid)
-        command = [*_as_other_user(), str(programs / "initdb"), "-D", str(data), "-U", USER, "-A", "trust"]
+        command = [*as_server_user(), str(found / "initdb"), "-D", str(data), "-U", USER, "-A", "trust"]
         command += ["-E", "UTF8", "--no-locale", "--no-instructions"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd="/")
         if done.returncode != 0:
@@ -65,7 +65,7 @@ def prepare(folder: Path, address: str, properties: Mapping[str, str]) -> None:
                 f"PostgreSQL's initdb failed in {data}. Output: {telling_lines(done.stdout + done.stderr)}",
                 next_step="remove the folder, and start again",
             )
-        _make_database(programs, data)
+        _make_database(found, data)
     port = address.rpartition(":")[2]
     settings = {**_SETTINGS, "port": port, **{k: _quoted(v) for k, v in properties.items()}}
     text = "".join(f"{k} = {v}\n" for k, v in settings.items())
@@ -74,7 +74,7 @@ def prepare(folder: Path, address: str, properties: Mapping[str, str]) -> None:
 
 def command(folder: Path, dies_with_parent: bool) -> list[str]:
     """The command that runs the server."""
-    return [*_as_other_user(dies_with_parent), str(_programs() / "postgres"), "-D", str(folder / "data")]
+    return [*as_server_user(dies_with_parent), str(programs() / "postgres"), "-D", str(folder / "data")]
 
 
 def answers(address: str, timeout_s: float = 2.0) -> bool:
@@ -93,9 +93,9 @@ def answers(address: str, timeout_s: float = 2.0) -> bool:
     return False
 
 
-def _make_database(programs: Path, data: Path) -> None:
+def _make_database(folder: Path, data: Path) -> None:
     """Uses single-user mode, which opens no port."""
-    base = [*_as_other_user(), str(programs / "postgres"), "--single", "-D", str(data), "postgres"]
+    base = [*as_server_user(), str(folder / "postgres"), "--single", "-D", str(data), "postgres"]
     done = subprocess.run(
         base, input=f"CREATE DATABASE {DATABASE};\n", capture_output=True, text=True, timeout=60, check=False, cwd="/"
     )
@@ -108,7 +108,7 @@ def _make_database(programs: Path, data: Path) -> None:
         )
 
 
-def _programs() -> Path:
+def programs() -> Path:
     """The folder with `initdb` and `postgres`: from the wheel that includes them, else the system's."""
     found = next((f for f in _candidates() if (f / "initdb").exists() and (f / "postgres").exists()), None)
     if found is None:
@@ -121,17 +121,17 @@ def _programs() -> Path:
     return found if _other_user() is None or open_to_all else _reachable(found)
 
 
-def _reachable(programs: Path) -> Path:
+def _reachable(folder: Path) -> Path:
     """A copy of the wheel's programs that the server's user can read. It cannot below root's folders, and
     CAP_DAC_OVERRIDE does not count when PostgreSQL checks its programs with `access`."""
-    package = programs.parents[1]
+    package = folder.parents[1]
     own = Path(tempfile.gettempdir()) / f"delivered-postgres-{hashlib.sha256(str(package).encode()).hexdigest()[:12]}"
     copied = own / package.name / "pginstall" / "bin"
     if own.exists() and own.stat().st_uid != 0:
         raise DeliveredError("POSTGRES_COPY", f"{own} belongs to another user.", next_step=f"remove {own}")
     if not copied.is_dir():
         fresh = Path(tempfile.mkdtemp(prefix="delivered-postgres-"))
-        shutil.copytree(programs.parent, fresh / package.name / "pginstall", symlinks=True)
+        shutil.copytree(folder.parent, fresh / package.name / "pginstall", symlinks=True)
         libraries = package.with_name(f"{package.name}.libs")
         if libraries.is_dir():
             shutil.copytree(libraries, fresh / libraries.name, symlinks=True)
@@ -167,7 +167,7 @@ def _other_user() -> pwd.struct_passwd | None:
     )
 
 
-def _as_other_user(dies_with_parent: bool = False) -> list[str]:
+def as_server_user(dies_with_parent: bool = False) -> list[str]:
     """Command prefix that changes the user but keeps CAP_DAC_OVERRIDE: data may be below root's folders."""
     user = _other_user()
     if user is None:

@@ -12,6 +12,7 @@ from delivered.model.errors import OutcomeUnknown
 from delivered.model.identity import Work
 from delivered.model.limits import APPLY_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.patience import within
 from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, StepId, armed, reach
 from delivered.model.work import Decision
@@ -73,5 +74,6 @@ def _settle(context: Context, work: Work, prepared: Prepared) -> Outcome[None]:
         stop=tenacity.stop_after_delay(APPLY_TIMEOUT_S),
         retry_error_callback=lambda state: state.outcome.result() if state.outcome else Unknown("never asked"),
     )
-    outcome: Outcome[None] = asking(context.committer.commit, work, prepared)
+    with within(APPLY_TIMEOUT_S):
+        outcome: Outcome[None] = asking(context.committer.commit, work, prepared)
     return outcome

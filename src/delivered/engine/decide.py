@@ -33,9 +33,10 @@ from delivered.model.errors import (
 )
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.limits import DECISION_BYTES_MAX, OUTAGE_PATIENCE_S
+from delivered.model.limits import CONNECT_TIMEOUT_S, DECISION_BYTES_MAX, OUTAGE_PATIENCE_S
 from delivered.model.mechanism import parts
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.patience import within
 from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, reach
 from delivered.model.transforms import transforms_after
@@ -254,7 +255,8 @@ def _decide(context: Context, decision: Decision, new: Sequence[Prepared]) -> No
         outcome: Outcome[None] = context.ledger.decide(decision)  # THE line that decides a batch
         if not isinstance(outcome, Unknown):
             break
-        outcome = _look(context, decision, outcome)
+        with within(OUTAGE_PATIENCE_S):
+            outcome = _look(context, decision, outcome)
         if not isinstance(outcome, Failed) or time.monotonic() > deadline:
             break
         # Fenced and checked: the decision was not and cannot be written. The batch may be decided again.
@@ -265,7 +267,8 @@ def _decide(context: Context, decision: Decision, new: Sequence[Prepared]) -> No
         case Ok():
             reach(step, Moment.AFTER, batch=decision.batch)
         case Failed(reason):
-            _abort(context, new)
+            with within(CONNECT_TIMEOUT_S):  # the wait for a server that is away is over
+                _abort(context, new)
             raise DeliveredError(
                 "DECISION_FAILED",
                 f"Batch {decision.batch} was not decided: {reason}. {_LEFT_BY_FAILURE[decision.guarantee]}",
@@ -302,9 +305,10 @@ def _look(context: Context, decision: Decision, unknown: Unknown) -> Ok[None] | 
 
 def _abort(context: Context, participants: Sequence[Prepared]) -> None:
     """Abort participants that no decision names. The next recovery aborts those that cannot be reached now."""
-    for p in participants:
-        if p.handle:
-            context.committer.abort(p)
+    with within(OUTAGE_PATIENCE_S):
+        for p in participants:
+            if p.handle:
+                context.committer.abort(p)
 
 
 def _apply(context: Context, decision: Decision) -> None:

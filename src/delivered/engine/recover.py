@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from delivered.engine.apply import apply_decided, work_of
@@ -15,8 +16,10 @@ from delivered.model.dialect import shown
 from delivered.model.errors import DeliveredError, LedgerBehind, OutcomeUnknown, PromiseBroken, Refused
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger
+from delivered.model.limits import OUTAGE_PATIENCE_S
 from delivered.model.mechanism import RECOVERY, parts
 from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.model.patience import within
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Action, BatchPlan, Begun, CheckpointView, Decision, LedgerState
 
@@ -74,6 +77,7 @@ def plan_batch(
     targets = check_targets(context, state.last) if first else known_targets(context, state.last)
     reach(StepId.RECOVER_CHECK, Moment.AFTER, batch=view.batch)
     guarantee, action, rewrite = context.guarantee, Action.WRITE, dict[int, frozenset[str]]()
+    epoch = state.epoch
     match verdict:
         case DecidedBatch(decision):
             log.info("batch %d was decided; finishing it", view.batch, extra={"step": StepId.RECOVER_APPLY})
@@ -96,11 +100,11 @@ def plan_batch(
                 abort_late_orphans(context, state.last)
             begin = parts(guarantee).begin
             if begin is not None and (state.last is None or guarantee is Guarantee.AT_MOST_ONCE):
-                _begin(context, view, begin, state.next_sequence)
+                epoch = _begin(context, view, begin, state)
     if first:
         add_columns()
     return BatchPlan(
-        context.scope, context.owner.id, guarantee, view.batch, view.offsets, action, rewrite, state.epoch, targets
+        context.scope, context.owner.id, guarantee, view.batch, view.offsets, action, rewrite, epoch, targets
     )
 
 
@@ -196,9 +200,19 @@ def _undo(context: Context, earlier: Decision | None) -> None:
         )
 
 
-def _begin(context: Context, view: CheckpointView, step: StepId, sequence: int) -> None:
+def _begin(context: Context, view: CheckpointView, step: StepId, state: LedgerState) -> int:
+    """Record that the batch may send records; return the epoch of the claim that holds afterwards."""
     reach(step, Moment.BEFORE, batch=view.batch)
-    match context.ledger.begin(Begun(view.batch, view.offsets, sequence)):
+    epoch, deadline = state.epoch, time.monotonic() + OUTAGE_PATIENCE_S
+    begun = Begun(view.batch, view.offsets, state.next_sequence)
+    while True:
+        outcome = context.ledger.begin(begun)
+        if not isinstance(outcome, Unknown) or time.monotonic() > deadline:
+            break
+        # Fence what may be in flight, then begin again, which does nothing if it was written.
+        with within(OUTAGE_PATIENCE_S):
+            epoch = context.ledger.claim(context.owner).epoch
+    match outcome:
         case Ok():
             pass
         case Failed(reason) | Unknown(reason):
@@ -209,3 +223,4 @@ def _begin(context: Context, view: CheckpointView, step: StepId, sequence: int) 
                 next_step="start again once the ledger responds",
             )
     reach(step, Moment.AFTER, batch=view.batch)
+    return epoch

@@ -52,6 +52,11 @@ class DeliveredError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), self.args)
 
+    def after(self, waited_s: float) -> DeliveredError:
+        """The same, once it was waited for in vain."""
+        code, message, next_step = self.args
+        return type(self)(code, f"{message.rstrip('.')}. Waited {waited_s:.0f} s for it.", next_step)
+
 
 class UsageError(DeliveredError):
     """The request itself is wrong."""

@@ -176,3 +176,7 @@ EVENT_BYTES_MAX = 1 << 20
 
 EVENTS_APPENDED_MAX = 1_000
 """Events that one call appends."""
+
+REDO_MEMORY_BYTES = 32 << 20
+"""Rows of a shard that a task keeps in memory until they are prepared, to send them again after an outage of a database
+server. Further rows are kept in a temporary file."""

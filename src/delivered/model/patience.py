@@ -72,6 +72,11 @@ def patience_s(answered: bool) -> float:
     return OUTAGE_PATIENCE_S if answered or _in_query else CONNECT_TIMEOUT_S
 
 
+def query_patience_s() -> float:
+    """How long to wait for a server that every start asks first: a running query waits, a start fails at once."""
+    return OUTAGE_PATIENCE_S if _in_query else 0.0
+
+
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
     """Limit the total time of all waits inside."""

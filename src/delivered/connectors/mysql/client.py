@@ -59,18 +59,18 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
         raise MissingExtra("mysql") from None
     password = options.password_resolved()
     credentials = {"user": options.login, "password": None if password is None else password.encode()}
+    given = {
+        "host": options.host,
+        "port": options.port,
+        "database": options.database,
+        **{k: v for k, v in credentials.items() if v is not None},
+    }
     try:
-        session = Session(
-            CONNECT_TRY_S,
-            options.tls,
-            host=options.host,
-            port=options.port,
-            database=options.database,
-            **{k: v for k, v in credentials.items() if v is not None},
-        )
+        session = Session(CONNECT_TRY_S, options.tls, **given)
     except ERRORS as error:
         raise errors.explained(error, options) from None
     try:
+        session.watch(f"MySQL at {options.host}:{options.port}", options.tls, given)
         _check_version(session, options)
         lock_s = str(options.lock_timeout_s)
         settings = {**_SETTINGS, "innodb_lock_wait_timeout": lock_s, "lock_wait_timeout": lock_s}
@@ -78,9 +78,8 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
             settings["max_statement_time"] = "0"
         session.execute("SET SESSION " + ", ".join(f"{k} = {v}" for k, v in settings.items()))
         session.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
-        if writes and session.execute("SELECT @@global.read_only").fetchone()[0]:
-            # Query it: privileged users are exempt, and would write to a replica.
-            raise read_only(options)
+        if writes:
+            check_writable(session, options)
     except ERRORS as error:
         session.close()
         raise errors.explained(error, options) from None
@@ -88,6 +87,12 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
         session.close()
         raise
     return session
+
+
+def check_writable(session: Session, options: MysqlOptions) -> None:
+    """Query it: privileged users are exempt from read_only, and would write to a replica. Raises Unreachable."""
+    if session.execute("SELECT @@global.read_only").fetchone()[0]:
+        raise read_only(options)
 
 
 def read_only(options: MysqlOptions) -> Unreachable:
@@ -117,13 +122,17 @@ class MysqlDatabase(Server["Session"]):
     """The user's database."""
 
     options: MysqlOptions
+    system = "MySQL"
 
     @property
     def where(self) -> str:
         return self.options.where
 
-    def connect(self, role: str, *, writes: bool = True) -> Session:
+    def _connect(self, role: str, writes: bool) -> Session:
         return connect(self.options, role, writes)
+
+    def check_writable(self, connection: Session) -> None:
+        check_writable(connection, self.options)
 
     def errors(self) -> type[Exception]:
         from delivered.connectors.mysql.wire import ERRORS

@@ -70,15 +70,17 @@ class MysqlStore(ServerStore["Session"]):
         super().__init__(staging(options), names_of(scope, options.ledger_schema))
         self._options = options
 
-    def _open(self) -> Session:
+    def _open(self, writes: bool = True) -> Session:
         if self._connection is None or not self._connection.open:
-            self._connection = self._database.connect(self._role)
+            connection = self._database.connect(self._role, writes=writes)
             with self._database.explaining():
-                sessions.register(self._connection)
+                sessions.register(connection)
+            self._connection = connection
         return self._connection
 
     def _begin(self, connection: Session) -> None:
         """Locks the owner's row and stores the session's nonce there; others can read it before the commit."""
+        self._server.check_writable(connection)
         connection.execute("START TRANSACTION")
         connection.execute(
             self._sql("UPDATE {owner} SET session = :session WHERE pipeline = :pipeline AND sink = :sink"),
@@ -110,7 +112,7 @@ class MysqlStore(ServerStore["Session"]):
         found = target.find(connection, self._options)
         return None if found is None else found.full
 
-    def _end_holders(self) -> None:
+    def _end_holders(self) -> str:
         with contextlib.suppress(Exception):
             connection = self._open()
             connection.execute("SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED")
@@ -121,6 +123,7 @@ class MysqlStore(ServerStore["Session"]):
             connection.execute("COMMIT")
             if row is not None and row[0] and row[0] != connection.nonce:
                 sessions.end(connection, row[0])
+        return ""
 
     @property
     def _see_holders(self) -> str:

@@ -8,6 +8,8 @@ statement is an error.
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pymysql
@@ -16,6 +18,7 @@ from pymysql.protocol import OKPacketWrapper
 
 from delivered.kits.mysql.connection import Connection
 from delivered.kits.mysql.tls import Tls
+from delivered.kits.sql.watch import Peer, watched
 from delivered.model.errors import InvariantBroken
 from delivered.model.limits import REQUEST_TIMEOUT_S
 
@@ -33,6 +36,7 @@ class Session(Connection):
 
     def __init__(self, connect_s: float, tls: Tls | None, **settings: Any) -> None:
         self.nonce = ""
+        self._peer: Peer | None = None
         # The client's own handling, `local_infile`, stays off.
         super().__init__(
             tls,
@@ -69,6 +73,47 @@ class Session(Connection):
         """Open, and outside any transaction according to the server's last reply."""
         return bool(self.open) and not self.server_status & SERVER_STATUS.SERVER_STATUS_IN_TRANS
 
+    def watch(self, label: str, tls: Tls | None, settings: Mapping[str, Any]) -> None:
+        """Watch all statements from here on. Args: as this session was opened."""
+
+        def waits(sessions: Sequence[int]) -> Mapping[int, str]:
+            try:
+                other = Session(self.connect_timeout, tls, **settings)
+            except pymysql.OperationalError as error:
+                if isinstance(error.__context__, TimeoutError) or "timed out" in str(error):
+                    raise TimeoutError(str(error)) from None
+                raise
+            try:
+                rows = other.execute("SELECT id, state FROM information_schema.processlist").fetchall()
+            finally:
+                other.close()
+            waiting = {int(i) for i, state in rows if "semi-sync" in str(state).lower()}
+            return dict.fromkeys(waiting & set(sessions), "a semi-synchronous replica")
+
+        self._peer = Peer(label, waits)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        if self._peer is None:
+            yield
+            return
+        with watched(self._peer, self.thread_id(), self._cut) as call:
+            try:
+                yield
+            except pymysql.OperationalError as error:
+                if call.reason:
+                    raise pymysql.OperationalError(CR.CR_SERVER_LOST, call.reason) from error
+                raise
+
+    def _cut(self) -> None:
+        """From another thread: the wait sees the end of the stream."""
+        if self._sock is not None:
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _read_query_result(self, unbuffered: bool = False) -> None:
+        with self._watched():
+            super()._read_query_result(unbuffered)
+
     def execute(self, statement: str, values: Any = None) -> Any:
         """Run a statement; its cursor has all rows."""
         cursor = self.cursor()
@@ -86,22 +131,24 @@ class Session(Connection):
 
         Raises MySQLError: the server rejected the statement, or the connection was lost.
         """
-        self._execute_command(COMMAND.COM_QUERY, statement)
-        if data is None:
-            return
-        answer = self._read_packet()
-        if not answer.is_load_local_packet():
-            raise InvariantBroken("LOAD_NOT_REQUESTED", "The server did not request the rows of LOAD DATA LOCAL.")
-        for at in range(0, len(data), PACKET_BYTES):
-            self.write_packet(bytes(data[at : at + PACKET_BYTES]))
-        self.write_packet(b"")
+        with self._watched():
+            self._execute_command(COMMAND.COM_QUERY, statement)
+            if data is None:
+                return
+            answer = self._read_packet()
+            if not answer.is_load_local_packet():
+                raise InvariantBroken("LOAD_NOT_REQUESTED", "The server did not request the rows of LOAD DATA LOCAL.")
+            for at in range(0, len(data), PACKET_BYTES):
+                self.write_packet(bytes(data[at : at + PACKET_BYTES]))
+            self.write_packet(b"")
 
     def finish(self) -> tuple[int, int]:
         """Wait until the server has finished. Returns the numbers of loaded rows and warnings.
 
         Raises MySQLError: the server rejected it, or the connection was lost.
         """
-        answer = OKPacketWrapper(self._read_packet())
+        with self._watched():
+            answer = OKPacketWrapper(self._read_packet())
         self.server_status = answer.server_status
         return int(answer.affected_rows), int(answer.warning_count)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
+from delivered.model.limits import CONNECT_TIMEOUT_S
+from delivered.model.patience import within
 from delivered.model.prepared import Promise
 
 if TYPE_CHECKING:
@@ -97,8 +100,17 @@ class LoadWriter:
     A shard without rows sends nothing and leaves nothing behind.
     """
 
-    def __init__(self, options: MysqlOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> None:
+    def __init__(
+        self,
+        options: MysqlOptions,
+        work: Work,
+        guarantee: Guarantee,
+        schema: pa.Schema,
+        left: Sequence[PreparedRows] = (),
+    ) -> None:
+        """Args: left: what earlier writers of this task may have left at the server."""
         self._options = options
+        self._left = left
         self._staging = staging(options)
         self._server = self._staging.server
         self._work = work
@@ -112,6 +124,11 @@ class LoadWriter:
         self._loading: Loading | None = None
         self._staged = ""
         self._gid = ""
+
+    @property
+    def possible(self) -> PreparedRows | None:
+        """See `delivered.kits.sql.redo.ShardWriter`."""
+        return PreparedRows(self._gid, self._staged) if self._gid or self._staged else None
 
     def stage(self, batch: pa.RecordBatch) -> None:
         if batch.num_rows == 0:
@@ -173,7 +190,7 @@ class LoadWriter:
         # The server rolls back a closed session's transaction, but not its CREATE TABLE.
         self._server.discard(session)
         if staged:
-            with contextlib.suppress(DeliveredError, self._server.errors()):
+            with contextlib.suppress(DeliveredError, self._server.errors()), within(CONNECT_TIMEOUT_S):
                 fresh = self._server.connect("task")
                 try:
                     self._staging.drop(fresh, staged)
@@ -188,6 +205,11 @@ class LoadWriter:
 
     def _begin(self, session: Session) -> Loading:
         self._server.migrate(session)
+        for rows in self._left:
+            if rows.gid:
+                transactions.end(session, rows.gid, commit=False)
+            if rows.staged:
+                self._staging.drop(session, rows.staged)
         if self._prepares:
             transactions.check_allowed(session, self._options)  # fail before the first row, not after the last
             if self._merges:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from delivered.model.limits import REQUEST_TIMEOUT_S
 if TYPE_CHECKING:
     import psycopg
 
+    from delivered.connectors.postgres.session import Session
+
 CONNECT_TRY_S = 5
 """Per address; a name may resolve to two. Errors must be raised within 15 s."""
 VERSION_MIN = 140_000
@@ -22,6 +25,8 @@ VERSION_MIN = 140_000
 _SETTINGS = {
     "client_min_messages": "error",
     "DateStyle": "ISO, YMD",
+    "IntervalStyle": "postgres",
+    "lc_monetary": "C",
     "TimeZone": "UTC",
     "extra_float_digits": "3",
     "bytea_output": "hex",
@@ -34,13 +39,15 @@ _SETTINGS = {
 }
 
 
-def connect(options: PostgresOptions, role: str = "task") -> psycopg.Connection[Any]:
+def connect(options: PostgresOptions, role: str = "task", writes: bool = True) -> Session:
     """Open a connection with manual transactions.
 
-    Its commits are durable once acknowledged, whatever the server's default for synchronous_commit.
+    Its commits are durable once acknowledged, at a synchronous standby too, whatever the defaults of server, database
+    and role for synchronous_commit.
 
     Args:
         role: suffix of the application name at the server.
+        writes: fail if the server is read-only.
 
     Raises:
         Unreachable, UsageError: within 15 s.
@@ -48,27 +55,29 @@ def connect(options: PostgresOptions, role: str = "task") -> psycopg.Connection[
     """
     try:
         import psycopg
+
+        from delivered.connectors.postgres.session import Session
     except ImportError:
         raise MissingExtra("postgres") from None
     credentials: dict[str, Any] = {"user": options.user, "password": options.password_resolved()}
+    given = {
+        **{k: v for k, v in credentials.items() if v is not None},
+        "connect_timeout": CONNECT_TRY_S,
+        "application_name": f"delivered {role}",
+        "client_encoding": "utf8",
+        "keepalives_idle": 10,
+        "keepalives_interval": 5,
+        "keepalives_count": 4,
+        "tcp_user_timeout": int(REQUEST_TIMEOUT_S * 1000),
+    }
+    if options.several_hosts:  # of several, only the primary counts, unless the URL says otherwise
+        given["target_session_attrs"] = "read-write"
     try:
-        connection = psycopg.connect(
-            options.url,
-            **{k: v for k, v in credentials.items() if v is not None},
-            autocommit=True,
-            prepare_threshold=None,
-            connect_timeout=CONNECT_TRY_S,
-            application_name=f"delivered {role}",
-            client_encoding="utf8",
-            keepalives_idle=10,
-            keepalives_interval=5,
-            keepalives_count=4,
-            tcp_user_timeout=int(REQUEST_TIMEOUT_S * 1000),
-        )
+        connection = Session.connect(options.url, **given, autocommit=True, prepare_threshold=None)
     except psycopg.Error as error:
         raise explained(error, options) from None
     try:
-        settings = {**_SETTINGS, "lock_timeout": f"{options.lock_timeout_s}s"}
+        connection.watch("PostgreSQL", options.url, given)
         if connection.info.server_version < VERSION_MIN:
             raise UsageError(
                 "SERVER_TOO_OLD",
@@ -76,13 +85,7 @@ def connect(options: PostgresOptions, role: str = "task") -> psycopg.Connection[
                 f"needs {VERSION_MIN // 10_000} or newer.",
                 next_step="use a newer server",
             )
-        calls = ", ".join("set_config(%s, %s, false)" for _ in settings)
-        with connection.pipeline():
-            connection.execute(f"SELECT {calls}", [x for pair in settings.items() for x in pair])
-            connection.execute(
-                "SELECT set_config('synchronous_commit', 'on', false) "
-                "WHERE current_setting('synchronous_commit') = 'off'"
-            )
+        _pin(connection, {**_SETTINGS, "lock_timeout": f"{options.lock_timeout_s * 1000}ms"}, options, writes)
     except psycopg.Error as error:
         connection.close()
         raise explained(error, options) from None
@@ -92,19 +95,63 @@ def connect(options: PostgresOptions, role: str = "task") -> psycopg.Connection[
     return connection
 
 
+def _pin(connection: Session, settings: Mapping[str, str], options: PostgresOptions, writes: bool) -> None:
+    """Set what a role, a database or the server may set otherwise, and check that it took. One round trip.
+
+    A commit under `off` is lost by a crash, one under `local` by a fail-over; stronger settings stay.
+    """
+    pinned = [*settings, "synchronous_commit"]
+    calls = ", ".join("set_config(%s, %s, false)" for _ in settings)
+    now = "current_setting('synchronous_commit')"
+    commit = f"CASE WHEN {now} IN ('off', 'local') THEN 'on' ELSE {now} END"
+    with connection.pipeline():
+        connection.execute(
+            f"SELECT {calls}, set_config('synchronous_commit', {commit}, false)",
+            [x for pair in settings.items() for x in pair],
+        )
+        current = ", ".join(f"current_setting('{name}')" for name in pinned)
+        answer = connection.execute(f"SELECT current_setting('transaction_read_only') = 'on', {current}")
+    read_only, *values = answer.fetchone() or (False,)
+    found = dict(zip(pinned, map(str, values), strict=True))
+    wrong = [n for n in _TEXT_FORMS if found[n] != settings[n]]
+    wrong += ["synchronous_commit"] * (found["synchronous_commit"] in ("off", "local"))
+    if wrong:
+        raise UsageError(
+            "SETTING_REFUSED",
+            f"PostgreSQL at {options.place} keeps {wrong[0]} = {found[wrong[0]]!r} in this session although it was "
+            "set: commits, or values as text, would depend on it.",
+            next_step="connect to the server itself, or to a pooler in session mode",
+        )
+    if writes and read_only:
+        raise read_only_server(options)
+    connection.settings = found
+
+
+def read_only_server(options: PostgresOptions) -> Unreachable:
+    return Unreachable(
+        "READ_ONLY",
+        f"PostgreSQL at {options.place} is read-only: it is a standby, or default_transaction_read_only is on.",
+        "point the url at the primary server; name all of them, postgresql://a:5432,b:5432/db, to follow a fail-over",
+    )
+
+
 @dataclass(frozen=True)
 class PostgresDatabase(Server["psycopg.Connection[Any]"]):
     """The user's database."""
 
     options: PostgresOptions
+    system = "PostgreSQL"
 
     @property
     def where(self) -> str:
         return self.options.where
 
-    def connect(self, role: str, *, writes: bool = True) -> psycopg.Connection[Any]:
-        del writes
-        return connect(self.options, role)
+    def _connect(self, role: str, writes: bool) -> psycopg.Connection[Any]:
+        return connect(self.options, role, writes)
+
+    def check_writable(self, connection: psycopg.Connection[Any]) -> None:
+        if connection.execute("SELECT pg_is_in_recovery()").fetchone() == (True,):
+            raise read_only_server(self.options)
 
     def errors(self) -> type[Exception]:
         import psycopg
@@ -149,8 +196,17 @@ def explained(error: Exception, options: PostgresOptions) -> DeliveredError:
     state = getattr(error, "sqlstate", None)
     text, where = _message(error), f"PostgreSQL at {options.place}"
     if state is None:
-        if "authentication" in text or "password" in text:
+        if "authentication" in text or "password" in text or "pg_hba.conf" in text:
             return _login(text, where)
+        if "FATAL" in text and "does not exist" in text:  # while connecting, the client keeps no SQLSTATE
+            return UsageError("DATABASE_MISSING", f"{where} reported: {text}.", _BY_STATE["3D000"][2])
+        if type(error).__name__ == "WaitEnded":
+            return Unreachable(
+                "POSTGRES_NO_ANSWER",
+                f"{where} did not answer: {text}.",
+                next_step="start the server, or its standby; or take the standby out of synchronous_standby_names and "
+                "reload the configuration",
+            )
         return Unreachable(
             "POSTGRES_UNREACHABLE",
             f"{where} is unreachable, or closed the connection: {text}",
@@ -197,6 +253,7 @@ _PREPARED = (
     "set max_prepared_transactions in postgresql.conf to at least twice the number of shards and restart the server, "
     'or write .option("mechanism", "one_transaction")'
 )
+_TEXT_FORMS = ("DateStyle", "IntervalStyle", "TimeZone", "extra_float_digits", "bytea_output")
 _FILTER = "filter or correct such rows, or change the table; under exactly_once nothing of this batch is visible"
 _BY_STATE: dict[str, tuple[type[DeliveredError], str, str]] = {
     "3D000": (UsageError, "DATABASE_MISSING", "create the database, or correct the url"),

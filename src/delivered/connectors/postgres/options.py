@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import parse_qs, urlsplit
+
 from delivered.kits import in_clear
 from delivered.kits.sql.options import (
     LEDGER_SCHEMA_DEFAULT,
@@ -27,7 +29,8 @@ class PostgresOptions(ServerOptions, owner="delivered_postgres sink"):
 
     url: str = option(
         "url",
-        "URL of the database: postgresql://host:5432/name, optionally after jdbc:. Parameters after ? go to libpq.",
+        "URL of the database: postgresql://host:5432/name, optionally after jdbc:; a primary and its standbys: "
+        "//a:5432,b:5432/name. Parameters after ? go to libpq.",
         database_url(
             "postgresql://host:5432/database",
             ("postgresql", "postgres"),
@@ -35,6 +38,14 @@ class PostgresOptions(ServerOptions, owner="delivered_postgres sink"):
         ),
         example="postgresql://localhost:5432/shop",
     )
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether the url names several servers, and does not say which of them to use."""
+        parts = urlsplit(self.url)
+        query = parse_qs(parts.query)
+        return "target_session_attrs" not in query and "," in parts.netloc + "".join(query.get("host", []))
+
     named: TableName = option(
         "dbtable",
         "Table to write to: orders, or sales.orders.",

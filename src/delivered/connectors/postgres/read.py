@@ -73,7 +73,7 @@ class PostgresScan(TableScan):
             f"COPY (SELECT {columns} FROM {piece.data['relation']} WHERE ctid >= '({piece.data['start']},0)'::tid "  # noqa: S608
             f"AND ctid < '({piece.data['end']},0)'::tid) TO STDOUT (FORMAT csv)"
         )
-        connection = self.database.connect("read")
+        connection = self.database.connect("read", writes=False)
         try:
             with self.database.explaining(), connection.cursor().copy(statement) as copy:
                 yield from csv.batches(copy.read, schema, "t", "f")

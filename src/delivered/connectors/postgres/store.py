@@ -17,6 +17,7 @@ from delivered.kits.sql.stage import Staging
 from delivered.kits.sql.target import missing_at_server
 from delivered.kits.sql.transactions import PreparedRows
 from delivered.ledger.store import Swap
+from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.model.outcome import Failed, Outcome, Unknown
 from delivered.model.prepared import Prepared
@@ -60,13 +61,15 @@ class PostgresStore(ServerStore["psycopg.Connection[Any]"]):
         super().__init__(staging(options), Names(scope, options.ledger_schema))
         self._options = options
 
-    def _open(self) -> psycopg.Connection[Any]:
+    def _open(self, writes: bool = True) -> psycopg.Connection[Any]:
         if self._connection is None or self._connection.closed:
-            self._connection = self._database.connect(self._role)
+            self._connection = self._database.connect(self._role, writes=writes)
         return self._connection
 
     def _begin(self, connection: psycopg.Connection[Any]) -> None:
-        connection.execute("BEGIN")
+        """Pins synchronous_commit once more: behind a pooler, this may be another session than the one that set it."""
+        level = getattr(connection, "settings", {}).get("synchronous_commit", "on")
+        connection.execute(f"BEGIN; SET LOCAL synchronous_commit = '{level}'")
 
     def _begin_view(self, connection: psycopg.Connection[Any]) -> None:
         connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
@@ -128,15 +131,22 @@ class PostgresStore(ServerStore["psycopg.Connection[Any]"]):
         found = target.find(connection, self._options)
         return None if found is None else found[1]
 
-    def _end_holders(self) -> None:
+    def _end_holders(self) -> str:
         import psycopg
 
-        with contextlib.suppress(psycopg.Error):
-            self._open().execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() "
+        from delivered.connectors.postgres.session import standbys
+
+        with contextlib.suppress(psycopg.Error, DeliveredError):
+            connection = self._open()
+            ended = connection.execute(
+                "SELECT CASE WHEN wait_event = 'SyncRep' THEN NULL ELSE pg_terminate_backend(pid) END "
+                "FROM pg_stat_activity WHERE datname = current_database() "
                 "AND application_name = %s AND xact_start IS NOT NULL AND pid <> pg_backend_pid()",
                 [f"delivered {self._role}"],
-            )
+            ).fetchall()
+            if (None,) in ended:
+                return standbys(connection)
+        return ""
 
     @property
     def _see_holders(self) -> str:

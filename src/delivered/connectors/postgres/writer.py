@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,17 @@ class CopyWriter:
     `stage` blocks while the server is behind. A shard without rows sends nothing and leaves nothing behind.
     """
 
-    def __init__(self, options: PostgresOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> None:
+    def __init__(
+        self,
+        options: PostgresOptions,
+        work: Work,
+        guarantee: Guarantee,
+        schema: pa.Schema,
+        left: Sequence[PreparedRows] = (),
+    ) -> None:
+        """Args: left: what earlier writers of this task may have left at the server."""
         self._options = options
+        self._left = left
         self._staging = staging(options)
         self._server = self._staging.server
         self._work = work
@@ -56,8 +66,13 @@ class CopyWriter:
         self._copying: Any = None
         self._copy: Any = None
         self._cursor: Any = None
-        self._staged = ""
+        self._staged = self._gid = ""
         self._rows = 0
+
+    @property
+    def possible(self) -> PreparedRows | None:
+        """See `delivered.kits.sql.redo.ShardWriter`."""
+        return PreparedRows(self._gid, self._staged) if self._gid or self._staged else None
 
     def stage(self, batch: pa.RecordBatch) -> None:
         import psycopg
@@ -122,6 +137,11 @@ class CopyWriter:
     def _begin(self) -> None:
         self._connection = connection = take(self._server)
         migrate(connection, self._options.ledger_schema)
+        for rows in self._left:
+            if rows.gid:
+                transactions.end(connection, rows.gid, commit=False)
+            if rows.staged:
+                self._staging.drop(connection, rows.staged)
         if self._exactly_once and not self._moved_later:
             transactions.slots(connection, self._options)  # fail before the first row, not after the last
             if self._merges:
@@ -161,7 +181,7 @@ class CopyWriter:
     def _prepare(self, connection: psycopg.Connection[Any], fingerprint: Fingerprint) -> str:
         from psycopg import sql
 
-        gid = transactions.new_id(self._work, self._options.ledger_schema)
+        self._gid = gid = transactions.new_id(self._work, self._options.ledger_schema)
         mark(connection, self._staging.dialect, self._work, gid, fingerprint)
         connection.execute(sql.SQL("PREPARE TRANSACTION {}").format(sql.Literal(gid)))
         return gid

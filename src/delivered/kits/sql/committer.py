@@ -108,23 +108,20 @@ class ServerCommitter(ABC, Generic[C]):
         kept = [PreparedRows.of(p) for p in keep]
         gids, tables = {rows.gid for rows in kept}, {rows.staged for rows in kept}
         count = 0
+
+        def once(connection: C) -> None:
+            nonlocal count
+            for transaction in self._list(connection):
+                gid = transaction.transactional_id
+                if gid not in gids and self._end_prepared(connection, gid, commit=False):
+                    count += 1
+            for table in self._staged(connection):
+                if table not in tables:
+                    self._drop(connection, table)
+                    count += 1
+
         try:
-            for transaction in self.open_transactions():
-                if transaction.transactional_id not in gids:
-                    match self._end(transaction.transactional_id, commit=False):
-                        case Ok():
-                            count += 1
-                        case Unknown(reason):
-                            return Unknown(reason)
-                        case Failed():
-                            pass  # dropped since it was listed
-            with self._borrowed() as connection:
-                for table in self._staged(connection):
-                    if table not in tables:
-                        self._drop(connection, table)
-                        count += 1
-        except self._server.errors() as error:
-            return Unknown(str(self._server.explained(error)))
+            self._ask(once)
         except DeliveredError as error:
             return Unknown(str(error))
         return Ok(count)
@@ -254,15 +251,13 @@ class ServerCommitter(ABC, Generic[C]):
         return self._ask(question)
 
     def _ask(self, question: Callable[[C], T]) -> T:
-        """Run a read-only query; retried once if a pooled connection was lost."""
-        for attempt in (1, 2):
-            try:
-                with self._borrowed() as connection:
-                    return question(connection)
-            except self._server.errors() as error:
-                if attempt == 2 or not self._server.is_lost(error):
-                    raise self._server.explained(error) from error
-        raise AssertionError("not reached")
+        """Run a query or an idempotent change; see `Server.waiting`."""
+
+        def once() -> T:
+            with self._server.explaining(), self._borrowed() as connection:
+                return question(connection)
+
+        return self._server.waiting(once, kept=True)
 
     @contextlib.contextmanager
     def _borrowed(self) -> Iterator[C]:

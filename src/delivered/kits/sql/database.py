@@ -7,13 +7,15 @@ for the client. Tasks pool their connections in the reused worker: opening one c
 from __future__ import annotations
 
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from delivered.kits.warm import WarmClients
-from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.errors import DeliveredError, Unreachable, UsageError
+from delivered.model.patience import query_patience_s, wait_out
 
 T = TypeVar("T")
 
@@ -56,6 +58,11 @@ class Database(ABC, Generic[C]):
     @abstractmethod
     def is_constraint(self, error: Exception) -> bool:
         """Whether a row violated a constraint: the statement had no effect, its transaction goes on."""
+
+    def is_away(self, error: BaseException) -> bool:
+        """Whether the server may answer later: it restarts, or fails over to another machine."""
+        del error
+        return False
 
     def at_once(self, connection: C) -> None:
         """Make the open transaction check deferred constraints immediately."""
@@ -102,7 +109,68 @@ def is_newest(version: int, known: int, ledger: str) -> bool:
 
 
 class Server(Database[C]):
-    """One database of one server. Holds no connection; picklable; equal if declared alike."""
+    """One database of one server. Holds no connection; picklable; equal if declared alike.
+
+    Attributes:
+        system: the server's product, for messages.
+    """
+
+    system: ClassVar[str]
+
+    def connect(self, role: str, *, writes: bool = True) -> C:
+        """Open a connection; a running query waits until the server is back.
+
+        Raises:
+            DeliveredError: see `Database.connect`; in a running query once `OUTAGE_PATIENCE_S` is over.
+        """
+        return self.waiting(lambda: self._connect(role, writes))
+
+    @abstractmethod
+    def _connect(self, role: str, writes: bool) -> C:
+        """Open a connection. See `Database.connect`."""
+
+    def waiting(self, ask: Callable[[], T], *, kept: bool = False) -> T:
+        """Ask until the server answers, within the patience of a running query; otherwise once.
+
+        Args:
+            ask: a query or an idempotent change, on a new connection after each error; called any number of times.
+            kept: it uses a connection that a restart may have closed long ago: ask at least twice.
+
+        Raises:
+            The last error of `ask`; if the server stayed away, one that says for how long.
+        """
+
+        def twice() -> T:
+            try:
+                return ask()
+            except Exception as error:
+                if not self.is_away(error):
+                    raise
+            return ask()
+
+        began = time.monotonic()
+        try:
+            return wait_out(f"{self.system} {self.where}", twice if kept else ask, self.is_away, query_patience_s())
+        except Exception as error:
+            waited_s = time.monotonic() - began
+            if query_patience_s() == 0.0 or waited_s < 1.0 or not self.is_away(error):
+                raise
+            told = error if isinstance(error, DeliveredError) else self.explained(error)
+            raise told.after(waited_s) from error
+
+    def is_away(self, error: BaseException) -> bool:
+        if isinstance(error, DeliveredError):
+            return isinstance(error, Unreachable) and (error.may_come_back or error.code == _READ_ONLY)
+        return isinstance(error, self.errors()) and self.is_away(self.explained(error))
+
+    @abstractmethod
+    def check_writable(self, connection: C) -> None:
+        """Check that the connection works, and leads to a server that accepts writes: a fail-over may have demoted it.
+
+        Raises:
+            Unreachable: it is read-only.
+            The client's error: the connection is lost.
+        """
 
     @abstractmethod
     def is_lost(self, error: BaseException) -> bool:
@@ -136,6 +204,7 @@ class Server(Database[C]):
                 connection.close()
 
 
+_READ_ONLY = "DELIVERED_READ_ONLY"
 _idle: WarmClients[Any] = WarmClients(4)
 
 
@@ -148,9 +217,9 @@ def take(server: Server[C]) -> C:
     connection: C | None = _idle.take(server)
     if connection is not None:
         try:
-            connection.execute("SELECT 1")
+            server.check_writable(connection)
             return connection
-        except server.errors():  # the server was restarted
+        except (Unreachable, server.errors()):  # the server was restarted, or is a standby now
             server.discard(connection)
     return server.connect("task")
 

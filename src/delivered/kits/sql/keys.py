@@ -18,6 +18,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Generic
 
 from delivered.kits.sql.database import C, Connection, Dialect
@@ -115,6 +116,7 @@ class KeyTable(Generic[C]):
     Args:
         borrowed: a connection outside any transaction, for one query; translates errors.
         writing: the same, for one statement, committed at its end.
+        waiting: waits while the database is away. See `delivered.kits.sql.database.Server.waiting`.
     """
 
     def __init__(
@@ -123,15 +125,21 @@ class KeyTable(Generic[C]):
         scope: Scope,
         borrowed: Callable[[], AbstractContextManager[C]],
         writing: Callable[[], AbstractContextManager[C]] | None = None,
+        waiting: Callable[[Callable[[], Any]], Any] = lambda ask: ask(),
     ) -> None:
         self._sql = sql
         self._scope = scope
         self._number = number_of(scope)
         self._borrowed = borrowed
         self._writing = writing or borrowed
+        self._waiting = waiting
         self._epoch: int | None = None
 
     def known(self, batch: int, keys: Sequence[bytes]) -> dict[bytes, list[int]]:
+        found: dict[bytes, list[int]] = self._waiting(lambda: self._known(batch, keys))
+        return found
+
+    def _known(self, batch: int, keys: Sequence[bytes]) -> dict[bytes, list[int]]:
         found: dict[bytes, list[int]] = {}
         with self._borrowed() as connection:
             newest = self._opened(connection, batch)
@@ -154,14 +162,16 @@ class KeyTable(Generic[C]):
             rows = ", ".join(
                 f"({self._number}, {self._epoch}, {batch}, {self._sql.hash(k)}, {int(t)}, {int(u)})" for k, t, u in part
             )
-            with self._writing() as connection:
-                connection.execute(
-                    self._sql(
-                        f"INSERT INTO {{noted}} (number, epoch, batch, hash, at_us, until_us) VALUES {rows} "
-                        + self._sql.known("number, epoch, batch, hash, at_us", None)
-                    ),
-                    {},
-                )
+            statement = self._sql(
+                f"INSERT INTO {{noted}} (number, epoch, batch, hash, at_us, until_us) VALUES {rows} "
+                + self._sql.known("number, epoch, batch, hash, at_us", None)
+            )
+            self._waiting(partial(self._insert, statement))
+
+    def _insert(self, statement: str) -> None:
+        """Idempotent: keys that are there stay."""
+        with self._writing() as connection:
+            connection.execute(statement, {})
 
     def close(self) -> None:
         """Connections are released after each query."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,9 +18,12 @@ from delivered.model.errors import DeliveredError, Unreachable
 from delivered.model.identity import Work
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.outcome import Ok, Outcome
+from delivered.model.patience import left_s, query_patience_s
 from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision, Owner
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CLAIM_WAIT_S = 1
@@ -40,6 +44,10 @@ class ServerStore(SqlStore[C]):
         return self._staging.options.write.conditional
 
     @abstractmethod
+    def _open(self, writes: bool = True) -> C:
+        """See `SqlStore._open`. Args: writes: as of `Database.connect`."""
+
+    @abstractmethod
     def _claiming(self, connection: C) -> AbstractContextManager[None]:
         """One transaction with a lock timeout of `CLAIM_WAIT_S`; committed at its end, or rolled back."""
 
@@ -48,9 +56,13 @@ class ServerStore(SqlStore[C]):
         """Open a read-only transaction with a consistent snapshot."""
 
     @abstractmethod
-    def _end_holders(self) -> None:
+    def _end_holders(self) -> str:
         """Terminate idle sessions of this ledger that hold the owner's row: drivers paused mid-decision.
-        Their transactions are rolled back, so they are fenced. Never raises."""
+        Their transactions are rolled back, so they are fenced. Never raises.
+
+        Never terminates one that waits for a standby: it has committed locally, and readers would see rows that a
+        fail-over loses. Returns what it waits for; empty: there is none.
+        """
 
     @property
     @abstractmethod
@@ -60,23 +72,27 @@ class ServerStore(SqlStore[C]):
     def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
         """Locks the owner's row, which a decision holds from start to COMMIT: when this returns, a decision in
         flight has completed or was terminated, and any later one finds another epoch."""
-        deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        while True:
-            try:
-                connection = self._open()
-                self._server.migrate(connection)
-                with self._claiming(connection):
-                    epoch = self._take(connection, successor)
-            except self._server.errors() as error:
-                self.close()
-                if self._server.is_locked(error):
-                    self._end_holders()
-                elif not self._server.is_lost(error):
-                    raise self._server.explained(error) from error
-                if time.monotonic() > deadline:
-                    raise self._cannot_claim(error) from error
-            else:
-                return Ok(epoch)
+
+        def once() -> int:
+            deadline = time.monotonic() + CONNECT_TIMEOUT_S
+            while True:
+                try:
+                    connection = self._open()
+                    self._server.migrate(connection)
+                    with self._claiming(connection):
+                        return self._take(connection, successor)
+                except self._server.errors() as error:
+                    self.close()
+                    if not self._server.is_locked(error):
+                        raise self._server.explained(error) from error
+                    waits_for = self._end_holders()
+                    if waits_for and left_s(query_patience_s()) > CLAIM_WAIT_S:
+                        log.warning("the ledger's row is held by a transaction that waits for %s", waits_for)
+                    elif time.monotonic() > deadline:
+                        raise self._cannot_claim(waits_for) from error
+
+        # After an unknown outcome of its COMMIT, too: this owner may claim any number of times.
+        return Ok(self._server.waiting(once, kept=True))
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
@@ -96,19 +112,25 @@ class ServerStore(SqlStore[C]):
         return self._server.version(connection)
 
     def _view(self, question: Callable[[C], T], nothing: T) -> T:
-        """Retried once if a pooled connection was lost."""
-        for attempt in (1, 2):
+        return self._snapshot(question, nothing, writes=True)
+
+    def _peek(self, question: Callable[[C], T], nothing: T) -> T:
+        """A standby will do."""
+        return self._snapshot(question, nothing, writes=False)
+
+    def _snapshot(self, question: Callable[[C], T], nothing: T, writes: bool) -> T:
+        def once() -> T:
             try:
-                connection = self._open()
+                connection = self._open(writes)
                 self._begin_view(connection)
                 answer = question(connection) if self._server.version(connection) else nothing
                 connection.execute("COMMIT")
                 return answer
             except self._server.errors() as error:
                 self.close()
-                if attempt == 2 or not self._server.is_lost(error):
-                    raise self._server.explained(error) from error
-        raise AssertionError("not reached")
+                raise self._server.explained(error) from error
+
+        return self._server.waiting(once, kept=True)
 
     def _move(self, connection: C, decision: Decision, move: Sequence[Prepared]) -> None:
         self._staging.check_keys(connection, move)
@@ -137,13 +159,20 @@ class ServerStore(SqlStore[C]):
             self._key,
         )
 
-    def _cannot_claim(self, error: Exception) -> DeliveredError:
-        if not self._server.is_locked(error):
-            return self._server.explained(error)
+    def _cannot_claim(self, waits_for: str) -> DeliveredError:
+        held = (
+            f"Another session has held the ledger's row of sink {self._scope.sink!r} of pipeline "
+            f"{self._scope.pipeline!r} {self._server.where} for more than {CONNECT_TIMEOUT_S:.0f} s, and "
+        )
+        if waits_for:
+            return Unreachable(
+                "LEDGER_LOCKED",
+                f"{held}waits for {waits_for}. Its transaction is committed there only.",
+                next_step="start the standby, or take it out of synchronous_standby_names and reload the "
+                "configuration; then start again",
+            )
         return Unreachable(
             "LEDGER_LOCKED",
-            f"Another session has held the ledger's row of sink {self._scope.sink!r} of pipeline "
-            f"{self._scope.pipeline!r} {self._server.where} for more than {CONNECT_TIMEOUT_S:.0f} s, and could not "
-            "be ended.",
+            f"{held}could not be ended.",
             next_step=f"end that session, then start again: {self._see_holders}",
         )

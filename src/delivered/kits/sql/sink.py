@@ -11,16 +11,18 @@ import pyarrow as pa
 
 from delivered.contract.finding import Finding
 from delivered.contract.powers import KeyMemory
+from delivered.contract.sink import Writer
 from delivered.kits.sink import StoreSink
 from delivered.kits.sql.database import Server
 from delivered.kits.sql.merge import check_columns, without_key
 from delivered.kits.sql.options import Mechanism, ServerOptions, TableOptions
+from delivered.kits.sql.redo import RedoWriter
 from delivered.kits.sql.types import Types
 from delivered.model.capability import Commit, OnConflict, SinkCapability
 from delivered.model.columns import fitted
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope
+from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
 
 HISTORY = f"decisions of the last {LEDGER_HISTORY_BATCHES} batches are kept"
@@ -191,21 +193,31 @@ class ServerSink(DatabaseSink):
             found.append(Finding.refusal(error))
         return found
 
+    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
+        """A task's writer, which bears an outage of the server."""
+        make = partial(self.parts["writer"], self.options, work, guarantee, schema)
+        return RedoWriter(self.parts["database"](self.options), guarantee, make)
+
     def add_columns(self, schema: pa.Schema) -> None:
         """See `delivered.contract.powers.AddsColumns`."""
         if not self.options.merge_schema:
             return
         server: Server[Any] = self.parts["database"](self.options)
-        connection = server.connect("driver")
-        try:
-            with server.explaining():
-                server.migrate(connection)
-                self.parts["add_columns"](connection, self.options, self.types.plain_schema(schema))
-        finally:
-            server.discard(connection)
+
+        def once() -> None:
+            connection = server.connect("driver")
+            try:
+                with server.explaining():
+                    server.migrate(connection)
+                    self.parts["add_columns"](connection, self.options, self.types.plain_schema(schema))
+            finally:
+                server.discard(connection)
+
+        server.waiting(once)
 
     def key_memory(self, scope: Scope) -> KeyMemory:
         from delivered.kits.sql.keys import KeyTable, from_warm
 
         database = self.parts["database"](self.options)
-        return KeyTable(self.parts["dialect"](self.options.ledger_schema), scope, partial(from_warm, database))
+        dialect = self.parts["dialect"](self.options.ledger_schema)
+        return KeyTable(dialect, scope, partial(from_warm, database), waiting=partial(database.waiting, kept=True))

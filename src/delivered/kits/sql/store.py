@@ -17,7 +17,7 @@ from delivered.ledger.store import Change, Head, Swap
 from delivered.model.archive import Archived
 from delivered.model.identity import OtherLedger, Scope, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.model.outcome import Ok, Outcome
+from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Begun, Decision, LedgerState, Owner
@@ -118,7 +118,10 @@ class SqlStore(ABC, Generic[C]):
         except self._database.errors() as error:
             # COMMIT was not sent: losing the connection rolls back.
             self.close()
-            raise self._database.explained(error) from error
+            explained = self._database.explained(error)
+            if self._database.is_away(explained):
+                return Unknown(str(explained))  # the caller fences, and may then write again
+            raise explained from error
         except BaseException:
             self.close()
             raise
