@@ -117,7 +117,8 @@ def commit_batch(
         complete(context, batch, shards)
         decision = _decision(context, batch, offsets, shards, state)
     began = time.monotonic()
-    _decide(context, decision, orphans(shards, last) if last else list(written(shards)))
+    after = shards[0].plan.after if shards else -1
+    _decide(context, decision, orphans(shards, last) if last else list(written(shards)), after)
     decided = time.monotonic()
     _apply(context, decision)
     applied = time.monotonic()
@@ -237,8 +238,13 @@ def _report(decision: Decision, shards: Sequence[ShardMessage], decide_s: float,
     )
 
 
-def _decide(context: Context, decision: Decision, new: Sequence[Prepared]) -> None:
-    """Write the decision. `new`: participants to abort if it is not written."""
+def _decide(context: Context, decision: Decision, new: Sequence[Prepared], after: int) -> None:
+    """Write the decision.
+
+    Args:
+        new: participants to abort if it is not written.
+        after: the newest decided batch that the plan knew. See `BatchPlan`.
+    """
     step = parts(decision.guarantee).decide
     size = len(decision.to_json())
     if size > DECISION_BYTES_MAX:
@@ -252,7 +258,7 @@ def _decide(context: Context, decision: Decision, new: Sequence[Prepared]) -> No
     deadline = time.monotonic() + OUTAGE_PATIENCE_S
     while True:
         reach(step, Moment.BEFORE, batch=decision.batch)
-        outcome: Outcome[None] = context.ledger.decide(decision)  # THE line that decides a batch
+        outcome: Outcome[None] = context.ledger.decide(decision, after=after)  # THE line that decides a batch
         if not isinstance(outcome, Unknown):
             break
         with within(OUTAGE_PATIENCE_S):

@@ -104,8 +104,9 @@ def plan_batch(
     if first:
         add_columns()
     return BatchPlan(
-        context.scope, context.owner.id, guarantee, view.batch, view.offsets, action, rewrite, epoch, targets
-    )
+        context.scope, context.owner.id, guarantee, view.batch, view.offsets, action, rewrite, epoch, targets,
+        after=-1 if state.last is None else state.last.batch,
+    )  # fmt: skip
 
 
 def _judge(context: Context, view: CheckpointView, state: LedgerState) -> Verdict:

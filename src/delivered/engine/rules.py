@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from delivered.model.archive import Archived
-from delivered.model.dialect import shown, starting_at
+from delivered.model.dialect import shown, starting_at, without_newest
 from delivered.model.errors import LedgerAhead, LedgerBehind, Refused
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope
@@ -90,8 +90,8 @@ def judge(
             "LEDGER_BEHIND",
             f"The checkpoint is about to run batch {view.batch}, but the ledger's newest decided batch is "
             f"{last.batch if last else 'none'}: the sink is missing the batches in between. The sink or its ledger "
-            "was restored from an older copy.",
-            next_step='restore the sink, or accept the gap once with .option("missingLedger", "accept")',
+            "was restored from an older copy, or a fail-over lost its last transactions.",
+            next_step=without_newest(last.offsets if last else "", last.others if last else ()),
         )
     if last is not None and last.guarantee is Guarantee.AT_LEAST_ONCE:
         # Under at_least_once, a batch leaves no record until it is done.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from delivered.ledger.store import Change, Head, Store, Swap
 from delivered.model.archive import Archived
-from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
+from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, LedgerBehind, Unreachable
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_INCARNATIONS, OUTAGE_PATIENCE_S, OWNERS_REMEMBERED
@@ -98,12 +98,12 @@ class Ledger:
 
         return self._write(rule)
 
-    def decide(self, decision: Decision, swap: Swap | None = None) -> Outcome[None]:
+    def decide(self, decision: Decision, swap: Swap | None = None, after: int = -1) -> Outcome[None]:
         """Record the decision durably, if this owner is not fenced.
 
         If the ledger carries rows, its own sink's staged rows become visible with it. Participants of other sinks are
         only recorded. A later revision of a batch replaces the earlier one. A swap of tables happens with it, if the
-        store is a `SwapsTables`.
+        store is a `SwapsTables`. Nothing is written if the ledger has lost batch `after`, which was decided before.
         Failed: it was not and never will be written. Unknown: `claim` again, then `look`.
         """
         text = decision.to_json()
@@ -125,6 +125,13 @@ class Ledger:
                         next_step="stop every other driver on this checkpoint, then start the pipeline again",
                     )
             self._check_claim(claim, head)
+            if (-1 if head.batch is None else head.batch) < after:
+                raise LedgerBehind(
+                    "LEDGER_BEHIND",
+                    f"Batch {after} of {self._scope} was decided, and the ledger {self._where} has lost it, as by a "
+                    f"fail-over to a standby that was behind. Batch {decision.batch} was not decided.",
+                    next_step="start the pipeline again: it says how to write the missing batches",
+                )
             return Change(decision=decision, move=move, swap=swap)
 
         return self._write(rule)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 
 from delivered.model.offsets import SOURCE, by_source
 
@@ -33,6 +34,25 @@ def starting_at(offsets: str) -> str:
     """
     options = {n: f""".option("startingOffsets", '{_compact(line)}')""" for n, line in by_source(offsets).items()}
     return " and ".join(f"{o} for source {n}" if n != SOURCE else o for n, o in options.items())
+
+
+def without_newest(offsets: str, others: Iterable[str] = ()) -> str:
+    """How to go on with a ledger that lacks the newest batches of its checkpoint.
+
+    Args:
+        offsets: where its last batch ended; empty: it has none.
+        others: further sinks of the pipeline, which may hold the missing batches.
+    """
+    accept = 'to lose them, once, .option("missingLedger", "accept")'
+    if not offsets:
+        return f"restore the sink; or, {accept}"
+    named = sorted(others)
+    repeats = f"loses nothing, and repeats them at the sinks {named}," if named else "loses and repeats nothing"
+    return (
+        f"restore the sink; or write the missing batches again, which {repeats} if the source still has their records "
+        "(a query that keeps state starts with none): stop this query, and start one with a new checkpointLocation, "
+        f'{starting_at(offsets)} and, once, .option("newCheckpoint", "accept"); or, {accept}'
+    )
 
 
 def _compact(text: str) -> str:

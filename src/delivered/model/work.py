@@ -64,6 +64,8 @@ class BatchPlan:
         targets: as in the batch's `Decision`.
         seconds: how long recovery and this plan took.
         arbiter: at_most_once: which attempt of a shard may send is asked there; None: none may.
+        after: the newest batch that was decided when this was planned; -1: none. A ledger that lacks it at the decision
+            lost it in between.
     """
 
     scope: Scope
@@ -77,6 +79,7 @@ class BatchPlan:
     targets: Mapping[str, str] = field(default_factory=dict)
     seconds: float = field(default=0.0, compare=False)
     arbiter: Arbiter | None = field(default=None, compare=False)
+    after: int = -1
 
     def action_for(self, shard: int) -> Action:
         return Action.WRITE if shard in self.rewrite else self.action

@@ -196,6 +196,8 @@ def _checkpoint(pipeline: Definition, session: SessionFacts | None, takeover: bo
         incarnation=incarnation,
         newest=newest,
         ledger_newest=_newest(state),
+        ledger_offsets="" if state.last is None else state.last.offsets,
+        ledger_others=() if state.last is None else tuple(state.last.others),
         owner=None if connect else living(state.owner, session.jvm if session is not None else None),
         unwritable=unwritable(pipeline.checkpoint),
         ledger_missing=newest is not None

@@ -119,6 +119,8 @@ class CheckpointFacts:
             one ran with the current one, or it is unknown.
         unwritable: why Spark could not write it; None: it could, or it is unknown.
         ledger_behind: the ledger has lost decided batches, and the user did not accept that.
+        ledger_offsets: where the ledger's last decided batch of this incarnation ended; empty: there is none.
+        ledger_others: further sinks that it was decided for.
         ledger_missing: the ledger has none of the checkpoint's batches, and the user did not accept that.
         offsets_text: the sources' offsets of the newest batch, as Spark logged them; empty: none.
         unfinished: Spark has not committed that batch.
@@ -140,6 +142,8 @@ class CheckpointFacts:
     unwritable: str | None = None
     ledger_missing: bool = False
     ledger_behind: bool = False
+    ledger_offsets: str = ""
+    ledger_others: tuple[str, ...] = ()
     transform_changed: tuple[int, int] | None = None
     offsets_text: str = ""
     unfinished: bool = False

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit
-from delivered.model.dialect import shown, starting_at
+from delivered.model.dialect import shown, starting_at, without_newest
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import BROKER_TRANSACTION_TIMEOUT_S_DEFAULT
 from delivered.planner.answer import Reason, seconds
@@ -320,8 +320,8 @@ def ledger_not_behind(request: Request) -> Reason | None:
         "LEDGER_BEHIND",
         f"The checkpoint {facts.location!r} holds batch {facts.newest}, but the newest one in the ledger of sink "
         f"{request.decider.name!r} is {facts.ledger_newest}: the sink is missing the batches in between. The sink or "
-        "its ledger was restored from an older copy.",
-        'restore the sink, or accept the gap once with .option("missingLedger", "accept")',
+        "its ledger was restored from an older copy, or a fail-over lost its last transactions.",
+        without_newest(facts.ledger_offsets, facts.ledger_others),
     )
 
 

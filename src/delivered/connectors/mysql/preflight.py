@@ -27,6 +27,8 @@ def look(session: Session, options: MysqlOptions, guarantee: Guarantee) -> Itera
     if settings.get("super_read_only") == "ON" or settings.get("tx_read_only") == "ON":
         raise read_only(options)
     yield from _durable(settings, options, guarantee)
+    if guarantee is not Guarantee.AT_MOST_ONCE:
+        yield from _replicas(session, options)
     if settings.get("log_bin") == "ON" and settings.get("binlog_format") == "STATEMENT":
         yield Finding(
             "BINLOG_STATEMENT",
@@ -71,6 +73,23 @@ def _durable(settings: dict[str, str], options: MysqlOptions, guarantee: Guarant
             "transactions.",
             False,
             "; ".join(f"SET GLOBAL {w.partition(' ')[0]} = 1" for w in weak),
+        )
+
+
+def _replicas(session: Session, options: MysqlOptions) -> Iterator[Finding]:
+    """Whether a fail-over can lose a decision. Replicas are shown only to users with the privilege PROCESS."""
+    row = session.execute("SELECT count(*) FROM information_schema.processlist WHERE command LIKE 'Binlog Dump%'")
+    replicas = int(row.fetchone()[0])
+    names = "'Rpl_semi_sync_master_status', 'Rpl_semi_sync_source_status'"
+    found = session.execute(f"SHOW STATUS WHERE Variable_name IN ({names})").fetchall()
+    if replicas and "ON" not in {str(value) for _, value in found}:
+        yield Finding(
+            "STANDBY_ASYNCHRONOUS",
+            f"MySQL at {options.place} has {replicas} replica(s), and semi-synchronous replication is off: a fail-over "
+            "can lose the last decided batches. The next start then stops (LEDGER_BEHIND), and says how to write them "
+            "again.",
+            False,
+            "SET GLOBAL rpl_semi_sync_master_enabled = ON (MySQL 8: rpl_semi_sync_source_enabled), on the replicas too",
         )
 
 

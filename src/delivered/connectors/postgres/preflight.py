@@ -43,11 +43,44 @@ def look(connection: psycopg.Connection[Any], options: PostgresOptions, guarante
             False,
             "set fsync = on",
         )
+    if guarantee is not Guarantee.AT_MOST_ONCE:
+        yield from _standbys(connection, options)
     if guarantee is Guarantee.EXACTLY_ONCE and options.mechanism is Mechanism.TWO_PHASE:
         yield from _prepared(connection, options, slots(connection, options))
         yield from check_deletions(options)
     migrate(connection, options.ledger_schema)
     yield from _table(connection, options, guarantee)
+
+
+def _standbys(connection: psycopg.Connection[Any], options: PostgresOptions) -> Iterator[Finding]:
+    """Whether a fail-over can lose a decision, and whether a decision would wait for a standby that is down.
+
+    Names and states are shown to superusers and members of pg_read_all_stats alone; others see how many there are.
+    """
+    row = connection.execute(
+        "SELECT current_setting('synchronous_standby_names'), count(*), "
+        "count(*) FILTER (WHERE coalesce(sync_state, 'sync') IN ('sync', 'quorum')), string_agg(application_name, ', ')"
+        " FROM pg_stat_replication AS r WHERE coalesce(state, '') <> 'backup' AND NOT EXISTS "
+        "(SELECT FROM pg_replication_slots AS s WHERE s.active_pid = r.pid AND s.slot_type = 'logical')"
+    ).fetchone()
+    wanted, there, synchronous, names = row or ("", 0, 0, None)
+    if not wanted and there:
+        yield Finding(
+            "STANDBY_ASYNCHRONOUS",
+            f"PostgreSQL at {options.place} has {there} standby(s){f' ({names})' if names else ''}, none of them "
+            "synchronous: a fail-over can lose the last decided batches. The next start then stops (LEDGER_BEHIND) "
+            "and says how to write them again.",
+            False,
+            "set synchronous_standby_names, for example to 'ANY 1 (*)', and reload the configuration",
+        )
+    elif wanted and not synchronous:
+        yield Finding(
+            "STANDBY_MISSING",
+            f"PostgreSQL at {options.place} has synchronous_standby_names = '{wanted}', but no such standby is "
+            "connected: every commit waits for it.",
+            False,
+            "start the standby, or take it out of synchronous_standby_names and reload the configuration",
+        )
 
 
 def _prepared(connection: psycopg.Connection[Any], options: PostgresOptions, allowed: int) -> Iterator[Finding]:
