@@ -272,6 +272,10 @@ class PostgresPair:
         self.primary.execute(f"ALTER SYSTEM SET {name} = '{value}'")
         self.primary.execute("SELECT pg_reload_conf()")
 
+    def catch_up(self) -> None:
+        """Wait until the standby has all that the primary has written."""
+        self._until("SELECT bool_and(replay_lsn >= pg_current_wal_lsn()) FROM pg_stat_replication")
+
     def fail_over(self) -> None:
         """Kill the primary, unless it is down, and promote the standby."""
         self.primary.broker.kill()
