@@ -7,6 +7,7 @@ import datetime as dt
 import itertools
 from decimal import Decimal
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from tests.broker.outbox_help import Stream, changed
@@ -32,8 +33,10 @@ class Table:
                 connection.execute(statement.format(self.name))
             connection.commit()
 
-    def stream(self, at: Any = None) -> Stream:
-        source = planned(CONNECTOR.source({"url": self.server.url, "table": self.name}))
+    def stream(self, at: Any = None, settings: str = "") -> Stream:
+        """Args: settings: of the session, as a role or a database may set them."""
+        url = f"{self.server.url}?options={quote(settings)}" if settings else self.server.url
+        source = planned(CONNECTOR.source({"url": url, "table": self.name}))
         assert [f for f in source.preflight() if f.refuses] == []
         return Stream(source, at)
 
@@ -93,6 +96,36 @@ def test_values_of_every_type(postgres_log: Any) -> None:
     table.execute("INSERT INTO {} (id, day) VALUES (3, 'infinity')")
     with pytest.raises(BadRecord, match=r"OUTBOX_VALUE.*column day"):
         stream.batch()
+    stream.close()
+
+
+def test_values_do_not_depend_on_settings_of_role_or_database(postgres_log: Any) -> None:
+    """P34: pgoutput writes values as text in the form that the reading session has."""
+    table = Table(
+        postgres_log,
+        "id int PRIMARY KEY, bytes bytea, wide float8, real float4, day date, at timestamptz, local timestamp, "
+        "span interval, price money, spans interval[], pair point",
+    )
+    hostile = {
+        "bytea_output": "escape", "extra_float_digits": "-15", "DateStyle": "German", "IntervalStyle": "sql_standard",
+        "TimeZone": "America/New_York", "lc_monetary": "C",
+    }  # fmt: skip
+    stream = table.stream(settings=" ".join(f"-c {k}={v}" for k, v in hostile.items()))
+    stream.batch()
+    table.execute(
+        "INSERT INTO {} VALUES (1, '\\x6162636465ff', 0.30000000000000004, 0.1::float4, '2024-03-01', "
+        "'2024-03-01 12:00:00.000001+00', '2024-03-01 12:00:00', '1 year 2 days -03:04:05', '1234.56', "
+        "ARRAY['1 day'::interval], point(0.30000000000000004, 1))"
+    )
+    found = stream.batch()
+    assert found is not None
+    (row,) = changed(found)
+    assert row[:-2] == (
+        1, b"abcde\xff", 0.30000000000000004, pytest.approx(0.1), dt.date(2024, 3, 1),
+        dt.datetime(2024, 3, 1, 12, 0, 0, 1, dt.UTC), dt.datetime(2024, 3, 1, 12),  # noqa: DTZ001
+        "1 year 2 days -03:04:05", "$1,234.56", '{"1 day"}',
+        "(0.30000000000000004,1)",
+    )  # fmt: skip
     stream.close()
 
 

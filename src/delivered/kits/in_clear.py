@@ -14,7 +14,8 @@ def postgres(url: str) -> tuple[str, ...]:
     """See `delivered.model.options.Options.in_clear`."""
     parts = urlsplit(url)
     given = parse_qs(parts.query)
-    host = given.get("host", [parts.hostname or os.environ.get("PGHOST", "")])[-1]
+    named = [urlsplit(f"//{h}").hostname or "" for h in parts.netloc.rpartition("@")[2].split(",")]
+    host = given.get("host", [",".join(named) or os.environ.get("PGHOST", "")])[-1]
     mode = given.get("sslmode", [os.environ.get("PGSSLMODE", "prefer")])[-1]
     if mode not in _NOT_REQUIRED or all(is_loopback(h) for h in host.split(",")):
         return ()

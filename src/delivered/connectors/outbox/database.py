@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.kits.caller import Caller, cause
 from delivered.kits.mysql.tls import tls_of_url
+from delivered.kits.sql.text_forms import pin_postgres
 from delivered.model import patience
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _CONNECT_TRY_S = 5
+_SQL_MODE = "NO_AUTO_VALUE_ON_ZERO,NO_ENGINE_SUBSTITUTION,STRICT_ALL_TABLES"
+"""Whatever the server's: under PAD_CHAR_TO_FULL_LENGTH a value would be read with blanks that nobody wrote."""
 _LOST_MYSQL = frozenset({0, 1053, 1158, 1159, 1160, 1161, 1927, 2002, 2003, 2006, 2013, 2014, 2055})
 _LOGIN_MYSQL = frozenset({1044, 1045, 1698})
 _DENIED_MYSQL = frozenset({1142, 1143, 1227})
@@ -165,6 +168,11 @@ def _postgres(options: OutboxOptions, **more: Any) -> psycopg.Connection[Any]:
         keepalives_count=4,
         **more,
     )
+    try:
+        pin_postgres(connection, options.system)
+    except BaseException:
+        connection.close()
+        raise
     set_json_loads(_text, connection)  # as the table has it
     return connection
 
@@ -192,6 +200,8 @@ def _mysql(options: OutboxOptions) -> Any:
         program_name="delivered",
         init_command="SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
     )
+    with contextlib.closing(connection.cursor()) as cursor:
+        cursor.execute(f"SET SESSION time_zone = '+00:00', sql_mode = '{_SQL_MODE}'")
     connection.rollback()
     return connection
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from delivered.connectors.postgres.migrate import migrate, version_of
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.kits.sql.database import Server
+from delivered.kits.sql.text_forms import POSTGRES, check_postgres, setting_refused
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
 
@@ -23,13 +24,8 @@ VERSION_MIN = 140_000
 """14: the first version with TID range scans."""
 
 _SETTINGS = {
+    **POSTGRES,
     "client_min_messages": "error",
-    "DateStyle": "ISO, YMD",
-    "IntervalStyle": "postgres",
-    "lc_monetary": "C",
-    "TimeZone": "UTC",
-    "extra_float_digits": "3",
-    "bytea_output": "hex",
     "statement_timeout": "0",
     "idle_in_transaction_session_timeout": "0",
     # A dead peer must not hold locks for two hours, the system's default.
@@ -113,15 +109,9 @@ def _pin(connection: Session, settings: Mapping[str, str], options: PostgresOpti
         answer = connection.execute(f"SELECT current_setting('transaction_read_only') = 'on', {current}")
     read_only, *values = answer.fetchone() or (False,)
     found = dict(zip(pinned, map(str, values), strict=True))
-    wrong = [n for n in _TEXT_FORMS if found[n] != settings[n]]
-    wrong += ["synchronous_commit"] * (found["synchronous_commit"] in ("off", "local"))
-    if wrong:
-        raise UsageError(
-            "SETTING_REFUSED",
-            f"PostgreSQL at {options.place} keeps {wrong[0]} = {found[wrong[0]]!r} in this session although it was "
-            "set: commits, or values as text, would depend on it.",
-            next_step="connect to the server itself, or to a pooler in session mode",
-        )
+    check_postgres(found, options.place)
+    if found["synchronous_commit"] in ("off", "local"):
+        raise setting_refused("synchronous_commit", found["synchronous_commit"], options.place)
     if writes and read_only:
         raise read_only_server(options)
     connection.settings = found
@@ -253,7 +243,6 @@ _PREPARED = (
     "set max_prepared_transactions in postgresql.conf to at least twice the number of shards and restart the server, "
     'or write .option("mechanism", "one_transaction")'
 )
-_TEXT_FORMS = ("DateStyle", "IntervalStyle", "TimeZone", "extra_float_digits", "bytea_output")
 _FILTER = "filter or correct such rows, or change the table; under exactly_once nothing of this batch is visible"
 _BY_STATE: dict[str, tuple[type[DeliveredError], str, str]] = {
     "3D000": (UsageError, "DATABASE_MISSING", "create the database, or correct the url"),
