@@ -109,8 +109,8 @@ def test_after_a_lossy_fail_over_the_printed_way_loses_and_doubles_nothing(
     running.finish()
     pair.catch_up()
     pair.standby.broker.stop()
-    running = Running(sink, like=running, batches=2)
-    running.finish()
+    for _ in range(2):
+        running.commit(running.plan())
     planned = running.plan()  # a batch that is running when the primary dies
     pair.primary.broker.kill()
     pair.standby.broker.restart()
