@@ -100,7 +100,7 @@ def test_values_of_every_type(postgres_log: Any) -> None:
 
 
 def test_values_do_not_depend_on_settings_of_role_or_database(postgres_log: Any) -> None:
-    """P34: pgoutput writes values as text in the form that the reading session has."""
+    """pgoutput writes values as text in the form that the reading session has."""
     table = Table(
         postgres_log,
         "id int PRIMARY KEY, bytes bytea, wide float8, real float4, day date, at timestamptz, local timestamp, "
