@@ -46,7 +46,8 @@ CONDITION_OPTIONS = (
     Option(
         "onConflict",
         "A row whose key exists (insert), or whose expected version does not match (expectedVersion): skip and count "
-        "it, keep it as a dead_letter, or fail the query. Default: skip for insert, fail for expectedVersion.",
+        "it (insert only), keep it as a dead_letter, or fail the query. Default: skip for insert, fail for "
+        "expectedVersion.",
     ),
     Option(
         "onConstraint",
@@ -189,6 +190,12 @@ def _condition(owner: str, mode: str, values: Mapping[str, str], on_constraint: 
                 'remove it, or write .option("mode", "insert")',
             )
         return OnConflict.FAIL
+    if expects and values.get("onConflict", "").strip().lower() == OnConflict.SKIP:
+        raise unfit(
+            "option 'onConflict' is 'skip', which is for mode insert only; a row with expectedVersion was computed "
+            "from a version that is no longer there, and skipping it would lose that update without a trace",
+            'write .option("onConflict", "dead_letter"), which keeps the row, or "fail"',
+        )
     able = (OnConflict.FAIL, OnConflict.DEAD_LETTER) if expects else tuple(OnConflict)
     default = OnConflict.FAIL if expects else OnConflict.SKIP
     return choice(able).parse(owner, "onConflict", values.get("onConflict", default))

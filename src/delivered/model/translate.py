@@ -26,6 +26,10 @@ _STATE_UNREADABLE = re.compile(
 _STATE_PLACE = re.compile(
     r"/state/(?P<operator>\d+)/(?P<partition>\d+)/|operatorId=(?P<operator2>\d+), ?partitionId=(?P<partition2>\d+)"
 )
+_SECOND_QUERY = re.compile(
+    r"Multiple streaming (?:jobs|queries) (?:detected|are concurrently)[^\n]{0,60}|"
+    r"Another instance of this query[^\n]{0,60}|another query with (?:the )?same id is already active"
+)
 _CAUSE = re.compile(r"^Caused by: (.*)$", re.MULTILINE)
 _KNOWN_TYPES = {
     "OUTCOME_UNKNOWN": errors.OutcomeUnknown,
@@ -43,7 +47,7 @@ def translated(error: BaseException) -> DeliveredError | None:
         return error
     text = _as_spark_says(error)
     # A damaged state file may end early, like a dead worker's connection.
-    return _ours(text) or missing_extra(text) or _state_unreadable(text) or _worker_died(text)
+    return _ours(text) or missing_extra(text) or _second_query(text) or _state_unreadable(text) or _worker_died(text)
 
 
 def from_our_code(text: str) -> DeliveredError | None:
@@ -51,6 +55,7 @@ def from_our_code(text: str) -> DeliveredError | None:
     return (
         _ours(text)
         or (missing_extra(text) if "delivered/" in text else None)
+        or (_second_query(text) if "WriteToMicroBatchDataSource delivered_" in text else None)
         or (_worker_died(text) if "[STREAM_FAILED]" in text and "DataSource delivered_" in text else None)
     )
 
@@ -89,6 +94,19 @@ def _state_unreadable(trace: str) -> DeliveredError | None:
         next_step="if files are missing or damaged, put them back from a copy of the checkpoint of the same batch, "
         "and start again; without one, start with an empty checkpoint and an empty sink: a query cannot go on without "
         "its state",
+    )
+
+
+def _second_query(trace: str) -> DeliveredError | None:
+    found = _SECOND_QUERY.search(trace)
+    if found is None:
+        return None
+    return DeliveredError(
+        "CHECKPOINT_SHARED",
+        f"Another query works on the same checkpoint: Spark says {found.group(0)!r}. This one has ended; nothing is "
+        "lost or written twice, since the ledger has one owner.",
+        next_step="nothing, if the other query is the one to run; otherwise stop it, in this session by "
+        "spark.streams.active, then start this one again; two queries need two checkpoints",
     )
 
 

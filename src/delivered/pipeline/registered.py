@@ -6,6 +6,7 @@ from delivered.checkpoint import schemas
 from delivered.checkpoint.folder import is_done, logged
 from delivered.contract.schemas import ReadsBySchema, WritesBySchema
 from delivered.contract.sink import Sink
+from delivered.model.errors import UsageError
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 
@@ -45,6 +46,26 @@ def for_start(pipeline: Definition) -> dict[str, Endpoint]:
     if found:
         schemas.keep_read(pipeline.checkpoint, found)
     return {name: _with(endpoint, found.get(name, {})) for name, endpoint in pipeline.sources.items()}
+
+
+def unfit_for_unfinished(pipeline: Definition, why: str) -> UsageError | None:
+    """The error of a transform that does not fit the columns of an unfinished batch; None: there is no such batch, or
+    no registered schema.
+
+    Args:
+        why: Spark's, as one line.
+    """
+    newest, kept = logged(pipeline.checkpoint)[1], schemas.read(pipeline.checkpoint)
+    if newest is None or not kept or is_done(pipeline.checkpoint, newest):
+        return None
+    versions = ", ".join(f"{c} of {name} in version {v}" for name, found in kept.items() for c, v in found.items())
+    return UsageError(
+        "TRANSFORM_UNFINISHED_BATCH",
+        f"Batch {newest} is not finished and must run again with the columns that it was planned with ({versions}), "
+        f"which the transform does not fit: {why}. Nothing was changed.",
+        next_step="start once with the previous transform and the trigger available_now, which finishes the batch; "
+        "then start with the new one, which gets the newest columns",
+    )
 
 
 def _with(endpoint: Endpoint, versions: dict[str, int]) -> Endpoint:

@@ -10,6 +10,7 @@ wraps, once per process:
     load() over Connect    analyses the frame eagerly, as a classic session does
     load, save, start      find our formats in any session and on any thread of the application
     newSession             registers our formats in the new session
+    start, save            a batch that runs again has the same shards (shards.py)
     explain()              adds that PySpark asks a batch source for its offsets only once
     StreamingQueryProgress lag and description of a source, as Spark's Kafka source reports them (source/lag.py)
 
@@ -28,6 +29,7 @@ import re
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -41,6 +43,7 @@ from delivered.pipeline.spec import CHECKPOINT, OPTION, StartCheck, idiom_option
 from delivered.source.lag import spark_metrics
 from delivered.spark.declarative import analyse, without_accumulators
 from delivered.spark.jvm import is_connect, make_active
+from delivered.spark.shards import FOREACH_BATCH, formatted, saved, shards_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -110,6 +113,8 @@ def install(spark: SparkSession, register: Callable[[SparkSession, SparkSession 
     frames = import_module(f"pyspark.sql.{'connect' if connect else 'classic'}.dataframe")
     _wrap(frames.DataFrame, "explain", _explained)
     _wrap(streams.DataStreamWriter, "start", _checked, layer="checked")
+    _wrap(readers.DataFrameWriter, "format", formatted)
+    _wrap(readers.DataFrameWriter, "save", saved, layer="shards")
     _wrap(StreamingQueryProgress, "__init__", _with_lag)
     if connect:
         _wrap(type(spark.client), "execute_command_as_iterator", without_accumulators)
@@ -214,7 +219,8 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
             _check(_session_of(self), write)
             self.option(OPTION, idiom_option(start=uuid.uuid4().hex))
             _tell_source(self, write)
-        query = original(self, path, partitionBy=partitionBy)
+        with shards_of(_session_of(self), write.format, write.options) if write is not None else nullcontext():
+            query = original(self, path, partitionBy=partitionBy)
         names = _sources(self)
         if names:
             _descriptions[str(query.runId)] = names
@@ -387,4 +393,5 @@ def _connect_write(writer: Any) -> Write:
         found: str = frames.DataFrame(writer._write_stream._child, writer._session).schema.json()
         return found
 
-    return Write(proto.format, options, proto.output_mode or "append", columns)
+    format_ = FOREACH_BATCH if proto.HasField("foreach_batch") else proto.format
+    return Write(format_, options, proto.output_mode or "append", columns)

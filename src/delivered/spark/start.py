@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyspark.cloudpickle import dumps
+from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 
 from delivered.checkpoint import dedup, first_offsets
@@ -38,7 +39,7 @@ from delivered.model.offsets import SOURCE
 from delivered.model.translate import translated
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.registered import for_start
+from delivered.pipeline.registered import for_start, unfit_for_unfinished
 from delivered.pipeline.registry import PREFIX
 from delivered.pipeline.spec import OPTION, PipelineSpec
 from delivered.spark.check import cannot_restart
@@ -48,6 +49,7 @@ from delivered.spark.frames import batches_fit_for, with_setting
 from delivered.spark.jvm import make_active, named_sources
 from delivered.spark.rows import Failing, apply_transform, arrow_transform, own_views, projected, routed
 from delivered.spark.session import is_registered, register, session
+from delivered.spark.shards import same_shards
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -122,6 +124,7 @@ def start(pipeline: Definition, chosen: SparkSession | None) -> StreamingQuery:
         raise
     except Exception as error:
         found = translated(error) or _read_twice(error) or _output_mode(error, pipeline.output_mode)
+        found = found or _unfinished(error, pipeline)
         raise (found if found is not None else error) from None
     _running[str(query.runId)] = Running(pipeline, query, drain)
     return query
@@ -136,6 +139,12 @@ def _read_twice(error: Exception) -> UsageError | None:
         f"The transform reads the source {twice[1]!r} twice; a query reads each of its sources once.",
         next_step="read it once in a WITH query of the SQL, and use that twice; or give it two names in sources",
     )
+
+
+def _unfinished(error: Exception, pipeline: Definition) -> UsageError | None:
+    if not isinstance(error, AnalysisException):
+        return None
+    return unfit_for_unfinished(pipeline, str(error).partition(" SQLSTATE")[0].partition("\n")[0].rstrip("."))
 
 
 def _output_mode(error: Exception, mode: str) -> UsageError | None:
@@ -195,6 +204,7 @@ def _query(pipeline: Definition, spark: SparkSession, drain: Path) -> StreamingQ
         held.enter_context(with_setting(spark, _BY_NAME, str(named).lower()))
         if named:
             held.enter_context(with_setting(spark, _LOG_FORMAT, "2"))
+        held.enter_context(same_shards(spark, pipeline.checkpoint))
         held.enter_context(own_views(pipeline.transform, spark, pipeline.sources))
         return _started(pipeline, spark, drain)
 

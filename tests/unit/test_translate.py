@@ -1,0 +1,44 @@
+"""What Spark says when something outside of a query ended it becomes an error with a code and a next step."""
+
+from __future__ import annotations
+
+import pytest
+
+from delivered.model.translate import from_our_code, translated
+
+OF_OURS = """
+=== Streaming Query ===
+Identifier: orders [id = 572b98ac-f7f2-4843-a7fa-9818f5bb95c3, runId = 58af1b93-b821-4487-8261-3026fc92afa2]
+Logical Plan:
+WriteToMicroBatchDataSource delivered_sqlite
++- ~Project [value#25L AS id#26L]
+"""
+SECOND = (
+    "[STREAM_FAILED] Query [id = 1, runId = 2] terminated with exception: [CONCURRENT_STREAM_LOG_UPDATE] Concurrent "
+    "update to the log. Multiple streaming jobs detected for 2.\nPlease make sure only one streaming job runs on a "
+    "specific checkpoint location at a time. SQLSTATE: 40000 SQLSTATE: XXKST"
+)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        SECOND,
+        "[CONCURRENT_QUERY] Another instance of this query was just started by a concurrent session. SQLSTATE: 0A000",
+        "Cannot start query with id 1 as another query with same id is already active. Perhaps you are attempting to "
+        "restart a query from checkpoint that is already active.",
+    ],
+)
+def test_a_second_query_on_one_checkpoint_is_named(said: str) -> None:
+    found = translated(RuntimeError(said))
+    assert found is not None
+    assert found.code == "DELIVERED_CHECKPOINT_SHARED"
+    assert "nothing is lost or written twice" in str(found)
+    assert "two checkpoints" in (found.next_step or "")
+
+
+def test_the_text_of_a_query_that_is_not_ours_stays_sparks() -> None:
+    assert from_our_code(SECOND) is None
+    ours = from_our_code(SECOND + OF_OURS)
+    assert ours is not None
+    assert ours.code == "DELIVERED_CHECKPOINT_SHARED"
