@@ -6,7 +6,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,8 @@ APP = Path(__file__).parent / "apps" / "run_file.py"
 ROWS = 2_000
 SHARDS = 20
 SHUFFLE_PARTITIONS = "spark.sql.shuffle.partitions"
+COALESCED_MIN = "spark.sql.adaptive.coalescePartitions.minPartitionSize"
+"""Small, so that few rows make as many partitions as there are cores."""
 SCHEMA = "spark.sql.streaming.schemaInference"
 
 
@@ -138,7 +140,12 @@ def test_a_decided_batch_whose_transactions_expired_is_written_again_on_other_co
         "sinks": [{"format": "kafka", "kafka.bootstrap.servers": kafka.bootstrap, "topic": topic}],
         "trigger": "available_now",
         "master": "local[6]",
-        "spark": {SHUFFLE_PARTITIONS: str(SHARDS), SCHEMA: "true", "spark.sql.files.openCostInBytes": "1"},
+        "spark": {
+            SHUFFLE_PARTITIONS: str(SHARDS),
+            SCHEMA: "true",
+            COALESCED_MIN: "1b",
+            "spark.sql.files.openCostInBytes": "1",
+        },
     }
     file = tmp_path / "pipeline.yaml"
     file.write_text(yaml.safe_dump(definition))
@@ -152,10 +159,13 @@ def test_a_decided_batch_whose_transactions_expired_is_written_again_on_other_co
         for transactional_id in open_:
             assert isinstance(committer.end_by_id(transactional_id, commit=False), Ok)
     assert read_committed(kafka.bootstrap, topic) == []
-    with with_setting(spark, SHUFFLE_PARTITIONS, "8"), with_setting(spark, SCHEMA, "true"):
+    kept = tmp_path / "checkpoint" / "delivered" / "shards.json"
+    with ExitStack() as held:
+        for name, value in {SHUFFLE_PARTITIONS: "8", SCHEMA: "true", COALESCED_MIN: "1b"}.items():
+            held.enter_context(with_setting(spark, name, value))
         try:
             whole.start(spark).awaitTermination()
         finally:
-            for name in json.loads((tmp_path / "checkpoint/delivered/shards.json").read_text())["settings"]:
+            for name in json.loads(kept.read_text())["settings"] if kept.exists() else ():
                 spark.conf.unset(name)
     assert Counter(m.value() for m in read_committed(kafka.bootstrap, topic)) == Counter(b"%d" % n for n in range(ROWS))
