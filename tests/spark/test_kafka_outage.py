@@ -1,4 +1,4 @@
-"""The only broker of a running pipeline goes down and returns: nothing stops, nothing is lost or duplicated."""
+"""Brokers of a running pipeline go down and return: nothing stops, nothing is lost or duplicated."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 import yaml
 from confluent_kafka import Consumer, TopicPartition
 from tests.kafka_tools import produce, read_committed
+from tests.support.three_brokers import NODES, ThreeBrokers
 
 from delivered.testing.supervisor import kill_tree
 
@@ -158,7 +159,60 @@ def ended_well(running: Running) -> None:
     """It stops on request; then an independent client counts."""
     assert running.says(BACK) > 0
     assert AWAY.format(running.kafka.bootstrap) in running.spark_log.read_text()
+    ends_with_every_record_once(running)
+
+
+def ends_with_every_record_once(running: Running) -> None:
     os.kill(running.process.pid, signal.SIGTERM)
     assert running.process.wait(120) == 0, running.said.read_text()[-3_000:]
     found = Counter(m.value() or b"" for m in read_committed(running.kafka.bootstrap, running.sink))
     assert found == Counter(b"%d" % i for i in range(running.sent))
+
+
+@pytest.fixture
+def on_three(tmp_path: Path) -> Iterator[tuple[ThreeBrokers, Running]]:
+    cluster = ThreeBrokers(tmp_path / "kafka")
+    source, sink = (cluster.topic([1, 2, 3], [2, 3, 1]) for _ in range(2))
+    made = Running(tmp_path, cluster, source, sink)
+    yield cluster, made
+    made.reader.close()
+    if made.process.poll() is None:
+        kill_tree(made.process.pid)
+        made.process.wait()
+    cluster.stop()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_cluster_restarts_below_a_query(on_three: tuple[ThreeBrokers, Running], wait: bool) -> None:
+    """
+    Args:
+        wait: for replicas in sync before the next broker restarts.
+    """
+    cluster, running = on_three
+    running.send(100)
+    running.until_idle()
+    for node in NODES:
+        busy(running)
+        cluster.roll(wait, [node])
+    running.until_idle()
+    ends_with_every_record_once(running)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_brokers_of_a_cluster_fail_below_a_query(on_three: tuple[ThreeBrokers, Running], how: str) -> None:
+    """Each of them in turn, until the others have taken over all that it led."""
+    cluster, running = on_three
+    running.send(100)
+    running.until_idle()
+    for node in NODES:
+        busy(running)
+        with cluster.paused(node) if how == "pause" else cluster.killed(node):
+            cluster.wait_until(lambda node=node: node not in cluster.wire.nodes(), f"the cluster without {node}")
+            at = running.arrived()
+            running.send(100)
+            running.until(lambda at=at: running.arrived() > at, f"it goes on without {node}")
+        running.until_idle()
+        cluster.wait_in_sync()
+    ends_with_every_record_once(running)

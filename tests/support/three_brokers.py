@@ -160,6 +160,14 @@ class ThreeBrokers(KafkaCluster):
         finally:
             self.resume(node)
 
+    @contextmanager
+    def killed(self, node: int) -> Iterator[None]:
+        self.broker(node).kill()
+        try:
+            yield
+        finally:
+            self.broker(node).restart()
+
     def roll(self, wait: bool = True, nodes: Sequence[int] = NODES) -> None:
         """Restart one broker after the other.
 
