@@ -52,6 +52,9 @@ class Driver:
                 each.ledger.close()
                 each.committer.close()
 
+    def start(self) -> None:
+        self._thread.start()
+
     def wait_for(self, batches: int, timeout_s: float = 240) -> None:
         """Wait until it has done so many more, or has ended."""
         target, deadline = self.done + batches, time.monotonic() + timeout_s
@@ -71,7 +74,7 @@ def running(rig: Rig, **more: Any) -> Iterator[Driver]:
     in_query()
     driver = Driver(rig, **more)
     start = driver.done
-    driver._thread.start()
+    driver.start()
     try:
         driver.wait_for(3)
         yield driver

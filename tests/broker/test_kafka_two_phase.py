@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from tests.broker.cluster_help import Driver
 from tests.broker.sink_help import EXACT, SCHEMA, Child, Rig, prepared, rows, wait_for
 from tests.kafka_tools import read_committed
 from tests.support.sweeps import KAFKA_CLIENTS
@@ -22,7 +23,7 @@ from delivered.contract.sink import Writer
 from delivered.engine import orphans
 from delivered.engine.context import open_ledger
 from delivered.model import step
-from delivered.model.errors import Fenced, PromiseBroken, UsageError
+from delivered.model.errors import Fenced, LedgerAhead, PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.limits import CLAIMS_APART, TRANSACTION_SLOTS
 from delivered.model.outcome import Failed, Ok, Unknown
@@ -341,6 +342,45 @@ def test_tasks_of_a_superseded_driver_fence_none_of_its_successor(rig: Rig, monk
     rig.run(newer, 1)
     wait_for(lambda: not newer.committer.open_transactions())  # type: ignore[attr-defined]
     assert rig.visible() == rig.expected([0, 1])
+
+
+def test_a_driver_with_an_outdated_checkpoint_fences_nobody(rig: Rig) -> None:
+    """It read the checkpoint while the other driver decided one batch more. One of the two must go on."""
+    running, late = rig.context("first"), rig.context("second")
+    rig.run(running, 0, first=True)
+    messages = rig.write(rig.plan(running, 1, first=False))
+    rig.commit(running, 1, messages)
+    with pytest.raises(LedgerAhead, match="was decided|holds batch 1"):
+        rig.plan(late, 0)
+    rig.run(running, 2)
+    assert rig.visible() == rig.expected([0, 1, 2])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("start_after", range(4))
+def test_of_two_drivers_at_once_one_survives(rig: Rig, start_after: int) -> None:
+    """Five rounds each: the second one takes over in the middle of a batch of the first one."""
+    for turn in range(5):
+        first = Driver(rig, owner=f"first {turn}", start=done_in(rig))
+        first.start()
+        first.wait_for(start_after)
+        second = Driver(rig, owner=f"second {turn}", start=first.done)
+        second.start()
+        wait_for(lambda a=first, b=second: a.ended or b.ended)
+        survivors = [d for d in (first, second) if d.ended is None]
+        assert len(survivors) == 1, (first.ended, second.ended)
+        survivors[0].wait_for(2)
+        survivors[0].stop()
+        assert survivors[0].ended is None, survivors[0].ended
+    assert rig.visible() == rig.expected(range(done_in(rig)))
+
+
+def done_in(rig: Rig) -> int:
+    """The batch after the newest decided one, which a checkpoint would name."""
+    ledger = rig.ledger()
+    last = ledger.look().last
+    ledger.close()
+    return 0 if last is None else last.batch + 1
 
 
 def test_a_superseded_driver_aborts_no_transaction_of_its_successor(rig: Rig) -> None:

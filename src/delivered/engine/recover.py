@@ -13,7 +13,7 @@ from delivered.engine.rules import ArchivedRun, BegunBatch, DecidedBatch, NewBat
 from delivered.engine.target import check_targets, known_targets
 from delivered.ledger.ledger import Ledger
 from delivered.model.dialect import shown
-from delivered.model.errors import DeliveredError, LedgerBehind, OutcomeUnknown, PromiseBroken, Refused
+from delivered.model.errors import DeliveredError, LedgerAhead, LedgerBehind, OutcomeUnknown, PromiseBroken, Refused
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger
 from delivered.model.limits import OUTAGE_PATIENCE_S
@@ -64,7 +64,7 @@ def plan_batch(
     """
     state = None if first else context.ledger.resume(context.owner.id, since)
     if state is None or since not in (None, state.epoch):
-        first, state = True, _claim(context)
+        first, state = True, _claim(context, view)
     reach(StepId.RECOVER_CHECK, Moment.BEFORE, batch=view.batch)
     try:
         verdict = _judge(context, view, state)
@@ -72,7 +72,7 @@ def plan_batch(
         if first:
             raise
         # A claim's own record proves that what is read after it is the newest: no replica lags behind it.
-        first, state = True, _claim(context)
+        first, state = True, _claim(context, view)
         verdict = _judge(context, view, state)
     targets = check_targets(context, state.last) if first else known_targets(context, state.last)
     reach(StepId.RECOVER_CHECK, Moment.AFTER, batch=view.batch)
@@ -126,9 +126,13 @@ def other_ledgers(ledger: Ledger, view: CheckpointView, state: LedgerState) -> S
         return ()
 
 
-def _claim(context: Context) -> LedgerState:
+def _claim(context: Context, view: CheckpointView) -> LedgerState:
     reach(StepId.RECOVER_CLAIM, Moment.BEFORE)
-    state = context.ledger.claim(context.owner)
+    try:
+        state = context.ledger.claim(context.owner, view.batch)
+    except LedgerAhead:
+        _judge(context, view, context.ledger.look())  # says which offsets were decided
+        raise
     reach(StepId.RECOVER_CLAIM, Moment.AFTER)
     return state
 

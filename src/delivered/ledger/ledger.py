@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from delivered.ledger.store import Change, Head, Store, Swap
 from delivered.model.archive import Archived
-from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, LedgerBehind, Unreachable
+from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, LedgerAhead, LedgerBehind, Unreachable
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_INCARNATIONS, OUTAGE_PATIENCE_S, OWNERS_REMEMBERED
@@ -31,19 +31,24 @@ class Ledger:
         self._carries_rows = carries_rows
         self._claim: tuple[str, int] | None = None
 
-    def claim(self, owner: Owner) -> LedgerState:
+    def claim(self, owner: Owner, batch: int | None = None) -> LedgerState:
         """Become the only owner, fence all others, and return the ledger's state.
 
         Once it returns, no write in flight can succeed: no `begin` or `decide` of an earlier owner, and none of this
         owner's with unknown outcome. May be called again by the same owner.
 
+        Args:
+            batch: that the owner is about to run. If a later one is decided, its own checkpoint is outdated, and the
+                owner that decided it must not be fenced.
+
         Raises:
             Fenced: this owner was superseded earlier, or another one claimed right after.
+            LedgerAhead: a later batch is decided. Nothing was claimed.
             Unreachable: others keep claiming.
         """
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
-            match self._store.take(lambda head: self._successor(owner, head)):
+            match self._store.take(lambda head: self._successor(owner, head, batch)):
                 case Ok(epoch):
                     break
                 case Failed(reason) | Unknown(reason):
@@ -161,8 +166,15 @@ class Ledger:
         except DeliveredError as error:  # before anything was sent
             return Failed(str(error))
 
-    def _successor(self, owner: Owner, head: Head) -> Owner:
+    def _successor(self, owner: Owner, head: Head, batch: int | None) -> Owner:
         """The owner that follows this head, with the owners that must never claim again."""
+        if batch is not None and head.batch is not None and head.batch > batch:
+            raise LedgerAhead(
+                "LEDGER_AHEAD",
+                f"The ledger of sink {self._scope.sink!r} of pipeline {self._scope.pipeline!r} {self._where} holds "
+                f"batch {head.batch}, but its claimant is about to run batch {batch}. Nothing was claimed.",
+                next_step="stop the other driver on this checkpoint; or restore the newest checkpoint",
+            )
         before = head.owner
         if before is None:
             return replace(owner, superseded=())
