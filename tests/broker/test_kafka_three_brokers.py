@@ -14,6 +14,7 @@ from tests.support.three_brokers import NODES, ThreeBrokers
 
 from delivered.clients.kafka.transactions import Transaction
 from delivered.connectors.kafka.topics import STATE_PARTITION, ledger_topic
+from delivered.model.errors import LedgerBehind
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.outcome import Ok
 from delivered.model.patience import in_query
@@ -96,6 +97,25 @@ def test_moved_leaders_and_replicas_end_no_query(cluster: ThreeBrokers, rig: Rig
             driver.wait_for(1)
         for topic, partition in topics:
             cluster.reassign(topic, partition, NODES)
+
+
+@pytest.mark.matrix
+def test_a_ledger_that_lost_its_end_stops_the_pipeline(cluster: ThreeBrokers, rig: Rig) -> None:
+    """An unclean election: a replica that was away while batches were decided becomes the leader."""
+    unsafe = {"cleanup.policy": "compact", "unclean.leader.election.enable": "true", "min.insync.replicas": "1"}
+    topic = ledger_of(rig)
+    cluster.topic(*[[1, 2]] * 8, name=topic, config=unsafe)
+    context = rig.context()
+    for batch in range(2):
+        rig.run(context, batch, first=batch == 0)
+    cluster.broker(2).kill()
+    for batch in range(2, 4):
+        rig.run(context, batch)
+    cluster.broker(1).kill()
+    cluster.broker(2).restart()
+    cluster.wait_until(lambda: cluster.leader(topic, STATE_PARTITION) == 2)
+    with pytest.raises(LedgerBehind, match="newest decided batch is 1"):
+        rig.plan(rig.context("second"), 4)
 
 
 def leading(cluster: ThreeBrokers, rig: Rig, what: str) -> int:

@@ -350,7 +350,7 @@ def test_a_driver_with_an_outdated_checkpoint_fences_nobody(rig: Rig) -> None:
     rig.run(running, 0, first=True)
     messages = rig.write(rig.plan(running, 1, first=False))
     rig.commit(running, 1, messages)
-    with pytest.raises(LedgerAhead, match="was decided|holds batch 1"):
+    with pytest.raises(LedgerAhead, match="LEDGER_AHEAD"):
         rig.plan(late, 0)
     rig.run(running, 2)
     assert rig.visible() == rig.expected([0, 1, 2])
