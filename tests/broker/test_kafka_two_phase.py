@@ -399,6 +399,15 @@ def test_overlapping_attempts_and_alternating_batches_never_share_an_id() -> Non
     assert len(used) == 4 == TRANSACTION_SLOTS
 
 
+def test_claims_in_a_row_share_no_id_and_ids_of_release_0_1_are_found(rig: Rig) -> None:
+    former = {f"{transactions.id_prefix(rig.scope)}7.{slot}" for slot in range(4)}
+    works = [[rig.work(b, 7, a, claim) for b in (6, 7) for a in (0, 1)] for claim in range(CLAIMS_APART + 1)]
+    used = [transactions.transactional_id(work) for claim in works for work in claim]
+    assert set(used[:4]) == former
+    assert len(set(used)) == 4 * (CLAIMS_APART + 1)
+    assert all(transactions.is_ours(rig.scope, name) for name in used)
+
+
 def test_p11_hanging_transactions_of_the_dead_are_shown_and_aborted(rig: Rig) -> None:
     context = rig.context()
     plan = rig.plan(context, 0)
