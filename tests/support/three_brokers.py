@@ -32,6 +32,7 @@ from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire
 
 NODES = (1, 2, 3)
+_SAFE = {"min.insync.replicas": "2"}
 
 
 class ThreeBrokers(KafkaCluster):
@@ -41,9 +42,9 @@ class ThreeBrokers(KafkaCluster):
     """
 
     def __init__(self, folder: Path, **properties: str) -> None:
-        copies = dict.fromkeys(("default", "offsets.topic", "transaction.state.log"), "3")
-        common = {f"{name}.replication.factor": n for name, n in copies.items()}
-        common |= {"transaction.state.log.min.isr": "2", "min.insync.replicas": "2"}
+        # As delivered: what nobody asks for has one replica.
+        common = {f"{name}.replication.factor": "3" for name in ("offsets.topic", "transaction.state.log")}
+        common |= {"transaction.state.log.min.isr": "2"}
         ports, quorum = free_ports(3), free_ports(3)
         common["controller.quorum.voters"] = ",".join(f"{n}@127.0.0.1:{p}" for n, p in zip(NODES, quorum, strict=True))
         common |= properties
@@ -93,10 +94,15 @@ class ThreeBrokers(KafkaCluster):
             time.sleep(0.05)
 
     def topic(self, *replicas: list[int], name: str | None = None, config: Mapping[str, str] | None = None) -> str:
-        """Create a topic. `replicas`: nodes of each partition, its preferred leader first; by default one partition."""
+        """Create a topic.
+
+        Args:
+            replicas: nodes of each partition, its preferred leader first; by default one partition.
+            config: by default, two replicas must be in sync.
+        """
         placed = list(replicas) or [[1, 2, 3]]
         name = name or f"t{next(Kafka._names)}"
-        new = NewTopic(name, len(placed), replica_assignment=placed, config=dict(config or {}))
+        new = NewTopic(name, len(placed), replica_assignment=placed, config=dict(config or _SAFE))
         self._admin.create_topics([new])[name].result(120)
         self.wait_in_sync(name)
         return name
