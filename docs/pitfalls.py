@@ -69,6 +69,9 @@ PITFALLS = {
          "several Spark sinks", "Rows are streamed through a bounded queue."),
     27: ("A reader saw part of a batch between the commits of its participants.",
          "every sink of several transactions", "Atomic where the store can be; else measured and printed."),
+    28: ("After a restart a coordinator reported transactions as complete whose markers were in no partition; the next "
+         "commit of the same producer id made aborted rows visible.",
+         "Kafka 4.3.0", "The end of a transaction is believed by the partitions' producer state."),
     29: ("A log lost its end and grew past the reader's position: its new records were never read.",
          "Kafka: unclean leader election, a restored disk",
          "Leader epochs and landmarks are kept with the offsets, and checked."),

@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.broker.sink_help import Rig
+from tests.broker.lost_ends import Lose, losing
+from tests.broker.sink_help import EXACT, Rig
 from typer.testing import CliRunner
 
+from delivered.audit.ledger import read_ledger
 from delivered.cli.main import app
 from delivered.model import step
+from delivered.observe.status import status
+from delivered.spark.pipeline import Pipeline
+
+__all__ = ["losing"]
 
 
 class Died(Exception):
@@ -96,6 +102,31 @@ def test_a_decided_transaction_is_listed_not_aborted_and_applied(rig: Rig, tmp_p
         assert code == 0, said
     assert _open(file) == []
     assert rig.visible() == rig.expected([0])
+
+
+def test_p28_one_whose_end_was_lost_is_listed_and_applied(rig: Rig, tmp_path: Path, losing: Lose) -> None:
+    file = _file(rig, tmp_path)
+    context = rig.context()
+    rig.run(context, 0, first=True)
+    plan = rig.plan(context, 1, first=False)
+    with losing(lambda topic, _: topic == rig.topic):
+        messages = rig.write(plan)
+    rig.commit(context, 1, messages)
+    assert rig.visible() == rig.expected([0])
+    listed = _open(file)
+    assert listed
+    assert {(t["state"], t["decided"], t["hanging"]) for t in listed} == {("Hanging", True, True)}
+    assert any("DELIVERED_TRANSACTION_HANGING" in p.code for p in status(Pipeline.from_file(file)).problems)
+    audited = read_ledger(rig.sink, rig.scope, EXACT)
+    assert any("brokers lost the end" in note for note in audited.notes)
+    code, said = _call("abort", str(file), listed[0]["id"])
+    assert code == 2
+    assert "DELIVERED_TRANSACTION_DECIDED" in said
+    for one in listed:
+        code, said = _call("apply", str(file), one["id"])
+        assert code == 0, said
+    assert _open(file) == []
+    assert rig.visible() == rig.expected([0, 1])
 
 
 def test_one_that_is_not_open_is_an_error_that_says_where_to_look(rig: Rig, tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 from tests.crash.sim import ATTEMPTS_MAX, Checkpoint, Crash, Driver, Sim, again, codes, other_rows
 
-from delivered.connectors.memory.world import Answer
+from delivered.connectors.memory.world import Answer, State
 from delivered.engine import decide
 from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
@@ -111,6 +112,38 @@ def test_p5_expired_promise_and_same_rows_is_written_again() -> None:
     sim = Sim(EXACTLY, crashes=(crash,), expire_on_start=True).run()
     assert sim.verdict() == []
     assert sim.decisions()[1].revision == 1
+
+
+def fall_behind(state: State) -> Callable[[Sim, int], None]:
+    """A start finds the last logged batch in this state: its server failed over to a copy from before `apply`."""
+
+    def fall(sim: Sim, start: int) -> None:
+        if start != 1:
+            return
+        for p in sim.world.participants.values():
+            if p.state is State.APPLIED and p.work.batch == 0:
+                p.state, p.opened_at = state, 0
+        sim.world.visible, sim.world.log = [], []
+
+    return fall
+
+
+def test_a_logged_batch_that_is_prepared_again_is_applied_and_not_taken_for_an_orphan() -> None:
+    crash = Crash("log:after")
+    sim = Sim(EXACTLY, crashes=(crash,), on_start=fall_behind(State.PREPARED)).run()
+    assert crash.hit
+    assert sim.verdict() == []
+    assert sim.starts == 2
+
+
+def test_a_logged_batch_whose_rows_vanished_stops_and_can_be_written_again() -> None:
+    sim = Sim(EXACTLY, crashes=(Crash("log:after"),), on_start=fall_behind(State.ABORTED)).run()
+    assert set(codes(sim)) == {"LOGGED_BATCH_LOST"}
+    sim.checkpoint.commits.discard(0)
+    sim.checkpoint.offsets.pop(1)
+    again(sim)
+    assert sim.errors == []
+    assert sim.visible() == sim.expected()
 
 
 def test_expired_promise_and_other_number_of_shards_stops() -> None:

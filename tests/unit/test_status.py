@@ -29,7 +29,7 @@ from delivered.model.batch_report import BatchReport
 from delivered.model.work import Owner
 from delivered.observe.metrics import serving, text
 from delivered.observe.page import Way, page
-from delivered.observe.problems import of_receivers, old_transactions
+from delivered.observe.problems import hanging_transactions, of_receivers, old_transactions
 from delivered.observe.state import Driver, Status
 from delivered.observe.status import status
 from delivered.pipeline.presence import Presence, is_gone
@@ -155,6 +155,15 @@ def test_a_transaction_open_for_half_its_time_and_a_short_window() -> None:
         "DELIVERED_DEDUP_WINDOW_SHORT",
         "restart the receivers with dedupFor of at least 30 minutes",
     )
+
+
+def test_p28_a_transaction_whose_end_was_lost() -> None:
+    lost = Open("a", "Hanging", None, True, ("t-0",), 600.0, hanging=True)
+    (problem,) = hanging_transactions(Status("orders", "exactly_once", "", Driver.RUNNING, transactions=(lost,)))
+    assert problem.code == "DELIVERED_TRANSACTION_HANGING"
+    assert "a was committed" in problem.text
+    assert "t-0" in problem.text
+    assert "delivered transactions apply PIPELINE.yaml a" in str(problem.next_step)
 
 
 def test_a_broken_audit_and_an_unreadable_ledger(tmp_path: Path) -> None:

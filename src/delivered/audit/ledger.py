@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from delivered.contract.ends import EndLost
 from delivered.contract.powers import CountsLeftOut, HoldsTransactions, OpenTransaction
 from delivered.contract.sink import Committer, Sink, SinkGroup
 from delivered.engine.context import open_ledger
@@ -163,6 +164,7 @@ def read_ledger(
     finally:
         committer.close()
     found.transactions = tuple(_shown(t) for t in still_open or ())
+    found.notes += [_lost(t) for t in still_open or () if isinstance(t, EndLost)]
     if hidden:
         found.visible = history.before
         found.ends = found.ends[:-1]
@@ -188,6 +190,14 @@ def _shown(transaction: OpenTransaction) -> str:
     age = transaction.age_s()
     since = "" if age is None else f", for {age:.0f} s"
     return f"{transaction.transactional_id}, {transaction.state}{since}: {', '.join(transaction.targets)}"
+
+
+def _lost(transaction: EndLost) -> str:
+    return (
+        f"{transaction.transactional_id} was ended, but its brokers lost the end: it hides its own and all later "
+        f"records of {', '.join(transaction.targets)} from read_committed readers. A start of the pipeline ends "
+        "it, and so does delivered transactions apply|abort"
+    )
 
 
 def _hidden(committer: Committer, decision: Decision, still_open: list[OpenTransaction] | None) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from delivered.engine.apply import apply_decided, work_of
 from delivered.engine.context import Context
+from delivered.engine.ends import confirm_logged, settle_ends
 from delivered.engine.orphans import abort_late_orphans, abort_orphans
 from delivered.engine.rules import ArchivedRun, BegunBatch, DecidedBatch, NewBatch, Verdict, judge
 from delivered.engine.target import check_targets, known_targets
@@ -40,7 +41,8 @@ def plan_batch(
     Runs on the driver, before every batch. May be called again for the same batch, after a crash anywhere.
 
         1  recover.claim   become the only owner; from here on, older drivers are fenced
-        2  recover.check   compare the ledger with the checkpoint and with the sinks' current targets
+        2  recover.check   compare the ledger with the checkpoint and with the sinks' current targets; end transactions
+                           whose confirmed end was lost
         3  recover.apply   finish the batch if it was decided; at the first batch of a new checkpoint, finish what an
                            earlier checkpoint decided
         4  recover.abort_orphans   abort undecided participants
@@ -76,6 +78,7 @@ def plan_batch(
         verdict = _judge(context, view, state)
     targets = check_targets(context, state.last) if first else known_targets(context, state.last)
     reach(StepId.RECOVER_CHECK, Moment.AFTER, batch=view.batch)
+    settle_ends(context, state, first=first)
     guarantee, action, rewrite = context.guarantee, Action.WRITE, dict[int, frozenset[str]]()
     epoch = state.epoch
     match verdict:
@@ -95,6 +98,8 @@ def plan_batch(
             _undo(context, _unfinished(state))
         case NewBatch():
             if first:
+                if state.last is not None and not state.followed:
+                    confirm_logged(context, state.last)
                 _undo(context, _unfinished(state))
             elif state.last is not None:
                 abort_late_orphans(context, state.last)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
+from delivered.contract.ends import LosesEnds, Shards
 from delivered.contract.powers import CommitsMany, KnowsTarget, SetsUp
 from delivered.contract.sink import Committer
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
+
+
+def _at(sink: str, shards: Shards) -> Shards:
+    return [(work, p) for work, p in shards if p.sink == sink]
+
+
+def _earlier_at(sink: str, earlier: Callable[[], Sequence[Prepared]]) -> Sequence[Prepared]:
+    return [p for p in earlier() if p.sink == sink]
 
 
 class GroupCommitter:
@@ -32,6 +42,26 @@ class GroupCommitter:
                 for i, outcome in zip(own, committer.commit_all([shards[i] for i in own]), strict=True):
                     outcomes[i] = outcome
         return outcomes
+
+    def settle_ends(self, decided: Shards, earlier: Callable[[], Sequence[Prepared]]) -> Outcome[int]:
+        """See `delivered.contract.ends.LosesEnds`: of every sink that does."""
+        count = 0
+        for sink, committer in self._by_name.items():
+            if isinstance(committer, LosesEnds):
+                match committer.settle_ends(_at(sink, decided), partial(_earlier_at, sink, earlier)):
+                    case Ok(lost):
+                        count += lost
+                    case other:
+                        return other
+        return Ok(count)
+
+    def ends_hold(self, applied: Sequence[Prepared]) -> bool:
+        """See `delivered.contract.ends.LosesEnds`."""
+        return all(
+            committer.ends_hold([p for p in applied if p.sink == sink])
+            for sink, committer in self._by_name.items()
+            if isinstance(committer, LosesEnds)
+        )
 
     def was_committed(self, work: Work) -> bool:
         return self._named(work.scope.sink).was_committed(work)

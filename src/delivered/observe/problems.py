@@ -21,7 +21,10 @@ _STALLED_BATCHES = 5
 
 def problems_of(pipeline: Definition, now: Status, reports: Sequence[BatchReport]) -> Iterator[Problem]:
     start = "start the pipeline: delivered run PIPELINE.yaml"
+    yield from hanging_transactions(now)
     for t in now.transactions or ():
+        if t.hanging:
+            continue
         if t.decided and now.driver is not Driver.RUNNING:
             yield Problem(
                 "DELIVERED_TRANSACTION_UNAPPLIED",
@@ -61,6 +64,19 @@ def problems_of(pipeline: Definition, now: Status, reports: Sequence[BatchReport
                 "DELIVERED_RECORDS_GIVEN_UP",
                 f"{s.name}: up to {s.given_up:,} records were given up (at_most_once).",
                 "choose at_least_once or exactly_once if that is not acceptable",
+            )
+
+
+def hanging_transactions(now: Status) -> Iterator[Problem]:
+    for t in now.transactions or ():
+        if t.hanging:
+            end = "apply" if t.decided else "abort"
+            yield Problem(
+                "DELIVERED_TRANSACTION_HANGING",
+                f"{t.id} was {'committed' if t.decided else 'aborted'}, but its brokers lost the end: it is still open "
+                f"in {', '.join(t.targets)}, which hides its own and all later records from read_committed readers.",
+                f"delivered transactions {end} PIPELINE.yaml {t.id}, as a user with Alter on the cluster; a start of "
+                "the pipeline does the same",
             )
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from delivered.checkpoint.folder import logged
-from delivered.contract.powers import HoldsTransactions
+from delivered.contract.ends import EndLost
+from delivered.contract.powers import HoldsTransactions, OpenTransaction
 from delivered.contract.sink import Committer
 from delivered.engine.context import open_ledger
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
@@ -32,6 +33,7 @@ class Open:
         decided: the ledger's newest decision names it: it must be applied, never aborted.
         targets: where its rows go.
         timeout_s: age at which its server aborts it; None: never.
+        hanging: its server reports its end, and still hides its rows and what was written behind them.
     """
 
     id: str
@@ -40,6 +42,7 @@ class Open:
     decided: bool
     targets: tuple[str, ...]
     timeout_s: float | None = None
+    hanging: bool = False
 
     @property
     def old(self) -> bool:
@@ -60,10 +63,15 @@ def open_transactions(pipeline: Definition) -> list[Open]:
     """
     found: list[Open] = []
     for committer, state in _sinks(pipeline):
-        decided = _decided(state)
         found.extend(
             Open(
-                t.transactional_id, t.state, t.age_s(), any(map(t.participant.names, decided)), t.targets, t.timeout_s()
+                t.transactional_id,
+                t.state,
+                t.age_s(),
+                _is_decided(t, state),
+                t.targets,
+                t.timeout_s(),
+                isinstance(t, EndLost),
             )
             for t in committer.open_transactions()
         )
@@ -85,7 +93,7 @@ def end_transaction(pipeline: Definition, transaction: str, *, commit: bool, for
             if found is None:
                 continue
             # Ids are reused batch after batch: only the whole handle identifies a transaction.
-            decided = any(map(found.participant.names, _decided(state)))
+            decided = _is_decided(found, state)
             if decided != commit and not force:
                 raise _against_the_ledger(transaction, commit)
             match committer.end_by_id(transaction, commit):
@@ -156,6 +164,13 @@ def _sinks(pipeline: Definition) -> list[tuple[_Holder, LedgerState]]:
 def _projected(sink: str, state: LedgerState) -> LedgerState:
     last = state.last.projected(sink) if state.last is not None else None
     return replace(state, last=last, earlier=tuple(d.projected(sink) for d in state.earlier))
+
+
+def _is_decided(transaction: OpenTransaction, state: LedgerState) -> bool:
+    """Only what was decided was ever committed."""
+    if isinstance(transaction, EndLost) and transaction.committed is not None:
+        return transaction.committed
+    return any(map(transaction.participant.names, _decided(state)))
 
 
 def _decided(state: LedgerState) -> list[Prepared]:

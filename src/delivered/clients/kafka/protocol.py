@@ -28,9 +28,7 @@ OFFSET_OUT_OF_RANGE = 1
 UNKNOWN_TOPIC_OR_PARTITION = 3
 LEADER_NOT_AVAILABLE = 5
 NOT_LEADER = 6
-COORDINATOR_LOADING = 14
-COORDINATOR_NOT_AVAILABLE = 15
-NOT_COORDINATOR = 16
+COORDINATOR_LOADING, COORDINATOR_NOT_AVAILABLE, NOT_COORDINATOR = 14, 15, 16
 TOPIC_AUTHORIZATION_FAILED = 29
 TOPIC_ALREADY_EXISTS = 36
 INVALID_REPLICATION_FACTOR = 38
@@ -103,6 +101,7 @@ class Wire:
 
     Attributes:
         coordinators: known coordinators of transactional ids.
+        disturbed: counts unanswered requests, and leaders and coordinators that moved.
     """
 
     def __init__(self, client: Mapping[str, str]) -> None:
@@ -114,6 +113,7 @@ class Wire:
         self._channels: dict[int | None, Channel] = {}
         self._addresses: dict[int, tuple[str, int]] = {}
         self.coordinators: dict[str, int] = {}
+        self.disturbed = 0
         self._leaders: dict[tuple[str, int], Leader] = {}
         self._epochs: dict[tuple[str, int, uuid.UUID | None], int] = {}
 
@@ -363,6 +363,7 @@ class Wire:
         if transactional_id is not None:
             self.coordinators.pop(transactional_id, None)
         self._leaders.clear()
+        self.disturbed += 1
 
     def _learn(self, channel: Channel) -> None:
         """Ask for the addresses of all brokers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -137,15 +137,26 @@ def _ended(handle: Transaction, code: int) -> Outcome[None]:
     return Failed(what) if code in FATAL else Unknown(what)
 
 
-def initialise(wire: Wire, transactional_id: str, timeout_ms: int, deadline: float) -> Outcome[Transaction]:
+def initialise(
+    wire: Wire,
+    transactional_id: str,
+    timeout_ms: int,
+    deadline: float,
+    delayed: Callable[[], None] = lambda: None,
+) -> Outcome[Transaction]:
     """Initialise a transactional id, which fences previous holders and aborts their open transaction.
 
     Args:
         deadline: of time.monotonic(), for waiting until the broker has ended the old transaction.
+        delayed: called if it was not free at once: a transaction had to be ended, or the coordinator was away.
     """
     from kafka.protocol.producer.transaction import InitProducerIdRequest
 
+    asked, disturbed = 0, wire.disturbed
+
     def ask() -> Any:
+        nonlocal asked
+        asked += 1
         request = InitProducerIdRequest(
             transactional_id=transactional_id,
             transaction_timeout_ms=timeout_ms,
@@ -161,6 +172,8 @@ def initialise(wire: Wire, transactional_id: str, timeout_ms: int, deadline: flo
         answer = retried(ask, again, deadline)
     except NoAnswer as error:
         return Unknown(str(error))
+    if asked > 1 or wire.disturbed != disturbed:
+        delayed()
     if answer.error_code == protocol.NONE:
         return Ok(Transaction(transactional_id, answer.producer_id, answer.producer_epoch))
     what = f"{transactional_id}: {name_of(answer.error_code)}"
@@ -243,13 +256,50 @@ def describe(wire: Wire, transactional_id: str) -> OpenTransaction | None:
             raise NoAnswer(f"{transactional_id}: {name_of(row.error_code)}")
         return row
 
-    row = wire.patiently(ask)
+    return _described(wire.patiently(ask))
+
+
+def describe_all(wire: Wire, transactional_ids: Collection[str]) -> dict[str, OpenTransaction | None]:
+    """`describe` for many ids: their coordinators are asked side by side. Raises NoAnswer."""
+    from kafka.protocol.admin.transactions import DescribeTransactionsRequest
+
+    found: dict[str, OpenTransaction | None] = {}
+
+    def ask() -> None:
+        wire.find_coordinators(transactional_ids)
+        by_node: dict[int, list[str]] = {}
+        for name in transactional_ids:
+            if name not in found:
+                by_node.setdefault(wire.coordinator(name), []).append(name)
+        requests = {n: DescribeTransactionsRequest(transactional_ids=names) for n, names in by_node.items()}
+        moved = ""
+        for pending in [wire.post(request, node) for node, request in requests.items()]:
+            for row in pending.answer(left_s(REQUEST_TIMEOUT_S)).transaction_states:
+                if row.error_code in protocol.COORDINATOR_MOVED:
+                    moved = f"{row.transactional_id}: {name_of(row.error_code)}"
+                else:
+                    found[row.transactional_id] = _described(row)
+        if moved:
+            raise NoAnswer(moved)
+
+    def once() -> None:
+        try:
+            ask()
+        except NoAnswer:
+            wire.coordinators.clear()
+            raise
+
+    wire.patiently(once)
+    return found
+
+
+def _described(row: Any) -> OpenTransaction | None:
     if row.error_code == protocol.TRANSACTIONAL_ID_NOT_FOUND:
         return None
     if row.error_code != protocol.NONE:
-        raise NoAnswer(f"{transactional_id}: {name_of(row.error_code)}")
+        raise NoAnswer(f"{row.transactional_id}: {name_of(row.error_code)}")
     return OpenTransaction(
-        Transaction(transactional_id, row.producer_id, row.producer_epoch),
+        Transaction(row.transactional_id, row.producer_id, row.producer_epoch),
         state=row.transaction_state,
         started_ms=row.transaction_start_time_ms,
         timeout_ms=row.transaction_timeout_ms,

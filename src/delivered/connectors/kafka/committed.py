@@ -17,6 +17,9 @@ from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire, name_of
 from delivered.model.limits import REQUEST_TIMEOUT_S
 
+HIDDEN_S = 2.0
+"""How long an open transaction may hide what is read before it is asked whether its end was lost."""
+
 _FETCH_BYTES = 4 << 20
 _UNCOMMITTED, _COMMITTED = 0, 1
 _LATEST = -1
@@ -27,6 +30,10 @@ class Record:
     offset: int
     key: bytes
     value: bytes | None
+
+
+class Hidden(NoAnswer):
+    """An open transaction hides the end of a partition."""
 
 
 def _every(_: bytes) -> bool:
@@ -61,7 +68,7 @@ class CommittedReader:
                 the next read returns committed records behind them once more.
 
         Raises:
-            NoAnswer: no answer, or such a transaction is still open at the deadline.
+            NoAnswer: no answer. Hidden: such a transaction is still open at the deadline; the next read continues here.
             NoTopic: the topic does not exist.
         """
         end = self._wire.patiently(lambda: self._list_end(wait))
@@ -79,7 +86,7 @@ class CommittedReader:
                     yield from behind
                     return
                 if time.monotonic() > deadline:
-                    raise NoAnswer(
+                    raise Hidden(
                         f"a transaction that is still open hides partition {self._partition} of {self._topic!r} from "
                         f"offset {part.last_stable_offset} to {end}"
                     )

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import OpenTransaction, Transaction, end, end_all
+from delivered.connectors.kafka.evidence import Ends, Hanging
 from delivered.connectors.kafka.markers import find_marker
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import ensure_topic, ledger_topic, topic_id
 from delivered.connectors.kafka.transactions import abort_orphans, id_prefix, is_ours, open_transactions
+from delivered.contract.ends import Shards
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.limits import RECOVERY_WAIT_S
-from delivered.model.outcome import Failed, Ok, Outcome
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
 
 
@@ -27,6 +29,7 @@ class KafkaCommitter:
         self._timeout_ms = options.transaction_timeout_s * 1000
         self._options = options
         self._opened: Wire | None = None
+        self._ends = Ends(lambda: self._wire, options, scope)
 
     @property
     def _wire(self) -> Wire:
@@ -35,16 +38,30 @@ class KafkaCommitter:
         return self._opened
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:  # noqa: ARG002 - the handle is enough
-        """EndTxn(commit) with this transaction's producer id and epoch."""
-        return end(self._wire, Transaction.of(prepared), commit=True)
+        """EndTxn(commit) with this producer id and epoch; after a disturbance, confirmed by the partitions."""
+        handle = Transaction.of(prepared)
+        return self._ends.believe([handle], [end(self._wire, handle, commit=True)], RECOVERY_WAIT_S)[0]
 
     def commit_all(self, shards: Sequence[tuple[Work, Prepared]]) -> list[Outcome[None]]:
         """See `delivered.contract.powers.CommitsMany`."""
-        return end_all(self._wire, [Transaction.of(p) for _, p in shards], commit=True)
+        handles = [Transaction.of(p) for _, p in shards]
+        return self._ends.believe(handles, end_all(self._wire, handles, commit=True), RECOVERY_WAIT_S)
+
+    def settle_ends(self, decided: Shards, earlier: Callable[[], Sequence[Prepared]]) -> Outcome[int]:
+        """See `delivered.contract.ends.LosesEnds`."""
+        try:
+            named = {Transaction.of(p): work for work, p in decided if p.handle}
+            return Ok(self._ends.settle(named, lambda: map(Transaction.of, earlier()), RECOVERY_WAIT_S))
+        except NoAnswer as error:
+            return Unknown(str(error))
+
+    def ends_hold(self, applied: Sequence[Prepared]) -> bool:
+        """See `delivered.contract.ends.LosesEnds`."""
+        return self._ends.are_visible([Transaction.of(p) for p in applied if p.handle])
 
     def was_committed(self, work: Work) -> bool:
         """Whether this shard of this batch has a committed marker."""
-        return find_marker(self._wire, self._topic, work, RECOVERY_WAIT_S) is not None
+        return find_marker(self._wire, self._topic, work, RECOVERY_WAIT_S, self._ends.settle_known) is not None
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
         """EndTxn(abort). If another producer has taken the id since, this transaction is aborted already."""
@@ -57,9 +74,16 @@ class KafkaCommitter:
                 return other
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        """Fence every id of this sink whose open or future transaction is not in `keep`."""
+        """Fence every id of this sink whose open or future transaction is not in `keep`, and see that they ended."""
         handles = [Transaction.of(p) for p in keep if p.handle]
-        return abort_orphans(self._wire, self._scope, handles, self._timeout_ms, RECOVERY_WAIT_S)
+        outcome = abort_orphans(self._wire, self._scope, handles, self._timeout_ms, RECOVERY_WAIT_S)
+        if not isinstance(outcome, Ok) or (outcome.value == 0 and self._ends.are_steady()):
+            return outcome
+        try:
+            # An abort may have lost its markers, too. What the ledger decides was named before.
+            return Ok(outcome.value + self._ends.settle(self._ends.decided, lambda: handles, RECOVERY_WAIT_S))
+        except NoAnswer as error:
+            return Unknown(str(error))
 
     def targets(self) -> dict[str, Target]:
         """The topic's id, if the sink writes to one topic. See `delivered.contract.powers.KnowsTarget`."""
@@ -86,11 +110,13 @@ class KafkaCommitter:
     def open_transactions(self) -> list[OpenTransaction]:
         """This sink's unfinished transactions in this pipeline, of all incarnations, oldest first.
 
+        Includes those that partitions hold open although their coordinator has ended them (`evidence.Hanging`).
+
         Raises:
             Unreachable: a broker did not answer.
         """
         try:
-            return open_transactions(self._wire, self._scope)
+            return [*open_transactions(self._wire, self._scope), *self._ends.hanging()]
         except NoAnswer as error:
             raise Unreachable(
                 "KAFKA_NO_ANSWER",
@@ -118,6 +144,8 @@ class KafkaCommitter:
                 f"{transactional_id!r} has no open transaction.",
                 next_step="list the open ones with `delivered transactions list`",
             )
+        if isinstance(found, Hanging):
+            return self._ends.end_by_hand(found, commit)
         return end(self._wire, found.participant, commit)
 
     def close(self) -> None:

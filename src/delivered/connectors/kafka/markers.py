@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable
 
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire
-from delivered.connectors.kafka.committed import CommittedReader, barrier
+from delivered.connectors.kafka.committed import HIDDEN_S, CommittedReader, Hidden, barrier
 from delivered.connectors.kafka.topics import MARKER_PARTITIONS, MARKERS_FROM
 from delivered.model import record_format
 from delivered.model.errors import OutcomeUnknown
@@ -45,30 +46,39 @@ def read_marker(value: bytes) -> tuple[str, int, Fingerprint]:
     return marker["incarnation"], marker["batch"], Fingerprint.parse(marker["fingerprint"])
 
 
-def find_marker(wire: Wire, topic: str, work: Work, wait_s: float) -> Fingerprint | None:
+def find_marker(
+    wire: Wire, topic: str, work: Work, wait_s: float, settle: Callable[[], object] = lambda: None
+) -> Fingerprint | None:
     """Fingerprint in a shard's marker if its rows are visible, else None.
+
+    Args:
+        settle: called if an open transaction hides it for 2 s: its end may have been lost.
 
     Raises:
         OutcomeUnknown: the partition could not be read to its end.
     """
     partition, key = marker_partition(work.scope), marker_key(work.scope, work.shard)
     reader = CommittedReader(wire, topic, partition)
+    found: Fingerprint | None = None
 
-    def read() -> Fingerprint | None:
-        found = None
+    def read(wait_s: float) -> None:
+        nonlocal found
         for record in reader.read(time.monotonic() + wait_s, ours=lambda k: k == key):
             if record.key == key and record.value is not None:
                 incarnation, batch, fingerprint = read_marker(record.value)
                 if (incarnation, batch) == (work.scope.incarnation, work.batch):
                     found = fingerprint
-        return found
 
     try:
-        found = read()
+        try:
+            read(min(wait_s, HIDDEN_S))
+        except Hidden:
+            settle()
+            read(wait_s)
         if found is None:
             # Without a marker the rows are written again, so its absence must be certain.
             reader.reach(barrier(wire, topic, partition))
-            found = read()
+            read(wait_s)
         return found
     except NoAnswer as error:
         raise OutcomeUnknown(

@@ -25,8 +25,8 @@ from typing import Any
 
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import NoTopic, Wire
-from delivered.clients.kafka.transactions import initialise
-from delivered.connectors.kafka.committed import CommittedReader
+from delivered.connectors.kafka.committed import HIDDEN_S, CommittedReader, Hidden
+from delivered.connectors.kafka.ledger_ends import settle_ids, take_id
 from delivered.connectors.kafka.ledger_write import Again, LedgerProducer, Writes
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import (
@@ -233,7 +233,7 @@ class KafkaStore:
             self._owner, self._epoch, self._last, self._begun, self._archive = None, 0, {}, {}, {}
         self._reader.reach(self._written)
         try:
-            newest = {r.key: r.value for r in self._reader.read(time.monotonic() + RECOVERY_WAIT_S, wait, self._ours)}
+            newest = self._newest(self._reader, wait)
             for key, value in newest.items():
                 self._apply(json.loads(key), value)
         except Exception as error:
@@ -241,6 +241,18 @@ class KafkaStore:
             if isinstance(error, NoAnswer) and not isinstance(error, NoTopic):
                 raise self._unreadable(error) from None
             raise
+
+    def _newest(self, reader: CommittedReader, wait: bool) -> dict[bytes, bytes | None]:
+        """Newest values by key. A transaction whose end the brokers lost would hide them for ever."""
+        found: dict[bytes, bytes | None] = {}
+        deadline = time.monotonic() + RECOVERY_WAIT_S
+        try:
+            soon = min(deadline, time.monotonic() + HIDDEN_S)
+            found.update((r.key, r.value) for r in reader.read(soon, wait, self._ours))
+        except Hidden:
+            settle_ids(self._wire, [self._id(role) for role in (_PLAN, _DECIDE)], self._topic, deadline, known=True)
+            found.update((r.key, r.value) for r in reader.read(deadline, wait, self._ours))
+        return found
 
     def _apply(self, key: list[Any], value: bytes | None) -> None:
         match key:
@@ -282,7 +294,7 @@ class KafkaStore:
     def _take(self, role: str) -> None:
         deadline = time.monotonic() + RECOVERY_WAIT_S
         self._producers.pop(role, None)
-        match initialise(self._wire, self._id(role), LEDGER_TRANSACTION_TIMEOUT_S * 1000, deadline):
+        match take_id(self._wire, self._id(role), self._topic, LEDGER_TRANSACTION_TIMEOUT_S * 1000, deadline):
             case Ok(held):
                 self._producers[role] = LedgerProducer(self._wire, self._topic, held)
             case Failed(reason) | Unknown(reason):

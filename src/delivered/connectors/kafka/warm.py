@@ -17,16 +17,19 @@ from delivered.clients.kafka.cluster import Cluster
 from delivered.clients.kafka.errors import ProducerError
 from delivered.clients.kafka.fallback import Producer
 from delivered.clients.kafka.login import NoAnswer
+from delivered.clients.kafka.partition_state import open_in
 from delivered.clients.kafka.path import SINK_SETTINGS, by_arrow
 from delivered.clients.kafka.protocol import Wire, server_name
 from delivered.clients.kafka.sender import Sender
 from delivered.clients.kafka.transactions import OpenTransaction, Transaction, describe, initialise, producer_id
+from delivered.connectors.kafka.partitions import written_partitions
 from delivered.connectors.kafka.sink_options import OWNER, SinkOptions, producer_config
 from delivered.connectors.kafka.transactions import transactional_id
 from delivered.kits.warm import WarmClients
+from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
-from delivered.model.limits import OUTAGE_PATIENCE_S
+from delivered.model.limits import OUTAGE_PATIENCE_S, REQUEST_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.patience import unanswered, within
 
@@ -76,9 +79,14 @@ def take(options: SinkOptions, work: Work) -> Taken:
         cluster = _cluster(options)
         with within(START_TIMEOUT_S):
             deadline = time.monotonic() + START_TIMEOUT_S
-            outcome = initialise(cluster.wire, name, options.transaction_timeout_s * 1000, deadline)
+            delays: list[None] = [] if work.attempt == 0 else [None]
+            outcome = initialise(
+                cluster.wire, name, options.transaction_timeout_s * 1000, deadline, lambda: delays.append(None)
+            )
         match outcome:
             case Ok(held):
+                if delays:  # another attempt's transaction was ended just now
+                    _check_ended(cluster.wire, options, work, held)
                 config = producer_config(options, Guarantee.EXACTLY_ONCE, name)
                 return Taken(Sender(cluster, config, held), held)
             case Failed(reason):
@@ -89,10 +97,32 @@ def take(options: SinkOptions, work: Work) -> Taken:
     try:
         with unanswered(server_name(options.client["bootstrap.servers"])):
             producer.start(START_TIMEOUT_S)
-        return Taken(producer, state_of(options, name).participant)
+        held = state_of(options, name).participant
+        _check_ended(_cluster(options).wire, options, work, held)
+        return Taken(producer, held)
     except BaseException:
         producer.close()
         raise
+
+
+def _check_ended(wire: Wire, options: SinkOptions, work: Work, held: Transaction) -> None:
+    """Refuse an id whose last transaction is still open in a partition: this one's end would be that one's, too (P28).
+
+    Not needed if the id was free at once: the driver has checked what earlier batches left.
+    """
+    deadline = time.monotonic() + REQUEST_TIMEOUT_S
+    try:
+        open_there, _ = open_in(wire, written_partitions(wire, options, work.scope), {held.producer_id}, deadline)
+    except NoAnswer as error:
+        raise ProducerError("_TIMED_OUT", f"the partitions of {held.transactional_id!r}: {error}") from None
+    if open_there:
+        raise DeliveredError(
+            "TRANSACTION_HANGING",
+            f"The previous transaction of {held.transactional_id}, producer {held.producer_id}, epoch "
+            f"{open_there[0].epoch}, is reported as ended, but is still open in "
+            f"{', '.join(map(str, open_there[:5]))}. Nothing was written with this id.",
+            next_step="nothing if another attempt of the task succeeds; otherwise start again: recovery ends it",
+        )
 
 
 def state_of(options: SinkOptions, name: str) -> OpenTransaction:
