@@ -14,8 +14,9 @@ from delivered.model.errors import DeliveredError, MissingExtra, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
-from delivered.model.options import REDACTED, Option, OptionTable, redacted, resolve_secret
+from delivered.model.options import Option, OptionTable, resolve_secret
 from delivered.model.prepared import Prepared
+from delivered.model.secrets import REDACTED, redacted
 from delivered.model.work import Decision
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, DeliveredError)]

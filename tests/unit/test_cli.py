@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from delivered.cli.doctor import Check, Health, show
 from delivered.cli.main import app
-from delivered.cli.output import redact
+from delivered.model.secrets import without_passwords
 
 COMMANDS = [
     ["init"],
@@ -223,4 +223,4 @@ def test_a_reader_that_closes_early_is_no_error(example: Path) -> None:
     ],
 )
 def test_secrets_are_taken_out_of_messages(text: str, shown: str) -> None:
-    assert redact(text) == shown
+    assert without_passwords(text) == shown

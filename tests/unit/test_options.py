@@ -10,7 +10,8 @@ import pytest
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.contract.connector import Connector, Made
 from delivered.model.errors import UsageError
-from delivered.model.options import Options, OptionTable, option, redacted, whole
+from delivered.model.options import Options, OptionTable, option, whole
+from delivered.model.secrets import redacted
 from delivered.pipeline.registry import connectors
 from delivered.pipeline.spec import PIPELINE_OPTIONS
 

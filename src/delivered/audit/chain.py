@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +19,7 @@ from delivered.audit.report import FORMAT, STYLE, AuditReport, samples_table
 from delivered.contract.powers import Address
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
+from delivered.terminal import printer
 
 _COLUMNS = ("sent", "delivered", "lost", "duplicated", "altered", "unexpected")
 
@@ -77,7 +78,7 @@ class ChainReport:
     def __str__(self) -> str:
         """What `delivered audit --chain` prints."""
         text = io.StringIO()
-        Console(file=text, width=130, color_system=None, force_jupyter=False).print(render_chain(self))
+        printer(file=text, width=130, color_system=None, force_jupyter=False).print(render_chain(self))
         return text.getvalue().rstrip("\n")
 
     def _repr_html_(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +17,8 @@ from delivered.audit.classes import Counts, Damage, DedupCounts, Fingerprints, P
 from delivered.audit.ledger import History
 from delivered.audit.versions import Earlier
 from delivered.model.guarantee import Guarantee
+from delivered.model.text import one_line
+from delivered.terminal import printer
 
 FORMAT = 1
 """Version of the JSON."""
@@ -216,7 +218,7 @@ def render(report: AuditReport) -> Group:
 
 def as_text(report: AuditReport, width: int = 110) -> str:
     """The whole report as plain text."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
+    console = printer(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
     console.print(render(report))
     file = console.file
     return file.getvalue() if isinstance(file, io.StringIO) else ""
@@ -269,7 +271,8 @@ def samples_table(what: str, samples: list[Sample]) -> Table:
     for name in ("sent", "found"):
         table.add_column(name, justify="right")
     for s in samples:
-        table.add_row(s.id, s.key or "", s.source or "", s.sink or "", str(s.sent), str(s.delivered))
+        texts = (one_line(text or "") for text in (s.id, s.key, s.source, s.sink))
+        table.add_row(*texts, str(s.sent), str(s.delivered))
     return table
 
 

@@ -14,6 +14,7 @@ from delivered.cli.options import FileArgument, SetOption, read
 from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, tell_warnings, working
 from delivered.model.errors import UsageError
 from delivered.model.limits import DEAD_LETTERS_MAX
+from delivered.model.text import one_line
 from delivered.spark.pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def list_(
     table = Table("id", "sink", "batch", "from", "status", "reason", "record", box=None, pad_edge=False)
     for n in found:
         origin = "a retry" if n.again else "" if n.offset is None else f"{n.topic or ''} {n.partition} @ {n.offset}"
-        table.add_row(n.id, n.sink, str(n.batch), origin.strip(), n.status, n.reason, n.record[:_SHOWN])
+        texts = (one_line(text) for text in (origin.strip(), n.status, n.reason, n.record[:_SHOWN]))
+        table.add_row(one_line(n.id), n.sink, str(n.batch), *texts)
     console().print(table)
     if len(found) == limit:
         note(f"the first {limit:,}: more with --limit")

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -22,7 +21,10 @@ from rich.text import Text
 from delivered.model.dialect import in_file_words
 from delivered.model.errors import DeliveredError
 from delivered.model.logs import JsonLines, as_json
+from delivered.model.secrets import without_passwords
+from delivered.model.text import one_line, plain
 from delivered.model.translate import translated
+from delivered.terminal import printer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,19 +37,17 @@ class Output(StrEnum):
 
 OutputOption = Annotated[Output, typer.Option("--output", "-o", help="text or json.")]
 
-_SECRET = re.compile(r"(?i)((?:password|secret|token|credential)[\w.]*[\"']?\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^\s,;)}]+)")
-_REFERENCE = re.compile(r"[\"']?(?:env:|file:)")
 _MESSAGE_LENGTH_MAX = 4_000
 
 
 def console() -> Console:
     """For results. Wide when not a terminal, so that log lines are not wrapped."""
-    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True)
+    return printer(soft_wrap=True, width=None if sys.stdout.isatty() else 120)
 
 
 def messages() -> Console:
     """For progress and errors. Log lines are not for a terminal's eyes, so it is none then."""
-    return Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=False if as_json() else None)
+    return printer(soft_wrap=True, stderr=True, force_terminal=False if as_json() else None)
 
 
 def on_terminal() -> bool:
@@ -57,8 +57,8 @@ def on_terminal() -> bool:
 
 
 def say(text: str) -> None:
-    """One line of a result."""
-    sys.stdout.write(text + "\n")
+    """A result, of one line or several."""
+    sys.stdout.write(plain(text) + "\n")
     sys.stdout.flush()
 
 
@@ -71,7 +71,7 @@ def note(text: str) -> None:
     if as_json():
         _write(_record(logging.INFO, text))
         return
-    messages().print(text, style="dim", markup=False)
+    messages().print(text, style="dim")
 
 
 def log_line(text: str) -> None:
@@ -92,9 +92,9 @@ def _write(record: logging.LogRecord) -> None:
 def relay(line: str) -> None:
     """A log line of another process."""
     if as_json():
-        sys.stderr.write(line + "\n")
+        sys.stderr.write(one_line(line) + "\n")
     else:
-        log_line(line)
+        log_line(one_line(line))
 
 
 class _Lines(logging.Handler):
@@ -138,15 +138,6 @@ def spoken(value: T) -> T:
     return cast("T", found)
 
 
-def redact(text: str) -> str:
-    """Remove values whose names mark them as secret; references stay."""
-
-    def hide(found: re.Match[str]) -> str:
-        return found.group(0) if _REFERENCE.match(found.group(2)) else f"{found.group(1)}*****"
-
-    return _SECRET.sub(hide, text)
-
-
 def command(function: Callable[P, int | None]) -> Callable[P, None]:
     """Turn a function into a command: its result is the exit code, its errors become one clear message."""
 
@@ -177,8 +168,8 @@ def fail(error: Exception, as_json_output: bool) -> int:
     if os.environ.get("DELIVERED_TRACEBACK"):
         messages().print_exception()
     own = _ours(error)
-    message = redact(spoken(own.message))[:_MESSAGE_LENGTH_MAX]
-    next_step = redact(spoken(own.next_step)) if own.next_step else None
+    message = without_passwords(spoken(own.message))[:_MESSAGE_LENGTH_MAX]
+    next_step = without_passwords(spoken(own.next_step)) if own.next_step else None
     shown_error = DeliveredError(own.code.removeprefix("DELIVERED_"), message, next_step)
     if as_json_output:
         say_json({"error": {"code": own.code, "message": message, "next": next_step}})
@@ -186,11 +177,11 @@ def fail(error: Exception, as_json_output: bool) -> int:
         _write(_record(logging.ERROR, message, shown_error))
     elif not as_json_output:
         shown = messages()
-        shown.print(f"[{own.code}]", style="bold red", end=" ", markup=False)
-        shown.print(message, markup=False)
+        shown.print(f"[{own.code}]", style="bold red", end=" ")
+        shown.print(message)
         if next_step:
             shown.print("Next:", style="bold", end=" ")
-            shown.print(next_step, markup=False)
+            shown.print(next_step)
     return own.exit_code
 
 

@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, tell_warnings
+from delivered.model.text import one_line
 
 if TYPE_CHECKING:
     from delivered.saga import Log
@@ -99,7 +100,7 @@ def list_(
         return
     table = Table("saga", "id", "status", "step", "age", "error", box=None, pad_edge=False)
     for r in rows:
-        table.add_row(r.saga, r.id, r.status, r.step, f"{r.age_s:.0f} s", r.error)
+        table.add_row(r.saga, one_line(r.id), r.status, r.step, f"{r.age_s:.0f} s", one_line(r.error))
     console().print(table)
     stuck = sum(r.status is Status.STUCK for r in rows)
     if stuck:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from delivered.cli.output import Output, note, say
 from delivered.model.errors import UsageError
+from delivered.terminal import printer
 from delivered.verify.case import Result
 from delivered.verify.judge import Verdict
 from delivered.verify.matrix import SPARK, Choice, Store, cases, own_cases, run_matrix, worst
@@ -101,7 +101,7 @@ def _show(results: list[Result]) -> None:
         lost, duplicated = sum(r.lost for r in group), sum(r.duplicated for r in group)
         fired = sum(r.fired for r in group)
         table.add_row(*key, str(len(group)), str(fired), *counts, str(lost), str(duplicated))
-    Console(width=120).print(table)
+    printer(width=120).print(table)
     for r in results:
         if r.verdict != Verdict.HELD.value:
             say(f"{r.verdict}: {r.between}/{r.guarantee}/{r.workload}/{r.fault}: {'; '.join(r.reasons)}")

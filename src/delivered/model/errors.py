@@ -25,6 +25,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from delivered.model.text import one_line
+
 
 class DeliveredError(Exception):
     """Base of all errors of this package.
@@ -41,9 +43,10 @@ class DeliveredError(Exception):
 
     def __init__(self, code: str, message: str, next_step: str | None = None) -> None:
         self.code = f"DELIVERED_{code}"
-        self.message = message
-        self.next_step = next_step
-        super().__init__(code, message, next_step)
+        # On one line: it may quote a record or a server, and the driver reads a worker's error by lines.
+        self.message = one_line(message)
+        self.next_step = one_line(next_step) if next_step is not None else None
+        super().__init__(code, self.message, self.next_step)
 
     def __str__(self) -> str:
         tail = f" Next: {self.next_step}" if self.next_step else ""

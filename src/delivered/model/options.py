@@ -17,12 +17,6 @@ from delivered.model.errors import UsageError
 
 T = TypeVar("T")
 
-REDACTED = "*****"
-
-_SECRET_WORDS = (
-    *("password", "passphrase", "secret", "jaas", "token", "credential", "private", "user.info"),
-    *("key.pem", "keystore.key", "account_key", "access_key", "api.key", "api_key", "apikey"),
-)
 _KEY = "delivered.options"
 
 
@@ -378,14 +372,3 @@ def resolve_secrets(prefix: str, settings: Mapping[str, str]) -> dict[str, str]:
         prefix: of their options, for errors.
     """
     return {key: resolve_secret(f"{prefix}{key}", value) for key, value in settings.items()}
-
-
-def redacted(options: Mapping[str, str]) -> dict[str, str]:
-    """A copy for logs and pages: possible secrets are replaced, references stay."""
-    return {
-        k: (REDACTED if _may_be_secret(k) and not v.startswith(("env:", "file:")) else v) for k, v in options.items()
-    }
-
-
-def _may_be_secret(key: str) -> bool:
-    return any(w in key.lower() for w in _SECRET_WORDS)

@@ -7,9 +7,8 @@ import re
 from delivered.model import errors
 from delivered.model.errors import DeliveredError, missing_extra
 
-_OURS = re.compile(
-    r"(?:delivered\.model\.errors\.(\w+): )?\[DELIVERED_([A-Z0-9_]+)\] (.*?)(?: Next: (.*?))?\s*(?=\n|$)", re.DOTALL
-)
+_OURS = re.compile(r"(?:delivered\.model\.errors\.(\w+): )?\[DELIVERED_([A-Z0-9_]+)\] ([^\n]*)")
+_NEXT = " Next: "
 WARNING_MARK = "delivered: "
 """Prefix of a worker's lines on standard error that are meant for users. `delivered run` shows them."""
 
@@ -61,14 +60,18 @@ def from_our_code(text: str) -> DeliveredError | None:
 
 
 def _ours(text: str) -> DeliveredError | None:
+    # Messages are single lines; Spark's trace follows on the next one.
     found = _OURS.search(text)
     if found is None:
         return None
-    name, code, message, next_step = found.group(1), found.group(2), found.group(3).strip(), found.group(4)
-    # Messages are single lines; Spark's trace follows on the next one.
+    name, code, line = found.groups()
+    # The last one: a message may quote a record, but what comes after it is ours.
+    message, separator, next_step = line.rpartition(_NEXT)
+    if not separator:
+        message, next_step = line, ""
     by_code = _KNOWN_TYPES.get(code, errors.UsageError if code.startswith(_REFUSED) else DeliveredError)
     kind: type[DeliveredError] = getattr(errors, name or "", by_code)
-    return kind(code, message[:_LENGTH_MAX], next_step.strip() if next_step else None)
+    return kind(code, message.strip()[:_LENGTH_MAX], next_step.strip() or None)
 
 
 def _state_unreadable(trace: str) -> DeliveredError | None:

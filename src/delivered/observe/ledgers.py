@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from delivered.engine.context import open_ledger
 from delivered.model.errors import UsageError
 from delivered.model.identity import Scope
 from delivered.model.patience import within
+from delivered.model.secrets import shown
 from delivered.observe.state import SinkStatus, Status
 from delivered.observe.status import ASK_S_MAX, of_ledger
 from delivered.pipeline.endpoint import Endpoint, as_text
 from delivered.pipeline.spec import NO_INCARNATION
+from delivered.pipeline.yaml_text import load_yaml
 
 KEY = "ledger"
 _NOBODY = "-"
@@ -32,11 +32,11 @@ def statuses(file: Path) -> list[Status]:
         UsageError: the file names no sink.
         DeliveredError: the ledger did not answer.
     """
-    given = yaml.safe_load(file.read_text(encoding="utf-8"))[KEY]
+    given = load_yaml(file.read_text(encoding="utf-8"))[KEY]
     if not isinstance(given, Mapping) or "format" not in given:
         raise UsageError(
             "LEDGER_FILE",
-            f"{file}: {KEY!r} is {given!r}; it must be the options of a sink to the place that holds the ledger.",
+            f"{file}: {KEY!r} is {shown(given)}; it must be the options of a sink to the place that holds the ledger.",
             next_step="write ledger: {format: postgres, url: ..., dbtable: ...}",
         )
     endpoint = Endpoint(given["format"], {k: as_text(k, v) for k, v in given.items() if k != "format"})

@@ -17,6 +17,7 @@ from delivered.observe.page import Way, way_of
 from delivered.observe.state import Problem, Status
 from delivered.observe.status import status
 from delivered.pipeline.definition import Definition
+from delivered.pipeline.yaml_text import load_yaml
 
 T = TypeVar("T")
 
@@ -92,9 +93,9 @@ def _below(folder: Path) -> list[Path]:
 
 def _holds(file: Path, key: str) -> bool:
     try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+        data = load_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         return False
-    except yaml.YAMLError:
+    except (yaml.YAMLError, UsageError):
         return key == _KEY  # its fault is told
     return isinstance(data, dict) and key in data and (key == _KEY or _KEY not in data)

@@ -10,7 +10,7 @@ from typing import Any
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
 from delivered.model.errors import UsageError
-from delivered.model.options import redacted
+from delivered.model.secrets import redacted
 from delivered.pipeline.projection import Projection, parse_projection
 from delivered.pipeline.registry import PREFIX, find_sink, find_source
 

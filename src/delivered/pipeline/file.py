@@ -14,7 +14,9 @@ import yaml
 from pydantic import BaseModel
 
 from delivered.model.errors import UsageError
+from delivered.model.secrets import shown
 from delivered.pipeline.entries import AuditEntry, DedupEntry, PipelineFile, SinkEntry, SourceEntry, TransformEntry
+from delivered.pipeline.yaml_text import compose_yaml, load_yaml
 
 ENVIRONMENT = {
     f"DELIVERED_{name.upper()}": name
@@ -100,7 +102,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 def _typed(text: str) -> Any:
     """Shell text, read as YAML: 1 is a number, true is true."""
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml(text)
     except yaml.YAMLError:
         return text
     return value if isinstance(value, bool | int | float | dict | list) else text
@@ -108,8 +110,8 @@ def _typed(text: str) -> Any:
 
 def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[Path_, int]]:
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
+        data = load_yaml(text)
+        node = compose_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
@@ -230,7 +232,8 @@ def _faults(error: pydantic.ValidationError, name: str, lines: Mapping[Path_, in
             case "value_error":
                 yield f"{where}: {key}: {fault['ctx']['error']}", None
             case _:
-                yield f"{where}: {key} is {fault['input']!r}; {_lower(fault['msg'])}", None
+                given = shown(fault["input"], str(path[-1]) if path else "")
+                yield f"{where}: {key} is {given}; {_lower(fault['msg'])}", None
 
 
 def _known_part(loc: tuple[int | str, ...], lines: Mapping[Path_, int]) -> Path_:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from pydantic import ValidationError
 
 from delivered.checkpoint import first_offsets
 from delivered.checkpoint.folder import read_record, write_record
@@ -26,11 +27,13 @@ from delivered.contract.source import Offsets
 from delivered.model.errors import Refused, UsageError
 from delivered.model.identity import Scope, derived_name
 from delivered.model.offsets import SOURCE
+from delivered.model.secrets import without_passwords
 from delivered.pipeline.definition import AVAILABLE_NOW, Definition, endpoint_of
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.entries import SinkEntry
 from delivered.pipeline.registry import connector
 from delivered.pipeline.spec import NO_INCARNATION
+from delivered.pipeline.yaml_text import load_yaml
 from delivered.source.ranges import backwards
 
 P = TypeVar("P", bound=Definition)
@@ -272,11 +275,13 @@ def parse_sink(text: str, folder: Path) -> Endpoint:
         UsageError: it is none.
     """
     try:
-        entry = SinkEntry.model_validate(yaml.safe_load(text))
+        entry = SinkEntry.model_validate(load_yaml(text))
     except (yaml.YAMLError, ValueError) as error:
+        # pydantic's text repeats the values.
+        why = "; ".join(e["msg"] for e in error.errors()) if isinstance(error, ValidationError) else str(error)
         raise UsageError(
             "SINK_VALUE",
-            f"The sink is {text!r}: {' '.join(str(error).split())[:300]}.",
+            f"The sink is {without_passwords(text)[:300]!r}: {why}.",
             next_step="write it as in a pipeline file: '{format: sqlite, path: out.db, table: orders}'",
         ) from None
     return endpoint_of(entry, folder)

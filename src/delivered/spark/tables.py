@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pyspark.sql.types import StructField, StructType
 
 from delivered.model.errors import Refused, UsageError
-from delivered.model.options import redacted
+from delivered.model.secrets import redacted
 
 _METADATA = "delivered.table"
 _OF_CATALOG = "provider"

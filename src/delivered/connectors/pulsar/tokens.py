@@ -12,7 +12,8 @@ from typing import Any
 
 from delivered.connectors.pulsar.options import Place
 from delivered.model.errors import UsageError
-from delivered.model.options import REDACTED, resolve_secret
+from delivered.model.options import resolve_secret
+from delivered.model.secrets import REDACTED
 
 _FORM = re.compile(r"[\x21-\x7e]+")
 _SHORT = 8
