@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,7 +13,7 @@ from tests.broker.cluster_help import running
 from tests.broker.sink_help import EXACT, FIRST, SCHEMA, Rig, decision, rows, wait_for
 from tests.support.three_brokers import NODES, ThreeBrokers
 
-from delivered.clients.kafka.transactions import Transaction
+from delivered.clients.kafka.transactions import Transaction, listed
 from delivered.connectors.kafka.topics import STATE_PARTITION, ledger_topic
 from delivered.model.errors import LedgerBehind
 from delivered.model.fingerprint import Fingerprint
@@ -128,9 +129,8 @@ def leading(cluster: ThreeBrokers, rig: Rig, what: str) -> int:
 
 def ids_of(cluster: ThreeBrokers, rig: Rig) -> list[str]:
     """Transactional ids of the pipeline's shards."""
-    found = cluster.admin().list_transactions().result(60)
-    listed = getattr(found, "transaction_listings", None) or found
-    return sorted(t.transactional_id for t in listed if t.transactional_id.startswith(f"delivered.{rig.pipeline}."))
+    prefix = f"delivered.{rig.pipeline}."
+    return sorted(listed(cluster.wire, lambda name: name.startswith(prefix), [], time.monotonic() + 60))
 
 
 def stage(rig: Rig, batch: int, values: list[bytes | None]) -> Prepared:
