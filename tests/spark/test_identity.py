@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import subprocess
 import sys
 from collections import Counter
 from contextlib import closing
@@ -14,6 +16,7 @@ from tests.kafka_tools import make_topic_anew, produce, read_committed
 from tests.support.halted import killed
 
 import delivered
+from delivered.testing.crash import CRASH, CRASH_DIR
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -51,6 +54,23 @@ def test_a_run_killed_after_its_decision_then_given_again(spark: SparkSession, t
     assert ids(path) == Counter(range(ROWS))
     write(rows, path, "tuesday")
     assert ids(path) == Counter(dict.fromkeys(range(ROWS), 2))
+
+
+@pytest.mark.matrix
+def test_a_run_whose_planning_process_is_killed_says_so_and_can_be_given_again(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    path = tmp_path / "out.db"
+    env = {**os.environ, CRASH: "recover.claim:before!kill", CRASH_DIR: str(tmp_path)}
+    command = [sys.executable, str(APP), str(path), "monday", str(ROWS)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280, check=False)
+    assert done.returncode != 0
+    last = done.stderr.rpartition("delivered.model.errors.")[2]
+    assert last.startswith("DeliveredError: [DELIVERED_WORKER_DIED]"), done.stderr[-4000:]
+    assert "Next: restart the pipeline" in last
+    delivered.register(spark)
+    write(spark.range(ROWS).selectExpr("id", "cast(id % 7 AS string) AS name"), path, "monday")
+    assert ids(path) == Counter(range(ROWS))
 
 
 def test_for_each_batch_names_the_query_and_the_batch(spark: SparkSession, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import struct
 import sys
 from contextlib import closing
@@ -181,3 +182,41 @@ def _file(folder: Path, pipeline: dict[str, Any]) -> Path:
     file = folder / "pipeline.yaml"
     file.write_text(yaml.safe_dump(pipeline))
     return file
+
+
+@pytest.mark.checkpoint(
+    "SQL for columns of a newer registered schema, over an unfinished batch",
+    "refused",
+    "`TRANSFORM_UNFINISHED_BATCH`: the previous SQL finishes it",
+)
+def test_sql_for_new_columns_over_an_unfinished_batch_says_how_to_finish_it(
+    kafka: Kafka, registry: Registry, spark: SparkSession, tmp_path: Path
+) -> None:
+    source = kafka.topic(1)
+    first = registry.register(f"{source}-value", ORDER)
+    produce(kafka.bootstrap, source, [(None, framed(first, ORDER, {"id": 1, "city": "Ulm"}))])
+    at = {"format": "kafka", "kafka.bootstrap.servers": kafka.bootstrap, "subscribe": source}
+    pipeline = {
+        "pipeline": "newer",
+        "guarantee": "exactly_once",
+        "checkpoint": str(tmp_path / "checkpoint"),
+        "source": {**at, "startingOffsets": "earliest", "value.format": "avro", "schema.registry.url": registry.url},
+        "sinks": [{"format": "sqlite", "path": str(tmp_path / "out.db"), "table": "orders", "mergeSchema": "true"}],
+        "trigger": "available_now",
+    }
+
+    def by(sql: str) -> delivered.Pipeline:
+        return delivered.Pipeline.from_file(_file(tmp_path, {**pipeline, "transform": {"sql": sql}}))
+
+    old = by("SELECT value.id AS id FROM source")
+    run(old, spark)
+    (tmp_path / "checkpoint" / "commits" / "0").unlink()  # as if killed before Spark logged it
+    vip = {**ORDER, "fields": [*ORDER["fields"], {"name": "vip", "type": "boolean", "default": False}]}
+    registry.register(f"{source}-value", vip)
+    new = by("SELECT value.id AS id, value.vip AS vip FROM source")
+    with pytest.raises(delivered.UsageError, match=r"TRANSFORM_UNFINISHED_BATCH.*value of source in version 1.*vip"):
+        new.start(spark)
+    run(old, spark)
+    run(new, spark)
+    with closing(sqlite3.connect(tmp_path / "out.db")) as database:
+        assert database.execute("SELECT id FROM orders").fetchall() == [(1,)]

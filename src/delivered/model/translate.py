@@ -29,6 +29,8 @@ _SECOND_QUERY = re.compile(
     r"Multiple streaming (?:jobs|queries) (?:detected|are concurrently)[^\n]{0,60}|"
     r"Another instance of this query[^\n]{0,60}|another query with (?:the )?same id is already active"
 )
+_OF_OURS = re.compile(r"DataSource delivered_|delivered/spark/foreach\.py")
+"""In the text of a failed query that writes to one of our sinks, by itself or in its foreachBatch."""
 _CAUSE = re.compile(r"^Caused by: (.*)$", re.MULTILINE)
 _KNOWN_TYPES = {
     "OUTCOME_UNKNOWN": errors.OutcomeUnknown,
@@ -49,13 +51,20 @@ def translated(error: BaseException) -> DeliveredError | None:
     return _ours(text) or missing_extra(text) or _second_query(text) or _state_unreadable(text) or _worker_died(text)
 
 
+def worker_death(error: BaseException) -> DeliveredError | None:
+    """The error of a Python process of Spark that died in the middle of a call; None: it was something else. Of calls
+    with a format of ours only: Spark says no more than "Broken pipe"."""
+    found = translated(error)
+    return found if found is not None and found.code == "DELIVERED_WORKER_DIED" else None
+
+
 def from_our_code(text: str) -> DeliveredError | None:
     """As `translated`, but only if the trace is from this package: a user's function may lack a library, too."""
     return (
         _ours(text)
         or (missing_extra(text) if "delivered/" in text else None)
         or (_second_query(text) if "WriteToMicroBatchDataSource delivered_" in text else None)
-        or (_worker_died(text) if "[STREAM_FAILED]" in text and "DataSource delivered_" in text else None)
+        or (_worker_died(text) if "[STREAM_FAILED]" in text and _OF_OURS.search(text) else None)
     )
 
 

@@ -43,7 +43,7 @@ from delivered.pipeline.spec import CHECKPOINT, OPTION, StartCheck, idiom_option
 from delivered.source.lag import spark_metrics
 from delivered.spark.declarative import analyse, without_accumulators
 from delivered.spark.jvm import is_connect, make_active
-from delivered.spark.shards import FOREACH_BATCH, formatted, saved, shards_of
+from delivered.spark.shards import FOREACH_BATCH, formatted, saved, shards_of, surviving
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -110,10 +110,12 @@ def install(spark: SparkSession, register: Callable[[SparkSession, SparkSession 
         (type(spark), "table"),
     ]:
         _wrap(owner, name, found_by)
+        if hasattr(owner, "format"):
+            _wrap(owner, "format", formatted)
+            _wrap(owner, name, surviving, layer="surviving")
     frames = import_module(f"pyspark.sql.{'connect' if connect else 'classic'}.dataframe")
     _wrap(frames.DataFrame, "explain", _explained)
     _wrap(streams.DataStreamWriter, "start", _checked, layer="checked")
-    _wrap(readers.DataFrameWriter, "format", formatted)
     _wrap(readers.DataFrameWriter, "save", saved, layer="shards")
     _wrap(StreamingQueryProgress, "__init__", _with_lag)
     if connect:

@@ -15,6 +15,7 @@ from typing import Any
 from pyspark.sql import SparkSession
 
 from delivered.checkpoint import shards
+from delivered.model.translate import worker_death
 from delivered.pipeline.registry import PREFIX
 from delivered.pipeline.spec import CHECKPOINT, OPTION
 from delivered.spark.frames import with_setting
@@ -76,7 +77,7 @@ def shards_of(spark: Any, format_: str, options: Mapping[str, str]) -> AbstractC
 
 
 def formatted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `DataFrameWriter.format`: classic writers do not show theirs."""
+    """Wraps `format` of readers and writers: classic ones do not show theirs."""
 
     def format_(self: Any, source: str) -> Any:
         self._delivered = str(source).lower().startswith(PREFIX)
@@ -97,6 +98,21 @@ def saved(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, path, None, *args, **kwargs)
 
     return save
+
+
+def surviving(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a call of a reader or writer: one that a dead process of Spark ended says so."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        except Exception as error:
+            died = worker_death(error) if getattr(self, "_delivered", False) else None
+            if died is None:
+                raise
+            raise died from error
+
+    return call
 
 
 def _now(spark: SparkSession) -> dict[str, str]:
