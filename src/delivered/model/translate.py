@@ -115,8 +115,8 @@ def _second_query(trace: str) -> DeliveredError | None:
         return None
     return DeliveredError(
         "CHECKPOINT_SHARED",
-        f"Another query works on the same checkpoint: Spark says {found.group(0)!r}. This one has ended; nothing is "
-        "lost or written twice, since the ledger has one owner.",
+        f"Spark found files of another query in this one's checkpoint: {found.group(0)!r}. This query has ended; "
+        "nothing is lost or written twice, since the ledger has one owner.",
         next_step="nothing, if the other query is the one to run; otherwise stop it, in this session by "
         "spark.streams.active, then start this one again; two queries need two checkpoints",
     )
