@@ -59,6 +59,17 @@ def add_columns(sink: Sink | SinkGroup, schema: pa.Schema) -> None:
 
 
 @runtime_checkable
+class ChecksTarget(Protocol):
+    """A sink whose target's definition may change what is written: triggers, rules, types."""
+
+    def checked_target(self) -> Sequence[str]:
+        """What preflight looked at there, one line per target, for the plan; empty: there is no target yet.
+
+        Called after a preflight without refusals. Changes nothing.
+        """
+
+
+@runtime_checkable
 class SetsUp(Protocol):
     """A committer whose tasks write markers to a topic or table of their own.
 

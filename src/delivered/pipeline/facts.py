@@ -13,7 +13,7 @@ from delivered.checkpoint.dedup import changed
 from delivered.checkpoint.folder import is_done, logged, newest_offsets, read_view, repartitions_before, unwritable
 from delivered.checkpoint.sources import removed
 from delivered.contract.finding import Finding
-from delivered.contract.powers import ValidatesRows, check_ledger
+from delivered.contract.powers import ChecksTarget, ValidatesRows, check_ledger
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.engine.context import open_ledger
 from delivered.engine.owner import living
@@ -135,11 +135,14 @@ def _source(name: str, endpoint: Endpoint, offline: bool) -> SourceFacts:
 
 def _sink(pipeline: Definition, endpoint: Endpoint, sink: Sink, offline: bool) -> SinkFacts:
     findings = () if offline else _run_preflight(lambda: sink.preflight(pipeline.guarantee))
+    checked: tuple[str, ...] = ()
     if not offline and not any(f.refuses for f in findings):
         scope = Scope(pipeline.name, endpoint.name or sink.name, NO_INCARNATION)
         findings += _run_preflight(lambda: check_ledger(sink, scope))
+        if isinstance(sink, ChecksTarget):
+            checked = tuple(sink.checked_target())
     found = (*_in_clear(endpoint, sink), *findings)
-    return SinkFacts(endpoint.name or sink.name, endpoint.label, sink.capability(), found)
+    return SinkFacts(endpoint.name or sink.name, endpoint.label, sink.capability(), found, checked)
 
 
 def _in_clear(endpoint: Endpoint, part: Any) -> Iterator[Finding]:

@@ -48,6 +48,7 @@ class Plan:
         dedup: which duplicates in the source are recognised, which keys expire, and the cost. Empty: no dedup.
         order: which of several sinks decides, the order of the others, and why. Empty for a single sink.
         records: by which client sources and sinks read and write them, and why, if a system has several.
+        checked: what preflight looked at in targets whose definition may change what is written.
     """
 
     pipeline: str
@@ -62,6 +63,7 @@ class Plan:
     order: tuple[str, ...] = ()
     dedup: tuple[str, ...] = ()
     records: tuple[str, ...] = ()
+    checked: tuple[str, ...] = ()
 
     @property
     def deciding(self) -> Step:
@@ -145,6 +147,7 @@ def to_json(answer: Plan | Refusal) -> dict[str, Any]:
                 "limits": list(answer.limits),
                 "warnings": list(answer.warnings),
                 **({"records": list(answer.records)} if answer.records else {}),
+                **({"checked": list(answer.checked)} if answer.checked else {}),
                 **({"order": list(answer.order)} if answer.order else {}),
                 **({"dedup": list(answer.dedup)} if answer.dedup else {}),
             }
@@ -194,6 +197,7 @@ def _blocks(plan: Plan) -> Iterable[tuple[str, tuple[str, ...]]]:
     yield "on start", (", ".join(f"{s.id.value} ({s.does})" for s in plan.recovery),)
     yield "assumes", plan.assumptions
     yield "limits", plan.limits
+    yield "checked", plan.checked
     yield "warning", plan.warnings
 
 

@@ -36,6 +36,7 @@ def make_plan(request: Request) -> Plan | Refusal:
             *_transform_changed(request),
             *(f.message for f in request.findings),
         ),
+        checked=tuple(line for s in request.sinks for line in s.checked),
         records=tuple(f"{part.label}: {part.capability.records}" for part in _by_choice(request)),
         order=group.order(request) if request.is_group else (),
         dedup=_dedup(request.dedup, request.decider.capability.system) if request.dedup is not None else (),

@@ -44,12 +44,14 @@ class SinkFacts:
     """
     Attributes:
         name: distinguishes this sink from others of the pipeline.
+        checked: what preflight looked at in its target.
     """
 
     name: str
     label: str
     capability: SinkCapability
     findings: tuple[Finding, ...] = ()
+    checked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from delivered.connectors.mysql import errors
 from delivered.connectors.mysql.migrate import migrate, version_of
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.kits.sql.database import Server
+from delivered.kits.sql.stored import Definition
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
 
 if TYPE_CHECKING:
@@ -153,6 +154,12 @@ class MysqlDatabase(Server["Session"]):
 
     def idle(self, connection: Session) -> bool:
         return connection.idle
+
+    def definition(self, connection: Session, *, columns: bool = False) -> Definition:
+        from delivered.connectors.mysql.definition import read
+
+        del columns  # they are read for the keys' collations anyway
+        return read(connection, self.options)
 
     def version(self, connection: Session) -> int:
         return version_of(connection, self.options.ledger_schema)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from delivered.connectors.mysql import errors, target, transactions
+from delivered.connectors.mysql import definition, errors, target, transactions
 from delivered.connectors.mysql.client import read_only
 from delivered.connectors.mysql.migrate import migrate
 from delivered.connectors.mysql.options import MysqlOptions
@@ -13,6 +13,7 @@ from delivered.contract.finding import Finding
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import no_unique_index
 from delivered.kits.sql.options import Mechanism
+from delivered.kits.sql.stored import findings
 from delivered.kits.sql.target import missing_at_server, permission
 from delivered.kits.sql.transactions import age_of, check_deletions
 from delivered.model.guarantee import Guarantee
@@ -128,21 +129,10 @@ def _table(session: Session, options: MysqlOptions) -> Iterator[Finding]:
     if denied:
         user = session.execute("SELECT current_user()").fetchone()[0]
         yield permission(options, user, denied, f"{found.base}.{found.name}")
-    elif write.upserts:
-        if target.unique_index(session, found, write.keys) is None:
-            raise no_unique_index(write, options.table_text, options.where)
-        columns = target.table_columns(session, found)
-        loose = [k for k in write.keys if k in columns and not target.exact(columns[k].collation)]
-        if loose:
-            yield Finding(
-                "KEY_COLLATION",
-                f"Columns {', '.join(map(repr, loose))} of table {options.table_text!r} have the collation "
-                f"{columns[loose[0]].collation}: keys that differ in case, accents or trailing spaces may be equal "
-                "there, which the audit, comparing bytes, will report.",
-                False,
-                f"ALTER TABLE {options.table_text} MODIFY {loose[0]} ... COLLATE "
-                + ("utf8mb4_nopad_bin" if session.mariadb else "utf8mb4_0900_bin"),
-            )
+    elif write.upserts and target.unique_index(session, found, write.keys) is None:
+        raise no_unique_index(write, options.table_text, options.where)
+    else:
+        yield from findings(options, definition.read(session, options))
 
 
 def _denied(session: Session, options: MysqlOptions, found: target.Found) -> list[str]:

@@ -81,6 +81,9 @@ class MysqlMerge(Merge):
         gone = f"s.{quoted(str(self.mode.delete))} IS TRUE"
         return f"DELETE t FROM {self._found(staged)} WHERE {gone}{self._if_newer('AND', 's')}"
 
+    def exact(self, key: str) -> str:
+        return f"CAST({key} AS BINARY)"
+
     def _found(self, staged: str) -> str:
         return f"{staged} AS s STRAIGHT_JOIN {self._target} ON {self._same}"
 
@@ -124,8 +127,8 @@ class ServerColumn(Column):
         collation: of a text.
     """
 
-    made: str
-    collation: str | None
+    made: str = ""
+    collation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -137,12 +140,14 @@ class Target:
         columns: names of the rows' columns, quoted, comma-separated.
         shown: column of the table -> its type in CREATE TABLE.
         merge: statements of an upsert, if the mode is not append.
+        filled: columns in which the server replaces null.
     """
 
     name: str
     columns: str
     shown: dict[str, str]
     merge: MysqlMerge
+    filled: tuple[str, ...]
 
 
 def find(session: Session, options: MysqlOptions) -> Found | None:
@@ -216,6 +221,7 @@ def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
         ", ".join(quoted(n) for n in schema.names),
         {n: columns[n].made for n in kept.names},
         MysqlMerge(options.write, found.full, tuple(kept.names), index),
+        tuple(n for n in kept.names if columns[n].fills_null),
     )
 
 
@@ -310,12 +316,13 @@ def table_columns(session: Session, found: Found) -> dict[str, ServerColumn]:
     """Columns of a table by name. Raises MySQLError."""
     rows = session.execute(
         "SELECT column_name, data_type, column_type, character_set_name, collation_name, numeric_precision, "
-        "numeric_scale, datetime_precision, is_nullable = 'NO' AND column_default IS NULL, extra "
+        "numeric_scale, datetime_precision, is_nullable = 'NO', column_default IS NULL, extra, "
+        "character_maximum_length "
         "FROM information_schema.columns WHERE table_schema = %s AND table_name = %s ORDER BY ordinal_position",
         [found.base, found.name],
     ).fetchall()
     columns = {}
-    for name, kind, shown, charset, collation, precision, scale, digits, required, extra in rows:
+    for name, kind, shown, charset, collation, precision, scale, digits, not_null, no_default, extra, width in rows:
         decimal = kind == "decimal"
         text = f"{shown} CHARACTER SET {charset} COLLATE {collation}" if charset else shown
         columns[name] = ServerColumn(
@@ -323,8 +330,11 @@ def table_columns(session: Session, found: Found) -> dict[str, ServerColumn]:
             shown=text,
             precision=int(precision) if decimal else None,
             scale=int(scale) if decimal else None,
-            required=bool(required) and "auto_increment" not in extra.lower(),
+            required=bool(not_null and no_default) and "auto_increment" not in extra.lower(),
             computed=re.search(r"(VIRTUAL|STORED|PERSISTENT) GENERATED", extra, re.IGNORECASE) is not None,
+            width=int(width) if kind == "varchar" else None,
+            # Without explicit_defaults_for_timestamp, null becomes the current time.
+            fills_null=bool(not_null) and ("auto_increment" in extra.lower() or kind == "timestamp"),
             made=text,
             collation=collation,
         )

@@ -43,7 +43,7 @@ class Session(Connection):
             **settings,
             autocommit=True,
             charset="utf8mb4",
-            client_flag=CLIENT.LOCAL_FILES,
+            client_flag=CLIENT.LOCAL_FILES | CLIENT.FOUND_ROWS,  # an UPDATE counts the rows that it found
             connect_timeout=connect_s,
             read_timeout=connect_s,
             write_timeout=connect_s,

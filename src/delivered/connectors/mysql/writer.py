@@ -17,7 +17,10 @@ from delivered.kits.sql.database import give, take
 from delivered.kits.sql.merge import check_rows
 from delivered.kits.sql.names import new_nonce
 from delivered.kits.sql.options import Mechanism
+from delivered.kits.sql.stage import delete
+from delivered.kits.sql.stored import Definition
 from delivered.kits.sql.transactions import PreparedRows, mark
+from delivered.kits.sql.types import check_nulls
 from delivered.model.columns import fitted
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.fingerprint import Fingerprint
@@ -142,6 +145,7 @@ class LoadWriter:
         with self._server.explaining():
             if self._loading is None:
                 self._loading = self._begin(self._session)
+            check_nulls(batch, self._ready.filled)
             self._loading.add(batch)
 
     def prepare(self, fingerprint: Fingerprint) -> Promise:
@@ -160,12 +164,12 @@ class LoadWriter:
             if self._moved_later:
                 handle = PreparedRows("", self._staged, self._ready.name, self._ready.columns)
             if self._merges:
-                merge = self._ready.merge
-                kept = self._staging.reduce(session, self._staged, merge, loading.rows)
+                merge, found = self._ready.merge, self._server.definition(session)
+                kept = self._staging.reduce(session, self._staged, merge, loading.rows, found)
                 if handle is not None:
                     handle = replace(handle, kept=kept, stored=merge.columns, index=merge.index)
                 else:
-                    self._merge(session)
+                    self._merge(session, found)
             if self._prepares:
                 handle = PreparedRows(self._promise(session, fingerprint))
             else:
@@ -236,15 +240,15 @@ class LoadWriter:
             sessions.register(session, transactions.nonce_of(self._gid))
         session.execute(f"XA START {transactions.xid(self._gid)}")
 
-    def _merge(self, session: Session) -> None:
+    def _merge(self, session: Session, found: Definition) -> None:
         """Merge reduced rows into the target, in the task's own transaction."""
         if self._prepares:
             session.execute("COMMIT")  # only the staging table
             self._open_xa(session)
         merge = self._ready.merge
-        self._staging.add(session, self._staged, merge, self._work)
+        self._staging.add(session, self._staged, merge, self._work, found)
         if self._options.write.delete is not None:
-            session.execute(merge.delete(self._staging.full(self._staged)))
+            delete(session, self._options, merge, self._staging.full(self._staged), found)
 
     def _promise(self, session: Session, fingerprint: Fingerprint) -> str:
         mark(session, self._staging.dialect, self._work, self._gid, fingerprint)

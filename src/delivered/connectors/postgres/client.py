@@ -10,6 +10,7 @@ from delivered.connectors.postgres.migrate import migrate, version_of
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.kits.sql.database import Server
 from delivered.kits.sql.text_forms import POSTGRES, check_postgres, setting_refused
+from delivered.kits.sql.stored import Definition
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
 
@@ -168,6 +169,11 @@ class PostgresDatabase(Server["psycopg.Connection[Any]"]):
 
         return not connection.closed and connection.info.transaction_status == TransactionStatus.IDLE
 
+    def definition(self, connection: psycopg.Connection[Any], *, columns: bool = False) -> Definition:
+        from delivered.connectors.postgres.definition import read
+
+        return read(connection, self.options, columns=columns)
+
     def version(self, connection: psycopg.Connection[Any]) -> int:
         return version_of(connection, self.options.ledger_schema)
 
@@ -258,6 +264,11 @@ _BY_STATE: dict[str, tuple[type[DeliveredError], str, str]] = {
         UsageError,
         "KEY_NOT_UNIQUE",
         "create a unique index on exactly the columns of keyColumns, neither partial nor deferrable",
+    ),
+    "21000": (
+        UsageError,
+        "KEY_COLLATION",
+        "give the key columns of {table} a type, collation and unique index under which only identical keys are equal",
     ),
     "25006": (Unreachable, "READ_ONLY", "point the url at the primary server"),
     "53100": (DeliveredError, "DISK_FULL", "free disk space on the server, then start the pipeline again"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from delivered.connectors.postgres import target
+from delivered.connectors.postgres import definition, target
 from delivered.connectors.postgres.migrate import migrate
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.transactions import slots
 from delivered.contract.finding import Finding
 from delivered.kits.sql.merge import no_unique_index
 from delivered.kits.sql.options import Mechanism
+from delivered.kits.sql.stored import check_rules, findings
 from delivered.kits.sql.target import missing_at_server, permission
 from delivered.kits.sql.transactions import check_deletions
 from delivered.model.guarantee import Guarantee
@@ -122,28 +123,30 @@ def _table(connection: psycopg.Connection[Any], options: PostgresOptions, guaran
             raise missing_at_server(options)
         yield from _may_create(connection, options)
         return
-    row = connection.execute("SELECT relkind, relpersistence FROM pg_class WHERE oid = %s", [found[0]]).fetchone()
-    kind, persistence = row or ("r", "p")
+    target.check_kind(options, found[2])
+    row = connection.execute("SELECT relpersistence FROM pg_class WHERE oid = %s", [found[0]]).fetchone()
     denied = _denied(connection, options, guarantee, found[0])
-    if kind not in ("r", "p"):
-        yield Finding(
-            "NOT_A_TABLE",
-            f"{options.table_text!r} at {options.place} is a view, not a table.",
-            True,
-            "write to a table",
-        )
-    elif denied:
+    if denied:
         user = connection.info.user
         yield permission(options, user, denied, options.table_text)
     elif options.write.upserts and not target.has_unique_index(connection, found[0], options.write.keys):
         raise no_unique_index(options.write, options.table_text, options.where)
-    elif persistence == "u" and guarantee is not Guarantee.AT_MOST_ONCE:
+    elif row is not None and row[0] == "u" and guarantee is not Guarantee.AT_MOST_ONCE:
         yield Finding(
             "TABLE_UNLOGGED",
             f"Table {options.table_text!r} at {options.place} is unlogged: a crash of the server empties it.",
             True,
             f"ALTER TABLE {options.table_text} SET LOGGED",
         )
+    copies = not options.write.merges and not _staged(options, guarantee)
+    known = definition.read(connection, options, copies=copies)
+    yield from findings(options, known, loads=copies)
+    check_rules(options, known)
+
+
+def _staged(options: PostgresOptions, guarantee: Guarantee) -> bool:
+    """Whether rows reach the table by INSERT, from staging tables."""
+    return guarantee is Guarantee.EXACTLY_ONCE and options.mechanism is Mechanism.ONE_TRANSACTION
 
 
 def _may_create(connection: psycopg.Connection[Any], options: PostgresOptions) -> Iterator[Finding]:
@@ -175,9 +178,8 @@ def _denied(
     connection: psycopg.Connection[Any], options: PostgresOptions, guarantee: Guarantee, relation: int
 ) -> list[str]:
     """Privileges on the table that this user lacks."""
-    staged = guarantee is Guarantee.EXACTLY_ONCE and options.mechanism is Mechanism.ONE_TRANSACTION
     needed = ["INSERT"]
-    if staged or options.write.merges:  # a staging table takes its columns from the target
+    if _staged(options, guarantee) or options.write.merges:  # a staging table takes its columns from the target
         needed.append("SELECT")
     if options.write.upserts and not options.write.insert:
         needed.append("UPDATE")

@@ -16,6 +16,7 @@ from delivered.kits.sql.columns import Column, check_typed, compare
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import Merge, stored
 from delivered.kits.sql.target import absent, check_known, extended, missing_at_server, no_right_to_alter, text_of
+from delivered.model.errors import UsageError
 
 if TYPE_CHECKING:
     import psycopg
@@ -32,22 +33,41 @@ class Target:
         kinds: PostgreSQL type of each column of the rows.
         columns: names of the rows' columns, quoted, comma-separated.
         merge: statements of an upsert, if the mode is not append.
+        widths: column of a bounded varchar -> its limit in characters.
     """
 
     name: str
     kinds: tuple[str, ...]
     columns: str
     merge: Merge
+    widths: dict[str, int]
 
 
-def find(connection: psycopg.Connection[Any], options: PostgresOptions) -> tuple[int, str] | None:
-    """Oid and qualified name of the table; None if it does not exist. Raises psycopg.Error."""
+def find(connection: psycopg.Connection[Any], options: PostgresOptions) -> tuple[int, str, str] | None:
+    """Oid, qualified name and kind of the table; None if it does not exist. Raises psycopg.Error."""
     row = connection.execute(
-        "SELECT c.oid::bigint, n.nspname, c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
-        "WHERE c.oid = to_regclass(%s)",
+        "SELECT c.oid::bigint, n.nspname, c.relname, c.relkind::text FROM pg_class c "
+        "JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = to_regclass(%s)",
         [text_of(options)],
     ).fetchone()
-    return None if row is None else (int(row[0]), f"{quoted(row[1])}.{quoted(row[2])}")
+    return None if row is None else (int(row[0]), f"{quoted(row[1])}.{quoted(row[2])}", row[3])
+
+
+def check_kind(options: PostgresOptions, kind: str) -> None:
+    """
+    Args:
+        kind: of `find`.
+
+    Raises:
+        UsageError: a view, or a table of another server: what it stores is neither counted nor transactional here.
+    """
+    if kind not in ("r", "p"):
+        known = {"v": "a view", "m": "a materialized view", "f": "a foreign table"}.get(kind, f"of kind {kind!r}")
+        raise UsageError(
+            "NOT_A_TABLE",
+            f"{options.table_text!r} {options.where} is {known}, not a table.",
+            next_step="write to a table",
+        )
 
 
 def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema: pa.Schema) -> Target:
@@ -77,10 +97,10 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
         found = find(connection, options)
         if found is None:
             raise missing_at_server(options)
-    relation, name = found
-    kinds = dict(
-        zip(kept.names, compare(options, TYPES, kept, table_columns(connection, relation), _CHANGE), strict=True)
-    )
+    relation, name, kind = found
+    check_kind(options, kind)
+    columns = table_columns(connection, relation)
+    kinds = dict(zip(kept.names, compare(options, TYPES, kept, columns, _CHANGE), strict=True))
     _remember(connection, options, relation, kept)
     return Target(
         name,
@@ -90,6 +110,7 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
         ),
         ", ".join(quoted(n) for n in schema.names),
         Merge(options.write, name, tuple(kept.names)),
+        {n: width for n in kept.names if (width := columns[n].width) is not None},
     )
 
 
@@ -117,7 +138,7 @@ def add_columns(connection: psycopg.Connection[Any], options: PostgresOptions, s
         found = find(connection, options)
         if found is None:
             return
-        relation, name = found
+        relation, name, _ = found
         missing = absent(options, kept, table_columns(connection, relation))
         if missing:
             added = ", ".join(f"ADD COLUMN {quoted(f.name)} {TYPES.declared(f.type)}" for f in missing)
@@ -167,13 +188,15 @@ def table_columns(connection: psycopg.Connection[Any], relation: int) -> dict[st
     found = {}
     for name, kind, category, modifier, shown, required, computed in rows:
         bounded = kind == "numeric" and modifier >= 4
+        rounds = kind in ("timestamp", "timestamptz", "time") and 0 <= modifier < 6
         found[name] = Column(
-            kind=types.ENUM if category == "e" else kind,
+            kind=types.ENUM if category == "e" else f"{kind}({modifier})" if rounds else kind,
             shown=shown,
             precision=((modifier - 4) >> 16) & 0xFFFF if bounded else None,
             scale=(modifier - 4) & 0x7FF if bounded else None,
             required=required,
             computed=computed,
+            width=modifier - 4 if kind == "varchar" and modifier >= 4 else None,
         )
     return found
 

@@ -19,7 +19,10 @@ from delivered.kits.sql.database import give, take
 from delivered.kits.sql.merge import check_rows
 from delivered.kits.sql.names import Names, new_nonce
 from delivered.kits.sql.options import Mechanism
+from delivered.kits.sql.stage import delete
+from delivered.kits.sql.stored import Definition, check_count
 from delivered.kits.sql.transactions import PreparedRows, mark
+from delivered.kits.sql.types import check_widths
 from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
@@ -85,6 +88,7 @@ class CopyWriter:
         try:
             if self._copy is None:
                 self._begin()
+            check_widths(batch, self._ready.widths)
             for block in encode.blocks(batch, self._ready.kinds):
                 self._copy.write(block)
             self._rows += batch.num_rows
@@ -98,16 +102,17 @@ class CopyWriter:
         if connection is None:
             return Promise()
         try:
-            self._end_copy(fingerprint)
+            self._end_copy(connection, fingerprint)
             handle = None
             if self._moved_later:
                 handle = PreparedRows("", self._staged, self._ready.name, self._ready.columns)
             if self._merges:
-                kept = self._staging.reduce(connection, self._staged, self._ready.merge, self._rows)
+                found = self._server.definition(connection)
+                kept = self._staging.reduce(connection, self._staged, self._ready.merge, self._rows, found)
                 if handle is not None:
                     handle = replace(handle, kept=kept, stored=self._ready.merge.columns)
                 else:
-                    self._merge(connection)
+                    self._merge(connection, found)
             if self._moved_later or not self._exactly_once:
                 connection.execute("COMMIT")
             else:
@@ -158,25 +163,26 @@ class CopyWriter:
         self._copy = self._copying.__enter__()
         self._copy.write(encode.HEADER)
 
-    def _merge(self, connection: psycopg.Connection[Any]) -> None:
+    def _merge(self, connection: psycopg.Connection[Any], found: Definition) -> None:
         """Merge reduced rows into the target, in the task's own transaction."""
         merge = self._ready.merge
-        self._staging.add(connection, self._staged, merge, self._work)
+        self._staging.add(connection, self._staged, merge, self._work, found)
         if self._options.write.delete is not None:
-            connection.execute(merge.delete(self._staging.full(self._staged)))
+            delete(connection, self._options, merge, self._staging.full(self._staged), found)
         self._staging.drop(connection, self._staged)
 
-    def _end_copy(self, fingerprint: Fingerprint) -> None:
+    def _end_copy(self, connection: psycopg.Connection[Any], fingerprint: Fingerprint) -> None:
         self._copy.write(encode.TRAILER)
         self._copying.__exit__(None, None, None)
         self._copying = None
-        if self._cursor.rowcount != self._rows or self._rows != fingerprint.count:
+        shard = f"shard {self._work.shard} of batch {self._work.batch}"
+        if self._rows != fingerprint.count:
             raise InvariantBroken(
-                "ROWS_DIFFER",
-                f"Shard {self._work.shard} of batch {self._work.batch}: {self._rows} rows were sent, but the server "
-                f"stored {self._cursor.rowcount}, and the fingerprint counts {fingerprint.count}.",
-                next_step=f"check whether a trigger of {self._ready.name} drops rows; write to a table without one",
+                "ROWS_DIFFER", f"{shard}: {self._rows} rows were sent, but the fingerprint counts {fingerprint.count}."
             )
+        if self._cursor.rowcount != self._rows:
+            found = self._server.definition(connection)
+            check_count(self._options, self._rows, self._cursor.rowcount, found, shard)
 
     def _prepare(self, connection: psycopg.Connection[Any], fingerprint: Fingerprint) -> str:
         from psycopg import sql

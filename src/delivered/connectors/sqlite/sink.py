@@ -6,11 +6,21 @@ import contextlib
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 
-from delivered.connectors.sqlite import target
-from delivered.connectors.sqlite.database import WAL_RACE_FIXED, begin, connect, explained, migrate, rollback, writing
+from delivered.connectors.sqlite import definition, target
+from delivered.connectors.sqlite.database import (
+    WAL_RACE_FIXED,
+    SqliteDatabase,
+    begin,
+    connect,
+    explained,
+    migrate,
+    rollback,
+    writing,
+)
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.types import TYPES
 from delivered.contract.finding import Finding
@@ -18,6 +28,8 @@ from delivered.contract.powers import KeyMemory
 from delivered.kits.sink import Parts
 from delivered.kits.sql.merge import no_unique_index
 from delivered.kits.sql.sink import HISTORY, DatabaseSink
+from delivered.kits.sql.stored import checked
+from delivered.kits.sql.stored import findings as table_findings
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
@@ -67,7 +79,7 @@ class SqliteSink(DatabaseSink):
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
         """Opens the database for writing, as a batch would, without changing rows."""
         del guarantee
-        findings = []
+        findings: list[Finding] = []
         try:
             connection = connect(self.options.path)
             try:
@@ -75,7 +87,7 @@ class SqliteSink(DatabaseSink):
                 begin(connection, CONNECT_TIMEOUT_S)
                 # BEGIN IMMEDIATE alone succeeds on a read-only file. This writes, and is rolled back.
                 connection.execute("UPDATE _delivered_migration SET applied_at_ms = applied_at_ms")
-                self._check_table(connection)
+                findings.extend(self._check_table(connection))
                 journal = str(connection.execute("PRAGMA journal_mode").fetchone()[0])
                 if journal == "wal" and sqlite3.sqlite_version_info < WAL_RACE_FIXED:
                     findings.append(_wal_race(self.options.path))
@@ -92,13 +104,23 @@ class SqliteSink(DatabaseSink):
             return [Finding("STAGING_FAILED", message, True, f"chmod u+w {self.options.staging.parent}")]
         return findings
 
-    def _check_table(self, connection: sqlite3.Connection) -> None:
+    def _check_table(self, connection: sqlite3.Connection) -> Iterator[Finding]:
         write = self.options.write
+        definition.check_kind(connection, self.options)
         if not target.table_columns(connection, self.options.table):
             if not self.options.create:
                 raise target.missing_table(self.options)
         elif write.upserts and not target.has_unique_index(connection, self.options.table, write.keys):
             raise no_unique_index(write, self.options.table, self.options.where)
+        else:
+            yield from table_findings(self.options, definition.read(connection, self.options))
+
+    def checked_target(self) -> Sequence[str]:
+        """See `delivered.contract.powers.ChecksTarget`."""
+        if not Path(self.options.path).exists():
+            return ()
+        found = SqliteDatabase(self.options.path).ask(lambda connection: definition.read(connection, self.options))
+        return checked(self.options, found)
 
     def ready_target(self, schema: pa.Schema) -> None:
         """See `delivered.contract.powers.NeedsTarget`."""

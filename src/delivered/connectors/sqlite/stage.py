@@ -19,13 +19,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.sqlite import target
+from delivered.connectors.sqlite import definition, target
 from delivered.connectors.sqlite.database import DIALECT, SqliteDatabase
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.types import TYPES
 from delivered.kits.sql.conditional import Conditional
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.merge import ORDER, ROUND, SHARD, Merge, key_in_two_shards, stored
+from delivered.kits.sql.merge import ORDER, ROUND, SHARD, key_in_two_shards, stored
+from delivered.kits.sql.stage import delete, upsert
 from delivered.kits.table.durable import make_folder, sync
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope, Work
@@ -225,9 +226,10 @@ class Merging:
         """Args: schema: plain types."""
         self._connection = connection
         self._mode = options.write
-        self._table, self._path = options.table, options.path
+        self._options = options
+        self._found = definition.read(connection, options)
         columns = tuple(stored(options.write, schema).names)
-        self._merge = Merge(options.write, quoted(options.table), columns)
+        self._merge = definition.SqliteMerge(options.write, quoted(options.table), columns, self._found.clauses)
         self._shards: set[int] = set()
         body = "".join(f"{quoted(f.name)} {TYPES.declared(f.type)}, " for f in schema)
         connection.execute(f"DROP TABLE IF EXISTS {STAGED}")
@@ -239,13 +241,14 @@ class Merging:
     def add(self, shard: int, batches: Iterable[pa.RecordBatch]) -> int:
         """Return the number of rows."""
         self._shards.add(shard)
-        return target.insert(self._connection, STAGED, batches, {SHARD: shard})
+        return target.insert(self._connection, f"INSERT INTO {STAGED}", batches, {SHARD: shard})[0]
 
     def finish(self, work: Work) -> None:
         """Merge the rows into the table, inside a read-write transaction.
 
         Raises:
-            UsageError: a key is in two shards, so their order is undefined; or a conflict stops the query.
+            UsageError: a key is in two shards, so their order is undefined; a conflict stops the query; or the table
+                dropped a row without an error.
         """
         mode = self._mode
         if mode.upserts and (mode.version is None or mode.expected is not None) and len(self._shards) > 1:
@@ -255,16 +258,17 @@ class Merging:
                 f"HAVING min({quoted(SHARD)}) <> max({quoted(SHARD)}) LIMIT 1"
             ).fetchone()
             if found is not None:
-                raise key_in_two_shards(self._mode, found, self._table)
+                raise key_in_two_shards(self._mode, found, self._options.table)
         if mode.upserts:
             self._connection.execute((self._merge.number if mode.keeps_all else self._merge.reduce)(STAGED))
+        connection, options, merge = self._connection, self._options, self._merge
         if mode.conditional:
             Conditional(
-                self._connection, SqliteDatabase(self._path), DIALECT, self._merge, STAGED, work, quoted(SHARD),
-                self._table,
+                connection, SqliteDatabase(options.path), DIALECT, merge, STAGED, work, quoted(SHARD), options,
+                self._found,
             ).run()  # fmt: skip
         else:
-            self._connection.execute(self._merge.upsert(STAGED))
-        if self._mode.delete is not None:
-            self._connection.execute(self._merge.delete(STAGED))
-        self._connection.execute(f"DROP TABLE {STAGED}")
+            upsert(connection, options, merge, STAGED, self._found)
+        if mode.delete is not None:
+            delete(connection, options, merge, STAGED, self._found)
+        connection.execute(f"DROP TABLE {STAGED}")

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from delivered.connectors.sqlite import target
+from delivered.connectors.sqlite import definition, target
 from delivered.connectors.sqlite.database import DIALECT, SqliteDatabase, begin, migrate, rollback, version_of, writing
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.stage import Merging, StagedRows, read_staged, staged_schema
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.keys import KeyTable
 from delivered.kits.sql.store import SqlStore
+from delivered.kits.sql.stored import Definition, check_count, check_emptied
 from delivered.ledger.store import Head, Swap
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope, Work
@@ -95,7 +96,7 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
         return Ok(None) if found else Failed(str(reason))
 
     def _move(self, connection: sqlite3.Connection, decision: Decision, move: Sequence[Prepared]) -> None:
-        merging = None
+        merging, found = None, definition.read(connection, self._options)
         if move:
             schema = staged_schema(self._options, self._scope, StagedRows.of(move[0]))
             target.ready(connection, self._options, schema)
@@ -106,10 +107,12 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
             and not decision.revision
             and target.table_columns(connection, self._options.table)
         ):
-            connection.execute(f"DELETE FROM {quoted(self._options.table)}")  # noqa: S608
+            table = quoted(self._options.table)
+            connection.execute(f"DELETE FROM {table}")  # noqa: S608
+            check_emptied(connection, self._options, table, found)
         for prepared in move:
             reach(StepId.COMMIT_APPLY, Moment.BEFORE, batch=decision.batch, shard=prepared.shard)
-            self._add_shard(connection, prepared, merging)
+            self._add_shard(connection, prepared, merging, found)
             reach(StepId.COMMIT_APPLY, Moment.AFTER, batch=decision.batch, shard=prepared.shard)
         if merging is not None:
             merging.finish(Work(self._scope, decision.batch, 0, 0))
@@ -129,13 +132,15 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
             connection.execute(f"ALTER TABLE {quoted(old)} RENAME TO {quoted(new)}")
             connection.execute("UPDATE _delivered_table SET name = ? WHERE name = ?", (new, old))
 
-    def _add_shard(self, connection: sqlite3.Connection, prepared: Prepared, merging: Merging | None) -> None:
+    def _add_shard(
+        self, connection: sqlite3.Connection, prepared: Prepared, merging: Merging | None, found: Definition
+    ) -> None:
         staged = StagedRows.of(prepared)
         batches = read_staged(self._options, self._scope, staged)
         if merging is not None:
-            rows = merging.add(prepared.shard, batches)
+            rows = kept = merging.add(prepared.shard, batches)
         else:
-            rows = target.insert(connection, quoted(self._options.table), batches)
+            rows, kept = target.insert_rows(connection, self._options, found, batches)
         if rows != staged.rows or rows != prepared.fingerprint.count:
             raise InvariantBroken(
                 "STAGED_ROWS_DIFFER",
@@ -143,6 +148,7 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
                 f"fingerprint counts {prepared.fingerprint.count}.",
                 next_step="start the pipeline again; the batch runs again",
             )
+        check_count(self._options, rows, kept, found, f"shard {prepared.shard}")
 
 
 def key_table(options: SqliteOptions, scope: Scope) -> KeyTable[sqlite3.Connection]:

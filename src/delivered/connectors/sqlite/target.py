@@ -8,10 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import pyarrow as pa
 
 from delivered.connectors.sqlite import types
+from delivered.connectors.sqlite.definition import SqliteMerge, check_kind
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.types import TYPES
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import stored
+from delivered.kits.sql.stored import Definition
 from delivered.kits.sql.target import absent, check_known, column_missing, extended, marked, missing, new_mark
 from delivered.model.errors import UsageError
 
@@ -28,6 +30,7 @@ def ready(connection: sqlite3.Connection, options: SqliteOptions, schema: pa.Sch
         UsageError: the table is missing, a column is missing or of another type, or the rows' schema has changed.
     """
     schema = stored(options.write, TYPES.plain_schema(schema))
+    check_kind(connection, options)
     columns = table_columns(connection, options.table)
     if not columns:
         if not options.create:
@@ -138,24 +141,36 @@ def has_unique_index(connection: sqlite3.Connection, table: str, keys: Sequence[
     return {k.lower() for k in keys} in found.values()
 
 
+def insert_rows(
+    connection: sqlite3.Connection, options: SqliteOptions, found: Definition, batches: Iterable[pa.RecordBatch]
+) -> tuple[int, int]:
+    """As `insert`, into the user's table."""
+    return insert(connection, SqliteMerge(options.write, quoted(options.table), (), found.clauses).insert_into, batches)
+
+
 def insert(
-    connection: sqlite3.Connection, table: str, batches: Iterable[pa.RecordBatch], also: Mapping[str, int] | None = None
-) -> int:
-    """Insert rows inside the open transaction, in bounded chunks of Python objects. Returns their number.
+    connection: sqlite3.Connection,
+    into: str,
+    batches: Iterable[pa.RecordBatch],
+    also: Mapping[str, int] | None = None,
+) -> tuple[int, int]:
+    """Insert rows inside the open transaction, in bounded chunks of Python objects.
+
+    Returns the numbers of rows sent and stored.
 
     Args:
-        table: quoted for SQL.
+        into: "INSERT INTO" and the table, quoted for SQL.
         also: columns with a constant value.
     """
-    statement, rows = "", 0
+    statement, sent, kept = "", 0, 0
     more = also or {}
     for batch in batches:
         if not statement:
             names = [*batch.schema.names, *more]
             values = [*("?" * batch.num_columns), *(str(int(v)) for v in more.values())]
-            statement = f"INSERT INTO {table} ({', '.join(map(quoted, names))}) VALUES ({', '.join(values)})"  # noqa: S608
+            statement = f"{into} ({', '.join(map(quoted, names))}) VALUES ({', '.join(values)})"
         for start in range(0, batch.num_rows, CHUNK_ROWS):
             chunk = batch.slice(start, CHUNK_ROWS)
-            connection.executemany(statement, zip(*map(types.to_sql, chunk.columns), strict=True))
-            rows += chunk.num_rows
-    return rows
+            kept += connection.executemany(statement, zip(*map(types.to_sql, chunk.columns), strict=True)).rowcount
+            sent += chunk.num_rows
+    return sent, kept

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from delivered.connectors.sqlite import target
+from delivered.connectors.sqlite import definition, target
 from delivered.connectors.sqlite.database import SqliteDatabase, connect, explained, migrate, rollback, writing
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.stage import Merging, StagedFile
 from delivered.connectors.sqlite.types import TYPES, check_values
-from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import check_rows, stored
+from delivered.kits.sql.stored import Definition, check_count
+from delivered.kits.sql.types import check_nulls
 from delivered.model.columns import fitted
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -36,13 +37,15 @@ class StagingWriter:
         self._work = work
         self._schema = TYPES.plain_schema(schema)
         self._file: StagedFile | None = None
+        self._filled: tuple[str, ...] = ()
 
     def stage(self, batch: pa.RecordBatch) -> None:
         batch = fitted(batch, self._schema)
         check(self._options, batch)
         if self._file is None:
-            self._compare()
+            self._filled = self._compare()
             self._file = StagedFile(self._options, self._work, self._schema)
+        check_nulls(batch, self._filled)
         self._file.write(batch)
 
     def prepare(self, fingerprint: Fingerprint) -> Promise:
@@ -53,13 +56,17 @@ class StagingWriter:
         if self._file is not None:
             self._file.discard()
 
-    def _compare(self) -> None:
-        """Fail before staging rows if the decision is certain to fail."""
+    def _compare(self) -> tuple[str, ...]:
+        """Fail before staging rows if the decision is certain to fail.
+
+        Returns the columns in which SQLite replaces null.
+        """
         if not Path(self._options.path).exists():
-            return
+            return ()
         connection = connect(self._options.path, mode="ro")
         try:
             columns = target.table_columns(connection, self._options.table)
+            filled = definition.filled(connection, self._options.table, self._schema.names)
         except sqlite3.Error as error:
             raise explained(error, self._options.path) from error
         finally:
@@ -68,6 +75,7 @@ class StagingWriter:
             target.compare(self._options, stored(self._options.write, self._schema), columns)
         elif not self._options.create:
             raise target.missing_table(self._options)
+        return filled
 
 
 class DirectWriter:
@@ -82,11 +90,14 @@ class DirectWriter:
         self._schema = TYPES.plain_schema(schema)
         self._connection: sqlite3.Connection | None = None
         self._merging: Merging | None = None
+        self._found = Definition()
+        self._filled: tuple[str, ...] = ()
 
     def stage(self, batch: pa.RecordBatch) -> None:
         batch = fitted(batch, self._schema)
         check(self._options, batch)
         connection = self._ready()
+        check_nulls(batch, self._filled)
         if self._merging is not None:
             with self._explaining():
                 connection.execute("BEGIN")  # locks only the temporary table
@@ -94,8 +105,11 @@ class DirectWriter:
                 connection.execute("COMMIT")
             return
         for start in range(0, batch.num_rows, target.CHUNK_ROWS):
+            chunk = batch.slice(start, target.CHUNK_ROWS)
             with writing(connection, self._options.path):
-                target.insert(connection, quoted(self._options.table), [batch.slice(start, target.CHUNK_ROWS)])
+                check_count(
+                    self._options, *target.insert_rows(connection, self._options, self._found, [chunk]), self._found
+                )
 
     def prepare(self, fingerprint: Fingerprint) -> Promise:
         del fingerprint
@@ -122,6 +136,8 @@ class DirectWriter:
                 migrate(connection, self._options.path)
                 with writing(connection, self._options.path):
                     target.ready(connection, self._options, self._schema)
+                    self._found = definition.read(connection, self._options)
+                    self._filled = definition.filled(connection, self._options.table, self._schema.names)
                 if self._options.write.merges:
                     with self._explaining():
                         self._merging = Merging(connection, self._options, self._schema)

@@ -23,6 +23,8 @@ class Column:
         precision, scale: of a bounded decimal; else None.
         required: NOT NULL without a default.
         computed: a generated column.
+        width: characters of a bounded text; else None.
+        fills_null: the server replaces null by a value of its own.
     """
 
     kind: str
@@ -31,6 +33,8 @@ class Column:
     scale: int | None
     required: bool
     computed: bool
+    width: int | None = None
+    fills_null: bool = False
 
 
 def compare(

@@ -5,7 +5,7 @@ are applied in rounds, one row per key at a time, in order of arrival, so that e
 one.
 
     conflict     mode insert: the key exists. expectedVersion: the stored version is not the expected one
-    constraint   a unique, check, foreign key or not-null constraint of the table rejects the row
+    constraint   a unique, check, foreign key or not-null constraint of the table rejects the row, or a trigger drops it
 
 Skipped rows are counted in the same transaction, and optionally kept as dead letters. Existing rows are locked before
 they are compared, so that no other writer can change them until the batch is visible. If another writer inserts a key
@@ -24,6 +24,8 @@ from typing import Any, Generic
 from delivered.contract.powers import LeftOutRow
 from delivered.kits.sql.database import C, Connection, Database, Dialect, quoted
 from delivered.kits.sql.merge import ORDER, ROUND, Merge
+from delivered.kits.sql.options import TableOptions
+from delivered.kits.sql.stored import Definition, check_count, check_keys_stored
 from delivered.model.bad_row import as_json_text
 from delivered.model.capability import OnConflict
 from delivered.model.errors import UsageError
@@ -50,7 +52,7 @@ class Conditional(Generic[C]):
     Attributes:
         staged: the table's qualified name; it has the columns `ORDER` and `ROUND`.
         shard: SQL expression for a staged row's shard.
-        table: the target, for messages.
+        options: of the target; found: its definition.
     """
 
     connection: C
@@ -60,13 +62,14 @@ class Conditional(Generic[C]):
     staged: str
     work: Work
     shard: str
-    table: str
+    options: TableOptions
+    found: Definition
     left_out: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> None:
         """
         Raises:
-            UsageError: a conflict, and `on_conflict` is FAIL.
+            UsageError: a conflict, and `on_conflict` is FAIL; or the database dropped a row without an error.
         """
         mode = self.merge.mode
         self.database.at_once(self.connection)
@@ -77,6 +80,8 @@ class Conditional(Generic[C]):
                 # Under insert, later rows of the key conflict too: the stored row stays.
                 self._resolve(f"s.{quoted(ROUND)} {'>=' if mode.insert else '='} {number}")
             self._write(f"s.{quoted(ROUND)} = {number}", low, high)
+        if mode.upserts:
+            check_keys_stored(self.connection, self.options, self.merge, self.staged, self.found)
         note(self.connection, self.dialect, self.work, self.left_out)
 
     def _round_after(self, number: int) -> tuple[int, int, int] | None:
@@ -105,15 +110,22 @@ class Conditional(Generic[C]):
         return removed
 
     def _write(self, only: str, low: int, high: int) -> None:
-        """Write a range of staged rows; bisect it to find each row that violates a constraint."""
+        """Write a range of staged rows; bisect it to find each row that the table rejects or drops."""
         order = f"s.{quoted(ORDER)}"
         own = f"{only} AND {order} BETWEEN {low} AND {high}"
+        (sent,) = self.connection.execute(f"SELECT count(*) FROM {self.staged} AS s WHERE {own}").fetchone()
+        if not sent:
+            return
         try:
             with self._savepoint():
-                for statement in self.merge.write(self.staged, own):
-                    self.connection.execute(statement)
-        except self.database.errors() as error:
-            if not self.database.is_constraint(error):
+                written = (self.connection.execute(s).rowcount for s in self.merge.write(self.staged, own))
+                stored = sum(max(n, 0) for n in written)
+                if self.merge.mode.on_constraint is not OnConflict.DEAD_LETTER:
+                    check_count(self.options, sent, stored, self.found)
+                elif stored != sent:
+                    raise _Dropped(f"the table dropped the row without an error ({self.found.suspects})")
+        except (self.database.errors(), _Dropped) as error:
+            if not isinstance(error, _Dropped) and not self.database.is_constraint(error):
                 raise
             if low == high:
                 self._refuse(own, error)
@@ -150,7 +162,7 @@ class Conditional(Generic[C]):
         key = ", ".join(f"{k} = {str(record[k])[:60]!r}" for k in mode.keys)
         raise UsageError(
             "KEY_EXISTS" if mode.insert else "VERSION_CONFLICT",
-            f"Table {self.table!r}, key {key}: {reason}. Nothing of batch {self.work.batch} is visible.",
+            f"Table {self.options.table_text!r}, key {key}: {reason}. Nothing of batch {self.work.batch} is visible.",
             next_step='correct the row at the source, or keep such rows: .option("onConflict", "dead_letter")',
         )
 
@@ -205,11 +217,15 @@ class Conditional(Generic[C]):
         self.connection.execute("SAVEPOINT delivered")
         try:
             yield
-        except self.database.errors() as error:
-            if self.database.is_constraint(error):
+        except (self.database.errors(), _Dropped) as error:
+            if isinstance(error, _Dropped) or self.database.is_constraint(error):
                 self.connection.execute("ROLLBACK TO SAVEPOINT delivered")
             raise
         self.connection.execute("RELEASE SAVEPOINT delivered")
+
+
+class _Dropped(Exception):
+    """A statement stored fewer rows than it was given."""
 
 
 def note(connection: Connection, dialect: Dialect, work: Work, left_out: Mapping[str, int]) -> None:

@@ -11,11 +11,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from delivered.kits.warm import WarmClients
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.patience import query_patience_s, wait_out
+
+if TYPE_CHECKING:
+    from delivered.kits.sql.stored import Definition
 
 T = TypeVar("T")
 
@@ -183,6 +186,14 @@ class Server(Database[C]):
     @abstractmethod
     def idle(self, connection: C) -> bool:
         """Whether the connection is open and outside any transaction, by the client's state; no round trip."""
+
+    @abstractmethod
+    def definition(self, connection: C, *, columns: bool = False) -> Definition:
+        """What the target's definition does to rows. Raises the client's error.
+
+        Args:
+            columns: read limits and computed columns, too.
+        """
 
     @abstractmethod
     def version(self, connection: C) -> int:

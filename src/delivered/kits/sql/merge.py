@@ -122,6 +122,16 @@ class Merge:
     target: str
     columns: tuple[str, ...]
 
+    @property
+    def insert_into(self) -> str:
+        """Start of an INSERT into the target."""
+        return f"INSERT INTO {self.target}"
+
+    @property
+    def update_of(self) -> str:
+        """Start of an UPDATE of the target."""
+        return f"UPDATE {self.target}"
+
     def reduce(self, staged: str) -> str:
         """Keep the winning row of each key. The table holds all rows of a shard, or, with a version, of a batch."""
         by = f"{quoted(ORDER)} DESC"
@@ -165,7 +175,7 @@ class Merge:
             first = self.before_upsert(staged, only)
             return [*([first] if first is not None else []), self.upsert(staged, only)]
         columns = ", ".join(map(quoted, self.columns))
-        insert = f"INSERT INTO {self.target} ({columns}) SELECT {columns} FROM {staged} AS s WHERE {only}"
+        insert = f"{self.insert_into} ({columns}) SELECT {columns} FROM {staged} AS s WHERE {only}"
         if mode.expected is None:
             return [insert]
         known = f"{quoted(mode.expected)} IS NOT NULL"
@@ -174,7 +184,7 @@ class Merge:
     def update(self, staged: str, only: str) -> str:
         """Replace the table's rows of the staged keys."""
         changes = ", ".join(f"{quoted(c)} = s.{quoted(c)}" for c in self.columns if c not in self.mode.keys)
-        return f"UPDATE {self.target} AS t SET {changes} FROM {staged} AS s WHERE {self._same} AND {only}"
+        return f"{self.update_of} AS t SET {changes} FROM {staged} AS s WHERE {self._same} AND {only}"
 
     def before_upsert(self, staged: str, only: str = "TRUE") -> str | None:
         """Statement to run before `upsert`, if that cannot skip outdated rows itself."""
@@ -192,7 +202,7 @@ class Merge:
                 "UPDATE SET " + ", ".join(f"{c} = excluded.{c}" for c in others) + self._if_newer("WHERE", "excluded")
             )
         return (
-            f"INSERT INTO {self.target} AS t ({columns}) SELECT {columns} FROM {staged} AS s WHERE {rows} "
+            f"{self.insert_into} AS t ({columns}) SELECT {columns} FROM {staged} AS s WHERE {rows} "
             f"ON CONFLICT ({self._keys()}) DO {action}"
         )
 
@@ -205,6 +215,51 @@ class Merge:
                 f"WHERE s.{quoted(str(self.mode.delete))} IS TRUE{self._if_newer('AND', 's')}"
             )
         return f"DELETE FROM {self.target} WHERE ({self._keys()}) IN ({found})"
+
+    def rows(self, staged: str) -> str:
+        """The number of staged rows that are not deletes."""
+        return f"SELECT count(*) FROM {staged} AS s WHERE {self._no_delete}"
+
+    def current(self, staged: str) -> str:
+        """After `upsert`: the number of staged rows, except deletes, that the table has, or has a newer one of."""
+        version = quoted(self.mode.version) if self.mode.version is not None else None
+        newer = f" AND t.{version} >= s.{version}" if version is not None else ""
+        return f"SELECT count(*) FROM {self._found(staged)} WHERE {self._no_delete}{newer}"
+
+    def merged_key(self, staged: str, loose: Sequence[str]) -> str:
+        """A key that staged rows have in several spellings."""
+        several = " OR ".join(f"min({self.exact(quoted(k))}) <> max({self.exact(quoted(k))})" for k in loose)
+        return f"SELECT {self._keys()} FROM {staged} GROUP BY {self._keys()} HAVING {several} LIMIT 1"
+
+    def missing_key(self, staged: str, loose: Sequence[str]) -> str:
+        """After a write: a key of staged rows, except deletes, that the table does not hold in this spelling."""
+        same = " AND ".join([self._same, *map(self._spelt_alike, loose)])
+        return (
+            f"SELECT {self._keys('s.')} FROM {staged} AS s LEFT JOIN {self._target} ON {same} "
+            f"WHERE t.{quoted(self.mode.keys[0])} IS NULL AND {self._no_delete} LIMIT 1"
+        )
+
+    def other_key(self, staged: str, loose: Sequence[str], deletes: bool = False) -> str:
+        """A key of staged rows that the table holds in another spelling."""
+        alike = " AND ".join(map(self._spelt_alike, loose))
+        only = f"s.{quoted(str(self.mode.delete))} IS TRUE" if deletes else self._no_delete
+        return f"SELECT {self._keys('s.')} FROM {self._found(staged)} WHERE {only} AND NOT ({alike}) LIMIT 1"
+
+    def undeleted_key(self, staged: str) -> str:
+        """After `delete`: a key that it should have deleted."""
+        deleted = f"s.{quoted(str(self.mode.delete))} IS TRUE{self._if_newer('AND', 's')}"
+        return f"SELECT {self._keys('s.')} FROM {self._found(staged)} WHERE {deleted} LIMIT 1"
+
+    def exact(self, key: str) -> str:
+        """SQL of a key's spelling: equal only if the keys are identical."""
+        return f'({key})::text COLLATE "C"'
+
+    def _spelt_alike(self, key: str) -> str:
+        return f"{self.exact(f't.{quoted(key)}')} = {self.exact(f's.{quoted(key)}')}"
+
+    @property
+    def _no_delete(self) -> str:
+        return "TRUE" if self.mode.delete is None else f"s.{quoted(self.mode.delete)} IS NOT TRUE"
 
     def key_in_two(self, staged: Sequence[str]) -> str:
         """A key that is in more than one of these tables."""

@@ -13,6 +13,7 @@ from delivered.kits.sql import stage
 from delivered.kits.sql.database import C, Server
 from delivered.kits.sql.names import Names
 from delivered.kits.sql.store import SqlStore
+from delivered.kits.sql.stored import check_emptied, check_rules
 from delivered.ledger.store import Head
 from delivered.model.errors import DeliveredError, Unreachable
 from delivered.model.identity import Work
@@ -134,16 +135,19 @@ class ServerStore(SqlStore[C]):
 
     def _move(self, connection: C, decision: Decision, move: Sequence[Prepared]) -> None:
         self._staging.check_keys(connection, move)
+        found = self._server.definition(connection)
         if self._staging.options.write.complete and not decision.revision:
             table = self._table(connection)
             if table is not None:
+                check_rules(self._staging.options, found)
                 connection.execute(f"DELETE FROM {table}")
+                check_emptied(connection, self._staging.options, table, found)
         for prepared in move:
             work = Work(self._scope, decision.batch, prepared.shard, prepared.attempt)
             reach(StepId.COMMIT_APPLY, Moment.BEFORE, batch=work.batch, shard=work.shard)
-            self._staging.move(connection, prepared, work)
+            self._staging.move(connection, prepared, work, found)
             reach(StepId.COMMIT_APPLY, Moment.AFTER, batch=work.batch, shard=work.shard)
-        self._staging.delete(connection, move)
+        self._staging.delete(connection, move, found)
 
     @abstractmethod
     def _table(self, connection: C) -> str | None:

@@ -17,6 +17,7 @@ from delivered.kits.sql.database import Server
 from delivered.kits.sql.merge import check_columns, without_key
 from delivered.kits.sql.options import Mechanism, ServerOptions, TableOptions
 from delivered.kits.sql.redo import RedoWriter
+from delivered.kits.sql.stored import checked
 from delivered.kits.sql.types import Types
 from delivered.model.capability import Commit, OnConflict, SinkCapability
 from delivered.model.columns import fitted
@@ -197,6 +198,11 @@ class ServerSink(DatabaseSink):
         """A task's writer, which bears an outage of the server."""
         make = partial(self.parts["writer"], self.options, work, guarantee, schema)
         return RedoWriter(self.parts["database"](self.options), guarantee, make)
+
+    def checked_target(self) -> Sequence[str]:
+        """See `delivered.contract.powers.ChecksTarget`."""
+        server: Server[Any] = self.parts["database"](self.options)
+        return checked(self.options, server.ask(lambda connection: server.definition(connection, columns=True)))
 
     def add_columns(self, schema: pa.Schema) -> None:
         """See `delivered.contract.powers.AddsColumns`."""

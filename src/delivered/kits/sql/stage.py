@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from delivered.kits.sql import stored
 from delivered.kits.sql.conditional import Conditional
 from delivered.kits.sql.database import Connection, Dialect, Server, quoted
 from delivered.kits.sql.merge import Merge, key_in_two_shards
-from delivered.kits.sql.options import ServerOptions
+from delivered.kits.sql.options import ServerOptions, TableOptions
+from delivered.kits.sql.stored import Definition
 from delivered.kits.sql.transactions import PreparedRows
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Work
@@ -31,56 +33,70 @@ class Staging:
     def drop(self, connection: Connection, table: str) -> None:
         connection.execute(f"DROP TABLE IF EXISTS {self.full(table)}")
 
-    def reduce(self, connection: Connection, table: str, merge: Merge, rows: int) -> int:
+    def reduce(self, connection: Connection, table: str, merge: Merge, rows: int, found: Definition) -> int:
         """Keep the winning staged row of each key; return their number. If every row counts, number them instead.
 
         Args:
             rows: number of staged rows.
+
+        Raises:
+            UsageError: different keys are equal by the table's collation.
         """
         if not self.options.write.upserts:
             return rows
+        stored.check_merged(connection, self.options, merge, self.full(table), found)
         if self.options.write.keeps_all:
             connection.execute(merge.number(self.full(table)))
             return rows
         return rows - int(connection.execute(merge.reduce(self.full(table))).rowcount)
 
-    def add(self, connection: Connection, table: str, merge: Merge, work: Work) -> None:
-        """Merge reduced rows into the target, except deletes (see `delete`)."""
+    def add(self, connection: Connection, table: str, merge: Merge, work: Work, found: Definition) -> None:
+        """Merge reduced rows into the target, except deletes (see `delete`).
+
+        Raises:
+            UsageError: the database did not store what it was given.
+        """
+        stored.check_rules(self.options, found)
         name = self.full(table)
         if self.options.write.conditional:
             judge = Conditional(
-                connection, self.server, self.dialect, merge, name, work, str(int(work.shard)), self.options.table_text
+                connection, self.server, self.dialect, merge, name, work, str(int(work.shard)), self.options, found
             )
             judge.run()
             return
-        first = merge.before_upsert(name)
-        if first is not None:
-            connection.execute(first)
-        connection.execute(merge.upsert(name))
+        upsert(connection, self.options, merge, name, found)
 
-    def move(self, connection: Connection, prepared: Prepared, work: Work) -> None:
+    def move(self, connection: Connection, prepared: Prepared, work: Work, found: Definition) -> None:
         """Move a shard's rows into the target.
 
         Raises:
-            InvariantBroken: the rows differ from those prepared.
-            The client's error: the server rejected it, for instance because the staged rows are gone.
+            InvariantBroken: the staged rows differ from those prepared.
+            UsageError: the database did not store what it was given.
+            The client's error: the server rejected it, for instance because the staged rows are missing.
         """
         handle = PreparedRows.of(prepared)
-        table, target, columns = handle.staged, handle.target, handle.columns
+        table, columns = handle.staged, handle.columns
         staged = self.full(table)
         if self.options.write.merges:
             row = connection.execute(f"SELECT count(*) FROM {staged}").fetchone()
-            rows, prepared_rows = row[0] if row else 0, handle.kept
-            self.add(connection, table, self._merge(prepared), work)
-        else:
-            rows = connection.execute(f"INSERT INTO {target} ({columns}) SELECT {columns} FROM {staged}").rowcount
-            prepared_rows = prepared.fingerprint.count
-        if rows != prepared_rows:
+            self._check_staged(prepared, row[0] if row else 0, handle.kept)
+            self.add(connection, table, self._merge(prepared), work, found)
+            return
+        stored.check_rules(self.options, found)
+        rows = connection.execute(f"INSERT INTO {handle.target} ({columns}) SELECT {columns} FROM {staged}").rowcount
+        sent = prepared.fingerprint.count
+        if rows != sent:
+            there = connection.execute(f"SELECT count(*) FROM {staged}").fetchone()
+            self._check_staged(prepared, there[0] if there else 0, sent)
+            stored.check_count(self.options, sent, rows, found, f"shard {prepared.shard} of batch {work.batch}")
+
+    def _check_staged(self, prepared: Prepared, rows: int, expected: int) -> None:
+        if rows != expected:
             raise InvariantBroken(
                 "STAGED_ROWS_DIFFER",
-                f"Shard {prepared.shard}: {rows} rows were inserted into {target}, but {prepared_rows} were prepared.",
-                next_step="check whether a trigger or rule of the table drops rows; then start the pipeline again, "
-                "which repeats the batch",
+                f"Shard {prepared.shard}: {rows} rows are staged for {self.options.table_text!r}, but {expected} were "
+                "prepared.",
+                next_step="start the pipeline again, which repeats the batch",
             )
 
     def check_keys(self, connection: Connection, staged: Sequence[Prepared]) -> None:
@@ -96,13 +112,42 @@ class Staging:
             if duplicate_key is not None:
                 raise key_in_two_shards(write, duplicate_key, self.options.table_text)
 
-    def delete(self, connection: Connection, staged: Sequence[Prepared]) -> None:
+    def delete(self, connection: Connection, staged: Sequence[Prepared], found: Definition) -> None:
         """Apply the deletes of all shards, after the last `move`: with a version, a delete must find older rows of any
         shard."""
         if self.options.write.delete is not None:
             for prepared in staged:
-                connection.execute(self._merge(prepared).delete(self.full(PreparedRows.of(prepared).staged)))
+                table = self.full(PreparedRows.of(prepared).staged)
+                delete(connection, self.options, self._merge(prepared), table, found)
 
     def _merge(self, prepared: Prepared) -> Merge:
         handle = PreparedRows.of(prepared)
         return Merge(self.options.write, handle.target, handle.stored)
+
+
+def upsert(connection: Connection, options: TableOptions, merge: Merge, staged: str, found: Definition) -> None:
+    """Write the staged rows that are not deletes.
+
+    Raises:
+        UsageError: the database did not store what it was given.
+    """
+    (sent,) = connection.execute(merge.rows(staged)).fetchone()
+    first = merge.before_upsert(staged)
+    rows = 0 if first is None else connection.execute(first).rowcount
+    rows += connection.execute(merge.upsert(staged)).rowcount
+    mode = merge.mode
+    if rows < sent and (mode.version is not None or set(merge.columns) <= set(mode.keys)):
+        (rows,) = connection.execute(merge.current(staged)).fetchone()  # rows that the table has already
+    stored.check_count(options, sent, rows, found)
+    stored.check_keys_stored(connection, options, merge, staged, found)
+
+
+def delete(connection: Connection, options: TableOptions, merge: Merge, staged: str, found: Definition) -> None:
+    """Apply the staged deletes.
+
+    Raises:
+        UsageError: the database did not delete, or would delete the row of another key.
+    """
+    stored.check_before_delete(connection, options, merge, staged, found)
+    connection.execute(merge.delete(staged))
+    stored.check_deleted(connection, options, merge, staged, found)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.model.errors import UsageError
+from delivered.model.errors import BadRecord, UsageError
 
 
 class Types(ABC):
@@ -131,6 +132,45 @@ def because(reasons: pa.Array | None, mask: pa.Array, text: str) -> pa.Array | N
         return reasons
     added = pc.if_else(mask, text, pa.scalar(None, pa.string()))
     return added if reasons is None else pc.coalesce(reasons, added)
+
+
+def check_widths(batch: pa.RecordBatch, widths: Mapping[str, int]) -> None:
+    """
+    Args:
+        widths: column -> maximum number of characters.
+
+    Raises:
+        BadRecord: a text is longer; a server cuts spaces at its end without an error.
+    """
+    for name, width in widths.items():
+        column = batch.column(name)
+        longest = 0 if pa.types.is_null(column.type) else pc.max(pc.utf8_length(column)).as_py() or 0
+        if longest > width:
+            raise BadRecord(
+                "TEXT_TOO_LONG",
+                f"Column {name!r} has a text of {longest} characters; the table's column holds {width}.",
+                next_step="widen the table's column, or cut the text: "
+                f'df.withColumn("{name}", col("{name}").substr(1, {width}))',
+            )
+
+
+def check_nulls(batch: pa.RecordBatch, filled: Collection[str]) -> None:
+    """
+    Args:
+        filled: columns whose nulls the database replaces by values of its own.
+
+    Raises:
+        BadRecord: a row has null there.
+    """
+    for name in filled:
+        if name in batch.schema.names and batch.column(name).null_count:
+            raise BadRecord(
+                "NULL_FILLED",
+                f"A row has null in {name!r}: the table's column holds none, and the database would store a number or "
+                "time of its own, so the stored row would differ from the sent one.",
+                next_step=f'df.drop("{name}"), if the database should fill it in every row; else '
+                f'df.filter(col("{name}").isNotNull())',
+            )
 
 
 def outside_years(batch: pa.RecordBatch) -> pa.Array | None:
