@@ -3,7 +3,8 @@
 A trigger, a rule, a policy, a conflict clause or the collation of a key can drop, divert or merge rows without an
 error. So the counts that the database reports are compared with the rows sent, before the batch can be decided: by a
 task before it prepares, or in the decision's transaction. Where the table's definition can make the count deceive, the
-keys are looked up, too. What cannot be counted, a changed value, is a finding before the start; an audit compares values.
+keys are looked up, too. A changed value cannot be counted: triggers are a finding before the start, and an audit
+compares values.
 """
 
 from __future__ import annotations
