@@ -134,6 +134,8 @@ class ServerStore(SqlStore[C]):
         return self._server.waiting(once, kept=True)
 
     def _move(self, connection: C, decision: Decision, move: Sequence[Prepared]) -> None:
+        if not move and not self._staging.options.write.complete:
+            return
         self._staging.check_keys(connection, move)
         found = self._server.definition(connection)
         if self._staging.options.write.complete and not decision.revision:
