@@ -80,7 +80,7 @@ PITFALLS = {
     31: ("A task's attempts were numbered from 0 again when its stage reran; records were sent twice.",
          "Spark", "What may have been sent is asked of the ledger and of the driver, not of a counter."),
     32: ("Rows that triggers, rules or conflict clauses dropped were counted as written.",
-         "pglogical#303, frankensqlite#228", "The database's count is compared with the rows sent before the decision."),
+         "pglogical#303, frankensqlite#228", "The count of the database is compared before the decision."),
 }  # fmt: skip
 """Number: what happened, where it was seen, the rule here. Numbers are never given to another one."""
 

@@ -10,7 +10,7 @@ from delivered.connectors.mysql import errors
 from delivered.connectors.mysql.migrate import migrate, version_of
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.kits.sql.database import Server
-from delivered.kits.sql.stored import Definition
+from delivered.kits.sql.definition import Definition
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.target import exact, find, table_columns
-from delivered.kits.sql.stored import Definition, events
+from delivered.kits.sql.definition import Definition, events
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session

@@ -14,11 +14,11 @@ from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.store import staging
 from delivered.connectors.mysql.types import TYPES, check_values
 from delivered.kits.sql.database import give, take
+from delivered.kits.sql.definition import Definition
 from delivered.kits.sql.merge import check_rows
 from delivered.kits.sql.names import new_nonce
 from delivered.kits.sql.options import Mechanism
 from delivered.kits.sql.stage import delete
-from delivered.kits.sql.stored import Definition
 from delivered.kits.sql.transactions import PreparedRows, mark
 from delivered.kits.sql.types import check_nulls
 from delivered.model.columns import fitted

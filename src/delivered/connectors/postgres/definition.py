@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.postgres.options import PostgresOptions
-from delivered.kits.sql.stored import Definition, events
+from delivered.kits.sql.definition import Definition, events
 from delivered.kits.sql.target import text_of
 
 if TYPE_CHECKING:

@@ -16,11 +16,12 @@ from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.store import staging
 from delivered.connectors.postgres.types import TYPES
 from delivered.kits.sql.database import give, take
+from delivered.kits.sql.definition import Definition
 from delivered.kits.sql.merge import check_rows
 from delivered.kits.sql.names import Names, new_nonce
 from delivered.kits.sql.options import Mechanism
 from delivered.kits.sql.stage import delete
-from delivered.kits.sql.stored import Definition, check_count
+from delivered.kits.sql.stored import check_count
 from delivered.kits.sql.transactions import PreparedRows, mark
 from delivered.kits.sql.types import check_widths
 from delivered.model.columns import fitted

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from delivered.connectors.sqlite.options import SqliteOptions
+from delivered.kits.sql.definition import Definition, events
 from delivered.kits.sql.merge import Merge
-from delivered.kits.sql.stored import Definition, events
 from delivered.model.errors import UsageError
 
 _GAP = r"(?:\s|--[^\n]*\n|/\*.*?\*/)+"

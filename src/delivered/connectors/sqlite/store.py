@@ -13,9 +13,10 @@ from delivered.connectors.sqlite.database import DIALECT, SqliteDatabase, begin,
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.stage import Merging, StagedRows, read_staged, staged_schema
 from delivered.kits.sql.database import quoted
+from delivered.kits.sql.definition import Definition
 from delivered.kits.sql.keys import KeyTable
 from delivered.kits.sql.store import SqlStore
-from delivered.kits.sql.stored import Definition, check_count, check_emptied
+from delivered.kits.sql.stored import check_count, check_emptied
 from delivered.ledger.store import Head, Swap
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope, Work

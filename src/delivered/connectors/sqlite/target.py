@@ -12,8 +12,8 @@ from delivered.connectors.sqlite.definition import SqliteMerge, check_kind
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.types import TYPES
 from delivered.kits.sql.database import quoted
+from delivered.kits.sql.definition import Definition
 from delivered.kits.sql.merge import stored
-from delivered.kits.sql.stored import Definition
 from delivered.kits.sql.target import absent, check_known, column_missing, extended, marked, missing, new_mark
 from delivered.model.errors import UsageError
 

@@ -23,9 +23,10 @@ from typing import Any, Generic
 
 from delivered.contract.powers import LeftOutRow
 from delivered.kits.sql.database import C, Connection, Database, Dialect, quoted
+from delivered.kits.sql.definition import Definition
 from delivered.kits.sql.merge import ORDER, ROUND, Merge
 from delivered.kits.sql.options import TableOptions
-from delivered.kits.sql.stored import Definition, check_count, check_keys_stored
+from delivered.kits.sql.stored import check_count, check_keys_stored
 from delivered.model.bad_row import as_json_text
 from delivered.model.capability import OnConflict
 from delivered.model.errors import UsageError

@@ -18,7 +18,7 @@ from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.patience import query_patience_s, wait_out
 
 if TYPE_CHECKING:
-    from delivered.kits.sql.stored import Definition
+    from delivered.kits.sql.definition import Definition
 
 T = TypeVar("T")
 

@@ -9,9 +9,9 @@ from typing import Any
 from delivered.kits.sql import stored
 from delivered.kits.sql.conditional import Conditional
 from delivered.kits.sql.database import Connection, Dialect, Server, quoted
+from delivered.kits.sql.definition import Definition
 from delivered.kits.sql.merge import Merge, key_in_two_shards
 from delivered.kits.sql.options import ServerOptions, TableOptions
-from delivered.kits.sql.stored import Definition
 from delivered.kits.sql.transactions import PreparedRows
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Work

@@ -10,10 +10,10 @@ compares values.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from delivered.contract.finding import Finding
+from delivered.kits.sql.definition import Definition, listed
 from delivered.kits.sql.options import TableOptions
 from delivered.model.capability import WriteMode
 from delivered.model.errors import UsageError
@@ -21,59 +21,6 @@ from delivered.model.errors import UsageError
 if TYPE_CHECKING:
     from delivered.kits.sql.database import Connection
     from delivered.kits.sql.merge import Merge
-
-
-@dataclass(frozen=True)
-class Definition:
-    """What a table's definition does to rows besides storing them.
-
-    Attributes:
-        triggers: those that the write mode fires, and rules: those that replace its statements, each with its events.
-        loose: key column -> why different keys are equal in it.
-        row_security: a policy applies to this user.
-        clauses: the table's conflict clauses would skip or replace rows.
-        widths, filled: columns with a limit, and those that the server fills; for the plan.
-        exists: there is such a table.
-    """
-
-    triggers: tuple[str, ...] = ()
-    rules: tuple[str, ...] = ()
-    loose: dict[str, str] | None = None
-    row_security: bool = False
-    clauses: bool = False
-    widths: tuple[str, ...] = ()
-    filled: tuple[str, ...] = ()
-    exists: bool = True
-
-    @property
-    def loose_keys(self) -> tuple[str, ...]:
-        return tuple(self.loose or ())
-
-    @property
-    def deceives(self) -> bool:
-        """Whether as many rows as were sent may be stored under other keys."""
-        return bool(self.triggers or self.rules or self.loose)
-
-    @property
-    def suspects(self) -> str:
-        """What may have dropped rows, for messages."""
-        parts = []
-        if self.triggers:
-            parts.append(f"triggers: {', '.join(self.triggers)}")
-        if self.rules:
-            parts.append(f"rules: {', '.join(self.rules)}")
-        if self.loose:
-            parts.append(f"keys: {_listed(self.loose)}")
-        if self.row_security:
-            parts.append("row-level security applies to this user")
-        return "; ".join(parts) or "no triggers, no rules"
-
-
-def events(mode: WriteMode) -> tuple[str, ...]:
-    """Of the statements that a mode runs on the table."""
-    updates = mode.upserts and not mode.insert
-    deletes = mode.delete is not None or mode.complete
-    return ("INSERT", *(("UPDATE",) * updates), *(("DELETE",) * deletes))
 
 
 def check_count(options: TableOptions, sent: int, stored: int, definition: Definition, shard: str = "") -> None:
@@ -204,7 +151,7 @@ def findings(options: TableOptions, found: Definition, *, loads: bool = False) -
         first = next(iter(found.loose))
         yield Finding(
             "KEY_COLLATION",
-            f"Different keys of table {table!r} may be equal there: {_listed(found.loose)}. A batch with two such "
+            f"Different keys of table {table!r} may be equal there: {listed(found.loose)}. A batch with two such "
             "keys, or with one that the table has in another spelling, stops the query.",
             False,
             f"give column {first!r} a type and collation under which only identical keys are equal, or normalise the "
@@ -238,7 +185,7 @@ def checked(options: TableOptions, found: Definition) -> Sequence[str]:
         f"triggers {', '.join(found.triggers)}" if found.triggers else "no triggers",
         f"rules {', '.join(found.rules)}" if found.rules else "no rules",
         f"row security {'applies' if found.row_security else 'does not apply'}",
-        f"keys {_listed(found.loose)}" if found.loose else "keys equal only if identical",
+        f"keys {listed(found.loose)}" if found.loose else "keys equal only if identical",
         *((f"limits: {', '.join(found.widths)}",) if found.widths else ()),
         *((f"filled by the server: {', '.join(found.filled)}",) if found.filled else ()),
     )
@@ -249,7 +196,7 @@ def _equal_keys(options: TableOptions, mode: WriteMode, key: Sequence[Any], foun
     return UsageError(
         "KEY_COLLATION",
         f"Key {_shown(mode, key)} equals a different key of table {options.table_text!r} {options.where}: "
-        f"{_listed(found.loose or {})}. One row would stand for both. Under exactly_once nothing of the batch is "
+        f"{listed(found.loose or {})}. One row would stand for both. Under exactly_once nothing of the batch is "
         "decided or visible.",
         next_step="give the key columns a type and collation under which only identical keys are equal, or normalise "
         'the keys in the transform: lower(col("..."))',
@@ -258,7 +205,3 @@ def _equal_keys(options: TableOptions, mode: WriteMode, key: Sequence[Any], foun
 
 def _shown(mode: WriteMode, key: Sequence[Any]) -> str:
     return ", ".join(f"{k} = {str(v)[:60]!r}" for k, v in zip(mode.keys, key, strict=True))
-
-
-def _listed(loose: dict[str, str]) -> str:
-    return ", ".join(f"{column!r} ({why})" for column, why in loose.items())
