@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from delivered.connectors.postgres.migrate import migrate, version_of
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.kits.sql.database import Server
-from delivered.kits.sql.text_forms import POSTGRES, check_postgres, setting_refused
-from delivered.kits.sql.stored import Definition
 from delivered.kits.sql.definition import Definition
+from delivered.kits.sql.text_forms import POSTGRES, check_postgres, setting_refused
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
 
