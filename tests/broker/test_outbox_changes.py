@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import itertools
+import re
 from decimal import Decimal
 from typing import Any
 from urllib.parse import quote
@@ -14,7 +15,7 @@ from tests.broker.outbox_help import Stream, changed
 
 from delivered.connectors.outbox import CONNECTOR
 from delivered.contract.powers import planned
-from delivered.model.errors import BadRecord, UsageError
+from delivered.model.errors import BadRecord, Refused, UsageError
 
 _names = itertools.count()
 
@@ -167,6 +168,47 @@ def test_what_is_not_a_row_stops_the_query(orders: Table) -> None:
     with pytest.raises(BadRecord, match="OUTBOX_TRUNCATED"):
         again.batch()
     again.close()
+
+
+@pytest.mark.parametrize(
+    ("columns", "then", "lacks"),
+    [
+        ("id int, name text", [], "no primary key"),
+        ("id int UNIQUE NOT NULL, name text", ["ALTER TABLE {0} REPLICA IDENTITY USING INDEX {0}_id_key"], "no prim"),
+        ("id int, name text", ["ALTER TABLE {} REPLICA IDENTITY FULL"], "no primary key"),
+        ("id int PRIMARY KEY DEFERRABLE, name text", [], "deferrable primary key"),
+        ("id int PRIMARY KEY, name text", ["ALTER TABLE {} REPLICA IDENTITY NOTHING"], "IDENTITY NOTHING"),
+        (
+            "id int PRIMARY KEY, name text UNIQUE NOT NULL",
+            [
+                "ALTER TABLE {0} REPLICA IDENTITY USING INDEX {0}_name_key",
+                "ALTER TABLE {0} DROP CONSTRAINT {0}_name_key",
+            ],
+            "USING INDEX",
+        ),
+        (
+            "id int, name text) PARTITION BY RANGE (id",
+            ["CREATE TABLE {0}_p PARTITION OF {0} (PRIMARY KEY (id)) FOR VALUES FROM (0) TO (9)",
+             "CREATE TABLE {0}_q PARTITION OF {0} FOR VALUES FROM (10) TO (99)"],
+            "_q .of changes.* no primary key",
+        ),
+    ],
+)  # fmt: skip
+def test_a_table_that_the_log_cannot_identify_is_refused_before_its_application_fails(
+    postgres_log: Any, columns: str, then: list[str], lacks: str
+) -> None:
+    table = Table(postgres_log, columns)
+    table.execute(*then)
+    source = CONNECTOR.source({"url": postgres_log.url, "table": table.name})
+    (finding,) = [f for f in planned(source).preflight() if f.refuses]
+    assert finding.code == "OUTBOX_IDENTITY"
+    assert re.search(lacks, finding.message), finding.message
+    stream = Stream(planned(source), None)
+    with pytest.raises(Refused, match="OUTBOX_IDENTITY"):
+        stream.batch()
+    stream.close()
+    assert postgres_log.execute("SELECT 1 FROM pg_publication WHERE pubname LIKE %s", f"%{table.name}%") == []
+    table.execute("INSERT INTO {} (id, name) VALUES (1, 'a')", "UPDATE {} SET name = 'b'", "DELETE FROM {}")
 
 
 def test_only_postgresql_has_change_streams() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.outbox.database import connect, explaining, replication, sqlstate
+from delivered.connectors.outbox.identity import check_identity
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.connectors.outbox.positions import Positions
 from delivered.contract.source import Offsets
@@ -267,6 +268,8 @@ def create(connection: psycopg.Connection[Any], options: OutboxOptions, rows: Po
     Raises:
         Refused: a transaction that was running, or is prepared, did not end in time.
     """
+    if options.changes is not None:
+        check_identity(connection, options)
     publication, made = quoted("postgres", options.publication), f"{options.slot[:59]}_new"
     kinds = "insert" if options.changes is None else "insert, update, delete, truncate"
     if connection.execute("SELECT 1 FROM pg_publication WHERE pubname = %s", [options.publication]).fetchone() is None:

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from delivered.connectors.outbox import changes, events, peek, slot
 from delivered.connectors.outbox.database import connect, explaining, transaction
+from delivered.connectors.outbox.identity import check_identity
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.connectors.outbox.pgoutput import Op
 from delivered.connectors.outbox.poll import PollDriver
@@ -152,6 +153,8 @@ class OutboxSource:
         options = self.options
         now = slot.state(connection, options)
         slot.check_server(now, options)
+        if options.changes is not None:
+            check_identity(connection, options)
         able, owns = connection.execute(
             "SELECT rolsuper OR rolreplication, rolsuper OR pg_has_role(c.relowner, 'USAGE') FROM pg_roles, pg_class c "
             "WHERE rolname = current_user AND c.oid = to_regclass(%s)",
