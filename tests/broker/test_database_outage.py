@@ -6,10 +6,12 @@ import itertools
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.broker.running import Running, judge, sink_of_pair
+from tests.support.scans import scanned
 from tests.support.servers import paused
 from tests.support.sweeps import sweep
 
@@ -119,3 +121,24 @@ def test_a_standby_is_promoted_while_its_primary_stands_still(
         rows = running.stop()
         judge(pair.standby, table, rows)
         pair.primary.broker.kill()
+
+
+@pytest.mark.matrix
+def test_the_database_of_an_iceberg_catalog_is_away(new_postgres: Callable[..., Postgres], tmp_path: Path) -> None:
+    from delivered.connectors.iceberg import CONNECTOR
+
+    server = new_postgres()
+    catalog = {
+        "catalog.type": "sql",
+        "catalog.uri": server.url.replace("postgresql://", "postgresql+psycopg://"),
+        "catalog.warehouse": f"file://{tmp_path}/lake",
+    }
+    sink = CONNECTOR.sink({"table": "shop.orders", **catalog})
+    running = Running(sink)
+    running.go_on()
+    for how in ("kill", "stop"):
+        _away(server, how, 5)
+        running.go_on()
+    rows = running.stop()
+    found = sorted(i for batch in scanned(sink) for i in batch.column("id").to_pylist())
+    assert found == [*range(rows)]

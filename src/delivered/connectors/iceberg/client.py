@@ -14,6 +14,7 @@ from delivered.kits.table import target
 from delivered.kits.table.durable import make_folder, sync
 from delivered.kits.table.store import Store
 from delivered.model.errors import DeliveredError, MissingExtra
+from delivered.model.patience import query_patience_s, wait_out
 
 FILE_IO = "delivered.connectors.iceberg.disk.DurableFileIO"
 
@@ -63,19 +64,35 @@ def _open(options: IcebergOptions) -> Any:
 
 
 def open_table(options: IcebergOptions) -> Any | None:
-    """The current table; None if it does not exist.
+    """The current table; None if it does not exist. A running query waits for a catalog that restarts.
 
     Raises:
         Unreachable: catalog or store did not answer, or rejected the credentials.
     """
-    known = catalog(options)
-    from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
 
-    with explained(options):
-        try:
-            return known.load_table(options.identifier)
-        except (NoSuchTableError, NoSuchNamespaceError):
-            return None
+    def once() -> Any | None:
+        known = catalog(options)
+        from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
+
+        with explained(options):
+            try:
+                return known.load_table(options.identifier)
+            except (NoSuchTableError, NoSuchNamespaceError):
+                return None
+
+    where = options.catalog.get("uri", "").rpartition("@")[2]
+    return wait_out(f"the Iceberg catalog {where}", once, _is_away, query_patience_s())
+
+
+def _is_away(error: BaseException) -> bool:
+    """Whether a catalog that is a server did not answer, or its database."""
+    import sqlalchemy.exc
+
+    cause = error.__cause__
+    if isinstance(cause, sqlalchemy.exc.DBAPIError):
+        embedded = type(cause.orig).__module__.startswith("sqlite3")
+        return not embedded and isinstance(cause, (sqlalchemy.exc.OperationalError, sqlalchemy.exc.InterfaceError))
+    return isinstance(cause, ConnectionError) or type(cause).__name__ in ("ConnectionError", "ServiceUnavailableError")
 
 
 def require_table(options: IcebergOptions) -> Any:
