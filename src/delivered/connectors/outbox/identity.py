@@ -42,7 +42,7 @@ def check_identity(connection: psycopg.Connection[Any], options: OutboxOptions) 
                 "OUTBOX_IDENTITY",
                 f"{OWNER}: {name}{of} {lacks[0]}. A publication of its changes would make UPDATE and DELETE of the "
                 "application fail, or a copy keep rows that were deleted. Nothing was created.",
-                next_step=lacks[1].format(name),
+                next_step=f"in the database: {lacks[1].format(name)}; then start the pipeline again",
             )
 
 
