@@ -18,7 +18,7 @@ from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
-from delivered.model.work import BatchPlan, CheckpointView, Owner, Tolerance
+from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage, Tolerance
 
 if TYPE_CHECKING:
     from tests.support.servers import PostgresPair
@@ -82,7 +82,12 @@ class Running(threading.Thread):
         return plan
 
     def commit(self, plan: BatchPlan) -> None:
-        shards = [write_shard(self._sink, plan, shard, 0, self._pieces(shard), SCHEMA) for shard in range(self.SHARDS)]
+        self.decide(plan, self.write(plan))
+
+    def write(self, plan: BatchPlan) -> list[ShardMessage]:
+        return [write_shard(self._sink, plan, shard, 0, self._pieces(shard), SCHEMA) for shard in range(self.SHARDS)]
+
+    def decide(self, plan: BatchPlan, shards: list[ShardMessage]) -> None:
         commit_batch(self.context, plan.batch, plan.offsets, shards)
         self.batch, self.position = plan.batch + 1, self.position + self.SHARDS * self.ROWS
 

@@ -133,7 +133,7 @@ def test_the_database_of_an_iceberg_catalog_is_away(new_postgres: Callable[..., 
         "catalog.uri": server.url.replace("postgresql://", "postgresql+psycopg://"),
         "catalog.warehouse": f"file://{tmp_path}/lake",
     }
-    sink = CONNECTOR.sink({"table": "shop.orders", **catalog})
+    sink = CONNECTOR.sink({"table": "shop.orders", "ifNotExists": "true", **catalog})
     running = Running(sink)
     running.go_on()
     for how in ("kill", "stop"):

@@ -18,7 +18,7 @@ from delivered.connectors.postgres import CONNECTOR
 from delivered.connectors.postgres.client import PostgresDatabase
 from delivered.engine import decide
 from delivered.model import patience
-from delivered.model.errors import DeliveredError, LedgerBehind
+from delivered.model.errors import DeliveredError, LedgerBehind, OutcomeUnknown
 from delivered.model.guarantee import Guarantee
 from delivered.model.work import Tolerance
 
@@ -63,15 +63,16 @@ def test_a_wait_for_a_dead_standby_ends_unknown_and_the_next_start_finishes_the_
     """A cancelled wait would commit at the primary alone: never cancelled, so what waits stays invisible."""
     pair = new_postgres_pair(synchronous=True)
     sink, table = sink_of_pair(pair, "one_transaction")
-    running = Running(sink)
-    running.go_on()
+    running = Running(sink, batches=2)
+    running.finish()
+    plan = running.plan()
+    shards = running.write(plan)
     monkeypatch.setattr(patience, "OUTAGE_PATIENCE_S", 8.0)
     monkeypatch.setattr(decide, "OUTAGE_PATIENCE_S", 8.0)
     pair.standby.broker.kill()
-    until(lambda: running.error is not None, "it ends")
-    said = str(running.error)
-    assert isinstance(running.error, DeliveredError)
-    assert "standby1" in said and re.search(r"[Ww]aited \d+ s|for more than \d+ s", said), said
+    with pytest.raises(OutcomeUnknown, match="DECISION_UNKNOWN") as caught:
+        running.decide(plan, shards)
+    assert re.search(r"a commit waited \d+ s for .*standby1.*then .*waits for a synchronous", str(caught.value))
     # Nobody cancelled a wait: no row is visible of a batch that the standby does not have.
     judge(pair.primary, table, running.position)
     assert "STANDBY_MISSING" in [f.code for f in sink.preflight(EXACT)]
