@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.broker.source_help import cut_log, positions, produce, source
+from tests.support.three_brokers import ThreeBrokers
 
 from delivered.checkpoint.offset_metadata import FILE, PlainDriver, stream_driver
 from delivered.contract.source import Offsets, Source, SourceDriver
@@ -175,3 +176,44 @@ def test_a_restored_broker_with_the_same_epochs(new_kafka: Callable[..., Any], t
         with pytest.raises(InvariantBroken, match="DATA_LOST"):
             driver.latest(read.end, None)
             driver.check_landmarks(read.end, read.landmarks)
+
+
+@pytest.mark.matrix
+def test_an_unclean_election_and_a_clean_one(tmp_path: Path) -> None:
+    """A leader that had lost 300 records takes over; in another topic, one that has all of them does."""
+    cluster = ThreeBrokers(tmp_path / "three")
+    weak, strong = (cluster.topic(replicas, config={"min.insync.replicas": "1"}) for replicas in ([1, 2], [1, 3]))
+    produce(cluster, weak, OLD[:CUT])
+    produce(cluster, strong, OLD[:CUT])
+    cluster.broker(2).kill()
+    cluster.wait_until(lambda: in_sync(cluster, weak) == [1], "broker 2 out of the way")
+    lost, kept = Read(cluster, tmp_path, weak), Read(cluster, tmp_path, strong)
+    cluster.broker(1).kill()
+    cluster.broker(2).restart()
+
+    def elected() -> bool:
+        cluster.elect(weak, 0, unclean=True)
+        return cluster.leader(weak) == 2
+
+    cluster.wait_until(elected, "an unclean election")
+    there = cluster.without(1)
+    for topic in (weak, strong):
+        produce(there, topic, NEW)
+    for driver in (lost.running, lost.driver()):
+        with closing(driver), pytest.raises(InvariantBroken, match=rf"DATA_LOST.*at offset {CUT}.*300 offsets"):
+            driver.latest(lost.end, None)
+    for driver in (kept.running, kept.driver()):
+        with closing(driver):
+            end = driver.latest(kept.end, None)
+            assert end == {strong: {"0": 2_000}}
+            driver.check_landmarks(kept.end, kept.landmarks)
+    options = {"failOnDataLoss": False}
+    with closing(lost.driver(**options)) as driver:
+        end = driver.latest(lost.end, None)
+        assert lost.read(lost.source(**options), driver, lost.end, end) == NEW
+    cluster.stop()
+
+
+def in_sync(cluster: ThreeBrokers, topic: str) -> list[int]:
+    [partition] = cluster.wire.topic(topic).partitions
+    return list(partition.isr_nodes)

@@ -56,7 +56,8 @@ class KafkaSource:
 
     def capability(self) -> SourceCapability:
         assumes = [
-            f"Kafka keeps the records of {self.options.what} until their batch is logged (retention, compaction)"
+            f"Kafka keeps the records of {self.options.what} until their batch is logged (retention, compaction)",
+            "brokers are not restored from a copy of their disks that is less than a minute old",
         ]
         if not self.options.fail_on_data_loss:
             assumes.append(

@@ -52,7 +52,10 @@ class PulsarSource:
 
     def capability(self) -> SourceCapability:
         kept = "by its subscription or by retention" if self.options.subscription else "by retention, or a subscription"
-        assumes = [f"Pulsar keeps the messages of {self.options.what} until their batch is logged ({kept})"]
+        assumes = [
+            f"Pulsar keeps the messages of {self.options.what} until their batch is logged ({kept})",
+            "brokers are not restored from a copy of their disks that is less than a minute old",
+        ]
         if not self.options.fail_on_data_loss:
             assumes.append(
                 "failOnDataLoss is false: messages that Pulsar deletes before they are read are lost, with a warning"

@@ -57,6 +57,7 @@ class RabbitmqStreamSource:
         what = ", ".join(self.options.streams)
         assumes = [
             f"RabbitMQ keeps the messages of {what} until their batch is logged (x-max-age, x-max-length-bytes)",
+            "a stream that is recreated or restored has other messages at the offsets that were read",
             "no compressed batches of the stream protocol, which RabbitMQ does not deliver over AMQP 0-9-1",
         ]
         if not self.options.fail_on_data_loss:
