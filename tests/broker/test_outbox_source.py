@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+import shutil
 import sqlite3
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +274,43 @@ def test_a_new_row_with_the_id_of_a_deleted_one_is_not_lost(request: pytest.Fixt
         stream.driver.acknowledge(stream.at)
         stream.close()
         assert box.left() == 1, "it was deleted without being delivered"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("keep", ["false", "true"])
+def test_files_of_a_server_that_were_restored_and_grew_past_the_position(new_postgres: Any, keep: str) -> None:
+    """P29: the same timeline, and a WAL that is longer than the position. Slots go back in a crash, too."""
+    server = new_postgres()
+    box = Shop("postgres", server.url, server.url, "log")
+    source = box.source(keep=keep)
+    stream = Stream(source)
+    assert stream.rest() == []
+    box.send(*range(20))
+    stream.driver.close()
+    server.broker.stop()
+    copy = server.broker.folder.with_name("copy")
+    subprocess.run(["cp", "-a", server.broker.folder / "data", copy], check=True)
+    server.broker.restart()
+    box.send(*range(20, 30))
+    assert len(stream.rest()) == 30
+    known = stream.driver.landmarks(stream.at)
+    assert known
+    stream.driver.check_landmarks(stream.at, known)
+    stream.close()
+    server.broker.kill()
+    server.broker.restart()
+    with contextlib.closing(source.driver()) as crashed:
+        crashed.check_landmarks(stream.at, known)
+    server.broker.kill()
+    shutil.rmtree(server.broker.folder / "data")
+    copy.rename(server.broker.folder / "data")
+    server.broker.restart()
+    box.send(*range(100, 200))
+    with contextlib.closing(source.driver()) as driver:
+        for _ in range(2):
+            with pytest.raises(InvariantBroken, match=r"OUTBOX_DATABASE_BEHIND.*another transaction"):
+                driver.check_landmarks(stream.at, known)
+    assert box.left() == 120
 
 
 def moved_to(box: Shop, position: str = "pg_current_wal_lsn()") -> str:

@@ -89,8 +89,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._reading.is_drained:
             end = start
         else:
+            self._landmarks.check(self._driver, start)  # first: a driver may acknowledge the start again
             end = self._driver.latest(start, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
-            self._landmarks.check(self._driver, start)
             idle_s = 0.0 if self._ends else LANDMARK_IDLE_EVERY_S
             self._landmarks.keep(self._driver, start, idle_s if end == start else LANDMARK_EVERY_S)
         if self._reading.until is not None:

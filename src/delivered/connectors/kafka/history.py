@@ -75,13 +75,10 @@ class LogHistory:
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
         self._wire: Wire | None = None
-        self._started = False
         self._checked: dict[Partition, int] = {}
 
     def partings(self, at: Positions, epochs: Mapping[Partition, int]) -> dict[Partition, Parting]:
-        """Partitions whose log is another one below the position.
-
-        Asks the brokers at the first call, and for a partition that has another leader epoch than its position.
+        """Partitions whose log is another one below the position. Asks the brokers once for each leader epoch.
 
         Args:
             epochs: of the leaders now.
@@ -89,24 +86,23 @@ class LogHistory:
         Raises:
             Unreachable, UsageError: no answer.
         """
-        first, self._started = not self._started, True
-        asked = {
-            p: epoch
-            for p, epoch in at.epochs.items()
-            if at.at.get(p, 0) > 0 and p in epochs and (first or self._checked.get(p, epoch) != epochs[p])
-        }
+        changed = {p: e for p, e in epochs.items() if self._checked.get(p) != e}
+        found = self.compare(at, {p: e for p, e in at.epochs.items() if p in changed})
+        self._checked |= {p: e for p, e in changed.items() if p not in found}
+        return found
+
+    def compare(self, at: Positions, epochs: Mapping[Partition, int]) -> dict[Partition, Parting]:
+        """As `partings`, for these epochs of positions."""
+        asked = {p: epoch for p, epoch in epochs.items() if at.at.get(p, 0) > 0}
         if not asked or not can_ask(self._options.client):
             return {}
-        ends = self._ends(asked)
         found: dict[Partition, Parting] = {}
-        for partition, end in ends.items():
+        for partition, end in self._ends(asked).items():
             position, epoch = at.at[partition], asked[partition]
             if end.epoch < 0:
                 found[partition] = Parting(position, None, epoch)
             elif end.offset < position:
                 found[partition] = Parting(position, end.offset, epoch)
-            else:
-                self._checked[partition] = epochs[partition]
         return found
 
     def _ends(self, asked: Mapping[Partition, int]) -> dict[Partition, EpochEnd]:

@@ -59,7 +59,8 @@ class OutboxSource:
                 "within a batch, rows come in the order of their ids, not of their commits",
             ]
         if options.by_log:
-            assumes.append("the server is not restored from a copy of its files, which has the same timeline")
+            age = ", which has the same timeline" if options.changes is not None else " that is less than a minute old"
+            assumes.append(f"the server is not restored from a copy of its files{age}")
         return SourceCapability(
             system="outbox",
             replayable=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from delivered.connectors.outbox import peek, slot
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("delivered.outbox")
 T = TypeVar("T")
+_LAST = "last"
 
 IDLE_BYTES = 64 << 20
 """After this much WAL without a row, an empty batch moves the slot on, so that the server can remove the WAL."""
@@ -45,6 +46,7 @@ class WalDriver:
         self._connection: psycopg.Connection[Any] | None = None
         self._locked = False
         self._frozen: int | None = None
+        self._delivered: tuple[int, str] | None = None
 
     def initial(self) -> Offsets:
         options = self._options
@@ -90,6 +92,33 @@ class WalDriver:
     def newest(self) -> Offsets | None:
         now = self._run(lambda c: slot.state(c, self._options))
         return None if now.flushed is None else self._offsets(now, now.flushed)
+
+    def landmarks(self, at: Offsets) -> Mapping[str, str]:
+        """See `delivered.contract.landmarks`: the last transaction with a row, if this driver has acknowledged it."""
+        known = self._delivered
+        return {_LAST: known[1]} if known is not None and known[0] == int(at["lsn"]) else {}
+
+    def check_landmarks(self, at: Offsets, known: Mapping[str, str]) -> None:
+        """See `delivered.contract.landmarks`. A slot that stands after the transaction knows that it was read. One that
+        stands before it went back, by a crash of the server or in an older copy, and can be read again.
+        """
+        if _LAST not in known:
+            return
+        begin, now = int(known[_LAST].split("@")[0]), self._run(lambda c: slot.state(c, self._options))
+        if now.confirmed is None or now.confirmed > begin:
+            return
+        found = None
+        for some in _chunks(self._options, {**at, "lsn": now.confirmed}, int(at["lsn"])):
+            found = _landmark(some[-1])
+        if found != known[_LAST]:
+            raise InvariantBroken(
+                "OUTBOX_DATABASE_BEHIND",
+                f"{OWNER}: the last row before {slot.lsn_text(int(at['lsn']))} at {self._options.system} is of another "
+                f"transaction than when it was delivered ({found}, {known[_LAST]}: WAL position and commit time): the "
+                "server was restored from an older copy.",
+                next_step="find rows that were not delivered (with keep=false the outbox still has them), then start a "
+                "new checkpoint with another slot, which begins with the rows of the outbox",
+            )
 
     def freeze(self) -> None:
         self._frozen = self._run(lambda c: slot.state(c, self._options)).flushed
@@ -190,15 +219,19 @@ class WalDriver:
             return
         if options.keep:
             self._in_transaction(positions.prepare)
+        last: _Row | None = None
         for some in _chunks(options, {**end, "lsn": confirmed}, at):
 
-            def settle(caller: Any, some: list[tuple[int, int, str]] = some) -> None:
+            def settle(caller: Any, some: list[_Row] = some) -> None:
                 if options.keep:
-                    positions.record(caller, some)
+                    positions.record(caller, [row[:3] for row in some])
                 else:
-                    positions.delete(caller, [id_ for _, _, id_ in some])
+                    positions.delete(caller, [row[2] for row in some])
 
             self._in_transaction(settle)
+            last = some[-1]
+        if last is not None:
+            self._delivered = at, _landmark(last)
 
     def _offsets(self, now: slot.State, at: int) -> Offsets:
         return {"lsn": at, "#system": now.system, "#timeline": now.timeline, "#table": now.table}
@@ -262,14 +295,22 @@ class WalDriver:
         return "a session that has ended" if row is None else f"process {row[0]} ({row[1]}, connected since {row[2]})"
 
 
-def _chunks(options: OutboxOptions, start: Offsets, end: int) -> Iterator[list[tuple[int, int, str]]]:
-    """Where commit records begin, numbers there, and ids of inserted rows in [start, end)."""
-    reader, some, number, last = Reader(options), list[tuple[int, int, str]](), 0, -1
+_Row = tuple[int, int, str, int]
+"""Where its commit record begins, its number there, its id, and the time of the commit."""
+
+
+def _landmark(row: _Row) -> str:
+    return f"{row[0]}@{row[3]}"
+
+
+def _chunks(options: OutboxOptions, start: Offsets, end: int) -> Iterator[list[_Row]]:
+    """Inserted rows in [start, end)."""
+    reader, some, number, last = Reader(options), list[_Row](), 0, -1
     for begin, _, change in peek.peek(options, start, end):
         if change.op is not Op.INSERT or change.relation.oid != start["#table"] or change.new is None:
             continue
         number, last = (number + 1, last) if begin.lsn == last else (1, begin.lsn)
-        some.append((begin.lsn, number, reader.read(change.relation, change.new)[0]))
+        some.append((begin.lsn, number, reader.read(change.relation, change.new)[0], begin.time_us))
         if len(some) >= DELETED_MAX:
             yield some
             some = []
