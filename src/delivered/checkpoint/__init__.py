@@ -3,5 +3,6 @@
 folder.py           location, state of the batch about to run, sidecar files
 first_offsets.py    where batch 0 started
 offset_metadata.py  offset metadata that Spark's log cannot hold
+landmarks.py        what stands right before a source's position
 dedup.py            the dedup that created the state
 """
