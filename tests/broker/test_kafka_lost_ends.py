@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.broker.lost_ends import Lose, losing, lost_ends
-from tests.broker.sink_help import Rig, prepared, rows
+from tests.broker.sink_help import Rig, prepared, rows, wait_for
 from tests.support.servers import Kafka
 
 from delivered.clients.kafka.partition_state import open_in, partitions_of
@@ -97,7 +97,7 @@ def committed_without_markers(rig: Rig, losing: Lose, context: Any) -> list[Shar
     with losing(in_data(rig)):
         messages = rig.write(plan)
     rig.commit(context, 1, messages)
-    assert [end_of(rig, m) for m in messages] == ["CompleteCommit"] * 2
+    wait_for(lambda: [end_of(rig, m) for m in messages] == ["CompleteCommit"] * 2)
     assert open_in_data(rig, messages) > 0
     assert rig.visible() == rig.expected([0])
     return messages

@@ -57,7 +57,7 @@ class KafkaCommitter:
 
     def ends_hold(self, applied: Sequence[Prepared]) -> bool:
         """See `delivered.contract.ends.LosesEnds`."""
-        return self._ends.are_visible([Transaction.of(p) for p in applied if p.handle])
+        return not any(p.handle for p in applied) or self._ends.are_complete()
 
     def was_committed(self, work: Work) -> bool:
         """Whether this shard of this batch has a committed marker."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from delivered.clients.kafka import protocol
 from delivered.clients.kafka.channel import Channel
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.partition_state import OpenAt, Partition, end_at, held, open_in
@@ -27,6 +28,7 @@ from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import RECOVERY_WAIT_S, REQUEST_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.patience import left_s
 
 log = logging.getLogger(__name__)
 
@@ -278,42 +280,33 @@ class Ends:
         now = held(self._wire)
         return bool(self._held) and all(now.get(node) is channel for node, channel in self._held.items())
 
-    def are_visible(self, handles: Sequence[Transaction]) -> bool:
-        """Whether these transactions, ended since the last call, are complete, and no broker restarted since.
+    def are_complete(self) -> bool:
+        """Whether no broker restarted since everything was confirmed, and none is still ending something of ours.
 
-        One request to each of their coordinators.
+        One small request to each broker, on the connection that has been open since then.
         """
-        names = {h.transactional_id for h in handles}
-        if not names:
-            return True
-        self._wire.find_coordinators(names)
-        # Any broker may have lost the end of something that no decision names.
-        if not self.are_steady():
-            return False
         deadline = time.monotonic() + _ENDING_S
-        disturbed = self._wire.disturbed
         try:
-            while True:
-                now = describe_all(self._wire, names)
-                states = {
-                    h: t for h in handles if (t := now.get(h.transactional_id)) is not None and t.participant == h
-                }
-                if (
-                    len(states) != len(handles)
-                    or self._undisturbed(names) != names
-                    or self._wire.disturbed != disturbed
-                ):
-                    return False
-                if all(t.state == "CompleteCommit" for t in states.values()):
+            while self.are_steady() and time.monotonic() < deadline:
+                if not self._are_ending():
                     return True
-                if (
-                    any(t.state not in ("PrepareCommit", "CompleteCommit") for t in states.values())
-                    or time.monotonic() > deadline
-                ):
-                    return False
                 time.sleep(0.005)
         except NoAnswer:
-            return False
+            pass
+        return False
+
+    def _are_ending(self) -> bool:
+        """Raises NoAnswer."""
+        from kafka.protocol.admin.transactions import ListTransactionsRequest
+
+        sent = [
+            channel.post(ListTransactionsRequest(state_filters=list(ENDING), max_version=0))
+            for channel in self._held.values()
+        ]
+        answers = [pending.answer(left_s(REQUEST_TIMEOUT_S)) for pending in sent]
+        if any(answer.error_code != protocol.NONE for answer in answers):
+            raise NoAnswer("a coordinator is loading")
+        return any(is_ours(self._scope, row.transactional_id) for a in answers for row in a.transaction_states)
 
     def hanging(self) -> list[Hanging]:
         """What hangs now, for display: without what is ending, and without partitions that this user may not read.
