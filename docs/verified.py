@@ -13,10 +13,11 @@ from typing import Any
 
 from delivered.model.guarantee import Guarantee
 from delivered.verify.ends.run import SYSTEMS, cases
-from delivered.verify.fault import PLACES
+from delivered.verify.fault import LOOP, PLACES
+from delivered.verify.faults import PAIRS, catalogue
 from delivered.verify.judge import RECOVERY_RATIO_MAX, Verdict
 from delivered.verify.matrix import FORMAT, SINKS, read_results, write_file
-from delivered.verify.services import ENDS, SERVICES
+from delivered.verify.services import ENDS, ENGINE, SERVICES, SPARK
 from delivered.verify.systems import SINK_KINDS, SOURCE_KINDS
 from delivered.verify.workloads import WORKLOADS
 
@@ -234,6 +235,22 @@ def summary(results: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def pairs(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Sinks against the faults that hit two parts at a time, whatever the guarantee."""
+    lines = ["| sink | service | " + " | ".join(PAIRS) + " |", "|---" * (2 + len(PAIRS)) + "|"]
+    for sink, kind in SINK_KINDS.items():
+        known = {f.name: f for g in kind.guarantees for f in catalogue(g, sink)}
+        for service in (SPARK, ENGINE):
+            cells = []
+            for name in PAIRS:
+                fault = known.get(name)
+                unfit = fault is None or (service == SPARK and LOOP in fault.needs)
+                row = [r for r in results if (r["sink"], r["service"], r["fault"]) == (sink, service, name)]
+                cells.append(NOTHING if unfit else cell(row))
+            lines.append(f"| {sink} | {service} | " + " | ".join(cells) + " |")
+    return lines
+
+
 def page() -> str:
     everything = load()
     results = of_matrix(everything)
@@ -261,6 +278,12 @@ def page() -> str:
             "## By failure point",
             "",
             *matrix(results),
+            "",
+            "## Two parts at a time",
+            "",
+            "Faults that [hit two parts at once](verify.md#two-parts-at-a-time), the worst verdict of each.",
+            "",
+            *pairs(results),
             "",
             "## Every source with every sink",
             "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from delivered.verify.environment import Environment
 from delivered.verify.faults import catalogue
 from delivered.verify.judge import Verdict
 from delivered.verify.services import ENGINE, SPARK
-from delivered.verify.systems import DELTA, FILES, POSTGRES, SQLITE
+from delivered.verify.systems import DELTA, FILES, KAFKA, POSTGRES, SQLITE
 
 BROKEN = Path(__file__).parent / "broken"
 _PATH = os.pathsep.join([str(BROKEN), os.environ.get("PYTHONPATH", "")])
@@ -26,12 +27,16 @@ def run(
     service: str = ENGINE,
     sink: str = SQLITE,
     workload: str = "unique",
+    guarantee: Guarantee = Guarantee.EXACTLY_ONCE,
+    source: dict[str, str] | None = None,
     **more: str,
 ) -> Result:
-    found = next(f for f in catalogue(Guarantee.EXACTLY_ONCE, sink) if f.name == fault)
+    found = next(f for f in catalogue(guarantee, sink) if f.name == fault)
+    if source:
+        found = replace(found, extra={**found.extra, "source": source})
     environment = Environment(tmp_path, print, {"PYTHONPATH": _PATH}, sink_options={"format": connector, **more})
     try:
-        return run_case(Case(sink, Guarantee.EXACTLY_ONCE, workload, found, 1, service), environment)
+        return run_case(Case(sink, guarantee, workload, found, 1, service), environment)
     finally:
         environment.close()
 
@@ -97,3 +102,39 @@ def test_a_broken_sink_is_found_out_under_spark_too(tmp_path: Path) -> None:
     found = run(tmp_path, "forgets_batches", "log-entry-removed", SPARK)
     assert found.verdict == Verdict.BROKEN, found
     assert found.duplicated > 0
+
+
+@pytest.mark.parametrize(
+    ("connector", "verdict"),
+    [("sends_in_every_attempt", Verdict.BROKEN), pytest.param(SQLITE, Verdict.HELD, marks=pytest.mark.matrix)],
+)
+def test_a_stage_that_runs_again_sends_once(tmp_path: Path, connector: str, verdict: Verdict) -> None:
+    found = run(tmp_path, connector, "stage-rerun", guarantee=Guarantee.AT_MOST_ONCE)
+    assert found.verdict == verdict, found
+    assert bool(found.duplicated) is (verdict is Verdict.BROKEN), found.reasons
+
+
+@pytest.mark.matrix  # starts a server, which it kills four times
+@pytest.mark.parametrize(("connector", "verdict"), [("forgets", Verdict.BROKEN), ("appends", Verdict.HELD)])
+def test_a_sink_that_forgets_is_found_out_when_driver_and_server_die(
+    tmp_path: Path, connector: str, verdict: Verdict
+) -> None:
+    state = str(tmp_path / "ledger.db")
+    found = run(tmp_path, f"{connector}_{POSTGRES}", "killed-together", sink=POSTGRES, state=state)
+    assert found.verdict == verdict, found
+    assert bool(found.duplicated) is (verdict is Verdict.BROKEN), found.reasons
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("connector", "verdict"), [("orders_by_clock", Verdict.BROKEN), (KAFKA, Verdict.HELD)])
+def test_an_order_by_clocks_is_found_out(tmp_path: Path, connector: str, verdict: Verdict) -> None:
+    found = run(tmp_path, connector, "clocks-differ", sink=KAFKA)
+    assert found.verdict == verdict, found
+    assert bool(found.lost) is (verdict is Verdict.BROKEN), found.reasons
+
+
+@pytest.mark.matrix
+def test_a_source_that_goes_on_after_it_lost_its_end_is_found_out(tmp_path: Path) -> None:
+    found = run(tmp_path, KAFKA, "source-lost-end", sink=KAFKA, source={"failOnDataLoss": "false"})
+    assert found.verdict == Verdict.BROKEN, found
+    assert any(reason.startswith("stopped_right") for reason in found.reasons), found.reasons

@@ -24,7 +24,7 @@ PLACES = {
 }
 EXACTLY, AT_LEAST, AT_MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE
 
-PROXY, BROKER, MOUNT, CLUSTER, TOPICS = "proxy", "broker", "mount", "cluster", "topics"
+PROXY, BROKER, MOUNT, CLUSTER, TOPICS, LOOP = "proxy", "broker", "mount", "cluster", "topics", "loop"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Fault:
         workload: the one that this fault needs; None: the case's.
         extra: more keys of the pipeline file.
         needs: PROXY: the pipeline reaches its sink's server through one; BROKER: a server that may be killed; MOUNT: a
-            small disk of its own; CLUSTER: a Spark with executors on several hosts; TOPICS: a source that reads topics.
+            small disk of its own; CLUSTER: a Spark with executors on several hosts; TOPICS: a source that reads topics;
+            LOOP: the loop without Spark, which numbers tasks as the fault wants.
         keeps_order: whether effects of a key must still be in order.
         quick: part of the quick subset; soak: part of the soak only.
     """

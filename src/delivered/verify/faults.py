@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify import interference, receivers, scripts, two_drivers
+from delivered.verify import interference, pairs, receivers, scripts, two_drivers
 from delivered.verify.everywhere import everywhere
-from delivered.verify.fault import AT_LEAST, AT_MOST, BROKER, CLUSTER, EXACTLY, MOUNT, TOPICS, Fault
+from delivered.verify.fault import AT_LEAST, AT_MOST, BROKER, CLUSTER, EXACTLY, LOOP, MOUNT, TOPICS, Fault
 from delivered.verify.interference import TRANSACTION_TIMEOUT_S
 from delivered.verify.network_faults import before_sink, behind_source, soak_network
 from delivered.verify.scripts import Script, kills, point, random_kills, shards_changed, worker_killed
@@ -19,6 +19,8 @@ NOTHING = Fault("none", "none", "an undisturbed run", scripts.nothing)
 _QUICK_BETWEEN = {(EXACTLY, KAFKA), (AT_LEAST, SQLITE), (AT_MOST, SQLITE)}
 _EVERYWHERE = (SQLITE, KAFKA, KAFKA_LIBRDKAFKA, POSTGRES, DELTA)
 SOAK_KILLS = 20
+PAIRS = ("killed-together", "clocks-differ", "source-lost-end", "stage-rerun")
+"""Names of the faults that hit two parts at a time."""
 SMALL_BATCHES = {"rows_per_batch": 20}
 
 
@@ -37,6 +39,7 @@ def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
         *_consumer(guarantee, kind),
         *_zombies(guarantee, kind),
         *_state(guarantee, sink),
+        *_pairs(guarantee, kind),
         *_soak(guarantee, kind),
         *([everywhere(kind)] if guarantee is EXACTLY and sink in _EVERYWHERE else ()),
     ]
@@ -184,6 +187,36 @@ def _state(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
     text = "the source's minPartitions, and so the number of shards, changes over two kills"
     script = shards_changed(scripts.by_slices)
     yield Fault("slices-changed", "F8", text, script, fires, needs=(TOPICS,), keeps_order=False)
+
+
+def _pairs(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
+    """Faults of two parts at a time."""
+    exactly = guarantee is EXACTLY
+    prepare, decide = (point(guarantee, s) for s in ("prepare", "decide"))
+    if kind.server is not None:
+        between = [
+            f"{prepare}:after",
+            f"{decide}:before",
+            f"{decide}:after",
+            *(["commit.apply:after"] if exactly else []),
+        ]
+        text = "driver and server are killed together; the server is back first by up to 3 s"
+        script, fires = pairs.killed_together(*between)
+        yield Fault("killed-together", "F3", text, script, fires, needs=(BROKER,))
+    if exactly and kind.format == KAFKA:
+        text = "the source's log loses its end, which was delivered, and grows past the position"
+        needs = (TOPICS, BROKER)
+        yield Fault(
+            "source-lost-end", "F8", text, pairs.source_lost_end, pairs.LOST_END, needs=needs, keeps_order=False
+        )
+    # Batches of a sink that shows each one at once are counted from one checkpoint.
+    if exactly and kind.two_phase and not kind.sends and not kind.members:
+        text = "three checkpoints follow each other, on hosts whose clocks differ by an hour; the second dies decided"
+        yield Fault("clocks-differ", "F8", text, pairs.clocks_differ, pairs.CLOCKS)
+    if guarantee is AT_MOST:
+        text = "a task fails after it sent, and its stage runs again, which numbers it 0 again"
+        script, fires = pairs.stage_rerun(f"{prepare}:after", f"{prepare}:before@batch=1")
+        yield Fault("stage-rerun", "F6b", text, script, fires, extra=pairs.STAGE_RERUN, needs=(LOOP,))
 
 
 def _soak(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:

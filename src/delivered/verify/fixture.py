@@ -20,8 +20,19 @@ from delivered.verify.producer import Producer
 from delivered.verify.proxy import Fired, Proxy
 from delivered.verify.reader import Reader
 from delivered.verify.receiving import Receiving
-from delivered.verify.services import DRIVER, SERVICES, SPARK, Run, Service, VerifierError, last_words, start, wait_for
-from delivered.verify.systems.base import QueueSource, SinkClient, SourceClient
+from delivered.verify.services import (
+    DRIVER,
+    SERVICES,
+    SPARK,
+    Run,
+    Service,
+    VerifierError,
+    last_words,
+    skewed,
+    start,
+    wait_for,
+)
+from delivered.verify.systems.base import QueueSource, Row, SinkClient, SourceClient
 from delivered.verify.systems.group import sinks_of
 from delivered.verify.template import Template, row_effect
 from delivered.verify.workload import TABLE, Record, Workload
@@ -80,6 +91,10 @@ class Fixture:
         self.runs: list[Run] = []
         self.stops: list[Stop] = []
         self.stays_down = False
+        self.lost: list[Row] = []
+        """Records that the source had delivered, and lost later."""
+        self.clock_s = 0
+        """How far the clock of the pipeline's host is ahead."""
         self.audited: dict[str, Any] | None = None
         self.result: Evidence | None = None
         self.records = records(setting.workload, setting.seed)
@@ -168,7 +183,7 @@ class Fixture:
             own = s.template.filled(source, s.sink.options() | self.extra.get("sink", {}))
             own |= {"pipeline": s.name, "checkpoint": str(self.checkpoint), "trigger": "available_now"}
             own.setdefault("master", "local[2]")
-            own |= {k: v for k, v in self.extra.items() if k == "master"}
+            own |= {k: v for k, v in self.extra.items() if k == "master"} | self.extra.get("pipeline", {})
             path.write_text(yaml.safe_dump(own, sort_keys=False), encoding="utf-8")
             return path
         data: dict[str, Any] = {
@@ -186,6 +201,7 @@ class Fixture:
             data["spark"] = spark
         if s.workload.output_mode != "append":
             data["output_mode"] = s.workload.output_mode
+        data |= self.extra.get("pipeline", {})
         path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
         return path
 
@@ -217,6 +233,8 @@ class Fixture:
         if s.workload.table is not None:
             s.workload.table(self.folder / "table", number)
             env = {**env, TABLE: str(self.folder / "table")}
+        if self.clock_s:
+            env = skewed(env, self.clock_s, self.folder / f"run{number}.clock")
         run = start(DRIVER, number, self.folder, command, crash, env)
         run.started_s, run.after_kill = self.history.now_s, self._killed
         self._killed = False
@@ -269,6 +287,10 @@ class Fixture:
 
     def _record_id(self, record: Record) -> str:
         return record.id if self.setting.template is None else row_effect(record.key, record.value).id
+
+    def clock_read(self, run: Run) -> Path:
+        """A file that is there once the commit engine of a run has read a clock that is ahead or behind."""
+        return self.folder / f"run{run.number}.clock"
 
     # -- facts ------------------------------------------------------------------------------------------------------
 

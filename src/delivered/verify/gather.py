@@ -1,7 +1,8 @@
 """Gathers the evidence once everything has ended: what went in, what came out, how runs ended.
 
-The expected content of the sink follows from what *is* in the source at the end. A queue is empty then, so it follows
-from what was sent: acknowledged messages must be there once, by id; the others once or not at all.
+The expected content of the sink follows from what *is* in the source at the end, and what a script saw it lose. A queue
+is empty then, so it follows from what was sent: acknowledged messages must be there once, by id; the others once or not
+at all.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def gather(fixture: Fixture, required: Sequence[str], ordered: bool) -> Evidence
         # The markers of transactions that just ended arrive a moment later.
         fixture.wait(lambda: not s.sink.open_transactions(s.name), "open transactions end", _SETTLE_S)
     hanging = s.sink.open_transactions(s.name)
-    source = s.source.read()
+    source = [*s.source.read(), *fixture.lost]
     final = fixture.reader.as_seen(s.sink.read())
     fixture.history.add("final reader", "read", End.OK, {"effects": len(final)})
     fixture.reader.close()

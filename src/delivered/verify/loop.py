@@ -3,7 +3,8 @@
     python -m delivered.verify.loop pipeline.yaml [--takeover] [--accounts]
 
 It keeps a checkpoint as Spark does (metadata, offsets/N before a batch, commits/N after it), runs each shard in a
-worker process, retries a failed task as often as the master allows (`local[2,4]`: three times), and reruns a batch with
+worker process, retries a failed task as often as the master allows (`local[2,4]`: three times), in new attempts of its
+stage if `STAGE_RERUNS` is set, and reruns a batch with
 the same number and offsets after a crash. It cannot show what Spark itself does; for that, use the verifier's service
 `spark`. Transforms: none, or Arrow to Arrow.
 """
@@ -22,27 +23,35 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from functools import partial
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from delivered.checkpoint.offset_metadata import stream_driver
 from delivered.contract.powers import planned, ready_target
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import Slice
+from delivered.engine import grants
 from delivered.engine.context import Context
 from delivered.engine.decide import abort_batch, commit_batch
 from delivered.engine.direct import ArrowTransform, Direct, pack
+from delivered.engine.granting import registered
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.model.account import Account
+from delivered.model.arbiter import DriverAddress
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import DeliveredError
+from delivered.model.guarantee import Guarantee
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage
 from delivered.spark.pipeline import Pipeline
 from delivered.testing.crash import install_from_environment
+from delivered.verify.services import STAGE_RERUNS
 
 WORKERS = 2
 _CLIENTS = {"kafka": ("confluent_kafka",), "postgres": ("psycopg",), "delta": ("deltalake", "pyarrow.parquet")}
@@ -87,7 +96,8 @@ def task(
 ) -> ShardMessage:
     """One attempt of a task of a batch, in a worker process."""
     install_from_environment()
-    return write_shard(sink, plan, shard, attempt, direct.rows(iter([pack(piece)])), direct.schema())
+    asks = partial(grants.may_send, plan, shard)
+    return write_shard(sink, plan, shard, attempt, direct.rows(iter([pack(piece)])), direct.schema(), asks)
 
 
 class NoPandas(MetaPathFinder):
@@ -128,6 +138,7 @@ class Loop:
             sys.meta_path.insert(0, NoPandas())
         failures = re.fullmatch(r"local\[\w+,(\d+)\]", self.pipeline.master or "")
         self.attempts_max = int(failures[1]) if failures else 1
+        self.stage_reruns = (self.pipeline.conf or {}).get(STAGE_RERUNS) == "true"
 
     def context(self, checkpoint: Checkpoint) -> Context:
         scope = self.spec.scope(self.sink, checkpoint.incarnation)
@@ -169,7 +180,7 @@ class Loop:
         self.sink.check_schema(self.direct.schema())
         ready_target(self.sink, self.direct.schema())
         checkpoint = Checkpoint(Path(self.pipeline.checkpoint))
-        driver = self.source.driver()
+        driver = stream_driver(self.source, str(checkpoint.folder))
         driver.freeze()
         context = self.context(checkpoint)
         first, batches = True, 0
@@ -189,6 +200,8 @@ class Loop:
                 checkpoint.plan(batch, json.dumps(end))
             view = CheckpointView(checkpoint.incarnation, batch, checkpoint.offsets(batch), logged)
             plan = plan_batch(context, view, first=first)
+            if plan.guarantee is Guarantee.AT_MOST_ONCE:
+                plan = replace(plan, arbiter=registered(context.scope, context.owner, DriverAddress()))
             self._one(context, plan, pool, driver.slices(start, end))
             checkpoint.log(batch)
             reach(StepId.LOG, Moment.AFTER, batch=batch)
@@ -214,7 +227,7 @@ class Loop:
                     if number == self.attempts_max or isinstance(error, BrokenProcessPool):
                         failed = failed or error
                         break
-                    t = attempt(shard, number)
+                    t = attempt(shard, 0 if self.stage_reruns else number)
         try:
             if failed is not None:
                 raise failed

@@ -20,7 +20,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.verify.case import Case, Result, run_case
 from delivered.verify.ends import run as both_ends
 from delivered.verify.environment import Environment, Say, can_mount
-from delivered.verify.fault import CLUSTER, MOUNT, TOPICS
+from delivered.verify.fault import CLUSTER, LOOP, MOUNT, TOPICS
 from delivered.verify.faults import catalogue, source_catalogue
 from delivered.verify.judge import Verdict, compared
 from delivered.verify.services import ENDS, ENGINE, SERVICES, SPARK
@@ -156,7 +156,8 @@ def _few(found: Sequence[Case], per_place: int) -> list[Case]:
 
 def _possible(case: Case) -> bool:
     service = SERVICES[case.service]
-    return service.can_run(WORKLOADS[case.workload]) and (service.sql or CLUSTER not in case.fault.needs)
+    unfit = LOOP if service.sql else CLUSTER
+    return service.can_run(WORKLOADS[case.workload]) and unfit not in case.fault.needs
 
 
 def own_cases(choice: Choice, template: Template) -> list[Case]:
@@ -167,7 +168,7 @@ def own_cases(choice: Choice, template: Template) -> list[Case]:
         for fault in catalogue(template.guarantee, template.sink)
         if fault.workload is None
         and not fault.soak
-        and CLUSTER not in fault.needs
+        and not {CLUSTER, LOOP} & set(fault.needs)
         and (TOPICS not in fault.needs or template.source == KAFKA)
     ]
     undisturbed, others = found[0], found[1:]

@@ -208,6 +208,21 @@ def start(
     return Run(number, process, crash_folder, output, role=role)
 
 
+def skewed(env: Mapping[str, str], seconds: int, read: Path) -> dict[str, str]:
+    """Variables of a pipeline whose Python processes read a clock that is so far ahead.
+
+    Args:
+        read: a file that appears once the commit engine has read it.
+    """
+    path = env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    return {
+        **env,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "skew"), *([path] if path else [])]),
+        "DELIVERED_VERIFY_CLOCK_S": str(seconds),
+        "DELIVERED_VERIFY_CLOCK_READ": str(read),
+    }
+
+
 def _asked(command: list[str], log: Path, env: Mapping[str, str] | None) -> dict[str, Any]:
     """The JSON output of a product command.
 
@@ -273,6 +288,8 @@ class Service:
         return self.sql or not workload.needs_spark
 
 
+STAGE_RERUNS = "spark.delivered.verify.stageReruns"
+"""Of a pipeline's Spark settings, in the loop: a failed task is numbered 0 again, as in a new attempt of its stage."""
 SPARK, ENGINE = "spark", "engine"
 PRODUCER, CONSUMER = "producer", "consumer"
 ENDS = (PRODUCER, CONSUMER)

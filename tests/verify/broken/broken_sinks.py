@@ -245,6 +245,16 @@ class BrokenSink(SqliteSink):
         return Committer(self)
 
 
+class SendsInEveryAttempt(Connector):
+    """Its tasks take the number 0 for a first attempt, and ask nobody."""
+
+    def sink(self, options: Mapping[str, str], ledger_sink: Sink | None = None) -> SqliteSink:
+        from delivered.engine import grants
+
+        grants.may_send = lambda plan, shard: True
+        return SqliteSink(SqliteOptions.parse(options))
+
+
 class BrokenConnector(Connector):
     def sink(self, options: Mapping[str, str], ledger_sink: Sink | None = None) -> BrokenSink:
         return BrokenSink(SqliteOptions.parse(options), "" if self.name == "honest" else self.name)
@@ -257,4 +267,5 @@ FORGETS_BATCHES = BrokenConnector("forgets_batches", "", sinks=_SINKS)
 BATCH_NUMBER_ALONE = BrokenConnector("batch_number_alone", "", sinks=_SINKS)
 APPLIES_UNDECIDED = BrokenConnector("applies_undecided", "", sinks=_SINKS)
 FENCES_NOBODY = BrokenConnector("fences_nobody", "", sinks=_SINKS)
+SENDS_IN_EVERY_ATTEMPT = SendsInEveryAttempt("sends_in_every_attempt", "", sinks=_SINKS)
 TRUSTS_XOR = BrokenConnector("trusts_xor", "", sinks=_SINKS)

@@ -87,6 +87,21 @@ class QueueSource(Protocol):
         """Messages still in the queue, while nobody receives; None: unknown."""
 
 
+@runtime_checkable
+class LosesEnd(Protocol):
+    """A source whose server may lose the end of a log."""
+
+    def lose_end(self, folder: Path) -> tuple[str, int]:
+        """Take the newest record batch away from a log; the server must be down.
+
+        Args:
+            folder: the server's.
+
+        Returns:
+            The partition, as in `Row`, and its end now.
+        """
+
+
 class SinkClient(Protocol):
     """Where the effects go: the pipeline's sink."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from delivered.verify.proxy_kafka import KafkaProxy
@@ -31,6 +33,8 @@ _QUIET: dict[str, Any] = {"log_level": 0, "reconnect.backoff.max.ms": 500}
 """Brokers are killed on purpose: do not log it."""
 _END_TIMEOUT_S = 30.0
 _RETRY_S = 0.2
+_BATCH_HEAD = 12
+"""Bytes of a record batch's first offset and size."""
 
 
 @dataclass
@@ -242,6 +246,22 @@ class TopicSource(Topic, SourceClient):
 
     def options(self) -> dict[str, Any]:
         return {**self._place(), "subscribe": ",".join(self.names), "startingOffsets": "earliest"}
+
+    def lose_end(self, folder: Path) -> tuple[str, int]:
+        """Of partition 0, as after an unclean election or from a restored disk."""
+        log = folder / "data" / f"{self.name}-0"
+        for file in log.iterdir():
+            if file.suffix in (".index", ".timeindex", ".snapshot"):
+                file.unlink()
+        (segment,) = log.glob("*.log")
+        data, at, starts = segment.read_bytes(), 0, list[tuple[int, int]]()
+        while at < len(data):
+            first, size = struct.unpack_from(">qi", data, at)
+            starts.append((first, at))
+            at += _BATCH_HEAD + size
+        offset, at = starts[-1]
+        segment.write_bytes(data[:at])
+        return f"{self.name}-0", offset
 
 
 def _flat(listed: Any) -> list[Any]:
