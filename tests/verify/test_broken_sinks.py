@@ -115,14 +115,11 @@ def test_a_stage_that_runs_again_sends_once(tmp_path: Path, connector: str, verd
 
 
 @pytest.mark.matrix  # starts a server, which it kills four times
-@pytest.mark.parametrize(("connector", "verdict"), [("forgets", Verdict.BROKEN), ("appends", Verdict.HELD)])
-def test_a_sink_that_forgets_is_found_out_when_driver_and_server_die(
-    tmp_path: Path, connector: str, verdict: Verdict
-) -> None:
+def test_a_sink_that_forgets_is_found_out_when_driver_and_server_die(tmp_path: Path) -> None:
     state = str(tmp_path / "ledger.db")
-    found = run(tmp_path, f"{connector}_{POSTGRES}", "killed-together", sink=POSTGRES, state=state)
-    assert found.verdict == verdict, found
-    assert bool(found.duplicated) is (verdict is Verdict.BROKEN), found.reasons
+    found = run(tmp_path, f"forgets_{POSTGRES}", "killed-together", sink=POSTGRES, state=state)
+    assert found.verdict == Verdict.BROKEN, found
+    assert found.duplicated > 0, found.reasons
 
 
 @pytest.mark.matrix
