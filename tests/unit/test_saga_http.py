@@ -1,0 +1,74 @@
+"""What an HTTP step makes of replies that no service should give."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from delivered.saga.definition import Call, Rejected, Verb
+from delivered.saga.http import Http
+
+CALL = Call("s", "1", "pay", Verb.DO, "k", {}, {}, 1)
+
+
+@contextlib.contextmanager
+def service(head: bytes, parts: Iterator[bytes]) -> Iterator[str]:
+    """A server that answers one request with these bytes, part by part, and closes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        with listener, listener.accept()[0] as client, contextlib.suppress(OSError):
+            client.recv(65536)
+            client.sendall(head)
+            for part in parts:
+                client.sendall(part)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    thread.join(30)
+
+
+def reply(status: int, body: bytes, kind: str = "text/html") -> tuple[bytes, Iterator[bytes]]:
+    head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return head.encode(), iter([body])
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "result"),
+    [
+        (b"<p>paid</p>", "text/html", "<p>paid</p>"),
+        (b"{broken", "application/json", "{broken"),
+        (b"\xff\xfe", "application/json", "\ufffd\ufffd"),
+        (b"[" * 100_000, "application/json", "[" * 1_000),
+        (b"9" * 5_000, "application/json", "9" * 1_000),
+        (b'{"charge": NaN}', "application/json", '{"charge": NaN}'),
+        (b"", "text/plain", None),
+        (b'{"charge": 7}', "text/plain", {"charge": 7}),
+    ],
+)
+def test_2xx_is_done_whatever_the_body_is(body: bytes, kind: str, result: object) -> None:
+    with service(*reply(200, body, kind)) as url:
+        assert Http(url)(CALL) == result
+
+
+def test_4xx_is_rejected_with_a_bounded_reason() -> None:
+    with service(*reply(422, b"no" * 1_000_000)) as url, pytest.raises(Rejected) as caught:
+        Http(url)(CALL)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_reply_that_does_not_end_is_given_up_after_the_timeout() -> None:
+    def forever() -> Iterator[bytes]:
+        for _ in range(600):
+            yield b"x"
+            time.sleep(0.05)
+
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"
+    with service(head, forever()) as url:
+        assert str(Http(url, timeout_s=0.5)(CALL)).startswith("x"), "the status says that it is done"
