@@ -65,6 +65,19 @@ def test_a_row_that_names_what_cannot_be_a_topic_is_told_by_name() -> None:
     assert reasons.to_pylist() == [None, "not a valid topic name", None]
 
 
+@pytest.mark.parametrize("internal", ["__delivered_orders", "__transaction_state", "__consumer_offsets", "our-ledger"])
+def test_no_row_reaches_an_internal_topic(internal: str) -> None:
+    """A row there could forge a decision."""
+    batch = pa.record_batch([pa.array([b"v"] * 2), pa.array(["good", internal])], names=["value", "topic"])
+    with pytest.raises(BadRecord, match=r"TOPIC_INTERNAL.*Row 1 of a batch"):
+        columns.topics(batch, None, "our-ledger")
+    reasons = columns.invalid_rows(batch, None, 10**6, False, "our-ledger")
+    assert reasons is not None
+    assert reasons.to_pylist() == [None, "an internal topic"]
+    with pytest.raises(UsageError, match="TOPIC_INTERNAL"):
+        CONNECTOR.sink({**SERVERS, "topic": internal, "ledgerTopic": "our-ledger"})
+
+
 def test_acks_are_told_apart_by_guarantee() -> None:
     for value in ("all", "-1"):
         for guarantee in Guarantee:

@@ -16,6 +16,7 @@ from delivered.clients.kafka.rows import Partition
 from delivered.clients.kafka.settings import resolved
 from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Place, Timestamp
 from delivered.connectors.kafka.options import OWNER, SourceOptions
+from delivered.connectors.kafka.sink_options import is_internal
 from delivered.model.errors import UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.patience import patience_s, wait_out
@@ -23,7 +24,6 @@ from delivered.model.patience import patience_s, wait_out
 log = logging.getLogger("delivered.kafka")
 
 
-_INTERNAL = re.compile(r"__consumer_offsets|__transaction_state|__share_group_state|__delivered_.*")
 _RETRIABLE = {
     "_TRANSPORT",
     "_TIMED_OUT",
@@ -90,7 +90,7 @@ class KafkaDriverClient:
     def _matching(self, pattern: re.Pattern[str]) -> list[str]:
         def ask(timeout_s: float) -> list[str]:
             listed = self._connected().list_topics(timeout=timeout_s).topics
-            return sorted(t for t in listed if pattern.search(t) and not _INTERNAL.fullmatch(t))
+            return sorted(t for t in listed if pattern.search(t) and not is_internal(t))
 
         return self._patiently(ask, self._options.what)
 

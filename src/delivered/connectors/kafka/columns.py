@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.kafka.sink_options import OWNER, TOPIC_LENGTH_MAX, is_topic
+from delivered.connectors.kafka.sink_options import OWNER, TOPIC_LENGTH_MAX, is_internal, is_topic
 from delivered.kits.queue.columns import ID
 from delivered.model.errors import BadRecord, UsageError
 from delivered.source.columns import COLUMNS, HEADER, HEADERS
@@ -146,11 +146,11 @@ def _unnamed(array: pa.Array) -> pa.Array | None:
     return pc.is_in(pa.array(range(len(array)), rows.type), rows)
 
 
-def topics(batch: pa.RecordBatch, default: str | None) -> pa.Array | None:
+def topics(batch: pa.RecordBatch, default: str | None, ledger_topic: str | None = None) -> pa.Array | None:
     """The topic of each row; None: all go to `default`.
 
     Raises:
-        BadRecord: a row has no topic and there is no default, or its topic name is invalid.
+        BadRecord: a row has no topic and there is no default, or its topic name is invalid or internal.
     """
     if default is not None or "topic" not in batch.schema.names:
         return None
@@ -171,11 +171,23 @@ def topics(batch: pa.RecordBatch, default: str | None) -> pa.Array | None:
             f"{TOPIC_LENGTH_MAX} letters, digits, '.', '_' and '-'. Nothing of its batch counts.",
             next_step="correct the column, or filter such rows",
         )
+    internal = next((name for name in column.unique().to_pylist() if is_internal(name, ledger_topic)), None)
+    if internal is not None:
+        raise BadRecord(
+            "TOPIC_INTERNAL",
+            f"Row {pc.index(column, internal).as_py()} of a batch has {internal!r} in the column 'topic', which is "
+            "Kafka's own or holds a ledger. Nothing of its batch counts.",
+            next_step="filter such rows; or choose another ledgerTopic",
+        )
     return column
 
 
 def invalid_rows(
-    batch: pa.RecordBatch, topic: str | None, bytes_max: int, ids_required: bool = False
+    batch: pa.RecordBatch,
+    topic: str | None,
+    bytes_max: int,
+    ids_required: bool = False,
+    ledger_topic: str | None = None,
 ) -> pa.Array | None:
     """For each row, why the client would reject it, or null; None: no row is rejected.
 
@@ -192,8 +204,12 @@ def invalid_rows(
     if topic is None and "topic" in names:
         column = batch.column(names.index("topic"))
         found.append(pc.if_else(pc.is_null(column), "no topic", nothing))
-        bad = pa.array([t for t in column.unique().to_pylist() if t is not None and not is_topic(t)], column.type)
-        found.append(pc.if_else(pc.is_in(column, bad), "not a valid topic name", nothing))
+        named = [t for t in column.unique().to_pylist() if t is not None]
+        for reason, unfit in (
+            ("not a valid topic name", [t for t in named if not is_topic(t)]),
+            ("an internal topic", [t for t in named if is_internal(t, ledger_topic)]),
+        ):
+            found.append(pc.if_else(pc.is_in(column, pa.array(unfit, column.type)), reason, nothing))
     if "headers" in names and pa.types.is_list(batch.column(names.index("headers")).type):
         unnamed = _unnamed(batch.column(names.index("headers")).cast(HEADERS.type))
         if unnamed is not None:

@@ -94,8 +94,9 @@ class KafkaSink:
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         """What the client itself rejects. A lower limit of the broker, or an unknown partition, fails the query."""
         longest = int(self.options.client.get("message.max.bytes", "1048588")) - RECORD_OVERHEAD
-        ids = self.options.message_id_columns
-        return columns.invalid_rows(identified(batch, ids, nulls=True), self.options.topic, longest, bool(ids))
+        options, ids = self.options, self.options.message_id_columns
+        rows = identified(batch, ids, nulls=True)
+        return columns.invalid_rows(rows, options.topic, longest, bool(ids), options.ledger_topic)
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return columns.records(identified(batch, self.options.message_id_columns))

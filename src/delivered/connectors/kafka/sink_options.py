@@ -57,6 +57,18 @@ def is_topic(name: str) -> bool:
     return name not in (".", "..") and re.fullmatch(rf"[A-Za-z0-9._-]{{1,{TOPIC_LENGTH_MAX}}}", name) is not None
 
 
+_INTERNAL = re.compile(r"__consumer_offsets|__transaction_state|__share_group_state|__delivered_.*")
+
+
+def is_internal(name: str, ledger_topic: str | None = None) -> bool:
+    """Whether a topic is Kafka's own or holds a ledger: a row written there could forge a decision.
+
+    Args:
+        ledger_topic: the option of that name.
+    """
+    return name == ledger_topic or _INTERNAL.fullmatch(name) is not None
+
+
 def _topic(text: str) -> str:
     if not is_topic(text):
         raise Unfit(
@@ -129,6 +141,15 @@ class SinkOptions(Options, owner=OWNER, ignored=("path",), more=(FormatOptions,)
         shown="the topic's",
         example="3",
     )
+
+    def check(self, owner: str) -> None:
+        if self.topic is not None and is_internal(self.topic, self.ledger_topic):
+            raise UsageError(
+                "TOPIC_INTERNAL",
+                f"{owner}: option 'topic' is {self.topic!r}, which is Kafka's own or holds a ledger; a row there could "
+                "forge a decision.",
+                next_step="write to another topic, or choose another ledgerTopic",
+            )
 
     @property
     def in_clear(self) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ class _Sender:
 
     def _by_topic(self, batch: pa.RecordBatch) -> Iterator[Rows]:
         n = batch.num_rows
-        named = columns.topics(batch, self._options.topic)
+        named = columns.topics(batch, self._options.topic, self._options.ledger_topic)
         headers = columns.headers(batch, n)
         rows = Rows(
             topic=self._options.topic or "",
