@@ -284,6 +284,65 @@ def test_records_of_an_earlier_release_precede_later_ones(name: str, request: py
     assert state.next_sequence == 2
 
 
+NEIGHBOURS = [("a", "sink"), ("b", "sink"), ("a.b", "c"), ("a", "b.c")]
+"""Pipelines and sinks in one place: the same sink name; names that join to the same text (P33)."""
+
+
+def in_one_place(sink: Sink) -> Sink:
+    """Kafka's ledgers have a topic for each pipeline, unless it is named."""
+    return (
+        replace(sink, options=replace(sink.options, ledger_topic=f"shared{next(_pipelines)}"))
+        # type: ignore
+        if (sink.capability().system == "kafka")
+        else sink
+    )
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_p33_pipelines_in_one_place_do_not_touch_each_others_ledgers(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Same names of sinks, incarnations and owners: no claim fences, archives or finds another's."""
+    monkeypatch.setattr(rules, "LEDGER_INCARNATIONS", 1)
+    sink, unique = in_one_place(SINKS[name](request)), f"n{next(_pipelines)}"
+    ready_target(sink, SCHEMA)
+
+    def scope(at: int, incarnation: str) -> Scope:
+        return Scope(f"{unique}{NEIGHBOURS[at][0]}", NEIGHBOURS[at][1], incarnation)
+
+    def decision(of: Scope, batch: int, sequence: int) -> Decision:
+        total = Fingerprint(batch + 1, 1, 2)
+        return Decision(
+            of, "d", Guarantee.EXACTLY_ONCE, batch, of.pipeline, (), total, Fingerprint(), 0, sequence=sequence
+        )
+
+    for number, incarnation in enumerate(("i0", "i1", "i2")):
+        ledgers = [open_ledger(sink, scope(at, incarnation)) for at in range(len(NEIGHBOURS))]
+        for ledger in ledgers:
+            state = ledger.claim(Owner(f"d{number}", "host", 1, 2))
+            assert {d.scope.pipeline for d in state.earlier} <= {ledger._scope.pipeline}
+            assert min(number, 1) <= len(state.earlier) <= number
+            assert state.last is None
+        for at, ledger in enumerate(ledgers):
+            of = scope(at, incarnation)
+            assert ledger.begin(Begun(0, of.pipeline, number + 1)) == Ok(None)
+            assert ledger.decide(decision(of, 0, number + 1)) == Ok(None), "another pipeline's claim fences nothing"
+            assert ledger.look().begun == Begun(0, of.pipeline)
+            assert ledger.look().last == decision(of, 0, number + 1)
+            assert [d.scope for d in ledger.history()] == [of]
+        for ledger in ledgers:
+            ledger.close()
+    stranger = open_ledger(sink, Scope(f"{unique}z", "sink", "i0"))
+    assert (stranger.look().owner, stranger.look().archived, stranger.look().earlier) == (None, None, ())
+    stranger.close()
+    first = open_ledger(sink, scope(0, "i0"))
+    assert (found := first.look().archived) is None or found.decided
+    first.claim(Owner("d9", "host", 1, 2))
+    named = {(o.pipeline.removeprefix(unique), o.sink): o.same_incarnation for o in first.others()}
+    assert {k: named[k] for k in NEIGHBOURS[1:]} == dict.fromkeys(NEIGHBOURS[1:], named["b", "sink"])
+    first.close()
+
+
 MUTANTS: dict[str, tuple[object, str, Callable[..., object]]] = {
     "nobody is fenced": (Ledger, "_check_claim", lambda self, claim, head: None),
     "whoever was superseded may claim": (

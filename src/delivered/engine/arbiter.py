@@ -22,12 +22,12 @@ from typing import Any
 
 import psutil
 
+from delivered.engine.owner import is_start_of
 from delivered.model.arbiter import NO, YES
 from delivered.model.limits import CONNECT_TIMEOUT_S, GRANT_WAIT_S
 
 _WATCH_S = 1.0
 _REQUEST_BYTES_MAX = 4096
-_START_TOLERANCE_MS = 2_000
 _KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 """An executor whose host died is noticed after 25 s."""
 
@@ -134,8 +134,7 @@ async def _listening(server: Server, bind: str, port: int) -> asyncio.Server:
 def _lives(pid: int, started_ms: int) -> bool:
     try:
         process = psutil.Process(pid)
-        same = abs(process.create_time() * 1000 - started_ms) < _START_TOLERANCE_MS
-        return same and process.status() != psutil.STATUS_ZOMBIE
+        return is_start_of(process, started_ms) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 

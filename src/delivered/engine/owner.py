@@ -48,15 +48,29 @@ def running(owner: Owner | None) -> bool | None:
         return None
     try:
         process = psutil.Process(owner.process)
-        same = abs(process.create_time() * 1000 - owner.started_ms) < _START_TOLERANCE_MS
-        return same and process.status() != psutil.STATUS_ZOMBIE
+        return is_start_of(process, owner.started_ms) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 
 
 def _at(owner: Owner, process: psutil.Process) -> Owner:
-    started_ms = int(process.create_time() * 1000)
-    return replace(owner, host=socket.gethostname(), process=process.pid, started_ms=started_ms)
+    return replace(owner, host=socket.gethostname(), process=process.pid, started_ms=started_ms(process))
+
+
+def started_ms(process: psutil.Process) -> int:
+    """When a process started; on Linux since the machine's boot: its time since 1970 changes when the clock is set."""
+    now = psutil.Process(process.pid)  # an older object keeps the time of a clock that was set since
+    return int((now.create_time() - (psutil.boot_time() if psutil.LINUX else 0)) * 1000)
+
+
+def is_start_of(process: psutil.Process, at_ms: int) -> bool:
+    """Whether the process started then, and did not just take over the number of one that did.
+
+    Args:
+        at_ms: by `started_ms`; by an earlier release, since 1970.
+    """
+    known = (started_ms(process), process.create_time() * 1000)
+    return any(abs(started - at_ms) < _START_TOLERANCE_MS for started in known)
 
 
 @cache

@@ -14,7 +14,8 @@ from delivered.pipeline.presence import is_gone
 from delivered.planner import Trigger
 
 _CLOCKS_S = 5.0
-"""By which the clocks of two machines may differ."""
+"""By which the clocks of two machines may differ. Beyond it, what is shown is wrong, and nothing else: an undecided
+transaction that is aborted is written again."""
 _STALLED_S_MIN = 60.0
 _STALLED_BATCHES = 5
 

@@ -29,7 +29,10 @@ _EVERY_REMOTE_S = 10.0
 
 
 def is_gone(report: ReceiverReport) -> bool:
-    """Whether a receiver is dead, or has said nothing for `RECEIVER_SILENT_S`: it hangs, or its machine is gone."""
+    """Whether a receiver is dead, or has said nothing for `RECEIVER_SILENT_S`: it hangs, or its machine is gone.
+
+    By two machines' clocks, for display: a receiver whose report was removed reports again.
+    """
     silent = time.time() - report.at_ms / 1000 > RECEIVER_SILENT_S
     return silent or running(report.owner) is False
 

@@ -100,8 +100,10 @@ class Window:
         if not self._for_ms:
             return excess
         appends = tail.appends
-        appends.append((tail.end, at_ms))
+        # Receivers' clocks differ, and may be set back: no append is older than one before it, or its ids would be
+        # forgotten too early.
         tail.newest_ms = max(tail.newest_ms, at_ms)
+        appends.append((tail.end, tail.newest_ms))
         while appends[0][1] < tail.newest_ms - self._for_ms:
             tail.old = appends.popleft()[0]
         return max(min(excess, tail.old - (tail.end - len(tail.ids))), len(tail.ids) - DEDUP_WINDOW_MAX)

@@ -2,31 +2,23 @@
 
 Fencing is the broker's: every change is a transaction under one of two transactional ids of the sink, and `take`
 initialises both, which fences the previous owner. There are two because an owner's planning process and deciding
-process run side by side and must not fence each other.
-
-    partition 0   ["owner", sink]                     the ledger's owner
-                  ["last", sink, incarnation]         its newest decision
-                  ["begun", sink, incarnation]        its newest begun batch (at_most_once)
-                  ["archive", sink, n]                summaries of old incarnations: 25 bytes each
-    partition 1   ["kept", sink, incarnation, n]      decisions for the audit, n = batch % 1000
-    partition 2.. ["marker", pipeline, sink, shard]   written by tasks: see markers.py
+process run side by side and must not fence each other. Keys: ledger_keys.py.
 
 The topic is compacted, so its size is bounded by the number of keys.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from difflib import SequenceMatcher
-from typing import Any
 
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import NoTopic, Wire
-from delivered.connectors.kafka.committed import HIDDEN_S, CommittedReader, Hidden
+from delivered.connectors.kafka.committed import HIDDEN_S, CommittedReader, Hidden, Record
 from delivered.connectors.kafka.ledger_ends import settle_ids, take_id
+from delivered.connectors.kafka.ledger_keys import MOVED, Key, Keys, is_moved
 from delivered.connectors.kafka.ledger_write import Again, LedgerProducer, Writes
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import (
@@ -72,6 +64,7 @@ class KafkaStore:
         self._options = options
         self._scope = scope
         self._topic = ledger_topic(scope, options.ledger_topic)
+        self._keys = Keys(scope)
         self._opened: Wire | None = None
         self._reader: CommittedReader | None = None
         self._written = 0  # offset beyond what this process wrote: what is read must reach it
@@ -81,6 +74,11 @@ class KafkaStore:
         self._last: dict[str, Decision] = {}
         self._begun: dict[str, Begun] = {}
         self._archive: dict[int, Archive] = {}
+        self._old_archive: dict[int, Archive] = {}
+        self._old: set[str] = set()
+        """Incarnations with a decision under the keys of an earlier release."""
+        self._moved = False
+        """An earlier release refuses this topic."""
 
     @property
     def where(self) -> str:
@@ -164,14 +162,16 @@ class KafkaStore:
     def history(self) -> Iterator[Decision]:
         kept: dict[bytes, bytes] = {}
         reader = CommittedReader(self._wire, self._topic, HISTORY_PARTITION)
-        start = self._key("kept", self._scope.incarnation)[:-1] + b","
+        starts = tuple(key[:-1] + b"," for key in self._keys.both("kept", self._scope.incarnation))
         try:
-            for record in reader.read(time.monotonic() + RECOVERY_WAIT_S, ours=lambda key: key.startswith(start)):
-                if record.key.startswith(start) and record.value is not None:
+            for record in reader.read(time.monotonic() + RECOVERY_WAIT_S, ours=lambda key: key.startswith(starts)):
+                if record.key.startswith(starts) and record.value is not None:
                     kept[record.key] = record.value
         except NoAnswer as error:
             raise self._unreadable(error) from None
-        yield from sorted((Decision.from_json(v) for v in kept.values()), key=lambda d: d.batch)
+        found = {d.batch: d for d in map(Decision.from_json, kept.values()) if d.scope == self._scope}
+        horizon = max(found, default=0) - LEDGER_HISTORY_BATCHES  # keys of an earlier release are not reused
+        yield from (found[batch] for batch in sorted(found) if batch > horizon)
 
     def others(self) -> list[OtherLedger]:
         """Skips topics that this user may not read."""
@@ -189,13 +189,15 @@ class KafkaStore:
             reader = CommittedReader(self._wire, topic, STATE_PARTITION)
             with suppress(NoAnswer):
                 for record in reader.read(time.monotonic() + CONNECT_TIMEOUT_S, wait=False):
-                    match json.loads(record.key):
-                        case ["owner", str(sink)]:
-                            found.setdefault((pipeline, sink), False)
-                        case ["last" | "begun", str(sink), scope.incarnation] if record.value is not None:
-                            found[pipeline, sink] = True
-                        case _:
-                            pass
+                    key, value = Key.parse(record.key), record.value
+                    theirs = key.pipeline or pipeline
+                    if value is None or (key.pipeline is None and key.kind == "owner" and is_moved(value)):
+                        continue
+                    if key.pipeline is None and key.kind == "last":
+                        theirs = Decision.from_json(value).scope.pipeline
+                    holds = key.kind in ("last", "begun") and key.rest == (scope.incarnation,)
+                    if holds or key.kind == "owner":
+                        found[theirs, key.sink] = found.get((theirs, key.sink), False) or holds
         found.pop((scope.pipeline, scope.sink), None)
         return named_first(OtherLedger(*name, same_incarnation=holds) for name, holds in found.items())
 
@@ -231,11 +233,12 @@ class KafkaStore:
         if self._reader is None:
             self._reader = CommittedReader(self._wire, self._topic, STATE_PARTITION)
             self._owner, self._epoch, self._last, self._begun, self._archive = None, 0, {}, {}, {}
+            self._old_archive, self._old, self._moved = {}, set(), False
         self._reader.reach(self._written)
         try:
             newest = self._newest(self._reader, wait)
             for key, value in newest.items():
-                self._apply(json.loads(key), value)
+                self._apply(Key.parse(key), value)
         except Exception as error:
             self._reader = None  # the state is incomplete
             if isinstance(error, NoAnswer) and not isinstance(error, NoTopic):
@@ -243,38 +246,59 @@ class KafkaStore:
             raise
 
     def _newest(self, reader: CommittedReader, wait: bool) -> dict[bytes, bytes | None]:
-        """Newest values by key. A transaction whose end the brokers lost would hide them for ever."""
+        """Newest values by key, in log order. A transaction whose end the brokers lost would hide them for ever."""
         found: dict[bytes, bytes | None] = {}
         deadline = time.monotonic() + RECOVERY_WAIT_S
+
+        def add(records: Iterable[Record]) -> None:
+            for r in records:
+                found.pop(r.key, None)
+                found[r.key] = r.value
+
         try:
             soon = min(deadline, time.monotonic() + HIDDEN_S)
-            found.update((r.key, r.value) for r in reader.read(soon, wait, self._ours))
+            add(reader.read(soon, wait, self._ours))
         except Hidden:
             settle_ids(self._wire, [self._id(role) for role in (_PLAN, _DECIDE)], self._topic, deadline, known=True)
-            found.update((r.key, r.value) for r in reader.read(deadline, wait, self._ours))
+            add(reader.read(deadline, wait, self._ours))
         return found
 
-    def _apply(self, key: list[Any], value: bytes | None) -> None:
-        match key:
-            case ["owner", self._scope.sink] if value is not None:
-                self._owner, extra = Owner.from_json(value)
-                self._epoch = extra.get("claims", 0)
-            case ["last", self._scope.sink, str(incarnation)]:
-                self._last.pop(incarnation, None)  # in log order, newest last
-                if value is not None:
-                    self._last[incarnation] = Decision.from_json(value)
-            case ["begun", self._scope.sink, str(incarnation)]:
+    def _apply(self, key: Key, value: bytes | None) -> None:
+        """In log order: what has new keys follows what an earlier release wrote."""
+        if not self._keys.holds(key):
+            return
+        old = key.pipeline is None
+        match key.kind, key.rest:
+            case "owner", () if value is not None:
+                owner, extra = Owner.from_json(value)
+                if old and "moved" in extra:
+                    self._moved = True
+                elif not (old and self._moved):
+                    self._owner, self._epoch = owner, extra.get("claims", 0)
+            case "last", (str(incarnation),):
+                decision = None if value is None else Decision.from_json(value)
+                if old:
+                    if decision is not None and decision.scope.pipeline != self._scope.pipeline:
+                        return
+                    if decision is None and incarnation not in self._old:
+                        return
+                    self._old.add(incarnation)
+                self._last.pop(incarnation, None)  # newest last
+                if decision is not None:
+                    self._last[incarnation] = decision
+            case "begun", (str(incarnation),):
                 self._begun.pop(incarnation, None)
                 if value is not None:
                     self._begun[incarnation] = Begun.from_json(value)
-            case ["archive", self._scope.sink, int(number)]:
-                self._archive[number] = Archive(value or b"", f"topic {self._topic!r}")
+            case "archive", (int(number),):
+                archives = self._old_archive if old else self._archive
+                archives[number] = Archive(value or b"", f"topic {self._topic!r}")
             case _:
                 pass
 
     def _ours(self, key: bytes) -> bool:
         """Whether a record may change this ledger's state."""
-        return self._scope.sink in json.loads(key)
+        return self._keys.holds(Key.parse(key))
 
     def _head(self) -> Head:
         own = self._scope.incarnation
@@ -287,7 +311,8 @@ class KafkaStore:
         return state_of(self._scope, self._owner, self._epoch, self._last.values(), self._begun, self._archived)
 
     def _archived(self, incarnation: str) -> Archived | None:
-        return next((a for archive in self._archive.values() if (a := archive.find(incarnation)) is not None), None)
+        archives = (*self._archive.values(), *self._old_archive.values())
+        return next((a for archive in archives if (a := archive.find(incarnation)) is not None), None)
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -308,7 +333,9 @@ class KafkaStore:
     def _record(self, owner: Owner, epoch: int) -> Outcome[None]:
         """Record the new owner. Until then the former owner may take the id back once or twice."""
         writes = self._outdated()
-        writes[STATE_PARTITION].insert(0, (self._key("owner"), owner.to_json(claims=epoch).encode()))
+        writes[STATE_PARTITION].insert(0, (self._keys.key("owner"), owner.to_json(claims=epoch).encode()))
+        if not self._moved:
+            writes[STATE_PARTITION].insert(0, (self._keys.old("owner"), owner.to_json(**MOVED).encode()))
         producer = self._producers.pop(_PLAN)
         outcome, _ = producer.write(writes)
         if isinstance(outcome, Ok):
@@ -329,15 +356,19 @@ class KafkaStore:
             if len(state) + len(kept) > _TOMBSTONES_MAX:
                 break
             entries.append(entry)
-            state += [(self._key(kind, incarnation), None) for kind in ("last", "begun")]
-            decided = self._last[incarnation].batch + 1 if incarnation in self._last else 0
-            kept += [(self._key("kept", incarnation, n), None) for n in range(min(decided, LEDGER_HISTORY_BATCHES))]
+            last = self._last.get(incarnation)
+            # In a topic of several pipelines, a begun batch of an earlier release may be another one's.
+            left = incarnation in self._old or (last is None and self._options.ledger_topic is None)
+            keys = self._keys.both if left else self._keys.one
+            decided = 0 if last is None else min(last.batch + 1, LEDGER_HISTORY_BATCHES)
+            state += [(key, None) for kind in ("last", "begun") for key in keys(kind, incarnation)]
+            kept += [(key, None) for n in range(decided) for key in keys("kept", incarnation, n)]
         if entries:
             number = max(self._archive, default=0)
             if len(self._archive.get(number, Archive())) >= _ARCHIVE_ENTRIES:
                 number += 1
             archive = self._archive.get(number, Archive()).with_more(entries)
-            state.append((self._key("archive", number), archive.data))
+            state.append((self._keys.key("archive", number), archive.data))
         return {STATE_PARTITION: state, **({HISTORY_PARTITION: kept} if kept else {})}
 
     def _writes(self, change: Change) -> Writes:
@@ -345,11 +376,11 @@ class KafkaStore:
         incarnation, decision = self._scope.incarnation, change.decision
         if decision is None:
             begun = None if change.begun is None else change.begun.to_json().encode()
-            return {STATE_PARTITION: [(self._key("begun", incarnation), begun)]}
+            return {STATE_PARTITION: [(self._keys.key("begun", incarnation), begun)]}
         text, n = decision.to_json().encode(), decision.batch % LEDGER_HISTORY_BATCHES
         return {
-            STATE_PARTITION: [(self._key("last", incarnation), text)],
-            HISTORY_PARTITION: [(self._key("kept", incarnation, n), text)],
+            STATE_PARTITION: [(self._keys.key("last", incarnation), text)],
+            HISTORY_PARTITION: [(self._keys.key("kept", incarnation, n), text)],
         }
 
     def _keep(self, change: Change) -> None:
@@ -366,9 +397,6 @@ class KafkaStore:
 
     def _id(self, role: str) -> str:
         return f"{id_prefix(self._scope)}ledger.{role}"
-
-    def _key(self, kind: str, *more: str | int) -> bytes:
-        return json.dumps([kind, self._scope.sink, *more], separators=(",", ":")).encode()
 
     def _unreadable(self, error: Exception) -> OutcomeUnknown:
         return OutcomeUnknown(

@@ -54,7 +54,7 @@ def identified(batch: pa.RecordBatch, id_columns: Sequence[str], *, nulls: bool 
             f"A row's {', '.join(id_columns)} (messageIdColumns) is not UTF-8: {str(error)[:200]}",
             next_step='name columns of text: .option("messageIdColumns", "...")',
         ) from None
-    ids = parts[0] if len(parts) == 1 else pc.binary_join_element_wise(*parts, "-")
+    ids = parts[0] if len(parts) == 1 else _joined(parts)
     ids = pc.if_else(pc.equal(ids, ""), pa.scalar(None, pa.string()), ids)
     if ids.null_count and not nulls:
         row = batch.slice(pc.index(pc.is_null(ids), True).as_py(), 1).select(id_columns).to_pylist()[0]
@@ -65,6 +65,17 @@ def identified(batch: pa.RecordBatch, id_columns: Sequence[str], *, nulls: bool 
         )
     kept = [n for n in batch.schema.names if n in ("key", "value") or n not in (*id_columns, "message_id")]
     return pa.RecordBatch.from_arrays([*(batch.column(n) for n in kept), ids], names=[*kept, "message_id"])
+
+
+def _joined(parts: Sequence[pa.Array]) -> pa.Array:
+    """The values joined by "-". If one of them holds a "-", followed by "#" and the lengths of all but the last: else
+    two rows could get the same id, and a reader would drop one (P33). The number of "-" tells both forms apart.
+    """
+    ids = pc.binary_join_element_wise(*parts, "-")
+    holds = pc.greater(pc.count_substring(ids, "-"), len(parts) - 1)
+    lengths = [pc.utf8_length(part).cast(pa.string()) for part in parts[:-1]]
+    suffix = lengths[0] if len(lengths) == 1 else pc.binary_join_element_wise(*lengths, ",")
+    return pc.if_else(holds, pc.binary_join_element_wise(ids, suffix, "#"), ids)
 
 
 def check_types(schema: pa.Schema) -> None:

@@ -59,7 +59,9 @@ class SendingWriter(ABC, Generic[Given, M]):
         self._options = options
         self._gives_up = gives_up
         scope = work.scope
-        self._id = f"{scope.pipeline}.{scope.sink}.{scope.incarnation}.{work.batch}.{work.shard}"
+        # Names may contain dots, but no "%": two scopes never make the same id (P33).
+        names = (n.replace(".", "%2E") for n in (scope.pipeline, scope.sink, scope.incarnation))
+        self._id = ".".join((*names, str(work.batch), str(work.shard)))
         self._rows = 0
         self._publisher: Publisher[M] | None = None
 

@@ -50,10 +50,13 @@ def open_memory(sql: Dialect, connection: Connection, scope: Scope, *, fresh: bo
     number = number_of(scope)
     sql.forget(connection, "noted", "PRIMARY", f"number = {number}")
     if fresh:
+        # Hosts' clocks differ: never before an earlier memory. The owner's row is locked.
+        (newest,) = connection.execute(sql(f"SELECT max(made_ms) FROM {{memory}} WHERE {_SINK}"), key).fetchone()
+        made_ms = max(int(time.time() * 1000), (newest or 0) + 1)
         connection.execute(
             sql(
                 "INSERT INTO {memory} (pipeline, sink, incarnation, number, batch, newest_us, former_us, made_ms) "
-                f"VALUES (:pipeline, :sink, :incarnation, {number}, -1, {_NEVER}, {_NEVER}, {int(time.time() * 1000)}) "
+                f"VALUES (:pipeline, :sink, :incarnation, {number}, -1, {_NEVER}, {_NEVER}, {made_ms}) "
                 + sql.known("pipeline, sink, incarnation", None)
             ),
             key,
@@ -97,7 +100,8 @@ def keep(sql: Dialect, connection: Connection, decision: Decision, epoch: int) -
             ),
             {},
         )
-        # A single time in the future must not expire all other keys.
+        # A single time in the future must not expire all other keys. The driver's clock only bounds it: set back, it
+        # keeps keys for longer.
         newest = max(former, min(int(last), decision.decided_at_ms * 1_000))
     sql.forget(connection, "noted", "PRIMARY", f"{claim} AND batch <= {decision.batch}")
     connection.execute(
