@@ -18,13 +18,15 @@ from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire
 from delivered.connectors.kafka import store as store_module
 from delivered.connectors.kafka import transactions
+from delivered.connectors.kafka.ledger_keys import Keys
 from delivered.connectors.kafka.markers import find_marker, marker_partition
 from delivered.connectors.kafka.store import KafkaStore
 from delivered.connectors.kafka.topics import ledger_topic
 from delivered.engine.context import open_ledger
 from delivered.ledger import ledger as rules
 from delivered.ledger.ledger import Ledger
-from delivered.model.errors import Fenced, LedgerBehind, OutcomeUnknown
+from delivered.model import record_format
+from delivered.model.errors import Fenced, LedgerBehind, OutcomeUnknown, Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.limits import OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
@@ -485,3 +487,39 @@ def test_producers_of_the_ledger_are_no_shards(rig: Rig) -> None:
     """Aborting orphans must never fence the ledger's own ids."""
     assert not transactions.is_ours(rig.scope, store_of(rig.ledger())._id("plan"))
     assert transactions.is_ours(rig.scope, transactions.transactional_id(rig.work(0)))
+
+
+def test_ledger_of_the_release_before_is_continued_and_refused_there(
+    rig: Rig, opened: Callable[[], Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keys lack the pipeline, so pipelines of one topic may share them."""
+    with monkeypatch.context() as before:
+        before.setattr(Keys, "key", Keys.old)
+        before.setattr(record_format, "FORMAT", 1)
+        before.setattr(store_module, "MOVED", {})
+        one = opened()
+        one.claim(FIRST)
+        assert one.begin(Begun(0, "o")) == Ok(None)
+        for batch in range(2):
+            assert one.decide(decision(rig.scope, batch)) == Ok(None)
+        other = Ledger(KafkaStore(rig.sink.options, replace(rig.scope, incarnation="theirs")), rig.scope)
+        other.claim(FIRST)
+        theirs = replace(rig.scope, incarnation="theirs", pipeline="another")
+        assert other.decide(replace(decision(rig.scope, 9), scope=theirs)) == Ok(None)
+        other.close()
+    two = opened()
+    looked = two.look()
+    assert (looked.last, looked.begun, looked.epoch) == (two.claim(SECOND).last, Begun(0, "o"), 2)
+    assert looked.last is not None
+    assert (looked.last.batch, looked.earlier) == (1, ()), "a decision counts for the pipeline that it names"
+    assert two.decide(decision(rig.scope, 2, "second")) == Ok(None)
+    again = opened()
+    assert [d.batch for d in again.history()] == [0, 1, 2]
+    state = again.resume("second")
+    assert state.last is not None
+    assert (state.last.batch, state.begun) == (2, Begun(0, "o"))
+    with monkeypatch.context() as before:
+        before.setattr(Keys, "key", Keys.old)
+        before.setattr(record_format, "FORMAT", 1)
+        with pytest.raises(Refused, match="FORMAT_NEWER"):
+            opened().claim(replace(FIRST, id="third"))

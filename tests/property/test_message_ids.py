@@ -1,0 +1,31 @@
+"""Ids that are joined from several values or names: two different ones never make the same id (P33)."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delivered.kits.queue.columns import identified
+
+VALUES = st.text("a1-#,", max_size=5).filter(bool)
+ROWS = st.lists(st.tuples(VALUES, VALUES, VALUES), min_size=2, max_size=40, unique=True)
+
+
+def ids(rows: list[tuple[str, ...]], columns: int) -> list[str]:
+    names = ["a", "b", "c"][:columns]
+    batch = pa.record_batch({n: [row[i] for row in rows] for i, n in enumerate(names)})
+    found: list[str] = identified(batch, names).column("message_id").to_pylist()
+    return found
+
+
+@given(ROWS, st.sampled_from([2, 3]))
+def test_p33_different_columns_make_different_ids(rows: list[tuple[str, str, str]], columns: int) -> None:
+    distinct = sorted({row[:columns] for row in rows})
+    assert len({*ids(distinct, columns)}) == len(distinct)
+
+
+def test_ids_without_the_separator_in_a_value_are_as_before() -> None:
+    assert ids([("orders", "0", "17"), ("a-b", "c", "d"), ("a", "b-c", "d")], 3) == [
+        "orders-0-17", "a-b-c-d#3,1", "a-b-c-d#1,3",
+    ]  # fmt: skip

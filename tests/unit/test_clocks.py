@@ -1,0 +1,41 @@
+"""Clocks that are set, where no decision is ordered (those: tests/crash/test_clock.py)."""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+import pytest
+
+from delivered.connectors.log.table import LogFile, Snapshot
+from delivered.engine.owner import is_start_of, new_owner, running, started_ms
+from delivered.source.window import Window
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="elsewhere, a process keeps the time it started at")
+@pytest.mark.parametrize("jump_s", [3600, -3600])
+def test_p30_a_process_is_known_after_the_clock_was_set(jump_s: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, boot = new_owner(psutil.Process()), psutil.boot_time()
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: boot + jump_s)
+    assert psutil.Process().create_time() == pytest.approx(boot + jump_s + owner.started_ms / 1000, abs=1)
+    assert running(owner)
+    own = psutil.Process(os.getpid())
+    assert not is_start_of(own, owner.started_ms + 60_000), "another process of the same number"
+
+
+def test_owner_of_an_earlier_release_is_known() -> None:
+    own = psutil.Process(os.getpid())
+    assert is_start_of(own, int(own.create_time() * 1000))
+    assert is_start_of(own, started_ms(own))
+
+
+def test_p30_window_keeps_ids_that_a_receiver_with_a_late_clock_appends() -> None:
+    """Receiver a is an hour ahead of b. What b appends must be remembered for as long as what a appends."""
+    minute, hour = 60_000, 3_600_000
+    window = Window(1, for_ms=10 * minute)
+    files = []
+    for at, (name, now) in enumerate([("a", hour), ("b", 0), ("c", minute), ("d", hour + minute)]):
+        window.add(0, at, [name], now)
+        files.append(LogFile(f"{at}.parquet", 0, at, at, now))
+    assert all(name in window for name in "abcd")
+    assert Snapshot(4, files).first_since(0, 10 * minute) == 0, "a restarted receiver reads the same ids"
