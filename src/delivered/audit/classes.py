@@ -86,10 +86,13 @@ def breaches(guarantee: Guarantee, counts: Counts, given_up: int) -> list[str]:
     """What the guarantee forbids in `counts`, as sentences; empty if it held.
 
     Args:
-        given_up: records that at_most_once recorded as given up. Losses up to this number are within the
-            guarantee. It is an upper bound, because some may have been sent before the crash.
+        given_up: records that the ledger counts as given up. Under at_most_once, losses up to this number are within
+            the guarantee: it is an upper bound, because some may have been sent before the crash. Under the others they
+            are losses, even if the source no longer has the records either.
     """
     found: list[str] = []
+    if given_up and not guarantee.may_lose:
+        found.append(f"{given_up} records were given up, according to the ledger; {guarantee.value} promises none")
     if counts.lost and not guarantee.may_lose:
         found.append(f"{counts.lost} records are lost; {guarantee.value} promises none")
     if guarantee.may_lose and counts.lost > given_up:

@@ -1,43 +1,77 @@
-"""Compare rewritten shards of a decided batch with the decision."""
+"""Compare rewritten shards of a decided batch with the decision.
+
+A shard that comes back shorter was decided with records that the source no longer has. The rest is written, and the
+missing ones are given up, if the user accepts that (`Tolerance.lost_records`): the revision counts them.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from delivered.engine.context import Context
 from delivered.engine.messages import written
+from delivered.model.account import Account
+from delivered.model.dialect import shown
 from delivered.model.errors import InvariantBroken, ReplayDiffers
 from delivered.model.work import Decision, ShardMessage
+
+LOST = "source"
+"""Reason of what is given up because the source no longer has it (`Prepared.given_up`)."""
+
+log = logging.getLogger(__name__)
 
 
 def repaired(context: Context, last: Decision, messages: Sequence[ShardMessage]) -> Decision:
     """The next revision of the decision, with new participants replacing those that timed out.
 
     Raises:
-        ReplayDiffers: the rerun had other shards or other rows. What it prepared was aborted.
+        ReplayDiffers: the rerun had other shards, other rows, or fewer rows that the user did not give up. What it
+            prepared was aborted.
         InvariantBroken: a shard that had to be rewritten was not.
     """
     plan = messages[0].plan
     new = {(p.shard, p.sink): p for p in written(messages)}
     try:
-        _same_batch(last, plan.rewrite, messages)
+        _same_batch(last, plan.rewrite, messages, lost_records=context.tolerance.lost_records)
     except InvariantBroken:
         for p in new.values():
             if p.handle:
                 context.committer.abort(p)
         raise
+    accounts = {last.scope.sink: Account(last.total, last.given_up), **last.others}
+    participants = []
+    for before in last.participants:
+        now = new.get((before.shard, before.sink), before)
+        lost = before.fingerprint - now.fingerprint
+        if lost.count:
+            account = accounts[before.sink]
+            accounts[before.sink] = Account(account.total - lost, account.given_up + lost)
+            log.warning(
+                "batch %d, shard %d, sink %s: gave up %d records that the source no longer has",
+                last.batch, before.shard, before.sink, lost.count,
+            )  # fmt: skip
+        given_up = Counter(before.given_up) + Counter({LOST: lost.count})
+        participants.append(replace(now, given_up={**now.given_up, **given_up}))
+    own = accounts.pop(last.scope.sink)
     return replace(
         last,
         owner=context.owner.id,
-        participants=tuple(new.get((p.shard, p.sink), p) for p in last.participants),
+        participants=tuple(participants),
+        total=own.total,
+        given_up=own.given_up,
+        others=accounts,
         decided_at_ms=time.time_ns() // 1_000_000,
         revision=last.revision + 1,
     )
 
 
-def _same_batch(last: Decision, rewrite: Mapping[int, frozenset[str]], messages: Sequence[ShardMessage]) -> None:
+def _same_batch(
+    last: Decision, rewrite: Mapping[int, frozenset[str]], messages: Sequence[ShardMessage], *, lost_records: bool
+) -> None:
     decided = {(p.shard, p.sink): p.fingerprint for p in last.participants}
     shards = len({p.shard for p in last.participants})
     if len(messages) != shards:
@@ -56,9 +90,12 @@ def _same_batch(last: Decision, rewrite: Mapping[int, frozenset[str]], messages:
             f"{sorted(p.shard for p in written(messages))}. Nothing more was applied.",
             next_step="start the pipeline again; the batch runs again",
         )
+    missing: dict[tuple[int, str], int] = {}
     for p in written(messages):
         before = decided[p.shard, p.sink]
-        if before != p.fingerprint:
+        if p.fingerprint.count < before.count:
+            missing[p.shard, p.sink] = before.count - p.fingerprint.count
+        elif before != p.fingerprint:
             raise ReplayDiffers(
                 "REPLAY_DIFFERS",
                 f"Batch {last.batch}, shard {p.shard}, sink {last.scope_of(p).sink!r}: decided with fingerprint "
@@ -67,3 +104,15 @@ def _same_batch(last: Decision, rewrite: Mapping[int, frozenset[str]], messages:
                 next_step="remove what changes between runs (rand(), now(), a lookup) from the transform, then start "
                 "again",
             )
+    if missing and not lost_records:
+        parts = [f"{n:,} of shard {shard} at sink {sink!r}" for (shard, sink), n in sorted(missing.items())]
+        raise ReplayDiffers(
+            "REPLAY_RECORDS_MISSING",
+            f"Batch {last.batch} was decided, but its prepared rows were dropped before they became visible, and it "
+            f"reran without {sum(missing.values()):,} of them ({', '.join(parts[:20])}): the source no longer has "
+            "their records. Nothing more was applied; what the other shards of the batch wrote is visible. The batch "
+            f"ended at offsets {shown(last.offsets)}",
+            next_step="restore the source's records and start again; or give up what is missing, and write the rest, "
+            'once, with .option("lostRecords", "accept"). If the source lost nothing (the log has no warning of '
+            "failOnDataLoss), the transform is not deterministic: remove what changes between runs from it",
+        )

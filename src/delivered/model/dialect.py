@@ -15,7 +15,12 @@ from delivered.model.offsets import SOURCE, by_source
 _OPTION = re.compile(
     r"""\.option\((?P<q>["'])(?P<name>[\w.]+)(?P=q), (?:(?P<v>["'])(?P<value>.*?)(?P=v)|(?P<any>\.\.\.))\)"""
 )
-_SNAKE = {"missingLedger": "missing_ledger", "newCheckpoint": "new_checkpoint", "newTarget": "new_target"}
+_SNAKE = {
+    "missingLedger": "missing_ledger",
+    "newCheckpoint": "new_checkpoint",
+    "newTarget": "new_target",
+    "lostRecords": "lost_records",
+}
 """Options of Spark's writer that a pipeline file spells differently."""
 _FRAMES = (
     (re.compile(r'df\.withColumn\("([^"]+)", col\("([^"]+)"\)\.cast\("([^"]+)"\)\)'), r"write CAST(\2 AS \3) AS \1"),

@@ -126,7 +126,8 @@ class Decision:
         participants: every written shard at every sink, ordered by shard, then by sink.
         total: running fingerprint of all decided batches of this incarnation, including this one, at the sink that
             keeps the ledger.
-        given_up: running fingerprint of what at_most_once gave up there (an upper bound of its loss).
+        given_up: running fingerprint of what was given up there: by at_most_once (an upper bound of its loss), or by
+            `Tolerance.lost_records`.
         decided_at_ms: by the clock of the driver's host, for display. Clocks of hosts differ: it orders nothing.
         revision: 0, plus one for each rewrite of shards after the decision.
         sequence: place in the ledger's order, see `LedgerState.next_sequence`; a revision keeps it. 0: an earlier
@@ -359,9 +360,12 @@ class Tolerance:
         missing_ledger: the ledger may lack some or all batches of the checkpoint.
         repeated_batch: exactly_once may start with a batch that at_least_once may have partly sent.
         new_target: the sink's target may differ from the last batch's.
+        lost_records: shards of a decided batch that must be written again may have fewer records than were decided,
+            as the source no longer has the others. These are given up.
     """
 
     new_checkpoint: bool = False
     missing_ledger: bool = False
     repeated_batch: bool = False
     new_target: bool = False
+    lost_records: bool = False

@@ -63,8 +63,8 @@ def problems_of(pipeline: Definition, now: Status, reports: Sequence[BatchReport
         if s.given_up:
             yield Problem(
                 "DELIVERED_RECORDS_GIVEN_UP",
-                f"{s.name}: up to {s.given_up:,} records were given up (at_most_once).",
-                "choose at_least_once or exactly_once if that is not acceptable",
+                f"{s.name}: up to {s.given_up:,} records were given up (at_most_once, or lostRecords).",
+                "under at_most_once, choose at_least_once or exactly_once if that is not acceptable",
             )
 
 

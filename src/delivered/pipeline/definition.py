@@ -119,6 +119,7 @@ class Definition:
         new_checkpoint: start over although an earlier checkpoint wrote to this sink.
         missing_ledger: go on although the ledger lacks batches of this checkpoint.
         new_target: continue although a sink's topic or table was dropped and recreated.
+        lost_records: give up what a decided batch held, and sink and source have no more.
         on_bad_row: of a row that a sink refuses for itself, or for which the function of `delivered.arrow` raises, and
             of a record that cannot be decoded: "fail"; "dead_letter": it goes to that sink, in the same batch; "drop":
             it is left out and counted as given up, at_most_once only.
@@ -152,6 +153,7 @@ class Definition:
         new_checkpoint: bool = False,
         missing_ledger: bool = False,
         new_target: bool = False,
+        lost_records: bool = False,
         on_bad_row: str = "fail",
         dead_letter: Endpoint | None = None,
         lineage: bool = False,
@@ -173,8 +175,7 @@ class Definition:
         self.conf = {k: as_text(k, v) for k, v in (conf or {}).items()}
         self.master = master
         self.new_checkpoint = new_checkpoint
-        self.missing_ledger = missing_ledger
-        self.new_target = new_target
+        self.missing_ledger, self.new_target, self.lost_records = missing_ledger, new_target, lost_records
         self.on_bad_row = _on_bad_row(on_bad_row, dead_letter)
         self.dead_letter = dead_letter
         self.lineage = lineage
@@ -216,6 +217,7 @@ class Definition:
             new_checkpoint=file.new_checkpoint == "accept",
             missing_ledger=file.missing_ledger == "accept",
             new_target=file.new_target == "accept",
+            lost_records=file.lost_records == "accept",
             on_bad_row=file.on_bad_row,
             dead_letter=endpoint_of(file.dead_letter, folder) if file.dead_letter else None,
             lineage=file.lineage,
@@ -238,7 +240,7 @@ class Definition:
             dead_letter=_sink_spec(letters) if letters is not None else None,
             on_bad_row=self.on_bad_row,
             checkpoint=self.checkpoint,
-            tolerance=Tolerance(self.new_checkpoint, self.missing_ledger, new_target=self.new_target),
+            tolerance=Tolerance(self.new_checkpoint, self.missing_ledger, False, self.new_target, self.lost_records),
             transform=self.transform_version,
         )
 

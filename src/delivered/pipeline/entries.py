@@ -168,6 +168,9 @@ class PipelineFile(BaseModel):
     new_target: Literal["refuse", "accept"] = Field(
         "refuse", description="accept: continue although a sink's topic or table was dropped and recreated."
     )
+    lost_records: Literal["refuse", "accept"] = Field(
+        "refuse", description="accept: give up what a decided batch held, and sink and source have no more."
+    )
     lineage: bool = Field(
         False, description="Send OpenLineage events, to where OPENLINEAGE_URL or openlineage.yml says."
     )

@@ -29,6 +29,7 @@ ENVIRONMENT = {
         "new_checkpoint",
         "missing_ledger",
         "new_target",
+        "lost_records",
         "lineage",
     )
 }

@@ -214,7 +214,7 @@ def rebuild(pipeline: P, into: str, start: str | None = None) -> Rebuild[P]:
     made.checkpoint = f"{pipeline.checkpoint.rstrip('/')}/delivered/{made.name}"
     made.sinks = (target,)
     made.trigger = AVAILABLE_NOW
-    made.new_checkpoint = made.missing_ledger = made.new_target = False
+    made.new_checkpoint = made.missing_ledger = made.new_target = made.lost_records = False
     made.until = _ends(state.last)
     if not done:
         check_target(pipeline, target)

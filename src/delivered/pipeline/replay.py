@@ -58,7 +58,7 @@ def replay(pipeline: P, start: str, end: str, into: Endpoint | str, sink: str | 
     made.checkpoint = f"{pipeline.checkpoint.rstrip('/')}/delivered/{made.name}"
     made.sinks = (target,)
     made.trigger = AVAILABLE_NOW
-    made.new_checkpoint = made.missing_ledger = made.new_target = False
+    made.new_checkpoint = made.missing_ledger = made.new_target = made.lost_records = False
     begin, made.until = _range(made, start, end)
     for name in made.sources:
         first_offsets.keep(made.checkpoint, lambda name=name: begin[name], name)  # type: ignore[misc]

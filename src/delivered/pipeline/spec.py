@@ -48,6 +48,7 @@ PIPELINE_OPTIONS = OptionTable(
         Option("missingLedger", "accept: go on although the ledger lacks batches of this checkpoint.", "refuse"),
         Option("repeatedBatch", "accept: exactly_once may repeat a batch that a weaker guarantee began.", "refuse"),
         Option("newTarget", "accept: continue although the sink's topic or table was dropped and recreated.", "refuse"),
+        Option("lostRecords", "accept: give up what a decided batch held, and sink and source have no more.", "refuse"),
         Option(
             "runId",
             "df.write only: names these rows. Given again, they are written once, and other rows are refused.",
@@ -358,14 +359,13 @@ def _from_options(system: str, options: Mapping[str, str]) -> PipelineSpec:
         guarantee=guarantee,
         sinks=(SinkSpec(system, {k: v for k, v in options.items() if k.lower() not in known}, sink),),
         checkpoint=values.get("checkpointLocation"),
-        tolerance=Tolerance(
-            new_checkpoint=_accepts(values, "newCheckpoint"),
-            missing_ledger=_accepts(values, "missingLedger"),
-            repeated_batch=_accepts(values, "repeatedBatch"),
-            new_target=_accepts(values, "newTarget"),
-        ),
+        tolerance=Tolerance(*(_accepts(values, name) for name in _ACCEPTED)),
         run_id=values.get("runId"),
     )
+
+
+_ACCEPTED = ("newCheckpoint", "missingLedger", "repeatedBatch", "newTarget", "lostRecords")
+"""Options, in the order of the fields of `Tolerance`."""
 
 
 def _accepts(values: Mapping[str, str], name: str) -> bool:

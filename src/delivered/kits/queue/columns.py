@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import reduce
 from typing import Any
 
 import pyarrow as pa
@@ -54,7 +55,9 @@ def identified(batch: pa.RecordBatch, id_columns: Sequence[str], *, nulls: bool 
             f"A row's {', '.join(id_columns)} (messageIdColumns) is not UTF-8: {str(error)[:200]}",
             next_step='name columns of text: .option("messageIdColumns", "...")',
         ) from None
-    ids = parts[0] if len(parts) == 1 else _joined(parts)
+    ids = (
+        parts[0] if len(parts) == 1 else _joined(parts, [pa.types.is_integer(batch.column(n).type) for n in id_columns])
+    )
     ids = pc.if_else(pc.equal(ids, ""), pa.scalar(None, pa.string()), ids)
     if ids.null_count and not nulls:
         row = batch.slice(pc.index(pc.is_null(ids), True).as_py(), 1).select(id_columns).to_pylist()[0]
@@ -67,15 +70,24 @@ def identified(batch: pa.RecordBatch, id_columns: Sequence[str], *, nulls: bool 
     return pa.RecordBatch.from_arrays([*(batch.column(n) for n in kept), ids], names=[*kept, "message_id"])
 
 
-def _joined(parts: Sequence[pa.Array]) -> pa.Array:
-    """The values joined by "-". If one of them holds a "-", followed by "#" and the lengths of all but the last: else
-    two rows could get the same id, and a reader would drop one (P33). The number of "-" tells both forms apart.
+def _joined(parts: Sequence[pa.Array], numbers: Sequence[bool]) -> pa.Array:
+    """The values joined by "-"; where that is ambiguous, followed by "#" and the lengths of all but the last.
+
+    Otherwise two rows could get the same id, and a reader would drop one (P33). One text among whole numbers, such as
+    topic, partition and offset, is ambiguous only with negative ones; several texts, if one of them holds a "-".
+
+    Args:
+        numbers: whether each column holds whole numbers.
     """
     ids = pc.binary_join_element_wise(*parts, "-")
-    holds = pc.greater(pc.count_substring(ids, "-"), len(parts) - 1)
+    if sum(numbers) >= len(parts) - 1:
+        negative = [pc.starts_with(part, "-") for part, number in zip(parts, numbers, strict=True) if number]
+        ambiguous = reduce(pc.or_, negative)
+    else:
+        ambiguous = pc.greater(pc.count_substring(ids, "-"), len(parts) - 1)
     lengths = [pc.utf8_length(part).cast(pa.string()) for part in parts[:-1]]
     suffix = lengths[0] if len(lengths) == 1 else pc.binary_join_element_wise(*lengths, ",")
-    return pc.if_else(holds, pc.binary_join_element_wise(ids, suffix, "#"), ids)
+    return pc.if_else(ambiguous, pc.binary_join_element_wise(ids, suffix, "#"), ids)
 
 
 def check_types(schema: pa.Schema) -> None:
