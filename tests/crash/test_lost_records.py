@@ -43,7 +43,7 @@ def test_missing_records_are_named_and_nothing_is_written(group: bool) -> None:
     sim = expired(group)
     assert {*codes(sim)} == {"REPLAY_RECORDS_MISSING"}
     message = str(sim.errors[-1])
-    assert "The batch ended at offsets" in message
+    assert 'The batch has the offsets from the start to {"0": 4, "1": 4}' in message
     assert '.option("lostRecords", "accept")' in message
     assert ("2 of shard 0 at sink 'first'" if group else "2 of shard 0 at sink 'memory'") in message
     assert sim.visible() == {}

@@ -10,13 +10,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from delivered.engine.context import Context
 from delivered.engine.messages import written
 from delivered.model.account import Account
 from delivered.model.dialect import shown
-from delivered.model.errors import InvariantBroken, ReplayDiffers
+from delivered.model.errors import DeliveredError, InvariantBroken, ReplayDiffers
 from delivered.model.work import Decision, ShardMessage
 
 LOST = "source"
@@ -36,7 +37,9 @@ def repaired(context: Context, last: Decision, messages: Sequence[ShardMessage])
     plan = messages[0].plan
     new = {(p.shard, p.sink): p for p in written(messages)}
     try:
-        _same_batch(last, plan.rewrite, messages, lost_records=context.tolerance.lost_records)
+        missing = _missing(last, plan.rewrite, messages)
+        if missing and not context.tolerance.lost_records:
+            raise _records_missing(context, last, missing)
     except InvariantBroken:
         for p in new.values():
             if p.handle:
@@ -69,9 +72,10 @@ def repaired(context: Context, last: Decision, messages: Sequence[ShardMessage])
     )
 
 
-def _same_batch(
-    last: Decision, rewrite: Mapping[int, frozenset[str]], messages: Sequence[ShardMessage], *, lost_records: bool
-) -> None:
+def _missing(
+    last: Decision, rewrite: Mapping[int, frozenset[str]], messages: Sequence[ShardMessage]
+) -> dict[tuple[int, str], int]:
+    """(shard, sink) -> number of decided records that the rerun lacks. Raises if it differs in any other way."""
     decided = {(p.shard, p.sink): p.fingerprint for p in last.participants}
     shards = len({p.shard for p in last.participants})
     if len(messages) != shards:
@@ -104,15 +108,27 @@ def _same_batch(
                 next_step="remove what changes between runs (rand(), now(), a lookup) from the transform, then start "
                 "again",
             )
-    if missing and not lost_records:
-        parts = [f"{n:,} of shard {shard} at sink {sink!r}" for (shard, sink), n in sorted(missing.items())]
-        raise ReplayDiffers(
-            "REPLAY_RECORDS_MISSING",
-            f"Batch {last.batch} was decided, but its prepared rows were dropped before they became visible, and it "
-            f"reran without {sum(missing.values()):,} of them ({', '.join(parts[:20])}): the source no longer has "
-            "their records. Nothing more was applied; what the other shards of the batch wrote is visible. The batch "
-            f"ended at offsets {shown(last.offsets)}",
-            next_step="restore the source's records and start again; or give up what is missing, and write the rest, "
-            'once, with .option("lostRecords", "accept"). If the source lost nothing (the log has no warning of '
-            "failOnDataLoss), the transform is not deterministic: remove what changes between runs from it",
-        )
+    return missing
+
+
+def _records_missing(context: Context, last: Decision, missing: Mapping[tuple[int, str], int]) -> ReplayDiffers:
+    parts = [f"{n:,} of shard {shard} at sink {sink!r}" for (shard, sink), n in sorted(missing.items())]
+    return ReplayDiffers(
+        "REPLAY_RECORDS_MISSING",
+        f"Batch {last.batch} was decided, but its prepared rows were dropped before they became visible, and it reran "
+        f"without {sum(missing.values()):,} of them ({', '.join(parts[:20])}): the source no longer has their records. "
+        "Nothing more was applied; what the other shards of the batch wrote is visible. The batch has the offsets from "
+        f"{shown(_start_of(context, last))} to {shown(last.offsets)}",
+        next_step="restore the source's records and start again; or give up what is missing, and write the rest, once, "
+        'with .option("lostRecords", "accept"). If the source lost nothing (the log has no warning of '
+        "failOnDataLoss), the transform is not deterministic: remove what changes between runs from it",
+    )
+
+
+def _start_of(context: Context, last: Decision) -> str:
+    """Where the previous batch ended, if the ledger still says so."""
+    with suppress(DeliveredError):
+        for decision in context.ledger.history():
+            if decision.batch == last.batch - 1:
+                return decision.offsets
+    return "the start" if last.batch == 0 else "the end of the batch before"
