@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sqlite3
+import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from delivered.connectors.log.table import LogFile, Snapshot
+from delivered.connectors.sqlite import CONNECTOR as SQLITE
+from delivered.engine.context import open_ledger
 from delivered.engine.owner import is_start_of, new_owner, running, started_ms
+from delivered.model.identity import Scope
+from delivered.model.work import Owner
 from delivered.source.window import Window
 
 
@@ -39,3 +47,18 @@ def test_p30_window_keeps_ids_that_a_receiver_with_a_late_clock_appends() -> Non
         files.append(LogFile(f"{at}.parquet", 0, at, at, now))
     assert all(name in window for name in "abcd")
     assert Snapshot(4, files).first_since(0, 10 * minute) == 0, "a restarted receiver reads the same ids"
+
+
+def test_p30_dedup_forgets_the_oldest_checkpoint_not_that_of_the_latest_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, now = tmp_path / "sink.db", time.time()
+    sink = SQLITE.sink({"path": str(path), "table": "orders"})
+    for number, ahead_s in enumerate((7200, 0, 3600, 0)):
+        monkeypatch.setattr(time, "time", lambda ahead_s=ahead_s: now + ahead_s)
+        ledger = open_ledger(sink, Scope("p", "s", f"i{number}"))
+        ledger.claim(Owner(f"d{number}"))
+        ledger.close()
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        kept = [i for (i,) in connection.execute("SELECT incarnation FROM _delivered_memory ORDER BY made_ms")]
+    assert kept == ["i1", "i2", "i3"]
