@@ -11,13 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from delivered.connectors.log.table import LogFile, Snapshot
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.engine.context import open_ledger
 from delivered.engine.owner import is_start_of, new_owner, running, started_ms
 from delivered.model.identity import Scope
 from delivered.model.work import Owner
-from delivered.source.window import Window
 
 
 @pytest.mark.skipif(not psutil.LINUX, reason="elsewhere, a process keeps the time it started at")
@@ -35,18 +33,6 @@ def test_owner_of_an_earlier_release_is_known() -> None:
     own = psutil.Process(os.getpid())
     assert is_start_of(own, int(own.create_time() * 1000))
     assert is_start_of(own, started_ms(own))
-
-
-def test_p30_window_keeps_ids_that_a_receiver_with_a_late_clock_appends() -> None:
-    """Receiver a is an hour ahead of b. What b appends must be remembered for as long as what a appends."""
-    minute, hour = 60_000, 3_600_000
-    window = Window(1, for_ms=10 * minute)
-    files = []
-    for at, (name, now) in enumerate([("a", hour), ("b", 0), ("c", minute), ("d", hour + minute)]):
-        window.add(0, at, [name], now)
-        files.append(LogFile(f"{at}.parquet", 0, at, at, now))
-    assert all(name in window for name in "abcd")
-    assert Snapshot(4, files).first_since(0, 10 * minute) == 0, "a restarted receiver reads the same ids"
 
 
 def test_p30_dedup_forgets_the_oldest_checkpoint_not_that_of_the_latest_clock(

@@ -100,10 +100,9 @@ class Window:
         if not self._for_ms:
             return excess
         appends = tail.appends
-        # Receivers' clocks differ, and may be set back: no append is older than one before it, or its ids would be
-        # forgotten too early.
+        appends.append((tail.end, at_ms))
         tail.newest_ms = max(tail.newest_ms, at_ms)
-        appends.append((tail.end, tail.newest_ms))
+        # Receivers' clocks differ, and may be set back: an append is not old before the ones in front of it are.
         while appends[0][1] < tail.newest_ms - self._for_ms:
             tail.old = appends.popleft()[0]
         return max(min(excess, tail.old - (tail.end - len(tail.ids))), len(tail.ids) - DEDUP_WINDOW_MAX)

@@ -12,7 +12,6 @@ import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +84,8 @@ class Snapshot:
     def first_since(self, partition: int, for_ms: int) -> int | None:
         """The first offset that was appended at most `for_ms` before the partition's newest append. None: no record."""
         files = [f for f in self.files if f.partition == partition]
-        # As `Window` counts: no append is older than one before it.
-        times = [*accumulate((f.appended_ms for f in files), max)]
-        return min((f.low for f, at in zip(files, times, strict=True) if at >= times[-1] - for_ms), default=None)
+        newest_ms = max((f.appended_ms for f in files), default=0)
+        return min((f.low for f in files if f.appended_ms >= newest_ms - for_ms), default=None)
 
     def rate(self, partition: int) -> float | None:
         """Records per second, over the last appends. None: too few to tell."""
