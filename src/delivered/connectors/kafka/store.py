@@ -2,9 +2,8 @@
 
 Fencing is the broker's: every change is a transaction under one of two transactional ids of the sink, and `take`
 initialises both, which fences the previous owner. There are two because an owner's planning process and deciding
-process run side by side and must not fence each other. Keys: ledger_keys.py.
-
-The topic is compacted, so its size is bounded by the number of keys.
+process run side by side and must not fence each other. The topic is compacted, so its size is bounded by the number of
+keys (ledger_keys.py).
 """
 
 from __future__ import annotations
@@ -75,10 +74,8 @@ class KafkaStore:
         self._begun: dict[str, Begun] = {}
         self._archive: dict[int, Archive] = {}
         self._old_archive: dict[int, Archive] = {}
-        self._old: set[str] = set()
-        """Incarnations with a decision under the keys of an earlier release."""
-        self._moved = False
-        """An earlier release refuses this topic."""
+        self._old: set[str] = set()  # incarnations with a decision under an earlier release's keys
+        self._moved = False  # such a release refuses this ledger
 
     @property
     def where(self) -> str:
@@ -277,12 +274,10 @@ class KafkaStore:
                     self._owner, self._epoch = owner, extra.get("claims", 0)
             case "last", (str(incarnation),):
                 decision = None if value is None else Decision.from_json(value)
-                if old:
-                    if decision is not None and decision.scope.pipeline != self._scope.pipeline:
-                        return
-                    if decision is None and incarnation not in self._old:
-                        return
-                    self._old.add(incarnation)
+                named = self._scope.pipeline if decision is None else decision.scope.pipeline
+                if named != self._scope.pipeline or (old and decision is None and incarnation not in self._old):
+                    return
+                self._old |= {incarnation} if old else set()
                 self._last.pop(incarnation, None)  # newest last
                 if decision is not None:
                     self._last[incarnation] = decision
@@ -357,7 +352,6 @@ class KafkaStore:
                 break
             entries.append(entry)
             last = self._last.get(incarnation)
-            # In a topic of several pipelines, a begun batch of an earlier release may be another one's.
             left = incarnation in self._old or (last is None and self._options.ledger_topic is None)
             keys = self._keys.both if left else self._keys.one
             decided = 0 if last is None else min(last.batch + 1, LEDGER_HISTORY_BATCHES)
