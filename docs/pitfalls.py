@@ -81,6 +81,8 @@ PITFALLS = {
          "Spark", "What may have been sent is asked of the ledger and of the driver, not of a counter."),
     32: ("Rows that triggers, rules or conflict clauses dropped were counted as written.",
          "pglogical#303, frankensqlite#228", "The count of the database is compared before the decision."),
+    33: ("Ids joined from several names or columns without escaping were equal for different ones.",
+         "dlt#4274, dbt-utils#1015", "A joined id names one list of parts only; tested by properties."),
 }  # fmt: skip
 """Number: what happened, where it was seen, the rule here. Numbers are never given to another one."""
 
