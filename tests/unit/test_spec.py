@@ -50,7 +50,7 @@ BY_OTHERS = {"owner": Owner("driver-1"), "run_id": None, "check": None}
 def test_every_field_travels() -> None:
     default = PipelineSpec("other", Guarantee.AT_LEAST_ONCE)
     same = [f.name for f in fields(FULL) if getattr(FULL, f.name) == getattr(default, f.name)]
-    assert same == ["run_id", "owner", "check"], "a new field needs a value here"
+    assert same == ["run_id", "owner", "driver", "check"], "a new field needs a value here"
     found = PipelineSpec.parse("sinks", {OPTION: FULL.to_option(), "checkpointLocation": "/c"}, Owner("driver-1"))
     assert found == replace(FULL, **BY_OTHERS)  # type: ignore[arg-type]
 
@@ -115,6 +115,6 @@ def test_a_task_loads_neither_the_spec_nor_the_drivers_half_of_the_engine() -> N
     loaded = fresh(code, pickle.dumps(writer))
     ours = {m.removeprefix("delivered.") for m in loaded if m.startswith("delivered.")}
     assert {m.split(".")[0] for m in ours} == {"model", "contract", "engine", "connectors", "spark"}
-    assert {m for m in ours if m.startswith("engine.")} == {"engine.shard", "engine.dead_letters"}
+    assert {m for m in ours if m.startswith("engine.")} == {"engine.shard", "engine.dead_letters", "engine.grants"}
     assert {m for m in ours if m.startswith("spark.")} == {"spark.writers", "spark.recovery", "spark.task"}
     assert loaded.isdisjoint({"pydantic", "yaml", "typer", "rich"})
