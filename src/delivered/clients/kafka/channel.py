@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +29,8 @@ _FRAME = struct.Struct(">ihhi")
 _RESPONSE = struct.Struct(">i")
 _API_VERSIONS = 18
 _PARTS_MAX = 64
+_SILENCE_S = 5.0
+"""A response that takes longer: ask whether the broker is still in the cluster."""
 _IDLE_S_MAX = 540.0
 """Brokers close idle connections after 600 s by default."""
 
@@ -40,7 +42,14 @@ class _Late(OSError):
 
 
 class Pending:
-    """A request that was sent. Thread-safe."""
+    """A request that was sent. Thread-safe.
+
+    Attributes:
+        left_cluster: asks other brokers whether this one is no longer among them. A broker that is paused or cut off
+            keeps its connections, and would be waited for in vain.
+    """
+
+    left_cluster: Callable[[], bool] | None = None
 
     def __init__(self, channel: Channel, correlation_id: int, flexible: bool, decode: Any) -> None:
         self._channel = channel
@@ -63,10 +72,15 @@ class Pending:
         """The response without its header, in memory of its own.
 
         Raises:
-            NoAnswer: the connection broke, or there was no response in time. Then the connection is closed.
+            NoAnswer: the connection broke, the broker left the cluster, or there was no response in time. Then the
+                connection is closed.
         """
-        if not self.ready(timeout_s):
-            self._channel.close(f"no response within {timeout_s:.0f} s")
+        deadline = time.monotonic() + timeout_s
+        while not self.ready(min(_SILENCE_S, deadline - time.monotonic())):
+            if time.monotonic() >= deadline:
+                self._channel.close(f"no response within {timeout_s:.0f} s")
+            elif self.left_cluster is not None and self.left_cluster():
+                self._channel.close("it left the cluster before it answered")
         if self._frame is None:
             raise NoAnswer(f"{self._channel.name}: {self._error}")
         return self._frame[_header_bytes(self._frame, self.flexible) :]

@@ -26,6 +26,8 @@ class Cluster(Protocol):
 
     def nodes(self) -> list[int]: ...
 
+    def known_nodes(self) -> list[int]: ...
+
     def forget(self, transactional_id: str | None = None) -> None: ...
 
 
@@ -89,6 +91,22 @@ def _confirmed_by_others(wire: Cluster, node: int, named: Callable[[int], int | 
         if found is not None:
             return found == node
     return not others
+
+
+def left_cluster(wire: Cluster, node: int) -> bool:
+    """Whether another broker lists the cluster without this one. False also if no other answers."""
+    from kafka.protocol.metadata import MetadataRequest
+
+    for other in wire.known_nodes():
+        if other == node:
+            continue
+        try:
+            listed = [b.node_id for b in wire.ask(MetadataRequest(topics=[]), other, _LOOK_TIMEOUT_S).brokers]
+        except NoAnswer:
+            continue
+        if listed:
+            return node not in listed
+    return False
 
 
 def ask_member(wire: Cluster, node: int, request: Any, deadline: float) -> Any | None:

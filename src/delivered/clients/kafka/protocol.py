@@ -14,10 +14,11 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from delivered.clients.kafka.channel import Channel, Pending
-from delivered.clients.kafka.current import Confirmation
+from delivered.clients.kafka.current import Confirmation, left_cluster
 from delivered.clients.kafka.login import NoAnswer, NotSent, Rejected, security, unreachable
 from delivered.model.errors import MissingExtra, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
@@ -230,16 +231,23 @@ class Wire:
 
         Raises NotSent: no connection to the node now.
         """
-        return self.channel(node).post(request, left_s(REQUEST_TIMEOUT_S))
+        pending = self.channel(node).post(request, left_s(REQUEST_TIMEOUT_S))
+        if node is not None:
+            pending.left_cluster = partial(left_cluster, self, node)
+        return pending
 
     def ask(self, request: Any, node: int | None = None, timeout_s: float = REQUEST_TIMEOUT_S) -> Any:
         """Send one request to a node (None: any) and return its answer, without retries.
 
         Raises:
             NotSent: no connection to the node now.
-            NoAnswer: the connection broke, or the request timed out.
+            NoAnswer: the connection broke, the request timed out, or the broker left the cluster.
         """
         return self.post(request, node).answer(left_s(timeout_s))
+
+    def known_nodes(self) -> list[int]:
+        """Ids of the brokers whose addresses are known. Asks none."""
+        return list(self._addresses)
 
     def nodes(self) -> list[int]:
         """Ids of all brokers in the cluster now."""
