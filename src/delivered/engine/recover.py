@@ -110,7 +110,7 @@ def plan_batch(
         add_columns()
     return BatchPlan(
         context.scope, context.owner.id, guarantee, view.batch, view.offsets, action, rewrite, epoch, targets,
-        after=-1 if state.last is None else state.last.batch,
+        after=state.held,
     )  # fmt: skip
 
 

@@ -100,7 +100,10 @@ class GroupStore:
         begun = max((s.begun for s in states if s.begun is not None), key=lambda b: b.batch, default=None)
         merged = replace(state_of(self._scope, None, 0, _merged(states, name), {}, lambda _: None), begun=begun)
         self._decides = state.last is not None and merged.last == state.last and not merged.followed
-        return replace(state, last=merged.last, begun=begun, earlier=merged.earlier, followed=merged.followed)
+        carried = -1 if state.last is None else state.last.batch
+        return replace(
+            state, last=merged.last, begun=begun, earlier=merged.earlier, followed=merged.followed, carried=carried
+        )
 
     def _forget(self, batch: int) -> None:
         """Delete markers of batches before a decided one, which are visible everywhere."""

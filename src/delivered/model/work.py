@@ -64,8 +64,8 @@ class BatchPlan:
         targets: as in the batch's `Decision`.
         seconds: how long recovery and this plan took.
         arbiter: at_most_once: which attempt of a shard may send is asked there; None: none may.
-        after: the newest batch that was decided when this was planned; -1: none. A ledger that lacks it at the decision
-            lost it in between.
+        after: the newest batch in the deciding ledger when this was planned; -1: none. A ledger that lacks it at the
+            decision lost it in between.
     """
 
     scope: Scope
@@ -320,6 +320,8 @@ class LedgerState:
         followed: number of decisions in `earlier` that are newer than `last`. Each was made after `last` had been
             finished.
         archived: this incarnation's archive entry, if its decisions have been forgotten.
+        carried: after a change of the deciding sink, if `last` is in another sink's ledger: the newest batch of this
+            incarnation in the deciding one; -1: none.
         epoch: increases with every claim. Distinguishes two claims of one owner: a query stopped and restarted in one
             session. 0: the ledger has no epochs.
     """
@@ -332,6 +334,14 @@ class LedgerState:
     epoch: int = 0
     archived: Archived | None = None
     followed: int = 0
+    carried: int | None = None
+
+    @property
+    def held(self) -> int:
+        """The newest batch of this incarnation that the deciding ledger itself holds; -1: none."""
+        if self.carried is not None:
+            return self.carried
+        return -1 if self.last is None else self.last.batch
 
     @property
     def oldest_first(self) -> tuple[Decision, ...]:
