@@ -100,13 +100,14 @@ class Anybody(str):
 
 
 class Store:
-    """Shows the rules of the ledger what they want to see: nobody is fenced, and no batch was decided before."""
+    """Shows the rules of the ledger what they want to see: nobody is fenced, and no batch was decided since it was last
+    read."""
 
     where = "in the table's file"
 
     def __init__(self, sink: BrokenSink, scope: Scope) -> None:
         self._sink, self._scope = sink, scope
-        self._claim: tuple[Owner | None, int] = (None, 0)
+        self._seen = LedgerState()
 
     def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
         owner = successor(Head(None, 0, None, lambda: None, lambda: None))
@@ -118,15 +119,16 @@ class Store:
     def read(self) -> LedgerState:
         """It is owned by whoever asks."""
         state = self.peek()
-        self._claim = Owner(Anybody()), state.epoch
-        return replace(state, owner=self._claim[0])
+        self._seen = replace(state, owner=Owner(Anybody()))
+        return self._seen
 
     def peek(self) -> LedgerState:
         with closing(connect(self._sink.options.path)) as connection:
             return self._state(connection)
 
     def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
-        change = rule(Head(*self._claim, None, lambda: None, lambda: None))
+        seen, last = self._seen, self._seen.last
+        change = rule(Head(seen.owner, seen.epoch, last.batch if last else None, lambda: last, lambda: None))
         if change is not None and change.decision is not None:
             self._decide(change.decision)
         return Ok(None)
