@@ -22,7 +22,7 @@ from delivered.contract.sink import Sink
 from delivered.engine.context import open_ledger
 from delivered.ledger import ledger as rules
 from delivered.ledger.ledger import Ledger
-from delivered.model import record_format
+from delivered.model import identity, record_format
 from delivered.model.errors import DeliveredError, Fenced, Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -304,6 +304,7 @@ def test_p33_pipelines_in_one_place_do_not_touch_each_others_ledgers(
 ) -> None:
     """Same names of sinks, incarnations and owners: no claim fences, archives or finds another's."""
     monkeypatch.setattr(rules, "LEDGER_INCARNATIONS", 1)
+    monkeypatch.setattr(identity, "OTHERS_MAX", 10_000)  # other tests' ledgers are in the same database
     sink, unique = in_one_place(SINKS[name](request)), f"n{next(_pipelines)}"
     ready_target(sink, SCHEMA)
 
@@ -348,7 +349,7 @@ MUTANTS: dict[str, tuple[object, str, Callable[..., object]]] = {
     "whoever was superseded may claim": (
         Ledger,
         "_successor",
-        lambda self, owner, head: replace(owner, superseded=()),
+        lambda self, owner, head, batch: replace(owner, superseded=()),
     ),
     "another decision takes a batch's place": (rules, "_revises", lambda decision, last: True),
 }
