@@ -61,7 +61,7 @@ def test_a_million_batches_and_two_thousand_restarts_in_sqlite(tmp_path: Path) -
                 ledger.claim(Owner("owner-0"))
             connection.execute("BEGIN IMMEDIATE")
             store: Any = ledger._store  # type: ignore[attr-defined]
-            store._take(connection, partial(ledger._successor, Owner(f"owner-{restart}")))  # type: ignore[attr-defined]
+            store._take(connection, partial(ledger._successor, Owner(f"owner-{restart}"), batch=None))  # type: ignore[attr-defined]
             text = text_of(scope)
             first = restart % (restarts // checkpoints) * per_restart
             for batch in range(first, first + per_restart):
