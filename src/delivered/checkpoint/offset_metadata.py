@@ -72,6 +72,11 @@ class OffsetMetadata:
         for entry in reversed(entries):
             if not is_ahead(entry.at, plain):
                 return self._of_others(entry)
+        return self.lasting()
+
+    def lasting(self) -> Offsets:
+        """The newest lasting metadata."""
+        entries = self._loaded()
         return self._of_others(entries[-1]) if entries else {}
 
     def keep(self, plain: Offsets, metadata: Offsets, start: Offsets | None = None) -> None:
@@ -161,7 +166,8 @@ class PlainDriver:
 
     def check_landmarks(self, at: Offsets, known: Mapping[str, str]) -> None:
         if isinstance(self._driver, HasLandmarks):
-            self._driver.check_landmarks(self._metadata.joined(at), known)
+            # The stream's first position may have none of its own.
+            self._driver.check_landmarks({**self._metadata.lasting(), **self._metadata.joined(at)}, known)
 
     def close(self) -> None:
         self._driver.close()

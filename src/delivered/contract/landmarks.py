@@ -28,4 +28,8 @@ class HasLandmarks(Protocol):
 
         Raises InvariantBroken if another record is there, and the options say to stop; else logs a warning. A record
         that is missing proves nothing here: retention or compaction may have removed it.
+
+        The identity in `at` (a topic's or a table's id, a server's), if the source has one, is compared first, and then
+        epochs: what was recreated has other records too, and the user is told of the cause. A difference that `latest`
+        and `slices` report is left to them.
         """

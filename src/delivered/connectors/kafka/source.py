@@ -214,16 +214,14 @@ class KafkaDriver:
     def check_landmarks(self, at: Offsets, known: Mapping[str, str]) -> None:
         """See `delivered.contract.landmarks`."""
         read = Positions.from_json(at)
-        parted = self._history.compare(read, read.epochs)  # reported with their offsets by `latest` and `slices`
-        now = self.landmarks(at)
-        for (topic, number), offset in sorted(read.at.items()):
-            name = f"{topic}/{number}"
-            if (
-                (topic, number) not in parted
-                and name in known
-                and name in now
-                and are_different(known[name], now[name])
-            ):
+        _, ids = self._client.partitions()
+        # `latest` and `slices` report topics that were recreated, and logs that parted, with their offsets.
+        same = [p for p in read.at if p[0] in ids and read.ids.get(p[0], ids[p[0]]) == ids[p[0]]]
+        parted = self._history.compare(read, {p: e for p, e in read.epochs.items() if p in same})
+        now = self._history.landmarks({p: read.at[p] for p in same if p not in parted})
+        for (topic, number), text in sorted(now.items()):
+            name, offset = f"{topic}/{number}", read.at[topic, number]
+            if name in known and are_different(known[name], text):
                 self._lost(
                     f"{topic}-{number} has other records before offset {offset} than this stream has read: it is an "
                     "older copy that grew again. Those which it has lost, and those that have their offsets now, are "

@@ -162,6 +162,8 @@ class LogDriver:
         """See `delivered.contract.landmarks`."""
         now = self.landmarks(at).get("version")
         if now is not None and known.get("version", now) != now:
+            self._refresh()
+            self._check_id(at)
             raise InvariantBroken(
                 "DATA_LOST",
                 f"The log {self._options.path!r} has another commit {at['version']} than when it was read: it was "

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("delivered.outbox")
 
 PLUGIN = "pgoutput"
+_AGAIN = (
+    "find rows that were not delivered (with keep=false the outbox still has them), then start a new checkpoint, "
+    "which makes a new slot and begins with the rows of the outbox"
+)
 NUMBER = "{} - '0/0'::pg_lsn"
 
 _STATE = f"""
@@ -157,26 +161,19 @@ def check_server(now: State, options: OutboxOptions) -> None:
         )
 
 
-def check_slot(now: State, options: OutboxOptions, start: Offsets) -> None:
-    """Whether the slot still has everything after `start`, on the server that `start` was read from.
+def check_cluster(now: State, options: OutboxOptions, start: Offsets) -> None:
+    """Whether `start` was read from this cluster, on this timeline or one that the user accepts.
 
     Raises:
-        InvariantBroken: changes may have been skipped, or may be read twice.
-        Refused: the slot is not one of pgoutput's.
+        InvariantBroken: it was not.
     """
-    at, slot, where = int(start["lsn"]), options.slot, options.system
-    again = (
-        "find rows that were not delivered (with keep=false the outbox still has them), then start a new checkpoint, "
-        "which makes a new slot and begins with the rows of the outbox"
-    )
-    if now.flushed is None:
-        check_server(now, options)
+    at, where = int(start["lsn"]), options.system
     if (known := start.get("#system")) not in (None, now.system):
         raise InvariantBroken(
             "OUTBOX_OTHER_DATABASE",
             f"{OWNER}: the offsets are of the server with system identifier {known}, but {where} has "
             f"{now.system}: it is another cluster.",
-            next_step=f"point the url at the former one; or {again}",
+            next_step=f"point the url at the former one; or {_AGAIN}",
         )
     if (line := start.get("#timeline")) not in (None, now.timeline) and options.timeline != now.timeline:
         raise InvariantBroken(
@@ -184,8 +181,21 @@ def check_slot(now: State, options: OutboxOptions, start: Offsets) -> None:
             f"{OWNER}: {where} was promoted: it is on timeline {now.timeline}, and the offsets, up to {lsn_text(at)}, "
             f"are of timeline {line}. What the former primary committed last may be missing here.",
             next_step=f"see in the file {now.timeline:08X}.history of pg_wal that the timeline began at or after "
-            f'{lsn_text(at)}; if it did, write .option("timeline", "{now.timeline}"); if not, {again}',
+            f'{lsn_text(at)}; if it did, write .option("timeline", "{now.timeline}"); if not, {_AGAIN}',
         )
+
+
+def check_slot(now: State, options: OutboxOptions, start: Offsets) -> None:
+    """Whether the slot still has everything after `start`, on the server that `start` was read from.
+
+    Raises:
+        InvariantBroken: changes may have been skipped, or may be read twice.
+        Refused: the slot is not one of pgoutput's.
+    """
+    at, slot, where, again = int(start["lsn"]), options.slot, options.system, _AGAIN
+    if now.flushed is None:
+        check_server(now, options)
+    check_cluster(now, options, start)
     if now.kind is None:
         raise InvariantBroken(
             "OUTBOX_SLOT_MISSING",

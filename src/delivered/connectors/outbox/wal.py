@@ -111,6 +111,7 @@ class WalDriver:
         for some in _chunks(self._options, {**at, "lsn": now.confirmed}, int(at["lsn"])):
             found = _landmark(some[-1])
         if found != known[_LAST]:
+            slot.check_cluster(now, self._options, at)
             raise InvariantBroken(
                 "OUTBOX_DATABASE_BEHIND",
                 f"{OWNER}: the last row before {slot.lsn_text(int(at['lsn']))} at {self._options.system} is of another "
