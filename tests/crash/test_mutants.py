@@ -75,9 +75,9 @@ def swap(target: Any, name: str, value: Any) -> Patch:
 def apply_before_decide(patch: pytest.MonkeyPatch) -> None:
     honest = decide._decide
 
-    def early(context: Any, decision: Any, new: Any) -> None:
+    def early(context: Any, decision: Any, *rest: Any) -> None:
         decide._apply(context, decision)
-        honest(context, decision, new)
+        honest(context, decision, *rest)
 
     patch.setattr(decide, "_decide", early)
 
@@ -92,12 +92,19 @@ def retry_decide(patch: pytest.MonkeyPatch) -> None:
 
 
 def standing_decision_decided_again(patch: pytest.MonkeyPatch) -> None:
-    honest = decide._apply
+    honest, honest_apply = decide._decide, decide._apply
+    known: list[Any] = []
+
+    def first(context: Any, decision: Any, new: Any, *rest: Any) -> None:
+        known[:] = rest
+        honest(context, decision, new, *rest)
 
     def again(context: Any, decision: Any) -> None:
-        decide._decide(context, replace(decision, decided_at_ms=decision.decided_at_ms + 1), decision.participants)
-        honest(context, decision)
+        other = replace(decision, decided_at_ms=decision.decided_at_ms + 1)
+        honest(context, other, decision.participants, *known)
+        honest_apply(context, decision)
 
+    patch.setattr(decide, "_decide", first)
     patch.setattr(decide, "_apply", again)
 
 
@@ -123,14 +130,14 @@ def skip_new_batches(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         BatchPlan, "action_for", lambda self, s: Action.SKIP if self.batch == 1 and s == 0 else honest(self, s)
     )
-    patch.setattr(decide, "complete", lambda batch, said: None)
+    patch.setattr(decide, "complete", lambda context, batch, said: None)
 
 
 def never_give_up(patch: pytest.MonkeyPatch) -> None:
     honest = recover.BatchPlan
 
-    def plan(*args: Any) -> BatchPlan:
-        made = honest(*args)
+    def plan(*args: Any, **more: Any) -> BatchPlan:
+        made = honest(*args, **more)
         return replace(made, action=Action.WRITE) if made.action is Action.GIVE_UP else made
 
     patch.setattr(recover, "BatchPlan", plan)
@@ -142,17 +149,23 @@ def attempt_numbers_believed(patch: pytest.MonkeyPatch) -> None:
 
 
 def begin_not_recorded(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recover, "_begin", lambda context, view: None)
+    patch.setattr(recover, "_begin", lambda context, view, step, state: state.epoch)
 
 
 def no_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ledger, "_check_claim", lambda self, claim, head: None)
-    patch.setattr(Ledger, "claim", lambda self, owner: self.look())
-    patch.setattr(Ledger, "resume", lambda self, owner_id: self.look())
+    patch.setattr(Ledger, "claim", lambda self, owner, batch=None: self.look())
+    patch.setattr(Ledger, "resume", lambda self, owner_id, since=None: self.look())
     patch.setattr(decide, "_same_claim", lambda *args: None)
 
 
+def every_attempt_may_send(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Grants, "ask", lambda self, *asked: Grant(asked[-1]))
+
+
 def epoch_of_plan_ignored(patch: pytest.MonkeyPatch) -> None:
+    """Without the other guard: of two plans of one session, only the later one's tasks are granted to send."""
+    every_attempt_may_send(patch)
     patch.setattr(decide, "_same_claim", lambda *args: None)
     honest = recover.plan_batch
     patch.setattr("tests.crash.sim.plan_batch", lambda context, view, first, **rest: honest(context, view, first=first))
@@ -170,7 +183,9 @@ def unknown_is_failed(patch: pytest.MonkeyPatch) -> None:
 def finish_by_the_pipelines_guarantee(patch: pytest.MonkeyPatch) -> None:
     honest = recover._finish
     patch.setattr(
-        recover, "_finish", lambda context, d, *more: honest(context, replace(d, guarantee=context.guarantee), *more)
+        recover,
+        "_finish",
+        lambda context, d, *more, **named: honest(context, replace(d, guarantee=context.guarantee), *more, **named),
     )
 
 
@@ -206,7 +221,7 @@ def rows_seen_twice() -> Iterator[list[str]]:
 
 
 MUTANTS: dict[str, tuple[Patch, Runs]] = {
-    "orphans not aborted": (swap(recover, "abort_orphans", lambda context, keep: None), crashes(EXACTLY, "tree")),
+    "orphans not aborted": (swap(recover, "abort_orphans", lambda context, *keep: None), crashes(EXACTLY, "tree")),
     "failed attempts left open": (swap(decide, "_tidy", lambda *args: None), crashes(EXACTLY, "kill")),
     "offsets not compared": (
         swap(rules, "_same_offsets", lambda *args: None),
@@ -214,7 +229,7 @@ MUTANTS: dict[str, tuple[Patch, Runs]] = {
     ),
     "key without incarnation": (incarnation_left_out, history(other_checkpoint, refused="CHECKPOINT_NEW")),
     "apply before decide": (apply_before_decide, crashes(EXACTLY, "tree")),
-    "no apply at recovery": (swap(recover, "_finish", lambda *args: {}), crashes(EXACTLY, "tree")),
+    "no apply at recovery": (swap(recover, "_finish", lambda *args, **named: {}), crashes(EXACTLY, "tree")),
     "no apply after the decision": (swap(decide, "_apply", lambda *args: None), crashes(EXACTLY, "tree")),
     "nobody is fenced": (no_fence, crashes(EXACTLY, "zombie")),
     "plans of an older claim pass": (epoch_of_plan_ignored, crashes(MOST, "zombie")),
@@ -231,14 +246,14 @@ MUTANTS: dict[str, tuple[Patch, Runs]] = {
         crashes(EXACTLY, "tree"),
     ),
     "replay not compared": (
-        swap(repair, "_same_batch", lambda *args: None),
+        swap(repair, "_missing", lambda *args: {}),
         history(differing_replay, refused="REPLAY_DIFFERS"),
     ),
     "finished under the pipeline's guarantee": (finish_by_the_pipelines_guarantee, history(changed_guarantee)),
     "a shard skipped in a new batch": (skip_new_batches, crashes(LEAST, "tree")),
     "begun batch sent again": (never_give_up, crashes(MOST, "tree")),
     "begin not recorded": (begin_not_recorded, crashes(MOST, "tree")),
-    "every attempt may send": (swap(Grants, "ask", lambda self, *asked: Grant(asked[-1])), crashes(MOST, "kill")),
+    "every attempt may send": (every_attempt_may_send, crashes(MOST, "kill")),
     "attempt numbers believed": (attempt_numbers_believed, stage_reruns("kill")),
     "attempt numbers believed, a task paused": (attempt_numbers_believed, stage_reruns("zombie_task")),
     "XOR in place of addition": (xor, lambda: rows_seen_twice()),
@@ -250,7 +265,23 @@ def test_broken_engine_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     patch, runs = MUTANTS[name]
     monkeypatch.setattr("tests.crash.sim.WAIT_S", 2.0)
     patch(monkeypatch)
+    sims: list[Sim] = []
+    honest = Sim.run
+
+    def run(sim: Sim) -> Sim:
+        sims.append(sim)
+        return honest(sim)
+
+    monkeypatch.setattr(Sim, "run", run)
     assert any(found for found in runs()), f"no run notices: {name}"
+    # A mutant that no longer fits the engine's calls breaks every run, whether or not its fault would be noticed.
+    assert not [e for sim in sims for e in sim.errors if isinstance(e, TypeError | AttributeError)]
+
+
+def test_epochs_of_plans_hold_without_grants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What finds that plans of an older claim pass is clean as long as they do not."""
+    every_attempt_may_send(monkeypatch)
+    assert not any(crashes(MOST, "zombie")())
 
 
 @pytest.mark.parametrize("name", [n for n, (_, runs) in MUTANTS.items() if "history" in runs.__qualname__])
