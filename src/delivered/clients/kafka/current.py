@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import random
 import time
+import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from delivered.clients.kafka.login import NoAnswer
@@ -29,6 +31,20 @@ class Cluster(Protocol):
     def known_nodes(self) -> list[int]: ...
 
     def forget(self, transactional_id: str | None = None) -> None: ...
+
+
+@dataclass(frozen=True)
+class Leader:
+    """A partition's leader.
+
+    Attributes:
+        epoch: -1: unknown.
+        topic_id: None: the brokers are too old.
+    """
+
+    node: int
+    epoch: int
+    topic_id: uuid.UUID | None
 
 
 class Confirmation:

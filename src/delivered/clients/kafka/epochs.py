@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.clients.kafka import protocol
+from delivered.clients.kafka.current import Leader
 from delivered.clients.kafka.fetcher import Response
 from delivered.clients.kafka.login import NoAnswer, NotSent
 from delivered.clients.kafka.protocol import Wire, name_of
@@ -90,7 +91,7 @@ def epoch_ends(wire: Wire, epochs: Mapping[Partition, int]) -> dict[Partition, E
     return {p: end for p, end in found.items() if end is not None}
 
 
-def _led(wire: Wire, partition: Partition) -> protocol.Leader:
+def _led(wire: Wire, partition: Partition) -> Leader:
     try:
         return wire.led(*partition)
     except protocol.NoTopic as error:  # a broker that has just started may not know it yet

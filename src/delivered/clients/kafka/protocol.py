@@ -13,12 +13,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Set
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from delivered.clients.kafka.channel import Channel, Pending
-from delivered.clients.kafka.current import Confirmation, left_cluster
+from delivered.clients.kafka.current import Confirmation, Leader, left_cluster
 from delivered.clients.kafka.login import NoAnswer, NotSent, Rejected, security, unreachable
 from delivered.model.errors import MissingExtra, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
@@ -77,20 +76,6 @@ def name_of(code: int) -> str:
 
 def error_code_of(answer: Any) -> int:
     return int(getattr(answer, "error_code", NONE))
-
-
-@dataclass(frozen=True)
-class Leader:
-    """A partition's leader.
-
-    Attributes:
-        epoch: -1: unknown.
-        topic_id: None: the brokers are too old.
-    """
-
-    node: int
-    epoch: int
-    topic_id: uuid.UUID | None
 
 
 class Wire:
