@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from delivered.clients.kafka import protocol
@@ -31,12 +32,19 @@ def preflight(options: SinkOptions, guarantee: Guarantee) -> Sequence[Finding]:
     Raises:
         Unreachable: no broker answered, or they rejected the credentials.
     """
-    wire = Wire(options.resolved())
-    try:
+    with _asking(options) as wire:
         return [
             *_topic(wire, options),
             *(_transactions(wire, options) if guarantee is Guarantee.EXACTLY_ONCE else ()),
         ]
+
+
+@contextmanager
+def _asking(options: SinkOptions) -> Iterator[Wire]:
+    """A connection; raises Unreachable if the brokers stop answering."""
+    wire = Wire(options.resolved())
+    try:
+        yield wire
     except NoAnswer as error:
         raise Unreachable(
             "KAFKA_NO_ANSWER",
@@ -103,17 +111,9 @@ def check_ledger(options: SinkOptions, scope: Scope) -> Sequence[Finding]:
     Raises:
         Unreachable: no broker answered, or they rejected the credentials.
     """
-    topic, wire = ledger_topic(scope, options.ledger_topic), Wire(options.resolved())
-    try:
+    topic = ledger_topic(scope, options.ledger_topic)
+    with _asking(options) as wire:
         return [*_ledger(wire, topic, options.topic), *_transaction_log(wire, options.topic)]
-    except NoAnswer as error:
-        raise Unreachable(
-            "KAFKA_NO_ANSWER",
-            f"The brokers at {options.client['bootstrap.servers']} stopped answering: {error}.",
-            next_step="check the brokers",
-        ) from None
-    finally:
-        wire.close()
 
 
 def _ledger(wire: Wire, topic: str, beside: str | None) -> Iterator[Finding]:
