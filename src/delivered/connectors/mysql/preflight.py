@@ -81,12 +81,15 @@ def _replicas(session: Session, options: MysqlOptions) -> Iterator[Finding]:
     """Whether a fail-over can lose a decision. Replicas are shown only to users with the privilege PROCESS."""
     row = session.execute("SELECT count(*) FROM information_schema.processlist WHERE command LIKE 'Binlog Dump%'")
     replicas = int(row.fetchone()[0])
-    names = "'Rpl_semi_sync_master_status', 'Rpl_semi_sync_source_status'"
-    found = session.execute(f"SHOW STATUS WHERE Variable_name IN ({names})").fetchall()
-    if replicas and "ON" not in {str(value) for _, value in found}:
+    names = (f"'Rpl_semi_sync_{role}_{what}'" for role in ("master", "source") for what in ("status", "clients"))
+    found = session.execute(f"SHOW STATUS WHERE Variable_name IN ({', '.join(names)})").fetchall()
+    said = {str(name).rpartition("_")[2]: str(value) for name, value in found}
+    # It is on until the first commit that waits in vain, also if none of the replicas takes part.
+    waits = said.get("status") == "ON" and said.get("clients") != "0"
+    if replicas and not waits:
         yield Finding(
             "STANDBY_ASYNCHRONOUS",
-            f"MySQL at {options.place} has {replicas} replica(s), and semi-synchronous replication is off: a fail-over "
+            f"MySQL at {options.place} has {replicas} replica(s), and none is semi-synchronous: a fail-over "
             "can lose the last decided batches. The next start then stops (LEDGER_BEHIND), and says how to write them "
             "again.",
             False,
