@@ -70,7 +70,7 @@ def test_primary_killed_and_standby_promoted(new_postgres_pair: Callable[..., Po
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("mechanism", "how", "seconds"), itertools.product(MECHANISMS, OUTAGES, (5, 20, 60)))
+@pytest.mark.parametrize(("mechanism", "how", "seconds"), [*itertools.product(MECHANISMS, OUTAGES, (5, 20, 60))])
 def test_the_only_postgres_is_away(
     new_postgres: Callable[..., Postgres], mechanism: str, how: str, seconds: float
 ) -> None:
