@@ -13,7 +13,7 @@ from tests.support.servers import Kafka
 
 from delivered.clients.kafka.partition_state import open_in, partitions_of
 from delivered.clients.kafka.protocol import Wire
-from delivered.clients.kafka.transactions import Transaction, describe
+from delivered.clients.kafka.transactions import OpenTransaction, Transaction, describe, describe_all, listed
 from delivered.connectors.kafka import CONNECTOR, store
 from delivered.connectors.kafka.ledger_write import Again, LedgerProducer
 from delivered.connectors.kafka.markers import marker_partition
@@ -79,6 +79,16 @@ def end_of(rig: Rig, message: ShardMessage) -> str:
     wire.close()
     assert found is not None
     return found.state
+
+
+def ids_of(rig: Rig) -> dict[str, OpenTransaction | None]:
+    """What the coordinator knows of all the pipeline's ids; an id that is used gets another epoch."""
+    wire = Wire({"bootstrap.servers": rig.kafka.bootstrap})
+    prefix = f"delivered.{rig.pipeline}."
+    found = describe_all(wire, listed(wire, lambda name: name.startswith(prefix), (), float("inf")))
+    wire.close()
+    assert found
+    return found
 
 
 def open_in_data(rig: Rig, messages: list[ShardMessage]) -> int:
@@ -308,10 +318,25 @@ def test_p28_without_alter_on_the_cluster_the_start_is_refused_with_the_command(
             "kafka.sasl.jaas.config": login,
         },
     )
+    own = Rig(kafka, topic, options=alice.options)
     with lost_ends(kafka, monkeypatch) as losing:
         committed_without_markers(alice, losing, alice.context())
-    with pytest.raises(DeliveredError, match=r"TRANSACTION_HANGING.*Alter on the cluster.*transactions apply"):
-        alice.plan(alice.context("second"), 2)
+        decided_without_marker(own, losing, own.context())
+    # The ledger's own: the owner's record would be committed with it, or, if this driver dies before, aborted with it.
+    held = ids_of(own)
+    for ask in (lambda: own.plan(own.context("second"), 1), lambda: own.ledger().look()):
+        with pytest.raises(DeliveredError, match=r"TRANSACTION_HANGING.*decide.*Alter on the cluster.*delivered run"):
+            ask()
+    assert ids_of(own) == held
+    again = Rig(kafka, topic, pipeline=own.pipeline)
+    assert again.plan(again.context("third"), 1).action is Action.SKIP
+    held = ids_of(alice)
+    for owner in ("second", "once more"):
+        with pytest.raises(DeliveredError, match=r"TRANSACTION_HANGING.*Alter on the cluster.*transactions apply"):
+            alice.plan(alice.context(owner), 2)
+    assert ids_of(alice) == held, "an id was used whose last transaction is open"
+    seen = alice.visible()
+    assert seen == alice.expected([0]), "readers see what precedes the hole"
     anonymous = Rig(kafka, topic, pipeline=alice.pipeline)
     anonymous.run(anonymous.context("third"), 2, first=True)
     assert alice.visible() == alice.expected(range(3))

@@ -16,6 +16,7 @@ from delivered.engine.messages import (
     checked,
     complete,
     orphans,
+    ran_again,
     repeats,
     written,
 )
@@ -339,7 +340,7 @@ def _apply(context: Context, decision: Decision) -> None:
 
 def _tidy(context: Context, decision: Decision, shards: Sequence[ShardMessage]) -> None:
     """Abort participants that failed attempts of this batch left open."""
-    if parts(decision.guarantee).apply is not None and any(m.attempt for m in shards):
+    if parts(decision.guarantee).apply is not None and ran_again(shards):
         _abort_unheard(context, decision.batch, [decision])
 
 

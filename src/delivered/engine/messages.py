@@ -84,6 +84,16 @@ def check_same_rows(context: Context, decided: Archived, messages: Sequence[Shar
     )
 
 
+def ran_again(messages: Sequence[ShardMessage]) -> bool:
+    """Whether more tasks of the batch may have run than those that report.
+
+    Attempts are numbered from 0 again when Spark reruns a stage (P31), but the numbers of its tasks have a gap then. So
+    have those of two queries that run at once, for which this is a false alarm.
+    """
+    tasks = [m.task for m in messages if m.task >= 0]
+    return any(m.attempt for m in messages) or (bool(tasks) and max(tasks) - min(tasks) >= len(tasks))
+
+
 def check_same_state(decided: Decision, messages: Sequence[ShardMessage], *, run: bool) -> None:
     """Check that the rerun of a decided batch of a stateful query has the same rows, as Spark commits the rerun's
     state. Rows may have moved to another shard. `engine.repair` compares rewritten shards.
@@ -108,17 +118,26 @@ def check_same_state(decided: Decision, messages: Sequence[ShardMessage], *, run
             continue
         differing = [n for n in sorted({*before, *after}) if not _same(before.get(n, none), after.get(n, none))]
         shard = differing[0]
+        dropped = sorted(messages[0].plan.rewrite)
         raise ReplayDiffers(
             "REPLAY_DIFFERS",
             f"Batch {decided.batch} is decided and delivered, and reran with other rows in shards {differing[:50]}. "
             f"Shard {shard} at sink {sink!r} was decided with fingerprint {before.get(shard, none)}, but reran with "
             f"{after.get(shard, none)}. The state that Spark keeps of the rerun holds what was never delivered, so the "
-            "query cannot go on from it. Nothing more was written. The transform was edited, or is not deterministic. "
-            f"The batch ended at offsets {shown(decided.offsets)}",
-            next_step="if the transform was edited since, start once with the previous one. Otherwise remove what "
-            "changes between runs (uuid(), rand(), now(), the order of rows) from it, and start where the batch ended, "
-            f"with empty state: a new checkpointLocation, {starting_at(decided.offsets)} and, once, "
-            '.option("newCheckpoint", "accept")',
+            "query cannot go on from it. Nothing more was written. The transform was edited, is not deterministic, or "
+            "the source no longer has some of the batch's records: lostRecords cannot give those up in a query that "
+            f"keeps state, as its state would lack them, too. The batch ended at offsets {shown(decided.offsets)}"
+            + (
+                f"; the prepared rows of shards {dropped[:50]} were dropped before they became visible"
+                if dropped
+                else ""
+            ),
+            next_step="if the transform was edited since, start once with the previous one; if the source lost "
+            "records, restore them. Otherwise remove what changes between runs (uuid(), rand(), now(), the order of "
+            "rows) from the transform, and start where the batch ended, with empty state: a new checkpointLocation, "
+            f"{starting_at(decided.offsets)} and, once, "
+            '.option("newCheckpoint", "accept")'
+            + (' and .option("missingLedger", "accept"): the dropped rows are then missing' if dropped else ""),
         )
 
 

@@ -97,6 +97,7 @@ class ShardMessage:
             other sinks.
         stage_s, prepare_s: how long the task took to read and write its rows, and to prepare them.
         bytes: of the rows it wrote, in memory, at all sinks.
+        task: Spark's number of the task, counted over all tasks of the application; -1: none.
     """
 
     plan: BatchPlan
@@ -109,6 +110,7 @@ class ShardMessage:
     stage_s: float = field(default=0.0, compare=False)
     prepare_s: float = field(default=0.0, compare=False)
     bytes: int = field(default=0, compare=False)
+    task: int = field(default=-1, compare=False)
 
     @property
     def prepared(self) -> Prepared | None:

@@ -91,7 +91,8 @@ class Recovering:
         shard, attempt = task.partitionId(), task.attemptNumber()
         plan = self._planned()
         asks = partial(may_send, plan, shard)
-        return ShardCommit(write_shard(self._sink, plan, shard, attempt, batches, self._schema, asks))
+        message = write_shard(self._sink, plan, shard, attempt, batches, self._schema, asks)
+        return ShardCommit(replace(message, task=task.taskAttemptId()))
 
 
 def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> BatchPlan:

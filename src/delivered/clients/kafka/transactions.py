@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -210,7 +212,8 @@ def listed(wire: Wire, ours: Callable[[str], bool], states: Iterable[str], deadl
     while True:
         placed = _placement(wire)
         found: dict[str, str] = {}
-        for node in wire.nodes():
+        serving = placed is not None and _are_serving(wire, placed, deadline)
+        for node in wire.nodes() if serving else ():
 
             def ask(node: int = node) -> Any:
                 request = ListTransactionsRequest(state_filters=wanted, max_version=0)
@@ -223,11 +226,50 @@ def listed(wire: Wire, ours: Callable[[str], bool], states: Iterable[str], deadl
                 if ours(row.transactional_id):
                     found[row.transactional_id] = row.transaction_state
         # A coordinator that moved meanwhile may have been asked at neither of its places.
-        if placed is not None and placed == _placement(wire):
+        if serving and placed == _placement(wire):
             return found
         if time.monotonic() > deadline:
             raise NoAnswer("transaction coordinators kept moving, or some partition of their log has no leader")
         time.sleep(0.05)
+
+
+def _are_serving(wire: Wire, placed: Mapping[int, tuple[int, int]], deadline: float) -> bool:
+    """Whether these brokers know already which transactions they coordinate.
+
+    One that has just become a coordinator lists no transaction of that partition and no error until it has applied what
+    the others know. For an id of the partition it says then that it is not the coordinator.
+    """
+    from kafka.protocol.admin.transactions import DescribeTransactionsRequest
+
+    probes = _probes(len(placed)) if placed else {}
+    by_node: dict[int, list[str]] = {}
+    for partition, (node, _) in placed.items():
+        by_node.setdefault(node, []).append(probes[partition])
+    for node, names in by_node.items():
+        answer = ask_member(wire, node, DescribeTransactionsRequest(transactional_ids=names), deadline)
+        if answer is None or any(row.error_code in protocol.COORDINATOR_MOVED for row in answer.transaction_states):
+            return False
+    return True
+
+
+@cache
+def _probes(partitions: int) -> dict[int, str]:
+    """An unused transactional id of each partition of the coordinators' log."""
+    found: dict[int, str] = {}
+    for number in count():
+        if len(found) == partitions:
+            return found
+        name = f"delivered.none.{number}"
+        found.setdefault(_partition_of(name, partitions), name)
+    raise AssertionError
+
+
+def _partition_of(transactional_id: str, partitions: int) -> int:
+    """As brokers do: Java's hash of the text, without its sign."""
+    hashed = 0
+    for character in transactional_id:
+        hashed = (31 * hashed + ord(character)) & 0xFFFF_FFFF
+    return abs(hashed - (1 << 32) if hashed >> 31 else hashed) % partitions
 
 
 _LEFT = SimpleNamespace(error_code=protocol.NONE, transaction_states=())

@@ -150,17 +150,25 @@ def end_hanging(wire: Wire, found: Hanging, commit: bool, deadline: float) -> Ou
     return Ok(None)
 
 
-def refused(found: Hanging, commit: bool, reason: str) -> DeliveredError:
-    """It cannot be ended: using its producer id again would end it with the outcome of another transaction."""
+def refused(found: Hanging, commit: bool, reason: str, *, by_hand: bool = True) -> DeliveredError:
+    """It cannot be ended: using its producer id again would end it with the outcome of another transaction.
+
+    Args:
+        by_hand: whether `delivered transactions` ends it: not what is the ledger's own, which it has to read first.
+    """
     end = "apply" if commit else "abort"
+    other = (
+        f"as a user who has it: delivered transactions {end} PIPELINE.yaml {found.transactional_id}"
+        if by_hand
+        else "start once as a user who has it: delivered run PIPELINE.yaml"
+    )
     return DeliveredError(
         "TRANSACTION_HANGING",
         f"{found.transactional_id}, producer {found.participant.producer_id}, epoch {found.participant.epoch}, was "
         f"{'committed' if commit else 'aborted'}, but its brokers lost the end: it is still open in "
         f"{', '.join(map(str, found.at[:5]))}, which hides these and all later records from read_committed "
         f"readers. It could not be ended there: {reason}. Its transactional id is not used again.",
-        next_step="grant this user Alter on the cluster and start again; or, as a user who has it: delivered "
-        f"transactions {end} PIPELINE.yaml {found.transactional_id}",
+        next_step=f"grant this user Alter on the cluster and start again; or, {other}",
     )
 
 

@@ -5,7 +5,6 @@ The next commit of the same producer id would end them, too, and make a record v
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from delivered.clients.kafka.login import NoAnswer
@@ -15,8 +14,6 @@ from delivered.connectors.kafka.evidence import end_hanging, find_hanging, refus
 from delivered.connectors.kafka.topics import HISTORY_PARTITION, STATE_PARTITION
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 
-log = logging.getLogger(__name__)
-
 
 def take_id(wire: Wire, name: str, topic: str, timeout_ms: int, deadline: float) -> Outcome[Transaction]:
     """Initialise a transactional id of the ledger, once neither partition holds an open transaction of it.
@@ -24,7 +21,7 @@ def take_id(wire: Wire, name: str, topic: str, timeout_ms: int, deadline: float)
     An open one is aborted first, by name: its outcome is known then, whatever its coordinator forgets.
 
     Raises:
-        DeliveredError: an aborted one is still open in a partition, and this user may not end it.
+        DeliveredError: one that ended is still open in a partition, and this user may not end it.
     """
     delays: list[None] = []
     try:
@@ -52,6 +49,9 @@ def settle_ids(wire: Wire, names: Sequence[str], topic: str, deadline: float, *,
 
     Returns:
         How many there were.
+
+    Raises:
+        NoAnswer: a broker did not answer. DeliveredError: one is still open, and this user may not end it.
     """
     count = 0
     for found in find_hanging(wire, [(topic, STATE_PARTITION), (topic, HISTORY_PARTITION)], names, (), deadline):
@@ -63,9 +63,7 @@ def settle_ids(wire: Wire, names: Sequence[str], topic: str, deadline: float, *,
                 count += 1
             case Unknown(reason):
                 raise NoAnswer(reason)
-            case Failed(reason) if commit:
-                # The next commit of this producer id ends it in the same way.
-                log.warning("%s is still open in %s: %s", found.transactional_id, ", ".join(found.targets), reason)
             case Failed(reason):
-                raise refused(found, commit, reason)
+                # The next transaction of this producer id would end it, too. If that aborts, a decision vanishes.
+                raise refused(found, commit, reason, by_hand=False)
     return count

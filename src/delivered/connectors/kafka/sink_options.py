@@ -57,7 +57,9 @@ def is_topic(name: str) -> bool:
     return name not in (".", "..") and re.fullmatch(rf"[A-Za-z0-9._-]{{1,{TOPIC_LENGTH_MAX}}}", name) is not None
 
 
-_INTERNAL = re.compile(r"__consumer_offsets|__transaction_state|__share_group_state|__delivered_.*")
+LEDGER_TOPICS = "__delivered_"
+"""Prefix of internal topics without a configured name."""
+_INTERNAL = re.compile(rf"__consumer_offsets|__transaction_state|__share_group_state|{LEDGER_TOPICS}.*")
 
 
 def is_internal(name: str, ledger_topic: str | None = None) -> bool:
@@ -131,7 +133,7 @@ class SinkOptions(Options, owner=OWNER, ignored=("path",), more=(FormatOptions,)
         "Name of the pipeline's internal topic.",
         OptionType(_topic),
         default=None,
-        shown="__delivered_<pipeline>",
+        shown=f"{LEDGER_TOPICS}<pipeline>",
     )
     ledger_replication: int | None = option(
         "ledgerReplicationFactor",

@@ -19,10 +19,9 @@ from delivered.connectors.kafka.committed import HIDDEN_S, CommittedReader, Hidd
 from delivered.connectors.kafka.ledger_ends import settle_ids, take_id
 from delivered.connectors.kafka.ledger_keys import MOVED, Key, Keys, is_moved
 from delivered.connectors.kafka.ledger_write import Again, LedgerProducer, Writes
-from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.connectors.kafka.sink_options import LEDGER_TOPICS, SinkOptions
 from delivered.connectors.kafka.topics import (
     HISTORY_PARTITION,
-    LEDGER_TOPICS,
     STATE_PARTITION,
     ensure_topic,
     ledger_topic,

@@ -8,7 +8,7 @@ from typing import Any
 from delivered.clients.kafka import protocol
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire, name_of
-from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.connectors.kafka.sink_options import LEDGER_TOPICS, SinkOptions
 from delivered.model.errors import Refused, Unreachable
 from delivered.model.identity import Scope
 from delivered.model.limits import OUTAGE_PATIENCE_S, REQUEST_TIMEOUT_S
@@ -21,9 +21,6 @@ MARKERS_FROM = 2
 MARKER_PARTITIONS = 6
 """Shared by a pipeline's sinks; several, so that an open transaction of one sink rarely hides another's markers."""
 PARTITIONS = MARKERS_FROM + MARKER_PARTITIONS
-
-LEDGER_TOPICS = "__delivered_"
-"""Prefix of internal topics without a configured name."""
 
 _CONFIG = {
     "cleanup.policy": "compact",
