@@ -33,8 +33,8 @@ def crashes(guarantee: Guarantee, how: str, commit: Commit = Commit.TWO_PHASE) -
     return lambda: (sim.verdict() for _, sim in single(guarantee, commit, how))
 
 
-def stage_reruns(how: str) -> Runs:
-    return lambda: (sim.verdict() for _, sim in single(MOST, Commit.TWO_PHASE, how, stages_rerun=True))
+def stage_reruns(how: str, guarantee: Guarantee = MOST) -> Runs:
+    return lambda: (sim.verdict() for _, sim in single(guarantee, Commit.TWO_PHASE, how, stages_rerun=True))
 
 
 def history(make: Callable[[], Sim], *, refused: str | None = None) -> Runs:
@@ -223,6 +223,10 @@ def rows_seen_twice() -> Iterator[list[str]]:
 MUTANTS: dict[str, tuple[Patch, Runs]] = {
     "orphans not aborted": (swap(recover, "abort_orphans", lambda context, *keep: None), crashes(EXACTLY, "tree")),
     "failed attempts left open": (swap(decide, "_tidy", lambda *args: None), crashes(EXACTLY, "kill")),
+    "attempts of a stage that reran left open": (
+        swap(decide, "ran_again", lambda shards: any(m.attempt for m in shards)),
+        stage_reruns("kill", EXACTLY),
+    ),
     "offsets not compared": (
         swap(rules, "_same_offsets", lambda *args: None),
         history(old_checkpoint, refused="LEDGER_AHEAD"),

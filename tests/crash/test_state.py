@@ -9,12 +9,13 @@ import pyarrow as pa
 import pytest
 from tests.crash.group_sim import LAST_RESOURCE, GroupSim
 from tests.crash.scenarios import Crash
-from tests.crash.sim import Sim, other_rows
+from tests.crash.sim import Checkpoint, Sim, again, codes, other_rows
 
 from delivered.engine import decide
 from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import ROLE_OF_STEP, Role
+from delivered.model.work import Tolerance
 
 POINTS = [
     f"{step}:{moment}"
@@ -92,6 +93,28 @@ def test_the_error_names_batch_shard_and_the_way_on() -> None:
     assert said.startswith("[DELIVERED_REPLAY_DIFFERS] Batch 0 is decided and delivered, and reran with other rows")
     assert "in shards [0, 1]. Shard 0 at sink" in said
     assert """.option("startingOffsets", '{"0":4,"1":4}') and, once, .option("newCheckpoint", "accept")""" in said
+
+
+def test_lost_records_are_not_given_up_in_a_query_that_keeps_state_and_the_way_on_works() -> None:
+    """The rerun's state would lack them for ever. A new checkpoint starts with empty state, where the batch ended."""
+    sim = Sim(Guarantee.EXACTLY_ONCE, crashes=(Crash("commit.decide:after", 1, "tree"),), expire_on_start=True)
+    sim.tolerance, sim.starts_max = Tolerance(lost_records=True), 3
+    made(sim, lambda batch, run: batch if run == 1 else batch.slice(1))
+    said = str(sim.errors[-1])
+    assert said.startswith("[DELIVERED_REPLAY_DIFFERS]")
+    assert "lostRecords cannot give those up in a query that keeps state" in said
+    assert "the prepared rows of shards [0, 1] were dropped" in said
+    assert '.option("newCheckpoint", "accept") and .option("missingLedger", "accept")' in said
+    assert sim.visible() == Counter()
+    end = sim.checkpoint.offsets[0]
+    for tolerance, code in (
+        (Tolerance(new_checkpoint=True), "EARLIER_BATCH_EXPIRED"),
+        (Tolerance(new_checkpoint=True, missing_ledger=True), None),
+    ):
+        again(sim, checkpoint=Checkpoint("inc-2", dict(end)), tolerance=tolerance, starts_max=2, change=None)
+        assert {*codes(sim)} == ({code} if code else set())
+    assert sim.expected() - sim.visible() == Counter(v for part in sim.world.inputs for _, v in part[: sim.rows])
+    assert sim.duplicated() == 0
 
 
 @pytest.mark.parametrize("point", ["commit.decide:after", "log:before"])

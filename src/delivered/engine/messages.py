@@ -103,11 +103,10 @@ def check_same_state(decided: Decision, messages: Sequence[ShardMessage], *, run
     """
     if run or not any(m.plan.action is Action.COMPARE for m in messages):
         return
-    now: dict[str, dict[int, Fingerprint]] = {s: {} for m in messages for s in m.compared}
+    now: dict[str, dict[int, Fingerprint]] = {}
     for m in messages:
         for sink, rows in (*m.compared.items(), *((p.sink, p.fingerprint) for p in m.participants)):
-            if sink in now:
-                now[sink][m.shard] = rows
+            now.setdefault(sink, {})[m.shard] = rows
     none = Fingerprint()
     for sink, after in now.items():
         before = {p.shard: p.fingerprint for p in decided.of(sink)}
