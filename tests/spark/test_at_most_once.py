@@ -8,6 +8,7 @@ import json
 import sqlite3
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,9 +16,15 @@ import pytest
 import tenacity
 from tests.spark.standalone import Standalone, kill_tree
 
+import delivered
 from delivered.connectors.sqlite import CONNECTOR
+from delivered.model.arbiter import DriverAddress
+from delivered.model.errors import Unreachable
 from delivered.model.identity import Scope
 from delivered.testing.crash import HIT_SUFFIX
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 APP = Path(__file__).parent / "apps" / "shuffled.py"
 ROWS = 2_000
@@ -54,6 +61,25 @@ def _counted(folder: Path) -> tuple[int, int]:
     last = sink.store(Scope("ids", sink.name, incarnation)).peek().last
     assert last is not None
     return rows, last.given_up.count
+
+
+def test_executors_that_do_not_reach_the_driver_are_noticed_before_the_start(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is recorded as started, so the next start gives nothing up."""
+    elsewhere = DriverAddress("127.0.0.1", bind="127.0.0.2")  # the address that executors get is not where it listens
+    with monkeypatch.context() as patch:
+        patch.setattr(DriverAddress, "of", lambda _: elsewhere)
+        delivered.register(spark)
+        frame = spark.readStream.schema("id long").parquet(str(_input(tmp_path / "in")))
+        writer = frame.writeStream.format("delivered_sqlite").option("guarantee", "at_most_once").queryName("ids")
+        writer = writer.option("path", str(tmp_path / "ids.db")).option("table", "ids").trigger(availableNow=True)
+        writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint"))
+        with pytest.raises(Unreachable, match=r"GRANT_UNREACHABLE.*127\.0\.0\.1.*was not started.*bindAddress"):
+            writer.start()
+    delivered.register(spark)
+    writer.start().awaitTermination()
+    assert _counted(tmp_path) == (ROWS, 0)
 
 
 @pytest.mark.matrix

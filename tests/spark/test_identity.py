@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import subprocess
@@ -36,9 +37,16 @@ def write(frame: DataFrame, path: Path, run: str) -> None:
     writer.option("guarantee", "exactly_once").option("pipeline", "daily").option("runId", run).save()
 
 
+def monday(path: Path) -> list[str]:
+    """A run in a process of its own."""
+    options = json.dumps({"path": str(path), "table": "orders"})
+    columns = "id", "cast(id % 7 AS string) AS name"
+    return [sys.executable, str(APP), "sqlite", options, "monday", str(ROWS), *columns]
+
+
 def test_a_run_killed_after_its_decision_then_given_again(spark: SparkSession, tmp_path: Path) -> None:
     path = tmp_path / "out.db"
-    killed([sys.executable, str(APP), str(path), "monday", str(ROWS)], "commit.decide:after", tmp_path)
+    killed(monday(path), "commit.decide:after", tmp_path)
     delivered.register(spark)
     rows = spark.range(ROWS).selectExpr("id", "cast(id % 7 AS string) AS name")
     write(rows.repartition(5), path, "monday")  # the same rows
@@ -62,8 +70,7 @@ def test_a_run_whose_planning_process_is_killed_says_so_and_can_be_given_again(
 ) -> None:
     path = tmp_path / "out.db"
     env = {**os.environ, CRASH: "recover.claim:before!kill", CRASH_DIR: str(tmp_path)}
-    command = [sys.executable, str(APP), str(path), "monday", str(ROWS)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280, check=False)
+    done = subprocess.run(monday(path), capture_output=True, text=True, env=env, timeout=280, check=False)
     assert done.returncode != 0
     last = done.stderr.rpartition("delivered.model.errors.")[2]
     assert last.startswith("DeliveredError: [DELIVERED_WORKER_DIED]"), done.stderr[-4000:]

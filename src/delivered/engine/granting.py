@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, cast
 
@@ -33,8 +34,16 @@ def registered(scope: Scope, owner: Owner, driver: DriverAddress) -> Arbiter:
 
     Runs on the driver, before the batch may send.
     """
+    return _registered(f"{scope.pipeline}/{scope.sink}", owner, driver)
+
+
+def listening(owner: Owner, driver: DriverAddress) -> Arbiter:
+    """The driver's arbiter, started if need be, with a token under which no shard is granted."""
+    return replace(_registered("", owner, driver), token="")
+
+
+def _registered(key: str, owner: Owner, driver: DriverAddress) -> Arbiter:
     file, token = _file(owner), secrets.token_hex(16)
-    key = f"{scope.pipeline}/{scope.sink}"
     with contextlib.suppress(OSError, ValueError, KeyError):
         return _plan(json.loads(_own(file)), key, token)
     try:

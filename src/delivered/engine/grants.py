@@ -50,6 +50,13 @@ def may_send(plan: BatchPlan, shard: int) -> bool:
         return False
 
 
+def check_reachable(arbiter: Arbiter) -> None:
+    """Ask for a shard under a token that grants none. Raises OSError: the driver does not answer."""
+    request = json.dumps({"token": arbiter.token, "shard": 0, "attempt": ""}).encode() + b"\n"
+    connection, _ = _asked(arbiter, request)
+    connection.close()
+
+
 def _asked(arbiter: Arbiter, request: bytes) -> tuple[socket.socket, bytes]:
     connection = socket.create_connection((arbiter.host, arbiter.port), CONNECT_TIMEOUT_S)
     try:

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 
+from delivered.model.guarantee import Guarantee
 from delivered.model.translate import from_our_code, translated
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import PREFIX, connector
@@ -43,6 +44,7 @@ from delivered.pipeline.spec import CHECKPOINT, OPTION, StartCheck, idiom_option
 from delivered.source.lag import spark_metrics
 from delivered.spark.declarative import analyse, without_accumulators
 from delivered.spark.jvm import is_connect, make_active
+from delivered.spark.reachable import check_executors
 from delivered.spark.shards import FOREACH_BATCH, formatted, saved, shards_of, surviving
 
 if TYPE_CHECKING:
@@ -219,6 +221,8 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         write = _write(self)
         if write is not None and write.is_idiom:
             _check(_session_of(self), write)
+            if any(k.lower() == "guarantee" and v == Guarantee.AT_MOST_ONCE.value for k, v in write.options.items()):
+                check_executors(_session_of(self))
             self.option(OPTION, idiom_option(start=uuid.uuid4().hex))
             _tell_source(self, write)
         with shards_of(_session_of(self), write.format, write.options) if write is not None else nullcontext():

@@ -51,6 +51,11 @@ log = logging.getLogger(__name__)
 _registered: WeakKeyDictionary[SparkSession, Owner] = WeakKeyDictionary()
 
 
+def registered_owner(spark: SparkSession) -> Owner | None:
+    """The driver as the session's registered classes know it."""
+    return _registered.get(spark)
+
+
 def is_registered(spark: SparkSession) -> bool:
     """Whether the session has the formats: registering again makes Spark warn about each."""
     return spark in _registered

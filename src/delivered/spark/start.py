@@ -35,6 +35,7 @@ from delivered.engine.direct import Direct
 from delivered.model.bad_row import OnBadRow
 from delivered.model.dedup import Dedup
 from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.guarantee import Guarantee
 from delivered.model.offsets import SOURCE
 from delivered.model.translate import translated
 from delivered.pipeline.definition import Definition
@@ -47,6 +48,7 @@ from delivered.spark.dedup import without_repeats, without_seen_repeats
 from delivered.spark.foreach import format_of, save_batch
 from delivered.spark.frames import batches_fit_for, with_setting
 from delivered.spark.jvm import make_active, named_sources
+from delivered.spark.reachable import check_executors
 from delivered.spark.rows import Failing, apply_transform, arrow_transform, own_views, projected, routed
 from delivered.spark.session import is_registered, register, session
 from delivered.spark.shards import same_shards
@@ -211,6 +213,8 @@ def _query(pipeline: Definition, spark: SparkSession, drain: Path) -> StreamingQ
 
 def _started(pipeline: Definition, spark: SparkSession, drain: Path) -> StreamingQuery:
     spec = replace(pipeline.spec, drain=str(drain), start=uuid.uuid4().hex)
+    if spec.guarantee is Guarantee.AT_MOST_ONCE:
+        check_executors(spark)
     endpoints = for_start(pipeline)
     sources = {n: None if e.is_spark_own else planned(e.source()) for n, e in endpoints.items()}
     for name, source in sources.items():

@@ -1,21 +1,22 @@
-"""One `df.write` into SQLite: argv is the database, the run's id, and how many rows."""
+"""One `df.write`: argv is the format, its options as JSON, the run's id, how many rows, and their columns in SQL."""
 
 from __future__ import annotations
 
+import json
 import sys
 
 import delivered
 from delivered.spark.session import session
 
 
-def main(path: str, run: str, rows: int) -> None:
+def main(system: str, options: str, run: str, rows: int, columns: list[str]) -> None:
     spark = session("batch-run", master="local[2]")
     delivered.register(spark)
-    writer = spark.range(rows).selectExpr("id", "cast(id % 7 AS string) AS name").write.format("delivered_sqlite")
-    writer = writer.mode("append").option("path", path).option("table", "orders").option("pipeline", "daily")
+    writer = spark.range(rows).selectExpr(*columns).write.format(f"delivered_{system}").mode("append")
+    writer = writer.options(**json.loads(options)).option("pipeline", "daily")
     writer.option("guarantee", "exactly_once").option("runId", run).save()
     spark.stop()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:])

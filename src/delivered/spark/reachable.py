@@ -1,0 +1,54 @@
+"""at_most_once: whether executors reach the driver's arbiter, before a query starts.
+
+Otherwise its first tasks would notice. They would send nothing, but the ledger would hold their batch as one that may
+have been sent, and the next start would give it up.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from delivered.model.arbiter import PORT, Arbiter, DriverAddress
+from delivered.model.errors import Unreachable
+from delivered.spark.jvm import is_connect
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def check_executors(spark: SparkSession) -> None:
+    """Let a task on each core ask the arbiter something. Not over Spark Connect, whose client runs no arbiter.
+
+    Raises:
+        Unreachable: one of them had no answer.
+    """
+    from delivered.engine.granting import listening
+    from delivered.spark.session import registered_owner
+
+    owner = registered_owner(spark)
+    if owner is None or is_connect(spark):
+        return
+    arbiter, context = listening(owner, DriverAddress.of(spark.conf.get)), spark.sparkContext
+    cores = context.defaultParallelism
+    failed = context.parallelize(range(cores), cores).mapPartitions(partial(_ask, arbiter)).collect()
+    if failed:
+        host, error = failed[0]
+        raise Unreachable(
+            "GRANT_UNREACHABLE",
+            f"A task on {host!r} could not ask the driver at {arbiter.host}:{arbiter.port} whether it may send: "
+            f"{error}. Under at_most_once, a task sends only with the driver's grant. The query was not started.",
+            next_step=f"let executors connect to the driver's host on that port ({PORT} fixes it), and check "
+            "spark.driver.host and spark.driver.bindAddress; then start again",
+        )
+
+
+def _ask(arbiter: Arbiter, _: Iterable[int]) -> Iterator[tuple[str, str]]:
+    from delivered.engine.grants import check_reachable
+
+    try:
+        check_reachable(arbiter)
+    except OSError as error:
+        yield socket.gethostname(), str(error)
