@@ -18,6 +18,7 @@ from tests.support.three_brokers import ThreeBrokers
 from delivered.checkpoint.offset_metadata import FILE, PlainDriver, stream_driver
 from delivered.contract.landmarks import HasLandmarks
 from delivered.contract.source import Offsets, Source, SourceDriver
+from delivered.engine.direct import ArrowTransform, Direct, pack
 from delivered.model.errors import InvariantBroken
 
 OLD = [b"old %d" % i for i in range(1_000)]
@@ -35,9 +36,9 @@ class Read:
 
     _numbers = itertools.count()
 
-    def __init__(self, kafka: Any, folder: Path, topic: str | None = None) -> None:
+    def __init__(self, kafka: Any, folder: Path, topic: str | None = None, client: str = "auto") -> None:
         """A topic that exists holds the first records."""
-        self.kafka, self.topic = kafka, topic or kafka.topic(1)
+        self.kafka, self.topic, self.client = kafka, topic or kafka.topic(1), client
         self.checkpoint = str(folder / f"checkpoint{next(self._numbers)}")
         if topic is None:
             produce(kafka, self.topic, OLD[:CUT])
@@ -49,7 +50,8 @@ class Read:
         self.landmarks = self.running.landmarks(self.end)
 
     def source(self, **options: Any) -> Source:
-        return source(self.kafka, {"startingOffsets": "earliest", **options}, subscribe=self.topic)
+        options = {"startingOffsets": "earliest", "client": self.client, **options}
+        return source(self.kafka, options, subscribe=self.topic)
 
     def driver(self, **options: Any) -> PlainDriver:
         """As a new start of the query has it."""
@@ -61,11 +63,19 @@ class Read:
     def read(src: Source, driver: SourceDriver, start: Offsets, end: Offsets) -> list[bytes | None]:
         return [v for s in driver.slices(start, end) for b in src.read(s) for v in b.column("value").to_pylist()]
 
+    @staticmethod
+    def read_directly(src: Source, driver: SourceDriver, start: Offsets, end: Offsets) -> list[bytes | None]:
+        """As tasks do whose records never become rows: only slices pass through Spark."""
+        direct = Direct(src, ArrowTransform(("value",)))
+        rows = direct.rows(pack(s) for s in driver.slices(start, end))
+        return [v for b in rows for v in b.column("value").to_pylist()]
+
 
 @pytest.fixture
 def cut(mortal_kafka: Any, tmp_path: Path) -> Iterator[list[Read]]:
     kafka = mortal_kafka
     read = [Read(kafka, tmp_path) for _ in range(4)]
+    read.insert(3, Read(kafka, tmp_path, client="librdkafka"))
     kafka.broker.kill()
     for one in read:
         cut_log(kafka, one.topic, CUT)
@@ -80,12 +90,20 @@ def cut(mortal_kafka: Any, tmp_path: Path) -> Iterator[list[Read]]:
 
 def test_a_log_that_lost_its_end_and_grew_past_the_position(cut: list[Read]) -> None:
     """300 records are lost in Kafka; those which have their offsets now would never be read."""
-    stopped, replayed, lax, equal = cut
+    stopped, replayed, lax, librdkafka, equal = cut
     lost = rf"DATA_LOST.*{{}}-0 lost its end: at offset {CUT}.* 300 offsets {CUT} to 999 .*failOnDataLoss"
     # At each start, in the query that runs, and in one that reads its last batch again.
-    for driver in (stopped.driver(), stopped.driver(), stopped.running):
-        with closing(driver), pytest.raises(InvariantBroken, match=lost.format(stopped.topic)):
-            driver.latest(stopped.end, None)
+    for one, driver in (
+        (stopped, stopped.driver()),
+        (stopped, stopped.driver()),
+        (stopped, stopped.running),
+        (librdkafka, librdkafka.driver()),
+        (librdkafka, librdkafka.running),
+    ):
+        with closing(driver), pytest.raises(InvariantBroken, match=lost.format(one.topic)):
+            driver.latest(one.end, None)
+    with closing(librdkafka.driver()) as driver, pytest.raises(InvariantBroken, match=lost.format(librdkafka.topic)):
+        librdkafka.read_directly(librdkafka.source(), driver, librdkafka.start, librdkafka.end)
     with closing(replayed.driver()) as driver, pytest.raises(InvariantBroken, match=lost.format(replayed.topic)):
         driver.slices(replayed.start, replayed.end)
     # Without epochs, the record batch before the position shows it.
@@ -99,6 +117,9 @@ def test_a_log_that_lost_its_end_and_grew_past_the_position(cut: list[Read]) -> 
         assert lax.read(lax.source(**options), driver, lax.end, end) == NEW
     with closing(lax.driver()) as driver:
         assert driver.latest(end, None) == end == {lax.topic: {"0": CUT + len(NEW)}}
+    with closing(librdkafka.driver(**options)) as driver:
+        end = driver.latest(librdkafka.end, None)
+        assert librdkafka.read_directly(librdkafka.source(**options), driver, librdkafka.end, end) == NEW
     # A batch that was not delivered is read again from what is left of it, and the next one goes on there.
     with closing(replayed.driver(**options)) as driver:
         src = replayed.source(**options)

@@ -13,6 +13,7 @@ from tests.broker.cluster_help import running
 from tests.broker.sink_help import EXACT, FIRST, SCHEMA, Rig, decision, rows, wait_for
 from tests.support.three_brokers import NODES, ThreeBrokers
 
+from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import Transaction, listed
 from delivered.connectors.kafka.topics import STATE_PARTITION, ledger_topic
 from delivered.model.errors import LedgerBehind
@@ -161,13 +162,23 @@ def test_a_leader_that_does_not_know_the_end_hides_neither_decision_nor_marker(c
         assert committed.result()
 
 
-def test_orphans_of_a_dead_coordinator_are_aborted_by_its_successor(cluster: ThreeBrokers, rig: Rig) -> None:
-    """Right after its death the cluster still lists the broker, and later it does not."""
+@pytest.mark.parametrize("ahead", [False, True])
+def test_orphans_of_a_dead_coordinator_are_aborted_by_its_successor(
+    cluster: ThreeBrokers, rig: Rig, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """Right after its death the cluster still lists the broker, and later it does not.
+
+    Args:
+        ahead: the broker that is asked who is in the cluster knows already, and the one that names coordinators not.
+    """
     rig.ledger().claim(FIRST)
     orphan = Transaction.of(stage(rig, 0, [b"orphan"]))
     committer = rig.committer()
     assert len(committer.open_transactions()) == 1
-    cluster.broker(cluster.coordinator(orphan.transactional_id)).kill()
+    dead, nodes = cluster.coordinator(orphan.transactional_id), Wire.nodes
+    cluster.broker(dead).kill()
+    if ahead:
+        monkeypatch.setattr(Wire, "nodes", lambda wire: [n for n in nodes(wire) if n != dead])
     assert committer.abort_orphans(()) == Ok(1)
     assert committer.open_transactions() == []
     assert rig.visible() == []

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import tenacity
 from tests.spark.standalone import Standalone, kill_tree
+from tests.support.halted import killed
 
 import delivered
 from delivered.connectors.sqlite import CONNECTOR
@@ -107,6 +109,19 @@ def test_a_stage_that_reruns_after_lost_shuffle_files_sends_nothing_twice(tmp_pa
     assert "FetchFailed" in said, "no shuffle file was lost"
     rows, given_up = _counted(tmp_path)
     assert ROWS - rows <= given_up < ROWS
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("point", ["write.send:after@batch=0", "write.flush:after@batch=0"])
+def test_a_batch_whose_driver_died_after_a_grant_is_given_up_in_full(tmp_path: Path, point: str) -> None:
+    """Grants die with their driver. That the batch was started is durable, and so its shards are never granted again."""
+    command = [sys.executable, str(APP), *_arguments(tmp_path)]
+    killed(command, point, tmp_path)
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        rows, given_up = _counted(tmp_path)
+        assert (rows < ROWS, given_up) == (True, ROWS)
 
 
 @pytest.mark.matrix
