@@ -5,6 +5,7 @@ Spark numbers attempts from 0 again when a stage reruns after lost shuffle files
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -114,11 +115,12 @@ def test_a_stage_that_reruns_after_lost_shuffle_files_sends_nothing_twice(tmp_pa
 @pytest.mark.matrix
 @pytest.mark.parametrize("point", ["write.send:after@batch=0", "write.flush:after@batch=0"])
 def test_a_batch_whose_driver_died_after_a_grant_is_given_up_in_full(tmp_path: Path, point: str) -> None:
-    """Grants die with their driver. That the batch was started is durable, and so its shards are never granted again."""
+    """Grants die with their driver. That the batch was started is durable: its shards are never granted again."""
     command = [sys.executable, str(APP), *_arguments(tmp_path)]
-    killed(command, point, tmp_path)
+    env = {**os.environ, "PYSPARK_PYTHON": sys.executable}
+    killed(command, point, tmp_path, env)
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         rows, given_up = _counted(tmp_path)
         assert (rows < ROWS, given_up) == (True, ROWS)

@@ -6,6 +6,7 @@ have been sent, and the next start would give it up.
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -17,6 +18,8 @@ from delivered.spark.jvm import is_connect
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+log = logging.getLogger(__name__)
 
 
 def check_executors(spark: SparkSession) -> None:
@@ -33,7 +36,11 @@ def check_executors(spark: SparkSession) -> None:
         return
     arbiter, context = listening(owner, DriverAddress.of(spark.conf.get)), spark.sparkContext
     cores = context.defaultParallelism
-    failed = context.parallelize(range(cores), cores).mapPartitions(partial(_ask, arbiter)).collect()
+    try:
+        failed = context.parallelize(range(cores), cores).mapPartitions(partial(_ask, arbiter)).collect()
+    except Exception as error:
+        log.debug("skipped the check of executors: %s", error)  # what they cannot run, the query reports
+        return
     if failed:
         host, error = failed[0]
         raise Unreachable(

@@ -16,6 +16,7 @@ from delivered.clients.kafka import protocol
 from delivered.clients.kafka.current import FATAL, is_leader
 from delivered.clients.kafka.login import NoAnswer, NotSent
 from delivered.clients.kafka.protocol import Wire, name_of, retried
+from delivered.clients.kafka.sequences import VERDICTS, Verdict
 from delivered.clients.kafka.transactions import Transaction, end_request
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
@@ -40,8 +41,13 @@ Writes = Mapping[int, Sequence[tuple[bytes, bytes | None]]]
 """Partition -> records. A partition's records fit into one record batch."""
 
 _FENCED = frozenset({protocol.INVALID_PRODUCER_EPOCH, protocol.PRODUCER_FENCED, protocol.INVALID_PRODUCER_ID_MAPPING})
-_ELSEWHERE = frozenset({protocol.NOT_LEADER, protocol.UNKNOWN_TOPIC_OR_PARTITION, protocol.LEADER_NOT_AVAILABLE})
-_AWAY = _ELSEWHERE | protocol.COORDINATOR_MOVED | {protocol.CONCURRENT_TRANSACTIONS}
+_PASSING = frozenset(
+    code
+    for code, (_, verdict) in VERDICTS.items()
+    if verdict in (Verdict.AGAIN, Verdict.MAYBE, Verdict.ELSEWHERE, Verdict.MISSING)
+)
+"""Of Produce. Also NOT_ENOUGH_REPLICAS, which is how brokers say that they cannot ask the coordinator just now."""
+_AWAY = _PASSING | protocol.COORDINATOR_MOVED | {protocol.CONCURRENT_TRANSACTIONS}
 _GZIP = 1
 _GZIP_FROM_BYTES = 4096
 
@@ -77,8 +83,8 @@ class LedgerProducer:
             code = self.add(writes, deadline)
             if code == protocol.NONE:
                 code = self.produce(writes)
-                while code in _ELSEWHERE and time.monotonic() < deadline:
-                    # The leader moved, or there is none yet. The sequence number makes a retry idempotent.
+                while code in _PASSING and time.monotonic() < deadline:
+                    # For instance, the leader moved. The sequence number makes a retry idempotent.
                     time.sleep(0.02)
                     code = self.produce(writes)
         except NoAnswer as error:
