@@ -29,7 +29,8 @@ from tests.kafka_tools import read_committed
 from delivered.brokers import kafka as server
 from delivered.clients.kafka.partition_state import open_in, partitions_of
 from delivered.clients.kafka.protocol import Wire
-from delivered.clients.kafka.transactions import OPEN_STATES, Transaction, describe, describe_all
+from delivered.clients.kafka.transactions import OPEN_STATES, Transaction, describe, describe_all, initialise
+from delivered.model.outcome import Ok
 
 PARTITIONS = 8
 RECORDS = 100
@@ -106,13 +107,16 @@ def one(cluster: Any, number: int, count: int, end: str, rng: random.Random) -> 
     cluster.restart()
     wire.close()
     wire = Wire({"bootstrap.servers": kafka.bootstrap})
-    # librdkafka's clients go on by themselves, and end what is still open.
+    # librdkafka's clients go on by themselves, and end what is still open. What nobody ends would hide records, too.
     unfinished = OPEN_STATES if end == "librdkafka" else OPEN_STATES[1:]
     deadline = time.monotonic() + 120
     now = describe_all(wire, names)
     while any(t is not None and t.state in unfinished for t in now.values()) and time.monotonic() < deadline:
         time.sleep(0.05)
         now = describe_all(wire, names)
+    for t in now.values():
+        if t is not None and t.state == "Ongoing":
+            assert isinstance(initialise(wire, t.transactional_id, 600_000, deadline), Ok)
     states = Counter("unknown" if t is None else t.state for t in now.values())
     committed = {name for name, t in now.items() if t is not None and t.state == "CompleteCommit"}
     raised = sum(1 for h in held if (t := now[h.transactional_id]) is not None and t.participant.epoch > h.epoch)

@@ -42,11 +42,11 @@ def check_executors(spark: SparkSession) -> None:
         log.debug("skipped the check of executors: %s", error)  # what they cannot run, the query reports
         return
     if failed:
-        host, error = failed[0]
+        host, reason = failed[0]
         raise Unreachable(
             "GRANT_UNREACHABLE",
             f"A task on {host!r} could not ask the driver at {arbiter.host}:{arbiter.port} whether it may send: "
-            f"{error}. Under at_most_once, a task sends only with the driver's grant. The query was not started.",
+            f"{reason}. Under at_most_once, a task sends only with the driver's grant. The query was not started.",
             next_step=f"let executors connect to the driver's host on that port ({PORT} fixes it), and check "
             "spark.driver.host and spark.driver.bindAddress; then start again",
         )
