@@ -322,7 +322,7 @@ def test_p28_without_alter_on_the_cluster_the_start_is_refused_with_the_command(
             "kafka.sasl.jaas.config": login,
         },
     )
-    own = Rig(kafka, topic, options=alice.options)
+    own = Rig(kafka, kafka.topic(2, name=f"{topic}-own"), options=alice.options)
     with lost_ends(kafka, monkeypatch) as losing:
         committed_without_markers(alice, losing, alice.context())
         decided_without_marker(own, losing, own.context())
@@ -332,7 +332,7 @@ def test_p28_without_alter_on_the_cluster_the_start_is_refused_with_the_command(
         with pytest.raises(DeliveredError, match=r"TRANSACTION_HANGING.*decide.*Alter on the cluster.*delivered run"):
             ask()
     assert deciding in ids_of(own).items(), "an id was used whose last transaction is open"
-    again = Rig(kafka, topic, pipeline=own.pipeline)
+    again = Rig(kafka, own.topic, pipeline=own.pipeline)
     assert again.plan(again.context("third"), 1).action is Action.SKIP
     held = shards_of(alice)
     for owner in ("second", "once more"):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from delivered.model.arbiter import PORT, Arbiter, DriverAddress
 from delivered.model.errors import Unreachable
 from delivered.spark.jvm import is_connect
+from delivered.spark.owners import owners
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -29,9 +30,8 @@ def check_executors(spark: SparkSession) -> None:
         Unreachable: one of them had no answer.
     """
     from delivered.engine.granting import listening
-    from delivered.spark.session import registered_owner
 
-    owner = registered_owner(spark)
+    owner = owners.get(spark)
     if owner is None or is_connect(spark):
         return
     arbiter, context = listening(owner, DriverAddress.of(spark.conf.get)), spark.sparkContext

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from pyspark.sql import SparkSession
 
@@ -22,12 +21,12 @@ from delivered.brokers.java import java_home
 from delivered.engine.owner import new_owner
 from delivered.model.arbiter import DriverAddress
 from delivered.model.logs import FORMAT, as_json
-from delivered.model.work import Owner
 from delivered.pipeline.registry import connectors
 from delivered.pipeline.spec import GROUP
 from delivered.spark.formats import DeliveredDataSource
 from delivered.spark.hooks import install
 from delivered.spark.jvm import active, jvm_of, make_active
+from delivered.spark.owners import owners
 from delivered.spark.quick_start import (
     advice,
     forked_workers,
@@ -48,17 +47,10 @@ _CONF = {
 
 log = logging.getLogger(__name__)
 
-_registered: WeakKeyDictionary[SparkSession, Owner] = WeakKeyDictionary()
-
-
-def registered_owner(spark: SparkSession) -> Owner | None:
-    """The driver as the session's registered classes know it."""
-    return _registered.get(spark)
-
 
 def is_registered(spark: SparkSession) -> bool:
     """Whether the session has the formats: registering again makes Spark warn about each."""
-    return spark in _registered
+    return spark in owners
 
 
 def register(spark: SparkSession) -> None:
@@ -73,7 +65,7 @@ def register(spark: SparkSession) -> None:
     The registered classes carry an id of this driver, new for each call: by it the driver's processes act as one owner
     of a ledger, and a second driver on the same checkpoint is detected.
     """
-    if spark not in _registered:
+    if spark not in owners:
         for missing in advice(partial(spark.conf.get, default="")).values():
             log.warning(missing)
     _register(spark, None)
@@ -86,14 +78,14 @@ def _register(spark: SparkSession, parent: SparkSession | None) -> None:
     Args:
         parent: a session of the same driver.
     """
-    owner = (_registered.get(parent) if parent is not None else None) or new_owner(jvm_of(spark))
+    owner = (owners.get(parent) if parent is not None else None) or new_owner(jvm_of(spark))
     driver = DriverAddress.of(spark.conf.get)
     with active(spark):  # where Spark checks for existing formats
         for name in (*connectors(), GROUP):
             attributes: dict[str, Any] = {"system": name, "owner": owner, "driver": driver}
             # Not importable by name, so that Spark pickles the class by value, id included.
             spark.dataSource.register(type(f"Delivered_{name}", (DeliveredDataSource,), attributes))
-    _registered[spark] = owner
+    owners[spark] = owner
 
 
 def prepare_environment(python: str | None = None) -> None:
