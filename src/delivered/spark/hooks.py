@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 
-from delivered.model.guarantee import Guarantee
 from delivered.model.translate import from_our_code, translated
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import PREFIX, connector
@@ -221,14 +220,12 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         write = _write(self)
         if write is not None and write.is_idiom:
             _check(_session_of(self), write)
-            if any(k.lower() == "guarantee" and v == Guarantee.AT_MOST_ONCE.value for k, v in write.options.items()):
-                check_executors(_session_of(self))
+            check_executors(_session_of(self), write.options)
             self.option(OPTION, idiom_option(start=uuid.uuid4().hex))
             _tell_source(self, write)
         with shards_of(_session_of(self), write.format, write.options) if write is not None else nullcontext():
             query = original(self, path, partitionBy=partitionBy)
-        names = _sources(self)
-        if names:
+        if names := _sources(self):
             _descriptions[str(query.runId)] = names
             while len(_descriptions) > _DESCRIPTIONS_MAX:
                 _descriptions.pop(next(iter(_descriptions)), None)

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+
+from pyspark.sql import SparkSession
 
 from delivered.model.arbiter import PORT, Arbiter, DriverAddress
 from delivered.model.errors import Unreachable
+from delivered.model.guarantee import Guarantee
 from delivered.spark.jvm import is_connect
 from delivered.spark.owners import owners
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 log = logging.getLogger(__name__)
 
 
-def check_executors(spark: SparkSession) -> None:
+def check_executors(spark: SparkSession, options: Mapping[str, str]) -> None:
     """Let a task on each core ask the arbiter something. Not over Spark Connect, whose client runs no arbiter.
+
+    Args:
+        options: the query's, keys in any case; under another guarantee nothing is asked.
 
     Raises:
         Unreachable: one of them had no answer.
@@ -32,7 +34,8 @@ def check_executors(spark: SparkSession) -> None:
     from delivered.engine.granting import listening
 
     owner = owners.get(spark)
-    if owner is None or is_connect(spark):
+    guarantee = next((v for k, v in options.items() if k.lower() == "guarantee"), "")
+    if guarantee.strip().lower() != Guarantee.AT_MOST_ONCE.value or owner is None or is_connect(spark):
         return
     arbiter, context = listening(owner, DriverAddress.of(spark.conf.get)), spark.sparkContext
     cores = context.defaultParallelism

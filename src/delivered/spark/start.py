@@ -35,7 +35,6 @@ from delivered.engine.direct import Direct
 from delivered.model.bad_row import OnBadRow
 from delivered.model.dedup import Dedup
 from delivered.model.errors import DeliveredError, UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.offsets import SOURCE
 from delivered.model.translate import translated
 from delivered.pipeline.definition import Definition
@@ -213,8 +212,7 @@ def _query(pipeline: Definition, spark: SparkSession, drain: Path) -> StreamingQ
 
 def _started(pipeline: Definition, spark: SparkSession, drain: Path) -> StreamingQuery:
     spec = replace(pipeline.spec, drain=str(drain), start=uuid.uuid4().hex)
-    if spec.guarantee is Guarantee.AT_MOST_ONCE:
-        check_executors(spark)
+    check_executors(spark, {"guarantee": spec.guarantee.value})
     endpoints = for_start(pipeline)
     sources = {n: None if e.is_spark_own else planned(e.source()) for n, e in endpoints.items()}
     for name, source in sources.items():
