@@ -126,7 +126,7 @@ def commit_batch(
     if context.others and parts(decision.guarantee).apply is not None:
         ms = (applied - decided) * 1000
         log.info("batch %d: visible at all %d sinks %.1f ms after its decision", batch, 1 + len(context.others), ms)
-    _tidy(context, decision, shards)
+    _tidy(context, decision, shards, run)
     report(_report(decision, shards, decided - began, applied - decided))
     return decision
 
@@ -338,9 +338,9 @@ def _apply(context: Context, decision: Decision) -> None:
         )
 
 
-def _tidy(context: Context, decision: Decision, shards: Sequence[ShardMessage]) -> None:
-    """Abort participants that failed attempts of this batch left open."""
-    if parts(decision.guarantee).apply is not None and ran_again(shards):
+def _tidy(context: Context, decision: Decision, shards: Sequence[ShardMessage], run: bool) -> None:
+    """Abort participants that failed attempts of this batch left open. A run has no next batch that would find more."""
+    if parts(decision.guarantee).apply is not None and (run or ran_again(shards)):
         _abort_unheard(context, decision.batch, [decision])
 
 

@@ -87,8 +87,8 @@ def check_same_rows(context: Context, decided: Archived, messages: Sequence[Shar
 def ran_again(messages: Sequence[ShardMessage]) -> bool:
     """Whether more tasks of the batch may have run than those that report.
 
-    Attempts are numbered from 0 again when Spark reruns a stage (P31), but the numbers of its tasks have a gap then. So
-    have those of two queries that run at once, for which this is a false alarm.
+    Attempts are numbered from 0 again when Spark reruns a stage (P31), but the numbers of its tasks have a gap then,
+    unless all of them ran again. So have those of two queries that run at once, for which this is a false alarm.
     """
     tasks = [m.task for m in messages if m.task >= 0]
     return any(m.attempt for m in messages) or (bool(tasks) and max(tasks) - min(tasks) >= len(tasks))
