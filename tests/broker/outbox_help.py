@@ -7,12 +7,14 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import pyarrow as pa
 import pytest
 
 from delivered import outbox
 from delivered.connectors.outbox import CONNECTOR
+from delivered.contract.powers import planned
 from delivered.contract.source import Offsets, Source
 from delivered.verify.ends import applications
 
@@ -157,6 +159,33 @@ class Stream:
 
     def close(self) -> None:
         self.driver.close()
+
+
+class Table:
+    """A fresh table as a change stream; `{}` in a statement is its name."""
+
+    def __init__(self, postgres_log: Any, columns: str) -> None:
+        self.server, self.name = postgres_log, f"changes{next(_names)}"
+        self.execute(f"CREATE TABLE {{}} ({columns})")
+
+    def execute(self, *statements: str) -> None:
+        """In one transaction."""
+        import psycopg
+
+        with contextlib.closing(psycopg.connect(self.server.url)) as connection:
+            for statement in statements:
+                connection.execute(statement.format(self.name))
+            connection.commit()
+
+    def source(self, settings: str = "", **options: str) -> Source:
+        """As it is planned now. Args: settings: of the session, as a role or a database may set them."""
+        url = f"{self.server.url}?options={quote(settings)}" if settings else self.server.url
+        return planned(CONNECTOR.source({"url": url, "table": self.name, **{k.lower(): v for k, v in options.items()}}))
+
+    def stream(self, at: Any = None, settings: str = "", **options: str) -> Stream:
+        source = self.source(settings, **options)
+        assert [f for f in source.preflight() if f.refuses] == []
+        return Stream(source, at)
 
 
 def changed(table: pa.Table) -> list[tuple[Any, ...]]:

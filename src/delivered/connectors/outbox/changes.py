@@ -8,71 +8,29 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterator
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from delivered.connectors.outbox.layout import ADDED, Layout
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
-from delivered.connectors.outbox.pgoutput import UNCHANGED, Change, Op, Relation, Row, Value
-from delivered.kits.caller import quoted
-from delivered.model.errors import BadRecord, UsageError
+from delivered.connectors.outbox.pgoutput import UNCHANGED, Begin, Change, Op, Relation, Row, Value
+from delivered.connectors.outbox.slot import lsn_text
+from delivered.model.errors import BadRecord
 
-if TYPE_CHECKING:
-    import psycopg
-
-OP, DELETED, LSN = "_op", "_deleted", "_lsn"
-ADDED = (pa.field(OP, pa.string()), pa.field(DELETED, pa.bool_()), pa.field(LSN, pa.int64()))
 _ROWS_MAX = 8_192
 _BYTES_MAX = 16 << 20
-
-_TYPES = {
-    "bool": pa.bool_(), "int2": pa.int16(), "int4": pa.int32(), "int8": pa.int64(), "oid": pa.int64(),
-    "float4": pa.float32(), "float8": pa.float64(), "bytea": pa.binary(), "date": pa.date32(),
-    "timestamp": pa.timestamp("us"), "timestamptz": pa.timestamp("us", "UTC"),
-}  # fmt: skip
-"""All others are text, as PostgreSQL writes it: uuid, json, arrays, enums, intervals, numeric without a precision."""
-
-
-def described(connection: psycopg.Connection[Any], options: OutboxOptions) -> tuple[pa.Schema, tuple[str, ...]]:
-    """The table's columns now, then the added ones; and the columns of its primary key, which may be none.
-
-    Raises:
-        UsageError: there is no such table.
-    """
-    rows = connection.execute(
-        "SELECT a.attname, t.typname, a.atttypmod, EXISTS (SELECT 1 FROM pg_index i WHERE i.indrelid = a.attrelid AND "
-        "i.indisprimary AND a.attnum = ANY (i.indkey)) FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid "
-        "WHERE a.attrelid = to_regclass(%s) AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = '' "
-        "ORDER BY a.attnum",
-        [quoted("postgres", options.table)],
-    ).fetchall()
-    if not rows:
-        raise UsageError(
-            "OUTBOX_TABLE",
-            f"{OWNER}: {options.system} has no table {options.table}.",
-            next_step="create it, or correct the option table",
-        )
-    columns = [pa.field(name, _type(kind, modifier)) for name, kind, modifier, _ in rows]
-    return pa.schema([*columns, *ADDED]), tuple(row[0] for row in rows if row[3])
-
-
-def _type(name: str, modifier: int) -> pa.DataType:
-    if name == "numeric" and modifier >= 4:
-        precision, scale = (modifier - 4) >> 16 & 0xFFFF, (modifier - 4) & 0x7FF
-        if precision <= 38 and scale <= precision:
-            return pa.decimal128(precision, scale)
-    return _TYPES.get(name, pa.string())
 
 
 class Changes:
     """Collects changes as columns."""
 
-    def __init__(self, options: OutboxOptions, schema: pa.Schema, keys: tuple[str, ...]) -> None:
+    def __init__(self, options: OutboxOptions, layout: Layout) -> None:
         self._options = options
-        self._keys = frozenset(keys)
-        self._schema = schema
-        self._table = pa.schema([f for f in schema if f not in ADDED])
+        self._layout = layout
+        self._keys = frozenset(layout.keys)
+        self._schema = layout.columns
+        self._table = pa.schema([f for f in layout.columns if f not in ADDED])
         self._at: dict[Relation, list[int | None]] = {}
         self._clear()
 
@@ -106,11 +64,8 @@ class Changes:
             case Op.DELETE:
                 self._append("delete", position, relation, change.old)
             case Op.TRUNCATE:
-                raise BadRecord(
-                    "OUTBOX_TRUNCATED",
-                    f"{OWNER}: the table {self._options.table} was truncated; the log does not say which rows it had.",
-                    next_step="truncate the sink's table too, then start a new checkpoint with another slot",
-                )
+                if not self._options.accepts(position):
+                    raise truncated(self._options, position)
 
     def take(self) -> pa.RecordBatch:
         """All changes since the last call."""
@@ -131,6 +86,18 @@ class Changes:
         values: list[bytes | None] = []
         for place, field in zip(at, self._table, strict=True):
             value = None if place is None or row is None else row[place]
+            if value is None and field.name in self._keys:
+                if self._options.accepts(position):
+                    return
+                raise BadRecord(
+                    "OUTBOX_IDENTITY",
+                    f"{OWNER}: the log does not say of which row of {self._options.table} a {op} at "
+                    f"{lsn_text(position)} is: it has no value of the key column {field.name}, which the replica "
+                    "identity did not have then.",
+                    next_step="give the table a replica identity with its primary key; remove from the sink's table "
+                    f'what the table no longer has; then write .option("schemaChange", "{lsn_text(position)}"), with '
+                    "which the query goes on after it",
+                )
             if value is UNCHANGED:
                 raise BadRecord(
                     "OUTBOX_UNCHANGED",
@@ -146,22 +113,39 @@ class Changes:
         self._lsns.append(position)
 
     def _places(self, relation: Relation) -> list[int | None]:
-        """Where each column is in the row; None: it was added to the table later."""
-        new = [name for name in relation.columns if name not in self._table.names]
-        if new:
-            raise BadRecord(
-                "OUTBOX_COLUMNS",
-                f"{OWNER}: the table {self._options.table} got the column {new[0]}, which this query does not have.",
-                next_step="restart the query: it takes the table's columns as they are then; the sink needs them too "
-                "(mergeSchema)",
-            )
+        """Where each column is in the row; None: the row is from before it was added."""
+        known = {name: (type_, modifier) for name, type_, modifier, _ in self._layout.shape}
+        for name, *kind in zip(relation.columns, relation.types, relation.modifiers, strict=True):
+            if name not in known:
+                raise self._other(f"got the column {name}, which this query does not have")
+            if known[name] != tuple(kind):
+                raise self._other(f"has another type of the column {name} than this query")
+        for name in set(known) - set(relation.columns) - self._layout.optional:
+            raise self._other(f"has no column {name} any more, which this query has")
         return [relation.columns.index(n) if n in relation.columns else None for n in self._table.names]
 
+    def _other(self, what: str) -> BadRecord:
+        return BadRecord(
+            "OUTBOX_COLUMNS",
+            f"{OWNER}: the table {self._options.table} {what}.",
+            next_step="restart the query: it takes the columns of the rows that come next; the transform and the sink "
+            "need them too (mergeSchema)",
+        )
+
     def _key(self, relation: Relation, row: Row) -> list[Value]:
-        """By the replica identity; FULL marks all columns, so then by the primary key."""
-        if all(relation.keys):
-            return [value for value, name in zip(row, relation.columns, strict=True) if name in self._keys]
-        return [value for value, key in zip(row, relation.keys, strict=True) if key]
+        """By the primary key; if it is not known, by the replica identity."""
+        by = [name in self._keys for name in relation.columns] if self._keys else relation.keys
+        return [value for value, key in zip(row, by, strict=True) if key]
+
+
+def truncated(options: OutboxOptions, position: int) -> BadRecord:
+    return BadRecord(
+        "OUTBOX_TRUNCATED",
+        f"{OWNER}: the table {options.table} was truncated at {lsn_text(position)}; the log does not say which rows it "
+        "had. All changes before it were delivered.",
+        next_step=f'truncate the sink\'s table too, then write .option("schemaChange", "{lsn_text(position)}"), with '
+        "which the query goes on after it",
+    )
 
 
 def _filled(change: Change) -> Row | None:
@@ -203,11 +187,17 @@ def _moment(value: bytes | None, zoned: bool) -> dt.datetime | None:
 
 
 def batches(
-    options: OutboxOptions, schema: pa.Schema, keys: tuple[str, ...], found: Iterator[tuple[int, Change]]
+    options: OutboxOptions, layout: Layout, found: Iterator[tuple[Begin, int, Change]], emptied: int | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Changes, each with its position, as record batches."""
-    changes = Changes(options, schema, keys)
-    for position, change in found:
+    """Changes, each with its transaction and position, as record batches.
+
+    Args:
+        emptied: position of a TRUNCATE: rows of its transaction that are before it are left out.
+    """
+    changes = Changes(options, layout)
+    for begin, position, change in found:
+        if emptied is not None and position < emptied < begin.lsn:
+            continue
         changes.add(position, change)
         if changes.full:
             yield changes.take()

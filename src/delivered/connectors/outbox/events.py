@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.outbox.options import OWNER, ROUTE, OutboxOptions
-from delivered.connectors.outbox.pgoutput import UNCHANGED, Relation, Row
+from delivered.connectors.outbox.pgoutput import BYTEA, UNCHANGED, Relation, Row, Value
 from delivered.connectors.outbox.positions import text
 from delivered.model.errors import BadRecord, InvariantBroken
 from delivered.source.columns import COLUMNS as OF_MESSAGES
@@ -20,7 +20,8 @@ COLUMNS = pa.schema([f for f in OF_MESSAGES if f.name != "partition"]).append(HE
 timestamp: of the commit; null if polled."""
 BYTES_MAX = 16 << 20
 ROWS_MAX = 16_384
-_BYTEA = 17
+Message = Sequence[bytes | None]
+"""Id, aggregate type, aggregate id, type, payload: as they are if they are bytes; else as the database writes them."""
 
 
 class Events:
@@ -32,15 +33,15 @@ class Events:
 
     def __init__(self, options: OutboxOptions) -> None:
         self._options = options
-        self._seen: set[str] = set()
-        self._topics: dict[str, str] = {}
+        self._seen: set[bytes] = set()
+        self._topics: dict[bytes | None, str | None] = {}
         self._clear()
 
     def _clear(self) -> None:
         self._bytes = 0
-        self._keys: list[bytes] = []
+        self._keys: list[bytes | None] = []
         self._values: list[bytes | None] = []
-        self._topic: list[str] = []
+        self._topic: list[str | None] = []
         self._offsets: list[int] = []
         self._times: list[int | None] = []
         self._headers: list[list[tuple[str, bytes]]] = []
@@ -53,35 +54,48 @@ class Events:
     def full(self) -> bool:
         return len(self._keys) >= ROWS_MAX or self._bytes >= BYTES_MAX
 
-    def add(
-        self, offset: int, time_us: int | None, id_: Any, kind: str, key: bytes, type_: bytes, payload: bytes | None
-    ) -> None:
+    def add(self, offset: int, time_us: int | None, message: Message) -> None:
         """
         Raises:
-            BadRecord: the id is null or came before, or the payload is not JSON.
+            BadRecord: the id is null or came before, the aggregate type is no text, or the payload is not JSON.
         """
-        name = self._options.columns[0]
+        id_, kind, key, type_, payload = message
         if id_ is None or id_ in self._seen:
+            name = self._options.columns[0]
             raise BadRecord(
                 "OUTBOX_ID",
                 f"{OWNER}: the outbox {self._options.outbox} has "
-                + (f"a row whose {name} is null" if id_ is None else f"two rows with {name} {id_}")
-                + f" (aggregate {kind} {key.decode(errors='replace')}): a consumer could not tell repeats.",
+                + (f"a row whose {name} is null" if id_ is None else f"two rows with {name} {text(id_)}")
+                + f" (aggregate {text(kind)} {text(key)}): a consumer could not tell repeats.",
                 next_step=f"make {name} a primary key; give each message one id, by delivered.outbox.new_id()",
             )
         self._seen.add(id_)
         if self._options.json and payload is not None:
-            self._check_json(id_, payload)
-        topic = self._topics.get(kind)
-        if topic is None:
-            topic = self._topics[kind] = self._options.topic.replace(ROUTE, kind)
+            self._check_json(text(id_), payload)
+        if kind not in self._topics:
+            self._topics[kind] = self._routed(text(id_), kind)
         self._keys.append(key)
         self._values.append(payload)
-        self._topic.append(topic)
+        self._topic.append(self._topics[kind])
         self._offsets.append(offset)
         self._times.append(time_us)
-        self._headers.append([("id", id_.encode()), ("type", type_)])
+        self._headers.append([("id", id_), *([("type", type_)] if type_ is not None else [])])
         self._bytes += 100 + len(payload or b"")
+
+    def _routed(self, id_: str, kind: bytes | None) -> str | None:
+        """None: the row names no aggregate type to route by; the sink says what becomes of it."""
+        if ROUTE not in self._options.topic:
+            return self._options.topic
+        try:
+            return None if kind is None else self._options.topic.replace(ROUTE, kind.decode())
+        except UnicodeDecodeError as error:
+            name = self._options.columns[1]
+            raise BadRecord(
+                "OUTBOX_TOPIC",
+                f"{OWNER}: the message {id_} in {self._options.outbox} has the {name} {kind!r}, which is no UTF-8 text "
+                f"({error}): no topic can be named after it.",
+                next_step=f"correct the row; or name one topic for all, without {ROUTE}: the option topic",
+            ) from None
 
     def take(self) -> pa.RecordBatch:
         """All messages since the last call."""
@@ -112,8 +126,8 @@ class Events:
     def batches(self, rows: Iterator[Sequence[tuple[Any, ...]]]) -> Iterator[pa.RecordBatch]:
         """Rows as the client returns them: number, id, aggregate type, aggregate id, type, payload."""
         for some in rows:
-            for number, id_, kind, key, type_, payload in some:
-                self.add(int(number), None, text(id_), text(kind), _bytes(key), _bytes(type_), _payload(payload))
+            for number, *message in some:
+                self.add(int(number), None, [_bytes(value) for value in message])
                 if self.full:
                     yield self.take()
         if not self.empty:
@@ -125,46 +139,47 @@ class Reader:
 
     def __init__(self, options: OutboxOptions) -> None:
         self._options = options
-        self._at: dict[Relation, tuple[list[int], bool]] = {}
+        self._at: dict[Relation, list[tuple[int, bool]]] = {}
 
-    def read(self, relation: Relation, row: Row) -> tuple[Any, ...]:
-        """Id, aggregate type, aggregate id, type, payload; the id as text, the rest as for `Events.add`."""
+    def read(self, relation: Relation, row: Row) -> Message:
         known = self._at.get(relation)
         if known is None:
             known = self._at[relation] = self._places(relation)
-        at, hexadecimal = known
-        id_, kind, key, type_, payload = (row[i] for i in at)
-        if UNCHANGED in (id_, kind, key, type_, payload):
-            raise InvariantBroken("PGOUTPUT", f"An inserted row has no value for a column: {row!r}.")
-        if hexadecimal and isinstance(payload, bytes):
-            payload = bytes.fromhex(payload[2:].decode())
-        return None if id_ is None else _text(id_), _text(kind), _bytes(key), _bytes(type_), payload
+        return [_value(row[at], is_bytes) for at, is_bytes in known]
 
-    def _places(self, relation: Relation) -> tuple[list[int], bool]:
-        names = self._options.columns
-        missing = [name for name in names if name not in relation.columns]
-        if missing:
-            raise BadRecord(
-                "OUTBOX_COLUMN",
-                f"{OWNER}: the table {self._options.outbox} had no column {missing[0]} when a row was written; it had "
-                f"{', '.join(relation.columns)}.",
-                next_step='name the column, .option("columns", "payload=..."), or restore it',
-            )
-        at = [relation.columns.index(name) for name in names]
-        return at, relation.types[at[4]] == _BYTEA
+    def id_of(self, relation: Relation, row: Row) -> bytes | str | None:
+        """As a parameter of a statement: bytes for bytea, otherwise PostgreSQL's text."""
+        id_ = self.read(relation, row)[0]
+        return id_ if id_ is None or self._at[relation][0][1] else id_.decode()
 
-
-def _text(value: Any) -> str:
-    return "" if value is None else bytes(value).decode()
-
-
-def _bytes(value: Any) -> bytes:
-    return b"" if value is None else value if isinstance(value, bytes) else str(value).encode()
+    def _places(self, relation: Relation) -> list[tuple[int, bool]]:
+        """Where each column is, and whether it is bytea. A renamed column has its former name in older rows."""
+        found = []
+        for names in self._options.names:
+            at = next((relation.columns.index(name) for name in names if name in relation.columns), None)
+            if at is None:
+                raise BadRecord(
+                    "OUTBOX_COLUMN",
+                    f"{OWNER}: the table {self._options.outbox} had no column {' or '.join(names)} when a row was "
+                    f"written; it had {', '.join(relation.columns)}.",
+                    next_step="name the column that it was, after the one that it is: "
+                    f'.option("columns", "payload={names[0]}, payload=..."); if it did not exist then, start a new '
+                    "checkpoint with another slot, which begins with the rows of the outbox: those that were not "
+                    "delivered are still in it (with keep=false)",
+                )
+            found.append((at, relation.types[at] == BYTEA))
+        return found
 
 
-def _payload(value: Any) -> bytes | None:
-    return (
-        value
-        if value is None or isinstance(value, bytes)
-        else (bytes(value) if isinstance(value, memoryview | bytearray) else str(value).encode())
-    )
+def _value(value: Value, is_bytes: bool) -> bytes | None:
+    if isinstance(value, bytes):
+        return bytes.fromhex(value[2:].decode()) if is_bytes else value
+    if value is UNCHANGED:
+        raise InvariantBroken("PGOUTPUT", "An inserted row has no value for a column.")
+    return None
+
+
+def _bytes(value: Any) -> bytes | None:
+    if value is None or isinstance(value, bytes):
+        return value
+    return bytes(value) if isinstance(value, memoryview | bytearray) else str(value).encode()

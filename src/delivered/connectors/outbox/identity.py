@@ -11,45 +11,84 @@ from delivered.model.errors import Refused
 if TYPE_CHECKING:
     import psycopg
 
-_TABLES = """
+_KEY = """ARRAY(SELECT a.attname::text FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid
+  AND a.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1])
+  WHERE i.indrelid = c.oid AND i.indisprimary ORDER BY a.attname)"""
+_TABLES = f"""
 SELECT c.oid::regclass::text,
        c.relreplident::text,
-       EXISTS (SELECT FROM pg_index WHERE indrelid = c.oid AND indisprimary),
+       CASE WHEN c.relkind = 'f' THEN 'foreign' WHEN c.relpersistence <> 'p' THEN 'unlogged' END,
+       {_KEY},
        EXISTS (SELECT FROM pg_index WHERE indrelid = c.oid AND indisprimary AND indimmediate AND indisvalid),
        EXISTS (SELECT FROM pg_index i JOIN pg_index k ON k.indrelid = c.oid AND k.indisprimary
                WHERE i.indrelid = c.oid AND i.indisreplident AND i.indisvalid
-               AND k.indkey::int2[] <@ i.indkey::int2[])
+               AND (k.indkey::int2[])[0:k.indnkeyatts - 1] <@ (i.indkey::int2[])[0:i.indnkeyatts - 1])
 FROM pg_class c
 WHERE c.oid = to_regclass(%(table)s) AND c.relkind = 'r'
-   OR c.oid IN (SELECT relid FROM pg_partition_tree(to_regclass(%(table)s)) WHERE isleaf)
+   OR c.oid IN (SELECT relid FROM pg_partition_tree(to_regclass(%(table)s)) 
+    WHERE isleaf AND relid <> to_regclass(%(table)s))
 ORDER BY 1
 """
 
 
-def check_identity(connection: psycopg.Connection[Any], options: OutboxOptions) -> None:
+def check_identity(connection: psycopg.Connection[Any], options: OutboxOptions, *, published: bool = False) -> None:
     """Check it before a publication is made: publishing updates that the log cannot identify makes the application's
-    own UPDATE and DELETE fail.
+    own UPDATE and DELETE fail. And again later: keys and identities are dropped and altered.
+
+    Args:
+        published: the publication is there.
 
     Raises:
         Refused: names the table or partition, and what it lacks.
     """
     rows = connection.execute(_TABLES, {"table": quoted("postgres", options.table)}).fetchall()
+    keys = _root_key(connection, options) or next((key for _, _, _, key, *_ in rows if key), [])
     for name, *facts in rows:
-        lacks = _lacks(*facts)
+        lacks = _lacks(keys, *facts)
         if lacks is not None:
             of = "" if name == options.table else f" (of {options.table})"
             raise Refused(
                 "OUTBOX_IDENTITY",
-                f"{OWNER}: {name}{of} {lacks[0]}. A publication of its changes would make UPDATE and DELETE of the "
-                "application fail, or a copy keep rows that were deleted. Nothing was created.",
-                next_step=f"in the database: {lacks[1].format(name)}; then start the pipeline again",
+                f"{OWNER}: {name}{of} {lacks[0]}. "
+                + (
+                    "Its UPDATE and DELETE fail while published, or the log does not say which rows they changed."
+                    if published
+                    else "A publication of its changes would make UPDATE and DELETE of the application fail, or a copy "
+                    "keep rows that were deleted. Nothing was created."
+                ),
+                next_step=f"in the database: {lacks[1].format(name)}; then start the pipeline again"
+                + (", which goes on where it stood" if published else ""),
             )
 
 
-def _lacks(identity: str, has_key: bool, key_usable: bool, index_usable: bool) -> tuple[str, str] | None:
+def keys_of(connection: psycopg.Connection[Any], options: OutboxOptions) -> tuple[str, ...]:
+    """Columns of the primary key: the table's, else that which its partitions have; none: there is none."""
+    rows = connection.execute(_TABLES, {"table": quoted("postgres", options.table)}).fetchall()
+    return tuple(_root_key(connection, options) or next((key for _, _, _, key, *_ in rows if key), []))
+
+
+def _root_key(connection: psycopg.Connection[Any], options: OutboxOptions) -> list[str]:
+    query = f"SELECT {_KEY} FROM pg_class c WHERE c.oid = to_regclass(%s)"
+    row = connection.execute(query, [quoted("postgres", options.table)]).fetchone()
+    return list(row[0]) if row is not None else []
+
+
+def _lacks(
+    keys: list[str], identity: str, unlogged: str | None, key: list[str], key_usable: bool, index_usable: bool
+) -> tuple[str, str] | None:
     """What is missing, and what to do; None: nothing."""
-    if not has_key:
+    if unlogged is not None:
+        return (
+            f"is {'a foreign table' if unlogged == 'foreign' else 'not logged'}, and its changes are not in the log",
+            "ALTER TABLE {} SET LOGGED" if unlogged != "foreign" else "detach {}, or read it by other means",
+        )
+    if not key:
         return "has no primary key, by which a sink finds the row of a change", "ALTER TABLE {} ADD PRIMARY KEY (...)"
+    if key != keys:
+        return (
+            f"has the primary key ({', '.join(key)}), where another one has ({', '.join(keys)}): a sink has one key",
+            f"give {{}} the primary key ({', '.join(keys)})",
+        )
     if identity == "n":
         return "has REPLICA IDENTITY NOTHING", "ALTER TABLE {} REPLICA IDENTITY DEFAULT"
     if identity == "d" and not key_usable:

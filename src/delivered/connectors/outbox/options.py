@@ -16,6 +16,7 @@ from delivered.model.options import FLAG, Options, OptionType, Unfit, choice, op
 OWNER = "delivered_outbox source"
 EARLIEST, LATEST = "earliest", "latest"
 LOG, POLL = "log", "poll"
+STOP, NEW = "stop", "new"
 ROUTE = "{aggregatetype}"
 DIALECTS = {
     "postgresql": "postgres",
@@ -79,6 +80,15 @@ def _columns(text: str) -> Renamed:
     return named
 
 
+def _schema_change(text: str) -> str:
+    given = text.strip()
+    if given.lower() in (STOP, NEW):
+        return given.lower()
+    if not re.fullmatch(r"[0-9A-Fa-f]{1,8}/[0-9A-Fa-f]{1,8}", given):
+        raise Unfit(f"is {text!r}; it must be stop, new, or a position as an error names it: 0/1A2B3C8")
+    return given
+
+
 def _slot(text: str) -> str:
     if not re.fullmatch(rf"[a-z0-9_]{{1,{SLOT_LENGTH_MAX}}}", text):
         raise Unfit(f"is {text!r}; PostgreSQL allows 1 to {SLOT_LENGTH_MAX} lower-case letters, digits and _")
@@ -122,11 +132,19 @@ class OutboxOptions(Options, owner=OWNER, ignored=("path",)):
     )
     renamed: Renamed = option(
         "columns",
-        f"Columns of the outbox that have other names than {', '.join(COLUMNS)}: payload=body.",
+        f"Columns of the outbox that have other names than {', '.join(COLUMNS)}: payload=body. Of a column that was "
+        "renamed while rows were unread, its former names after it: payload=content, payload=body.",
         OptionType(_columns),
         default=(),
         shown="",
         example="payload=body, type=kind",
+    )
+    order: str | None = option(
+        "orderColumn",
+        "Column by which rows are ordered that were found together: those of one poll, and those from before the "
+        "slot; by default their ids. In SQLite rowid, too.",
+        default=None,
+        example="created_at",
     )
     topic: str = option(
         "topic",
@@ -168,6 +186,15 @@ class OutboxOptions(Options, owner=OWNER, ignored=("path",)):
         OptionType(_table),
         default=None,
         example="outbox_positions",
+    )
+    schema_change: str = option(
+        "schemaChange",
+        "When the table of a change stream gets other columns, another identity or other partitions. stop: the query "
+        "stops there; new: it goes on with the table as it is then; a position, as the error names it: "
+        "it goes on after this change alone.",
+        OptionType(_schema_change),
+        default=STOP,
+        example="0/1A2B3C8",
     )
     timeline: int | None = option(
         "timeline",
@@ -223,7 +250,22 @@ class OutboxOptions(Options, owner=OWNER, ignored=("path",)):
     @property
     def columns(self) -> tuple[str, ...]:
         """Of the outbox: id, aggregate type, aggregate id, type, payload."""
-        return tuple(dict(self.renamed).get(name, name) for name in COLUMNS)
+        return tuple(names[0] for names in self.names)
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """Of each of `columns`: its name, then former ones."""
+        given = {name: [after for before, after in self.renamed if before == name] for name in COLUMNS}
+        return tuple(tuple(dict.fromkeys([*given[name], name])) for name in COLUMNS)
+
+    @property
+    def accepted(self) -> int | None:
+        """Position in the WAL up to which the user accepts what changed with the table; None: none."""
+        high, slash, low = self.schema_change.partition("/")
+        return (int(high, 16) << 32) + int(low, 16) if slash else None
+
+    def accepts(self, position: int) -> bool:
+        return self.accepted is not None and position <= self.accepted
 
     @property
     def place(self) -> str:

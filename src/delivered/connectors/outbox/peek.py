@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.outbox.database import connect, explaining, sqlstate
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
-from delivered.connectors.outbox.pgoutput import Begin, Change, Decoder
+from delivered.connectors.outbox.pgoutput import Begin, Change, Decoder, Relation
 from delivered.connectors.outbox.slot import NUMBER, check_slot, state
 from delivered.contract.source import Offsets
 from delivered.kits.caller import quoted
@@ -38,6 +39,14 @@ SELECT coalesce(max(total), 0), max(at) FILTER (WHERE kind = 67 AND total <= %(r
   min(at) FILTER (WHERE kind = 67 AND total > 0) FROM c
 """  # 67: commit; 68, 73, 84, 85: delete, insert, truncate, update
 
+_RELATIONS = f"""
+WITH m AS MATERIALIZED (SELECT ({NUMBER.format("lsn")})::bigint AS at, get_byte(data, 0) AS kind, n,
+    CASE WHEN get_byte(data, 0) IN (82, 84, 89) THEN data END AS data
+    FROM {_PEEK} WITH ORDINALITY AS p(lsn, xid, data, n)),
+  c AS (SELECT at, n, data, max(at) FILTER (WHERE kind = 67) OVER (ORDER BY n) AS before FROM m)
+SELECT before, at, data FROM c WHERE data IS NOT NULL ORDER BY n
+"""  # 82: relation, 84: truncate, 89: type
+
 
 def peek_end(
     connection: psycopg.Connection[Any], options: OutboxOptions, until: int, rows_max: int | None
@@ -56,6 +65,39 @@ def peek_end(
     if row is None or not row[0]:
         return None
     return until if rows_max is None else min(until, int(row[1] or row[2]))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A table's shape before its next rows, or its truncation.
+
+    Attributes:
+        before: end of the last transaction before it; None: it is in the first one.
+        at: position of its own record.
+    """
+
+    before: int | None
+    at: int
+    relation: Relation
+    truncates: bool
+
+
+def relations(connection: psycopg.Connection[Any], options: OutboxOptions, end: int, count: int | None) -> list[Seen]:
+    """Of all published tables, in order, from the slot's position on; repeated whenever PostgreSQL repeats it.
+
+    Args:
+        connection: in autocommit.
+        count: ends after the transaction with this many changes; None: at `end`.
+    """
+    with _reading(options):
+        rows = connection.execute(_RELATIONS, {"end": end, "count": count, **_names(options)}).fetchall()
+    decoder, found = Decoder(), list[Seen]()
+    for before, at, data in rows:
+        changes = decoder.decode(data)
+        if data[:1] == b"R":
+            found.append(Seen(before, at, decoder.relations[int.from_bytes(data[1:5], "big")], False))
+        found += [Seen(before, at, c.relation, True) for c in changes if isinstance(c, Change)]
+    return found
 
 
 def peek(options: OutboxOptions, start: Offsets, end: int) -> Iterator[tuple[Begin, int, Change]]:
@@ -84,6 +126,11 @@ def peek(options: OutboxOptions, start: Offsets, end: int) -> Iterator[tuple[Beg
             check_slot(state(connection, options), options, start)
     finally:
         connection.close()
+
+
+def tables(start: Offsets) -> frozenset[int]:
+    """Oids under which the table's changes are in the log."""
+    return frozenset([start["#table"], *start.get("leaves", ())])
 
 
 def advance(connection: psycopg.Connection[Any], options: OutboxOptions, position: int) -> None:

@@ -12,6 +12,7 @@ from typing import Final
 
 from delivered.model.errors import InvariantBroken
 
+BYTEA = 17
 _EPOCH_US = 946_684_800_000_000
 """2000-01-01, from which PostgreSQL counts, in µs since 1970."""
 
@@ -42,7 +43,8 @@ class Relation:
 
     Attributes:
         keys: whether a column belongs to the replica identity.
-        types: oids.
+        types: oids; of a domain over bytea, that of bytea.
+        modifiers: of the types: length, precision; -1: none.
     """
 
     oid: int
@@ -51,6 +53,7 @@ class Relation:
     columns: tuple[str, ...]
     keys: tuple[bool, ...]
     types: tuple[int, ...]
+    modifiers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,8 @@ class Decoder:
     """Knows the tables that were described so far in one decoding session."""
 
     def __init__(self) -> None:
-        self._relations: dict[int, Relation] = {}
+        self.relations: dict[int, Relation] = {}
+        self._bytea: set[int] = set()
         self._data = b""
         self._at = 0
 
@@ -130,7 +134,12 @@ class Decoder:
             case b"T":
                 count, _ = self._take(">IB")
                 return [Change(Op.TRUNCATE, self._known()) for _ in range(count)]
-            case b"C" | b"O" | b"Y" | b"M":
+            case b"Y":
+                # Names the type below a domain.
+                (oid,) = self._take(">I")
+                if (self._name() or "pg_catalog", self._name()) == ("pg_catalog", "bytea"):
+                    self._bytea.add(oid)
+            case b"C" | b"O" | b"M":
                 pass
             case _:
                 raise ValueError(kind)
@@ -140,17 +149,20 @@ class Decoder:
         (oid,) = self._take(">I")
         schema, name = self._name(), self._name()
         _, count = self._take(">BH")
-        columns, keys, types = [], [], []
+        columns, keys, types, modifiers = [], [], [], []
         for _ in range(count):
             (flags,) = self._take(">B")
             columns.append(self._name())
-            type_, _ = self._take(">Ii")
+            type_, modifier = self._take(">Ii")
             keys.append(bool(flags & 1))
-            types.append(type_)
-        self._relations[oid] = Relation(oid, schema or "pg_catalog", name, tuple(columns), tuple(keys), tuple(types))
+            types.append(BYTEA if type_ in self._bytea else type_)
+            modifiers.append(modifier)
+        self.relations[oid] = Relation(
+            oid, schema or "pg_catalog", name, tuple(columns), tuple(keys), tuple(types), tuple(modifiers)
+        )
 
     def _known(self) -> Relation:
-        return self._relations[self._take(">I")[0]]
+        return self.relations[self._take(">I")[0]]
 
     def _row(self) -> Row:
         data, at = self._data, self._at

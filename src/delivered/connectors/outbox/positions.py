@@ -7,6 +7,7 @@ gaps, and a range of them is the same rows whenever it is read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ DELETED_MAX = 1_000
 NUMBERED_MAX = 100_000
 """Rows that one transaction numbers."""
 _FETCHED = 2_000
+_UUID = re.compile(
+    r"(?:0x)?[0-9a-fA-F]{8}-?[0-9a-fA-F]{4}-?([0-9a-fA-F])[0-9a-fA-F]{3}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{12}"
+)
 _DELETED = -1
 """`lsn` of the last row that was delivered and deleted; of other rows that are read by number, it is 0."""
 
@@ -40,9 +44,20 @@ _UNIQUE = {
     "AND i.indisvalid",
     "mysql": "SELECT 1 FROM information_schema.statistics WHERE table_schema = COALESCE(NULLIF(?, ''), DATABASE()) "
     "AND table_name = ? GROUP BY index_name HAVING MAX(non_unique) = 0 AND COUNT(*) = 1 AND MAX(column_name) = ?",
-    "sqlite": 'SELECT 1 FROM pragma_index_list(?) l, pragma_index_info(l.name) i WHERE l."unique" AND NOT l.partial '
-    "GROUP BY l.name HAVING count(*) = 1 AND max(i.name) = ?",
+    "sqlite": 'SELECT 1 FROM pragma_index_list(?1) l, pragma_index_info(l.name) i WHERE l."unique" AND NOT l.partial '
+    "GROUP BY l.name HAVING count(*) = 1 AND max(i.name) = ?2 UNION ALL "
+    "SELECT 1 FROM pragma_table_info(?1) WHERE pk GROUP BY NULL HAVING count(*) = 1 AND max(name) = ?2",
 }
+_AS_BYTES = {
+    "postgres": "WITH RECURSIVE t(name, type) AS (SELECT attname, atttypid FROM pg_attribute WHERE attrelid = "
+    "to_regclass(?) AND attname = ? UNION SELECT t.name, p.typbasetype FROM t JOIN pg_type p ON p.oid = t.type) "
+    "SELECT 1 FROM t WHERE type = 'bytea'::regtype",
+    "mysql": "SELECT 1 FROM information_schema.columns WHERE table_schema = COALESCE(NULLIF(?, ''), DATABASE()) "
+    "AND table_name = ? AND column_name = ? AND data_type NOT IN ('date', 'time', 'datetime', 'timestamp', 'year', "
+    "'decimal', 'float', 'double')",
+}
+"""Columns whose values the client returns as they are; of others, the database writes the text."""
+_SAMPLED = 100
 
 
 @dataclass(frozen=True)
@@ -69,7 +84,8 @@ class Positions:
             UsageError: there is no such table or column, or ids are not unique.
         """
         options = self.options
-        for name in options.columns:
+        rowid = options.dialect == "sqlite" and options.order == "rowid"
+        for name in (*options.columns, *([options.order] if options.order is not None and not rowid else [])):
             if not self._described(caller, _TYPE, name):
                 where = f"{options.system} has no column {name} in a table {options.outbox}"
                 raise UsageError(
@@ -84,8 +100,23 @@ class Positions:
                 "OUTBOX_ID_NOT_UNIQUE",
                 f"{OWNER}: the column {name} of {options.outbox} has no unique index of its own: one id could be there "
                 "twice, and a consumer would drop the second message.",
-                next_step=f"CREATE UNIQUE INDEX ON {options.outbox} ({name})",
+                next_step=f"CREATE UNIQUE INDEX {name}_of_{options.outbox.rpartition('.')[2]} ON {options.outbox} "
+                f"({name})",
             )
+
+    def unordered(self, caller: Caller) -> str | None:
+        """What ids are whose order is not that of the rows; None: they are ordered, by what can be seen, or by a column
+        of their own.
+        """
+        if self.options.order is not None:
+            return None
+        rows = caller.execute(f"SELECT {self._columns[0]} FROM {self._rows} LIMIT {_SAMPLED}").rows
+        ids = [text(row[0]) for row in rows if not isinstance(row[0], int)]
+        versions = {found[1] for id_ in ids if (found := _UUID.fullmatch(id_))}
+        if unordered := versions - {"6", "7"}:
+            return f"UUIDs of version {', '.join(sorted(unordered))}"
+        lengths = {len(id_) for id_ in ids if id_.isdecimal()}
+        return "numbers as text" if len(lengths) > 1 else None
 
     def exists(self, caller: Caller) -> bool:
         schema, _, table = self.options.positions.rpartition(".")
@@ -120,21 +151,22 @@ class Positions:
         self.number(caller, None)
 
     def number(self, caller: Caller, limit: int | None) -> int:
-        """Number rows that have no number yet, by id; returns how many. Only one process at a time may.
+        """Number rows that have no number yet, by `orderColumn` and id; returns how many. Only one process at once may.
 
         Raises:
             InvariantBroken: a new row has the id of the last one that was deleted, by which the table is recognised.
         """
         self._check_ids(caller)
         id_, last = self._columns[0], self.last(caller)[0]
+        place = id_ if self.options.order is None else quoted(self.options.dialect, self.options.order)
         fresh = (
-            f"SELECT o.{id_} AS id FROM {self._rows} o LEFT JOIN {self._table} p ON p.id = o.{id_} WHERE p.id IS NULL "
-            f"ORDER BY o.{id_}" + ("" if limit is None else f" LIMIT {int(limit)}")
+            f"SELECT o.{id_} AS id, o.{place} AS place FROM {self._rows} o LEFT JOIN {self._table} p ON p.id = o.{id_} "
+            f"WHERE p.id IS NULL ORDER BY o.{place}, o.{id_}" + ("" if limit is None else f" LIMIT {int(limit)}")
         )
         try:
             return caller.execute(
-                f"INSERT INTO {self._table} (lsn, number, id) SELECT 0, {last} + ROW_NUMBER() OVER (ORDER BY id), id "
-                f"FROM ({fresh}) AS fresh"
+                f"INSERT INTO {self._table} (lsn, number, id) "
+                f"SELECT 0, {last} + ROW_NUMBER() OVER (ORDER BY place, id), id FROM ({fresh}) AS fresh"
             ).count
         except Exception as error:
             if not any(word in str(error).lower() for word in ("null", "unique", "duplicate")):
@@ -180,7 +212,7 @@ class Positions:
         Raises:
             InvariantBroken: one of them is gone.
         """
-        columns = ", ".join(f"o.{c}" for c in self._columns)
+        columns = self._read(caller)
         while start < end:
             found = caller.execute(
                 f"SELECT p.number, {columns} FROM {self._table} p LEFT JOIN {self._rows} o "
@@ -198,7 +230,7 @@ class Positions:
 
     def history(self, caller: Caller, start: int, end: int) -> Iterator[Sequence[Found]]:
         """As `rows`, of those delivered from the log whose commit records begin in [start, end)."""
-        columns, number = ", ".join(f"o.{c}" for c in self._columns), -1
+        columns, number = self._read(caller), -1
         while True:
             found = caller.execute(
                 f"SELECT p.lsn, {columns}, p.number FROM {self._table} p LEFT JOIN {self._rows} o "
@@ -213,7 +245,18 @@ class Positions:
             start, number = int(found[-1][0]), int(found[-1][6])
             yield [row[:6] for row in found]
 
-    def record(self, caller: Caller, rows: Sequence[tuple[int, int, str]]) -> None:
+    def _read(self, caller: Caller) -> str:
+        """The columns as an expression: clients change dates, times and numbers, and write them differently."""
+        columns = [f"o.{c}" for c in self._columns]
+        if caller.dialect in _AS_BYTES:
+            form = {"postgres": "CASE WHEN {0} IS NOT NULL THEN concat({0}) END", "mysql": "CAST({0} AS CHAR)"}
+            columns = [
+                c if self._described(caller, _AS_BYTES, name) else form[caller.dialect].format(c)
+                for c, name in zip(columns, self.options.columns, strict=True)
+            ]
+        return ", ".join(columns)
+
+    def record(self, caller: Caller, rows: Sequence[tuple[int, int, Any]]) -> None:
         """Remember what was delivered from the log: where its commit record begins, its number there, its id."""
         marks = ", ".join(["(?, ?, ?)"] * len(rows))
         caller.execute(
@@ -279,5 +322,10 @@ class Positions:
 
 
 def text(value: Any) -> str:
-    """An id, a type or a key, as text."""
-    return value.decode() if isinstance(value, bytes) else str(value)
+    """An id, a type or a key, for messages and comparisons."""
+    if not isinstance(value, bytes):
+        return str(value)
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return f"0x{value.hex()}"

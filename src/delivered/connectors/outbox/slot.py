@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from delivered.connectors.outbox.database import connect, explaining, replicatio
 from delivered.connectors.outbox.identity import check_identity
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.connectors.outbox.positions import Positions
+from delivered.connectors.outbox.publication import check_publication
 from delivered.contract.source import Offsets
 from delivered.kits.caller import Caller, quoted
 from delivered.model import patience
@@ -41,10 +43,21 @@ SELECT (SELECT system_identifier::text FROM pg_control_system()),
   ({NUMBER.format("s.restart_lsn")})::bigint, ({NUMBER.format("s.confirmed_flush_lsn")})::bigint,
   to_regclass(%(table)s)::oid::bigint,
   (SELECT concat_ws(',', CASE WHEN pubinsert THEN 'insert' END, CASE WHEN pubupdate THEN 'update' END,
-     CASE WHEN pubdelete THEN 'delete' END) FROM pg_publication WHERE pubname = %(publication)s),
+     CASE WHEN pubdelete THEN 'delete' END, CASE WHEN pubtruncate THEN 'truncate' END)
+   FROM pg_publication WHERE pubname = %(publication)s),
   (SELECT to_jsonb(t)::text FROM pg_publication_tables t JOIN pg_namespace n ON n.nspname = t.schemaname
      JOIN pg_class c ON c.relname = t.tablename AND c.relnamespace = n.oid
-   WHERE t.pubname = %(publication)s AND c.oid = to_regclass(%(table)s))
+   WHERE t.pubname = %(publication)s AND c.oid = to_regclass(%(table)s)),
+  (SELECT pubviaroot FROM pg_publication WHERE pubname = %(publication)s),
+  EXISTS (SELECT FROM pg_partition_tree(to_regclass(%(table)s)) p JOIN pg_class c ON c.oid = p.relid
+    JOIN pg_namespace n ON n.oid = c.relnamespace JOIN pg_publication_tables t
+    ON t.schemaname = n.nspname AND t.tablename = c.relname AND t.pubname = %(publication)s WHERE p.level > 0),
+  ARRAY(SELECT attname::text FROM pg_attribute WHERE attrelid = to_regclass(%(table)s) AND attnum > 0
+    AND NOT attisdropped ORDER BY attnum),
+  ARRAY(SELECT attname::text FROM pg_attribute WHERE attrelid = to_regclass(%(table)s) AND attgenerated <> ''),
+  ARRAY(SELECT a.attname::text FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid
+    AND a.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1])
+    WHERE i.indrelid = to_regclass(%(table)s) AND i.indisprimary)
 FROM (SELECT 1) AS one LEFT JOIN pg_replication_slots s ON s.slot_name = %(slot)s
 """
 
@@ -72,6 +85,9 @@ class State:
         table: oid; None: there is none.
         publishes: operations, comma-separated; None: there is no publication.
         published: how the publication has the table, as JSON; None: it has not.
+        via_root: changes of partitions are published as the table's.
+        parts_published: the publication has partitions of the table.
+        columns, generated, key: of the table: all, the generated ones, those of the primary key.
     """
 
     system: str
@@ -89,6 +105,17 @@ class State:
     table: int | None
     publishes: str | None
     published: str | None
+    via_root: bool | None
+    parts_published: bool
+    columns: list[str]
+    generated: list[str]
+    key: list[str]
+
+    @property
+    def carried(self) -> list[str]:
+        """Columns that the log has, or will have."""
+        listed = json.loads(self.published or "{}").get("attnames")
+        return list(listed) if listed is not None else [c for c in self.columns if c not in self.generated]
 
     @property
     def held_back(self) -> int | None:
@@ -139,26 +166,7 @@ def check_server(now: State, options: OutboxOptions) -> None:
             f"{OWNER}: {where} has no table {options.table}.",
             next_step="create it, with delivered.outbox.ddl if it is an outbox, or correct the option",
         )
-    if now.publishes is None:
-        return
-    wanted = "insert" if options.changes is None else "insert,update,delete"
-    lacking = sorted(set(wanted.split(",")) - set(now.publishes.split(",")))
-    name = options.publication
-    if lacking or now.published is None:
-        why = f"does not have the table {options.table}" if now.published is None else f"publishes no {lacking[0]}"
-        raise Refused(
-            "OUTBOX_PUBLICATION",
-            f"{OWNER}: the publication {name} {why}: changes would be skipped.",
-            next_step=f"ALTER PUBLICATION {name} "
-            + (f"ADD TABLE {options.table}" if now.published is None else f"SET (publish = '{wanted}')")
-            + "; changes made meanwhile are not in the log for this slot: compare the table with what was delivered",
-        )
-    if '"rowfilter": "' in now.published:
-        raise Refused(
-            "OUTBOX_PUBLICATION",
-            f"{OWNER}: the publication {name} filters rows of {options.table}: {now.published}.",
-            next_step="publish the table without WHERE, and filter in the pipeline's transform",
-        )
+    check_publication(now, options)
 
 
 def check_cluster(now: State, options: OutboxOptions, start: Offsets) -> None:
@@ -284,7 +292,7 @@ def create(connection: psycopg.Connection[Any], options: OutboxOptions, rows: Po
     kinds = "insert" if options.changes is None else "insert, update, delete, truncate"
     if connection.execute("SELECT 1 FROM pg_publication WHERE pubname = %s", [options.publication]).fetchone() is None:
         connection.execute(
-            f"CREATE PUBLICATION {publication} FOR TABLE {quoted('postgres', options.table)} "
+            f"CREATE PUBLICATION {publication} FOR TABLE ONLY {quoted('postgres', options.table)} "
             f"WITH (publish = '{kinds}', publish_via_partition_root = true)"
         )
     _drop(connection, made)

@@ -12,10 +12,12 @@ import pyarrow as pa
 from delivered.connectors.outbox import changes, events, peek, slot
 from delivered.connectors.outbox.database import connect, explaining, transaction
 from delivered.connectors.outbox.identity import check_identity
+from delivered.connectors.outbox.layout import Layout, layout
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.connectors.outbox.pgoutput import Op
 from delivered.connectors.outbox.poll import PollDriver
 from delivered.connectors.outbox.positions import Positions
+from delivered.connectors.outbox.publication import left_out
 from delivered.connectors.outbox.wal import HISTORY, NUMBERED, WalDriver
 from delivered.contract.finding import Finding
 from delivered.contract.powers import Address
@@ -32,12 +34,11 @@ if TYPE_CHECKING:
 class OutboxSource:
     """
     Attributes:
-        columns, keys: of a change stream, as the table had them when the query was planned; and of its primary key.
+        layout: of a change stream: its columns, as the next rows had them when the query was planned.
     """
 
     options: OutboxOptions
-    columns: pa.Schema | None = None
-    keys: tuple[str, ...] = ()
+    layout: Layout | None = None
 
     @property
     def rows_per_batch_max(self) -> int | None:
@@ -48,15 +49,21 @@ class OutboxSource:
         if options.changes is not None:
             assumes = [
                 f"rows that were in {options.table} before the slot {options.slot} was made are loaded by other means",
+                f"no partition of {options.table} is truncated by its own name, of which the log says nothing; "
+                "TRUNCATE of the table, and partitions attached with rows, detached or dropped, stop the query",
                 f"the slot {options.slot} is this pipeline's alone",
             ]
         elif options.by_log:
-            assumes = [f"rows of {options.table} are not updated", f"the slot {options.slot} is this pipeline's alone"]
+            assumes = [
+                f"rows of {options.table} are not updated",
+                f"the slot {options.slot} is this pipeline's alone",
+                f"rows from before the slot come in the order of {options.order or 'their ids'}; later ones of commits",
+            ]
         else:
             assumes = [
                 f"rows of {options.table} are not updated, and only this source deletes them",
                 f"ids of {options.table} never repeat",
-                "within a batch, rows come in the order of their ids, not of their commits",
+                f"rows found by one poll come in the order of {options.order or 'their ids'}, not of their commits",
             ]
         if options.by_log:
             age = ", which has the same timeline" if options.changes is not None else " that is less than a minute old"
@@ -72,9 +79,8 @@ class OutboxSource:
     def preflight(self) -> Sequence[Finding]:
         try:
             with contextlib.closing(connect(self.options)) as connection, explaining(self.options):
-                if self.options.changes is None:
-                    self._check_outbox(connection)
-                return self._check_log(connection) if self.options.by_log else []
+                found = self._check_outbox(connection) if self.options.changes is None else []
+                return found + (self._check_log(connection) if self.options.by_log else [])
         except DeliveredError as error:
             return [Finding.refusal(error)]
 
@@ -86,23 +92,23 @@ class OutboxSource:
             return slot.state(connection, self.options).held_back
 
     def planned(self) -> OutboxSource:
-        if self.options.changes is None or self.columns is not None:
+        if self.options.changes is None or self.layout is not None:
             return self
         with contextlib.closing(connect(self.options)) as connection, explaining(self.options):
-            columns, keys = changes.described(connection, self.options)
-            return replace(self, columns=columns, keys=keys)
+            connection.autocommit = True
+            return replace(self, layout=layout(connection, self.options))
 
     def schema(self) -> pa.Schema:
         if self.options.changes is None:
             return events.COLUMNS
-        columns = self.planned().columns
-        if columns is None:
+        found = self.planned().layout
+        if found is None:
             raise UsageError(
                 "OUTBOX_TABLE",
                 f"{OWNER}: the columns of {self.options.table} are unknown.",
                 next_step="check the table's name and the user's right to read it",
             )
-        return columns
+        return found.columns
 
     def address(self) -> Address:
         """See `delivered.contract.powers.HasAddress`."""
@@ -117,8 +123,10 @@ class OutboxSource:
         if kind in (NUMBERED, HISTORY):
             yield from self._numbered(kind, start, end)
         elif self.options.changes is not None:
-            found = ((at, c) for _, at, c in peek.peek(self.options, start, end) if c.relation.oid == start["#table"])
-            yield from changes.batches(self.options, self.schema(), self.keys, found)
+            tables, full = peek.tables(start), self if self.layout is not None else self.planned()
+            found = (one for one in peek.peek(self.options, start, end) if one[2].relation.oid in tables)
+            if full.layout is not None:
+                yield from changes.batches(self.options, full.layout, found, start.get("truncated"))
         else:
             yield from self._logged(start, end)
 
@@ -135,27 +143,74 @@ class OutboxSource:
             yield from events.Events(self.options).batches(rows)
 
     def _logged(self, start: dict[str, Any], end: int) -> Iterator[pa.RecordBatch]:
-        found, reader = events.Events(self.options), events.Reader(self.options)
+        found, reader, tables = events.Events(self.options), events.Reader(self.options), peek.tables(start)
         for begin, _, change in peek.peek(self.options, start, end):
-            if change.op is not Op.INSERT or change.new is None or change.relation.oid != start["#table"]:
+            if change.op is not Op.INSERT or change.new is None or change.relation.oid not in tables:
                 continue
-            id_, kind, key, type_, payload = reader.read(change.relation, change.new)
-            found.add(begin.lsn, begin.time_us, id_, kind, key, type_, payload)
+            found.add(begin.lsn, begin.time_us, reader.read(change.relation, change.new))
             if found.full:
                 yield found.take()
         if not found.empty:
             yield found.take()
 
-    def _check_outbox(self, connection: Any) -> None:
+    def _check_outbox(self, connection: Any) -> list[Finding]:
         with transaction(self.options, connection) as caller:
-            Positions(self.options).check(caller)
+            positions = Positions(self.options)
+            positions.check(caller)
+            kind = positions.unordered(caller)
+        if kind is None:
+            return []
+        return [
+            Finding(
+                "OUTBOX_ORDER",
+                f"ids of {self.options.outbox} are {kind}: rows that are found together "
+                f"{'(those from before the slot) ' if self.options.by_log else ''}come in the order of their ids, not "
+                "in that in which they were written: messages of one aggregate may be swapped",
+                False,
+                'write .option("orderColumn", "..."), a column that increases: a sequence, or a time of one clock; or '
+                "make ids by delivered.outbox.new_id()",
+            )
+        ]
+
+    def problems(self) -> Sequence[Finding]:
+        """See `delivered.contract.powers.FindsProblems`."""
+        return [found for found in self.preflight() if found.refuses]
+
+    def _checked_changes(self, connection: psycopg.Connection[Any], now: slot.State) -> list[Finding]:
+        options = self.options
+        check_identity(connection, options, published=now.publishes is not None)
+        found = []
+        if lost := left_out(now):
+            found.append(
+                Finding(
+                    "OUTBOX_COLUMNS",
+                    f"changes of {options.table} come without {', '.join(lost)}: PostgreSQL's log has no generated "
+                    f"columns, nor those that the publication {options.publication} does not list",
+                    False,
+                )
+            )
+        (children,) = connection.execute(
+            "SELECT ARRAY(SELECT inhrelid::regclass::text FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhparent "
+            "WHERE i.inhparent = to_regclass(%s) AND c.relkind = 'r')",
+            [quoted("postgres", options.table)],
+        ).fetchone() or ([],)
+        if children:
+            found.append(
+                Finding(
+                    "OUTBOX_CHILDREN",
+                    f"rows of {', '.join(children)}, which inherit from {options.table}, are not in this stream, "
+                    "though a query of the table shows them",
+                    False,
+                    "read each of them as a change stream of its own",
+                )
+            )
+        return found
 
     def _check_log(self, connection: psycopg.Connection[Any]) -> list[Finding]:
         options = self.options
         now = slot.state(connection, options)
         slot.check_server(now, options)
-        if options.changes is not None:
-            check_identity(connection, options)
+        found = self._checked_changes(connection, now) if options.changes is not None else []
         able, owns = connection.execute(
             "SELECT rolsuper OR rolreplication, rolsuper OR pg_has_role(c.relowner, 'USAGE') FROM pg_roles, pg_class c "
             "WHERE rolname = current_user AND c.oid = to_regclass(%s)",
@@ -175,14 +230,15 @@ class OutboxSource:
                     f"{OWNER}: there is no publication {options.publication}, and the user does not own the table.",
                     next_step=f"CREATE PUBLICATION {options.publication} FOR TABLE {options.table} as its owner",
                 )
-            return []
+            return found
         slot.check_slot(now, options, {"lsn": 0})
         held, limit = now.held_back or 0, now.keep_size
         return [
+            *found,
             Finding(
                 "OUTBOX_WAL",
                 f"the slot {options.slot} holds back {held / 2**20:.1f} MiB of WAL at {options.system}; "
                 + ("max_slot_wal_keep_size is -1: it may fill the disk" if limit == "-1" else f"its limit is {limit}"),
                 False,
-            )
+            ),
         ]

@@ -8,7 +8,8 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from delivered.connectors.outbox import peek, slot
+from delivered.connectors.outbox import partitions, peek, slot
+from delivered.connectors.outbox.change_shapes import Shapes
 from delivered.connectors.outbox.database import connect, explaining, sqlstate, transaction
 from delivered.connectors.outbox.events import Reader
 from delivered.connectors.outbox.options import EARLIEST, LATEST, OWNER, OutboxOptions
@@ -47,6 +48,7 @@ class WalDriver:
         self._locked = False
         self._frozen: int | None = None
         self._delivered: tuple[int, str] | None = None
+        self._shapes = Shapes(options, self._run) if options.changes is not None else None
 
     def initial(self) -> Offsets:
         options = self._options
@@ -72,6 +74,7 @@ class WalDriver:
         self._run(lambda c: slot.check_table(c, now, self._options, start))
         slot.check_server(now, self._options)
         at = int(start["lsn"])
+        kept = self._shapes.partitions(start) if self._shapes is not None else {}
         if "number" in start:
             last = self._last()
             if start["number"] < last:
@@ -86,8 +89,11 @@ class WalDriver:
             lambda c: peek.waiting(self._options, lambda: peek.peek_end(c, self._options, until, rows_max))
         )
         if end_ is None:
-            return self._offsets(now, until) if until - at >= IDLE_BYTES else start
-        return self._offsets(now, end_)
+            return self._offsets(now, until) | kept if until - at >= IDLE_BYTES else start
+        if self._shapes is None:
+            return self._offsets(now, end_)
+        end_, shape = self._shapes.cut(start, end_)
+        return self._offsets(now, end_) | kept | shape
 
     def newest(self) -> Offsets | None:
         now = self._run(lambda c: slot.state(c, self._options))
@@ -136,7 +142,10 @@ class WalDriver:
             pieces.append(Slice((HISTORY, dict(start), min(last, now.confirmed)), name))
             first = min(last, now.confirmed)
         if first < last:
-            pieces.append(Slice((WAL, {**end, "lsn": first}, last), name))
+            # Logged as partitions, while their publication did not publish them as the table.
+            leaves = self._run(lambda c: partitions.leaves(c, self._options))
+            more = self._shapes.truncated(end, last) if self._shapes is not None else {}
+            pieces.append(Slice((WAL, {**end, "lsn": first, "leaves": leaves, **more}, last), name))
         return pieces
 
     def batch(self) -> tuple[Offsets, Offsets]:
@@ -221,7 +230,8 @@ class WalDriver:
         if options.keep:
             self._in_transaction(positions.prepare)
         last: _Row | None = None
-        for some in _chunks(options, {**end, "lsn": confirmed}, at):
+        leaves = self._run(lambda c: partitions.leaves(c, options))
+        for some in _chunks(options, {**end, "lsn": confirmed, "leaves": leaves}, at):
 
             def settle(caller: Any, some: list[_Row] = some) -> None:
                 if options.keep:
@@ -296,7 +306,7 @@ class WalDriver:
         return "a session that has ended" if row is None else f"process {row[0]} ({row[1]}, connected since {row[2]})"
 
 
-_Row = tuple[int, int, str, int]
+_Row = tuple[int, int, bytes | str | None, int]
 """Where its commit record begins, its number there, its id, and the time of the commit."""
 
 
@@ -306,12 +316,12 @@ def _landmark(row: _Row) -> str:
 
 def _chunks(options: OutboxOptions, start: Offsets, end: int) -> Iterator[list[_Row]]:
     """Inserted rows in [start, end)."""
-    reader, some, number, last = Reader(options), list[_Row](), 0, -1
+    reader, some, number, last, tables = Reader(options), list[_Row](), 0, -1, peek.tables(start)
     for begin, _, change in peek.peek(options, start, end):
-        if change.op is not Op.INSERT or change.relation.oid != start["#table"] or change.new is None:
+        if change.op is not Op.INSERT or change.relation.oid not in tables or change.new is None:
             continue
         number, last = (number + 1, last) if begin.lsn == last else (1, begin.lsn)
-        some.append((begin.lsn, number, reader.read(change.relation, change.new)[0], begin.time_us))
+        some.append((begin.lsn, number, reader.id_of(change.relation, change.new), begin.time_us))
         if len(some) >= DELETED_MAX:
             yield some
             some = []

@@ -12,6 +12,7 @@ from delivered.contract.powers import (
     Address,
     Adopter,
     Adopts,
+    FindsProblems,
     HasOffsetMetadata,
     HoldsBackWal,
     OrdersOffsets,
@@ -133,6 +134,9 @@ class FormattedSource:
 
     def wal_held_back(self) -> int | None:
         return self.source.wal_held_back() if isinstance(self.source, HoldsBackWal) else None
+
+    def problems(self) -> Sequence[Finding]:
+        return self.source.problems() if isinstance(self.source, FindsProblems) else ()
 
     def earlier(self, end: Offsets, until: Offsets) -> Offsets:
         inner = self.source

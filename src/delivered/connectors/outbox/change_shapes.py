@@ -1,0 +1,124 @@
+"""Cuts the batches of a change stream where its table changed, and judges the change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from delivered.connectors.outbox import layout, partitions, peek, shape, slot
+from delivered.connectors.outbox.changes import truncated
+from delivered.connectors.outbox.identity import check_identity
+from delivered.connectors.outbox.options import NEW, OWNER, OutboxOptions
+from delivered.connectors.outbox.shape import Shape
+from delivered.contract.source import Offsets
+from delivered.model.errors import InvariantBroken
+
+log = logging.getLogger("delivered.outbox")
+
+
+class Shapes:
+    """Of a change stream's driver. Offsets hold "#shape" and "#partitions": those of the rows up to there.
+
+    Args:
+        run: calls a function with the driver's connection.
+    """
+
+    def __init__(self, options: OutboxOptions, run: Callable[[Callable[[Any], Any]], Any]) -> None:
+        self._options = options
+        self._run = run
+
+    def partitions(self, start: Offsets) -> Offsets:
+        """What the offsets of the next batch keep of it; the shape stays until rows have another one.
+
+        Raises:
+            Refused: the log cannot identify rows any more.
+            InvariantBroken: a partition brought or took rows.
+        """
+        options = self._options
+        self._run(lambda c: check_identity(c, options, published=True))
+        now, known = self._run(lambda c: partitions.leaves(c, options)), start.get("#partitions")
+        if known is not None and known != now:
+            self._judge(
+                self._run(lambda c: partitions.differences(c, known, now)), int(start["lsn"]), "OUTBOX_PARTITIONS"
+            )
+        kept = {"#shape": start["#shape"]} if "#shape" in start else {}
+        return kept | ({"#partitions": now} if now or known else {})
+
+    def cut(self, start: Offsets, end: int) -> tuple[int, Offsets]:
+        """Where a batch of one shape ends, and that shape.
+
+        Raises:
+            InvariantBroken: the first rows have another shape than those before, and nobody accepted that.
+            BadRecord: the table is truncated first.
+        """
+        options, at = self._options, int(start["lsn"])
+        known = shape.restored(start.get("#shape"))
+        for one in self._seen(end):
+            if one.relation.oid != start["#table"]:
+                continue
+            before = one.before if one.before is not None and one.before > at else None
+            if one.truncates and options.accepts(one.at):
+                continue
+            if not one.truncates:
+                new = shape.of_relation(one.relation)
+                if known is None or new == known or self._extends(known, new):
+                    known = new
+                    continue
+            if before is not None:
+                end = before
+                break
+            if one.truncates or known is None:
+                raise truncated(options, one.at)
+            self._accept(known, new, at)
+            known = new
+        return end, {} if known is None else {"#shape": [list(column) for column in known]}
+
+    def truncated(self, end: Offsets, until: int) -> Offsets:
+        """Where the table was truncated, if the user accepts that: earlier rows of that transaction are not there."""
+        accepted = self._options.accepted
+        if accepted is None:
+            return {}
+        found = any(s.truncates and s.at == accepted and s.relation.oid == end["#table"] for s in self._seen(until))
+        return {"truncated": accepted} if found else {}
+
+    def _seen(self, end: int) -> Sequence[peek.Seen]:
+        options = self._options
+        found: Sequence[peek.Seen] = self._run(
+            lambda c: peek.waiting(options, lambda: peek.relations(c, options, end, None))
+        )
+        return found
+
+    def _extends(self, known: Shape, new: Shape) -> bool:
+        if not shape.added(known, new):
+            return False
+        _, defaults = self._run(lambda c: layout.table_shape(c, self._options, slot.state(c, self._options)))
+        return layout.is_extended(known, new, defaults)
+
+    def _accept(self, known: Shape, new: Shape, at: int) -> None:
+        if shape.added(new, known):
+            return  # columns were dropped: the rows come without them, which needs a restart
+
+        def type_name(oid: int, modifier: int) -> str:
+            return str(self._run(lambda c: c.execute("SELECT format_type(%s, %s)", [oid, modifier]).fetchone())[0])
+
+        self._judge(shape.differences(known, new, type_name), at, "OUTBOX_SCHEMA")
+
+    def _judge(self, found: Sequence[str], at: int, code: str) -> None:
+        options, position = self._options, slot.lsn_text(at)
+        if not found:
+            return
+        what = f"{OWNER}: {options.table} at {options.system}: {'; '.join(found)}. "
+        if options.schema_change == NEW or options.accepts(at):
+            log.warning("%s The query goes on after it (schemaChange).", what)
+            return
+        rows = "its rows came or went without a change in the log" if code == "OUTBOX_PARTITIONS" else (
+            "rows that were not written again since are not in the log in their new form"
+        )  # fmt: skip
+        raise InvariantBroken(
+            code,
+            f"{what}All changes before {position} were delivered; {rows}.",
+            next_step="adapt the transform and the sink, compare the sink's table with the source's, then write "
+            f'.option("schemaChange", "{position}"), with which the query goes on after this change, or "new", which '
+            "accepts every later one, too; nothing is skipped",
+        )
