@@ -31,7 +31,7 @@ class Problem:
     Attributes:
         code: of an error, or DELIVERED_ and one of TRANSACTION_ORPHANED, TRANSACTION_UNAPPLIED, TRANSACTION_OLD,
             TRANSACTION_HANGING, STALLED, STOPPED_WITH_LAG, RECEIVER_GONE, DEDUP_WINDOW_SHORT, AUDIT_BROKEN,
-            RECORDS_GIVEN_UP.
+            RECORDS_GIVEN_UP; or of a finding that would refuse a start now.
         next_step: what mends it.
     """
 

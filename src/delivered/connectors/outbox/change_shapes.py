@@ -39,9 +39,14 @@ class Shapes:
         self._run(lambda c: check_identity(c, options, published=True))
         now, known = self._run(lambda c: partitions.leaves(c, options)), start.get("#partitions")
         if known is not None and known != now:
-            self._judge(
-                self._run(lambda c: partitions.differences(c, known, now)), int(start["lsn"]), "OUTBOX_PARTITIONS"
-            )
+            found, at = self._run(lambda c: partitions.differences(c, known, now)), int(start["lsn"])
+            if found and not self._accepted(found, at):
+                raise InvariantBroken(
+                    "OUTBOX_PARTITIONS",
+                    f"{self._said(found)} All changes before {slot.lsn_text(at)} were delivered; its rows came or went "
+                    "without a change in the log.",
+                    next_step=f"bring the sink's table in line with the source's, then {_on(at)}",
+                )
         kept = {"#shape": start["#shape"]} if "#shape" in start else {}
         return kept | ({"#partitions": now} if now or known else {})
 
@@ -102,23 +107,27 @@ class Shapes:
         def type_name(oid: int, modifier: int) -> str:
             return str(self._run(lambda c: c.execute("SELECT format_type(%s, %s)", [oid, modifier]).fetchone())[0])
 
-        self._judge(shape.differences(known, new, type_name), at, "OUTBOX_SCHEMA")
+        found = shape.differences(known, new, type_name)
+        if not self._accepted(found, at):
+            raise InvariantBroken(
+                "OUTBOX_SCHEMA",
+                f"{self._said(found)} All changes before {slot.lsn_text(at)} were delivered; rows that were not "
+                "written since are not in the log in their new form.",
+                next_step=f"adapt transform and sink, compare the sink's table with the source's, then {_on(at)}",
+            )
 
-    def _judge(self, found: Sequence[str], at: int, code: str) -> None:
-        options, position = self._options, slot.lsn_text(at)
-        if not found:
-            return
-        what = f"{OWNER}: {options.table} at {options.system}: {'; '.join(found)}. "
-        if options.schema_change == NEW or options.accepts(at):
-            log.warning("%s The query goes on after it (schemaChange).", what)
-            return
-        rows = "its rows came or went without a change in the log" if code == "OUTBOX_PARTITIONS" else (
-            "rows that were not written again since are not in the log in their new form"
-        )  # fmt: skip
-        raise InvariantBroken(
-            code,
-            f"{what}All changes before {position} were delivered; {rows}.",
-            next_step="adapt the transform and the sink, compare the sink's table with the source's, then write "
-            f'.option("schemaChange", "{position}"), with which the query goes on after this change, or "new", which '
-            "accepts every later one, too; nothing is skipped",
-        )
+    def _accepted(self, found: Sequence[str], at: int) -> bool:
+        if self._options.schema_change != NEW and not self._options.accepts(at):
+            return False
+        log.warning("%s The query goes on after it (schemaChange).", self._said(found))
+        return True
+
+    def _said(self, found: Sequence[str]) -> str:
+        return f"{OWNER}: {self._options.table} at {self._options.system}: {'; '.join(found)}."
+
+
+def _on(at: int) -> str:
+    return (
+        f'write .option("schemaChange", "{slot.lsn_text(at)}"), with which the query goes on after this change, or '
+        '"new", which accepts every later one, too; nothing is skipped'
+    )

@@ -143,7 +143,7 @@ def _keys(connection: psycopg.Connection[Any], options: OutboxOptions, table: Sh
     keys, now, then = keys_of(connection, options), shape.names(table), shape.names(found)
     if set(keys) <= set(then):
         return keys
-    if [c[1] for c in table] == [c[1] for c in found]:
+    if set(keys) <= set(now) and [c[1] for c in table] == [c[1] for c in found]:
         return tuple(then[now.index(key)] for key in keys)
     return tuple(c[0] for c in found if c[3])
 
