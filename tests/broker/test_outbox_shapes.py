@@ -10,8 +10,7 @@ from tests.broker.outbox_help import Shop, Stream, Table, changed
 from tests.support.sweeps import sweep
 
 from delivered.connectors.outbox import CONNECTOR
-from delivered.contract.powers import FindsProblems
-from delivered.contract.source import Source
+from delivered.contract.source import Rechecks, Source
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken, Refused
 
 
@@ -243,18 +242,16 @@ def test_a_changed_key_leaves_no_row_behind_and_only_that_is_a_delete(
 def test_a_key_or_an_identity_that_is_lost_later_is_a_problem_of_the_status_and_a_stop(orders: Table) -> None:
     stream = started(orders)
     source = orders.source()
-    assert isinstance(source, FindsProblems)
-    assert source.problems() == []
+    assert isinstance(source, Rechecks)
+    source.recheck()
     orders.execute("ALTER TABLE {0} DROP CONSTRAINT {0}_pkey")
-    (problem,) = source.problems()
-    assert problem.code == "OUTBOX_IDENTITY"
-    assert "no primary key" in problem.message
-    assert "goes on where it stood" in str(problem.next_step)
+    with pytest.raises(Refused, match=r"OUTBOX_IDENTITY.*no primary key.*goes on where it stood"):
+        source.recheck()
     orders.execute("INSERT INTO {} VALUES (1, 'a', 'x')")
     with pytest.raises(Refused, match="OUTBOX_IDENTITY"):
         stream.batch()
     orders.execute("ALTER TABLE {} ADD PRIMARY KEY (id)")
-    assert source.problems() == []
+    source.recheck()
     again = goes_on(orders, stream, "OUTBOX_SCHEMA", "identity changed from id to nothing")
     assert rows(again) == [(1, "a", "x", "insert")]
     again.close()

@@ -342,14 +342,6 @@ class HoldsBackWal(Protocol):
 
 
 @runtime_checkable
-class FindsProblems(Protocol):
-    """A source whose server may lose later what preflight checked at the start."""
-
-    def problems(self) -> Sequence[Finding]:
-        """Those findings of preflight that would refuse a start now. Read-only. Raises Unreachable."""
-
-
-@runtime_checkable
 class CountsLeftOut(Protocol):
     """Implemented by a `Committer` with conditional writes (`WriteMode.conditional`)."""
 

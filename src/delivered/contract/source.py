@@ -83,6 +83,14 @@ class Source(Protocol):
         """Runs on an executor. Bounded memory; the same slice gives the same records, in the same order."""
 
 
+@runtime_checkable
+class Rechecks(Protocol):
+    """A source whose server may lose later what preflight checked at the start."""
+
+    def recheck(self) -> None:
+        """Read-only. Raises DeliveredError: a start would be refused now."""
+
+
 REJECTED = pa.field(
     "__delivered_rejected",
     pa.struct(

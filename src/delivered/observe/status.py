@@ -11,8 +11,8 @@ from typing import Any
 
 from delivered.checkpoint.folder import is_done, logged
 from delivered.checkpoint.history import batches, last_audits, totals
-from delivered.contract.powers import DatesRecords, FindsProblems, HasDedupWindow, HoldsBackWal, ListsReceivers
-from delivered.contract.source import Source
+from delivered.contract.powers import DatesRecords, HasDedupWindow, HoldsBackWal, ListsReceivers
+from delivered.contract.source import Rechecks, Source
 from delivered.engine.context import open_ledger
 from delivered.engine.owner import running
 from delivered.model.errors import DeliveredError, UsageError
@@ -55,8 +55,8 @@ def _status(pipeline: Definition) -> Status:
             with _asking(problems):
                 source = endpoint.source()
                 _ask_source(name, source, found)
-                if isinstance(source, FindsProblems):
-                    problems += [Problem(f"DELIVERED_{f.code}", f.message, f.next_step) for f in source.problems()]
+                if isinstance(source, Rechecks):
+                    source.recheck()
                 if isinstance(source, HasDedupWindow):
                     found.setdefault("queues", {})[name] = (endpoint.system, _destination(endpoint))
     newest_reports = batches(pipeline.checkpoint, 20)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from delivered.connectors.outbox import layout, partitions, peek, shape, slot
+from delivered.connectors.outbox import layout, partitions, peek, server, shape
 from delivered.connectors.outbox.changes import truncated
 from delivered.connectors.outbox.identity import check_identity
 from delivered.connectors.outbox.options import NEW, OWNER, OutboxOptions
@@ -43,8 +43,8 @@ class Shapes:
             if found and not self._accepted(found, at):
                 raise InvariantBroken(
                     "OUTBOX_PARTITIONS",
-                    f"{self._said(found)} All changes before {slot.lsn_text(at)} were delivered; its rows came or went "
-                    "without a change in the log.",
+                    f"{self._said(found)} All changes before {server.lsn_text(at)} were delivered; its rows "
+                    "came or went without a change in the log.",
                     next_step=f"bring the sink's table in line with the source's, then {_on(at)}",
                 )
         kept = {"#shape": start["#shape"]} if "#shape" in start else {}
@@ -97,7 +97,7 @@ class Shapes:
     def _extends(self, known: Shape, new: Shape) -> bool:
         if not shape.added(known, new):
             return False
-        _, defaults = self._run(lambda c: layout.table_shape(c, self._options, slot.state(c, self._options)))
+        _, defaults = self._run(lambda c: layout.table_shape(c, self._options, server.state(c, self._options)))
         return layout.is_extended(known, new, defaults)
 
     def _accept(self, known: Shape, new: Shape, at: int) -> None:
@@ -111,7 +111,7 @@ class Shapes:
         if not self._accepted(found, at):
             raise InvariantBroken(
                 "OUTBOX_SCHEMA",
-                f"{self._said(found)} All changes before {slot.lsn_text(at)} were delivered; rows that were not "
+                f"{self._said(found)} All changes before {server.lsn_text(at)} were delivered; rows that were not "
                 "written since are not in the log in their new form.",
                 next_step=f"adapt transform and sink, compare the sink's table with the source's, then {_on(at)}",
             )
@@ -128,6 +128,6 @@ class Shapes:
 
 def _on(at: int) -> str:
     return (
-        f'write .option("schemaChange", "{slot.lsn_text(at)}"), with which the query goes on after this change, or '
+        f'write .option("schemaChange", "{server.lsn_text(at)}"), with which the query goes on after this change, or '
         '"new", which accepts every later one, too; nothing is skipped'
     )

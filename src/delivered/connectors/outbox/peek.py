@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from delivered.connectors.outbox.database import connect, explaining, sqlstate
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.connectors.outbox.pgoutput import Begin, Change, Decoder, Relation
-from delivered.connectors.outbox.slot import NUMBER, check_slot, state
+from delivered.connectors.outbox.server import NUMBER, state
+from delivered.connectors.outbox.slot import check_slot
 from delivered.contract.source import Offsets
 from delivered.kits.caller import quoted
 from delivered.model import patience

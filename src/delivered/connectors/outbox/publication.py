@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
+from delivered.connectors.outbox.server import State
 from delivered.model.errors import Refused
-
-if TYPE_CHECKING:
-    from delivered.connectors.outbox.slot import State
 
 _COMPARE = "changes made meanwhile are not in the log for this slot: compare the table with what was delivered"
 

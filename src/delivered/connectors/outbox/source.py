@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from delivered.connectors.outbox import changes, events, peek, slot
+from delivered.connectors.outbox import changes, events, peek, server, slot
 from delivered.connectors.outbox.database import connect, explaining, transaction
 from delivered.connectors.outbox.identity import check_identity
 from delivered.connectors.outbox.layout import Layout, layout
@@ -78,18 +78,25 @@ class OutboxSource:
 
     def preflight(self) -> Sequence[Finding]:
         try:
-            with contextlib.closing(connect(self.options)) as connection, explaining(self.options):
-                found = self._check_outbox(connection) if self.options.changes is None else []
-                return found + (self._check_log(connection) if self.options.by_log else [])
+            return self._checked()
         except DeliveredError as error:
             return [Finding.refusal(error)]
+
+    def recheck(self) -> None:
+        """See `delivered.contract.source.Rechecks`."""
+        self._checked()
+
+    def _checked(self) -> list[Finding]:
+        with contextlib.closing(connect(self.options)) as connection, explaining(self.options):
+            found = self._check_outbox(connection) if self.options.changes is None else []
+            return found + (self._check_log(connection) if self.options.by_log else [])
 
     def wal_held_back(self) -> int | None:
         """Bytes of WAL that the slot keeps the server from removing; None: there is no slot, or none is used."""
         if not self.options.by_log:
             return None
         with contextlib.closing(connect(self.options)) as connection, explaining(self.options):
-            return slot.state(connection, self.options).held_back
+            return server.state(connection, self.options).held_back
 
     def planned(self) -> OutboxSource:
         if self.options.changes is None or self.layout is not None:
@@ -172,11 +179,7 @@ class OutboxSource:
             )
         ]
 
-    def problems(self) -> Sequence[Finding]:
-        """See `delivered.contract.powers.FindsProblems`."""
-        return [found for found in self.preflight() if found.refuses]
-
-    def _checked_changes(self, connection: psycopg.Connection[Any], now: slot.State) -> list[Finding]:
+    def _checked_changes(self, connection: psycopg.Connection[Any], now: server.State) -> list[Finding]:
         options = self.options
         check_identity(connection, options, published=now.publishes is not None)
         found = []
@@ -208,7 +211,7 @@ class OutboxSource:
 
     def _check_log(self, connection: psycopg.Connection[Any]) -> list[Finding]:
         options = self.options
-        now = slot.state(connection, options)
+        now = server.state(connection, options)
         slot.check_server(now, options)
         found = self._checked_changes(connection, now) if options.changes is not None else []
         able, owns = connection.execute(

@@ -12,14 +12,13 @@ from delivered.contract.powers import (
     Address,
     Adopter,
     Adopts,
-    FindsProblems,
     HasOffsetMetadata,
     HoldsBackWal,
     OrdersOffsets,
     address_of,
     planned,
 )
-from delivered.contract.source import COORDINATES, RAW, REJECTED, Offsets, Slice, Source, SourceDriver
+from delivered.contract.source import COORDINATES, RAW, REJECTED, Offsets, Rechecks, Slice, Source, SourceDriver
 from delivered.kits.schemas.avro import Unmappable
 from delivered.kits.schemas.codec import Ask, Decoder
 from delivered.kits.schemas.options import FormatOptions, Side, version_option
@@ -135,8 +134,9 @@ class FormattedSource:
     def wal_held_back(self) -> int | None:
         return self.source.wal_held_back() if isinstance(self.source, HoldsBackWal) else None
 
-    def problems(self) -> Sequence[Finding]:
-        return self.source.problems() if isinstance(self.source, FindsProblems) else ()
+    def recheck(self) -> None:
+        if isinstance(self.source, Rechecks):
+            self.source.recheck()
 
     def earlier(self, end: Offsets, until: Offsets) -> Offsets:
         inner = self.source
