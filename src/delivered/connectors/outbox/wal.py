@@ -121,8 +121,8 @@ class WalDriver:
             raise InvariantBroken(
                 "OUTBOX_DATABASE_BEHIND",
                 f"{OWNER}: the last row before {server.lsn_text(int(at['lsn']))} at {self._options.system} is of "
-                f"another transaction than when it was delivered ({found}, {known[_LAST]}: WAL position and commit time): "
-                "the server was restored from an older copy.",
+                f"another transaction than when it was delivered ({found}, {known[_LAST]}: WAL position and commit "
+                "time): the server was restored from an older copy.",
                 next_step="find rows that were not delivered (with keep=false the outbox still has them), then start a "
                 "new checkpoint with another slot, which begins with the rows of the outbox",
             )
