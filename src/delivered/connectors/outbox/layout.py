@@ -98,9 +98,8 @@ def _unread(
         return table, frozenset()
     first = [s for before, s in seen if before is None]
     found, optional = first[-1], frozenset[str]()
-    for other in first[
-        :-1
-    ]:  # the table was changed within one transaction: its rows have all columns, some of them null
+    # A table that was changed within one transaction: its rows have all columns, some of them null.
+    for other in first[:-1]:
         lost = tuple(c for c in other if c[0] not in shape.names(found))
         optional |= frozenset(shape.names(found)) ^ frozenset(shape.names(other))
         found += lost
