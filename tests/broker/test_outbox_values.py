@@ -143,9 +143,9 @@ def test_a_column_that_was_renamed_is_read_by_both_names(request: pytest.Fixture
     stream = Stream(box.source(columns="payload=body"))
     box.execute(f"ALTER TABLE {box.table} RENAME payload TO body")
     stream.batch()
-    first = f"INSERT INTO {box.table} VALUES ('{uuid.uuid4()}', 'order', '1', 'created', '1')"
-    box.execute(first)
-    box.execute(f"ALTER TABLE {box.table} RENAME body TO content", first.replace("'1')", "'2')").replace("0", "1"))
+    insert = "INSERT INTO {} VALUES (gen_random_uuid(), 'order', '1', 'created', '{}')"
+    box.execute(insert.format(box.table, 1))
+    box.execute(f"ALTER TABLE {box.table} RENAME body TO content", insert.format(box.table, 2))
     with pytest.raises(BadRecord, match=r"OUTBOX_COLUMN.*no column payload"):
         read(box.source(), stream.at, stream.driver.latest(stream.at, None))
     stream.close()
