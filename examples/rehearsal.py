@@ -286,9 +286,14 @@ def main() -> int:
         hanging[-1].flush(30)
 
     def abort() -> None:
-        """The page's button."""
-        (found,) = json.loads(fetched(f"http://127.0.0.1:{ports[1]}/status.json"))
-        name = next(t["id"] for t in found["transactions"] if t["id"].endswith("90.0"))
+        """The page's button, once the page has an answer from the brokers."""
+
+        def listed() -> list[str]:
+            (found,) = json.loads(fetched(f"http://127.0.0.1:{ports[1]}/status.json"))
+            return [t["id"] for t in found["transactions"] if t["id"].endswith("90.0")]
+
+        until(lambda: bool(listed()), SEEN_WITHIN_S, "the page did not list the transaction")
+        (name,) = listed()
         fetched(f"http://127.0.0.1:{ports[1]}/end/0/abort/{urllib.parse.quote(name, safe='')}", "POST")
 
     results: list[Seen] = []

@@ -111,10 +111,15 @@ def test_secrets_are_found_by_one_list_at_any_depth() -> None:
         "private": 4,
         "t": "env:KEPT",
     }
-    text = shown(given)
-    assert not any(secret in text for secret in ("x1", "x2", "x3", "4")) and "env:KEPT" in text
+    text = str(redacted({"any": given})) + shown(given) + shown([given]) + shown({"a": {"my own": "x4"}})
+    assert not any(secret in text for secret in ("x1", "x2", "x3", "x4")) and "env:KEPT" in text
+    assert shown({"topic": "x1", "b": 1}) == "a mapping with the keys topic, b" and shown(["x1"]) == "a list of 1"
     assert redacted({"uri": "postgresql://u:p4ss@h/d", "k": "v"}) == {"uri": "postgresql://u:*****@h/d", "k": "v"}
     assert without_passwords("see s3://key:secr3t@bucket/x") == "see s3://key:*****@bucket/x"
+    assert without_passwords("s3://key:se/cr+3t@bucket") == "s3://key:*****@bucket"
+    assert without_passwords("abfs://c@h/?sig=ab%2F&x=1") == "abfs://c@h/?sig=*****&x=1"
+    assert without_passwords("export DB_PASSWORD=... on it") == "export DB_PASSWORD=... on it"
+    assert without_passwords("http://h:8081/subjects/a@b") == "http://h:8081/subjects/a@b"
     assert len(shown("x" * 10_000)) < 400
 
 

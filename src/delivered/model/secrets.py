@@ -19,10 +19,18 @@ _SHOWN_MAX = 300
 
 # name=value, name: value, "name": "value"; the name may go on after the word, as in sasl.password.old.
 _NAMED = re.compile(
-    rf"(?i)((?:{'|'.join(map(re.escape, _WORDS))})[\w.]*[\"']?\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^\s,;&)}}\]]+)"
+    rf"(?i)((?:{'|'.join(map(re.escape, _WORDS))})[\w.]{{0,64}}[\"']?\s{{0,8}}[=:]\s{{0,8}})(\"[^\"]*\"|'[^']*'|[^\s,;&)}}\]]+)"
 )
-_IN_URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://[^\s/?#:@'\"]*):([^\s/?#'\"]+)@")
-"""The password of a URL."""
+_IN_URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]{0,30}://[^\s/?#:@'\"]{0,200}):((?!\d+[/?#])[^\s'\"]{1,500})@")
+"""The password of a URL, which may contain "/" or "@", as keys of object stores do. A port is none. Bounded: the text
+may be a record's, and of any length."""
+_IN_QUERY = re.compile(
+    r"(?i)(?:[?&;][\w.-]{0,64}(?:password|passwd|passphrase|pwd|secret|token|credentials?|access_?key|account_?key|api[._-]?key"
+    r"|signature)|[?&]sig)=([^&;\s'\"]+)"
+)
+"""A parameter of a URL or connection string that holds a secret."""
+_KNOWN = "://guest:guest@"
+"""RabbitMQ's default, which works from its own host only."""
 
 
 def is_secret(name: str) -> bool:
@@ -35,23 +43,45 @@ def redacted(options: Mapping[str, str]) -> dict[str, str]:
     return {k: str(_without_secrets(v, k)) for k, v in options.items()}
 
 
+def holds_password(value: str) -> bool:
+    """Whether the value of an option is, or contains, a URL with a password: in front of its host, or in its query."""
+    if "://" not in value:
+        return False
+    text = value.replace(_KNOWN, "://guest@")
+    parameters = (p for p in _IN_QUERY.findall(text) if not p.startswith(_REFERENCES))
+    return _IN_URL.search(text) is not None or any(parameters)
+
+
 def without_passwords(text: str) -> str:
     """The text, with passwords of URLs and values of secret names replaced."""
-    return _IN_URL.sub(rf"\1:{REDACTED}@", _NAMED.sub(_hidden, text))
+    text = _IN_URL.sub(rf"\1:{REDACTED}@", _NAMED.sub(_hidden, text)) if ":" in text or "=" in text else text
+    return _IN_QUERY.sub(_hidden_parameter, text) if "=" in text else text
+
+
+def _hidden_parameter(found: re.Match[str]) -> str:
+    value = found.group(1)
+    return found.group(0) if value.startswith((*_REFERENCES, REDACTED)) else found.group(0)[: -len(value)] + REDACTED
 
 
 def _hidden(found: re.Match[str]) -> str:
-    kept = found.group(2).lstrip("\"'").startswith(_REFERENCES) or REDACTED in found.group(2)
+    value = found.group(2).lstrip("\"'")
+    kept = value.startswith((*_REFERENCES, "...")) or REDACTED in value
     return found.group(0) if kept else f"{found.group(1)}{REDACTED}"
 
 
 def shown(value: Any, name: str = "") -> str:
-    """A value from a user's file or call, for an error: secrets replaced at any depth, at most 300 characters.
+    """A value from a user's file or call, for an error: at most 300 characters; of a mapping or list, what kind it is.
 
     Args:
         name: its key.
     """
-    text = plain(repr(_without_secrets(value, name)))
+    if isinstance(value, Mapping):
+        text = f"a mapping with the keys {', '.join(map(str, value))}" if value else "an empty mapping"
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        text = f"a list of {len(value)}"
+    else:
+        text = repr(_without_secrets(value, name))
+    text = plain(without_passwords(text))
     return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}..."
 
 

@@ -9,6 +9,11 @@ from delivered.model.errors import DeliveredError, missing_extra
 
 _OURS = re.compile(r"(?:delivered\.model\.errors\.(\w+): )?\[DELIVERED_([A-Z0-9_]+)\] ([^\n]*)")
 _NEXT = " Next: "
+_OUR_TYPES = "delivered.model.errors."
+_OUR_FILES = "/delivered/"
+_TRACE = re.compile(r"Traceback \(most recent call last\):\n((?:[ ]{2,}[^\n]*\n)+)([^\n]*)")
+"""A trace's frames, which are indented, and the first line of its exception."""
+_FRAME = re.compile(r'^  File "([^"\n]*)"', re.MULTILINE)
 WARNING_MARK = "delivered: "
 """Prefix of a worker's lines on standard error that are meant for users. `delivered run` shows them."""
 
@@ -70,7 +75,8 @@ def from_our_code(text: str) -> DeliveredError | None:
 
 def _ours(text: str) -> DeliveredError | None:
     # Messages are single lines; Spark's trace follows on the next one.
-    found = _OURS.search(text)
+    part = _ours_part(text)
+    found = None if part is None else _OURS.search(part)
     if found is None:
         return None
     name, code, line = found.groups()
@@ -81,6 +87,29 @@ def _ours(text: str) -> DeliveredError | None:
     by_code = _KNOWN_TYPES.get(code, errors.UsageError if code.startswith(_REFUSED) else DeliveredError)
     kind: type[DeliveredError] = getattr(errors, name or "", by_code)
     return kind(code, message.strip()[:_LENGTH_MAX], next_step.strip() or None)
+
+
+def _ours_part(text: str) -> str | None:
+    """The part of a trace in which an error of ours is ours; None: the user's code raised, and its message may quote a
+    record that imitates one.
+
+    Python prints a trace's frames, whose lines no message can change, before the first line of the message. So the
+    first trace decides: an error of ours ends it; or a library or Spark raised below our code, and the error that
+    followed from it comes next; or it is none of ours.
+    """
+    trace = _TRACE.search(text)
+    if trace is None:
+        return text
+    while trace is not None:
+        frames, line = trace.groups()
+        if line.startswith(_OUR_TYPES):
+            return line
+        files = _FRAME.findall(frames)
+        below_ours = any(_OUR_FILES in file for file in files)
+        if files and not (below_ours and (_OUR_FILES in files[-1] or "-packages/" in files[-1])):
+            return None
+        trace = _TRACE.search(text, trace.end())
+    return None
 
 
 def _state_unreadable(trace: str) -> DeliveredError | None:

@@ -18,7 +18,8 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import checked_name
 from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.model.offsets import NAME, SOURCE
-from delivered.model.options import choice
+from delivered.model.options import choice, password_in_url
+from delivered.model.secrets import holds_password, shown
 from delivered.model.work import Tolerance
 from delivered.pipeline.dedup import dedup as make_dedup
 from delivered.pipeline.endpoint import Endpoint, as_text
@@ -89,7 +90,7 @@ def parse_trigger(value: str | Mapping[str, Any] | When | None) -> When:
                 return When(kinds[key], interval.strip())
     raise UsageError(
         "TRIGGER_VALUE",
-        f"trigger is {value!r}; it must be available_now, an interval as in '10 seconds', or "
+        f"trigger is {shown(value, 'trigger')}; it must be available_now, an interval as in '10 seconds', or "
         "{processing_time: '10 seconds'}.",
         next_step="write trigger: available_now to deliver what is there now, then end",
     )
@@ -160,6 +161,13 @@ class Definition:
     ) -> None:
         self.name = checked_name("pipeline", name)
         self.guarantee = Guarantee.parse(guarantee)
+        for key, place in (("checkpoint", str(checkpoint)), ("master", master or "")):
+            if holds_password(place):
+                raise password_in_url(
+                    f"pipeline {name!r}",
+                    key,
+                    "remove it, and put the credentials into Spark's configuration, or its environment",
+                )
         self.checkpoint = _absolute(str(checkpoint))
         self.sources = _sources(source, sources)
         self.transform = as_transform(transform)

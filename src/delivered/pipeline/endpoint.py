@@ -10,7 +10,8 @@ from typing import Any
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
 from delivered.model.errors import UsageError
-from delivered.model.secrets import redacted
+from delivered.model.options import password_in_url
+from delivered.model.secrets import holds_password, is_secret, redacted, shown
 from delivered.pipeline.projection import Projection, parse_projection
 from delivered.pipeline.registry import PREFIX, find_sink, find_source
 
@@ -48,6 +49,11 @@ class Endpoint:
     name: str | None = None
     projection: Projection = Projection()
     audit: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, value in self.options.items():
+            if holds_password(value) and not is_secret(key):
+                raise password_in_url(self.format, key)
 
     @property
     def is_spark_own(self) -> bool:
@@ -220,7 +226,7 @@ def as_text(key: str, value: Any) -> str:
         case _:
             raise UsageError(
                 "OPTION_VALUE",
-                f"Option {key!r} is {value!r} ({type(value).__name__}); it must be text, a number, true or false, or "
+                f"Option {key!r} is {shown(value, key)} ({type(value).__name__}); it must be text, a number, true or false, or "
                 "JSON.",
                 next_step="write the value as text",
             )

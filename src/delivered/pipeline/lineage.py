@@ -23,6 +23,9 @@ from urllib.parse import unquote, urlsplit
 import pyarrow as pa
 
 from delivered.model.errors import DeliveredError, MissingExtra
+from delivered.model.secrets import without_passwords
+from delivered.model.text import plain
+from delivered.model.translate import from_our_code
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_FAILURE_LENGTH_MAX = 4_000
 _NAMES = ("subscribe", "topic", "topics", "queue", "streams", "exchange", "table")
 _DATABASES = {"postgres": ("postgres", 5432), "postgresql": ("postgres", 5432), "mysql": ("mysql", 3306)}
 _DATABASES |= {"mariadb": ("mysql", 3306)}
@@ -142,7 +146,7 @@ class Lineage:
         )
         run: dict[str, RunFacet] = {"processing_engine": engine}
         if failure is not None:
-            run["errorMessage"] = error_message_run.ErrorMessageRunFacet(failure, "PYTHON")
+            run["errorMessage"] = error_message_run.ErrorMessageRunFacet(_failure(failure), "PYTHON")
         return RunEvent(
             eventTime=now,
             eventType=RunState[state],
@@ -186,6 +190,12 @@ class Lineage:
                 )
             for namespace, name in datasets(endpoint):
                 yield OutputDataset(namespace, name, counted, facets=facets)
+
+
+def _failure(text: str) -> str:
+    """What a query's end says, for others' eyes: our own error, if there is one, without secrets and bounded."""
+    own = from_our_code(text)
+    return without_passwords(plain(str(own or text)))[:_FAILURE_LENGTH_MAX]
 
 
 def _columns_of(endpoint: Endpoint) -> pa.Schema | None:
@@ -263,6 +273,9 @@ def _emit(make: Callable[[], RunEvent]) -> None:
         try:
             configured().emit(make())
         except Exception as error:
-            log.warning("a lineage event was not sent; the pipeline goes on. Check OPENLINEAGE_URL: %s", error)
+            log.warning(
+                "a lineage event was not sent; the pipeline goes on. Check OPENLINEAGE_URL: %s",
+                without_passwords(str(error)),
+            )
 
     _sender().submit(send)

@@ -10,7 +10,7 @@ import contextlib
 import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -19,7 +19,8 @@ from delivered.kits.caller import NOW_MS, Caller
 from delivered.kits.mysql.tls import tls_of_url
 from delivered.model.errors import Fenced, MissingExtra, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
-from delivered.model.options import resolve_secret
+from delivered.model.options import password_in_url, resolve_secret
+from delivered.model.secrets import holds_password
 from delivered.saga.definition import Saga, Verb
 from delivered.saga.progress import Entry, Event, Status
 from delivered.saga.tables import ENTRIES, SAGAS, check_tables, checked, ddl, no_tables, record
@@ -72,10 +73,17 @@ class Log:
         where: path of a SQLite file; a URL postgresql://host/db or mysql://host/db, without a password; or a function
             that returns a new connection.
         password: env:NAME or file:PATH.
+
+    Raises:
+        UsageError: the URL contains a password.
     """
 
     where: str | Callable[[], Any]
-    password: str | None = None
+    password: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.where, str) and holds_password(self.where):
+            raise password_in_url("saga log", "log", "remove it and pass password='env:NAME' (--password env:NAME)")
 
     def open(self) -> OpenLog:
         """
