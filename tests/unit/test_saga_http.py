@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from delivered.saga.definition import Call, Rejected, Verb
-from delivered.saga.http import Http
+from delivered.saga.http import Http, _client
 
 CALL = Call("s", "1", "pay", Verb.DO, "k", {}, {}, 1)
 
@@ -72,3 +73,25 @@ def test_a_reply_that_does_not_end_is_given_up_after_the_timeout() -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"
     with service(head, forever()) as url:
         assert str(Http(url, timeout_s=0.5)(CALL)).startswith("x"), "the status says that it is done"
+
+
+@pytest.mark.parametrize("through_a_proxy", [False, True])
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nX-Slow: ", b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 "])
+def test_a_reply_whose_head_does_not_end_is_given_up_after_the_timeout(
+    head: bytes, through_a_proxy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte comes well within the limit of a wait; it is open whether the call was done."""
+
+    def forever() -> Iterator[bytes]:
+        for _ in range(600):
+            yield b"x"
+            time.sleep(0.05)
+
+    with service(head, forever()) as url:
+        if through_a_proxy:
+            monkeypatch.setenv("HTTP_PROXY", url)
+            monkeypatch.setenv("NO_PROXY", "")
+        _client.cache_clear()
+        with pytest.raises(httpx.ReadTimeout):
+            Http("http://service.invalid/" if through_a_proxy else url, timeout_s=0.5)(CALL)
+    _client.cache_clear()

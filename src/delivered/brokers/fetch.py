@@ -1,8 +1,13 @@
-"""Fetches servers from Maven Central with pyspark's Ivy, into the user's cache folder."""
+"""Fetches servers from Maven Central with pyspark's Ivy, into the user's cache folder.
+
+Each file must have the SHA-256 that `hashes.txt` holds: the registry's own checksums do not tell a file that was replaced
+there.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib.util
 import os
 import shutil
@@ -17,6 +22,7 @@ from xml.sax.saxutils import quoteattr
 from delivered.model.errors import DeliveredError, MissingExtra
 
 FETCH_TIMEOUT_S = 900.0
+HASHES = Path(__file__).with_name("hashes.txt")
 Say = Callable[[str], None]
 
 
@@ -61,6 +67,7 @@ def fetch_jars(
 
     def fetch(work: Path) -> Path:
         _run_ivy(name, needs, ("jar", "bundle"), java, work, poms=True)  # some JARs are OSGi bundles
+        check_hashes(name, work / "lib")
         return work / "lib"
 
     return _once(name, "lib", "", fetch, say)
@@ -94,6 +101,7 @@ def fetch_archive(
 
     def fetch(work: Path) -> Path:
         _run_ivy(name, need, ("tar.gz",), java, work, poms=False)
+        check_hashes(name, work / "lib")
         made = work / "made"
         (packed,) = (work / "lib").glob("*.tar.gz")
         with tarfile.open(packed) as archive:
@@ -107,6 +115,26 @@ def fetch_archive(
         return made
 
     return _once(name, "server", f" ({size})", fetch, say)
+
+
+def check_hashes(name: str, folder: Path) -> None:
+    """
+    Raises:
+        DeliveredError: a file of this download has not the hash that we know, or no hash is known.
+    """
+    known = dict(reversed(line.split()) for line in HASHES.read_text(encoding="utf-8").splitlines() if line[0] != "#")
+    for file in sorted(folder.iterdir()):
+        with file.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        expected = known.get(f"{name}/{file.name}")
+        if found != expected:
+            raise DeliveredError(
+                "DOWNLOAD_CHANGED",
+                f"The file {file.name} of {name} has the SHA-256 {found}; expected is {expected or 'no such file'}. It "
+                "was not used.",
+                next_step="do not use it; compare the hash with the one that the project publishes, and report it; after "
+                "a change of version, add the hashes of its files to hashes.txt",
+            )
 
 
 def _once(name: str, what: str, size: str, fetch: Callable[[Path], Path], say: Say) -> Path:

@@ -66,10 +66,13 @@ def prepare(folder: Path, address: str, properties: Mapping[str, str], say: Say)
         "port": address.rpartition(":")[2],
         "tmpdir": folder / "tmp",
         "user": _user(),
+        # Users need no password, so none may read or write the files of the user who runs the server.
+        "secure_file_priv": folder / "files",
         **_SETTINGS,
         **properties,
     }
-    (folder / "tmp").mkdir(exist_ok=True)
+    for name in ("tmp", "files"):
+        (folder / name).mkdir(exist_ok=True)
     start.write_text("[mariadbd]\n" + "".join(f"{k} = {v}\n" for k, v in settings.items()), encoding="utf-8")
     # The server reads one statement per line.
     users.write_text(

