@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+from tests.support.servers import Mysql, Postgres
 
 from delivered.brokers import fetch, postgres
 from delivered.model.errors import DeliveredError
@@ -22,7 +24,7 @@ def private(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root starts it as another user")
-def test_postgres_started_by_root_reads_no_file_of_roots(new_postgres, private: Path) -> None:
+def test_postgres_started_by_root_reads_no_file_of_roots(new_postgres: Callable[..., Postgres], private: Path) -> None:
     import psycopg
 
     with psycopg.connect(new_postgres().url, autocommit=True) as connection:
@@ -32,7 +34,7 @@ def test_postgres_started_by_root_reads_no_file_of_roots(new_postgres, private: 
             f"COPY (SELECT 1) TO '{private.parent}/written'",
             f"COPY (SELECT 1) TO PROGRAM 'cat > {private.parent}/written'",
         ):
-            with pytest.raises(psycopg.Error, match="ermission denied|failed"):
+            with pytest.raises(psycopg.Error, match=r"ermission denied|failed"):
                 connection.execute(statement)
         row = connection.execute("SELECT pg_read_file('/proc/self/status')").fetchone()
         assert row is not None
@@ -41,9 +43,8 @@ def test_postgres_started_by_root_reads_no_file_of_roots(new_postgres, private: 
     assert not (private.parent / "written").exists()
 
 
-def test_mysql_reads_and_writes_no_file_of_this_users(new_mysql, private: Path) -> None:
+def test_mysql_reads_and_writes_no_file_of_this_users(new_mysql: Callable[..., Mysql], private: Path) -> None:
     import pymysql
-    from urllib.parse import urlsplit
 
     parts = urlsplit(new_mysql().url)
     connection = pymysql.connect(host=parts.hostname, port=parts.port or 0, user=parts.username)

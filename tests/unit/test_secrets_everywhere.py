@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -75,7 +76,7 @@ def test_a_password_in_a_url_is_refused_in_every_option(tmp_path: Path) -> None:
             continue
         find = find_source if role == "source" else find_sink
         for url in URLS:
-            given = {**required(table), each.name: url}
+            given: Any = {**required(table), each.name: url}
             with pytest.raises(UsageError, match="PASSWORD_IN_URL") as declared:
                 endpoint(system, **given)
             with pytest.raises(UsageError, match="PASSWORD_IN_URL") as parsed:
@@ -101,7 +102,7 @@ def test_no_secret_option_is_shown(tmp_path: Path) -> None:
         if not (each.secret or is_secret(each.name)):
             continue
         for value in (SECRET, URLS[0]):
-            given = {**required(table), each.name: value}
+            given: Any = {**required(table), each.name: value}
             made = endpoint(system, **given)
             shown += [repr(made), made.label]
             with suppress(DeliveredError):
@@ -130,7 +131,7 @@ def test_a_failing_connection_shows_no_secret(tmp_path: Path) -> None:
 def test_neither_checkpoint_nor_saga_log_holds_a_password(url: str, tmp_path: Path) -> None:
     log, sink = Endpoint("log", {"path": "l"}), Endpoint("sqlite", {"path": "p", "table": "t"})
     for key in ("checkpoint", "master"):
-        given = {"checkpoint": str(tmp_path), key: url}
+        given: Any = {"checkpoint": str(tmp_path), key: url}
         with pytest.raises(UsageError, match="PASSWORD_IN_URL") as caught:
             Definition(name="p", guarantee="exactly_once", source=log, sinks=[sink], **given)
         assert SECRET not in str(caught.value)

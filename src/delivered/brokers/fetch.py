@@ -1,7 +1,7 @@
 """Fetches servers from Maven Central with pyspark's Ivy, into the user's cache folder.
 
-Each file must have the SHA-256 that `hashes.txt` holds: the registry's own checksums do not tell a file that was replaced
-there.
+Each file must have the SHA-256 that `hashes.txt` holds: by the registry's own checksums, a file that was replaced there
+is right.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def check_hashes(name: str, folder: Path) -> None:
     Raises:
         DeliveredError: a file of this download has not the hash that we know, or no hash is known.
     """
-    known = dict(reversed(line.split()) for line in HASHES.read_text(encoding="utf-8").splitlines() if line[0] != "#")
+    lines = HASHES.read_text(encoding="utf-8").splitlines()
+    known = {path: digest for digest, _, path in (line.partition(" ") for line in lines)}
     for file in sorted(folder.iterdir()):
         with file.open("rb") as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -132,8 +133,8 @@ def check_hashes(name: str, folder: Path) -> None:
                 "DOWNLOAD_CHANGED",
                 f"The file {file.name} of {name} has the SHA-256 {found}; expected is {expected or 'no such file'}. It "
                 "was not used.",
-                next_step="do not use it; compare the hash with the one that the project publishes, and report it; after "
-                "a change of version, add the hashes of its files to hashes.txt",
+                next_step="compare the hash with the one that the project publishes, and report what differs; after a "
+                "change of version, add the hashes of its files to hashes.txt",
             )
 
 

@@ -19,7 +19,8 @@ _SHOWN_MAX = 300
 
 # name=value, name: value, "name": "value"; the name may go on after the word, as in sasl.password.old.
 _NAMED = re.compile(
-    rf"(?i)((?:{'|'.join(map(re.escape, _WORDS))})[\w.]{{0,64}}[\"']?\s{{0,8}}[=:]\s{{0,8}})(\"[^\"]*\"|'[^']*'|[^\s,;&)}}\]]+)"
+    rf"(?i)((?:{'|'.join(map(re.escape, _WORDS))})[\w.]{{0,64}}[\"']?\s{{0,8}}[=:]\s{{0,8}})"
+    r"(\"[^\"]*\"|'[^']*'|[^\s,;&)}\]]+)"
 )
 _IN_URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]{0,30}://[^\s/?#:@'\"]{0,200}):((?!\d+[/?#])[^\s'\"]{1,500})@")
 """The password of a URL, which may contain "/" or "@", as keys of object stores do. A port is none. Bounded: the text

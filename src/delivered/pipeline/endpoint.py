@@ -226,7 +226,7 @@ def as_text(key: str, value: Any) -> str:
         case _:
             raise UsageError(
                 "OPTION_VALUE",
-                f"Option {key!r} is {shown(value, key)} ({type(value).__name__}); it must be text, a number, true or false, or "
-                "JSON.",
+                f"Option {key!r} is {shown(value, key)} ({type(value).__name__}); it must be text, a number, true or "
+                "false, or JSON.",
                 next_step="write the value as text",
             )
