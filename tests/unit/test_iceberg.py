@@ -161,7 +161,11 @@ def test_what_is_named_wrong_is_refused_before_the_start(tmp_path: Path) -> None
     sink_at(tmp_path).ready_target(ROWS.schema)
     with pytest.raises(UsageError, match="DELIVERED_PARTITIONS"):
         sink_at(tmp_path, partitionBy="id").ready_target(ROWS.schema)
-    assert "pass" not in repr(options.IcebergOptions.parse({"table": "a.b", "catalog.uri": "http://u:pass@somewhere"}))
+    with pytest.raises(UsageError, match="PASSWORD_IN_URL") as caught:
+        options.IcebergOptions.parse({"table": "a.b", "catalog.uri": "http://u:hunter2@somewhere"})
+    assert "hunter2" not in str(caught.value)
+    made = options.IcebergOptions.parse({"table": "a.b", "catalog.uri": "http://h", "catalog.credential": "hunter2"})
+    assert "hunter2" not in repr(made)
 
 
 def test_a_catalog_that_does_not_answer_is_told(tmp_path: Path) -> None:

@@ -167,6 +167,7 @@ EXTRA_OF: Mapping[str, tuple[str, str]] = MappingProxyType(
         "rocketmq": ("rocketmq-python-client", "rocketmq"),
         "grpc": ("grpcio", "rocketmq"),
         "httpx": ("httpx", "saga"),
+        "httpcore": ("httpcore", "saga"),
         "prometheus_client": ("prometheus-client", "metrics"),
         "opentelemetry": ("opentelemetry-sdk", "otel"),
         "starlette": ("starlette", "ui"),

@@ -76,9 +76,9 @@ def shown(value: Any, name: str = "") -> str:
     Args:
         name: its key.
     """
-    if isinstance(value, Mapping):
-        text = f"a mapping with the keys {', '.join(map(str, value))}" if value else "an empty mapping"
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+    if isinstance(value, Mapping) and value:
+        text = f"a mapping with the keys {', '.join(map(str, value))}"
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes) and value:
         text = f"a list of {len(value)}"
     else:
         text = repr(_without_secrets(value, name))

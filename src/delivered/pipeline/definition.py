@@ -18,11 +18,11 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import checked_name
 from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.model.offsets import NAME, SOURCE
-from delivered.model.options import choice, password_in_url
-from delivered.model.secrets import holds_password, shown
+from delivered.model.options import choice
+from delivered.model.secrets import shown
 from delivered.model.work import Tolerance
 from delivered.pipeline.dedup import dedup as make_dedup
-from delivered.pipeline.endpoint import Endpoint, as_text
+from delivered.pipeline.endpoint import Endpoint, as_text, refuse_passwords
 from delivered.pipeline.entries import AuditEntry, DedupEntry, PipelineFile, SinkEntry, SourceEntry, TransformEntry
 from delivered.pipeline.file import load_file
 from delivered.pipeline.output_mode import for_output_mode
@@ -161,13 +161,7 @@ class Definition:
     ) -> None:
         self.name = checked_name("pipeline", name)
         self.guarantee = Guarantee.parse(guarantee)
-        for key, place in (("checkpoint", str(checkpoint)), ("master", master or "")):
-            if holds_password(place):
-                raise password_in_url(
-                    f"pipeline {name!r}",
-                    key,
-                    "remove it, and put the credentials into Spark's configuration, or its environment",
-                )
+        refuse_passwords(name, {"checkpoint": str(checkpoint), "master": master or ""})
         self.checkpoint = _absolute(str(checkpoint))
         self.sources = _sources(source, sources)
         self.transform = as_transform(transform)
@@ -181,12 +175,10 @@ class Definition:
         self.batch_s_max = batch_s_max
         self.audit_by = dict(audit or {})
         self.conf = {k: as_text(k, v) for k, v in (conf or {}).items()}
-        self.master = master
-        self.new_checkpoint = new_checkpoint
+        self.master, self.new_checkpoint = master, new_checkpoint
         self.missing_ledger, self.new_target, self.lost_records = missing_ledger, new_target, lost_records
         self.on_bad_row = _on_bad_row(on_bad_row, dead_letter)
-        self.dead_letter = dead_letter
-        self.lineage = lineage
+        self.dead_letter, self.lineage = dead_letter, lineage
         for entry in (self.audit_by, *(s.audit for s in self.sinks)):
             if unknown := set(entry) - set(AuditEntry.model_fields):
                 raise UsageError(

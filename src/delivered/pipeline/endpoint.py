@@ -230,3 +230,14 @@ def as_text(key: str, value: Any) -> str:
                 "false, or JSON.",
                 next_step="write the value as text",
             )
+
+
+def refuse_passwords(pipeline: str, places: Mapping[str, str]) -> None:
+    """
+    Raises:
+        UsageError: one of these, by key, is a URL with a password.
+    """
+    step = "remove it, and put the credentials into Spark's configuration, or the environment"
+    for key, place in places.items():
+        if holds_password(place):
+            raise password_in_url(f"pipeline {pipeline!r}", key, step)
