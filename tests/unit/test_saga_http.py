@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import threading
 import time
@@ -11,8 +12,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from delivered.saga import http
 from delivered.saga.definition import Call, Rejected, Verb
-from delivered.saga.http import Http, _client
+from delivered.saga.http import Http
 
 CALL = Call("s", "1", "pay", Verb.DO, "k", {}, {}, 1)
 
@@ -91,7 +93,7 @@ def test_a_reply_whose_head_does_not_end_is_given_up_after_the_timeout(
         if through_a_proxy:
             monkeypatch.setenv("HTTP_PROXY", url)
             monkeypatch.setenv("NO_PROXY", "")
-        _client.cache_clear()
+        made = functools.cache(lambda _: http.limited(httpx.Client()))  # it knows the proxy
+        monkeypatch.setattr(http, "_client", made)
         with pytest.raises(httpx.ReadTimeout):
             Http("http://service.invalid/" if through_a_proxy else url, timeout_s=0.5)(CALL)
-    _client.cache_clear()

@@ -114,7 +114,11 @@ def _client(process: int) -> httpx.Client:
         import httpx
     except ImportError:
         raise MissingExtra("saga") from None
-    client = httpx.Client()
+    return limited(httpx.Client())
+
+
+def limited(client: httpx.Client) -> httpx.Client:
+    """The same; its waits end at the deadline of the call that waits."""
     for transport in (client._transport, *client._mounts.values()):  # the mounts are the environment's proxies
         if transport is not None:
             pool = transport._pool  # type: ignore[attr-defined]

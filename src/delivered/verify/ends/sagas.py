@@ -74,7 +74,7 @@ def connect(dialect: str, url: str) -> saga.Log:
     return saga.Log(f"mysql://delivered@{url}/dev" if dialect == "mysql" else url)
 
 
-http._client = cache(lambda _: httpx.Client(verify=False))  # noqa: S501 - certificates take longer to load than a saga to run
+http._client = cache(lambda _: http.limited(httpx.Client(verify=False)))  # noqa: S501 - certificates take longer to load than a saga to run
 
 
 def work(spec: dict[str, Any]) -> None:
