@@ -87,6 +87,18 @@ SOURCE_QUEUE_KBYTES = 16_384
 RECORD_BATCH_BYTES_MAX = 256 << 20
 """One Kafka record batch, decompressed."""
 
+SCHEMA_TYPES_MAX = 10_000
+"""Types of one registered schema, with its references expanded."""
+
+SCHEMA_DEPTH_MAX = 32
+"""Records within records of a registered schema."""
+
+RECORD_VALUES_MAX = 5_000_000
+"""Values that one record with a schema stands for, with the fields that its schema fills in."""
+
+RECORD_CHECKS_MAX = 1_000_000
+"""Rules of a JSON Schema that are applied to one record, or ten for each of its bytes if that is more."""
+
 KAFKA_RESPONSE_BYTES_MAX = 256 << 20
 """One response of a Kafka broker: a fetch holds at least one record batch, however large."""
 

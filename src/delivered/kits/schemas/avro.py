@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from itertools import count
@@ -15,7 +15,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.model.errors import MissingExtra
+from delivered.kits.schemas.avro_values import of_array, of_bytes, of_decimal, of_enum, of_map, of_object, of_plain
+from delivered.kits.schemas.bounds import TypeCount, in_words, too_many_values
+from delivered.kits.schemas.bounds import Unmappable as Unmappable
+from delivered.kits.schemas.bounds import Unreadable as Unreadable
+from delivered.kits.schemas.json_text import parsed
+from delivered.model.errors import DeliveredError, MissingExtra
+from delivered.model.limits import RECORD_VALUES_MAX
 
 AVRO, JSON = "AVRO", "JSON"
 KINDS = (AVRO, JSON)
@@ -38,16 +44,9 @@ _LOGICAL = {
     ("long", "local-timestamp-micros"): (pa.timestamp("us"), pa.timestamp("us")),
 }
 """(type, logical type) -> Arrow type of Avro's numbers, Arrow type of the column."""
-_BITS = {"int": 31, "long": 63}
 _DIGITS_MAX = 38  # of a decimal in Spark
-
-
-class Unmappable(ValueError):
-    """A schema that has no columns; the text names the field."""
-
-
-class Unreadable(ValueError):
-    """A value that does not match its schema; the text names the field."""
+_ANY_DIGITS = 1_000
+"""Told to fastavro as a decimal's precision: it rounds digits beyond that. The column's type refuses them."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,10 @@ class Shape:
         of_json: a JSON value -> a value for `filled`; raises Unreadable.
         required: of a record: fields that may not be null.
         meanings: path of a leaf -> its logical type. Avro itself silently reads seconds as days.
+        types: how many this one holds, with itself.
+        repeated: the same, of the largest among the items of its arrays and values of its maps.
+        empty: a value may take no bytes.
+        defaults: of each record within, by its generated name: the values of fields that a writer did not have.
     """
 
     avro: Any
@@ -70,6 +73,27 @@ class Shape:
     optional: bool = False
     required: tuple[str, ...] = ()
     meanings: Mapping[str, str] = field(default_factory=dict, compare=False)
+    types: int = 1
+    repeated: int = 0
+    empty: bool = False
+    defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, compare=False)
+
+
+class _Walk:
+    """One walk through a schema.
+
+    Args:
+        named: its named types.
+    """
+
+    def __init__(self, kind: str, named: Mapping[str, Any]) -> None:
+        self.kind, self.named = kind, named
+        self.names, self.types = count(), TypeCount()
+        self.within: list[str] = []
+
+    def name(self) -> str:
+        """fastavro compares only the last part of a name, and a schema must not contain a name twice."""
+        return f"n{next(self.names)}.part"
 
 
 @lru_cache(maxsize=256)
@@ -96,17 +120,58 @@ def any_shape_of(kind: str, text: str, references: tuple[str, ...] = (), *, reco
     named: dict[str, Any] = {}
     try:
         for each in references:
-            schema.parse_schema(json.loads(each), named)
-        node = schema.parse_schema(json.loads(text), named, expand=True, _write_hint=False, _force=True)
-    except (ValueError, KeyError, TypeError, schema.SchemaParseException, schema.UnknownType) as error:
-        raise Unmappable(f"it is not an Avro schema: {error!r:.200}") from None
-    if record and (not isinstance(node, dict) or node.get("type") != "record"):
-        raise Unmappable("it is not a record")
-    try:
-        found = _shape(kind, node, "", count())
+            schema.parse_schema(_with_valid_logical_types(json.loads(each)), named)
+        own = _with_valid_logical_types(json.loads(text))
+        node = schema.parse_schema(own, named, _write_hint=False, _force=True)
+        walk = _Walk(kind, named)
+        if isinstance(node, str):
+            node = named.get(node, node)
+        if record and (not isinstance(node, dict) or node.get("type") != "record"):
+            raise Unmappable("it is not a record")
+        found = _shape(walk, node, "")
+        made = schema.parse_schema(found.avro)
     except Unmappable as error:
         raise Unmappable(str(error).replace("field ''", "it")) from None
-    return replace(found, avro=schema.parse_schema(found.avro))
+    except DeliveredError:
+        raise
+    except Exception as error:  # a schema is anybody's, and the library raises anything
+        raise Unmappable(f"it is not an Avro schema: {in_words(error)[:200]}") from None
+    if isinstance(made, dict):
+        for name, values in found.defaults.items():
+            for part in made["__named_schemas"][name]["fields"]:
+                if part["name"] in values:
+                    part["default"] = values[part["name"]]
+    return replace(found, avro=made)
+
+
+def _with_valid_logical_types(node: Any) -> Any:
+    """The schema without invalid logical types, which a reader must ignore (Avro's specification)."""
+    if isinstance(node, list):
+        return [_with_valid_logical_types(n) for n in node]
+    if not isinstance(node, dict):
+        return node
+    found = {k: v if k in ("default", "symbols") else _with_valid_logical_types(v) for k, v in node.items()}
+    if "logicalType" in node and not _is_valid(node):
+        del found["logicalType"]
+    return found
+
+
+def _is_valid(node: Mapping[str, Any]) -> bool:
+    what, logical = node.get("type"), node["logicalType"]
+    if logical != "decimal":
+        return isinstance(logical, str)
+    digits, scale = node.get("precision"), node.get("scale", 0)
+    if type(digits) is not int or type(scale) is not int or digits < 1 or not 0 <= scale <= digits:
+        return False
+    if what == "fixed":
+        size = node.get("size")
+        return type(size) is int and digits <= _digits_of(size)
+    return what == "bytes"
+
+
+def _digits_of(size: int) -> int:
+    """Digits of every decimal in so many bytes."""
+    return len(str((1 << 8 * min(size, 32) - 1) - 1)) - 1 if size > 0 else 0
 
 
 @cache
@@ -123,95 +188,150 @@ def fastavro() -> Any:
 def read_avro(data: bytes, writer: Shape, reader: Shape) -> Any:
     """Raises Unreadable."""
     stream = io.BytesIO(data)
+    # Items of a byte each may have any number of defaults.
+    suspect = writer is not reader and len(data) * reader.repeated > RECORD_VALUES_MAX
+    if suspect and _items(read_avro(data, writer, writer)) * reader.repeated > RECORD_VALUES_MAX:
+        raise too_many_values()
     try:
         found = fastavro().schemaless_reader(stream, writer.avro, None if writer is reader else reader.avro)
     except Exception as error:  # the exception depends on the kind of garbage
-        raise Unreadable(f"{type(error).__name__}: {str(error)[:200]}") from None
+        raise Unreadable(in_words(error)) from None
     if stream.tell() != len(data):
         raise Unreadable(f"the record ends after {stream.tell()} of {len(data)} bytes")
     return found
 
 
+def _items(value: Any) -> int:
+    """Of all arrays and maps; a record counts as one, too."""
+    if isinstance(value, dict):
+        return len(value) + sum(_items(v) for v in value.values() if isinstance(v, (dict, list)))
+    return len(value) + sum(_items(v) for v in value if isinstance(v, (dict, list))) if isinstance(value, list) else 0
+
+
 def read_json(data: bytes, reader: Shape) -> Any:
     """Raises Unreadable."""
+    found = parsed(data)
+    if data.count(b"{") * reader.repeated > RECORD_VALUES_MAX:
+        raise too_many_values()
     try:
-        return reader.of_json(json.loads(data))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise Unreadable(f"it is not JSON: {error}") from None
+        return reader.of_json(found)
+    except RecursionError as error:
+        raise Unreadable(in_words(error)) from None
 
 
-def _shape(kind: str, node: Any, path: str, names: Iterator[int]) -> Shape:
+def _shape(walk: _Walk, node: Any, path: str) -> Shape:
+    walk.types.add(path, len(walk.within))
     if isinstance(node, list):
-        return _union(kind, node, path, names)
+        return _union(walk, node, path)
     if isinstance(node, str):
-        node = {"type": node}
+        node = walk.named.get(node, {"type": node})
     what = node["type"]
+    name = node.get("name", "")
+    if what in ("record", "error") and name in walk.within:
+        raise _unknown(path, name)
+    walk.within.append(name)
+    try:
+        return _typed(walk, node, what, path)
+    finally:
+        walk.within.pop()
+
+
+def _typed(walk: _Walk, node: Mapping[str, Any], what: Any, path: str) -> Shape:
     match what:
         case dict() | list():
-            return _shape(kind, what, path, names)
+            return _shape(walk, what, path)
         case "record" | "error":
-            return _record(kind, node, path, names)
+            return _record(walk, node, path)
         case "array":
-            items = _shape(kind, node["items"], f"{path}[]", names)
-            return Shape(
+            items = _shape(walk, node["items"], f"{path}[]")
+            if items.empty and walk.kind == AVRO:
+                raise Unmappable(
+                    f"field {path[1:]!r} is an array whose items take no bytes: a record could hold any number"
+                )
+            return _repeating(
                 {"type": "array", "items": items.avro},
+                items,
                 pa.list_(items.filled),
                 pa.list_(items.arrow),
-                _array(path, items),
-                meanings=items.meanings,
+                of_array(path, items),
             )
         case "map":
-            values = _shape(kind, node["values"], f"{path}{{}}", names)
-            return Shape(
+            values = _shape(walk, node["values"], f"{path}{{}}")
+            return _repeating(
                 {"type": "map", "values": values.avro},
+                values,
                 pa.map_(pa.string(), values.filled),
                 pa.map_(pa.string(), values.arrow),
-                _map(path, values),
-                meanings=values.meanings,
+                of_map(path, values),
             )
         case "enum":
             symbols = frozenset(node["symbols"])
-            avro = {"type": "enum", "name": _name(names), "symbols": node["symbols"]}
+            avro = {"type": "enum", "name": walk.name(), "symbols": node["symbols"]}
             if "default" in node:
                 avro["default"] = node["default"]
-            return Shape(avro, pa.string(), pa.string(), _among(path, symbols), meanings={path: ""})
-    return _leaf(kind, node, path, names)
+            return Shape(avro, pa.string(), pa.string(), of_enum(path, symbols), meanings={path: ""})
+    return _leaf(walk, node, path)
 
 
-def _leaf(kind: str, node: Mapping[str, Any], path: str, names: Iterator[int]) -> Shape:
+def _repeating(
+    avro: Any, inner: Shape, filled: pa.DataType, arrow: pa.DataType, of_json: Callable[[Any], Any]
+) -> Shape:
+    return Shape(
+        avro,
+        filled,
+        arrow,
+        of_json,
+        meanings=inner.meanings,
+        types=inner.types + 1,
+        repeated=max(inner.types, inner.repeated),
+        defaults=inner.defaults,
+    )
+
+
+def _leaf(walk: _Walk, node: Mapping[str, Any], path: str) -> Shape:
     what, logical = node["type"], node.get("logicalType", "")
-    if what in ("bytes", "fixed") and kind == JSON:
+    if what in ("bytes", "fixed") and walk.kind == JSON:
         raise Unmappable(
             f"field {path[1:]!r} is {what}, which clients encode in JSON in different ways (Java base64, Python text)"
         )
     avro: Any = what
+    size = None
     if what == "fixed":
-        avro = {"type": "fixed", "name": _name(names), "size": node["size"]}
+        size = int(node["size"])
+        avro = {"type": "fixed", "name": walk.name(), "size": size}
         what = "bytes"
     if what == "bytes" and logical == "decimal":
         digits, scale = int(node["precision"]), int(node.get("scale", 0))
         if digits > _DIGITS_MAX:
             raise Unmappable(f"field {path[1:]!r} is a decimal of {digits} digits; columns hold at most {_DIGITS_MAX}")
-        size = {"logicalType": "decimal", "precision": digits, "scale": scale}
-        avro = {**(avro if isinstance(avro, dict) else {"type": avro}), **size}
+        room = _ANY_DIGITS if size is None else max(digits, _digits_of(size))
+        told = {"logicalType": "decimal", "precision": room, "scale": scale}
+        avro = {**(avro if isinstance(avro, dict) else {"type": avro}), **told}
         found = pa.decimal128(digits, scale)
-        return Shape(avro, found, found, _never, meanings={path: f"decimal, {scale} digits after the point"})
+        meaning = f"decimal, {scale} digits after the point"
+        return Shape(avro, found, found, of_decimal(path, scale, size), meanings={path: meaning})
     if what not in _PLAIN:
-        why = "is null alone" if what == "null" else f"is of type {what!r}, which is recursive or unknown"
-        raise Unmappable(f"field {path[1:]!r} {why}")
+        if what == "null":
+            raise Unmappable(f"field {path[1:]!r} is null alone")
+        raise _unknown(path, what)
     filled, arrow = _LOGICAL.get((what, logical), (_PLAIN[what], _PLAIN[what]))
     meaning = logical if (what, logical) in _LOGICAL else ""
-    return Shape(avro, filled, arrow, _value(path, what), meanings={path: meaning})
+    of_json = of_bytes(path, size) if what == "bytes" else of_plain(path, what)
+    return Shape(avro, filled, arrow, of_json, meanings={path: meaning}, empty=size == 0)
 
 
-def _union(kind: str, node: list[Any], path: str, names: Iterator[int]) -> Shape:
+def _unknown(path: str, what: Any) -> Unmappable:
+    return Unmappable(f"field {path[1:]!r} is of type {what!r}, which is recursive or unknown")
+
+
+def _union(walk: _Walk, node: Sequence[Any], path: str) -> Shape:
     others = [t for t in node if t != "null"]
     if len(others) != 1:
         kinds = ", ".join(str(t["type"] if isinstance(t, dict) else t) for t in node)
         raise Unmappable(
             f"field {path[1:]!r} is a union of {kinds}; only a union of null and one other type has a column type"
         )
-    inner = _shape(kind, others[0], path, names)
+    inner = _shape(walk, others[0], path)
     if len(node) == 1:
         return inner
     inner_of_json = inner.of_json
@@ -221,100 +341,35 @@ def _union(kind: str, node: list[Any], path: str, names: Iterator[int]) -> Shape
         of_json=lambda value: None if value is None else inner_of_json(value),
         optional=True,
         required=(),
+        empty=False,
     )
 
 
-def _record(kind: str, node: Mapping[str, Any], path: str, names: Iterator[int]) -> Shape:
-    name = _name(names)
+def _record(walk: _Walk, node: Mapping[str, Any], path: str) -> Shape:
+    name = walk.name()
     fields: list[tuple[str, Shape, dict[str, Any]]] = []
     for part in node["fields"]:
-        shape = _shape(kind, part["type"], f"{path}.{part['name']}", names)
+        shape = _shape(walk, part["type"], f"{path}.{part['name']}")
         fields.append((part["name"], shape, {k: part[k] for k in ("default", "aliases") if k in part}))
+    own = {n: _default(s, more["default"], f"{path}.{n}") for n, s, more in fields if "default" in more}
+    parts = [{"name": n, "type": s.avro, **{k: v for k, v in m.items() if k != "default"}} for n, s, m in fields]
     return Shape(
-        {"type": "record", "name": name, "fields": [{"name": n, "type": s.avro, **more} for n, s, more in fields]},
+        {"type": "record", "name": name, "fields": parts},
         pa.struct([pa.field(n, s.filled) for n, s, _ in fields]),
         pa.struct([pa.field(n, s.arrow) for n, s, _ in fields]),
-        _object(path, fields),
+        of_object(path, fields),
         required=tuple(n for n, s, _ in fields if not s.optional),
         meanings={p: m for _, s, _ in fields for p, m in s.meanings.items()},
+        types=1 + sum(s.types + _items(own.get(n)) for n, s, _ in fields),
+        repeated=max((s.repeated for _, s, _ in fields), default=0),
+        empty=all(s.empty for _, s, _ in fields),
+        defaults={k: v for _, s, _ in fields for k, v in s.defaults.items()} | {name: own},
     )
 
 
-def _name(names: Iterator[int]) -> str:
-    """fastavro compares only the last part of a name, and a schema must not contain a name twice."""
-    return f"n{next(names)}.part"
-
-
-def _object(path: str, fields: list[tuple[str, Shape, dict[str, Any]]]) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise _wrong(path, value, "object")
-        found = {}
-        for name, shape, more in fields:
-            if name in value:
-                found[name] = shape.of_json(value[name])
-            elif "default" in more:
-                found[name] = shape.of_json(more["default"])
-            elif shape.optional:
-                found[name] = None
-            else:
-                raise Unreadable(f"the field {path[1:] + '.' + name if path else name!r} is missing")
-        return found
-
-    return read
-
-
-def _array(path: str, items: Shape) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if not isinstance(value, list):
-            raise _wrong(path, value, "array")
-        return [items.of_json(v) for v in value]
-
-    return read
-
-
-def _map(path: str, values: Shape) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise _wrong(path, value, "map")
-        return {k: values.of_json(v) for k, v in value.items()}
-
-    return read
-
-
-def _among(path: str, symbols: frozenset[str]) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if not isinstance(value, str) or value not in symbols:
-            raise _wrong(path, value, "one of the enum's symbols")
-        return value
-
-    return read
-
-
-def _value(path: str, what: str) -> Callable[[Any], Any]:
-    bits = _BITS.get(what)
-
-    def read(value: Any) -> Any:
-        kind = type(value)
-        if bits is not None:
-            if kind is int and -(1 << bits) <= value < 1 << bits:
-                return value
-        elif what in ("float", "double"):
-            if kind is float:
-                return value
-            if kind is int:
-                return float(value)
-        elif kind is (bool if what == "boolean" else str):
-            return value
-        raise _wrong(path, value, what)
-
-    return read
-
-
-def _never(value: Any) -> Any:
-    raise Unreadable(f"decimals are not supported in JSON: {type(value).__name__}")
-
-
-def _wrong(path: str, value: Any, wanted: str) -> Unreadable:
-    where = f"field {path[1:]!r}" if path else "the value"
-    return Unreadable(f"{where} is {type(value).__name__} {value!r:.40}; it must be {wanted}")
+def _default(shape: Shape, written: Any, path: str) -> Any:
+    """A default in JSON, as a value: bytes are written as the characters U+0000 to U+00FF."""
+    try:
+        return shape.of_json(written)
+    except Unreadable as error:
+        raise Unmappable(f"field {path[1:]!r} has a default that is not of its type: {error}") from None

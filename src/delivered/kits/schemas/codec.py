@@ -8,10 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.kits.schemas.avro import Unmappable, Unreadable
-from delivered.kits.schemas.registry import Registered
+from delivered.kits.schemas.bounds import Unmappable, Unreadable, in_words
+from delivered.kits.schemas.registry import BadSchema, Registered
 from delivered.kits.schemas.schema import Schema, schema_of
 from delivered.kits.schemas.values import canonical, in_units_of, plain
+from delivered.model.errors import DeliveredError
 
 _PREFIX = struct.Struct(">bI")
 
@@ -35,6 +36,7 @@ class Decoder:
         self._record = record if planned is None else None
         self._ask = ask
         self._written: dict[int, Schema] = {}
+        self._unusable: dict[int, str] = {}
 
     @property
     def type(self) -> pa.DataType:
@@ -50,26 +52,24 @@ class Decoder:
                 reasons.append(None)
             except Unreadable as error:
                 found.append(None if self._reader is not None else data)
-                reasons.append(str(error))
+                reasons.append(in_words(error))
         if self._reader is None:
             return pa.array(found, pa.binary()), reasons
-        try:
-            return _array(found, self._reader), reasons
-        except _OUT_OF_RANGE:
-            return self._one_by_one(found, reasons, self._reader)
-
-    def _one_by_one(
-        self, found: list[Any], reasons: list[str | None], reader: Schema
-    ) -> tuple[pa.Array, list[str | None]]:
-        """Find the values that do not fit the column: milliseconds that overflow as microseconds."""
-        for at, value in enumerate(found):
-            try:
-                _array([value], reader)
-            except _OUT_OF_RANGE as error:
-                found[at], reasons[at] = None, str(error)[:200]
-        return _array(found, reader), reasons
+        made, unfit = array_of(found, self._reader.filled, self._reader.arrow)
+        for at, why in unfit.items():
+            reasons[at] = why
+        return made, reasons
 
     def _read(self, data: bytes) -> Any:
+        """Raises Unreadable: whatever else decoding raises is this record's fault, and must not stop the query."""
+        try:
+            return self._decoded(data)
+        except (Unreadable, DeliveredError):
+            raise
+        except Exception as error:
+            raise Unreadable(in_words(error)) from None
+
+    def _decoded(self, data: bytes) -> Any:
         if len(data) < _PREFIX.size:
             raise Unreadable(f"it has {len(data)} bytes, and the registry's format begins with {_PREFIX.size}")
         magic, number = _PREFIX.unpack_from(data)
@@ -79,20 +79,23 @@ class Decoder:
         value = (self._reader or written).read(data[_PREFIX.size :], written)
         if self._reader is not None:
             return value
-        try:
-            return canonical(_array([value], written))[0].as_py()
-        except _OUT_OF_RANGE as error:
-            raise Unreadable(str(error)[:200]) from None
+        return canonical(pa.array([value], written.filled).cast(written.arrow))[0].as_py()
 
     def _known(self, number: int) -> Schema:
-        found = self._ask(number)
-        if found is None:
-            raise Unreadable(f"the registry has no schema {number}")
-        try:
-            self._written[number] = schema_of(found, self._record)
-        except Unmappable as error:
-            raise Unreadable(f"schema {number} has no column type: {error}") from None
-        return self._written[number]
+        why = self._unusable.get(number)
+        if why is None:
+            try:
+                found = self._ask(number)
+                if found is None:
+                    raise Unreadable(f"the registry has no schema {number}")
+                self._written[number] = schema_of(found, self._record)
+                return self._written[number]
+            except Unmappable as error:
+                why = f"schema {number} has no column type: {in_words(error)}"
+            except BadSchema as error:
+                why = f"schema {number} cannot be used: {error.message}"
+            self._unusable[number] = why  # each record may name it
+        raise Unreadable(why)
 
 
 class Encoder:
@@ -134,8 +137,20 @@ class Encoder:
         return self._schema.write({**self._absent, **value} if self._absent else value)
 
 
-_OUT_OF_RANGE = (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, ValueError)
+def array_of(found: list[Any], filled: pa.DataType, arrow: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
+    """Values as a column of the type `arrow`, by way of `filled`; those that do not fit it become null.
 
-
-def _array(values: list[Any], schema: Schema) -> pa.Array:
-    return pa.array(values, schema.filled).cast(schema.arrow)
+    Returns:
+        the column, and by place why a value does not fit: milliseconds that overflow as microseconds, half a surrogate
+        pair.
+    """
+    try:
+        return pa.array(found, filled).cast(arrow), {}
+    except Exception:
+        unfit = dict[int, str]()
+    for at, value in enumerate(found):
+        try:
+            pa.array([value], filled).cast(arrow)
+        except Exception as error:
+            found[at], unfit[at] = None, in_words(error)
+    return pa.array(found, filled).cast(arrow), unfit

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
 
-from delivered.kits.schemas.avro import Unmappable, Unreadable
+from delivered.kits.schemas import json_rules
+from delivered.kits.schemas.bounds import Budget, TypeCount, Unmappable, Unreadable, in_words
+from delivered.kits.schemas.json_text import as_double, parsed
 from delivered.kits.schemas.registry import Registered
-from delivered.model.errors import MissingExtra
+from delivered.model.errors import DeliveredError, MissingExtra
 
 _PLAIN = {"string": pa.string(), "integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_()}
-_DEPTH_MAX = 32
+_LONG_MIN, _LONG_MAX = -(2**63), 2**63 - 1
 
 
 class JsonSchema:
@@ -30,38 +33,39 @@ class JsonSchema:
             document = json.loads(registered.text)
             made = jsonschema.validators.validator_for(document, default=jsonschema.Draft7Validator)
             made.check_schema(document)
-            known = [(name, json.loads(text)) for name, text in registered.references]
-        except (ValueError, TypeError, jsonschema.SchemaError) as error:
+            document = json_rules.checked(document)
+            known = [(name, json_rules.checked(json.loads(text))) for name, text in registered.references]
+            specification = referencing.jsonschema.specification_with(made.META_SCHEMA["$schema"])
+            resources = [
+                (uri, specification.create_resource(each))
+                for name, each in known
+                for uri in {name, each.get("$id", name)}
+            ]
+            registry = referencing.Registry().with_resources(resources)
+            self._validator = json_rules.bounded(made)(document, registry=registry)
+            self._kinds = _Kinds(document, {u: r.contents for u, r in resources})
+            self.arrow = self.filled = self._kinds.of(document, "", 0)
+            required = [n for n in document.get("required", ()) if n in document.get("properties", ())]
+        except (Unmappable, DeliveredError):
+            raise
+        except jsonschema.SchemaError as error:
             raise Unmappable(f"it is not a JSON Schema: {str(error)[:200]}") from None
-        default = referencing.jsonschema.specification_with(made.META_SCHEMA["$schema"])
-        resources = [
-            (uri, referencing.Resource.from_contents(each, default))
-            for name, each in known
-            for uri in {name, each.get("$id", name)}
-        ]
-        self._validator = made(document, registry=referencing.Registry().with_resources(resources))
-        self._kinds = _Kinds(document, {u: r.contents for u, r in resources})
-        self.arrow = self.filled = self._kinds.of(document, "", 0)
+        except Exception as error:  # a schema is anybody's, and the libraries raise anything
+            raise Unmappable(f"it is not a JSON Schema: {in_words(error)[:200]}") from None
         self._nullable = self._kinds.nullable
-        self.required = tuple(
-            n
-            for n in document.get("required", ())
-            if n in document.get("properties", ()) and f".{n}" not in self._nullable
-        )
+        self.required = tuple(n for n in required if f".{n}" not in self._nullable)
 
     def read(self, data: bytes, written: Any) -> Any:
         """Validated by the schema that it was written with."""
         if not isinstance(written, JsonSchema):
             raise Unreadable("it was not written with a JSON Schema")
-        try:
-            found = json.loads(data)
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise Unreadable(f"it is not JSON: {error}") from None
-        written.check(found)
-        return found
+        found = parsed(data)
+        written.check(found, len(data))
+        return _fitted(found, self.filled, "", Budget())
 
-    def check(self, document: Any) -> None:
-        """Raises Unreadable: the document does not match."""
+    def check(self, document: Any, size: int = 0) -> None:
+        """Raises Unreadable: the document, of so many bytes, does not match."""
+        json_rules.start(size)
         error = next(self._validator.iter_errors(document), None)
         if error is not None:
             place = "".join(f".{p}" if isinstance(p, str) else f"[{p}]" for p in error.absolute_path)
@@ -85,6 +89,34 @@ class JsonSchema:
         return value
 
 
+def _fitted(value: Any, kind: pa.DataType, path: str, budget: Budget) -> Any:
+    """What a column of the type holds of a value: no number becomes another one. Other mismatches are Arrow's errors.
+
+    Raises:
+        Unreadable
+    """
+    if isinstance(value, dict):
+        if pa.types.is_struct(kind):
+            budget.spend(len(kind))
+            return {f.name: _fitted(value[f.name], f.type, f"{path}.{f.name}", budget) for f in kind if f.name in value}
+        if pa.types.is_map(kind):
+            budget.spend(len(value))
+            return {k: _fitted(v, kind.item_type, f"{path}{{}}", budget) for k, v in value.items()}
+    elif isinstance(value, list):
+        if pa.types.is_list(kind):
+            budget.spend(len(value))
+            return [_fitted(v, kind.value_type, f"{path}[]", budget) for v in value]
+    elif isinstance(value, (int, float, Decimal)) and not isinstance(value, bool):
+        if pa.types.is_float64(kind) and (found := as_double(value)) is not None:
+            return found
+        if pa.types.is_int64(kind) and _LONG_MIN <= value <= _LONG_MAX and value % 1 == 0:
+            return int(value)
+        if pa.types.is_float64(kind) or pa.types.is_int64(kind):
+            what = "a double" if pa.types.is_float64(kind) else "a long"
+            raise Unreadable(f"field {path[1:]!r} is the number {str(value)[:40]}, which {what} cannot hold exactly")
+    return value
+
+
 class _Kinds:
     """Arrow types of a document's parts.
 
@@ -93,12 +125,11 @@ class _Kinds:
     """
 
     def __init__(self, document: Any, others: Mapping[str, Any]) -> None:
-        self._document, self._others = document, others
+        self._document, self._others, self._types = document, others, TypeCount()
         self.nullable: set[str] = set()
 
     def of(self, node: Any, path: str, depth: int) -> pa.DataType:
-        if depth > _DEPTH_MAX:
-            raise Unmappable(f"field {path[1:]!r} is recursive, or nested more than {_DEPTH_MAX} deep")
+        self._types.add(path, depth)
         if not isinstance(node, dict):
             raise Unmappable(f"field {path[1:]!r} may be anything")
         if "$ref" in node:

@@ -13,18 +13,23 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.kits.schemas.avro import Unmappable, Unreadable
+from delivered.kits.schemas.bounds import Budget, TypeCount, Unmappable, Unreadable, in_words
 from delivered.kits.schemas.registry import Registered
-from delivered.model.errors import MissingExtra
+from delivered.model.errors import DeliveredError, MissingExtra
 
 _MAIN = "delivered_schema.proto"
-_DEPTH_MAX = 32
+_INDEXES_MAX = 32
+"""Of a message within messages."""
 _TIMESTAMP = "google.protobuf.Timestamp"
 _WRAPPERS = tuple(
     f"google.protobuf.{n}Value"
     for n in ("Double", "Float", "Int64", "UInt64", "Int32", "UInt32", "Bool", "String", "Bytes")
 )
+_NAME_LENGTH_MAX = 200
 _SECOND, _NANOS = 1_000_000, 1_000
+_SECONDS_MIN, _SECONDS_MAX = -62_135_596_800, 253_402_300_799
+"""Of a Timestamp, by its definition: years 1 to 9999."""
+_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,9}")
 
 
 @dataclass(frozen=True)
@@ -32,15 +37,19 @@ class _Node:
     """One type.
 
     Attributes:
-        read: a value of the message class -> of `kind`; write: the inverse.
+        read: a value of the message class -> of `kind`, within a budget; write: the inverse.
     """
 
     kind: pa.DataType
-    read: Callable[[Any], Any]
+    read: Callable[[Any, Budget], Any]
     write: Callable[[Any], Any]
 
 
 def _same(value: Any) -> Any:
+    return value
+
+
+def _as_it_is(value: Any, _budget: Budget) -> Any:
     return value
 
 
@@ -52,11 +61,16 @@ class ProtobufSchema:
             from google.protobuf import message_factory
         except ImportError:
             raise MissingExtra("schemas") from None
-        self._file = _compiled(registered)
-        self._message = self._chosen(record)
-        self._class = message_factory.GetMessageClass(self._message)
-        self._indexes = _indexes_text(_path_to(self._message))
-        node = _message(self._message, "", 0)
+        try:
+            self._file = _compiled(registered)
+            self._message = self._chosen(record)
+            self._class = message_factory.GetMessageClass(self._message)
+            self._indexes = _indexes_text(_path_to(self._message))
+            node = _message(self._message, "", 0, TypeCount())
+        except (Unmappable, DeliveredError, OSError):
+            raise
+        except Exception as error:  # a schema is anybody's, and the library raises anything
+            raise Unmappable(f"it is not a Protobuf schema: {in_words(error)[:200]}") from None
         self._node = node
         self.arrow = self.filled = node.kind
         self.required = tuple(f.name for f in self._message.fields if not f.has_presence)
@@ -69,12 +83,10 @@ class ProtobufSchema:
         name = written._named(indexes)
         if name != self._message.full_name:
             raise Unreadable(f"it is a {name}; {self._message.full_name} is read")
-        from google.protobuf.message import DecodeError
-
         try:
-            return self._node.read(self._class.FromString(payload))
-        except (DecodeError, ValueError) as error:
-            raise Unreadable(str(error)[:200]) from None
+            return self._node.read(self._class.FromString(payload), Budget())
+        except Exception as error:  # the exception depends on the kind of garbage
+            raise Unreadable(in_words(error)) from None
 
     def write(self, value: Any) -> bytes:
         made = self._node.write(value)
@@ -95,7 +107,7 @@ class ProtobufSchema:
         return found
 
     def _named(self, indexes: Sequence[int]) -> str:
-        """Full name of the message at these indexes."""
+        """Full name of the message at these indexes, at least one."""
         found: Any = None
         for index in indexes:
             of = list(self._file.message_types_by_name.values()) if found is None else found.nested_types
@@ -125,8 +137,13 @@ def _compiled(registered: Registered) -> Any:
             path = (work / name).resolve()
             if not path.is_relative_to(work.resolve()):
                 raise Unmappable(f"it imports {name!r}, which is not a relative path")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            if len(name) > _NAME_LENGTH_MAX:
+                raise Unmappable(f"it imports {name[:40]!r}..., a name of {len(name)} characters")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+            except (FileExistsError, IsADirectoryError, NotADirectoryError):
+                raise Unmappable(f"it imports {name!r}, which another import has as a folder") from None
         own = Path(str(grpc_tools.__file__)).parent / "_proto"
         made = work / "made"
         arguments = ["protoc", f"-I{work}", f"-I{own}", "--include_imports", f"--descriptor_set_out={made}", _MAIN]
@@ -169,7 +186,10 @@ def _pooled(files: Mapping[str, Any]) -> Any:
         if file is None and name in files:
             raise Unmappable(f"it is a serialized descriptor, but the imported {name!r} is source text")
         if file is None and re.fullmatch(r"google/protobuf/\w+\.proto", name):
-            module = importlib.import_module(name.removesuffix(".proto").replace("/", ".") + "_pb2")
+            try:
+                module = importlib.import_module(name.removesuffix(".proto").replace("/", ".") + "_pb2")
+            except ImportError:
+                raise Unmappable(f"it imports {name!r}, which Protobuf does not have") from None
             file = descriptor_pb2.FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb)
         if file is None:
             raise Unmappable(f"it imports {name!r}, which is not among its references")
@@ -182,26 +202,22 @@ def _pooled(files: Mapping[str, Any]) -> Any:
     return pool.FindFileByName(_MAIN)
 
 
-def _message(of: Any, path: str, depth: int) -> _Node:
-    if depth > _DEPTH_MAX:
-        raise Unmappable(f"field {path[1:]!r} is recursive, or nested more than {_DEPTH_MAX} deep")
+def _message(of: Any, path: str, depth: int, types: TypeCount) -> _Node:
+    types.add(path, depth)
     from google.protobuf import message_factory
 
     made = message_factory.GetMessageClass(of)
     if of.full_name == _TIMESTAMP:
-        return _Node(
-            pa.timestamp("us", "UTC"),
-            lambda v: v.seconds * _SECOND + v.nanos // _NANOS,
-            lambda us: made(seconds=us // _SECOND, nanos=us % _SECOND * _NANOS),
-        )
+        return _timestamp(made, path)
     if of.full_name in _WRAPPERS:
         inner = _scalar(of.fields_by_name["value"], path)
-        return _Node(inner.kind, lambda v: inner.read(v.value), lambda v: made(value=inner.write(v)))
-    fields = [(f, _field(f, f"{path}.{f.name}", depth + 1)) for f in of.fields]
+        return _Node(inner.kind, lambda v, budget: inner.read(v.value, budget), lambda v: made(value=inner.write(v)))
+    fields = [(f, _field(f, f"{path}.{f.name}", depth + 1, types)) for f in of.fields]
 
-    def read(value: Any) -> dict[str, Any]:
+    def read(value: Any, budget: Budget) -> dict[str, Any]:
+        budget.spend(len(fields))
         return {
-            f.name: None if f.has_presence and not value.HasField(f.name) else node.read(getattr(value, f.name))
+            f.name: None if f.has_presence and not value.HasField(f.name) else node.read(getattr(value, f.name), budget)
             for f, node in fields
         }
 
@@ -218,36 +234,76 @@ def _message(of: Any, path: str, depth: int) -> _Node:
     return _Node(pa.struct([pa.field(f.name, node.kind) for f, node in fields]), read, write)
 
 
-def _field(field: Any, path: str, depth: int) -> _Node:
+def _timestamp(made: Any, path: str) -> _Node:
+    def read(value: Any, _budget: Budget) -> int:
+        if not (_SECONDS_MIN <= value.seconds <= _SECONDS_MAX and 0 <= value.nanos < _NANOS * _SECOND):
+            raise Unreadable(
+                f"field {path[1:]!r} is a Timestamp of {value.seconds} seconds and {value.nanos} nanoseconds, which is "
+                "not in the years 1 to 9999"
+            )
+        return int(value.seconds * _SECOND + value.nanos // _NANOS)
+
+    def write(us: int) -> Any:
+        if not _SECONDS_MIN <= us // _SECOND <= _SECONDS_MAX:
+            raise Unreadable(f"field {path[1:]!r} is {us} microseconds since 1970, which is not in the years 1 to 9999")
+        return made(seconds=us // _SECOND, nanos=us % _SECOND * _NANOS)
+
+    return _Node(pa.timestamp("us", "UTC"), read, write)
+
+
+def _field(field: Any, path: str, depth: int, types: TypeCount) -> _Node:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         keys, values = (field.message_type.fields_by_name[n] for n in ("key", "value"))
         if keys.cpp_type != keys.CPPTYPE_STRING:
             raise Unmappable(f"field {path[1:]!r} is a map whose keys are not text")
-        inner = _single(values, f"{path}{{}}", depth)
+        inner = _single(values, f"{path}{{}}", depth, types)
         return _Node(
             pa.map_(pa.string(), inner.kind),
-            lambda v: [(k, inner.read(v[k])) for k in sorted(v)],
+            lambda v, budget: [(k, inner.read(v[k], budget)) for k in sorted(v)],
             lambda v: {k: inner.write(x) for k, x in v.items()},
         )
-    inner = _single(field, path, depth)
+    inner = _single(field, path, depth, types)
     if not field.is_repeated:
         return inner
-    return _Node(pa.list_(inner.kind), lambda v: [inner.read(x) for x in v], lambda v: [inner.write(x) for x in v])
+    return _Node(
+        pa.list_(inner.kind),
+        lambda v, budget: [inner.read(x, budget) for x in v],
+        lambda v: [inner.write(x) for x in v],
+    )
 
 
-def _single(field: Any, path: str, depth: int) -> _Node:
-    return _message(field.message_type, path, depth) if field.message_type is not None else _scalar(field, path)
+def _single(field: Any, path: str, depth: int, types: TypeCount) -> _Node:
+    if field.message_type is not None:
+        return _message(field.message_type, path, depth, types)
+    types.add(path, depth)
+    return _scalar(field, path)
+
+
+def _enum(kind: Any, path: str) -> _Node:
+    names: dict[int, str] = {}
+    for each in kind.values:
+        names.setdefault(each.number, each.name)  # later names of a number are its aliases
+    numbers: dict[str, int] = {v.name: v.number for v in kind.values}
+
+    def write(name: str) -> int:
+        number = numbers.get(name)
+        if number is None and _NUMBER.fullmatch(name):
+            number = int(name)  # as an open enum's unknown value is read
+        if number is None or not -(2**31) <= number < 2**31:
+            raise Unreadable(f"field {path[1:]!r} is {name[:40]!r}, which is no value of {kind.full_name}")
+        if names.get(number, name) != name:
+            raise Unreadable(
+                f"field {path[1:]!r} is {name[:40]!r}, which is the number {number} of {kind.full_name}, as is "
+                f"{names[number]!r}, which would be read back"
+            )
+        return number
+
+    return _Node(pa.string(), lambda v, _budget: names.get(v, str(v)), write)
 
 
 def _scalar(field: Any, path: str) -> _Node:
     if field.enum_type is not None:
-        names = {v.number: v.name for v in field.enum_type.values}
-        numbers = {v.name: v.number for v in field.enum_type.values}
-        return _Node(
-            pa.string(),
-            lambda v: names.get(v, str(v)),  # an open enum: a later version's value
-            lambda v: numbers[v] if v in numbers else int(v),
-        )
+        return _enum(field.enum_type, path)
     kinds = {
         field.CPPTYPE_INT32: pa.int32(),
         field.CPPTYPE_INT64: pa.int64(),
@@ -262,8 +318,8 @@ def _scalar(field: Any, path: str) -> _Node:
     if kind is None:
         raise Unmappable(f"field {path[1:]!r} has a type without a column")
     if pa.types.is_decimal(kind):
-        return _Node(kind, _same, int)
-    return _Node(kind, _same, _same)
+        return _Node(kind, _as_it_is, int)
+    return _Node(kind, _as_it_is, _same)
 
 
 def _path_to(message: Any) -> list[int]:
@@ -297,8 +353,10 @@ def _split(data: bytes) -> tuple[list[int], bytes]:
     count, at = _number(data, 0)
     if count == 0:
         return [0], data[at:]
+    if not 0 < count <= _INDEXES_MAX:
+        raise Unreadable("its message indexes are damaged")
     indexes = []
-    for _ in range(min(count, _DEPTH_MAX + 1)):
+    for _ in range(count):
         index, at = _number(data, at)
         indexes.append(index)
     return indexes, data[at:]

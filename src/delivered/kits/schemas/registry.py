@@ -50,6 +50,10 @@ class Registered:
         return f"version {self.version} of {self.subject} (id {self.id})" if self.version else f"schema {self.id}"
 
 
+class BadSchema(UsageError):
+    """What the registry has under an id or a version is no schema that can be used."""
+
+
 class Incompatible(Exception):
     """The registry refuses a schema; the text is its answer."""
 
@@ -115,25 +119,38 @@ class Registry:
     def _registered(self, schema: Any, number: int, subject: str = "", version: int = 0) -> Registered:
         kind = _KINDS.get(schema.schema_type or "AVRO")
         if kind is None:
-            raise UsageError(
+            raise BadSchema(
                 "SCHEMA_KIND",
                 f"Schema {number} of {self.url} is {schema.schema_type}, which is unknown.",
                 next_step="write the records with an Avro, Protobuf or JSON schema, or read them as bytes",
             )
-        return Registered(number, kind, schema.schema_str, subject, version, tuple(self._references(schema).items()))
+        return Registered(number, kind, schema.schema_str, subject, version, self._references(schema))
 
-    def _references(self, schema: Any) -> dict[str, str]:
+    def _references(self, schema: Any) -> tuple[tuple[str, str], ...]:
+        """(name, text) of all that it imports, each after those that it imports itself; each asked for once."""
         found: dict[str, str] = {}
-        for one in schema.references or ():
+        asked: set[tuple[str, str, int]] = set()
+        within: list[tuple[str, str, int]] = []
+
+        def add(one: Any) -> None:
+            which = (one.name, one.subject, one.version)
+            if which in within:
+                raise _bad_references(f"imports itself, by way of {one.name!r}")
+            if which in asked:
+                return
+            asked.add(which)
+            if len(asked) > _REFERENCES_MAX:
+                raise _bad_references(f"imports more than {_REFERENCES_MAX} others")
             imported = self._ask(partial(self._client.get_version, one.subject, one.version)).schema
-            found |= {**self._references(imported), one.name: imported.schema_str}
-            if len(found) > _REFERENCES_MAX:
-                raise UsageError(
-                    "SCHEMA_REFERENCES",
-                    f"A schema imports more than {_REFERENCES_MAX} others.",
-                    next_step="register one that imports fewer, or read the records as bytes",
-                )
-        return found
+            within.append(which)
+            for inner in imported.references or ():
+                add(inner)
+            within.pop()
+            found[one.name] = imported.schema_str
+
+        for one in schema.references or ():
+            add(one)
+        return tuple(found.items())
 
     def _found(self, ask: Callable[[], T]) -> T | None:
         try:
@@ -191,6 +208,14 @@ class Registry:
         if _bad_certificate(error) is not None:
             return False
         return any("TransportError" in c.__name__ for c in type(error).__mro__)  # of httpx or its successor
+
+
+def _bad_references(what: str) -> BadSchema:
+    return BadSchema(
+        "SCHEMA_REFERENCES",
+        f"A schema {what}.",
+        next_step="register one that imports fewer, or read the records as bytes",
+    )
 
 
 def _bad_certificate(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
