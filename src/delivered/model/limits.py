@@ -85,7 +85,10 @@ SOURCE_QUEUE_KBYTES = 16_384
 """Records that a Kafka consumer prefetches for the task, in KiB."""
 
 RECORD_BATCH_BYTES_MAX = 256 << 20
-"""One Kafka record batch, decompressed."""
+"""One Kafka record batch that is written, before its compression."""
+
+DECOMPRESSED_BYTES_MAX = 64 << 20
+"""One Kafka record batch that is read, decompressed: the default of maxRecordBatchBytes."""
 
 SCHEMA_TYPES_MAX = 10_000
 """Types of one registered schema, with its references expanded."""

@@ -15,6 +15,7 @@ from delivered.clients.kafka.errors import Failures
 from delivered.clients.kafka.rows import RECORD_OVERHEAD, Rows
 from delivered.clients.kafka.sequences import Batch
 from delivered.clients.kafka.transactions import Transaction
+from delivered.model.limits import RECORD_BATCH_BYTES_MAX
 
 BATCH_BYTES = 1_000_000
 """Of a record batch before compression."""
@@ -95,7 +96,7 @@ class Encoder:
 
     def halves(self, batch: Batch, at: tuple[str, int]) -> list[Batch]:
         """The records of a batch that is too large for the topic, in smaller ones."""
-        decoded = record_batch.decode(batch.data, at, 0, aborted=None, headers=True)
+        decoded = record_batch.decode(batch.data, at, 0, aborted=None, headers=True, bytes_max=RECORD_BATCH_BYTES_MAX)
         [records] = pa.Table.from_batches(decoded).combine_chunks().to_batches()
         parts, sequence = list[Batch](), batch.sequence
         half = records.num_rows // 2

@@ -29,6 +29,7 @@ _FRAME = struct.Struct(">ihhi")
 _RESPONSE = struct.Struct(">i")
 _API_VERSIONS = 18
 _PARTS_MAX = 64
+_VARINT_BYTES_MAX = 5
 _SILENCE_S = 5.0
 """A response that takes longer: ask whether the broker is still in the cluster."""
 _IDLE_S_MAX = 540.0
@@ -83,11 +84,24 @@ class Pending:
                 self._channel.close("it left the cluster before it answered")
         if self._frame is None:
             raise NoAnswer(f"{self._channel.name}: {self._error}")
-        return self._frame[_header_bytes(self._frame, self.flexible) :]
+        try:
+            return self._frame[_header_bytes(self._frame, self.flexible) :]
+        except (IndexError, ValueError) as error:
+            raise self._unreadable(error) from None
 
     def answer(self, timeout_s: float) -> Any:
         """The response as kafka-python's message. Raises as `body`."""
-        return self._decode(self.body(timeout_s))
+        body = self.body(timeout_s)
+        try:
+            return self._decode(body)
+        except Exception as error:  # kafka-python raises anything for bytes that are no such message
+            raise self._unreadable(error) from None
+
+    def _unreadable(self, error: Exception) -> NoAnswer:
+        """A broker that lies, or is none: what it did with the request is unknown."""
+        why = f"a response that cannot be read: {type(error).__name__}: {str(error)[:100]}"
+        self._channel.close(why)
+        return NoAnswer(f"{self._channel.name}: {why}")
 
     def arrived(self, frame: memoryview) -> None:
         self._frame = frame
@@ -135,7 +149,7 @@ class Channel:
             raise NotSent(f"{self.name}: {type(error).__name__}: {error}") from None
         except ssl.SSLError as error:
             raise Rejected(f"{self.name}: {error}", tls=True) from None
-        except OSError as error:
+        except (OSError, OverflowError, ValueError) as error:  # a broker names others: port 999999, a host of 64 dots
             raise NotSent(f"{self.name}: {type(error).__name__}: {error}") from None
         try:
             self._read_versions(deadline)
@@ -373,15 +387,16 @@ def _header_bytes(frame: memoryview, flexible: bool) -> int:
             _, at = varint(frame, at)
             size, at = varint(frame, at)
             at += size
+    if at > len(frame):
+        raise ValueError(f"a header of {at} bytes in {len(frame)}")
     return at
 
 
 def varint(data: memoryview, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, at
-        shift += 7
+    """An unsigned number of 32 bits, and where it ends. Raises IndexError, ValueError."""
+    value = 0
+    for place in range(_VARINT_BYTES_MAX):
+        value |= (data[at + place] & 127) << 7 * place
+        if data[at + place] < 128 and value < 1 << 32:
+            return value, at + place + 1
+    raise ValueError("a number of more than 32 bits")

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from delivered.model.errors import UsageError
-from delivered.model.limits import RECORD_BATCH_BYTES_MAX
 
 COMPRESSIONS = ("none", "gzip", "snappy", "lz4", "zstd")
 """By their number in a batch's attributes."""
@@ -73,7 +72,11 @@ def _snappy_size(block: memoryview) -> int:
     raise ValueError("no size")
 
 
-def _snappy(data: memoryview) -> list[pa.Buffer]:
+class TooLarge(Exception):
+    """More bytes, decompressed, than are allowed."""
+
+
+def _snappy(data: memoryview, limit: int) -> Iterator[pa.Buffer]:
     """One snappy block; or, framed as by xerial's library for Java, many, each after its size (four bytes)."""
     blocks = [data]
     if data[:8] == _XERIAL:
@@ -85,14 +88,15 @@ def _snappy(data: memoryview) -> list[pa.Buffer]:
                 raise ValueError(f"a block of {size} bytes")
             blocks.append(data[at : at + size])
             at += size
-    codec, found, total = pa.Codec("snappy"), [], 0
+    codec, total = pa.Codec("snappy"), 0
     for block in blocks:
         size = _snappy_size(block)
         total += size
-        if size > _SNAPPY_RATIO_MAX * len(block) or total > RECORD_BATCH_BYTES_MAX:
+        if size > _SNAPPY_RATIO_MAX * len(block):
             raise ValueError(f"a block that claims {size} bytes")
-        found.append(codec.decompress(block, size))
-    return found
+        if total > limit:
+            raise TooLarge
+        yield codec.decompress(block, size)
 
 
 class Scratch:
@@ -111,31 +115,33 @@ class Scratch:
         """Until more is added."""
         return int(self._bytes.ctypes.data)
 
-    def add(self, data: memoryview, name: str) -> int:
+    def add(self, data: memoryview, name: str, limit: int) -> int:
         """Decompress `data`; return how many bytes that are.
 
         Raises:
-            ValueError, OSError (pyarrow's), struct.error: not compressed by this codec, or too large.
+            TooLarge: more than `limit`. No more memory than for these was taken.
+            ValueError, OSError (pyarrow's), struct.error: not compressed by this codec.
         """
         before = self.filled
+        most = before + limit + 1  # the one byte more tells that there is more
         if name == "snappy":
-            for part in _snappy(data):
-                self._grow(part.size)
+            for part in _snappy(data, limit):
+                self._grow(part.size, most)
                 self._bytes.data[self.filled : self.filled + part.size] = memoryview(part).cast("B")
                 self.filled += part.size
             return self.filled - before
         with pa.CompressedInputStream(pa.BufferReader(data), name) as stream:
-            while True:
-                self.filled += stream.readinto(self._bytes[self.filled :].data)
-                if self.filled < len(self._bytes):
-                    return self.filled - before
-                if self.filled - before > RECORD_BATCH_BYTES_MAX:
-                    raise ValueError(f"more than {RECORD_BATCH_BYTES_MAX} bytes")
-                self._grow(len(self._bytes))
+            while count := stream.readinto(self._bytes[self.filled : most].data):
+                self.filled += count
+                if self.filled == most:
+                    raise TooLarge
+                self._grow(1, most)
+        return self.filled - before
 
-    def _grow(self, more: int) -> None:
+    def _grow(self, more: int, most: int) -> None:
+        """Make room for `more` bytes, and for no more than `most` in all."""
         if self.filled + more > len(self._bytes):
-            larger = np.empty(max(2 * len(self._bytes), self.filled + more), np.uint8)
+            larger = np.empty(max(min(2 * len(self._bytes), most), self.filled + more), np.uint8)
             larger[: self.filled] = self._bytes[: self.filled]
             self._bytes = larger
 

@@ -21,7 +21,7 @@ from delivered.clients.kafka.protocol import NoTopic, Wire, name_of
 from delivered.clients.kafka.record_batch import CorruptBatch, Decoded, decode
 from delivered.clients.kafka.rows import Partition
 from delivered.clients.kafka.settings import committed_only, resolved
-from delivered.model.limits import KAFKA_RESPONSE_BYTES_MAX, REQUEST_TIMEOUT_S
+from delivered.model.limits import DECOMPRESSED_BYTES_MAX, KAFKA_RESPONSE_BYTES_MAX, REQUEST_TIMEOUT_S
 from delivered.model.patience import within
 from delivered.source.columns import columns
 
@@ -29,6 +29,7 @@ FETCH_BYTES = 4 << 20
 CHUNK_BYTES = 2 << 20
 """Decompressed records in one RecordBatch."""
 _WAIT_MS = 10
+_ABORTED_BYTES_MIN = 17
 _PAUSE_S = 0.1
 _FETCH, _VERSION_MAX = 1, 12
 """The last that names topics; the fields up to the records are read here, so that these are not copied."""
@@ -36,6 +37,8 @@ _FETCH, _VERSION_MAX = 1, 12
 _GONE = {3, 100, 103}
 _MOVED = {5, 6, 7, 8, 9, 13, 56, 74, 75, 78, -1, 2}
 """Errors that a later request may not meet, most of them at another broker."""
+_LIES = (struct.error, IndexError, ValueError)
+"""What a response raises that is not what it says to be."""
 
 
 @dataclass
@@ -64,11 +67,18 @@ class Fetcher:
         owner: of the options, for errors.
         client: settings by librdkafka's names; secrets are not resolved yet.
         headers: whether to read them.
+        batch_bytes_max: of a record batch, decompressed.
     """
 
-    def __init__(self, owner: str, client: Mapping[str, str], headers: bool) -> None:
+    def __init__(
+        self,
+        owner: str,
+        client: Mapping[str, str],
+        headers: bool,
+        batch_bytes_max: int = DECOMPRESSED_BYTES_MAX,
+    ) -> None:
         self._owner, self._servers = owner, client["bootstrap.servers"]
-        self._headers = headers
+        self._headers, self._batch_bytes_max = headers, batch_bytes_max
         self._committed = committed_only(client)
         self._wire = Wire(resolved(client))
         self._partition: Partition = ("", -1)
@@ -100,7 +110,7 @@ class Fetcher:
         self._size = self._first_size
 
     def fetch(self, end: int, timeout_s: float) -> Fetched:
-        """Raises CorruptBatch, too: twice at the same offset."""
+        """Raises CorruptBatch, too: twice at the same offset; BatchTooLarge: after the records before it."""
         deadline = time.monotonic() + timeout_s
         if self._decoded is None:
             fetched = self._receive(end, deadline)
@@ -190,7 +200,10 @@ class Fetcher:
         return self._wire.post(request, leader.node)
 
     def _parsed(self, body: memoryview, end: int) -> Fetched | None:
-        found = Response(body)
+        try:
+            found = Response(body)
+        except _LIES as error:
+            raise NoAnswer(f"a Fetch response that cannot be read: {error}") from None
         if found.throttle_ms:  # the broker reads nothing earlier, and a request would time out
             self._not_before_s = time.monotonic() + found.throttle_ms / 1000
         code = found.error
@@ -211,6 +224,7 @@ class Fetcher:
             decoded = decode(
                 found.records, self._partition, self._position, end,
                 aborted=aborted, headers=self._headers, chunk_bytes=CHUNK_BYTES,
+                bytes_max=self._batch_bytes_max,
             )  # fmt: skip
         except CorruptBatch:
             return self._again_or_raise()
@@ -262,6 +276,8 @@ class Response:
         _, error, self.high, self.last_stable, _ = struct.unpack_from(">ihqqq", body, at)
         self.error, at = self.error or error, at + 30
         count, at = varint(body, at)
+        if count - 1 > len(body) // _ABORTED_BYTES_MIN:
+            raise ValueError(f"{count - 1} aborted transactions in {len(body)} bytes")
         for _ in range(count - 1):
             self.aborted.append(struct.unpack_from(">qq", body, at))
             tags, at = varint(body, at + 16)
@@ -269,4 +285,6 @@ class Response:
                 raise NoAnswer("an aborted transaction with unknown fields")
         at += 4
         size, at = varint(body, at)
+        if size - 1 > len(body) - at:
+            raise ValueError(f"{size - 1} bytes of records, with {len(body) - at} left")
         self.records = body[at : at + max(0, size - 1)]

@@ -423,12 +423,12 @@ typedef struct {
     int failed;
 } cursor;
 
-static int64_t long_varint(cursor *from)
+static int64_t many_bytes(cursor *from, int bits)
 {
     uint64_t value = 0;
-    for (int shift = 0; shift < 70 && from->at < from->end; shift += 7) {
+    for (int shift = 0; shift < bits && from->at < from->end; shift += 7) {
         uint64_t byte = *from->at++;
-        if (shift == 63 && byte > 1)
+        if (shift + 7 > bits && byte >> (bits - shift))
             break;
         value |= (byte & 127) << shift;
         if (byte < 128)
@@ -438,13 +438,24 @@ static int64_t long_varint(cursor *from)
     return 0;
 }
 
-static inline int64_t get_varint(cursor *from)
+static inline int64_t get_number(cursor *from, int bits)
 {
     if (likely(from->at < from->end && *from->at < 128)) {
         int64_t byte = *from->at++;
         return (byte >> 1) ^ -(byte & 1);
     }
-    return long_varint(from);
+    return many_bytes(from, bits);
+}
+
+/* A number of 32 bits, in at most five bytes; of 64 bits, in at most ten. */
+static inline int64_t get_varint(cursor *from)
+{
+    return get_number(from, 32);
+}
+
+static inline int64_t get_varlong(cursor *from)
+{
+    return get_number(from, 64);
 }
 
 /* 0: no abort marker, 1: abort marker, -1: not a control record. */
@@ -457,7 +468,7 @@ static int abort_marker(const uint8_t *at, int64_t size, int64_t count)
     if (record.failed || length < 1 || length > record.end - record.at)
         return -1;
     record.at++;
-    get_varint(&record);
+    get_varlong(&record);
     get_varint(&record);
     int64_t key = get_varint(&record);
     if (record.failed || key < 4 || key > record.end - record.at)
@@ -594,7 +605,7 @@ void rb_decode(const batch *batches, int64_t n, int64_t start, int64_t end, colu
                 FAIL(BAD_RECORD_SIZE, from.failed ? -1 : size, from.end - from.at);
             cursor record = {from.at + 1, from.at + size, 0};
             from.at += size;
-            int64_t since = get_varint(&record), delta = get_varint(&record), key_size = get_varint(&record);
+            int64_t since = get_varlong(&record), delta = get_varint(&record), key_size = get_varint(&record);
             if (unlikely(record.failed))
                 FAIL(BAD_VARINT, r, 0);
             if (unlikely(delta <= last_delta || delta > b->last_offset - b->base_offset))
@@ -658,7 +669,7 @@ void rb_headers(const batch *batches, int64_t n, int64_t start, int64_t end, hea
             int64_t size = get_varint(&from);
             cursor record = {from.at + 1, from.at + size, 0};
             from.at += size;
-            get_varint(&record);
+            get_varlong(&record);
             int64_t offset = batches[i].base_offset + get_varint(&record);
             if (offset < start || offset >= end)
                 continue;

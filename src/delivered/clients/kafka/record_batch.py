@@ -17,10 +17,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from delivered.clients.kafka import record_batch_native as native
-from delivered.clients.kafka.compression import COMPRESSIONS, Scratch, compressor, scratch
+from delivered.clients.kafka.batch_errors import BatchTooLarge as BatchTooLarge
+from delivered.clients.kafka.batch_errors import CorruptBatch as CorruptBatch
+from delivered.clients.kafka.batch_errors import corrupt, fault, too_large
+from delivered.clients.kafka.compression import COMPRESSIONS, Scratch, TooLarge, compressor, scratch
 from delivered.clients.kafka.rows import Partition
-from delivered.model.errors import BadRecord, DeliveredError, UsageError
-from delivered.model.limits import RECORD_BATCH_BYTES_MAX
+from delivered.model.errors import BadRecord, DeliveredError
+from delivered.model.limits import DECOMPRESSED_BYTES_MAX, RECORD_BATCH_BYTES_MAX
 from delivered.source.columns import HEADER, TIMESTAMP, columns
 
 HEADER_BYTES = 61
@@ -39,10 +42,6 @@ _PASSES_MAX = 16
 _TRANSACTIONAL = 16
 _OFFSET_MAX = 2**31 - 1
 """Of Arrow's binary columns."""
-
-
-class CorruptBatch(DeliveredError):
-    """Bytes from a broker that are no valid record batch."""
 
 
 def available() -> bool:
@@ -196,30 +195,6 @@ def _too_large(first: int, rows: native.Rows | None, size: int, bytes_max: int) 
 
 # -- decode ------------------------------------------------------------------------------------------------------------
 
-_FAULTS = (
-    "",
-    "its length is {found} bytes, and the least is {wanted}",
-    "its magic byte is {found}; only 0 to 2 are known",
-    "",
-    "its CRC-32C is {found:#x}, and its header says {wanted:#x}",
-    "its offsets are impossible: the last one is {found} after the first",
-    "it follows offset {found}",
-    "it has {found} records, of at most {wanted}",
-    "its compression is {found}, of at most {wanted}",
-    "it is a control batch without a control record",
-    "a record has {found} bytes, with {wanted} left",
-    "record {found} is truncated",
-    "a record has offset delta {found}, which is not ascending, or beyond the last one, {wanted}",
-    "a key has {found} bytes, with {wanted} left",
-    "a value has {found} bytes, with {wanted} left",
-    "a record has {found} headers, with room for {wanted}",
-    "a header's key or value has {found} bytes, with {wanted} left",
-    "{found} bytes follow the last field",
-    "more bytes than were counted ({found})",
-)
-"""By the fault's number in record_batch.c."""
-_OLD_MAGIC = 3
-
 
 class Decoded:
     """Batches of one partition, decoded as one iterates over it.
@@ -240,10 +215,12 @@ class Decoded:
         aborted: Iterable[tuple[int, int]] | None,
         headers: bool,
         chunk_bytes: int,
+        bytes_max: int,
     ) -> None:
         self._buffer = pa.py_buffer(buffer)
         self._partition, self._start, self._end = partition, start, end
         self._headers, self._chunk_bytes = headers, min(chunk_bytes, _OFFSET_MAX // 2)
+        self._bytes_max = min(bytes_max, _OFFSET_MAX // 2)
         found, table = native.Scanned(), np.empty(self._buffer.size // HEADER_BYTES + 1, native.BATCH)
         transactions, keep = _aborted(aborted)
         address = self._buffer.address
@@ -251,7 +228,7 @@ class Decoded:
         native.functions().rb_scan(*arguments)
         del keep
         if found.fault:
-            raise self._error(found.fault, found.base_offset, found.found, found.wanted)
+            raise fault(self._partition, found.fault, found.base_offset, found.found, found.wanted)
         self._batches = table[: found.batches]
         self.position: int = found.position
         self.partial: int = found.partial
@@ -260,7 +237,7 @@ class Decoded:
         """RecordBatches with the columns key, value, offset, timestamp, timestampType[, headers] of a source.
 
         Raises:
-            CorruptBatch: after the RecordBatches before it.
+            CorruptBatch, BatchTooLarge: after the RecordBatches before it.
         """
         batches, first, size, room = self._batches, 0, 0, scratch()
         for i, codec in enumerate((batches["attributes"] & 7).tolist()):
@@ -268,7 +245,12 @@ class Decoded:
                 yield from self._decode(batches[first:i], size, room)
                 first, size, room = i, 0, scratch()
             if codec:
-                batches["size"][i] = self._decompress(batches[i], COMPRESSIONS[codec], room)
+                try:
+                    batches["size"][i] = self._decompress(batches[i], COMPRESSIONS[codec], room)
+                except DeliveredError:
+                    if first < i:
+                        yield from self._decode(batches[first:i], size, room)
+                    raise
             size += int(batches["size"][i])
             if size >= self._chunk_bytes:
                 yield from self._decode(batches[first : i + 1], size, room)
@@ -278,10 +260,16 @@ class Decoded:
 
     def _decompress(self, batch: Any, name: str, room: Scratch) -> int:
         at = int(batch["records"]) - self._buffer.address
+        size = int(batch["size"])
+        data = memoryview(self._buffer).cast("B")
         try:
-            return room.add(memoryview(self._buffer).cast("B")[at : at + int(batch["size"])], name)
+            return room.add(data[at : at + size], name, self._bytes_max)
+        except TooLarge:
+            packed, offsets = bytes(data[at - HEADER_BYTES : at + size]), (batch["base_offset"], batch["last_offset"])
+            raise too_large(self._partition, packed, name, self._bytes_max, *map(int, offsets)) from None
         except (ValueError, OSError, struct.error) as error:
-            raise self._corrupt(int(batch["base_offset"]), f"its records are not valid {name}: {error}") from None
+            why = f"its records are not valid {name}: {error}"
+            raise corrupt(self._partition, int(batch["base_offset"]), why) from None
 
     def _decode(self, batches: npt.NDArray[Any], size: int, room: Scratch) -> Iterator[pa.RecordBatch]:
         """Of `batches`, the compressed ones lie in `room`, in their order. A large one is decoded in several passes."""
@@ -304,7 +292,8 @@ class Decoded:
         out.offsets, out.timestamps, out.types = (a.ctypes.data for a in (offsets, timestamps, types))
         native.functions().rb_decode(batches.ctypes.data, len(batches), start, end, out)
         if out.fault:
-            raise self._error(out.fault, int(batches[out.batch]["base_offset"]), out.found, out.wanted)
+            base_offset = int(batches[out.batch]["base_offset"])
+            raise fault(self._partition, out.fault, base_offset, out.found, out.wanted)
         rows = out.rows
         arrays = [
             parts[0].array(rows, pa.binary()),
@@ -336,26 +325,6 @@ class Decoded:
         buffers = [pa.py_buffer(valid), pa.py_buffer(lists)]
         return pa.Array.from_buffers(pa.list_(HEADER), n, buffers, children=[items])
 
-    def _error(self, fault: int, base_offset: int, found: int, wanted: int) -> DeliveredError:
-        if fault == _OLD_MAGIC:
-            topic, number = self._partition
-            return UsageError(
-                "KAFKA_OLD_FORMAT",
-                f"{topic}-{number} holds records of message format {found} at offset {base_offset}, as clients before "
-                "Kafka 0.11 wrote them. Only librdkafka reads those here.",
-                next_step="read this topic through librdkafka, or copy it to a new topic",
-            )
-        return self._corrupt(base_offset, _FAULTS[fault].format(found=found, wanted=wanted))
-
-    def _corrupt(self, base_offset: int, what: str) -> CorruptBatch:
-        topic, number = self._partition
-        return CorruptBatch(
-            "KAFKA_CORRUPT_BATCH",
-            f"The record batch of {topic}-{number} at offset {base_offset} is corrupt: {what}.",
-            next_step="start again; if it recurs, the broker's log is damaged there: see the broker's log, and "
-            "kafka-dump-log.sh --deep-iteration",
-        )
-
 
 def decode(
     buffer: Any,
@@ -366,6 +335,7 @@ def decode(
     aborted: Iterable[tuple[int, int]] | None,
     headers: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
+    bytes_max: int = DECOMPRESSED_BYTES_MAX,
 ) -> Decoded:
     """Decode the records of one partition of a Fetch response: batches, of which the last one may be truncated.
 
@@ -379,11 +349,12 @@ def decode(
             (read_committed); None: nothing is left out (read_uncommitted).
         headers: whether to return headers.
         chunk_bytes: decompressed bytes after which a RecordBatch ends, with the record batch that reached them.
+        bytes_max: of a record batch, decompressed.
 
     Raises:
         CorruptBatch: a batch is invalid. UsageError: the message format is older than Kafka 0.11.
     """
-    return Decoded(buffer, partition, start, end, aborted, headers, chunk_bytes)
+    return Decoded(buffer, partition, start, end, aborted, headers, chunk_bytes, bytes_max)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from delivered.connectors.kafka.offsets import (
 from delivered.kits.options import data_loss_option, headers_option, names, not_blank
 from delivered.kits.schemas.options import FormatOptions
 from delivered.model.errors import UsageError
+from delivered.model.limits import DECOMPRESSED_BYTES_MAX
 from delivered.model.options import Option, Options, OptionType, Unfit, choice, option, several, whole
 
 OWNER = "delivered_kafka source"
@@ -217,6 +218,15 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",), more=(FormatOptions
         default=None,
         shown="one per Kafka partition with records",
         example="8",
+    )
+    batch_bytes_max: int = option(
+        "maxRecordBatchBytes",
+        "Largest record batch of a producer, decompressed, in bytes. A larger one stops the query, or is a dead letter "
+        "(on_bad_row): a few kilobytes can stand for gigabytes. Where Arrow reads the records; librdkafka has "
+        "kafka.receive.message.max.bytes.",
+        whole(1024),
+        default=DECOMPRESSED_BYTES_MAX,
+        example="268435456",
     )
     fail_on_data_loss: bool = data_loss_option("records")
     headers: bool = headers_option("Add the column headers.")

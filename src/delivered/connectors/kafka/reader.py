@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -18,6 +18,7 @@ import pyarrow as pa
 from delivered.clients.kafka.fallback import Consumer
 from delivered.clients.kafka.fetcher import Fetched, Fetcher
 from delivered.clients.kafka.path import SOURCE_SETTINGS, by_arrow
+from delivered.clients.kafka.record_batch import BatchTooLarge
 from delivered.clients.kafka.rows import Partition
 from delivered.connectors.kafka.admin import KafkaDriverClient
 from delivered.connectors.kafka.options import OWNER, SourceOptions
@@ -27,6 +28,9 @@ from delivered.model.limits import RESTART_CONFIRM_S, SOURCE_PATIENCE_S
 from delivered.source.ranges import Range
 
 log = logging.getLogger("delivered.kafka")
+
+Rejected = Callable[[BatchTooLarge, int], None]
+"""Called for a record batch that is left out, with the first offset of it that would have been read."""
 
 _POLL_S = 0.5
 _STALL_LOOK_S = 5.0
@@ -60,7 +64,7 @@ _idle: WarmClients[RangeConsumer] = WarmClients(2)
 @contextmanager
 def warm_consumer(options: SourceOptions) -> Iterator[RangeConsumer]:
     """An idle, connected consumer with the same options, or a new one."""
-    key = repr((options.through, sorted(options.client.items()), options.headers))
+    key = repr((options.through, sorted(options.client.items()), options.headers, options.batch_bytes_max))
     with _idle.lent(key, lambda: _consumer(options)) as consumer:
         yield consumer  # if the slice is not read to its end, the consumer is closed
         consumer.release()
@@ -68,7 +72,7 @@ def warm_consumer(options: SourceOptions) -> Iterator[RangeConsumer]:
 
 def _consumer(options: SourceOptions) -> RangeConsumer:
     if by_arrow(OWNER, options.through, options.client, SOURCE_SETTINGS):
-        fetcher = Fetcher(OWNER, options.client, options.headers)
+        fetcher = Fetcher(OWNER, options.client, options.headers, options.batch_bytes_max)
         if fetcher.possible():
             return fetcher
         fetcher.close()
@@ -82,12 +86,19 @@ def _consumer(options: SourceOptions) -> RangeConsumer:
     return Consumer(OWNER, options.client, options.headers)
 
 
-def read_range(options: SourceOptions, wanted: Range[Partition]) -> Iterator[pa.RecordBatch]:
+def read_range(
+    options: SourceOptions, wanted: Range[Partition], rejected: Rejected | None = None
+) -> Iterator[pa.RecordBatch]:
     """Records of a range, in offset order.
 
     Memory is bounded by the consumer's queue and one batch. An empty range sends no request.
 
+    Args:
+        rejected: called for a record batch above `maxRecordBatchBytes`, after the records before it were taken; None:
+            it is an error.
+
     Raises:
+        BatchTooLarge
         InvariantBroken: records of the range no longer exist, and `failOnDataLoss` is true.
         Unreachable: the brokers did not answer for two minutes, or rejected the connection.
         UsageError: reading is not permitted.
@@ -95,7 +106,7 @@ def read_range(options: SourceOptions, wanted: Range[Partition]) -> Iterator[pa.
     if wanted.start >= wanted.end:
         return
     with warm_consumer(options) as consumer:
-        yield from _Reading(options, wanted, consumer).batches()
+        yield from _Reading(options, wanted, consumer, rejected).batches()
 
 
 def written_at(options: SourceOptions, waiting: Mapping[Partition, tuple[int, int]]) -> dict[Partition, int]:
@@ -108,15 +119,19 @@ def written_at(options: SourceOptions, waiting: Mapping[Partition, tuple[int, in
     found: dict[Partition, int] = {}
     with closing(_consumer(small)) as consumer:
         for partition, (start, end) in waiting.items():
-            first = next(_Reading(small, Range(partition, start, end), consumer).batches(), None)
+            reading = _Reading(small, Range(partition, start, end), consumer, lambda *_: None)
+            first = next(reading.batches(), None)
             if first is not None:
                 found[partition] = first.column("timestamp")[0].value // 1000
     return found
 
 
 class _Reading:
-    def __init__(self, options: SourceOptions, wanted: Range[Partition], consumer: RangeConsumer) -> None:
+    def __init__(
+        self, options: SourceOptions, wanted: Range[Partition], consumer: RangeConsumer, rejected: Rejected | None
+    ) -> None:
         self._options = options
+        self._rejected = rejected
         self._wanted = wanted
         self._consumer = consumer
         self._position = wanted.start
@@ -131,7 +146,11 @@ class _Reading:
         self._consumer.assign(self._wanted.key, self._position)
         while self._position < end:
             asked = time.monotonic()
-            fetched = self._consumer.fetch(end, _POLL_S)
+            try:
+                fetched = self._consumer.fetch(end, _POLL_S)
+            except BatchTooLarge as error:
+                self._pass_over(error)
+                continue
             # Count only the time spent waiting for the broker, not the task's own.
             self._waited_s += time.monotonic() - asked
             if fetched.batch is not None:
@@ -145,6 +164,15 @@ class _Reading:
                 self._confirm(fetched)
             elif self._waited_s > self._look_at_s:
                 self._look_for_progress()
+
+    def _pass_over(self, error: BatchTooLarge) -> None:
+        if self._rejected is None:
+            raise error
+        self._rejected(error, max(error.offset, self._wanted.start))
+        self._position = min(error.next_offset, self._wanted.end)
+        self._waited_s = 0.0
+        if self._position < self._wanted.end:
+            self._consumer.assign(self._wanted.key, self._position)
 
     def _confirm(self, fetched: Fetched) -> None:
         """The log seems to end before the range does: ask until that is certain."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -18,10 +19,11 @@ from delivered.connectors.kafka.admin import KafkaDriverClient, joined
 from delivered.connectors.kafka.history import LogHistory, Parting, are_different, can_ask
 from delivered.connectors.kafka.offsets import EARLIEST, LASTING, LATEST, METADATA, Positions, Where
 from delivered.connectors.kafka.options import OWNER, SourceOptions, refuse_latest_start
+from delivered.connectors.kafka.rejecting import Rejecting, raw_schema
 from delivered.connectors.kafka.resolve import resolve
 from delivered.contract.finding import Finding
 from delivered.contract.powers import Address
-from delivered.contract.source import Offsets, Slice
+from delivered.contract.source import REJECTED, Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.limits import RESTART_CONFIRM_S
@@ -41,6 +43,7 @@ class KafkaSource:
     """`delivered_kafka` as a source. Holds options, no connection."""
 
     options: SourceOptions
+    rejects: Rejecting | None = None
 
     @property
     def rows_per_batch_max(self) -> int | None:
@@ -103,7 +106,8 @@ class KafkaSource:
         return self
 
     def schema(self) -> pa.Schema:
-        return columns(self.options.headers)
+        schema = columns(self.options.headers)
+        return schema.append(REJECTED) if self.rejects is not None and self.rejects.kept else schema
 
     def address(self) -> Address:
         """See `delivered.contract.powers.HasAddress`."""
@@ -125,7 +129,19 @@ class KafkaSource:
         from delivered.connectors.kafka.reader import read_range
 
         topic, partition, start, end = piece.data
-        return read_range(self.options, Range((topic, partition), start, end))
+        wanted = Range((topic, partition), start, end)
+        read = partial(read_range, self.options, wanted)
+        return read() if self.rejects is None else self.rejects.read(read, wanted.key)
+
+    def rejecting(self, *, kept: bool, raw: bool = False) -> KafkaSource:  # noqa: ARG002 - its records are raw
+        """See `delivered.contract.schemas.RejectsRecords`: record batches that are too large."""
+        return replace(self, rejects=Rejecting(self.options.headers, kept))
+
+    def raw_schema(self) -> pa.Schema:
+        return raw_schema(self.options.headers)
+
+    def decoded(self, raw: pa.RecordBatch) -> pa.RecordBatch:
+        return (self.rejects or Rejecting(self.options.headers, kept=False)).decoded(raw)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from delivered.contract.finding import Finding
 from delivered.contract.powers import (
@@ -18,6 +19,7 @@ from delivered.contract.powers import (
     address_of,
     planned,
 )
+from delivered.contract.schemas import RejectsRecords, rejecting
 from delivered.contract.source import COORDINATES, RAW, REJECTED, Offsets, Rechecks, Slice, Source, SourceDriver
 from delivered.kits.schemas.avro import Unmappable
 from delivered.kits.schemas.codec import Ask, Decoder
@@ -104,7 +106,7 @@ class FormattedSource:
 
     def schema(self) -> pa.Schema:
         full = self.planned()
-        schema = full.source.schema()
+        schema = _without_rejected(full.source.schema())
         for side, registered in zip(self.options.sides, full.schemas, strict=True):
             kind = mapped(self.owner, side, registered)
             schema = schema.set(schema.get_field_index(side.column), pa.field(side.column, kind))
@@ -144,14 +146,16 @@ class FormattedSource:
 
     def rejecting(self, *, kept: bool, raw: bool = False) -> FormattedSource:
         """See `delivered.contract.schemas.RejectsRecords`."""
-        return replace(self, rejects=True, kept=kept, raw=raw)
+        return replace(self, source=rejecting(self.source, kept=kept), rejects=True, kept=kept, raw=raw)
 
     def raw_schema(self) -> pa.Schema:
-        return self.source.schema()
+        inner = self.source
+        return inner.raw_schema() if isinstance(inner, RejectsRecords) else inner.schema()
 
     def decoded(self, raw: pa.RecordBatch) -> pa.RecordBatch:
         full = self.planned()
-        return full._decoded(raw, full._decoders(), full.schema())
+        inner = full.source.decoded(raw) if isinstance(full.source, RejectsRecords) else raw
+        return full._decoded(inner, full._decoders(), full.schema())
 
     def driver(self) -> SourceDriver:
         return self.source.driver()
@@ -182,7 +186,9 @@ class FormattedSource:
             parts = [batch.column(f.name).cast(f.type) for f in RAW.type]
             columns[RAW.name] = pa.StructArray.from_arrays(parts, fields=list(RAW.type))
         if self.kept:
-            columns[REJECTED.name] = _rejected(batch, bad)
+            already = columns.get(REJECTED.name)
+            own = _rejected(batch, bad)
+            columns[REJECTED.name] = own if already is None else pc.if_else(pc.is_valid(already), already, own)
         made = pa.RecordBatch.from_arrays([columns[n] for n in schema.names], schema=schema)
         if bad and not self.kept:
             made = made.filter(pa.array([row not in bad for row in range(made.num_rows)]))
@@ -233,6 +239,11 @@ def mapped(owner: str, side: Side, registered: Registered) -> pa.DataType:
             f"{owner}: {registered} has no column type for the {side.column}: {error}.",
             next_step=f"set {side.column}.format to bytes, and decode it yourself",
         ) from None
+
+
+def _without_rejected(schema: pa.Schema) -> pa.Schema:
+    at = schema.get_field_index(REJECTED.name)
+    return schema if at < 0 else schema.remove(at)
 
 
 def _rejected(batch: pa.RecordBatch, bad: dict[int, str]) -> pa.Array:
