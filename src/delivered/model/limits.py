@@ -96,8 +96,8 @@ SCHEMA_TYPES_MAX = 10_000
 SCHEMA_DEPTH_MAX = 32
 """Records within records of a registered schema."""
 
-RECORD_VALUES_MAX = 5_000_000
-"""Values that one record with a schema stands for, with the fields that its schema fills in."""
+RECORD_VALUES_MAX = 1_000_000
+"""Values that one record with a schema stands for, with the fields that its schema fills in; or one for each byte."""
 
 RECORD_CHECKS_MAX = 1_000_000
 """Rules of a JSON Schema that are applied to one record, or ten for each of its bytes if that is more."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from delivered.clients.kafka.answers import complete
 from delivered.clients.kafka.login import CLIENT_ID, NoAnswer, NotSent, Rejected, Security, authenticate, connected
 from delivered.model.limits import KAFKA_RESPONSE_BYTES_MAX
 
@@ -29,7 +30,6 @@ _FRAME = struct.Struct(">ihhi")
 _RESPONSE = struct.Struct(">i")
 _API_VERSIONS = 18
 _PARTS_MAX = 64
-_VARINT_BYTES_MAX = 5
 _SILENCE_S = 5.0
 """A response that takes longer: ask whether the broker is still in the cluster."""
 _IDLE_S_MAX = 540.0
@@ -93,15 +93,13 @@ class Pending:
         """The response as kafka-python's message. Raises as `body`."""
         body = self.body(timeout_s)
         try:
-            return self._decode(body)
+            return complete(self._decode(body))
         except Exception as error:  # kafka-python raises anything for bytes that are no such message
             raise self._unreadable(error) from None
 
     def _unreadable(self, error: Exception) -> NoAnswer:
-        """A broker that lies, or is none: what it did with the request is unknown."""
-        why = f"a response that cannot be read: {type(error).__name__}: {str(error)[:100]}"
-        self._channel.close(why)
-        return NoAnswer(f"{self._channel.name}: {why}")
+        self._channel.close(f"a response that cannot be read: {type(error).__name__}: {str(error)[:100]}")
+        return NoAnswer(f"{self._channel.name}: {self._channel.closed}")
 
     def arrived(self, frame: memoryview) -> None:
         self._frame = frame
@@ -395,7 +393,7 @@ def _header_bytes(frame: memoryview, flexible: bool) -> int:
 def varint(data: memoryview, at: int) -> tuple[int, int]:
     """An unsigned number of 32 bits, and where it ends. Raises IndexError, ValueError."""
     value = 0
-    for place in range(_VARINT_BYTES_MAX):
+    for place in range(5):
         value |= (data[at + place] & 127) << 7 * place
         if data[at + place] < 128 and value < 1 << 32:
             return value, at + place + 1

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from delivered.clients.kafka.answers import only
 from delivered.clients.kafka.login import NoAnswer
 
 FATAL = frozenset({47, 48, 49, 90, 105})
@@ -86,7 +87,7 @@ def is_leader(wire: Cluster, node: int, topic: str, partition: int) -> bool:
 
     def named(other: int) -> int | None:
         request = MetadataRequest(topics=[Topic(name=topic)], allow_auto_topic_creation=False)
-        [found] = wire.ask(request, other, _LOOK_TIMEOUT_S).topics
+        found = only(wire.ask(request, other, _LOOK_TIMEOUT_S).topics, "topics")
         leaders = (p.leader_id for p in found.partitions if p.partition_index == partition)
         return next((int(leader) for leader in leaders if leader >= 0), None)
 

@@ -200,10 +200,7 @@ class Fetcher:
         return self._wire.post(request, leader.node)
 
     def _parsed(self, body: memoryview, end: int) -> Fetched | None:
-        try:
-            found = Response(body)
-        except _LIES as error:
-            raise NoAnswer(f"a Fetch response that cannot be read: {error}") from None
+        found = Response(body)
         if found.throttle_ms:  # the broker reads nothing earlier, and a request would time out
             self._not_before_s = time.monotonic() + found.throttle_ms / 1000
         code = found.error
@@ -258,9 +255,15 @@ class Fetcher:
 
 
 class Response:
-    """A Fetch response of version 12 for one partition; `records` is a view of it."""
+    """A Fetch response of version 12 for one partition; `records` is a view of it. Raises NoAnswer: it is none."""
 
     def __init__(self, body: memoryview) -> None:
+        try:
+            self._read(body)
+        except _LIES as error:
+            raise NoAnswer(f"a Fetch response that cannot be read: {error}") from None
+
+    def _read(self, body: memoryview) -> None:
         self.throttle_ms, self.error, _, at = *struct.unpack_from(">ihi", body, 0), 10
         self.records = memoryview(b"")
         self.aborted: list[tuple[int, int]] = []

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.clients.kafka import protocol
+from delivered.clients.kafka.answers import only
 from delivered.clients.kafka.channel import Channel, Pending
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import NoTopic, Wire, name_of
@@ -152,7 +153,8 @@ def end_at(wire: Wire, at: OpenAt, commit: bool, deadline: float) -> Outcome[Non
         )
         try:
             answer = wire.ask(request, wire.leader(at.topic, at.partition))
-            code = answer.markers[0].topics[0].partitions[0].error_code
+            ended = only(only(answer.markers, "markers").topics, "topics")
+            code = only(ended.partitions, "partitions").error_code
             reason = name_of(code)
         except NoAnswer as error:
             code, reason = _TIMED_OUT, str(error)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Set
 from functools import partial
 from typing import Any, TypeVar
 
+from delivered.clients.kafka.answers import only
 from delivered.clients.kafka.channel import Channel, Pending
 from delivered.clients.kafka.current import Confirmation, Leader, left_cluster
 from delivered.clients.kafka.login import NoAnswer, NotSent, Rejected, security, unreachable
@@ -308,8 +309,8 @@ class Wire:
         from kafka.protocol.metadata import MetadataRequest
 
         Topic = MetadataRequest.MetadataRequestTopic  # noqa: N806 - a class
-        [found] = self._metadata(MetadataRequest(topics=[Topic(name=name)], allow_auto_topic_creation=False)).topics
-        return found
+        request = MetadataRequest(topics=[Topic(name=name)], allow_auto_topic_creation=False)
+        return only(self._metadata(request).topics, "topics")
 
     def topics(self) -> list[str]:
         """Names of all topics that this user may see."""

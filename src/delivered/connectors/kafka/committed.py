@@ -13,8 +13,10 @@ from functools import partial
 from typing import Any
 
 from delivered.clients.kafka import protocol
+from delivered.clients.kafka.answers import only
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire, name_of
+from delivered.model.errors import DeliveredError
 from delivered.model.limits import REQUEST_TIMEOUT_S
 
 HIDDEN_S = 2.0
@@ -138,7 +140,7 @@ class CommittedReader:
             topics=[Topic(name=self._topic, partitions=[part])],
             max_version=6,
         )
-        answer: Any = self._wire.ask(request, leader.node).topics[0].partitions[0]
+        answer: Any = only(only(self._wire.ask(request, leader.node).topics, "topics").partitions, "partitions")
         if answer.error_code != protocol.NONE:
             raise self._error(answer.error_code)
         end = int(answer.offset)
@@ -177,7 +179,7 @@ class CommittedReader:
         answer = self._wire.ask(request, leader.node)
         if answer.error_code != protocol.NONE:
             raise NoAnswer(name_of(answer.error_code))
-        found = answer.responses[0].partitions[0]
+        found = only(only(answer.responses, "topics").partitions, "partitions")
         if found.error_code == protocol.OFFSET_OUT_OF_RANGE and offset == 0:
             raise NoAnswer("the start of the partition moved")
         if found.error_code != protocol.NONE:
@@ -188,6 +190,15 @@ class CommittedReader:
         return NoAnswer(f"{self._topic}-{self._partition}: {name_of(code)}")
 
     def _records(self, part: Any) -> Iterator[Record]:
+        try:
+            yield from self._visible(part)
+        except (DeliveredError, NoAnswer):
+            raise
+        except Exception as error:  # kafka-python raises anything for bytes that are no record batch
+            what = f"{type(error).__name__}: {str(error)[:100]}"
+            raise NoAnswer(f"{self._topic}-{self._partition}: records that cannot be read: {what}") from None
+
+    def _visible(self, part: Any) -> Iterator[Record]:
         aborted = sorted(((t.first_offset, t.producer_id) for t in part.aborted_transactions or ()), reverse=True)
         dead: set[int] = set()
         for batch in _batches(part):
@@ -242,7 +253,7 @@ def barrier(wire: Wire, topic: str, partition: int) -> int:
             max_version=9,
         )
         answer: Any = wire.ask(request, wire.leader(topic, partition))
-        [part] = answer.responses[0].partition_responses
+        part = only(only(answer.responses, "topics").partition_responses, "partitions")
         if part.error_code != protocol.NONE:
             raise NoAnswer(f"{topic}-{partition}: {name_of(part.error_code)}")
         return int(part.base_offset) + 1

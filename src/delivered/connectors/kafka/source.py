@@ -129,12 +129,10 @@ class KafkaSource:
         from delivered.connectors.kafka.reader import read_range
 
         topic, partition, start, end = piece.data
-        wanted = Range((topic, partition), start, end)
-        read = partial(read_range, self.options, wanted)
+        read = partial(read_range, self.options, wanted := Range((topic, partition), start, end))
         return read() if self.rejects is None else self.rejects.read(read, wanted.key)
 
-    def rejecting(self, *, kept: bool, raw: bool = False) -> KafkaSource:  # noqa: ARG002 - its records are raw
-        """See `delivered.contract.schemas.RejectsRecords`: record batches that are too large."""
+    def rejecting(self, *, kept: bool, raw: bool = False) -> KafkaSource:  # noqa: ARG002 - RejectsRecords
         return replace(self, rejects=Rejecting(self.options.headers, kept))
 
     def raw_schema(self) -> pa.Schema:

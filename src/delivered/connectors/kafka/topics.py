@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from delivered.clients.kafka import protocol
+from delivered.clients.kafka.answers import only
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire, name_of
 from delivered.connectors.kafka.sink_options import LEDGER_TOPICS, SinkOptions
@@ -99,7 +100,7 @@ def _create(wire: Wire, topic: str, options: SinkOptions) -> None:
             validate_only=False,
             max_version=5,
         )
-        found = wire.ask(request).topics[0]
+        found = only(wire.ask(request).topics, "topics")
         if found.error_code == protocol.INVALID_REPLICATION_FACTOR and options.ledger_replication is None:
             raise NoAnswer(f"fewer than {copies} brokers are up now")
         return found

@@ -58,10 +58,10 @@ class TypeCount:
 
 
 class Budget:
-    """Counts the values of one record: a few bytes can stand for many."""
+    """Counts the values of one record of this many bytes: a few can stand for many."""
 
-    def __init__(self) -> None:
-        self._left = RECORD_VALUES_MAX
+    def __init__(self, size: int) -> None:
+        self._left = max(RECORD_VALUES_MAX, size)
 
     def spend(self, values: int) -> None:
         """Raises Unreadable."""

@@ -11,7 +11,7 @@ import pyarrow as pa
 from delivered.kits.schemas.bounds import Unmappable, Unreadable, in_words
 from delivered.kits.schemas.registry import BadSchema, Registered
 from delivered.kits.schemas.schema import Schema, schema_of
-from delivered.kits.schemas.values import canonical, in_units_of, plain
+from delivered.kits.schemas.values import canonical, in_units_of, plain, text_that_is_none
 from delivered.model.errors import DeliveredError
 
 _PREFIX = struct.Struct(">bI")
@@ -115,9 +115,9 @@ class Encoder:
         """The encoded values, and for each one why it cannot be encoded; None: it was."""
         try:
             found: Sequence[Any] = plain(values.cast(self._units))
-        except pa.ArrowInvalid as error:
+        except (pa.ArrowException, ValueError, OverflowError) as error:
             if len(values) == 1:
-                return pa.nulls(1, pa.binary()), [str(error)]
+                return pa.nulls(1, pa.binary()), [text_that_is_none(values) or in_words(error)]
             parts = [self.column(values.slice(i, 1)) for i in range(len(values))]
             return pa.concat_arrays([c for c, _ in parts]), [r for _, each in parts for r in each]
         encoded: list[bytes | None] = []
@@ -126,10 +126,9 @@ class Encoder:
             try:
                 encoded.append(None if value is None else self._prefix + self._one(value))
                 reasons.append(None)
-            except (ValueError, TypeError, OverflowError, KeyError, AttributeError) as error:
-                kind = "" if isinstance(error, Unreadable) else f"{type(error).__name__}: "
+            except Exception as error:  # the exception depends on what does not match
                 encoded.append(None)
-                reasons.append(f"{kind}{error}"[:300])
+                reasons.append(in_words(error))
         return pa.array(encoded, pa.binary()), reasons
 
     def _one(self, value: Any) -> bytes:

@@ -32,7 +32,7 @@ class JsonSchema:
         try:
             document = json.loads(registered.text)
             made = jsonschema.validators.validator_for(document, default=jsonschema.Draft7Validator)
-            made.check_schema(document)
+            made.check_schema(document, format_checker=None)  # patterns are not Python's
             document = json_rules.checked(document)
             known = [(name, json_rules.checked(json.loads(text))) for name, text in registered.references]
             specification = referencing.jsonschema.specification_with(made.META_SCHEMA["$schema"])
@@ -61,7 +61,7 @@ class JsonSchema:
             raise Unreadable("it was not written with a JSON Schema")
         found = parsed(data)
         written.check(found, len(data))
-        return _fitted(found, self.filled, "", Budget())
+        return _fitted(found, self.filled, "", Budget(len(data)))
 
     def check(self, document: Any, size: int = 0) -> None:
         """Raises Unreadable: the document, of so many bytes, does not match."""

@@ -32,6 +32,7 @@ from delivered.kits.schemas.registry import Incompatible, Registered, connected
 from delivered.kits.schemas.schema import schema_of, unfit
 from delivered.kits.schemas.source import connected_later, find, mapped
 from delivered.kits.schemas.values import canonical
+from delivered.model.bad_row import plain_rows
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
@@ -193,8 +194,15 @@ class FormattedSink:
         for side in self.options.sides:
             at = batch.schema.get_field_index(side.column)
             if at >= 0 and not pa.types.is_binary(batch.column(at).type):
-                batch = batch.set_column(at, pa.field(side.column, pa.binary()), canonical(batch.column(at)))
+                batch = batch.set_column(at, pa.field(side.column, pa.binary()), self._text(batch, at))
         return self.sink.records(batch)
+
+    def _text(self, batch: pa.RecordBatch, at: int) -> pa.Array:
+        try:
+            return canonical(batch.column(at))
+        except (ValueError, OverflowError):  # text that is not UTF-8, times beyond what columns hold
+            self.encoded(batch)  # says which row
+            raise
 
     def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
         return _EncodingWriter(self, self.sink.writer(work, guarantee, self._encoded_schema(schema)))
@@ -204,7 +212,7 @@ class FormattedSink:
         encoded, reasons = self._encoded(batch)
         if reasons:
             row, why = next(iter(reasons.items()))
-            shown = str({n: batch.column(n)[row].as_py() for n in batch.schema.names})[:300]
+            shown = str(plain_rows(batch.slice(row, 1))[0])[:300]
             raise BadRecord(
                 "RECORD_UNENCODABLE",
                 f"{self.owner}: row {row} of a batch cannot be encoded, {why}. The row: {shown}. Nothing of its batch "

@@ -64,6 +64,9 @@ def differences(path: str, row: pa.DataType, there: pa.DataType) -> Iterable[str
             else:
                 yield f"{path}.{f.name} is not in the schema, and only top-level fields are added"
         return
+    elif pa.types.is_map(row) and pa.types.is_map(there) and not _is_text(row.key_type):
+        yield f"{path!r} has keys that are {row.key_type}; they must be text"
+        return
     elif pa.types.is_map(row) and pa.types.is_map(there):
         yield from differences(f"{path}{{}}", row.item_type, there.item_type)
         return
@@ -98,6 +101,29 @@ def _as_json(value: Any) -> Any:
         case bool() | int() | float() | str() | None:
             return value
     return str(value)
+
+
+def text_that_is_none(values: pa.Array, path: str = "") -> str | None:
+    """Which field of a value holds text that is not UTF-8, as Spark's casts of bytes make it; None: none does."""
+    kind = values.type
+    if _is_text(kind):
+        try:
+            values.validate(full=True)
+        except pa.ArrowInvalid:
+            return f"{f'field {path[1:]}' if path else 'it'} is text that is not UTF-8"
+        return None
+    parts: list[tuple[str, pa.Array]] = []
+    if pa.types.is_struct(kind):
+        parts = [(f"{path}.{f.name}", part) for f, part in zip(kind, values.flatten(), strict=True)]
+    elif pa.types.is_map(kind):
+        parts = [(f"{path}{{}}", values.keys), (f"{path}{{}}", values.items)]
+    elif is_list(kind):
+        parts = [(f"{path}[]", values.flatten())]
+    return next((why for name, part in parts if (why := text_that_is_none(part, name))), None)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def is_list(kind: pa.DataType) -> bool:
