@@ -99,7 +99,7 @@ SCHEMA_DEPTH_MAX = 32
 RECORD_VALUES_MAX = 1_000_000
 """Values that one record with a schema stands for, with the fields that its schema fills in; or one for each byte."""
 
-RECORD_CHECKS_MAX = 1_000_000
+RECORD_CHECKS_MAX = 200_000
 """Rules of a JSON Schema that are applied to one record, or ten for each of its bytes if that is more."""
 
 KAFKA_RESPONSE_BYTES_MAX = 256 << 20
