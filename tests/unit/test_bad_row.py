@@ -8,7 +8,7 @@ from decimal import Decimal
 import pyarrow as pa
 import pytest
 
-from delivered.model.bad_row import as_json_text, from_json_texts
+from delivered.model.bad_row import as_json_text, from_json_texts, plain_rows
 
 HEADER = pa.struct([("key", pa.string()), ("value", pa.binary())])
 SCHEMA = pa.schema(
@@ -48,3 +48,36 @@ def test_numbers_of_a_database_stand_for_themselves() -> None:
 def test_a_value_that_does_not_suit_its_column() -> None:
     with pytest.raises(ValueError, match="convert"):
         from_json_texts(['{"a": "many"}'], pa.schema([("a", pa.int64())]))
+
+
+LATE = 568_971_820_800_000_000
+"""20000-01-01 in microseconds."""
+
+
+def test_times_that_python_has_not_are_numbers_at_any_depth() -> None:
+    kind = pa.struct([("x", pa.list_(pa.timestamp("us"))), ("m", pa.map_(pa.date32(), pa.timestamp("us", "UTC")))])
+    schema = pa.schema([("n", kind), ("at", pa.timestamp("us", "UTC")), ("text", pa.string())])
+    rows = pa.RecordBatch.from_pylist(
+        [
+            {"n": {"x": [LATE, None], "m": [(2_932_897, LATE)]}, "at": 0, "text": "a"},
+            {"n": {"x": [], "m": []}, "at": LATE, "text": "b"},
+            {"n": None, "at": 0, "text": "c"},
+        ],
+        schema=schema,
+    )
+    texts = [as_json_text(row) for row in plain_rows(rows)]
+    assert f'"x": [{LATE}, null]' in texts[0]
+    assert '"at": "1970-01-01 00:00:00+00:00"' in texts[0]
+    assert f'"at": {LATE}' in texts[1]
+    assert texts[2] == [as_json_text(row) for row in plain_rows(rows.slice(2))][0]
+    assert from_json_texts(texts, schema).equals(rows)
+
+
+def test_text_that_is_no_utf8_keeps_its_bytes() -> None:
+    raw = pa.array([b"a\xff", b"b"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 2, raw.buffers())
+    batch = pa.record_batch([text, pa.array([1, 2])], names=["a", "b"])
+    texts = [as_json_text(row) for row in plain_rows(batch)]
+    assert texts == ['{"a": {"base64": "Yf8="}, "b": 1}', '{"a": "b", "b": 2}']
+    with pytest.raises(ValueError, match="not UTF-8"):
+        from_json_texts(texts, batch.schema)

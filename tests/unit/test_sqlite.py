@@ -162,7 +162,7 @@ def test_bad_column_names_are_refused(tmp_path: Path, names: list[str]) -> None:
 def test_date_that_text_cannot_hold_is_a_bad_record(tmp_path: Path) -> None:
     sink = sink_at(tmp_path)
     far = pa.table({"at": pa.array([-(10**17)], pa.timestamp("us"))})
-    with pytest.raises(BadRecord, match="DELIVERED_DATE_OUT_OF_RANGE"):
+    with pytest.raises(BadRecord, match="DELIVERED_VALUE_UNSTORABLE"):
         stage(sink, far)
 
 

@@ -35,12 +35,40 @@ def as_json_text(row: Mapping[str, Any]) -> str:
 
 
 def plain_rows(rows: pa.RecordBatch) -> list[dict[str, Any]]:
-    """As `to_pylist`, with times that Python cannot represent as the numbers that they are stored as."""
+    """As `to_pylist`, where a row has a value that Python cannot represent with the numbers that times are stored as,
+    and the bytes of texts. What becomes of a row does not depend on the others."""
     try:
         return rows.to_pylist()  # type: ignore[no-any-return]
-    except OverflowError:
-        columns = [c.view(_NUMBERS[c.type.bit_width]) if pa.types.is_temporal(c.type) else c for c in rows.columns]
-        return pa.RecordBatch.from_arrays(columns, names=rows.schema.names).to_pylist()  # type: ignore[no-any-return]
+    except (OverflowError, ValueError):
+        if rows.num_rows > 1:
+            return [row for at in range(rows.num_rows) for row in plain_rows(rows.slice(at, 1))]
+        named = zip(rows.schema.names, rows.columns, strict=True)
+        return [{name: _plain_column(column) for name, column in named}]
+
+
+def _plain_column(column: pa.Array) -> Any:
+    try:
+        return column[0].as_py()
+    except (OverflowError, ValueError):
+        return column.cast(_stored_as(column.type))[0].as_py()
+
+
+def _stored_as(kind: pa.DataType) -> pa.DataType:
+    """The type of what a value of `kind` is stored as: of times numbers, of texts bytes."""
+    t = pa.types
+    if t.is_dictionary(kind):
+        return _stored_as(kind.value_type)
+    if t.is_temporal(kind):
+        return _NUMBERS[kind.bit_width]
+    if t.is_string(kind) or t.is_large_string(kind):
+        return pa.binary() if t.is_string(kind) else pa.large_binary()
+    if t.is_map(kind):
+        return pa.map_(_stored_as(kind.key_type), _stored_as(kind.item_type))
+    if t.is_list(kind) or t.is_large_list(kind):
+        return pa.list_(_stored_as(kind.value_type))
+    if t.is_struct(kind):
+        return pa.struct([(f.name, _stored_as(f.type)) for f in kind])
+    return kind
 
 
 def from_json_texts(texts: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
@@ -71,6 +99,8 @@ def _typed(value: Any, kind: pa.DataType) -> Any:
         return None
     if t.is_binary(kind) or t.is_large_binary(kind) or t.is_fixed_size_binary(kind):
         return base64.b64decode(value[_BASE64]) if isinstance(value, dict) else str(value).encode()
+    if t.is_string(kind) and isinstance(value, dict):
+        raise ValueError(f"it is not UTF-8: {base64.b64decode(value[_BASE64])!r}")
     if t.is_struct(kind):
         return {f.name: _typed(value.get(f.name), f.type) for f in kind}
     if t.is_map(kind):

@@ -15,16 +15,21 @@ def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     """
     if batch.schema.equals(schema):
         return batch
-    columns = [batch.column(batch.schema.get_field_index(f.name)) for f in schema]
+    columns = [_cast(batch.column(batch.schema.get_field_index(f.name)), f) for f in schema]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _cast(column: pa.Array, field: pa.Field) -> pa.Array:
+    if column.type.equals(field.type):
+        return column
     try:
-        cast = [c if c.type.equals(f.type) else c.cast(f.type) for c, f in zip(columns, schema, strict=True)]
+        return column.cast(field.type)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise BadRecord(
             "VALUE",
-            f"A value does not fit its column: {str(error)[:300]}",
+            f"A value of column {field.name!r}, which is {column.type}, does not fit {field.type}: {str(error)[:300]}",
             next_step="cast the column, or filter such rows",
         ) from None
-    return pa.RecordBatch.from_arrays(cast, schema=schema)
 
 
 def backquoted(name: str) -> str:

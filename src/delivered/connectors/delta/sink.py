@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pyarrow as pa
+
 from delivered.connectors.delta.options import DeltaOptions
+from delivered.connectors.delta.partition import unstorable_parts
 from delivered.connectors.delta.target import TYPES
 from delivered.kits.sink import Parts
 from delivered.kits.table.sink import FileTableSink
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
+from delivered.model.ranges import first_of
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,12 @@ class DeltaSink(FileTableSink):
         store="store:DeltaStore",
         committer="committer:DeltaCommitter",
     )
+
+    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """See `delivered.contract.powers.ValidatesRows`."""
+        names = [n for n in self.options.partition_by or () if n in batch.schema.names]
+        reasons, parts = super().invalid_rows(batch), unstorable_parts(names, batch)
+        return first_of(reasons, parts)
 
     def capability(self) -> SinkCapability:
         return SinkCapability(

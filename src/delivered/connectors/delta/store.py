@@ -26,10 +26,11 @@ from delivered.connectors.delta.commit import (
     tidy,
 )
 from delivered.connectors.delta.options import DeltaOptions
+from delivered.connectors.delta.partition import text
 from delivered.connectors.delta.read import active_files, whole
 from delivered.connectors.delta.records import Names, Record, Records, claim_of, digest, ledger_key, next_claim
 from delivered.connectors.delta.target import TYPES, required, same_columns, table_schema
-from delivered.connectors.delta.writer import DeltaFiles, text
+from delivered.connectors.delta.writer import DeltaFiles
 from delivered.kits.sql.merge import stored as kept
 from delivered.kits.table import stage
 from delivered.kits.table.merge import BATCH_ROWS, Effect, one_of_each, staged_rows, upsert
@@ -65,7 +66,7 @@ def effect(options: DeltaOptions, table: Any, store: Store, work: Work, shards: 
     if options.write.replaces and files:
         partitions = {tuple(file.partition.items()) for file in files}  # in the order of `partitionBy`, as in the table
         found = active_files(options, table)
-        gone = [f["path"] for f in found if tuple((n, text(n, v)) for n, v in f["partition"].items()) in partitions]
+        gone = [f["path"] for f in found if tuple((n, text(v)) for n, v in f["partition"].items()) in partitions]
         return Effect(files, gone, exact=True)
     return Effect(files)
 

@@ -15,6 +15,7 @@ from delivered.kits.table import target
 from delivered.kits.table.columns import TableTypes, canonical
 from delivered.model.capability import APPEND
 from delivered.model.errors import Refused, UsageError
+from delivered.model.ranges import RANGES
 
 _FEATURES = frozenset(
     {
@@ -28,6 +29,7 @@ _FEATURES = frozenset(
 class DeltaTypes(TableTypes):
     system = "Delta"
     table = "a Delta table"
+    range = RANGES["delta"]
 
 
 TYPES = DeltaTypes()
@@ -118,7 +120,16 @@ def compare(options: DeltaOptions, table: Any, schema: pa.Schema, *, adds: bool 
             f"{list(options.partition_by or ()) or 'none'}.",
             next_step=f'write .option("partitionBy", "{",".join(partitions)}")' if partitions else "remove the option",
         )
-    return target.compare(options, table_schema(table), schema, partitions, adds=adds)
+    there = table_schema(table)
+    binary = [n for n in partitions if pa.types.is_binary(there.field(n).type)]
+    if binary:
+        raise UsageError(
+            "PARTITION_TYPE",
+            f"The table at {options.path!r} is partitioned by {binary[0]!r}, which is binary: clients disagree about "
+            "its text in the log.",
+            next_step="write to a table that is partitioned by a string, for example hex(...)",
+        )
+    return target.compare(options, there, schema, partitions, adds=adds)
 
 
 def same_columns(options: DeltaOptions, table: Any, schema: pa.Schema) -> None:

@@ -13,15 +13,15 @@ import decimal
 import json
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
-from urllib.parse import quote
 
 import pyarrow as pa
 
 from delivered.connectors.delta.client import Store, explained, require_table
 from delivered.connectors.delta.commit import DataFile, StagedFiles, TableChange, commit
 from delivered.connectors.delta.options import DeltaOptions
+from delivered.connectors.delta.partition import Part, folder_of, text, unstorable_parts
 from delivered.connectors.delta.target import TYPES, required, same_columns
 from delivered.contract.sink import Writer
 from delivered.kits.sql.merge import check_rows
@@ -30,10 +30,10 @@ from delivered.kits.table.parquet import PartFiles, split
 from delivered.kits.table.shard import shard_writer
 from delivered.kits.table.target import but_gone
 from delivered.model.columns import fitted
-from delivered.model.errors import BadRecord
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
+from delivered.model.ranges import check
 
 COLUMNS_MAX = 32
 """Columns with bounds, Delta's default for `delta.dataSkippingNumIndexedCols`."""
@@ -65,9 +65,7 @@ def file_statistics(metadata: Any, not_a_number: Collection[str]) -> str:
         if column.physical_type == "BYTE_ARRAY" and column.logical_type.type != "STRING":
             continue  # binary has no bounds in Delta
         if filled:
-            found = None
-            if all(s.has_min_max for s in filled):
-                found = _bounds(min(s.min for s in filled), max(s.max for s in filled))
+            found = _bounds_of(filled)
             whole = whole and found is not None
             if found is not None:
                 bounds[column.path] = found
@@ -81,6 +79,16 @@ def file_statistics(metadata: Any, not_a_number: Collection[str]) -> str:
         statistics.pop("minValues", None)
         text = json.dumps(statistics, separators=(",", ":"), ensure_ascii=False)
     return text
+
+
+def _bounds_of(groups: Sequence[Any]) -> tuple[Any, Any] | None:
+    """Of a column, from its statistics in all row groups that have values."""
+    if not all(s.has_min_max for s in groups):
+        return None
+    try:
+        return _bounds(min(s.min for s in groups), max(s.max for s in groups))
+    except OverflowError:  # a date or time outside Python's years
+        return None
 
 
 def _bounds(low: Any, high: Any) -> tuple[Any, Any] | None:
@@ -107,12 +115,6 @@ def _milliseconds(value: dt.datetime) -> str:
     return plain.isoformat(" " if value.tzinfo is None else "T", "milliseconds") + ("" if value.tzinfo is None else "Z")
 
 
-_NULL = "__HIVE_DEFAULT_PARTITION__"
-
-_Part = tuple[tuple[str, str | None], ...]
-"""Partition columns with their values, as in the log."""
-
-
 def writer(options: DeltaOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
     exactly_once = guarantee is Guarantee.EXACTLY_ONCE
     return shard_writer(work, guarantee, DeltaFiles(options, work, schema, direct=not exactly_once))
@@ -125,18 +127,20 @@ class DeltaFiles:
         self._options = options
         self._schema = TYPES.canonical_schema(schema)
         # An upsert's rows are staged unchanged: the driver writes the table's files.
-        partitions = () if options.write.upserts else options.partition_by or ()
-        self._partitions = [name for name in partitions if name in self._schema.names]
+        self._named = [name for name in options.partition_by or () if name in self._schema.names]
+        self._partitions = [] if options.write.upserts else self._named
         self._stored = pa.schema([f for f in self._schema if f.name not in self._partitions])
         self._place = stage.new_place(work, direct)
-        self._files: PartFiles[_Part] = PartFiles(
+        self._files: PartFiles[Part] = PartFiles(
             lambda: Store(options), self._place, self._stored, {"compression": options.compression},
-            _folder,
+            folder_of,
         )  # fmt: skip
         self._done: list[DataFile] = []
         self._table: Any = None
 
     def write(self, batch: pa.RecordBatch) -> None:
+        TYPES.check_values(batch)
+        check(TYPES.system, batch, unstorable_parts(self._named, batch))
         batch = fitted(batch, self._schema)
         check_rows(self._options.write, batch)
         with but_gone(explained(self._options)):
@@ -144,7 +148,7 @@ class DeltaFiles:
                 self._files.write((), batch)
                 return
             for values, rows in split(batch.select(self._partitions), batch.select(self._stored.names)):
-                part = tuple((n, text(n, v)) for n, v in zip(self._partitions, values, strict=True))
+                part = tuple((n, text(v)) for n, v in zip(self._partitions, values, strict=True))
                 self._files.write(part, rows)
 
     def finish(self) -> int:
@@ -179,26 +183,3 @@ class DeltaFiles:
 
     def discard(self) -> None:
         self._files.discard()
-
-
-def _folder(part: _Part) -> str:
-    """`day=2024-05-01/`, in Hive style. Readers use the log, not this name."""
-    return "".join(f"{quote(k, safe='')}={_NULL if v is None else quote(v, safe='')}/" for k, v in part)
-
-
-def text(name: str, value: Any) -> str | None:
-    """A partition value, as in the log."""
-    if value is None:
-        return None
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, dt.date):
-        return value.isoformat()
-    written = str(value)
-    if not written:
-        raise BadRecord(
-            "PARTITION_EMPTY",
-            f"A row has an empty string in the partition column {name!r}, which Delta would read back as NULL.",
-            next_step=f"replace it, for example: when({name} = '', 'none').otherwise({name})",
-        )
-    return written

@@ -192,13 +192,17 @@ def _batch(rows: list[Any], schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
+_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+"""As Spark reads and writes them in JSON; other words would become null there."""
+
+
 def _json_value(value: Any, kind: pa.DataType) -> Any:
     """A value in JSON."""
     t = pa.types
     if value is None or t.is_boolean(kind) or t.is_integer(kind) or t.is_string(kind):
         return value
     if t.is_floating(kind):
-        return value if math.isfinite(value) else str(value)
+        return value if math.isfinite(value) else _NOT_FINITE[str(value)]
     if t.is_binary(kind):
         return base64.b64encode(value).decode()
     if t.is_timestamp(kind):

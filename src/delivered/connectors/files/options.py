@@ -7,6 +7,7 @@ from pathlib import Path
 from delivered.kits.options import PATH, sink_name
 from delivered.model.errors import Refused
 from delivered.model.options import Options, choice, option
+from delivered.model.ranges import RANGES, Range
 
 FORMATS = ("parquet", "json", "csv")
 
@@ -36,6 +37,11 @@ class FilesOptions(Options, owner="delivered_files sink"):
     @property
     def folder(self) -> Path:
         return Path(self.path)
+
+    @property
+    def range(self) -> Range:
+        """The values that a file of this format stores."""
+        return RANGES[self.format]
 
     @property
     def sink_name(self) -> str:

@@ -15,6 +15,7 @@ from delivered.connectors.files.read import stored_schema
 from delivered.contract.finding import Finding
 from delivered.kits.sink import Parts, StoreSink
 from delivered.kits.table.durable import make_folder, put, put_first
+from delivered.model import ranges
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted
 from delivered.model.errors import UsageError
@@ -89,6 +90,10 @@ class FilesSink(StoreSink):
                 f"{_columns(schema)}.",
                 next_step="cast and reorder the columns, or write to another folder",
             )
+
+    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """See `delivered.contract.powers.ValidatesRows`."""
+        return ranges.unstorable(self.options.range, batch)
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return fitted(batch, TYPES.canonical_schema(batch.schema))

@@ -16,6 +16,7 @@ from delivered.connectors.files.disk import Places, StagedFile, failed, take_awa
 from delivered.connectors.files.options import FilesOptions
 from delivered.kits.table.durable import make_folder, sync
 from delivered.kits.table.shard import while_staging
+from delivered.model import ranges
 from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
@@ -46,6 +47,7 @@ class StagingWriter:
     def stage(self, batch: pa.RecordBatch) -> None:
         if not batch.num_rows:
             return
+        ranges.check(f"a {self._options.format} file", batch, ranges.unstorable(self._options.range, batch))
         with _as_ours(self._options, self._work):
             self._begun().write(fitted(batch, self._schema))
         self.rows += batch.num_rows

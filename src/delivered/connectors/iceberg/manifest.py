@@ -6,11 +6,14 @@ into its snapshot's manifest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 from pyiceberg.io.pyarrow import (
+    MetricModeTypes,
+    MetricsMode,
     compute_statistics_plan,
     data_file_statistics_from_parquet_metadata,
     parquet_path_to_id_mapping,
@@ -65,7 +68,7 @@ def data_files(table: Any, path: str, written: Sequence[Written[Part]]) -> list[
     ids = parquet_path_to_id_mapping(schema)
     found = []
     for file in written:
-        statistics = data_file_statistics_from_parquet_metadata(file.footer, plan, ids)
+        statistics = _statistics(file.footer, plan, ids)
         found.append(
             DataFile.from_args(
                 content=DataFileContent.DATA,
@@ -77,10 +80,60 @@ def data_files(table: Any, path: str, written: Sequence[Written[Part]]) -> list[
                 spec_id=table.metadata.default_spec_id,
                 equality_ids=None,
                 key_metadata=None,
-                **statistics.to_serialized_dict(),
+                **statistics,
             )
         )
     return found
+
+
+def _statistics(footer: Any, plan: dict[int, Any], ids: dict[str, int]) -> dict[str, Any]:
+    """A file's statistics; bounds that the client cannot make, or would make too narrow, are absent.
+
+    It makes none of dates outside Python's years, nor of a text whose 16th character is U+D7FF, and ignores row groups
+    without bounds: those with texts of more than 4,096 bytes.
+    """
+    known = _with_counts(plan, _unbounded(footer, ids))
+    try:
+        return _of_client(footer, known, ids)
+    except _NO_BOUNDS:
+        bad = [n for n in known if not _has_bounds(footer, known, ids, n)]
+        return _of_client(footer, _with_counts(known, bad), ids)
+
+
+_NO_BOUNDS = (ValueError, TypeError, ArithmeticError, pa.ArrowException)
+
+
+def _of_client(footer: Any, plan: dict[int, Any], ids: dict[str, int]) -> dict[str, Any]:
+    found: dict[str, Any] = data_file_statistics_from_parquet_metadata(footer, plan, ids).to_serialized_dict()
+    return found
+
+
+def _has_bounds(footer: Any, plan: dict[int, Any], ids: dict[str, int], column: int) -> bool:
+    """Whether the client can make the bounds of a column."""
+    try:
+        _of_client(footer, _with_counts(plan, [n for n in plan if n != column]), ids)
+    except _NO_BOUNDS:
+        return False
+    return True
+
+
+def _unbounded(footer: Any, ids: dict[str, int]) -> set[int]:
+    """Columns with a row group that has values, but no bounds. Of NaN alone there are none by definition."""
+    found = set()
+    for at in range(footer.num_columns):
+        if footer.schema.column(at).physical_type in ("FLOAT", "DOUBLE"):
+            continue
+        groups = [footer.row_group(i).column(at).statistics for i in range(footer.num_row_groups)]
+        if any(s is None or (s.num_values and not s.has_min_max) for s in groups):
+            found.add(ids[footer.schema.column(at).path])
+    return found
+
+
+def _with_counts(plan: dict[int, Any], columns: Collection[int]) -> dict[int, Any]:
+    """The plan without bounds for some columns."""
+    counts = MetricsMode(MetricModeTypes.COUNTS)
+    without = (MetricModeTypes.NONE, MetricModeTypes.COUNTS)
+    return {n: replace(c, mode=counts) if n in columns and c.mode.type not in without else c for n, c in plan.items()}
 
 
 def put(table: Any, path: str, files: Sequence[Any]) -> int:

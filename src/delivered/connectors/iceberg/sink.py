@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pyarrow as pa
+
 from delivered.connectors.iceberg.client import need
 from delivered.connectors.iceberg.options import IcebergOptions
+from delivered.connectors.iceberg.partition import unstorable_parts
 from delivered.connectors.iceberg.types import TYPES
 from delivered.kits.sink import Parts
 from delivered.kits.table.sink import FileTableSink
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
+from delivered.model.ranges import first_of
 
 _BACKUP = "catalog and table are backed up and restored together"
 _CATALOG = "the catalog commits by compare-and-swap, and always returns the last committed state"
@@ -31,6 +35,11 @@ class IcebergSink(FileTableSink):
         store="store:IcebergStore",
         committer="committer:IcebergCommitter",
     )
+
+    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """See `delivered.contract.powers.ValidatesRows`."""
+        reasons, parts = super().invalid_rows(batch), unstorable_parts(self.options.partition_by or (), batch)
+        return first_of(reasons, parts)
 
     def capability(self) -> SinkCapability:
         return SinkCapability(

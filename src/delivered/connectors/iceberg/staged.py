@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from delivered.connectors.iceberg.client import data_path, explained, require_table, store
 from delivered.connectors.iceberg.options import IcebergOptions
+from delivered.connectors.iceberg.partition import parts_of, unstorable_parts
 from delivered.connectors.iceberg.target import check_features, compare
 from delivered.connectors.iceberg.types import TYPES
 from delivered.kits.sql.merge import check_rows, stored
@@ -19,6 +20,7 @@ from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
 from delivered.model.prepared import Handle
+from delivered.model.ranges import check
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,13 @@ class StagedRows:
         self._done: list[Written[tuple[()]]] = []
 
     def write(self, batch: pa.RecordBatch) -> None:
+        TYPES.check_values(batch)
         batch = fitted(batch, self._schema)
         check_rows(self._options.write, batch)
         with explained(self._options):
-            self._begun().write((), batch)
+            files = self._begun()
+            check(TYPES.system, batch, unstorable_parts(parts_of(self._table), batch))
+            files.write((), batch)
 
     def finish(self) -> int:
         if self._files is not None:

@@ -23,6 +23,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.kits.table import columns
+from delivered.model.ranges import RANGES
 
 FIELD_ID = b"PARQUET:field_id"
 
@@ -30,6 +31,7 @@ FIELD_ID = b"PARQUET:field_id"
 class IcebergTypes(columns.TableTypes):
     system = "Iceberg"
     table = "an Iceberg table"
+    range = RANGES["iceberg"]
 
     def canonical(self, kind: pa.DataType) -> pa.DataType | None:
         found = columns.canonical(kind)

@@ -11,6 +11,7 @@ from delivered.connectors.iceberg import manifest
 from delivered.connectors.iceberg.client import data_path, explained, require_table, store
 from delivered.connectors.iceberg.commit import TableChange, commit
 from delivered.connectors.iceberg.options import IcebergOptions
+from delivered.connectors.iceberg.partition import parts_of, unstorable_parts
 from delivered.connectors.iceberg.staged import StagedFiles
 from delivered.connectors.iceberg.target import check_features, compare, same_columns
 from delivered.connectors.iceberg.types import TYPES, to_arrow
@@ -24,6 +25,7 @@ from delivered.model.errors import BadRecord
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
+from delivered.model.ranges import check
 
 
 def writer(options: IcebergOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
@@ -49,8 +51,10 @@ class IcebergFiles:
         self._done: list[Any] = []
 
     def write(self, batch: pa.RecordBatch) -> None:
+        TYPES.check_values(batch)
         with but_gone(explained(self._options)):
             files, stored = self._begun()
+            check(TYPES.system, batch, unstorable_parts(parts_of(self._table), batch))
             plain = fitted(batch, self._schema)
             for field in stored:
                 if not field.nullable and plain.column(field.name).null_count:

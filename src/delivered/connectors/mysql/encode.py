@@ -50,7 +50,7 @@ def blocks(batch: pa.RecordBatch, form: Form) -> Iterator[tuple[int, memoryview]
     """Rows of `batch` as text, in bounded blocks, each with its number of rows.
 
     Args:
-        batch: of plain types, with values that the server can store (`types.check_values`).
+        batch: of plain types, with values that the server can store (`model.ranges`).
     """
     size = batch.nbytes
     rows = BLOCK_ROWS if size <= BLOCK_BYTES else max(1, min(BLOCK_ROWS, batch.num_rows * BLOCK_BYTES // size))

@@ -19,7 +19,6 @@ class MysqlSink(ServerSink):
         __package__,
         look="preflight:look",
         add_columns="target:add_columns",
-        invalid_rows="types:invalid_rows",
         writer="writer:LoadWriter",
         scan="read:MysqlScan",
         store="store:MysqlStore",

@@ -24,10 +24,9 @@ are lost or added), texts in other charsets.
 from __future__ import annotations
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from delivered.kits.sql.types import ServerTypes, because, outside_years
-from delivered.model.errors import BadRecord
+from delivered.kits.sql.types import ServerTypes
+from delivered.model.ranges import RANGES
 
 SCALE_MAX = 30
 KEY_BYTES_MAX = 3_072
@@ -47,6 +46,7 @@ class MysqlTypes(ServerTypes):
     columns_max = 1_017  # InnoDB's own limit
     name_bytes_max = 64
     folds_case = True
+    range = RANGES["mysql"]
 
     def declared(self, kind: pa.DataType) -> str | None:
         fitting = self.fitting(kind)
@@ -97,34 +97,3 @@ class MysqlTypes(ServerTypes):
 
 
 TYPES = MysqlTypes()
-
-
-def invalid_rows(batch: pa.RecordBatch) -> pa.Array | None:
-    """The reason for each row that no table accepts, null for the others; None: all rows are valid.
-
-    Constraints of the table are up to the server: a row that violates one fails the query.
-
-    Args:
-        batch: of plain types.
-    """
-    reasons = outside_years(batch)
-    for field, column in zip(batch.schema, batch.columns, strict=True):
-        if pa.types.is_floating(field.type):
-            no_number = pc.invert(pc.is_finite(column))
-            reasons = because(reasons, no_number, f"column {field.name!r}: NaN or infinity")
-    return reasons
-
-
-def check_values(batch: pa.RecordBatch) -> None:
-    """
-    Raises:
-        BadRecord: a row has a value that no column type can store.
-    """
-    reasons = invalid_rows(batch)
-    if reasons is not None:
-        first = reasons.drop_null()[0].as_py()
-        raise BadRecord(
-            "VALUE_UNKNOWN",
-            f"A row cannot be written, {first}: MySQL numbers are finite, and dates are in the years 1 to 9999.",
-            next_step="filter or correct such rows, or store such values as text or integers",
-        )

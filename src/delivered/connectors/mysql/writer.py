@@ -12,7 +12,7 @@ import pyarrow as pa
 from delivered.connectors.mysql import encode, errors, sessions, stage, target, transactions
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.store import staging
-from delivered.connectors.mysql.types import TYPES, check_values
+from delivered.connectors.mysql.types import TYPES
 from delivered.kits.sql.database import give, take
 from delivered.kits.sql.definition import Definition
 from delivered.kits.sql.merge import check_rows
@@ -136,8 +136,8 @@ class LoadWriter:
     def stage(self, batch: pa.RecordBatch) -> None:
         if batch.num_rows == 0:
             return
+        TYPES.check_values(batch)
         batch = fitted(batch, self._schema)
-        check_values(batch)
         if self._options.write.upserts:
             check_rows(self._options.write, batch)
         if self._session is None:

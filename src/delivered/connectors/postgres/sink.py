@@ -19,7 +19,6 @@ class PostgresSink(ServerSink):
         __package__,
         look="preflight:look",
         add_columns="target:add_columns",
-        invalid_rows="types:invalid_rows",
         writer="writer:CopyWriter",
         scan="read:PostgresScan",
         store="store:PostgresStore",

@@ -21,9 +21,9 @@ list, struct, map, duration, uint64, others: refused
 from __future__ import annotations
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from delivered.kits.sql.types import ServerTypes, because
+from delivered.kits.sql.types import ServerTypes
+from delivered.model.ranges import RANGES
 
 ENUM = "enum"
 """Any enum type."""
@@ -42,6 +42,7 @@ class PostgresTypes(ServerTypes):
     system = "PostgreSQL"
     columns_max = 1_600  # PostgreSQL's own limits
     name_bytes_max = 63
+    range = RANGES["postgres"]
     nested_hint = "; a jsonb column accepts JSON texts"
 
     def declared(self, kind: pa.DataType) -> str | None:
@@ -81,16 +82,3 @@ class PostgresTypes(ServerTypes):
 
 
 TYPES = PostgresTypes()
-
-
-def invalid_rows(batch: pa.RecordBatch) -> pa.Array | None:
-    """The reason for each row that no table accepts, null for the others; None: all rows are valid.
-
-    Constraints of the table are up to the server: a row that violates one fails the query.
-    """
-    reasons: pa.Array | None = None
-    for field, column in zip(batch.schema, batch.columns, strict=True):
-        if not (pa.types.is_string(field.type) or pa.types.is_large_string(field.type)):
-            continue
-        reasons = because(reasons, pc.match_substring(column, "\0"), f"column {field.name!r}: text with a zero byte")
-    return reasons

@@ -83,6 +83,7 @@ class CopyWriter:
 
         if batch.num_rows == 0:
             return
+        TYPES.check_values(batch)
         batch = fitted(batch, self._schema)
         if self._options.write.upserts:
             check_rows(self._options.write, batch)

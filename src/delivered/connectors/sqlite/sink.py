@@ -44,7 +44,6 @@ class SqliteSink(DatabaseSink):
     types = TYPES
     parts = Parts(
         __package__,
-        invalid_rows="types:invalid_rows",
         writer="writer:writer",
         scan="read:SqliteScan",
         store="store:SqliteStore",

@@ -21,8 +21,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.kits.sql.types import Types, outside_years
-from delivered.model.errors import BadRecord
+from delivered.kits.sql.types import Types
+from delivered.model.ranges import RANGES
 
 _AFFINITIES = {
     "INTEGER": ("INTEGER", "NUMERIC", "BLOB"),
@@ -37,6 +37,7 @@ class SqliteTypes(Types):
     system = "SQLite"
     columns_max = 2_000  # SQLite's own default limit
     folds_case = True
+    range = RANGES["sqlite"]
 
     def declared(self, kind: pa.DataType) -> str | None:
         t = pa.types
@@ -67,31 +68,6 @@ def affinity(sql_type: str) -> str:
 def fits(kind: pa.DataType, sql_type: str) -> bool:
     """Whether a column declared as `sql_type` stores values of `kind` without loss."""
     return affinity(sql_type) in _AFFINITIES[TYPES.declared(kind) or "BLOB"]
-
-
-def check_values(batch: pa.RecordBatch) -> None:
-    """
-    Raises:
-        BadRecord: a date or timestamp is outside the years 1 to 9999.
-    """
-    for field, column in zip(batch.schema, batch.columns, strict=True):
-        if not (pa.types.is_timestamp(field.type) or pa.types.is_date32(field.type)):
-            continue
-        bounds = pc.min_max(column)
-        for end in ("min", "max"):
-            if bounds[end].is_valid and not 1 <= pc.year(bounds[end]).as_py() <= 9999:
-                raise BadRecord(
-                    "DATE_OUT_OF_RANGE",
-                    f"Column {field.name!r} contains a {field.type} outside the years 1 to 9999, which SQLite's text "
-                    "form does not support.",
-                    next_step=f'filter such rows, or store the number: df.withColumn("{field.name}", '
-                    f'unix_micros("{field.name}"))',
-                )
-
-
-def invalid_rows(batch: pa.RecordBatch) -> pa.Array | None:
-    """The reason for each row that `check_values` rejects, null for the others; None: all rows are valid."""
-    return outside_years(batch)
 
 
 def to_sql(column: pa.Array) -> list[Any]:

@@ -12,7 +12,7 @@ from delivered.connectors.sqlite import definition, target
 from delivered.connectors.sqlite.database import SqliteDatabase, connect, explained, migrate, rollback, writing
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.stage import Merging, StagedFile
-from delivered.connectors.sqlite.types import TYPES, check_values
+from delivered.connectors.sqlite.types import TYPES
 from delivered.kits.sql.definition import Definition
 from delivered.kits.sql.merge import check_rows, stored
 from delivered.kits.sql.stored import check_count
@@ -154,6 +154,6 @@ def check(options: SqliteOptions, batch: pa.RecordBatch) -> None:
     Raises:
         BadRecord: a row cannot be stored.
     """
-    check_values(batch)
+    TYPES.check_values(batch)
     if options.write.upserts:
         check_rows(options.write, batch)

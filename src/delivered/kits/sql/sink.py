@@ -40,13 +40,13 @@ class TableSink(StoreSink):
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return fitted(batch, self.types.canonical_schema(batch.schema))
 
+    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """See `delivered.contract.powers.ValidatesRows`."""
+        return without_key(self.options.write, batch, self.types.unstorable(batch))
+
 
 class DatabaseSink(TableSink):
     options: TableOptions
-
-    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        plain = fitted(batch, self.types.plain_schema(batch.schema))
-        return without_key(self.options.write, batch, self.parts["invalid_rows"](plain))
 
     @property
     def _into(self) -> str:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from delivered.model import ranges
 from delivered.model.errors import BadRecord, UsageError
 
 
@@ -22,6 +23,19 @@ class Types(ABC):
     folds_case: ClassVar[bool] = False
     """Names are case-insensitive."""
     nested_hint: ClassVar[str] = ""
+    range: ClassVar[ranges.Range]
+    """The values that it stores."""
+
+    def unstorable(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """The reason for each row that no table accepts, null for the others; None: all rows are valid.
+
+        Constraints of the table are up to the database: a row that violates one fails the query.
+        """
+        return ranges.unstorable(self.range, batch)
+
+    def check_values(self, batch: pa.RecordBatch) -> None:
+        """Raise BadRecord for the first row that `unstorable` has a reason for."""
+        ranges.check(self.system, batch, self.unstorable(batch))
 
     @abstractmethod
     def declared(self, kind: pa.DataType) -> str | None:
@@ -171,17 +185,3 @@ def check_nulls(batch: pa.RecordBatch, filled: Collection[str]) -> None:
                 next_step=f'df.drop("{name}"), if the database should fill it in every row; else '
                 f'df.filter(col("{name}").isNotNull())',
             )
-
-
-def outside_years(batch: pa.RecordBatch) -> pa.Array | None:
-    """Reasons of rows with a date or timestamp outside the years 1 to 9999, which have no text form."""
-    reasons: pa.Array | None = None
-    for field, column in zip(batch.schema, batch.columns, strict=True):
-        if pa.types.is_timestamp(field.type) or pa.types.is_date32(field.type):
-            bounds = pc.min_max(column)
-            years = [pc.year(bounds[end]).as_py() for end in ("min", "max") if bounds[end].is_valid]
-            if any(not 1 <= year <= 9999 for year in years):
-                year = pc.year(column)
-                outside = pc.or_(pc.less(year, 1), pc.greater(year, 9999))
-                reasons = because(reasons, outside, f"column {field.name!r}: outside the years 1 to 9999")
-    return reasons

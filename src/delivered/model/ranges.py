@@ -1,0 +1,191 @@
+"""Which values of Arrow's types each system stores exactly: the one place that knows.
+
+Spark and Arrow have more dates than Python and most text forms (20000-01-01, the year 0), and texts that are not UTF-8.
+A value outside a system's range is a bad row, which names its column. So is a value within a list, struct or map.
+
+Types are not decided here: a column whose type a system lacks is refused before the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from delivered.model.errors import BadRecord
+
+Bounds = tuple[int, int]
+"""Least and greatest value."""
+
+_DAY_US = 86_400_000_000
+INT32: Bounds = (-(1 << 31), (1 << 31) - 1)
+INT64: Bounds = (-(1 << 63), (1 << 63) - 1)
+_UNITS_US = {"s": 1_000_000, "ms": 1_000, "us": 1}
+YEAR_1, YEAR_10000 = -719_162, 2_932_897
+"""In days since 1970-01-01, as Arrow's dates are. Python's datetime begins and ends there."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """
+    Attributes:
+        days: dates, in days since 1970-01-01.
+        micros: timestamps, in microseconds since 1970-01-01.
+        said: these bounds, for a reason.
+        finite: neither NaN nor infinity.
+        zero_byte: whether a text may have one.
+    """
+
+    days: Bounds = INT32
+    micros: Bounds = INT64
+    said: str = "outside the years -290308 to 294247"
+    finite: bool = False
+    zero_byte: bool = True
+
+
+_YEARS_OF_FOUR_DIGITS = ((YEAR_1, YEAR_10000 - 1), (YEAR_1 * _DAY_US, YEAR_10000 * _DAY_US - 1))
+_FOUR_DIGITS = Range(*_YEARS_OF_FOUR_DIGITS, "outside the years 1 to 9999")
+
+EVERYTHING = Range()
+RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        "parquet": EVERYTHING,
+        "delta": EVERYTHING,
+        "iceberg": EVERYTHING,
+        "json": _FOUR_DIGITS,
+        "csv": _FOUR_DIGITS,
+        "sqlite": _FOUR_DIGITS,
+        "mysql": Range(*_YEARS_OF_FOUR_DIGITS, "outside the years 1 to 9999", finite=True),
+        # Dates to 5874897-12-31. The least 64-bit number would be -infinity.
+        "postgres": Range(
+            (-2_440_588, 2_145_042_905), (-2_440_588 * _DAY_US, INT64[1]), "before 4714-11-24 BC, or after the "
+            "greatest date of PostgreSQL", zero_byte=False,
+        ),
+        # Partition values are also written as text: in Delta's log, and in the summary of Iceberg's snapshots.
+        "delta partition": _FOUR_DIGITS,
+        "iceberg partition": _FOUR_DIGITS,
+    }
+)  # fmt: skip
+"""By system; files by their format."""
+
+
+def unstorable(limits: Range, batch: pa.RecordBatch) -> pa.Array | None:
+    """The reason for each row with a value outside `limits`, null for the others; None: there are none."""
+    reasons: pa.Array | None = None
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        for path, mask, why in _outside(limits, column, field.name):
+            text = f"column {path!r}: {why}"
+            reasons = first_of(reasons, pc.if_else(pa.array(mask), text, pa.scalar(None, pa.string())))
+    return reasons
+
+
+def first_of(reasons: pa.Array | None, more: pa.Array | None) -> pa.Array | None:
+    """Each row's reason, from the first that has one."""
+    return more if reasons is None else reasons if more is None else pc.coalesce(reasons, more)
+
+
+def check(system: str, batch: pa.RecordBatch, reasons: pa.Array | None) -> None:
+    """
+    Args:
+        system: for the error.
+        reasons: as `unstorable` returns them.
+
+    Raises:
+        BadRecord: a row has a reason.
+    """
+    if reasons is None or reasons.null_count == len(reasons):
+        return
+    row = pc.index(pc.is_valid(reasons), True).as_py()
+    raise BadRecord(
+        "VALUE_UNSTORABLE",
+        f"Row {row} of {batch.num_rows} cannot be written to {system} as it is: {reasons[row].as_py()}. Nothing of its "
+        "batch counts.",
+        next_step="correct or filter such rows in the transform; or set on_bad_row: dead_letter with a dead_letter "
+        "sink (docs/dead-letters.md)",
+    )
+
+
+_Mask = npt.NDArray[np.bool_]
+
+
+def _outside(limits: Range, column: pa.Array, path: str) -> Iterator[tuple[str, _Mask, str]]:
+    """Path, rows and reason of what does not fit."""
+    kind, t = column.type, pa.types
+    if t.is_dictionary(kind):
+        yield from _outside(limits, column.dictionary_decode(), path)
+    elif t.is_timestamp(kind) and kind.unit in _UNITS_US:
+        per = _UNITS_US[kind.unit]
+        bounds = (-(-limits.micros[0] // per), limits.micros[1] // per)
+        yield from _beyond(column.view(pa.int64()), bounds, path, f"a timestamp {limits.said}")
+    elif t.is_date32(kind):
+        yield from _beyond(column.view(pa.int32()), limits.days, path, f"a date {limits.said}")
+    elif t.is_floating(kind) and limits.finite:
+        yield from _any(pc.invert(pc.is_finite(column)), path, "NaN or infinity")
+    elif t.is_string(kind) or t.is_large_string(kind):
+        yield from _texts(limits, column, path)
+    elif t.is_struct(kind):
+        for at, field in enumerate(kind):
+            yield from _outside(limits, pc.struct_field(column, [at]), f"{path}.{field.name}")
+    elif t.is_map(kind):
+        for part, child in (("key", column.keys), ("value", column.items)):
+            yield from _within(limits, column, child, np.int32, f"{path}.{part}")
+    elif t.is_list(kind) or t.is_large_list(kind):
+        yield from _within(limits, column, column.values, np.int64 if t.is_large_list(kind) else np.int32, f"{path}[]")
+
+
+def _within(
+    limits: Range, column: pa.Array, child: pa.Array, width: type[np.signedinteger], path: str
+) -> Iterator[tuple[str, _Mask, str]]:
+    """What does not fit of a list's or map's values, by its rows."""
+    found = list(_outside(limits, child, path))
+    if found:
+        offsets = np.frombuffer(column.buffers()[1], width)[column.offset : column.offset + len(column) + 1]
+        valid = np.asarray(column.is_valid())
+        for inner, mask, why in found:
+            before = np.concatenate([[0], np.cumsum(mask)])
+            rows = (before[offsets[1:]] > before[offsets[:-1]]) & valid
+            if rows.any():
+                yield inner, rows, why
+
+
+def _beyond(numbers: pa.Array, bounds: Bounds, path: str, why: str) -> Iterator[tuple[str, _Mask, str]]:
+    full = INT64 if numbers.type.bit_width == 64 else INT32
+    if bounds[0] <= full[0] and bounds[1] >= full[1]:
+        return
+    ends = pc.min_max(numbers).as_py()
+    if ends["min"] is not None and (ends["min"] < bounds[0] or ends["max"] > bounds[1]):
+        low, high = max(bounds[0], full[0]), min(bounds[1], full[1])
+        yield from _any(pc.or_(pc.less(numbers, low), pc.greater(numbers, high)), path, why)
+
+
+def _texts(limits: Range, column: pa.Array, path: str) -> Iterator[tuple[str, _Mask, str]]:
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        mask = np.array([not _is_utf8(v) for v in column.cast(_bytes_of(column.type)).to_pylist()])
+        if mask.any():
+            yield path, mask, "text that is not UTF-8"
+    if not limits.zero_byte:
+        yield from _any(pc.match_substring(column, "\0"), path, "text with a zero byte")
+
+
+def _bytes_of(kind: pa.DataType) -> pa.DataType:
+    return pa.large_binary() if pa.types.is_large_string(kind) else pa.binary()
+
+
+def _is_utf8(value: bytes | None) -> bool:
+    try:
+        return value is None or value.decode() is not None
+    except UnicodeDecodeError:
+        return False
+
+
+def _any(found: pa.Array, path: str, why: str) -> Iterator[tuple[str, _Mask, str]]:
+    mask = np.asarray(pc.fill_null(found, False))
+    if mask.any():
+        yield path, mask, why
