@@ -69,7 +69,7 @@ def test_times_that_python_has_not_are_numbers_at_any_depth() -> None:
     assert f'"x": [{LATE}, null]' in texts[0]
     assert '"at": "1970-01-01 00:00:00+00:00"' in texts[0]
     assert f'"at": {LATE}' in texts[1]
-    assert texts[2] == [as_json_text(row) for row in plain_rows(rows.slice(2))][0]
+    assert texts[2] == next(as_json_text(row) for row in plain_rows(rows.slice(2)))
     assert from_json_texts(texts, schema).equals(rows)
 
 

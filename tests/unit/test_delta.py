@@ -89,7 +89,7 @@ def test_more_partitions_than_open_files(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_an_empty_text_in_a_partition_is_refused_not_turned_into_null(tmp_path: Path) -> None:
     rows = pa.table({"id": [1], "k": [""]})
-    with pytest.raises(BadRecord, match="DELIVERED_VALUE_UNSTORABLE.*'k': an empty text"):
+    with pytest.raises(BadRecord, match=r"DELIVERED_VALUE_UNSTORABLE.*'k': an empty text"):
         staged(sink_at(tmp_path, partitionBy="k"), rows)
 
 

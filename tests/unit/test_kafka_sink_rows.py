@@ -116,3 +116,21 @@ def test_options_of_sparks_users_are_taken_translated_or_refused_before_a_task()
         CONNECTOR.source({"kafka.bootstrap.servers": "h:1", "subscribe": "t", "kafka.ssl.protocol": "x"}).planned()  # type: ignore[attr-defined]
     login = {"kafka__sasl__jaas__config": "env:JAAS", "kafka__sasl__password": "env:P"}
     sink(kafka__security__protocol="SASL_SSL", kafka__sasl__mechanism="PLAIN", **login).check_schema(value)
+
+
+def test_a_header_a_topic_and_an_id_are_utf8() -> None:
+    """Of a header with such a name, librdkafka's consumers crash. Spark makes such texts of CAST(X'ff' AS STRING)."""
+    raw = pa.array([b"a", b"\xff", b"b"], pa.binary())
+    texts = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
+    named = pa.StructArray.from_arrays([texts, raw], fields=list(HEADER))
+    headers = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), named, type=HEADERS.type)
+    for name, column in (("topic", texts), ("message_id", texts), ("headers", headers)):
+        batch = pa.record_batch([raw, column], names=["value", name])
+        if name == "message_id":
+            batch = batch.append_column("topic", pa.array(["t"] * 3))
+        reasons = sink().invalid_rows(batch) if name == "headers" else columns.invalid_rows(batch, None, 10**6)
+        assert reasons is not None
+        assert [r and r.split(":")[0] for r in reasons.to_pylist()] == [None, reasons[1].as_py().split(":")[0], None]
+        assert reasons[1].as_py().startswith(f"column '{name}")
+        with pytest.raises(BadRecord, match=rf"VALUE_UNSTORABLE.*Row 1 of 3.*column '{name}"):
+            columns.topics(batch, None) if name == "topic" else columns.headers(batch, 3)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from delivered.model.errors import BadRecord
-from delivered.model.ranges import INT64, RANGES, check, unstorable
+from delivered.model.errors import BadRecord, UsageError
+from delivered.model.ranges import INT64, RANGES, check, of_values, unstorable
 
 US_10000 = 253_402_300_800_000_000
 
@@ -107,3 +107,22 @@ def test_the_error_names_row_and_column() -> None:
     with pytest.raises(BadRecord, match=r"Row 1 of 2 cannot be written to SQLite as it is: column 'at': a timestamp"):
         check("SQLite", batch, unstorable(RANGES["sqlite"], batch))
     check("Delta", batch, unstorable(RANGES["delta"], batch))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OverflowError("date value out of range"), pa.ArrowInvalid("x"), UnicodeEncodeError("utf-8", "\ud800", 0, 1, "x")],
+)
+def test_an_error_of_a_library_about_a_value_is_told_as_such(error: Exception) -> None:
+    with (
+        pytest.raises(BadRecord, match=rf"ROW_UNWRITABLE.*its client failed.*{type(error).__name__}"),
+        of_values("its client"),
+    ):
+        raise error
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), UsageError("X", "x", "y"), TypeError("a bug"), MemoryError()])
+def test_other_errors_stay_what_they_are(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, of_values("its client"):
+        raise error
+    assert caught.value is error

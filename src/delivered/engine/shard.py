@@ -21,6 +21,7 @@ from delivered.model.identity import Scope, Work
 from delivered.model.limits import SHARDS_MAX
 from delivered.model.mechanism import parts
 from delivered.model.prepared import Prepared
+from delivered.model.ranges import of_values
 from delivered.model.step import Moment, reach
 from delivered.model.work import Action, BatchPlan, ShardMessage
 
@@ -229,7 +230,8 @@ def _stage(
     for batch in batches:
         for line, rows in _split(lines, batch, plan.batch, shard):
             if line.writer is not None:
-                line.writer.stage(rows)
+                with of_values(f"The sink {line.scope.sink!r}"):
+                    line.writer.stage(rows)
                 reach(write, Moment.AFTER, rows=line.total.count, sink=line.scope.sink, **facts)
 
 
@@ -241,6 +243,7 @@ def _prepare(lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int) 
             reach(step, Moment.BEFORE, sink=line.scope.sink, **facts)
             # Only now is the fingerprint complete: sinks that store it with the rows write it last.
             work = Work(line.scope, plan.batch, shard, attempt, plan.epoch)
-            prepared = Prepared.of(work, line.total, line.writer.prepare(line.total))
+            with of_values(f"The sink {line.scope.sink!r}"):
+                prepared = Prepared.of(work, line.total, line.writer.prepare(line.total))
             yield line, prepared
             reach(step, Moment.AFTER, sink=line.scope.sink, **facts)

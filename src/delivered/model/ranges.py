@@ -9,6 +9,7 @@ Types are not decided here: a column whose type a system lacks is refused before
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -17,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.model.errors import BadRecord
+from delivered.model.errors import BadRecord, DeliveredError
 
 Bounds = tuple[int, int]
 """Least and greatest value."""
@@ -108,6 +109,30 @@ def check(system: str, batch: pa.RecordBatch, reasons: pa.Array | None) -> None:
         next_step="correct or filter such rows in the transform; or set on_bad_row: dead_letter with a dead_letter "
         "sink (docs/dead-letters.md)",
     )
+
+
+@contextmanager
+def of_values(writer: str) -> Iterator[None]:
+    """Within, an error of a library about a value is one of the rows, not of the system or the network.
+
+    Args:
+        writer: what wrote them, for the error.
+
+    Raises:
+        BadRecord: such an error.
+    """
+    try:
+        yield
+    except (DeliveredError, OSError):
+        raise
+    except (ValueError, ArithmeticError, pa.ArrowException) as error:
+        raise BadRecord(
+            "ROW_UNWRITABLE",
+            f"{writer} failed for a value of the rows: {type(error).__name__}: {str(error)[:500]}. Nothing of its "
+            "batch counts.",
+            next_step="find the row in the batch (the driver's log has the trace), and filter or correct it in the "
+            "transform",
+        ) from error
 
 
 _Mask = npt.NDArray[np.bool_]

@@ -39,8 +39,8 @@ def check(options: FilesOptions, schema: pa.Schema) -> None:
     if not columns.named_once(schema) or "batch" in (name.lower() for name in schema.names):
         raise UsageError(
             "COLUMNS",
-            f"The rows have the columns {schema.names}; they need at least one, names that are unique ignoring case, "
-            "and no column 'batch', which readers derive from the folder names.",
+            f"The rows have the columns {schema.names}; they need at least one, names that are unique ignoring case "
+            "(within structs too), and no column 'batch', which readers derive from the folder names.",
             next_step="rename columns",
         )
     if options.format == "csv" and len(schema) == 1:

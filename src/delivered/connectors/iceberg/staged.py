@@ -20,7 +20,7 @@ from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
 from delivered.model.prepared import Handle
-from delivered.model.ranges import check
+from delivered.model.ranges import check, of_values
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class StagedRows:
         TYPES.check_values(batch)
         batch = fitted(batch, self._schema)
         check_rows(self._options.write, batch)
-        with explained(self._options):
+        with explained(self._options), of_values("Iceberg's client"):
             files = self._begun()
             check(TYPES.system, batch, unstorable_parts(parts_of(self._table), batch))
             files.write((), batch)
 
     def finish(self) -> int:
         if self._files is not None:
-            with explained(self._options):
+            with explained(self._options), of_values("Iceberg's client"):
                 self._done = list(self._files.finish())
         return sum(f.rows for f in self._done)
 

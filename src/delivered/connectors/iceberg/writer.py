@@ -25,7 +25,9 @@ from delivered.model.errors import BadRecord
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
-from delivered.model.ranges import check
+from delivered.model.ranges import check, of_values
+
+_CLIENT = "Iceberg's client"
 
 
 def writer(options: IcebergOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
@@ -52,7 +54,7 @@ class IcebergFiles:
 
     def write(self, batch: pa.RecordBatch) -> None:
         TYPES.check_values(batch)
-        with but_gone(explained(self._options)):
+        with but_gone(explained(self._options)), of_values(_CLIENT):
             files, stored = self._begun()
             check(TYPES.system, batch, unstorable_parts(parts_of(self._table), batch))
             plain = fitted(batch, self._schema)
@@ -79,7 +81,7 @@ class IcebergFiles:
     def finish(self) -> int:
         if self._files is None:
             return 0
-        with but_gone(explained(self._options)):
+        with but_gone(explained(self._options)), of_values(_CLIENT):
             path = data_path(self._table)
             self._done = manifest.data_files(self._table, path, self._files.finish())
         return sum(int(f.record_count) for f in self._done)
@@ -87,7 +89,7 @@ class IcebergFiles:
     def handle(self) -> StagedFiles | None:
         if not self._done:
             return None
-        with but_gone(explained(self._options)):
+        with but_gone(explained(self._options)), of_values(_CLIENT):
             name = self._place.sibling("manifest.avro")
             size = manifest.put(self._table, f"{data_path(self._table)}/{name}", self._done)
         now = self._table.metadata

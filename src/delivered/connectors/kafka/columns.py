@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 from delivered.connectors.kafka.sink_options import OWNER, TOPIC_LENGTH_MAX, is_internal, is_topic
 from delivered.kits.queue.columns import ID
 from delivered.model.errors import BadRecord, UsageError
+from delivered.model.ranges import EVERYTHING, check, unstorable
 from delivered.source.columns import COLUMNS, HEADER, HEADERS
 
 KNOWN = ("key", "value", "headers", "topic", "partition", "message_id")
@@ -91,6 +92,7 @@ def binary(batch: pa.RecordBatch, name: str, n: int) -> pa.Array:
 
 def headers(batch: pa.RecordBatch, n: int) -> pa.Array:
     """The headers, the column message_id last; an empty list becomes null, since a reader cannot tell them apart."""
+    check("Kafka", batch, _not_utf8(batch, "message_id"))
     given = _headers(batch, n)
     return _with_ids(given, batch.column("message_id")) if "message_id" in batch.schema.names else given
 
@@ -120,6 +122,7 @@ def _headers(batch: pa.RecordBatch, n: int) -> pa.Array:
     array = batch.column(batch.schema.get_field_index("headers"))
     if array.null_count == n:
         return pa.nulls(n, HEADERS.type)
+    check("Kafka", batch, _not_utf8(batch, "headers"))
     array = array.cast(HEADERS.type)
     unnamed = _unnamed(array)
     if unnamed is not None and pc.any(unnamed).as_py():
@@ -146,6 +149,18 @@ def _unnamed(array: pa.Array) -> pa.Array | None:
     return pc.is_in(pa.array(range(len(array)), rows.type), rows)
 
 
+def _not_utf8(batch: pa.RecordBatch, name: str) -> pa.Array | None:
+    """Reasons of rows with a text that is not UTF-8, in a column that need not be there. Values may hold any bytes, but
+    of a header with such a name, librdkafka's consumers crash."""
+    return unstorable(EVERYTHING, batch.select([name])) if name in batch.schema.names else None
+
+
+def _utf8(column: pa.Array) -> pa.Array:
+    """The texts, null where they are not UTF-8."""
+    bad = unstorable(EVERYTHING, pa.record_batch([column], names=["topic"]))
+    return column if bad is None else pc.if_else(bad.is_null(), column, pa.scalar(None, column.type))
+
+
 def topics(batch: pa.RecordBatch, default: str | None, ledger_topic: str | None = None) -> pa.Array | None:
     """The topic of each row; None: all go to `default`.
 
@@ -154,6 +169,7 @@ def topics(batch: pa.RecordBatch, default: str | None, ledger_topic: str | None 
     """
     if default is not None or "topic" not in batch.schema.names:
         return None
+    check("Kafka", batch, _not_utf8(batch, "topic"))
     column = batch.column(batch.schema.get_field_index("topic")).cast(pa.string())
     if column.null_count:
         row = pc.index(pc.is_null(column), True).as_py()
@@ -201,8 +217,9 @@ def invalid_rows(
     )
     found = [pc.if_else(pc.greater(size, bytes_max), f"key and value longer than {bytes_max} bytes", nothing)]
     names = batch.schema.names
+    found += [r for r in (_not_utf8(batch, n) for n in ("topic", "message_id", "headers")) if r is not None]
     if topic is None and "topic" in names:
-        column = batch.column(names.index("topic"))
+        column = _utf8(batch.column(names.index("topic")))
         found.append(pc.if_else(pc.is_null(column), "no topic", nothing))
         named = [t for t in column.unique().to_pylist() if t is not None]
         for reason, unfit in (

@@ -107,15 +107,20 @@ def _joined(rows: Sequence[tuple[bytes | None]]) -> bytes:
         ) from None
 
 
+def _as_text(name: str) -> str:
+    """Where the server has no number for a date, as for 0000-00-00: parsing it says so, while null would hide it."""
+    return f"CAST({name} AS CHAR)"
+
+
 def _selected(f: pa.Field) -> str:
     name, t = quoted(f.name), pa.types
     if t.is_timestamp(f.type):
         # Whole microseconds: exact, and independent of time zones and formats.
-        return f"timestampdiff(MICROSECOND, '1970-01-01 00:00:00', {name})"
+        return f"coalesce(timestampdiff(MICROSECOND, '1970-01-01 00:00:00', {name}), {_as_text(name)})"
     if t.is_time(f.type):
         return f"((hour({name}) * 60 + minute({name})) * 60 + second({name})) * 1000000 + microsecond({name})"
     if t.is_date32(f.type):
-        return f"to_days({name}) - 719528"
+        return f"coalesce(to_days({name}) - 719528, {_as_text(name)})"
     if t.is_binary(f.type):
         return f"concat('\"', lower(hex({name})), '\"')"
     if t.is_floating(f.type):

@@ -98,15 +98,27 @@ class PostgresScan(TableScan):
         return self.database.ask(question)
 
 
+def _micros(name: str, zoned: bool) -> str:
+    """Microseconds since 1970, independent of time zones and formats; as text where Arrow has no such time, infinity
+    or after 294247, so that parsing says so. The server's own number of seconds is inexact after the year 292000."""
+    at = f"({name} AT TIME ZONE 'UTC')" if zoned else name
+    zone = "+00" if zoned else ""
+    day, clock = f"({at}::date - DATE '1970-01-01')::numeric", f"extract(epoch FROM {at}::time)"
+    return (
+        f"CASE WHEN NOT isfinite({name}) OR {name} > '294247-01-10 04:00:54.775807{zone}' THEN {name}::text "
+        f"WHEN {name} < '290000-01-01{zone}' THEN (extract(epoch FROM {name}) * 1000000)::bigint::text "
+        f"ELSE ({day} * 86400000000 + {clock} * 1000000)::bigint::text END"
+    )
+
+
 def _selected(f: pa.Field) -> str:
     name = quoted(f.name)
     if pa.types.is_timestamp(f.type):
-        # Whole microseconds: exact, and independent of time zones and formats.
-        return f"(extract(epoch FROM {name}) * 1000000)::bigint"
+        return _micros(name, f.type.tz is not None)
     if pa.types.is_time(f.type):
         return f"(extract(epoch FROM {name}) * 1000000)::bigint"
     if pa.types.is_date32(f.type):
-        return f"({name} - DATE '1970-01-01')"
+        return f"CASE WHEN isfinite({name}) THEN ({name} - DATE '1970-01-01')::text ELSE {name}::text END"
     if pa.types.is_binary(f.type):
         return f"encode({name}, 'hex')"
     return f"{name}::text" if pa.types.is_string(f.type) else name

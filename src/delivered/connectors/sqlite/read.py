@@ -16,7 +16,7 @@ from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.table import TableScan, steps
 from delivered.kits.sql.target import never_written
-from delivered.model.errors import UsageError
+from delivered.model.errors import BadRecord, UsageError
 
 SLICE_ROWS = 250_000
 """Minimum range of rowids per slice."""
@@ -55,7 +55,7 @@ class SqliteScan(TableScan):
             cursor = connection.execute(statement, (piece.data["start"], piece.data["end"]) if rowid else ())
             while rows := cursor.fetchmany(target.CHUNK_ROWS):
                 values = zip(*rows, strict=True)
-                arrays = [types.from_sql(list(v), f.type) for v, f in zip(values, schema, strict=True)]
+                arrays = [_array(list(v), f) for v, f in zip(values, schema, strict=True)]
                 yield pa.RecordBatch.from_arrays(arrays, schema=schema)
         except sqlite3.Error as error:
             raise explained(error, self.options.path) from error
@@ -75,6 +75,22 @@ class SqliteScan(TableScan):
             return (0, 0) if row[0] is None else (row[0], row[1])
 
         return self.database.ask(ask)
+
+
+def _array(values: list[Any], field: pa.Field) -> pa.Array:
+    """
+    Raises:
+        BadRecord: another client stored a value that is not one of the column's type.
+    """
+    try:
+        return types.from_sql(values, field.type)
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        raise BadRecord(
+            "VALUE_UNREADABLE",
+            f"Column {field.name!r} of the table has a value that this package does not write, and that is no "
+            f"{field.type}: {str(error)[:300]}",
+            next_step="correct the row in the table: another client wrote it",
+        ) from None
 
 
 def rowid_name(connection: sqlite3.Connection, table: str) -> str | None:

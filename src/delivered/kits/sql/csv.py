@@ -7,11 +7,14 @@ an empty field, and an empty text is quoted.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from delivered.model.errors import BadRecord
 
 BLOCK_BYTES = 1 << 20
 """Size of a block that Arrow parses."""
@@ -39,15 +42,34 @@ def batches(
         true_values=[true],
         false_values=[false],
     )
-    reader = csv.open_csv(
-        pa.PythonFile(text, "r"),
-        read_options=read_options,
-        parse_options=csv.ParseOptions(newlines_in_values=True),
-        convert_options=convert_options,
+    try:
+        reader = csv.open_csv(
+            pa.PythonFile(text, "r"),
+            read_options=read_options,
+            parse_options=csv.ParseOptions(newlines_in_values=True),
+            convert_options=convert_options,
+        )
+        for batch in reader:
+            arrays = [_restored(c, f.type) for c, f in zip(batch.columns, schema, strict=True)]
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+    except pa.ArrowInvalid as error:
+        raise _unreadable(schema, error) from None
+
+
+_COLUMN = re.compile(r"In CSV column #(\d+): (?:Row #\d+: )?")
+
+
+def _unreadable(schema: pa.Schema, error: Exception) -> BadRecord:
+    """A stored value without a counterpart, by Arrow's message."""
+    text = str(error)
+    found = _COLUMN.search(text)
+    column = f"Column {schema.names[int(found[1])]!r}" if found else "A column"
+    return BadRecord(
+        "VALUE_UNREADABLE",
+        f"{column} of the table has a value that this package does not write and Arrow does not have: "
+        f"{_COLUMN.sub('', text)[:300]}.",
+        next_step="correct the row in the table: another client wrote it, such as infinity or 0000-00-00",
     )
-    for batch in reader:
-        arrays = [_restored(c, f.type) for c, f in zip(batch.columns, schema, strict=True)]
-        yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def _parsed(kind: pa.DataType) -> pa.DataType:

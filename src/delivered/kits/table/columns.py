@@ -15,6 +15,7 @@ others                          refused
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import pyarrow as pa
@@ -68,9 +69,18 @@ def kept(field: pa.Field, kind: pa.DataType | None, system: str) -> pa.DataType:
 
 
 def named_once(schema: pa.Schema) -> bool:
-    """Whether there is a column, and names are unique ignoring case, as readers require."""
-    lower = [name.lower() for name in schema.names]
-    return bool(lower) and len(set(lower)) == len(lower)
+    """Whether there is a column, and names are unique ignoring case, as readers require, within structs too."""
+    return bool(schema.names) and _unique(schema)
+
+
+def _unique(fields: Iterable[pa.Field]) -> bool:
+    lower = [f.name.lower() for f in fields]
+    return len(set(lower)) == len(lower) and all(_unique(_children(f.type)) for f in fields)
+
+
+def _children(kind: pa.DataType) -> list[pa.Field]:
+    """Fields of a struct, or within a list or map."""
+    return [kind.field(i) for i in range(kind.num_fields)] if pa.types.is_nested(kind) else []
 
 
 class TableTypes(Types):
@@ -103,7 +113,7 @@ class TableTypes(Types):
             raise UsageError(
                 "COLUMNS",
                 f"The rows have the columns {schema.names}; {self.table} needs at least one, and names that are unique "
-                "ignoring case.",
+                "ignoring case, within structs too.",
                 next_step="rename columns",
             )
         self.canonical_schema(schema)
