@@ -96,6 +96,11 @@ def test_text_that_is_no_utf8(system: str) -> None:
 
 def test_zero_bytes_and_numbers_that_are_not_finite() -> None:
     assert reasons("postgres", pa.array(["a\0b", None])) == ["column 'at': text with a zero byte", None]
+    assert reasons("postgres", pa.array(["a\0b", "c", None, ""]).slice(1)) == [None] * 3
+    assert reasons("postgres", pa.array(["a", "c\0"], pa.large_string())) == [
+        None,
+        "column 'at': text with a zero byte",
+    ]
     assert reasons("mysql", pa.array(["a\0b"])) == [None]
     numbers = pa.array([float("inf"), float("nan"), -0.0, None])
     assert reasons("mysql", numbers) == [*["column 'at': NaN or infinity"] * 2, None, None]

@@ -195,8 +195,18 @@ def _texts(limits: Range, column: pa.Array, path: str) -> Iterator[tuple[str, _M
         mask = np.array([not _is_utf8(v) for v in column.cast(_bytes_of(column.type)).to_pylist()])
         if mask.any():
             yield path, mask, "text that is not UTF-8"
-    if not limits.zero_byte:
+    if not limits.zero_byte and _has_zero(column):
         yield from _any(pc.match_substring(column, "\0"), path, "text with a zero byte")
+
+
+def _has_zero(column: pa.Array) -> bool:
+    """One scan over the bytes of all values; usually there is none."""
+    _, offsets, data = column.buffers()
+    if data is None:
+        return False
+    ends = np.frombuffer(offsets, np.int64 if pa.types.is_large_string(column.type) else np.int32)
+    values = np.frombuffer(data, np.uint8)[ends[column.offset] : ends[column.offset + len(column)]]
+    return not values.all()
 
 
 def _bytes_of(kind: pa.DataType) -> pa.DataType:
