@@ -12,7 +12,7 @@ from delivered.connectors.activemq.manage import findings
 from delivered.connectors.activemq.options import DUPLICATE_ID, ActivemqSinkOptions
 from delivered.connectors.activemq.writer import ActivemqWriter
 from delivered.contract.finding import Finding
-from delivered.contract.sink import BoundedScan, Sink, Writer
+from delivered.contract.sink import BoundedScan, Sink
 from delivered.kits.queue.columns import COLUMNS, check_names, check_types
 from delivered.kits.queue.sink import MessageSink, sends
 from delivered.model.capability import SinkCapability
@@ -60,7 +60,7 @@ class ActivemqSink(MessageSink):
         check_names("activemq", schema, {"value"}, known, way_out)
         check_types(schema)
 
-    def _writer(self, work: Work, *, gives_up: bool) -> Writer:
+    def _writer(self, work: Work, *, gives_up: bool) -> ActivemqWriter:
         return ActivemqWriter(self.options, work, gives_up)
 
     def scan(self) -> BoundedScan:

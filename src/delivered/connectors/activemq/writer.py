@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from delivered.connectors.activemq.client import Session
 from delivered.connectors.activemq.options import ActivemqSinkOptions
-from delivered.kits.queue.columns import body, column
+from delivered.kits.queue.columns import body, column, text
 from delivered.kits.queue.writer import SendingWriter
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.limits import REQUEST_TIMEOUT_S
@@ -77,7 +77,7 @@ class ActivemqWriter(SendingWriter[ActivemqSinkOptions, Message]):
 
     def _messages(self, rows: pa.RecordBatch) -> list[Message]:
         options = self._options
-        columns = (column(rows, name) for name in ("value", "message_id", "key"))
+        columns = (column(rows, "value", pa.binary()), column(rows, "message_id"), column(rows, "key"))
         kind = {} if "::" in options.queue else {"destination-type": "ANYCAST"}
         messages = []
         for value, chosen, key in zip(*columns, strict=True):
@@ -85,7 +85,7 @@ class ActivemqWriter(SendingWriter[ActivemqSinkOptions, Message]):
             message_id = own if chosen is None else chosen
             headers = {**kind, "persistent": "true", options.id_header: message_id}
             if options.key_header is not None and key is not None:
-                headers[options.key_header] = key if isinstance(key, str) else key.decode()
+                headers[options.key_header] = text(key, "column 'key'")
             # With a length, even 0, it is a bytes message: NUL truncates a text message.
             content = body(value)
             headers["content-length"] = str(len(content))

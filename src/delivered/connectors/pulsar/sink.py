@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -13,9 +14,10 @@ from delivered.connectors.pulsar.encode import check_type
 from delivered.connectors.pulsar.options import SINK, PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
 from delivered.contract.finding import Finding
-from delivered.contract.sink import BoundedScan, Sink, Writer
+from delivered.contract.sink import BoundedScan, Sink
 from delivered.kits.queue.columns import TEXT, check_names, identified
 from delivered.kits.queue.sink import MessageSink, sends
+from delivered.kits.queue.writer import SendingWriter
 from delivered.kits.schemas.values import canonical
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import UsageError
@@ -106,7 +108,7 @@ class PulsarSink(MessageSink):
         columns[0] = pc.if_else(pc.equal(pc.binary_length(columns[0]), 0), pa.scalar(None, pa.binary()), columns[0])
         return pa.RecordBatch.from_arrays(columns, names=["key", "value"])
 
-    def _writer(self, work: Work, *, gives_up: bool) -> Writer:
+    def _writer(self, work: Work, *, gives_up: bool) -> SendingWriter[Any, Any]:
         from delivered.connectors.pulsar.writer import PulsarWriter
 
         return PulsarWriter(self.options, work, gives_up)

@@ -15,9 +15,9 @@ import pyarrow as pa
 
 from delivered.connectors.pulsar.admin import Admin
 from delivered.connectors.pulsar.client import explained, pulsar, registers, warm_client
-from delivered.connectors.pulsar.encode import Encoder, Settled, settle
+from delivered.connectors.pulsar.encode import Encoder, Settled, settle, settled
 from delivered.connectors.pulsar.options import SINK, PulsarSinkOptions
-from delivered.kits.queue.columns import ID, column
+from delivered.kits.queue.columns import ID, column, text
 from delivered.kits.queue.writer import SendingWriter
 from delivered.kits.schemas.values import BadValue
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable, UsageError
@@ -217,6 +217,13 @@ class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
             self._encoder = Encoder(self._settled, rows)
         super().stage(batch)
 
+    def unsendable(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """With a schema derived from the rows: the topic's takes the same values."""
+        if self._encoder is None and self._options.schema is not None:
+            rows = batch.schema.field("value").type
+            self._encoder = Encoder(settled(str(self._options.schema), rows, None), rows)
+        return super().unsendable(batch)
+
     def _connect(self) -> Publisher:
         made = self._settled
         return Publisher(self._options, None if made is None else (made.kind, made.text))
@@ -227,20 +234,19 @@ class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
             column(rows, "value", pa.binary()) if encoder is None else self._encoded(encoder, rows.column("value")),
             column(rows, "key", pa.binary()),
             column(rows, "headers"),
-            column(rows, "event_time", pa.timestamp("ms"), pa.int64()),
+            _event_times(rows),
             column(rows, "message_id"),
         )
         messages = []
         for value, key, pairs, time, given in zip(*columns, strict=True):
-            properties = {h["key"]: _text(h["value"], "a header") for h in pairs} if pairs else {}
-            row = self._rows
+            properties = {h["key"]: text(h["value"] or b"", "column 'headers'") for h in pairs} if pairs else {}
             own = self._next_id()
             properties[ID] = own if given is None else given
-            self._check_size(row, value, key, properties)
+            self._check_size(value, key, properties)
             messages.append(
                 {
                     "content": value,
-                    "partition_key": _text(key, "the key") if key else None,
+                    "partition_key": text(key, "column 'key'") if key else None,
                     "properties": properties,
                     "event_timestamp": time,
                 }
@@ -251,15 +257,14 @@ class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
         try:
             return encoder.encode(values)
         except BadValue as error:
-            where = f"Row {self._rows + error.row}" if error.row is not None else f"A row from row {self._rows}"
             raise BadRecord(
                 "VALUE",
-                f"{where} of a shard for {self._options.label} does not match the schema of the topic: {error}",
+                f"A row for {self._options.label} has a 'value' that does not match the schema of the topic: {error}",
                 next_step="adapt the transform to the schema; `pulsar-admin schemas get` shows it",
             ) from None
 
-    def _check_size(self, row: int, value: bytes | None, key: bytes | None, properties: dict[str, str]) -> None:
-        """Check before the client does, so that the error names the row."""
+    def _check_size(self, value: bytes | None, key: bytes | None, properties: dict[str, str]) -> None:
+        """Check before the client does, so that such a row can be told from the others."""
         longest = self._options.bytes_max
         if longest is None:
             return
@@ -267,18 +272,37 @@ class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
         if size > longest:
             raise BadRecord(
                 "RECORD_TOO_LARGE",
-                f"Row {row} of a shard for {self._options.label} has {size} bytes; the limit is {longest}.",
+                f"A row for {self._options.label} has {size} bytes in 'value', 'key' and 'headers'; the limit is "
+                f"{longest}.",
                 next_step="set the option chunking to true, or write smaller messages; messageBytesMax may be as large "
                 "as the brokers' maxMessageSize",
             )
 
 
-def _text(value: bytes | None, what: str) -> str:
-    try:
-        return "" if value is None else value.decode()
-    except UnicodeDecodeError:
-        raise BadRecord(
-            "NOT_TEXT",
-            f"{what} of a row is {value!r:.80}, which is not UTF-8; Pulsar's keys and properties are text.",
-            next_step="encode it, for example with base64 or hex",
-        ) from None
+def _event_times(rows: pa.RecordBatch) -> list[int | None]:
+    """In milliseconds.
+
+    Raises:
+        BadRecord: a time that a message cannot have: with microseconds, or not after 1970, as 0 stands for none.
+    """
+    if "event_time" not in rows.schema.names:
+        return [None] * rows.num_rows
+    times = rows.column("event_time")
+    per = _PER_MS[times.type.unit]
+    found: list[int | None] = []
+    for time in times.view(pa.int64()).to_pylist():
+        ms, rest = (None, 0) if time is None else divmod(int(time * per), 1_000_000)
+        if rest or (ms is not None and ms <= 0):
+            raise BadRecord(
+                "EVENT_TIME",
+                "A row has a time in column 'event_time' that "
+                f"{'is not in whole milliseconds' if rest else 'is not after 1970-01-01'}; Pulsar's event times are "
+                "milliseconds since then, and 0 is none.",
+                next_step="date_trunc('MILLISECOND', event_time), or filter such rows",
+            )
+        found.append(ms)
+    return found
+
+
+_PER_MS = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
+"""Nanoseconds of a unit."""

@@ -11,7 +11,7 @@ from delivered.connectors.rabbitmq.client import connect, explained, pika
 from delivered.connectors.rabbitmq.options import RabbitmqSinkOptions
 from delivered.connectors.rabbitmq.writer import RabbitmqWriter
 from delivered.contract.finding import Finding
-from delivered.contract.sink import BoundedScan, Sink, Writer
+from delivered.contract.sink import BoundedScan, Sink
 from delivered.kits.queue.columns import COLUMNS, check_names, check_types
 from delivered.kits.queue.sink import MessageSink, sends
 from delivered.model.capability import SinkCapability
@@ -63,7 +63,7 @@ class RabbitmqSink(MessageSink):
         check_names("rabbitmq", schema, needed, COLUMNS, way_out)
         check_types(schema)
 
-    def _writer(self, work: Work, *, gives_up: bool) -> Writer:
+    def _writer(self, work: Work, *, gives_up: bool) -> RabbitmqWriter:
         return RabbitmqWriter(self.options, work, gives_up)
 
     def scan(self) -> BoundedScan:

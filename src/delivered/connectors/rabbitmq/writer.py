@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from delivered.connectors.rabbitmq.client import explained, parameters, pika
 from delivered.connectors.rabbitmq.options import RabbitmqSinkOptions
-from delivered.kits.queue.columns import body, column
+from delivered.kits.queue.columns import body, column, text
 from delivered.kits.queue.writer import SendingWriter
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
@@ -189,9 +189,9 @@ class RabbitmqWriter(SendingWriter[RabbitmqSinkOptions, Message]):
         fixed = self._options.routing_key
         keys = column(rows, "key") if fixed is None else [fixed] * rows.num_rows
         messages = []
-        for key, value, given in zip(keys, column(rows, "value"), column(rows, "message_id"), strict=True):
+        for key, value, given in zip(keys, column(rows, "value", pa.binary()), column(rows, "message_id"), strict=True):
             own = self._next_id()
             message_id = own if given is None else given
-            routing_key = "" if key is None else key if isinstance(key, str) else key.decode()
+            routing_key = "" if key is None else text(key, "column 'key'")
             messages.append(Message(routing_key, body(value), make(message_id=message_id, delivery_mode=2)))
         return messages

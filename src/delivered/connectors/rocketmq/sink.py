@@ -139,7 +139,7 @@ class RocketmqSink(MessageSink):
     def committer(self, scope: Scope) -> Committer:
         return RocketmqCommitter(self.options, scope) if self.options.kind == TRANSACTION else _PlainCommitter()
 
-    def _writer(self, work: Work, *, gives_up: bool) -> Writer:
+    def _writer(self, work: Work, *, gives_up: bool) -> RocketmqWriter:
         return RocketmqWriter(self.options, work, gives_up)
 
     def scan(self) -> BoundedScan:

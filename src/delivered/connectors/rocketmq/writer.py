@@ -29,7 +29,7 @@ class RocketmqWriter(SendingWriter[RocketmqSinkOptions, Message]):
         return Publisher(self._options)
 
     def _messages(self, rows: pa.RecordBatch) -> list[Message]:
-        columns = [column(rows, name) for name in NAMES]
+        columns = [column(rows, name, *([pa.binary()] if name == "value" else [])) for name in NAMES]
         times = _milliseconds(rows)
         messages = []
         for value, given, key, tag, group, at in zip(*columns, times, strict=True):
@@ -42,26 +42,26 @@ class RocketmqWriter(SendingWriter[RocketmqSinkOptions, Message]):
             if not content:
                 raise BadRecord(
                     "MESSAGE_EMPTY",
-                    f"Row {own} has no value; RocketMQ rejects messages without a body.",
+                    "A row has no value in column 'value'; RocketMQ rejects messages without a body.",
                     next_step="fill the column value, or filter such rows",
                 )
             if self._options.kind == "FIFO" and not group:
                 raise BadRecord(
                     "MESSAGE_GROUP",
-                    f"Row {own} has no message_group, which a FIFO topic needs.",
+                    "A row has no value in column 'message_group', which a FIFO topic needs.",
                     next_step="fill the column message_group, or write to a NORMAL topic",
                 )
             if self._options.kind == "DELAY" and at is None:
                 raise BadRecord(
                     "DELIVERY_TIME",
-                    f"Row {own} has no delivery_timestamp, which a DELAY topic needs.",
+                    "A row has no value in column 'delivery_timestamp', which a DELAY topic needs.",
                     next_step="fill the column, or write to a NORMAL topic",
                 )
             if self._options.kind == TRANSACTION and any(c in "\x01\x02" for c in f"{message_id}{tag or ''}"):
                 raise BadRecord(
                     "MESSAGE_ID",
-                    f"Row {own} has the id {message_id!r} and the tag {tag!r}; RocketMQ's remoting "
-                    "protocol cannot encode the characters \\x01 and \\x02.",
+                    f"A row has {message_id!r} in column 'message_id' and {tag!r} in column 'tag'; RocketMQ's "
+                    "remoting protocol cannot encode the characters \\x01 and \\x02.",
                     next_step="remove these characters from the column",
                 )
             messages.append(Message(message_id, content, keys, tag or "", group or "", at))
@@ -99,13 +99,14 @@ def _text(name: str, value: str | bytes) -> str:
     except UnicodeDecodeError:
         raise BadRecord(
             "MESSAGE_KEY",
-            f"The {name} {value!r} is not text; RocketMQ's keys must be.",
+            f"A row has {value!r:.80} in column {name!r}, which is not UTF-8; RocketMQ's keys are text.",
             next_step="cast the column to string",
         ) from None
     if not text or any(c.isspace() or ord(c) < 32 for c in text):
         raise BadRecord(
             "MESSAGE_KEY",
-            f"The {name} {text!r} is blank or contains white space; RocketMQ's keys must not.",
+            f"A row has {text!r:.80} in column {name!r}, which is blank or contains white space; RocketMQ's keys must "
+            "not.",
             next_step="replace white space in the column, or filter such rows",
         )
     return text

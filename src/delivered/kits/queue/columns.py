@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.model.errors import BadRecord, UsageError
+from delivered.model.ranges import EVERYTHING, unstorable
 
 TEXT = (pa.types.is_string, pa.types.is_large_string)
 TEXT_OR_BYTES = (pa.types.is_binary, pa.types.is_large_binary, *TEXT)
@@ -47,14 +48,7 @@ def identified(batch: pa.RecordBatch, id_columns: Sequence[str], *, nulls: bool 
     """
     if not id_columns:
         return batch
-    try:
-        parts = [batch.column(name).cast(pa.string()) for name in id_columns]
-    except pa.ArrowInvalid as error:
-        raise BadRecord(
-            "MESSAGE_ID",
-            f"A row's {', '.join(id_columns)} (messageIdColumns) is not UTF-8: {str(error)[:200]}",
-            next_step='name columns of text: .option("messageIdColumns", "...")',
-        ) from None
+    parts = [_id_text(batch, name, nulls) for name in id_columns]
     ids = (
         parts[0] if len(parts) == 1 else _joined(parts, [pa.types.is_integer(batch.column(n).type) for n in id_columns])
     )
@@ -68,6 +62,27 @@ def identified(batch: pa.RecordBatch, id_columns: Sequence[str], *, nulls: bool 
         )
     kept = [n for n in batch.schema.names if n in ("key", "value") or n not in (*id_columns, "message_id")]
     return pa.RecordBatch.from_arrays([*(batch.column(n) for n in kept), ids], names=[*kept, "message_id"])
+
+
+def _id_text(batch: pa.RecordBatch, name: str, nulls: bool) -> pa.Array:
+    """A column as text; where it is not UTF-8, null if `nulls`, else BadRecord."""
+    column = batch.column(name)
+    if pa.types.is_integer(column.type):
+        return column.cast(pa.string())
+    raw = column.cast(pa.binary())
+    text = raw.view(pa.string())
+    bad = unstorable(EVERYTHING, pa.record_batch([text], names=[name]))
+    if bad is None:
+        return text
+    if not nulls:
+        row = pc.index(pc.is_valid(bad), True).as_py()
+        raise BadRecord(
+            "MESSAGE_ID",
+            f"Row {row} of a batch has {raw[row].as_py()!r:.80} in {name!r} (messageIdColumns), which is not UTF-8. "
+            "Nothing of its batch counts.",
+            next_step='name columns of text: .option("messageIdColumns", "...")',
+        )
+    return pc.if_else(bad.is_null(), text, pa.scalar(None, pa.string()))
 
 
 def _joined(parts: Sequence[pa.Array], numbers: Sequence[bool]) -> pa.Array:
@@ -133,4 +148,31 @@ def column(rows: pa.RecordBatch, name: str, *casts: pa.DataType) -> list[Any]:
     values = rows.column(name)
     for kind in casts:
         values = values.cast(kind)
-    return values.to_pylist()  # type: ignore[no-any-return]
+    try:
+        return values.to_pylist()  # type: ignore[no-any-return]
+    except UnicodeDecodeError as error:
+        raise not_text(f"column {name!r}", error.object) from None
+
+
+def text(value: str | bytes, what: str) -> str:
+    """
+    Args:
+        what: for the error: "column 'key'".
+
+    Raises:
+        BadRecord: it is not UTF-8.
+    """
+    if isinstance(value, str):
+        return value
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise not_text(what, value) from None
+
+
+def not_text(what: str, value: bytes) -> BadRecord:
+    return BadRecord(
+        "NOT_TEXT",
+        f"A row has {value!r:.80} in {what}, which is not UTF-8; there, a message has text.",
+        next_step="encode it, for example with base64 or hex",
+    )

@@ -11,6 +11,7 @@ import pyarrow as pa
 from delivered.contract.finding import Finding
 from delivered.contract.sink import Committer, Sink, Writer
 from delivered.kits.queue.columns import as_bytes, identified, identified_schema
+from delivered.kits.queue.writer import SendingWriter
 from delivered.ledger.store import Store
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import DeliveredError
@@ -81,6 +82,13 @@ class MessageSink(SendingSink):
     @abstractmethod
     def _check_schema(self, schema: pa.Schema) -> None:
         """As `check_schema`, of rows with a column message_id if one was requested."""
+
+    @abstractmethod
+    def _writer(self, work: Work, *, gives_up: bool) -> SendingWriter[Any, Any]: ...
+
+    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """See `delivered.contract.powers.ValidatesRows`."""
+        return self._writer(Work(Scope("p", self.name, "i"), 0, 0), gives_up=False).unsendable(batch)
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return as_bytes(identified(batch, self.options.message_id_columns))

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from delivered.kits.queue.columns import identified
-from delivered.model.errors import OutcomeUnknown, Unreachable
+from delivered.model.errors import BadRecord, OutcomeUnknown, Unreachable
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
 from delivered.model.prepared import Promise
@@ -72,6 +73,26 @@ class SendingWriter(ABC, Generic[Given, M]):
         for at in range(0, batch.num_rows, _ROWS):
             self._publisher.send(self._messages(batch.slice(at, _ROWS)))
 
+    def unsendable(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """The reason for each row that cannot be a message, null for the others; None: all can. Sends nothing."""
+        columns = self._options.message_id_columns
+        rows, reasons = identified(batch, columns, nulls=True), dict[int, str]()
+        if columns:
+            why = f"no message id: {', '.join(map(repr, columns))} is null, empty or not UTF-8"
+            reasons = dict.fromkeys(pc.indices_nonzero(pc.is_null(rows.column("message_id"))).to_pylist(), why)
+        left = [(at, min(_ROWS, rows.num_rows - at)) for at in range(0, rows.num_rows, _ROWS)]
+        while left:
+            at, count = left.pop()
+            try:
+                self._messages(rows.slice(at, count))
+            except (BadRecord, ValueError, ArithmeticError, pa.ArrowException) as error:
+                if count == 1:
+                    told = error.message if isinstance(error, BadRecord) else f"{type(error).__name__}: {error}"
+                    reasons.setdefault(at, told)
+                else:
+                    left += [(at, count // 2), (at + count // 2, count - count // 2)]
+        return pa.array([reasons.get(at) for at in range(rows.num_rows)], pa.string()) if reasons else None
+
     def prepare(self, fingerprint: Fingerprint) -> Promise:
         del fingerprint
         publisher = self._publisher
@@ -102,4 +123,8 @@ class SendingWriter(ABC, Generic[Given, M]):
 
     @abstractmethod
     def _messages(self, rows: pa.RecordBatch) -> list[M]:
-        """One message per row, in order."""
+        """One message per row, in order. Sends nothing; called for a row alone to find out whether it is invalid.
+
+        Raises:
+            BadRecord: a row cannot be a message. The text names its column, and no number of the row.
+        """

@@ -1,0 +1,90 @@
+"""Rows that cannot be messages are found before they are sent, each by its column. Contacts no broker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from delivered.contract.powers import ValidatesRows
+from delivered.pipeline.registry import find_sink
+from delivered.source.columns import HEADERS
+
+OPTIONS: dict[str, dict[str, str]] = {
+    "rabbitmq": {"url": "amqp://localhost"},
+    "activemq": {"url": "stomp://localhost:1", "queue": "q", "idHeader": "id", "keyHeader": "k"},
+    "pulsar": {"url": "pulsar://localhost:1", "adminUrl": "http://localhost:1", "topic": "t"},
+    "rocketmq": {"endpoints": "localhost:1", "topic": "t"},
+}
+
+
+def reasons(system: str, path: Path, rows: dict[str, Any], **more: str) -> list[str | None]:
+    sink = find_sink(system, {**OPTIONS[system], "ledger": str(path / "ledger.db"), **more})
+    assert isinstance(sink, ValidatesRows)
+    batch = pa.record_batch(rows)
+    found = sink.invalid_rows(batch)
+    return [None] * batch.num_rows if found is None else found.to_pylist()
+
+
+def texts(*values: bytes) -> pa.Array:
+    """As Spark passes what CAST(X'ff' AS STRING) makes."""
+    raw = pa.array(values, pa.binary())
+    return pa.Array.from_buffers(pa.string(), len(raw), raw.buffers())
+
+
+@pytest.mark.parametrize("system", sorted(OPTIONS))
+@pytest.mark.parametrize("kind", ["bytes", "text"])
+def test_a_key_that_is_not_utf8(system: str, kind: str, tmp_path: Path) -> None:
+    given = (b"k", b"\xff", b"k")
+    keys = texts(*given) if kind == "text" else pa.array(given)
+    found = reasons(system, tmp_path, {"key": keys, "value": texts(b"\xff", b"v", b"v")})
+    assert found[0] is found[2] is None
+    assert found[1] is not None
+    assert "column 'key'" in found[1]
+
+
+@pytest.mark.parametrize("system", sorted(OPTIONS))
+def test_an_id_that_is_not_there_or_not_utf8(system: str, tmp_path: Path) -> None:
+    rows = {"key": ["k"] * 4, "value": [b"v"] * 4, "id": pa.array([b"a", b"\xff", None, b""])}
+    found = reasons(system, tmp_path, rows, messageIdColumns="id")
+    assert found == [None, *["no message id: 'id' is null, empty or not UTF-8"] * 3]
+    found = reasons(system, tmp_path, {"key": ["k"] * 2, "value": [b"v"] * 2, "message_id": texts(b"a", b"\xff")})
+    assert found[0] is None
+    assert "column 'message_id'" in str(found[1])
+
+
+def times(*numbers: int | None, unit: str = "us") -> pa.Array:
+    return pa.array(numbers, pa.int64()).cast(pa.timestamp(unit, "UTC"))
+
+
+def test_event_times_of_pulsar_are_milliseconds_after_1970(tmp_path: Path) -> None:
+    far = (1 << 63) - 1
+    given = times(1_700_000_000_123_000, 1_700_000_000_123_456, None, 0, -1_000, far, far // 1_000 * 1_000)
+    found = reasons("pulsar", tmp_path, {"value": [b"v"] * 7, "event_time": given})
+    assert [r is None for r in found] == [True, False, True, False, False, False, True]
+    assert all(r is None or "column 'event_time'" in r for r in found)
+    assert reasons("pulsar", tmp_path, {"value": [b"v"], "event_time": times(far // 1_000, unit="s")}) == [None]
+
+
+@pytest.mark.parametrize("kind", ["avro", "json"])
+def test_values_that_a_schema_of_pulsar_cannot_hold(kind: str, tmp_path: Path) -> None:
+    value = pa.StructArray.from_arrays([pa.array([1.0, float("nan"), 2.0])], names=["n"])
+    found = reasons("pulsar", tmp_path, {"value": value}, schema=kind)
+    assert [r is None for r in found] == ([True] * 3 if kind == "avro" else [True, False, True])
+
+
+def test_headers_of_pulsar_are_text(tmp_path: Path) -> None:
+    pairs = [[("a", b"v")], [("a", b"\xff")], None]
+    found = reasons("pulsar", tmp_path, {"value": [b"v"] * 3, "headers": pa.array(pairs, HEADERS.type)})
+    assert [r is None for r in found] == [True, False, True]
+    assert "column 'headers'" in str(found[1])
+
+
+def test_what_rocketmq_needs(tmp_path: Path) -> None:
+    found = reasons("rocketmq", tmp_path, {"value": [b"v", b"", None, b"v"], "key": ["k", "k", "k", "a b"]})
+    assert [r is None for r in found] == [True, False, False, False]
+    assert [name in str(r) for name, r in zip(("'value'", "'value'", "'key'"), found[1:], strict=True)] == [True] * 3
+    rows = {"value": [b"v"] * 2, "message_group": ["g", None]}
+    assert "'message_group'" in str(reasons("rocketmq", tmp_path, rows, messageType="FIFO")[1])
