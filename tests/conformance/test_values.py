@@ -33,7 +33,7 @@ from delivered.model.errors import BadRecord, UsageError
 
 DAY_US = 86_400_000_000
 LEAST, GREATEST = -(1 << 63), (1 << 63) - 1
-YEAR_1, YEAR_10000, YEAR_20000 = -719_162, 2_932_897, 6_585_420
+YEAR_1, YEAR_10000, YEAR_20000 = -719_162, 2_932_897, 6_585_322
 JULIAN_0 = -2_440_588
 TIMES = {
     "year 1": YEAR_1 * DAY_US, "9999": YEAR_10000 * DAY_US - 1, "before 1970": -1, "null": None,

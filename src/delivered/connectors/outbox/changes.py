@@ -5,7 +5,6 @@ A sink that upserts takes them with keyColumns, versionColumn `_lsn` and deleteC
 
 from __future__ import annotations
 
-import datetime as dt
 from collections.abc import Iterator
 from decimal import Decimal
 
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.outbox.layout import ADDED, Layout
+from delivered.connectors.outbox.moments import days, micros
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.connectors.outbox.pgoutput import UNCHANGED, Begin, Change, Op, Relation, Row, Value
 from delivered.connectors.outbox.server import lsn_text
@@ -168,22 +168,18 @@ def _array(field: pa.Field, values: list[bytes | None], options: OutboxOptions) 
         if pa.types.is_decimal(kind):
             return pa.array([None if v is None else Decimal(v.decode()) for v in values], kind)
         if pa.types.is_timestamp(kind):
-            return pa.array([_moment(v, kind.tz is not None) for v in values], kind)
+            zoned = kind.tz is not None
+            return pa.array([None if v is None else micros(v.decode(), zoned) for v in values], pa.int64()).cast(kind)
+        if pa.types.is_date32(kind):
+            return pa.array([None if v is None else days(v.decode()) for v in values], pa.int32()).cast(kind)
         return texts.cast(kind)
     except (pa.ArrowInvalid, ValueError, ArithmeticError) as error:
         raise BadRecord(
             "OUTBOX_VALUE",
             f"{OWNER}: a value of the column {field.name} of {options.table} does not fit {kind}: {error}.",
-            next_step="values such as infinity, NaN or years before 1 have no counterpart: correct the row, or make "
-            "the column text",
+            next_step="values such as infinity, numbers that are NaN, and years after 294247 have no counterpart: "
+            "correct the row, or make the column text",
         ) from error
-
-
-def _moment(value: bytes | None, zoned: bool) -> dt.datetime | None:
-    if value is None:
-        return None
-    found = dt.datetime.fromisoformat(value.decode())
-    return found.astimezone(dt.UTC) if zoned else found
 
 
 def batches(
