@@ -25,7 +25,7 @@ from delivered.connectors.files import CONNECTOR as FILES
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.memory.world import make_world
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract.powers import ValidatesRows, ready_target
+from delivered.contract.powers import KeepsDeadLetters, ValidatesRows, ready_target
 from delivered.contract.sink import Sink
 from delivered.group import Group
 from delivered.model.bad_row import OnBadRow
@@ -391,3 +391,22 @@ def test_what_others_store_in_sqlite_is_read_exactly_or_named(tmp_path: Path) ->
         connection.close()
         with pytest.raises(BadRecord, match=r"VALUE_UNREADABLE.*Column 'v'"):
             scanned_table(sink)
+
+
+@pytest.mark.parametrize("mechanism", ["one_transaction", "two_phase"])
+def test_a_conflict_of_a_far_time_goes_to_the_dead_letters_of_postgres(postgres: Any, mechanism: str) -> None:
+    options = {"mode": "insert", "keyColumns": "id", "onConflict": "dead_letter", "mechanism": mechanism}
+    name = postgres.table("id bigint PRIMARY KEY, v timestamptz, d date")
+    rig = Rig(postgres.sink(name, **options))
+    far = [YEAR_20000 * DAY_US, JULIAN_0 * DAY_US, 0]
+    columns = [moments(*far, tz="UTC"), days(YEAR_20000, JULIAN_0, 0)]
+    batch = pa.record_batch([pa.array([0, 1, 2]), *columns], names=["id", "v", "d"])
+    for number in (0, 1):
+        rig.run_rows(number, [batch])
+    committer = rig.sink.committer(rig.scope)
+    assert isinstance(committer, KeepsDeadLetters)
+    found = [json.loads(letter.record) for letter in committer.dead_letters()]
+    committer.close()
+    found.sort(key=lambda row: row["id"])
+    assert [row["v"] for row in found] == [*far[:2], "1970-01-01 00:00:00+00:00"]
+    assert [row["d"] for row in found] == [YEAR_20000, JULIAN_0, "1970-01-01"]

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.outbox.layout import ADDED, Layout
-from delivered.connectors.outbox.moments import days, micros
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.connectors.outbox.pgoutput import UNCHANGED, Begin, Change, Op, Relation, Row, Value
 from delivered.connectors.outbox.server import lsn_text
+from delivered.kits.sql.moments import days, micros
 from delivered.model.errors import BadRecord
 
 _ROWS_MAX = 8_192

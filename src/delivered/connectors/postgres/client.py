@@ -53,6 +53,7 @@ def connect(options: PostgresOptions, role: str = "task", writes: bool = True) -
     try:
         import psycopg
 
+        from delivered.connectors.postgres import loaders
         from delivered.connectors.postgres.session import Session
     except ImportError:
         raise MissingExtra("postgres") from None
@@ -74,6 +75,7 @@ def connect(options: PostgresOptions, role: str = "task", writes: bool = True) -
     except psycopg.Error as error:
         raise explained(error, options) from None
     try:
+        loaders.register(connection)
         connection.watch("PostgreSQL", options.url, given)
         if connection.info.server_version < VERSION_MIN:
             raise UsageError(
