@@ -9,6 +9,9 @@ import pyarrow as pa
 import pytest
 
 from delivered.contract.powers import ValidatesRows
+from delivered.model.errors import BadRecord
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
 from delivered.pipeline.registry import find_sink
 from delivered.source.columns import HEADERS
 
@@ -88,3 +91,11 @@ def test_what_rocketmq_needs(tmp_path: Path) -> None:
     assert [name in str(r) for name, r in zip(("'value'", "'value'", "'key'"), found[1:], strict=True)] == [True] * 3
     rows = {"value": [b"v"] * 2, "message_group": ["g", None]}
     assert "'message_group'" in str(reasons("rocketmq", tmp_path, rows, messageType="FIFO")[1])
+
+
+def test_the_error_of_a_task_names_the_row(tmp_path: Path) -> None:
+    sink = find_sink("rocketmq", {**OPTIONS["rocketmq"], "ledger": str(tmp_path / "ledger.db")})
+    writer: Any = sink.writer(Work(Scope("p", "s", "i"), 0, 0), Guarantee.AT_LEAST_ONCE, pa.schema([]))
+    writer._connect = lambda: None
+    with pytest.raises(BadRecord, match=r"MESSAGE_KEY.*Row 1 of a shard: A row has 'a b' in column 'key'.*Next:"):
+        writer.stage(pa.record_batch({"value": [b"v"] * 3, "key": ["k", "a b", "c d"]}))

@@ -62,6 +62,11 @@ class DeliveredError(Exception):
         code, message, next_step = self.args
         return type(self)(code, f"{message.rstrip('.')}. Waited {waited_s:.0f} s for it.", next_step)
 
+    def placed(self, place: str) -> DeliveredError:
+        """The same, of a place: "Row 3 of a shard"."""
+        code, message, next_step = self.args
+        return type(self)(code, f"{place}: {message}", next_step)
+
 
 class UsageError(DeliveredError):
     """The request itself is wrong."""

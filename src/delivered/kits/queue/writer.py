@@ -4,7 +4,7 @@ detect duplicates."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import pyarrow as pa
@@ -71,7 +71,13 @@ class SendingWriter(ABC, Generic[Given, M]):
             self._publisher = self._connect()
         batch = identified(batch, self._options.message_id_columns)
         for at in range(0, batch.num_rows, _ROWS):
-            self._publisher.send(self._messages(batch.slice(at, _ROWS)))
+            part, before = batch.slice(at, _ROWS), self._rows
+            try:
+                messages = self._messages(part)
+            except BadRecord as error:
+                row = next(self._invalid(part), (0, error))[0]
+                raise error.placed(f"Row {before + row} of a shard") from error
+            self._publisher.send(messages)
 
     def unsendable(self, batch: pa.RecordBatch) -> pa.Array | None:
         """The reason for each row that cannot be a message, null for the others; None: all can. Sends nothing."""
@@ -80,18 +86,24 @@ class SendingWriter(ABC, Generic[Given, M]):
         if columns:
             why = f"no message id: {', '.join(map(repr, columns))} is null, empty or not UTF-8"
             reasons = dict.fromkeys(pc.indices_nonzero(pc.is_null(rows.column("message_id"))).to_pylist(), why)
-        left = [(at, min(_ROWS, rows.num_rows - at)) for at in range(0, rows.num_rows, _ROWS)]
+        for at, error in self._invalid(rows):
+            reasons.setdefault(
+                at, error.message if isinstance(error, BadRecord) else f"{type(error).__name__}: {error}"
+            )
+        return pa.array([reasons.get(at) for at in range(rows.num_rows)], pa.string()) if reasons else None
+
+    def _invalid(self, rows: pa.RecordBatch) -> Iterator[tuple[int, Exception]]:
+        """Rows that cannot be messages, in their order, each with its error: found by halving."""
+        left = [(at, min(_ROWS, rows.num_rows - at)) for at in range(0, rows.num_rows, _ROWS)][::-1]
         while left:
             at, count = left.pop()
             try:
                 self._messages(rows.slice(at, count))
             except (BadRecord, ValueError, ArithmeticError, pa.ArrowException) as error:
                 if count == 1:
-                    told = error.message if isinstance(error, BadRecord) else f"{type(error).__name__}: {error}"
-                    reasons.setdefault(at, told)
+                    yield at, error
                 else:
-                    left += [(at, count // 2), (at + count // 2, count - count // 2)]
-        return pa.array([reasons.get(at) for at in range(rows.num_rows)], pa.string()) if reasons else None
+                    left += [(at + count // 2, count - count // 2), (at, count // 2)]
 
     def prepare(self, fingerprint: Fingerprint) -> Promise:
         del fingerprint
