@@ -9,6 +9,7 @@ import os
 import shutil
 import struct
 import subprocess
+from ast import literal_eval
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -277,11 +278,13 @@ def test_old_formats_name_the_place_and_the_way_out() -> None:
             rb.decode(bytes(old), WHERE, 0, aborted=())
 
 
-def test_a_header_that_is_not_utf8_is_repaired_as_by_other_readers() -> None:
+def test_a_header_that_is_not_utf8_keeps_its_bytes() -> None:
     builder = DefaultRecordBatchBuilder(2, 0, False, -1, -1, -1, BIG)
-    builder.append(0, 1, None, b"", [("\xff", b"")])
+    builder.append(0, 1, None, b"", [("\xff", b""), ("b'\\xff\\xfe'", b"text"), ("plain", b"")])
     raw = bytearray(builder.build()).replace("\xff".encode(), b"\xff\xfe")
-    assert decoded(sealed(raw))[0][1].headers == [("\ufffd\ufffd", b"")]
+    names = [name for name, _ in decoded(sealed(raw))[0][1].headers]
+    assert names == ["b'\\xff\\xfe'", "b\"b'\\\\xff\\\\xfe'\"", "plain"]
+    assert [literal_eval(name) for name in names[:2]] == [b"\xff\xfe", b"b'\\xff\\xfe'"]
 
 
 def test_snappy_as_java_frames_it() -> None:

@@ -82,12 +82,17 @@ def from_json_texts(texts: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
+def bytes_as_json(value: bytes) -> str | dict[str, str]:
+    """Bytes within JSON: their text if they are UTF-8, else {"base64": ...}."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return {_BASE64: base64.b64encode(value).decode()}
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
-        try:
-            return value.decode()
-        except UnicodeDecodeError:
-            return {_BASE64: base64.b64encode(value).decode()}
+        return bytes_as_json(value)
     if isinstance(value, timedelta):
         return value // _MICROSECOND
     return str(value)

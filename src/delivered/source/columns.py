@@ -36,6 +36,37 @@ def micros(count: int, us_per: int) -> int:
     return min(max(count * us_per, US_MIN), US_MAX)
 
 
+_REPRESENTED = ("b'", 'b"')
+UNKNOWN_BYTES = "\ufffd"
+"""What Java puts in place of bytes that are not UTF-8: different bytes become the same text."""
+
+
+def header_name(name: bytes) -> str:
+    """A header's name as text: as it is if it is UTF-8, else as Python writes bytes, b'caf\\xe9'. Different names stay
+    different: so does a text that starts as such bytes do."""
+    try:
+        text = name.decode()
+    except UnicodeDecodeError:
+        return repr(name)
+    return repr(name) if text.startswith(_REPRESENTED) else text
+
+
+def intact(message_id: str | None) -> str | None:
+    """A sender's id, where a broker in Java handed it on. None: none, or one whose bytes were replaced: two messages
+    with different such ids would count as one."""
+    return message_id if message_id and UNKNOWN_BYTES not in message_id else None
+
+
+def id_text(message_id: bytes | None) -> str | None:
+    """A sender's id as text. Bytes that are not UTF-8 become lone surrogates: see `id_bytes`."""
+    return None if message_id is None else message_id.decode("utf-8", "surrogateescape")
+
+
+def id_bytes(message_id: str) -> bytes:
+    """The id as it was sent."""
+    return message_id.encode("utf-8", "surrogateescape")
+
+
 def columns(headers: bool, base: pa.Schema = COLUMNS) -> pa.Schema:
     """`base`, followed by the headers if requested."""
     return base.append(HEADERS) if headers else base

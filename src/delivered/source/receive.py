@@ -265,7 +265,7 @@ class ReceiveLoop:
             if len(value) > limits.message_bytes_max:
                 reason = f"it has {len(value)} bytes; the limit (messageBytesMax) is {limits.message_bytes_max}"
             elif limits.ids_required and message_id is None:
-                reason = "its producer set no message id, so it could not be recognised if redelivered"
+                reason = "its producer set no message id, or none of text, so it could not be recognised if redelivered"
             else:
                 good.append(at)
                 continue

@@ -16,9 +16,10 @@ from delivered.clients.kafka.librdkafka import connect, kafka_client
 from delivered.clients.kafka.protocol import server_name
 from delivered.clients.kafka.rows import Headers, Partition, Rows
 from delivered.clients.kafka.settings import resolved
+from delivered.model.errors import BadRecord
 from delivered.model.limits import SOURCE_QUEUE_KBYTES
 from delivered.model.patience import Stall
-from delivered.source.columns import HEADERS, TIMESTAMP, columns, micros
+from delivered.source.columns import HEADERS, TIMESTAMP, columns, header_name, micros
 
 _POLL_S = 0.005
 """How long a writer sleeps while the queue is full."""
@@ -259,9 +260,19 @@ class Consumer:
             pa.array([kind - 1 for kind, _ in stamps], pa.int32()),  # librdkafka's enumeration is Spark's plus one
         ]
         if self._headers:
-            headers = ([{"key": k, "value": v} for k, v in m.headers() or ()] or None for m in messages)
-            arrays.append(pa.array(headers, HEADERS.type))
+            arrays.append(pa.array([self._headers_of(m) for m in messages], HEADERS.type))
         return pa.RecordBatch.from_arrays(arrays, schema=columns(self._headers))
+
+    def _headers_of(self, message: Any) -> list[dict[str, Any]] | None:
+        try:
+            return [{"key": header_name(k.encode()), "value": v} for k, v in message.headers() or ()] or None
+        except UnicodeDecodeError as error:
+            raise BadRecord(
+                "KAFKA_HEADER_NAME",
+                f"The record of {self._where} at offset {message.offset()} has a header named {error.object!r}, which "
+                "is not UTF-8: librdkafka's client cannot read it.",
+                next_step="read this topic with the built-in client, which keeps such names, or without includeHeaders",
+            ) from None
 
     def fetch_position(self) -> int:
         """It also moves over transaction markers; -1: unknown."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from delivered.clients.kafka import record_batch_native as native
 from delivered.clients.kafka.batch_errors import BatchTooLarge as BatchTooLarge
@@ -24,7 +25,7 @@ from delivered.clients.kafka.compression import COMPRESSIONS, Scratch, TooLarge,
 from delivered.clients.kafka.rows import Partition
 from delivered.model.errors import BadRecord, DeliveredError
 from delivered.model.limits import DECOMPRESSED_BYTES_MAX, RECORD_BATCH_BYTES_MAX
-from delivered.source.columns import HEADER, TIMESTAMP, columns
+from delivered.source.columns import HEADER, TIMESTAMP, columns, header_name
 
 HEADER_BYTES = 61
 """Of a batch, before its records."""
@@ -318,10 +319,12 @@ class Decoded:
         native.functions().rb_headers(batches.ctypes.data, len(batches), start, end, found)
         names = keys.array(headers, pa.binary())
         try:
-            names = names.cast(pa.string())
+            text = names.cast(pa.string())
         except pa.ArrowInvalid:
-            names = pa.array([name.decode(errors="replace") for name in names.to_pylist()], pa.string())
-        items = pa.StructArray.from_arrays([names, values.array(headers, pa.binary())], fields=list(HEADER))
+            text = None
+        if text is None or pc.any(pc.match_substring_regex(text, "^b['\"]")).as_py():
+            text = pa.array([header_name(name) for name in names.to_pylist()], pa.string())
+        items = pa.StructArray.from_arrays([text, values.array(headers, pa.binary())], fields=list(HEADER))
         buffers = [pa.py_buffer(valid), pa.py_buffer(lists)]
         return pa.Array.from_buffers(pa.list_(HEADER), n, buffers, children=[items])
 

@@ -11,7 +11,7 @@ from delivered.contract.queue import MessageBatch
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.outcome import Ok, Outcome, Unknown
-from delivered.source.columns import micros
+from delivered.source.columns import intact, micros
 
 _SUBSCRIPTION = "delivered"
 _FRAME = frozenset(
@@ -21,6 +21,10 @@ _FRAME = frozenset(
     }
 )
 """Headers of the frame and the broker, which are not part of the message."""
+
+
+_DIGITS_MAX = 19
+"""Of a time: a Java long."""
 
 
 class ActivemqReceiver:
@@ -94,7 +98,7 @@ class ActivemqReceiver:
         headers = [frame.headers for frame in messages]
         id_header, key_header = options.id_header, options.key_header
         return MessageBatch(
-            ids=[None if id_header is None else h.get(id_header) or None for h in headers],
+            ids=[None if id_header is None else intact(h.get(id_header)) for h in headers],
             keys=[None if key_header is None or (k := h.get(key_header)) is None else k.encode() for h in headers],
             values=[frame.body for frame in messages],
             headers=[[(n, v.encode()) for n, v in h.items() if n not in _FRAME] for h in headers],
@@ -104,4 +108,7 @@ class ActivemqReceiver:
 
 
 def _time_us(text: str | None) -> int | None:
-    return micros(int(text), 1_000) if text is not None and text.isdecimal() and text != "0" else None
+    """None: not set, or no number of milliseconds."""
+    if text is None or len(text) > _DIGITS_MAX or not text.isdecimal():
+        return None
+    return micros(int(text), 1_000) or None

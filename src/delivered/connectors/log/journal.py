@@ -27,11 +27,11 @@ from delivered.kits.table.durable import sync
 from delivered.model.errors import DeliveredError
 from delivered.model.limits import APPEND_ATTEMPTS_MAX, LOG_FILES_MAX
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.source.columns import HEADER, HEADERS
+from delivered.source.columns import HEADER, HEADERS, id_bytes, id_text
 from delivered.source.window import Window
 
 ID_HEADER = "delivered.id"
-"""Header with the sender's id of a record; always the first one."""
+"""Header with the sender's id of a record; the first of this name counts, and null stands for no id."""
 _LOCK = "_receivers.lock"
 _CHECKPOINT_VERSIONS = 8
 """An append costs 0.7 ms more per version since the last checkpoint, and a checkpoint 20 ms (deltalake 1.6): with one
@@ -290,7 +290,11 @@ def rows_of(batch: MessageBatch) -> pa.RecordBatch:
 def _ids_alone(ids: Sequence[str | None]) -> tuple[pa.Array, pa.Array, Any]:
     """As `_entries`, for the common case: every message has an id and no other headers."""
     names = pa.repeat(pa.scalar(ID_HEADER, pa.string()), len(ids))
-    return names, pa.array(ids, pa.string()).cast(pa.binary()), np.arange(len(ids) + 1, dtype=np.int32)
+    try:
+        values = pa.array(ids, pa.string()).cast(pa.binary())
+    except UnicodeEncodeError:
+        values = pa.array([None if i is None else id_bytes(i) for i in ids], pa.binary())
+    return names, values, np.arange(len(ids) + 1, dtype=np.int32)
 
 
 def _entries(batch: MessageBatch) -> tuple[pa.Array, pa.Array, Any]:
@@ -301,7 +305,10 @@ def _entries(batch: MessageBatch) -> tuple[pa.Array, pa.Array, Any]:
     for at, (message_id, headers) in enumerate(zip(batch.ids, batch.headers, strict=True), 1):
         if message_id is not None:
             names.append(ID_HEADER)
-            values.append(message_id.encode())
+            values.append(id_bytes(message_id))
+        elif any(name == ID_HEADER for name, _ in headers):  # a sender's own header is no id
+            names.append(ID_HEADER)
+            values.append(None)
         for name, value in headers:
             names.append(name)
             values.append(value)
@@ -316,7 +323,7 @@ def ids_of(headers: pa.Array) -> list[str | None]:
     entries = pc.list_flatten(headers)
     named = pc.equal(entries.field("key"), ID_HEADER)
     rows = parents.filter(named).to_pylist()
-    for row, value in zip(rows, entries.field("value").filter(named).to_pylist(), strict=True):
-        if found[row] is None:
-            found[row] = value.decode()
+    values = entries.field("value").filter(named).to_pylist()
+    for row, value in reversed(list(zip(rows, values, strict=True))):
+        found[row] = id_text(value)
     return found

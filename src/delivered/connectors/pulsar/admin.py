@@ -129,10 +129,10 @@ class Admin:
             headers = self._ask("GET", f"{self._path(physical)}/ledger/{ledger}/entry/{entry}")[0]
         except Missing:
             return None
-        chunks = int(headers.get("X-Pulsar-PROPERTY-TOTAL-CHUNKS", 0))
+        chunks = _whole(headers, "X-Pulsar-PROPERTY-TOTAL-CHUNKS", 0)
         return Entry(
-            messages=int(headers.get("X-Pulsar-num-batch-message", 1)),
-            chunk=int(headers["X-Pulsar-PROPERTY-CHUNK-ID"]) if chunks > 1 else None,
+            messages=_whole(headers, "X-Pulsar-num-batch-message", 1),
+            chunk=_whole(headers, "X-Pulsar-PROPERTY-CHUNK-ID", 0) if chunks > 1 else None,
             chunks=chunks,
             chunked=headers.get("X-Pulsar-uuid", ""),
             hidden="X-Pulsar-marker-type" in headers or headers.get("X-Pulsar-txn-aborted", "").lower() == "true",
@@ -294,3 +294,9 @@ def _words(answer: bytes) -> str:
 
 def _is_http(url: str) -> bool:
     return urlsplit(url).scheme in ("http", "https")
+
+
+def _whole(headers: Mapping[str, str], name: str, missing: int) -> int:
+    """A header's number. A sender's property may have the name of one that the broker sets, and any text."""
+    texts = (text.strip() for text in headers.get(name, "").split(","))
+    return next((int(text) for text in texts if re.fullmatch("[0-9]{1,9}", text)), missing)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from delivered.connectors.pulsar.schemas import Values
 from delivered.source.columns import COLUMNS as OF_MESSAGES
-from delivered.source.columns import HEADERS, TIMESTAMP, columns, micros
+from delivered.source.columns import HEADERS, TIMESTAMP, columns, header_name, micros
+
+log = logging.getLogger("delivered.pulsar")
+
+UNREADABLE = "pulsar.unreadable"
+"""Header in place of properties that the client library cannot decode."""
 
 NATIVE = pa.struct(
     [
@@ -72,19 +78,17 @@ class Rows:
         """
         value = None if message.has_null_value() else message.data()
         self.bytes += 64 + (0 if value is None else len(value))
-        key = message.partition_key()
-        self._keys.append(key.encode() if key else None)
+        self._keys.append(_sent(message.partition_key) or None)
         self._values.append(value)
         if self._typed is not None:
             self._versions.append(message.value())  # see client.version_schema
         self._times.append(micros(message.publish_timestamp(), 1000))
         self._ids.append(place)
-        self._producers.append(message.producer_name())
+        self._producers.append(header_name(_sent(message.producer_name)))
         event = message.event_timestamp()
         self._events.append(micros(event, 1000) if event else None)
         if self._with_headers:
-            properties = message.properties()
-            self._headers.append([(k, v.encode()) for k, v in properties.items()] if properties else None)
+            self._headers.append(_properties(message))
 
     def take(self) -> pa.RecordBatch:
         """All rows since the last call."""
@@ -116,6 +120,24 @@ class Rows:
             arrays.append(pa.array(self._headers, HEADERS.type))
         self._clear()
         return pa.RecordBatch.from_arrays(arrays, schema=self._columns)
+
+
+def _sent(text: Callable[[], str]) -> bytes:
+    """A text of the client as the sender's bytes, which need not be UTF-8."""
+    try:
+        return text().encode()
+    except UnicodeDecodeError as error:
+        return bytes(error.object)
+
+
+def _properties(message: Any) -> list[tuple[str, bytes]] | None:
+    """A message's properties as headers; if the client cannot give them, a header that says why."""
+    try:
+        properties = message.properties()
+    except UnicodeDecodeError as error:
+        log.warning("the properties of message %s are not UTF-8: %r", message.message_id(), error.object)
+        return [(UNREADABLE, f"its properties are not UTF-8, first {error.object!r}".encode())]
+    return [(header_name(k.encode()), v.encode()) for k, v in properties.items()] if properties else None
 
 
 def _offsets(ids: Sequence[tuple[int, int, int]]) -> list[int | None]:

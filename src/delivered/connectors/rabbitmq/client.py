@@ -9,15 +9,20 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import struct
 from enum import StrEnum
+from functools import cache
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from delivered.connectors.rabbitmq.options import Place
+from delivered.connectors.rabbitmq.properties import Properties
 from delivered.model.errors import DeliveredError, MissingExtra, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.options import resolve_secret
 
+_HEADER_FRAME, _HEADER_SIZE = b"\x02", 19
+"""Type of a frame with the properties of a message; bytes before them: the frame's header, class, weight, body size."""
 HEARTBEAT_S = 30
 BLOCKED_S = 60
 _PASSING = (311, 506, 541)
@@ -58,9 +63,36 @@ def connect(options: Place) -> Any:
     """An open connection. Raises Unreachable, Refused."""
     client = pika()
     try:
-        return client.BlockingConnection(parameters(options))
+        return client.BlockingConnection(parameters(options), _impl_class=_connection_class())
     except (client.exceptions.AMQPError, OSError) as error:
         raise explained(error, options) from error
+
+
+@cache
+def _connection_class() -> Any:
+    """The client's connection, with properties of messages decoded by `Properties`."""
+    client = pika()
+    from pika import frame, spec
+
+    class Connection(client.SelectConnection):  # type: ignore[misc]
+        def _read_frame(self) -> Any:
+            found = self._frame_buffer
+            if found[:1] != _HEADER_FRAME or len(found) < _HEADER_SIZE:
+                return super()._read_frame()
+            channel, size = struct.unpack_from(">HL", found, 1)
+            end = spec.FRAME_HEADER_SIZE + size
+            if len(found) <= end:
+                return 0, None
+            if found[end] != spec.FRAME_END:
+                raise client.exceptions.InvalidFrameError("Invalid FRAME_END marker")
+            try:
+                properties = Properties(bytes(found[_HEADER_SIZE:end]))
+            except struct.error as error:
+                raise client.exceptions.InvalidFrameError(f"a message's properties end early: {error}") from None
+            (body,) = struct.unpack_from(">Q", found, spec.FRAME_HEADER_SIZE + 4)
+            return end + spec.FRAME_END_SIZE, frame.Header(channel, body, properties)
+
+    return Connection
 
 
 def explained(error: Exception, options: Place) -> DeliveredError:

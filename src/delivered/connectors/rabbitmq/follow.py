@@ -14,11 +14,11 @@ from typing import Any
 
 from delivered.connectors.rabbitmq.client import connect, explained, pika
 from delivered.connectors.rabbitmq.options import Place
+from delivered.connectors.rabbitmq.properties import OFFSET, stream_offset
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.limits import SOURCE_PATIENCE_S
 
 FIRST, LAST = "first", "last"
-_OFFSET = "x-stream-offset"
 _LOOK_PREFETCH = 65_535
 """More than a chunk holds, so that the whole last one arrives."""
 _SILENCE_S = 1.0
@@ -46,7 +46,7 @@ class Follower:
         try:
             self._channel = self._connection.channel()
             self._channel.basic_qos(prefetch_count=prefetch)
-            self._channel.basic_consume(stream, self._on_message, arguments={_OFFSET: at})
+            self._channel.basic_consume(stream, self._on_message, arguments={OFFSET: at})
         except self._errors as error:
             self.close()
             raise explained(error, place) from error
@@ -93,14 +93,14 @@ class Follower:
 
     def _on_message(self, channel: Any, method: Any, properties: Any, body: bytes) -> None:
         del channel
-        offset = (properties.headers or {}).get(_OFFSET)
+        offset = stream_offset(properties)
         if offset is None:  # not acknowledged, so it stays
             raise UsageError(
                 "QUEUE_NOT_STREAM",
                 f"{self._stream!r} at {self._place.place} is not a stream: its messages have no offsets.",
                 next_step="use a receiver: format rabbitmq, with queue and log",
             )
-        self._arrived.append(Message(int(offset), method, properties, body))
+        self._arrived.append(Message(offset, method, properties, body))
 
 
 def first_offset(place: Place, stream: str, known: bool = False) -> int | None:

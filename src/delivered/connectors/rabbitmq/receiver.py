@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 from delivered.connectors.rabbitmq.client import connect, explained, pika
 from delivered.connectors.rabbitmq.options import RabbitmqOptions
+from delivered.connectors.rabbitmq.properties import headers, routing_key
 from delivered.contract.queue import MessageBatch
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.outcome import Ok, Outcome, Unknown
-from delivered.source.columns import micros
-
-_PROPERTIES = tuple((n, f"amqp.{n}") for n in ("content_type", "correlation_id", "type", "reply_to", "app_id"))
-"""AMQP properties that become headers."""
-_own = attrgetter(*(name for name, _ in _PROPERTIES))
-_NO_OWN = (None,) * len(_PROPERTIES)
+from delivered.source.columns import id_text, micros
 
 
 class RabbitmqReceiver:
@@ -99,39 +93,14 @@ class RabbitmqReceiver:
     def _on_message(self, channel: Any, method: Any, properties: Any, body: bytes) -> None:
         """Column by column, keeping none of the client's objects: this dominates a receiver's CPU time."""
         del channel
-        key, named, sent = method.routing_key.encode(), headers(properties), properties.timestamp
-        arrived = self._arrived
-        arrived.ids.append(properties.message_id)
-        arrived.keys.append(key)
+        sent, arrived = properties.timestamp, self._arrived
+        arrived.ids.append(id_text(properties.message_id))
+        arrived.keys.append(routing_key(method))
         arrived.values.append(body)
-        arrived.headers.append(named)
+        arrived.headers.append(headers(properties))
         arrived.times_us.append(None if sent is None else micros(int(sent), 1_000_000))
         arrived.handles.append(method.delivery_tag)
 
     def _on_cancel(self, frame: Any) -> None:
         del frame
         self._cancelled = True
-
-
-def headers(properties: Any) -> Sequence[tuple[str, bytes | None]]:
-    """A message's headers, and AMQP's properties."""
-    users, own = properties.headers, _own(properties)
-    if not users and own == _NO_OWN:
-        return ()
-    found = [] if users is None else [(name, _bytes(value)) for name, value in users.items()]
-    for value, (_, header) in zip(own, _PROPERTIES, strict=True):
-        if value is not None:
-            found.append((header, value.encode()))
-    return found
-
-
-def _bytes(value: Any) -> bytes | None:
-    match value:
-        case None:
-            return None
-        case bytes():
-            return value
-        case str():
-            return value.encode()
-        case _:
-            return json.dumps(value, default=str).encode()

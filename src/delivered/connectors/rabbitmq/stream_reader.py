@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.rabbitmq.follow import Follower, Message, end_offset, first_offset, patiently
-from delivered.connectors.rabbitmq.receiver import headers
+from delivered.connectors.rabbitmq.properties import OFFSET, headers, routing_key
 from delivered.connectors.rabbitmq.stream_options import OWNER, StreamOptions
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_PATIENCE_S
@@ -108,7 +108,7 @@ def _batch(rows: Sequence[Message], stream: str, schema: pa.Schema) -> pa.Record
     n = len(rows)
     times = [None if m.properties.timestamp is None else micros(int(m.properties.timestamp), 1_000_000) for m in rows]
     columns = [
-        pa.array([m.method.routing_key.encode() for m in rows], pa.binary()),
+        pa.array([routing_key(m.method) for m in rows], pa.binary()),
         pa.array([m.body for m in rows], pa.binary()),
         pa.array([stream] * n, pa.string()),
         pa.array([0] * n, pa.int32()),
@@ -122,16 +122,16 @@ def _batch(rows: Sequence[Message], stream: str, schema: pa.Schema) -> pa.Record
 
 
 def _headers(properties: Any) -> list[tuple[str, bytes | None]]:
-    found = [(name, value) for name, value in headers(properties) if name != "x-stream-offset"]
+    found = headers(properties, but=OFFSET)
     if properties.message_id is not None:
-        found.append(("amqp.message_id", properties.message_id.encode()))
+        found.append(("amqp.message_id", properties.message_id))
     return found
 
 
 def digest(message: Message) -> str:
     """What a producer gave it, hashed; constant, however often it is delivered."""
     properties = message.properties
-    kept = sorted((k, v) for k, v in headers(properties) if k != "x-stream-offset")
+    kept = sorted(headers(properties, but=OFFSET), key=repr)
     given = [message.offset, message.method.routing_key, properties.message_id, properties.timestamp, kept]
     return hashlib.blake2b(repr(given).encode() + message.body, digest_size=16).hexdigest()
 

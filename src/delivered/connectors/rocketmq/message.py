@@ -10,6 +10,7 @@ from typing import Any
 
 from delivered.connectors.rocketmq.client import library
 from delivered.model.limits import RECEIVE_BYTES_MAX
+from delivered.source.columns import intact, micros
 
 _GROUP_PROPERTY = "__SHARDINGKEY"
 """Also holds the message group."""
@@ -39,11 +40,11 @@ def content(message: Any, by_key: bool) -> Content:
     key = system.message_group or " ".join(keys)
     born = system.born_timestamp
     return Content(
-        id=(named[0] if len(named) == 1 else None) if by_key else system.message_id or None,
+        id=intact((named[0] if len(named) == 1 else None) if by_key else system.message_id),
         key=key.encode() if key else None,
         value=_body(message),
         headers=_headers(message, keys),
-        time_us=born.seconds * 1_000_000 + born.nanos // 1_000 if born.seconds else None,
+        time_us=micros(born.seconds * 1_000_000 + born.nanos // 1_000, 1) if born.seconds else None,
     )
 
 

@@ -12,6 +12,7 @@ from delivered.connectors.rocketmq.options import RocketmqSinkOptions
 from delivered.connectors.rocketmq.remoting import Cluster, Place
 from delivered.connectors.rocketmq.topic import ends, kept
 from delivered.contract.source import Offsets, Slice
+from delivered.source.columns import id_bytes
 
 _ROWS = 4_096
 _SCHEMA = pa.schema(
@@ -54,8 +55,8 @@ class RocketmqScan:
                 rows.append(
                     {
                         "value": message.body,
-                        "key": " ".join(keys).encode() if keys else None,
-                        "message_id": own.encode(),
+                        "key": id_bytes(" ".join(keys)) if keys else None,
+                        "message_id": id_bytes(own),
                         "partition": place.queue,
                         "offset": message.offset,
                     }

@@ -63,7 +63,7 @@ def stored(data: bytes) -> Iterator[Stored]:
         named = struct.unpack_from(">h" if wide else ">b", data, here)[0]
         here += (2 if wide else 1) + named
         length = struct.unpack_from(">h", data, here)[0]
-        text = data[here + 2 : here + 2 + length].decode(errors="replace")
+        text = data[here + 2 : here + 2 + length].decode("utf-8", "surrogateescape")
         yield Stored(offset, place, half, body, parsed(text))
         at += size
 
