@@ -10,16 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
+from kafka import KafkaProducer
 from tests.broker.receive_help import finish, pipeline_file, receive
+from tests.broker.source_help import read_all as kafka_rows
+from tests.broker.source_help import source as kafka_source
 from tests.support.amqp import Encoded, nested, table, text
-from tests.support.servers import Rabbitmq
+from tests.support.pulsar import read_all, source
+from tests.support.servers import Activemq, Pulsar, Rabbitmq
 
+import delivered
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.log.journal import LogJournal
 from delivered.connectors.rabbitmq.options import RabbitmqOptions
 from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
 from delivered.connectors.rabbitmq.stream import CONNECTOR as STREAM
 from delivered.contract.queue import MessageBatch
+from delivered.model.errors import BadRecord
 from delivered.model.outcome import Ok
 
 HALF = b"d" + struct.pack(">d", 2.5)
@@ -109,17 +116,17 @@ def test_bytes_in_every_field_of_a_stream_are_kept(rabbitmq: Rabbitmq) -> None:
     exchange, queue = bound(rabbitmq, "stream")
     spoofs = (b"q", {"message_id": b"s", "headers": table([(b"x-stream-offset", text(b"junk"))])}, b"offset")
     send(rabbitmq, exchange, None, [*ODD, spoofs])
-    source = STREAM.source(
+    origin = STREAM.source(
         {"url": rabbitmq.url, "streams": queue, "includeHeaders": "true", "startingOffsets": "earliest"}
     )
-    driver = source.driver()
+    driver = origin.driver()
     start, end = driver.batch()
-    rows = {r["value"]: r for p in driver.slices(start, end) for b in source.read(p) for r in plain(b)}
+    rows = {r["value"]: r for p in driver.slices(start, end) for b in origin.read(p) for r in plain(b)}
     assert sorted(rows) == sorted(body for _, _, body in [*ODD, spoofs])
     for key, properties, body in ODD:
         assert (rows[body]["key"], rows[body]["headers"]["amqp.message_id"]) == (key, properties["message_id"])
     assert rows[b"header's name"]["headers"]["b'caf\\xe9'"] == b"latin"
-    assert driver.landmarks(end) == source.driver().landmarks(end)
+    assert driver.landmarks(end) == origin.driver().landmarks(end)
     driver.close()
 
 
@@ -144,3 +151,66 @@ def test_a_sender_cannot_set_the_id_that_the_log_keeps(rabbitmq: Rabbitmq, tmp_p
     send(rabbitmq, "", queue, [(b"", {"message_id": b"x"}, b"id x")])
     take(1)
     assert [r["value"] for r in entries(tmp_path / "log")] == [b"no id", b"id x"]
+
+
+def test_ids_that_activemq_changed_are_not_taken_for_each_other(activemq: Activemq, tmp_path: Path) -> None:
+    """The broker puts U+FFFD in place of bytes that are not UTF-8, so two ids become one."""
+    queue = activemq.queue()
+    client, frames = activemq.connect()
+    for message_id, body in ((b"\xff", b"1"), (b"\xfe", b"2"), (b"caf\xc3\xa9", b"3")):
+        head = b"SEND\ndestination:%s\ndestination-type:ANYCAST\npersistent:true\nreceipt:r\n" % queue.encode()
+        own = b"id:%s\nn\xe9:x\xe9\nack:mine\nmessage-id:mine\nredelivered:perhaps\ntimestamp:%s\n" % (
+            message_id,
+            b"9" * 15,
+        )
+        client.transport.send(head + own + b"content-length:1\n\n" + body + b"\0")
+    assert {frames.get(timeout=60)[0] for _ in range(3)} == {"receipt"}
+    client.disconnect()
+    options = {"url": activemq.url, "queue": queue, "idHeader": "id", "log": str(tmp_path / "log")}
+    endpoint = delivered.endpoint("activemq", **options, badMessages="quarantine")
+    delivered.receive(endpoint, idle_s=1)
+    assert activemq.left(queue) == 0
+    assert [r["value"] for r in entries(tmp_path / "log")] == [b"3"]
+    bad = entries(tmp_path / "log.bad")
+    assert sorted(r["value"] for r in bad) == [b"1", b"2"]
+    assert {r["headers"]["delivered.reason"] for r in bad} == {
+        b"its producer set no message id, or none of text, so it could not be recognised if redelivered"
+    }
+
+
+def test_bytes_in_the_fields_of_a_pulsar_message_are_kept(pulsar: Pulsar) -> None:
+    import _pulsar
+
+    topic = pulsar.topic()
+    producer = pulsar.client().create_producer(topic)
+    for key, value, named in (
+        (b"caf\xe9", b"key", {}),
+        ("k", b"property", {b"n\xe9": b"v"}),
+        ("k", b"last", {"a": "b"}),
+    ):
+        made = _pulsar.MessageBuilder()
+        made.content(value)
+        made.partition_key(key)
+        for name, content in named.items():
+            made.property(name, content)
+        producer._producer.send(made.build())
+    rows = {r["value"]: r for r in plain(read_all(source(pulsar, topic, includeHeaders="true")))}
+    assert [rows[v]["key"] for v in (b"key", b"property", b"last")] == [b"caf\xe9", b"k", b"k"]
+    assert (rows[b"key"]["headers"], rows[b"last"]["headers"]) == ({}, {"a": b"b"})
+    assert rows[b"property"]["headers"] == {"pulsar.unreadable": b"its properties are not UTF-8, first b'n\\xe9'"}
+
+
+def test_a_kafka_header_named_in_latin_1_is_kept_or_refused_by_name(kafka: Any) -> None:
+    topic = kafka.topic(1)
+
+    class Latin(str):
+        def encode(self, *_: Any) -> bytes:
+            return b"caf\xe9"
+
+    with closing(KafkaProducer(bootstrap_servers=kafka.bootstrap)) as producer:
+        producer.send(topic, b"value", headers=[(Latin("name"), b"v")]).get(60)
+    options = {"subscribe": topic, "startingOffsets": "earliest", "includeHeaders": "true"}
+    rows = kafka_rows(kafka_source(kafka, **options, client="arrow"))
+    assert rows.column("headers").to_pylist() == [[{"key": "b'caf\\xe9'", "value": b"v"}]]
+    with pytest.raises(BadRecord, match=r"offset 0 has a header named b'caf\\xe9', which"):
+        kafka_rows(kafka_source(kafka, **options, client="librdkafka"))

@@ -14,7 +14,7 @@ from delivered.contract.queue import MessageBatch
 
 
 def messages(*ids: str | None, key: bytes = b"k") -> MessageBatch:
-    values = [f"value of {i}".encode() for i in ids]
+    values = [f"value of {i}".encode(errors="backslashreplace") for i in ids]
     count = len(ids)
     return MessageBatch(list(ids), [key] * count, values, [[("h", b"1")]] * count, [None] * count, list(range(count)))
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.support.journal import messages, open_log, race
 
 from delivered.connectors.log import CONNECTOR, append, produce
@@ -18,6 +20,7 @@ from delivered.connectors.log import journal as journals
 from delivered.connectors.log.table import write_progress
 from delivered.contract.queue import Entered
 from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.source.columns import HEADERS, id_text
 
 
 def values(path: Path) -> list[bytes]:
@@ -232,3 +235,31 @@ def test_appending_to_a_log_of_others_goes_on_where_it_ends(log: Path) -> None:
     append(str(log), pa.table({"value": [b"old"]}))
     assert open_log(log).append(messages("a")) == Ok(Entered(1, 0))
     assert values(log) == [b"old", b"value of a"]
+
+
+ids = st.none() | st.text(max_size=8) | st.binary(max_size=8).map(id_text)
+named = st.tuples(st.sampled_from(["delivered.id", "h", ""]), st.none() | st.binary(max_size=4))
+
+
+@given(st.lists(st.tuples(ids, st.lists(named, max_size=3)), min_size=1, max_size=5))
+def test_an_id_is_the_one_that_its_sender_set_whatever_its_headers_say(
+    given_: list[tuple[str | None, list[tuple[str, bytes | None]]]],
+) -> None:
+    batch = replace(messages(*(f"{n}" for n in range(len(given_)))), ids=[i for i, _ in given_])
+    rows = journals.rows_of(replace(batch, headers=[h for _, h in given_]))
+    assert journals.ids_of(rows.column("headers")) == batch.ids
+
+
+def test_ids_of_any_bytes_are_recognised_after_a_restart(log: Path) -> None:
+    odd = messages(*(id_text(b"\xff" * n + b"a") or "" for n in range(4)))
+    assert open_log(log).append(odd) == Ok(Entered(4, 0))
+    assert open_log(log).append(odd) == Ok(Entered(0, 4))
+
+
+@pytest.mark.parametrize("value", [None, b"\xff\xfe", b""])
+def test_a_log_with_any_value_in_our_header_can_be_opened(log: Path, value: bytes | None) -> None:
+    headers = pa.array(
+        [[{"key": "delivered.id", "value": value}, {"key": "delivered.id", "value": b"x"}]], HEADERS.type
+    )
+    append(str(log), pa.table({"value": pa.array([b"v"]), "headers": headers}))
+    assert open_log(log).append(messages("x")) == Ok(Entered(1, 0))

@@ -34,6 +34,9 @@ class ActivemqReceiver:
         self._options = options
         self._number = 0
         self._session = self._open()
+        # Of two headers of one name the client keeps the first. Artemis writes its own ack, which is the message's id,
+        # after a sender's header of that name.
+        self._handle = "message-id" if self._session.is_artemis else "ack"
 
     def receive(self, count_max: int, wait_s: float) -> MessageBatch:
         session = self._session
@@ -103,7 +106,7 @@ class ActivemqReceiver:
             values=[frame.body for frame in messages],
             headers=[[(n, v.encode()) for n, v in h.items() if n not in _FRAME] for h in headers],
             times_us=[_time_us(h.get("timestamp")) for h in headers],
-            handles=[(number, h["ack"]) for h in headers],
+            handles=[(number, h[self._handle]) for h in headers],
         )
 
 

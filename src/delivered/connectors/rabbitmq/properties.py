@@ -1,8 +1,8 @@
 """A message's properties and headers, whatever bytes its sender gave.
 
 The client's own decoder (pika 1.4) makes text of what is UTF-8 and leaves the rest bytes, cuts off the fractions of
-numbers, and raises on NaN, on a time after the year 9999, and on tables nested a thousand deep: a receiver could neither
-take such a message nor pass it.
+numbers, and raises on NaN, on a time after the year 9999, and on tables nested a thousand deep: a receiver could
+neither take such a message nor pass it.
 """
 
 from __future__ import annotations
