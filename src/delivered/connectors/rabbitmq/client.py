@@ -74,7 +74,7 @@ def _connection_class() -> Any:
     client = pika()
     from pika import frame, spec
 
-    class Connection(client.SelectConnection):  # type: ignore[misc]
+    class Connection(client.SelectConnection):  # type: ignore[misc, name-defined]
         def _read_frame(self) -> Any:
             found = self._frame_buffer
             if found[:1] != _HEADER_FRAME or len(found) < _HEADER_SIZE:
