@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 from delivered.model.capability import APPEND, OnConflict, WriteMode
 from delivered.model.errors import UsageError
 from delivered.model.hosts import is_loopback
+from delivered.model.identity import fitted_name
 from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.model.options import (
     FLAG,
@@ -227,8 +228,8 @@ def sink_name(target: str) -> str:
 
 
 def queue_sink_name(target: str) -> str:
-    """As `sink_name`, for a queue or a topic: truncated, without a digest."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", target)[:NAME_LENGTH_MAX]
+    """As `sink_name`, for a queue or a topic."""
+    return fitted_name(target)
 
 
 def absolute(path: str) -> str:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from delivered.model.errors import UsageError
 from delivered.model.limits import NAME_LENGTH_MAX
 
+_NOT_OF_A_NAME = re.compile("[^A-Za-z0-9._-]")
+_DIGEST_BYTES = 8
+_ENDS_WITH_DIGEST = re.compile(rf"-[0-9a-f]{{{2 * _DIGEST_BYTES}}}\Z")
 _NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{NAME_LENGTH_MAX}}}")
 
 
@@ -32,10 +35,23 @@ def checked_name(kind: str, name: str) -> str:
 
 
 def derived_name(name: str, suffix: str) -> str:
-    """Name of what belongs to a pipeline; of a long name, a hash."""
-    if len(name) + len(suffix) > NAME_LENGTH_MAX:
-        name = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
-    return name + suffix
+    """Name of what belongs to a pipeline: the name and `suffix`. Different names give different ones (P33)."""
+    return fitted_name(name, NAME_LENGTH_MAX - len(suffix)) + suffix
+
+
+def fitted_name(text: str, length: int = NAME_LENGTH_MAX, instead: str = "_") -> str:
+    """Text as (part of) a name: itself, unless it is no name, too long, or ends as if with a digest; then it ends with
+    its digest. So different texts give different names.
+
+    Args:
+        length: at most.
+        instead: of characters that a name cannot have.
+    """
+    plain = _NOT_OF_A_NAME.sub(instead, text)
+    if plain == text and len(text) <= length and not _ENDS_WITH_DIGEST.search(text):
+        return text
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).hexdigest()
+    return f"{plain[: length - len(digest) - 1]}-{digest}"
 
 
 @dataclass(frozen=True)

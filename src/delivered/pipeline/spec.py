@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,8 +21,7 @@ from delivered.model.arbiter import DriverAddress
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, checked_name
-from delivered.model.limits import NAME_LENGTH_MAX
+from delivered.model.identity import Scope, checked_name, fitted_name
 from delivered.model.offsets import SOURCE
 from delivered.model.options import Option, OptionTable, choice
 from delivered.model.work import Owner, Tolerance
@@ -376,7 +374,7 @@ def _pipeline_name(values: Mapping[str, str]) -> str:
     if "pipeline" in values:
         return checked_name("pipeline", values["pipeline"])
     if "queryName" in values:
-        return re.sub(r"[^A-Za-z0-9._-]", "-", values["queryName"])[:NAME_LENGTH_MAX]
+        return fitted_name(values["queryName"], instead="-")
     if "checkpointLocation" in values:
         location = values["checkpointLocation"].rstrip("/")
         return "checkpoint-" + hashlib.blake2b(location.encode(), digest_size=6).hexdigest()

@@ -266,11 +266,13 @@ class Consumer:
     def _headers_of(self, message: Any) -> list[dict[str, Any]] | None:
         try:
             return [{"key": header_name(k.encode()), "value": v} for k, v in message.headers() or ()] or None
-        except UnicodeDecodeError as error:
+        except (UnicodeDecodeError, SystemError) as error:
+            cause = error if isinstance(error, UnicodeDecodeError) else error.__cause__
+            name = cause.object if isinstance(cause, UnicodeDecodeError) else "?"
             raise BadRecord(
                 "KAFKA_HEADER_NAME",
-                f"The record of {self._where} at offset {message.offset()} has a header named {error.object!r}, which "
-                "is not UTF-8: librdkafka's client cannot read it.",
+                f"The record of {self._where} at offset {message.offset()} has a header named {name!r}, which is not "
+                "UTF-8: librdkafka's client cannot read it.",
                 next_step="read this topic with the built-in client, which keeps such names, or without includeHeaders",
             ) from None
 

@@ -11,8 +11,9 @@ from delivered.connectors.activemq.client import Session
 from delivered.connectors.activemq.options import ActivemqSinkOptions
 from delivered.kits.queue.columns import body, column, text
 from delivered.kits.queue.writer import SendingWriter
-from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable
+from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.limits import REQUEST_TIMEOUT_S
+from delivered.model.message_limits import check_lengths
 
 IN_FLIGHT_MAX = 2_000
 """Unconfirmed messages per task."""
@@ -83,6 +84,8 @@ class ActivemqWriter(SendingWriter[ActivemqSinkOptions, Message]):
         for value, chosen, key in zip(*columns, strict=True):
             own = self._next_id()
             message_id = own if chosen is None else chosen
+            check_lengths("activemq", key=key, message_id=message_id, value=value)
+            check_header(key=key, message_id=message_id)
             headers = {**kind, "persistent": "true", options.id_header: message_id}
             if options.key_header is not None and key is not None:
                 headers[options.key_header] = text(key, "column 'key'")
@@ -91,3 +94,17 @@ class ActivemqWriter(SendingWriter[ActivemqSinkOptions, Message]):
             headers["content-length"] = str(len(content))
             messages.append(Message(content, headers))
         return messages
+
+
+def check_header(**columns: str | bytes | None) -> None:
+    """
+    Raises:
+        BadRecord: a value has a zero byte, which ends a STOMP frame and cannot be escaped.
+    """
+    for name, value in columns.items():
+        if value is not None and ("\0" in value if isinstance(value, str) else 0 in value):
+            raise BadRecord(
+                "ZERO_BYTE",
+                f"A row has {value!r:.80} in column {name!r}; STOMP's headers cannot hold a zero byte.",
+                next_step="encode the column, for example with hex or base64",
+            )

@@ -208,14 +208,17 @@ def invalid_rows(
     """For each row, why the client would reject it, or null; None: no row is rejected.
 
     Args:
-        bytes_max: of key and value together.
+        bytes_max: of key, value and headers together.
         ids_required: a null message_id is a reason.
     """
     n, nothing = batch.num_rows, pa.scalar(None, pa.string())
     size = pc.add(
         *(pc.fill_null(pc.cast(pc.binary_length(binary(batch, c, n)), pa.int64()), 0) for c in ("key", "value"))
     )
-    found = [pc.if_else(pc.greater(size, bytes_max), f"key and value longer than {bytes_max} bytes", nothing)]
+    size = pc.add(size, _header_bytes(batch, n))
+    why = f" bytes in 'key', 'value' and 'headers'; the limit (kafka.message.max.bytes) is {bytes_max} for them"
+    long = pc.binary_join_element_wise(size.cast(pa.string()), why, "")
+    found = [pc.if_else(pc.greater(size, bytes_max), long, nothing)]
     names = batch.schema.names
     found += [r for r in (_not_utf8(batch, n) for n in ("topic", "message_id", "headers")) if r is not None]
     if topic is None and "topic" in names:
@@ -240,6 +243,21 @@ def invalid_rows(
     return None if reasons.null_count == n else reasons
 
 
+def _header_bytes(batch: pa.RecordBatch, n: int) -> pa.Array:
+    """Bytes of names and values of each row's headers, and of their lengths at most."""
+    found = np.zeros(n, np.int64)
+    at = batch.schema.get_field_index("headers")
+    if at >= 0 and pa.types.is_list(batch.column(at).type):
+        column = batch.column(at)
+        entries = pc.list_flatten(column)
+        for part in (0, 1):
+            lengths = pc.fill_null(pc.binary_length(pc.struct_field(entries, [part])), 0)
+            np.add.at(found, np.asarray(pc.list_parent_indices(column)), np.asarray(lengths) + _LENGTH_BYTES_MAX)
+    return pa.array(found)
+
+
+_LENGTH_BYTES_MAX = 5
+"""Of a number of 32 bits in a record."""
 _HEADERS_TYPE = "array<struct<key: string, value: binary>>"
 _CASTS = {
     "integer": "CAST(partition AS INT)",

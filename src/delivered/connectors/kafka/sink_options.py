@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 
@@ -12,7 +11,8 @@ from delivered.kits.options import message_id_columns
 from delivered.kits.schemas.options import FormatOptions
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
-from delivered.model.limits import NAME_LENGTH_MAX, TRANSACTION_TIMEOUT_S
+from delivered.model.identity import fitted_name
+from delivered.model.limits import TRANSACTION_TIMEOUT_S
 from delivered.model.options import Option, Options, OptionType, Unfit, choice, option, several, whole
 
 OWNER = "delivered_kafka sink"
@@ -166,9 +166,7 @@ class SinkOptions(Options, owner=OWNER, ignored=("path",), more=(FormatOptions,)
         """A sink's name derived from its topic. Names may be shorter than topics, with the same characters."""
         if self.topic is None:
             return "topics"
-        if len(self.topic) <= NAME_LENGTH_MAX:
-            return self.topic
-        return self.topic[:51] + "-" + hashlib.blake2b(self.topic.encode(), digest_size=6).hexdigest()
+        return fitted_name(self.topic)
 
 
 DELIVERY_TIMEOUT_S = 120

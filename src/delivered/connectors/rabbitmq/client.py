@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from delivered.connectors.rabbitmq.options import Place
 from delivered.connectors.rabbitmq.properties import Properties
-from delivered.model.errors import DeliveredError, MissingExtra, Refused, Unreachable, UsageError
+from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.options import resolve_secret
 
@@ -124,6 +124,12 @@ def explained(error: Exception, options: Place) -> DeliveredError:
             "RABBITMQ_UNREACHABLE",
             f"RabbitMQ at {options.place} did not answer, or the connection was lost: {detail}",
             next_step="check the url, and that the server is running",
+        )
+    if code == 406 and "message size" in detail:
+        return BadRecord(
+            "MESSAGE_TOO_LARGE",
+            f"RabbitMQ at {options.place} rejected a message: {detail}",
+            next_step="write smaller messages, or raise max_message_size in rabbitmq.conf",
         )
     return DeliveredError(
         "RABBITMQ_CLIENT",

@@ -15,9 +15,10 @@ from delivered.contract.sink import BoundedScan, Sink
 from delivered.kits.queue.columns import COLUMNS, check_names, check_types
 from delivered.kits.queue.sink import MessageSink, sends
 from delivered.model.capability import SinkCapability
-from delivered.model.errors import Refused
+from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
+from delivered.model.message_limits import BYTES_MAX
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,15 @@ class RabbitmqSink(MessageSink):
         way_out = "select these columns; without the option routingKey, key is the routing key"
         check_names("rabbitmq", schema, needed, COLUMNS, way_out)
         check_types(schema)
+        names = {"exchange": self.options.exchange, "routingKey": self.options.routing_key or ""}
+        for option, name in names.items():
+            if len(name.encode()) > BYTES_MAX["rabbitmq"]["key"]:
+                raise UsageError(
+                    "OPTION_VALUE",
+                    f"delivered_rabbitmq sink: option {option!r} has {len(name.encode())} bytes; RabbitMQ accepts at "
+                    f"most {BYTES_MAX['rabbitmq']['key']}.",
+                    next_step="correct the option",
+                )
 
     def _writer(self, work: Work, *, gives_up: bool) -> RabbitmqWriter:
         return RabbitmqWriter(self.options, work, gives_up)

@@ -20,6 +20,7 @@ from delivered.kits.queue.columns import body, column, text
 from delivered.kits.queue.writer import SendingWriter
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
+from delivered.model.message_limits import check_lengths
 
 IN_FLIGHT_MAX = 2_000
 """Unconfirmed messages per task."""
@@ -192,6 +193,7 @@ class RabbitmqWriter(SendingWriter[RabbitmqSinkOptions, Message]):
         for key, value, given in zip(keys, column(rows, "value", pa.binary()), column(rows, "message_id"), strict=True):
             own = self._next_id()
             message_id = own if given is None else given
+            check_lengths("rabbitmq", key=key, message_id=message_id, value=value)
             routing_key = "" if key is None else text(key, "column 'key'")
             messages.append(Message(routing_key, body(value), make(message_id=message_id, delivery_mode=2)))
         return messages

@@ -109,7 +109,7 @@ def group_of(scope: Scope) -> str:
     """Prefix of the producer groups of a sink's writers, the same for every incarnation."""
     both = f"{scope.pipeline}/{scope.sink}"
     plain = re.sub(r"[^A-Za-z0-9_-]", "_", both)[:80]
-    return f"delivered_{plain}_{hashlib.sha256(both.encode()).hexdigest()[:8]}"
+    return f"delivered_{plain}_{hashlib.sha256(both.encode()).hexdigest()[:16]}"
 
 
 def new_name(scope: Scope) -> str:

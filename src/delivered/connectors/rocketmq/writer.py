@@ -13,6 +13,7 @@ from delivered.kits.queue.writer import SendingWriter
 from delivered.model.errors import BadRecord
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
+from delivered.model.message_limits import check_lengths
 from delivered.model.prepared import Promise
 
 NAMES = ("value", "message_id", "key", "tag", "message_group")
@@ -35,6 +36,7 @@ class RocketmqWriter(SendingWriter[RocketmqSinkOptions, Message]):
         for value, given, key, tag, group, at in zip(*columns, times, strict=True):
             own = self._next_id()
             message_id = own if given is None else given
+            check_lengths("rocketmq", key=key, message_id=message_id, tag=tag, message_group=group, value=value)
             # RocketMQ joins keys with spaces.
             keys = (message_id,) if len(message_id.split()) == 1 else ()
             keys = keys if key is None else (*keys, _text("key", key))

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from delivered.model.identity import Scope, Work
 
+_STAGING_BYTES = 8
+
 
 @dataclass(frozen=True)
 class Names:
@@ -25,13 +27,17 @@ class Names:
 
     @property
     def check(self) -> str:
+        return self._digest(self.check_bytes)
+
+    def _digest(self, size: int) -> str:
         text = f"{self.scope.pipeline}\0{self.scope.sink}\0{self.ledger_schema}"
-        return hashlib.blake2b(text.encode(), digest_size=self.check_bytes).hexdigest()
+        return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
 
     @property
     def staging_prefix(self) -> str:
         """Prefix of the names of this sink's staging tables, and of no others."""
-        return f"s_{self.check}_"
+        # Longer than `check`, as nothing else in it tells two sinks apart.
+        return f"s_{self._digest(_STAGING_BYTES)}_"
 
     def staging(self, work: Work, nonce: str) -> str:
         """Name of the staging table of one attempt of a shard."""
