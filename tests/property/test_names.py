@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delivered.connectors.delta.records import Names as DeltaNames
+from delivered.connectors.iceberg.records import Names as IcebergNames
 from delivered.connectors.kafka import transactions as kafka
 from delivered.connectors.kafka.ledger_keys import Keys
-from delivered.connectors.kafka.sink_options import KafkaSinkOptions
+from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.mysql import transactions as mysql
 from delivered.connectors.postgres import transactions as postgres
 from delivered.connectors.rocketmq.half_messages import group_of
@@ -86,5 +88,5 @@ def test_p33_texts_give_different_names(texts: list[str]) -> None:
 def test_a_short_name_stays_readable() -> None:
     assert (fitted_name("orders-eu.1"), derived_name("orders", ".x")) == ("orders-eu.1", "orders.x")
     topic = "t" * 51 + "-" + "0" * 16
-    long = KafkaSinkOptions.parse({"kafka.bootstrap.servers": "h:1", "topic": topic}).default_name
+    long = SinkOptions.parse({"kafka.bootstrap.servers": "h:1", "topic": topic}).default_name
     assert long != topic

@@ -1,0 +1,105 @@
+"""Rows that a message broker does not accept are bad rows, which name column, length and limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delivered.connectors.activemq.options import ActivemqOptions, ActivemqSinkOptions
+from delivered.connectors.activemq.receiver import ActivemqReceiver
+from delivered.connectors.activemq.writer import ActivemqWriter
+from delivered.connectors.kafka.columns import invalid_rows
+from delivered.connectors.rabbitmq.client import explained
+from delivered.connectors.rabbitmq.options import RabbitmqSinkOptions
+from delivered.connectors.rabbitmq.writer import RabbitmqWriter
+from delivered.connectors.rocketmq.options import RocketmqSinkOptions
+from delivered.connectors.rocketmq.writer import RocketmqWriter
+from delivered.model.errors import BadRecord
+from delivered.model.identity import Scope, Work
+from delivered.model.message_limits import BYTES_MAX
+from delivered.pipeline.registry import find_sink
+from delivered.source.columns import HEADERS
+
+WORK = Work(Scope("p", "s", "i"), 0, 0)
+RABBITMQ = {"url": "amqp://h:1", "exchange": "x", "ledger": "/nowhere/l.db"}
+ACTIVEMQ = {"url": "stomp://h:1", "queue": "q", "idHeader": "id", "keyHeader": "key", "ledger": "/nowhere/l.db"}
+ROCKETMQ = {"endpoints": "h:1", "topic": "t", "messageType": "fifo", "ledger": "/nowhere/l.db"}
+WRITERS: dict[str, Callable[[], Any]] = {
+    "rabbitmq": lambda: RabbitmqWriter(RabbitmqSinkOptions.parse(RABBITMQ), WORK, gives_up=False),
+    "activemq": lambda: ActivemqWriter(ActivemqSinkOptions.parse(ACTIVEMQ), WORK, gives_up=False),
+    "rocketmq": lambda: RocketmqWriter(RocketmqSinkOptions.parse(ROCKETMQ), WORK, gives_up=False),
+}
+GOOD = {"key": "k", "value": "v", "message_id": "m", "tag": "t", "message_group": "g"}
+LIMITS = [(s, c, n) for s, columns in BYTES_MAX.items() for c, n in columns.items() if n < 1 << 20]
+
+
+def row(system: str, **columns: str) -> pa.RecordBatch:
+    return pa.record_batch({n: [v] for n, v in {**GOOD, **columns}.items() if n in BYTES_MAX[system]})
+
+
+@pytest.mark.parametrize(("system", "column", "limit"), LIMITS)
+def test_a_value_that_is_too_long_is_a_bad_row(system: str, column: str, limit: int) -> None:
+    writer = WRITERS[system]()
+    assert len(writer._messages(row(system, **{column: "x" * limit}))) == 1
+    for text in ("x" * (limit + 1), "é" * (limit // 2 + 1)):
+        length = len(text.encode())
+        said = rf"column '{column}' has {length} bytes; {system} accepts at most {limit}"
+        with pytest.raises(BadRecord, match=said):
+            writer._messages(row(system, **{column: text}))
+
+
+@pytest.mark.parametrize("column", ["key", "message_id"])
+def test_a_zero_byte_does_not_end_a_stomp_frame(column: str) -> None:
+    with pytest.raises(BadRecord, match=f"in column '{column}'; STOMP's headers cannot hold a zero byte"):
+        WRITERS["activemq"]()._messages(row("activemq", **{column: "a\0b"}))
+
+
+def test_a_long_routing_key_in_the_options_is_refused_at_the_start() -> None:
+    sink = find_sink("rabbitmq", {**RABBITMQ, "routingKey": "k" * 256})
+    with pytest.raises(Exception, match="option 'routingKey' has 256 bytes; RabbitMQ accepts at most 255"):
+        sink.check_schema(pa.schema([("value", pa.binary())]))
+
+
+def test_a_message_that_rabbitmq_calls_too_large_is_a_bad_record() -> None:
+    import pika
+
+    error = pika.exceptions.ChannelClosedByBroker(
+        406, "PRECONDITION_FAILED - message size 4194304 is larger than configured max size 1048576"
+    )
+    found = explained(error, RabbitmqSinkOptions.parse(RABBITMQ))
+    assert isinstance(found, BadRecord)
+    assert "4194304 is larger than configured max size 1048576" in str(found)
+
+
+def test_headers_count_towards_the_size_of_a_kafka_record() -> None:
+    headers = [[{"key": "h", "value": b"x" * 1_000}], None, [], [{"key": "h" * 995, "value": None}]]
+    rows = pa.record_batch({"value": [b"v"] * 4, "headers": pa.array(headers, HEADERS.type)})
+    assert invalid_rows(rows, "t", 1_012) is None
+    reasons = invalid_rows(rows, "t", 1_011)
+    assert reasons is not None
+    why = "1012 bytes in 'key', 'value' and 'headers'; the limit (kafka.message.max.bytes) is 1011 for them"
+    assert reasons.to_pylist() == [why, None, None, None]
+
+
+class Frame:
+    def __init__(self, headers: dict[str, str], body: bytes) -> None:
+        self.headers, self.body = headers, body
+
+
+NAMES = st.sampled_from(["id", "key", "timestamp", "ack", "message-id", "n"]) | st.text(max_size=5)
+
+
+@given(st.lists(st.dictionaries(NAMES, st.text(max_size=30)), max_size=3), st.binary(max_size=20))
+def test_any_headers_of_an_activemq_message_are_taken(given_: list[dict[str, str]], body: bytes) -> None:
+    receiver = ActivemqReceiver.__new__(ActivemqReceiver)
+    options = {"url": "stomp://h:1", "queue": "q", "idHeader": "id", "keyHeader": "key", "log": "/x"}
+    receiver._options, receiver._number, receiver._handle = ActivemqOptions.parse(options), 1, "ack"
+    batch = receiver._message_batch([Frame({**h, "ack": "1"}, body) for h in given_])
+    assert len(batch) == len(given_)
+    assert all(i is None or "\ufffd" not in i for i in batch.ids)
+    pa.array(batch.times_us, pa.timestamp("us"))
