@@ -298,12 +298,12 @@ def test_rows_become_messages_with_ids_that_a_replay_repeats() -> None:
         ("NORMAL", {"value": [""]}, "without a body"),
         ("NORMAL", {"value": pa.array([None], pa.binary())}, "without a body"),
         ("NORMAL", {"value": ["a"], "key": ["a b"]}, "white space"),
-        ("NORMAL", {"value": ["a"], "key": [b"\xff"]}, "not text"),
-        ("FIFO", {"value": ["a"], "message_group": [""]}, "no message_group"),
+        ("NORMAL", {"value": ["a"], "key": [b"\xff"]}, "not UTF-8"),
+        ("FIFO", {"value": ["a"], "message_group": [""]}, "no value in column 'message_group'"),
         (
             "DELAY",
             {"value": ["a"], "delivery_timestamp": pa.array([None], pa.timestamp("us"))},
-            "no delivery_timestamp",
+            "no value in column 'delivery_timestamp'",
         ),
     ],
 )
