@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
+from delivered.model.addresses import is_netloc
 from delivered.model.capability import APPEND, OnConflict, WriteMode
 from delivered.model.errors import UsageError
 from delivered.model.hosts import is_loopback
@@ -276,7 +277,7 @@ def broker_url(schemes: Sequence[str], example: str, known_password: str | None 
     def read(url: str) -> str:
         try:
             parts = urlsplit(url)
-            usable = parts.scheme in schemes and bool(parts.hostname) and (parts.port or 1) > 0
+            usable = parts.scheme in schemes and is_netloc(parts.netloc)
         except ValueError:
             usable = False
         if not usable:

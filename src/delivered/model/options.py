@@ -353,6 +353,10 @@ class Options:
         return ()
 
 
+REFERENCES = ("env:", "file:")
+"""How a reference to a secret starts; see `resolve_secret`."""
+
+
 def resolve_secret(name: str, value: str) -> str:
     """Resolve a reference to a secret: `env:NAME` or `file:PATH`; any other text is returned as it is.
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from delivered.clients.kafka.errors import config_error
 from delivered.clients.kafka.settings import protocol_of
 from delivered.model.errors import MissingExtra, UsageError
+from delivered.model.options import REFERENCES
 
 T = TypeVar("T")
 
@@ -67,7 +68,7 @@ def check_settings(owner: str, client: Mapping[str, str]) -> None:
         for name, value in client.items()
         if name not in ("bootstrap.servers", "sasl.jaas.config")
         and not name.endswith((".location", ".password", ".pem"))
-        and not value.startswith(("env:", "file:"))
+        and not value.startswith(REFERENCES)
     }
     with suppress(MissingExtra):  # reported when a client is created
         make = kafka_client().Producer

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from delivered.clients.kafka.settings import protocol_of
+from delivered.model.addresses import parse_addresses
 from delivered.model.errors import InvariantBroken, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 
@@ -199,11 +200,10 @@ def unreachable(servers: str, error: NoAnswer) -> Unreachable:
 
 
 def _listens(servers: str) -> bool:
-    for server in servers.split(","):
-        host, _, port = server.strip().rpartition(":")
+    for address in parse_addresses(servers):
         try:
-            socket.create_connection((host.strip("[]"), int(port)), 1).close()
-        except (OSError, ValueError):
+            socket.create_connection(address, 1).close()
+        except OSError:
             continue
         return True
     return False

@@ -20,7 +20,8 @@ from delivered.clients.kafka.answers import only
 from delivered.clients.kafka.channel import Channel, Pending
 from delivered.clients.kafka.current import Confirmation, Leader, left_cluster
 from delivered.clients.kafka.login import NoAnswer, NotSent, Rejected, security, unreachable
-from delivered.model.errors import MissingExtra, UsageError
+from delivered.model.addresses import parse_addresses
+from delivered.model.errors import MissingExtra
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.patience import left_s, patience_s, wait_out
 
@@ -154,24 +155,16 @@ class Wire:
     def _bootstrap(self) -> None:
         """Learn the brokers' addresses from a bootstrap server."""
         try:
-            import kafka as _
+            import kafka as _  # noqa: F401
         except ImportError:
             raise MissingExtra("kafka") from None
-        servers = [s.strip() for s in self._servers.split(",") if s.strip()]
+        servers = parse_addresses(self._servers)
         random.shuffle(servers)
-        for left, server in enumerate(servers, 1 - len(servers)):
-            host, _, port = server.rpartition(":")
+        for left, address in enumerate(servers, 1 - len(servers)):
             try:
-                address = host.strip("[]"), int(port)
                 made = Channel(*address, self._security, left_s(CONNECT_TIMEOUT_S))
                 self._learn(made)
                 self._channels[next((n for n, a in self._addresses.items() if a == address), None)] = made
-            except ValueError:
-                raise UsageError(
-                    "OPTION_VALUE",
-                    f"Option 'kafka.bootstrap.servers' has {server!r}; it must be host:port.",
-                    next_step='write .option("kafka.bootstrap.servers", "localhost:9092")',
-                ) from None
             except NoAnswer:
                 if left == 0:
                     raise

@@ -9,9 +9,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from delivered.model.addresses import parse_addresses
 from delivered.model.errors import UsageError
 from delivered.model.hosts import is_loopback
-from delivered.model.options import choice, option, resolve_secret
+from delivered.model.options import REFERENCES, OptionType, choice, option, resolve_secret
 
 PREFIX = "kafka."
 
@@ -47,7 +48,15 @@ _JAAS_LOGIN = re.compile(
 )
 _JAAS_PAIR = re.compile(r"""(\w+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|([^\s;"']+))\s*""")
 MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+
+
+def _servers(text: str) -> str:
+    parse_addresses(text)
+    return text
+
+
 _WORDS = {
+    "bootstrap.servers": OptionType(_servers, example="localhost:9092"),
     "security.protocol": choice(
         ("SASL_SSL", "SSL", "SASL_PLAINTEXT", "PLAINTEXT"),
         meant={"tls": "SSL", "sasl": "SASL_SSL", "plain": "SASL_SSL", "ssl_sasl": "SASL_SSL"},
@@ -94,12 +103,6 @@ def check_client(owner: str, values: Mapping[str, str], reserved: Mapping[str, s
                 f"{owner}: option '{PREFIX}{name}' cannot be set: {why}.",
                 next_step=f"take '{PREFIX}{name}' out",
             )
-    if not given["bootstrap.servers"].strip():
-        raise UsageError(
-            "OPTION_VALUE",
-            f"{owner}: option 'kafka.bootstrap.servers' is empty.",
-            next_step='write .option("kafka.bootstrap.servers", "localhost:9092")',
-        )
     _check_store(owner, given, "truststore", "write kafka.ssl.ca.location with a PEM file: keytool -exportcert -rfc")
     _check_store(
         owner, given, "keystore", "give a PKCS12 file with kafka.ssl.keystore.type=PKCS12: keytool -importkeystore"
@@ -119,7 +122,7 @@ def _words(owner: str, given: Mapping[str, str]) -> dict[str, str]:
     """The settings, those of `_WORDS` as Kafka spells them. References are checked once resolved."""
     return {
         name: kind.parse(owner, PREFIX + name, value)
-        if (kind := _WORDS.get(name)) is not None and not value.startswith(("env:", "file:"))
+        if (kind := _WORDS.get(name)) is not None and not value.startswith(REFERENCES)
         else value
         for name, value in given.items()
     }
@@ -128,7 +131,7 @@ def _words(owner: str, given: Mapping[str, str]) -> dict[str, str]:
 def _check_protocol(owner: str, given: Mapping[str, str]) -> None:
     """Refuse settings of TLS or SASL that the protocol would leave unused: records and passwords would go in clear."""
     protocol = given.get("security.protocol", "")
-    if protocol.startswith(("env:", "file:")):
+    if protocol.startswith(REFERENCES):
         return
     login = next((n for n in _SASL_LOGIN if n in given), None)
     if login is not None and not protocol.startswith("SASL_"):
@@ -237,8 +240,9 @@ def in_clear(client: Mapping[str, str]) -> tuple[str, ...]:
     mechanism = client.get("sasl.mechanism", client.get("sasl.mechanisms", ""))
     if client.get("security.protocol") != "SASL_PLAINTEXT" or mechanism != "PLAIN":
         return ()
-    hosts = [server.strip().rpartition(":")[0] for server in client["bootstrap.servers"].split(",")]
-    far = next((host for host in hosts if not is_loopback(host)), None)
+    if client["bootstrap.servers"].startswith(REFERENCES):
+        return ()
+    far = next((host for host, _ in parse_addresses(client["bootstrap.servers"]) if not is_loopback(host)), None)
     if far is None:
         return ()
     return (

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from delivered.kits.options import absolute, sink_name
 from delivered.kits.table.options import FileTableOptions, compression_option
+from delivered.model.addresses import split_url
 from delivered.model.errors import UsageError
 from delivered.model.options import Option, OptionType, Unfit, choice, option, resolve_secret, several
 
@@ -76,6 +77,15 @@ def _parts(text: str) -> tuple[Part, ...]:
     return tuple(found)
 
 
+def _uri(text: str) -> str:
+    if text.startswith(("http://", "https://")):
+        split_url(text)
+    return text
+
+
+_URI = Option("catalog.uri", "", type=OptionType(_uri), example="https://catalog.example:8181")
+
+
 def _catalog(owner: str, values: Mapping[str, str]) -> dict[str, str]:
     catalog = {k.removeprefix("catalog."): v for k, v in values.items() if k.startswith("catalog.")}
     if ("warehouse" in values) == ("uri" in catalog):
@@ -96,6 +106,7 @@ def _catalog(owner: str, values: Mapping[str, str]) -> dict[str, str]:
         folder = _WAREHOUSE.parse(owner, values["warehouse"])
         embedded = {"type": "sql", "uri": f"sqlite:///{folder}/{DATABASE}", "warehouse": f"file://{folder}"}
         catalog = {**embedded, **catalog}
+    _URI.parse(owner, catalog["uri"])
     kind = catalog.get("type", "rest" if catalog["uri"].startswith(("http://", "https://")) else "sql")
     return {**catalog, "type": CATALOGS.parse(owner, "catalog.type", kind)}
 

@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from delivered.kits import in_clear
 from delivered.kits.mysql.tls import parse_tls
 from delivered.kits.options import password_in_url, rows_max_option
+from delivered.model.addresses import names_database
 from delivered.model.errors import UsageError
 from delivered.model.options import FLAG, Options, OptionType, Unfit, choice, option, resolve_secret, whole
 
@@ -39,7 +40,7 @@ def _url(text: str) -> str:
     url = text.strip().removeprefix("jdbc:")
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in DIALECTS and bool(parts.path.strip("/")) and (parts.port or 1) > 0
+        usable = parts.scheme in DIALECTS and bool(parts.path.strip("/")) and names_database(parts)
     except ValueError:
         usable = False
     if not usable:

@@ -23,6 +23,7 @@ from delivered.kits.options import (
     queue_sink_name,
     rows_max_option,
 )
+from delivered.model.addresses import check_netloc
 from delivered.model.errors import UsageError
 from delivered.model.hosts import is_loopback
 from delivered.model.options import (
@@ -45,7 +46,7 @@ _COUNT = whole(1)
 COMPRESSIONS = ("none", "lz4", "zlib", "zstd", "snappy")
 
 
-def _url(schemes: Sequence[str], example: str) -> OptionType[str]:
+def _url(schemes: Sequence[str], example: str, several: bool) -> OptionType[str]:
     def read(url: str) -> str:
         try:
             parts = urlsplit(url)
@@ -55,6 +56,7 @@ def _url(schemes: Sequence[str], example: str) -> OptionType[str]:
         if not usable:
             problem = f"ends with {url.rpartition('@')[2]!r}; it must be like {example}, without user and password"
             raise Unfit(problem)
+        check_netloc(parts.netloc, several)
         return url.rstrip("/")
 
     return OptionType(read)
@@ -70,13 +72,13 @@ class Place(Options):
     url: str = option(
         "url",
         "pulsar://host:6650, or pulsar+ssl://; comma-separated if several.",
-        _url(("pulsar", "pulsar+ssl"), "pulsar://host:6650"),
+        _url(("pulsar", "pulsar+ssl"), "pulsar://host:6650", several=True),
         example="pulsar://localhost:6650",
     )
     admin_url: str = option(
         "adminUrl",
         "http://host:8080, or https://: the brokers' HTTP service.",
-        _url(("http", "https"), "http://host:8080"),
+        _url(("http", "https"), "http://host:8080", several=False),
         example="http://localhost:8080",
     )
     token: str | None = option(

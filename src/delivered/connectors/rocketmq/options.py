@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 from delivered.kits.options import external_ledger, message_id_columns, queue_sink_name
+from delivered.model.addresses import parse_address
 from delivered.model.errors import UsageError
-from delivered.model.options import FLAG, TEXT, Options, OptionType, Unfit, choice, option, whole
+from delivered.model.options import FLAG, TEXT, Options, OptionType, choice, option, whole
 from delivered.source.received import ReceiveOptions
 
 PREFETCH = 10_000
@@ -17,15 +16,11 @@ INVISIBLE_S_MAX = 43_200
 TRANSACTION = "TRANSACTION"
 KINDS = ("normal", "fifo", "delay", "transaction")
 
-_ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
-
 
 def _addresses(text: str) -> tuple[str, ...]:
     parts = tuple(text.rstrip(";").split(";"))
     for part in parts:
-        found = _ENDPOINT.fullmatch(part)
-        if found is None or not 0 < int(found[2]) < 65_536:
-            raise Unfit(f"has {part!r}; it must be like host:8081;other:8081")
+        parse_address(part)
     return parts
 
 

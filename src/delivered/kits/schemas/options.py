@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from delivered.kits.options import password_in_url
+from delivered.model.addresses import split_url
 from delivered.model.errors import UsageError
 from delivered.model.hosts import is_loopback
 from delivered.model.options import (
@@ -102,8 +103,8 @@ class Side:
 
 def _url(text: str) -> str:
     for each in text.split(","):
-        parts = urlsplit(each.strip())
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        parts = split_url(each.strip())
+        if parts.scheme not in ("http", "https"):
             raise Unfit(f"is {each.rpartition('@')[2]!r}; it must be like http://localhost:8081")
         if parts.password is not None:
             raise password_in_url("env:REGISTRY_USER_INFO")

@@ -10,6 +10,7 @@ from enum import StrEnum
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from delivered.kits.options import if_not_exists, merge_schema, password_in_url, sink_name, write_mode
+from delivered.model.addresses import names_database
 from delivered.model.capability import WriteMode
 from delivered.model.options import Options, OptionType, Unfit, choice, option, resolve_secret, whole
 
@@ -140,7 +141,8 @@ def database_url(
         url = text.strip().removeprefix("jdbc:")
         try:
             parts = urlsplit(url)
-            usable = parts.scheme in schemes and bool(parts.path.strip("/")) and (check is None or check(parts))
+            usable = parts.scheme in schemes and bool(parts.path.strip("/")) and names_database(parts)
+            usable = usable and (check is None or check(parts))
         except ValueError:
             usable = False
         if not usable:

@@ -1,0 +1,109 @@
+"""Addresses of servers, checked when options are parsed: one that can never be reached must not be waited for."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from urllib.parse import SplitResult, parse_qs, urlsplit
+
+from delivered.model.options import Unfit
+
+_ADDRESS = re.compile(r"(\[[^\[\]]*\]|[^\[\]:]*)(?::(.*))?", re.DOTALL)
+_LABEL = re.compile(r"[\w-]{1,63}")
+_NAME_LENGTH_MAX = 253
+PORT_MAX = 65_535
+
+
+def parse_address(text: str, port: int | None = None) -> tuple[str, int]:
+    """Host, without brackets, and port of host:port or [IPv6]:port.
+
+    Args:
+        port: the default; None: the text must have one.
+
+    Raises:
+        Unfit: the text is no address.
+    """
+    found = _ADDRESS.fullmatch(text)
+    if found is None or (text.count(":") > 1 and not text.startswith("[")):
+        hint = "; an IPv6 address is written in brackets, as [::1]:9092" if text.count(":") > 1 else ""
+        raise Unfit(f"has {text!r}; it must be host:port{hint}")
+    host, digits = found[1], found[2]
+    check_host(host, text)
+    if digits is None and port is not None:
+        return host.strip("[]"), port
+    if digits is None or not re.fullmatch(r"[0-9]{1,9}", digits) or not 0 < int(digits) <= PORT_MAX:
+        why = "no port" if not digits else f"the port {digits!r}; it must be a number from 1 to {PORT_MAX}"
+        raise Unfit(f"has {text!r}, with {why}")
+    return host.strip("[]"), int(digits)
+
+
+def parse_addresses(text: str, separator: str = ",", port: int | None = None) -> list[tuple[str, int]]:
+    """As `parse_address`, for a list of at least one; empty elements are skipped, as Kafka's clients do."""
+    parts = [part.strip() for part in text.split(separator)]
+    found = [parse_address(part, port) for part in parts if part]
+    if not found:
+        raise Unfit(f"is {text!r}, which names no server")
+    return found
+
+
+def check_host(host: str, text: str) -> None:
+    """Raise Unfit if nothing can have this name or address. `text`: where it was written, for the message."""
+    if not host:
+        raise Unfit(f"has {text!r}, which names no host")
+    numeric = host.startswith("[") or re.fullmatch(r"[0-9.]*[0-9]\.?", host) is not None
+    if numeric:
+        try:
+            if host.startswith("["):
+                ipaddress.IPv6Address(host.strip("[]"))
+            else:
+                ipaddress.IPv4Address(host)
+        except ValueError as error:
+            raise Unfit(f"has {text!r}, whose host is no IP address: {error}") from None
+        return
+    # A longer label, or an empty one, cannot be looked up.
+    labels = host.removesuffix(".").split(".")
+    if len(host) > _NAME_LENGTH_MAX or not all(_LABEL.fullmatch(label) for label in labels):
+        raise Unfit(f"has {text!r}, whose host {host!r} is no valid name")
+
+
+def check_netloc(netloc: str, several: bool = False) -> None:
+    """Check the addresses in a URL's network location, after user and password. Raises Unfit.
+
+    Args:
+        several: it may have several, separated by commas.
+    """
+    place = netloc.rpartition("@")[2]
+    for address in place.split(",") if several else [place]:
+        parse_address(address, PORT_MAX)
+
+
+def split_url(url: str) -> SplitResult:
+    """A URL's parts, with one valid address. Raises Unfit, without user and password in its message."""
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise Unfit(f"is {url.rpartition('@')[2]!r}, which is no URL: {error}") from None
+    check_netloc(parts.netloc)
+    return parts
+
+
+def is_netloc(netloc: str, several: bool = False) -> bool:
+    """As `check_netloc`, where the text must not be shown: it may hold a password."""
+    try:
+        check_netloc(netloc, several)
+    except Unfit:
+        return False
+    return True
+
+
+def names_database(parts: SplitResult) -> bool:
+    """Whether a database's URL has valid addresses: several for libpq, which takes them from parameters, too; an empty
+    host is the local one.
+    """
+    given = parse_qs(parts.query)
+    several = parts.scheme.startswith("postgres")
+    hosts = parts.netloc.rpartition("@")[2]
+    listed = hosts.split(",") if several else [hosts]
+    listed += [h for h in ",".join(given.get("host", ())).split(",") if several and h and not h.startswith("/")]
+    listed += [f":{p}" for p in ",".join(given.get("port", ())).split(",") if several and p]
+    return all(is_netloc(f"localhost{x}" if x.startswith(":") or not x else x) for x in listed)

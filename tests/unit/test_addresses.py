@@ -1,0 +1,123 @@
+"""An address that nothing can listen at is refused where options are parsed, by every connector, before any wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from delivered.model.addresses import parse_address, parse_addresses
+from delivered.model.errors import UsageError
+from delivered.model.options import Unfit
+from delivered.pipeline.registry import connectors
+
+BAD = [
+    "", "   ", ":9092", "host:", "host:0", "host:-1", "host:99999", "host:999999", "host:9092x", "host:+1",
+    "host:\uff19",     "host:1 2", "::1:9092", "[::1:9092", "::1]:9092", "[]:9092", "[::1]", "[host]:9092", "[1.2.3.4]:9092", "[:::]:9092",
+    "a..b:9092", ".a:9092", "ho st:9092", "host/x:9092", "http://host:9092", "user@host:9092", "1.2.3:9092",
+    "1.2.3.999:9092", f"{'a' * 64}:9092", f"{'a.' * 130}a:9092", "host:9092:9093", "host\n:9092",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_what_is_no_address(text: str) -> None:
+    with pytest.raises(Unfit, match=r"^(has|is) "):
+        parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("broker-1.example:9092", ("broker-1.example", 9092)), ("localhost:1", ("localhost", 1)),
+        ("[::1]:9092", ("::1", 9092)), ("[fe80::1%eth0]:9092", ("fe80::1%eth0", 9092)),
+        ("10.0.0.1:65535", ("10.0.0.1", 65535)),
+        ("my_container:80", ("my_container", 80)), ("bücher.example:80", ("bücher.example", 80)),
+        ("fully.qualified.:80", ("fully.qualified.", 80)),
+    ],
+)  # fmt: skip
+def test_what_is_one(text: str, place: tuple[str, int]) -> None:
+    assert parse_address(text) == place
+
+
+def test_lists_need_one_and_skip_empty_elements() -> None:
+    assert parse_addresses("a:1, b:2,") == [("a", 1), ("b", 2)]
+    for nothing in ("", ",,,", " , "):
+        with pytest.raises(Unfit, match="names no server"):
+            parse_addresses(nothing)
+    with pytest.raises(Unfit, match="IPv6 address is written in brackets"):
+        parse_addresses("a:1,fe80::1:9092")
+
+
+URLS = [
+    "{s}://host:999999{p}",
+    "{s}://host:0{p}",
+    "{s}://host:x{p}",
+    "{s}://::1:1{p}",
+    "{s}://[::1{p}",
+    "{s}://a..b:1{p}",
+]
+NO_HOST = ["{s}://:1{p}", "{s}://{p}"]
+
+
+def urls(scheme: str, path: str, *more: str) -> list[str]:
+    return [url.format(s=scheme, p=path) for url in (*URLS, *more)]
+
+
+PLACES = [
+    ("kafka", "source", "kafka.bootstrap.servers", {"subscribe": "t"}, [*BAD, ",,,", "a:1,b:999999"]),
+    ("kafka", "sink", "kafka.bootstrap.servers", {"topic": "t"}, [*BAD, ",,,", "a:1,b:999999"]),
+    ("rocketmq", "source", "endpoints", {"topic": "t", "group": "g", "log": "/l"}, [*BAD, ";;;", "a:1;b:999999"]),
+    ("rocketmq", "sink", "endpoints", {"topic": "t", "ledger": "/l"}, [*BAD, ";;;"]),
+    ("rocketmq", "sink", "nameServers",
+     {"endpoints": "a:1", "topic": "t", "ledger": "/l", "messageType": "transaction"},
+     [";;;", "a:1;b:999999", "[:::]:1"]),
+    ("pulsar", "source", "url", {"topics": "t", "adminUrl": "http://a"},
+     [*urls("pulsar", "", *NO_HOST), "pulsar://a:1,b:999999", "pulsar://,,"]),
+    ("pulsar", "sink", "adminUrl", {"topic": "t", "url": "pulsar://a", "ledger": "/l"},
+     urls("http", "", *NO_HOST)),
+    ("activemq", "sink", "url", {"queue": "q", "ledger": "/l"}, urls("stomp", "", *NO_HOST)),
+    ("rabbitmq", "sink", "url", {"exchange": "e", "ledger": "/l"}, urls("amqps", "/v", *NO_HOST)),
+    ("rabbitmq_stream", "source", "url", {"streams": "s"}, urls("amqp", "", *NO_HOST)),
+    ("postgres", "sink", "url", {"dbtable": "t"},
+     [*urls("postgresql", "/d"), "postgresql://a:1,b:999999/d", "postgresql://a/d?port=999999"]),
+    ("mysql", "sink", "url", {"dbtable": "t"}, urls("mysql", "/d")),
+    ("outbox", "source", "url", {}, urls("mysql", "/d")),
+    ("saga", "sink", "log", {"saga": "a:b", "ledger": "/l"}, urls("postgresql", "/d")),
+    ("iceberg", "sink", "catalog.uri", {"table": "a.b", "catalog.warehouse": "w"}, urls("http", "/")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("system", "part", "option", "more", "wrong"), PLACES)
+def test_every_connector_refuses_what_nothing_can_listen_at(
+    system: str, part: str, option: str, more: dict[str, str], wrong: list[str]
+) -> None:
+    made: Any = getattr(connectors()[system], "sinks" if part == "sink" else "sources")
+    made = made or connectors()[system].queues
+    for value in wrong:
+        with pytest.raises(UsageError) as caught:
+            made.options.parse({**more, option: value})
+        assert option in caught.value.message, (value, caught.value.message)
+        assert caught.value.code == "DELIVERED_OPTION_VALUE"
+
+
+@pytest.mark.parametrize(
+    ("system", "url", "more"),
+    [
+        ("postgres", "postgresql:///shop?host=/var/run&port=5433", {"dbtable": "t"}),
+        ("postgres", "postgresql://a:5432,[::1]:5433/shop", {"dbtable": "t"}),
+        ("postgres", "postgresql://me@/shop", {"dbtable": "t"}),
+        ("mysql", "mysql:///shop", {"dbtable": "t"}),
+        ("rabbitmq", "amqp://me@[::1]:5672/v", {"exchange": "e", "ledger": "/l"}),
+        ("pulsar", "pulsar://a:6650,b:6651,[::1]", {"topic": "t", "adminUrl": "http://[::1]:80", "ledger": "/l"}),
+    ],
+)
+def test_what_servers_accept_is_accepted(system: str, url: str, more: dict[str, str]) -> None:
+    made: Any = connectors()[system].sinks
+    made.options.parse({**more, "url": url})
+
+
+def test_a_registry_is_refused_like_the_brokers() -> None:
+    given = {"kafka.bootstrap.servers": "a:1", "topic": "t", "value.format": "avro"}
+    for value in (*urls("http", "", *NO_HOST), ",,"):
+        with pytest.raises(UsageError, match=r"schema\.registry\.url"):
+            connectors()["kafka"].sink({**given, "schema.registry.url": value})
