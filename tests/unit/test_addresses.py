@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from delivered.kits.schemas.options import FormatOptions
 from delivered.model.addresses import parse_address, parse_addresses
 from delivered.model.errors import UsageError
 from delivered.model.options import Unfit
@@ -117,7 +118,6 @@ def test_what_servers_accept_is_accepted(system: str, url: str, more: dict[str, 
 
 
 def test_a_registry_is_refused_like_the_brokers() -> None:
-    given = {"kafka.bootstrap.servers": "a:1", "topic": "t", "value.format": "avro"}
     for value in (*urls("http", "", *NO_HOST), ",,"):
         with pytest.raises(UsageError, match=r"schema\.registry\.url"):
-            connectors()["kafka"].sink({**given, "schema.registry.url": value})
+            FormatOptions.read("x", {"value.format": "avro", "schema.registry.url": value})
