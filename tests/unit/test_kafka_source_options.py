@@ -83,7 +83,7 @@ def test_values() -> None:
         ({"kafka__ssl__keystore__location": "/a.jks"}, r"type JKS.*PKCS12"),
         (
             {"kafka__sasl__jaas__config": "x", "kafka__sasl__mechanism": "GSSAPI"},
-            r"understood for PLAIN.*'GSSAPI'",
+            r"sasl\.jaas\.config.*login module of GSSAPI",
         ),
     ],
 )

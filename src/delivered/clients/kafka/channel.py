@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from delivered.clients.kafka.answers import complete
+from delivered.clients.kafka.frames import header_bytes
 from delivered.clients.kafka.login import CLIENT_ID, NoAnswer, NotSent, Rejected, Security, authenticate, connected
 from delivered.model.limits import KAFKA_RESPONSE_BYTES_MAX
 
@@ -85,7 +86,7 @@ class Pending:
         if self._frame is None:
             raise NoAnswer(f"{self._channel.name}: {self._error}")
         try:
-            return self._frame[_header_bytes(self._frame, self.flexible) :]
+            return self._frame[header_bytes(self._frame, self.flexible) :]
         except (IndexError, ValueError) as error:
             raise self._unreadable(error) from None
 
@@ -125,12 +126,13 @@ class Channel:
             NotSent: no connection. Rejected: TLS or authentication failed.
         """
         self.name = f"{host}:{port}"
+        self._host = host
         self.closed: str | None = None
         self.features: dict[str, int] = {}
         self._security = security
         self._pid = os.getpid()
         self._io = threading.Lock()  # OpenSSL does not allow reading and writing at the same time
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()  # a request may have to renew the session first
         self._turn = threading.Condition()
         self._reading = False
         self._in_flight: deque[Pending] = deque()
@@ -152,10 +154,28 @@ class Channel:
         try:
             self._read_versions(deadline)
             if security.mechanism is not None:
-                ask = lambda request: self.post(request).answer(deadline - time.monotonic())  # noqa: E731
-                self._expires_s = time.monotonic() + authenticate(ask, self.name, host, security)
+                self._authenticate(deadline)
         except BaseException as error:
             self.close(str(error))
+            if isinstance(error, NoAnswer) and not isinstance(error, NotSent):
+                raise NotSent(str(error)) from None
+            raise
+
+    def _authenticate(self, deadline: float) -> None:
+        started_s, self._expires_s = time.monotonic(), float("inf")
+        ask = lambda request: self.post(request).answer(deadline - time.monotonic())  # noqa: E731
+        self._expires_s = started_s + authenticate(ask, self.name, self._host, self._security)
+
+    def _renew_session(self, timeout_s: float) -> None:
+        """Authenticate again before the broker would close the connection (KIP-368). Requests in flight are answered
+        first; others wait.
+        """
+        if time.monotonic() < self._expires_s:
+            return
+        try:
+            self._authenticate(time.monotonic() + timeout_s)
+        except BaseException as error:
+            self.close(f"the session was not renewed: {error}")
             if isinstance(error, NoAnswer) and not isinstance(error, NotSent):
                 raise NotSent(str(error)) from None
             raise
@@ -178,16 +198,13 @@ class Channel:
             self.features[feature.name] = feature.max_version_level
 
     def usable(self) -> bool:
-        """Whether to send further requests here. False: closed by one side, idle for long, or its session ends soon."""
+        """Whether to send further requests here. False: closed by one side, or idle for long."""
         if self.closed is not None or self._pid != os.getpid():
-            return False
-        now = time.monotonic()
-        if now > self._expires_s:
             return False
         with self._turn:
             if self._in_flight or self._reading:
                 return True
-            if now - self._used_s < _IDLE_S_MAX and self._silent():
+            if time.monotonic() - self._used_s < _IDLE_S_MAX and self._silent():
                 return True
         self.close("idle or closed by the broker")
         return False
@@ -258,6 +275,7 @@ class Channel:
         tail = struct.pack(">h", len(client)) + client + (b"\0" if flexible else b"")
         size = 8 + len(tail) + sum(memoryview(p).nbytes for p in parts)
         with self._sending:
+            self._renew_session(timeout_s)
             self._correlation_id = (self._correlation_id + 1) % 2**31
             pending = Pending(
                 self, self._correlation_id, flexible if flexible_answer is None else flexible_answer, decode
@@ -281,7 +299,7 @@ class Channel:
         while at < len(parts):
             try:
                 with self._io:
-                    if self._security.tls is None:
+                    if self._security.trust is None:
                         sent = self._sock.sendmsg(parts[at : at + _PARTS_MAX])
                     else:
                         sent = self._sock.send(parts[at])
@@ -374,27 +392,3 @@ class Channel:
             while self._in_flight:
                 self._in_flight.popleft().failed(why)
             self._turn.notify_all()
-
-
-def _header_bytes(frame: memoryview, flexible: bool) -> int:
-    """Length of a response's header: the correlation id and, if flexible, tagged fields."""
-    at = 4
-    if flexible:
-        count, at = varint(frame, at)
-        for _ in range(count):
-            _, at = varint(frame, at)
-            size, at = varint(frame, at)
-            at += size
-    if at > len(frame):
-        raise ValueError(f"a header of {at} bytes in {len(frame)}")
-    return at
-
-
-def varint(data: memoryview, at: int) -> tuple[int, int]:
-    """An unsigned number of 32 bits, and where it ends. Raises IndexError, ValueError."""
-    value = 0
-    for place in range(5):
-        value |= (data[at + place] & 127) << 7 * place
-        if data[at + place] < 128 and value < 1 << 32:
-            return value, at + place + 1
-    raise ValueError("a number of more than 32 bits")

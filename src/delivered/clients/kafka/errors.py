@@ -29,7 +29,13 @@ def explain(owner: str, name: str, detail: str, what: str, servers: str) -> Deli
         name: error code: "UNKNOWN_TOPIC_OR_PART".
         what: the requested topic, partition or group.
     """
-    if name in ("UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC", "_UNKNOWN_PARTITION", "UNKNOWN_TOPIC_ID"):
+    if name in (
+        "UNKNOWN_TOPIC_OR_PART",
+        "UNKNOWN_TOPIC_OR_PARTITION",
+        "_UNKNOWN_TOPIC",
+        "_UNKNOWN_PARTITION",
+        "UNKNOWN_TOPIC_ID",
+    ):
         return UsageError(
             "TOPIC_MISSING",
             f"{owner}: topic or partition {what!r} does not exist at {servers}.",

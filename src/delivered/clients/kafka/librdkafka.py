@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
+from delivered.clients.kafka import logins, tls, tokens
 from delivered.clients.kafka.errors import config_error
+from delivered.clients.kafka.sasl import mechanism_of
 from delivered.clients.kafka.settings import protocol_of
 from delivered.model.errors import MissingExtra, UsageError
 from delivered.model.options import REFERENCES
@@ -49,9 +53,37 @@ def connect(make: Callable[[dict[str, Any]], T], owner: str, settings: Mapping[s
         UsageError: librdkafka rejects a setting or its value.
     """
     try:
-        return make({"security.protocol": protocol_of(settings), **settings, "logger": ClientLog(), **callbacks})
+        given = {"security.protocol": protocol_of(settings), **_login(settings)}
+        return make({**given, "logger": ClientLog(), **callbacks})
     except kafka_client().KafkaException as error:
         raise config_error(error.args[0].str(), owner, next(iter(settings)) if len(settings) == 1 else None) from None
+
+
+def lacks_login(client: Mapping[str, str]) -> str | None:
+    """What of a login librdkafka, as confluent-kafka brings it, does not have; None: it has all."""
+    if protocol_of(client).startswith("SASL") and mechanism_of(client) == "GSSAPI":
+        return "the SASL mechanism GSSAPI"
+    return next((f"kafka.{name}" for name in ("ssl.enabled.protocols",) if name in client), None)
+
+
+def _login(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Login settings as librdkafka takes them: tokens and trust stores come from our client's code."""
+    found = dict(settings)
+    try:
+        if (store := found.pop("ssl.truststore.location", None)) is not None:
+            found["ssl.ca.pem"] = tls.trusted_of_store(store, found.pop("ssl.truststore.password", None))
+        found |= {n: tls.pem(found[n]) for n in ("ssl.ca.pem", "ssl.certificate.pem", "ssl.key.pem") if n in found}
+    except (OSError, ValueError) as error:
+        raise tls.unusable(str(error)) from None
+    if mechanism_of(found, "") == "OAUTHBEARER":
+        found = {n: v for n, v in found.items() if not n.startswith((tokens.PREFIX, "https."))}
+        found["oauth_cb"] = partial(_token, settings)
+    return found
+
+
+def _token(settings: Mapping[str, Any], _: str) -> tuple[str, float, str, dict[str, str]]:
+    token = tokens.token_for(settings)
+    return token.text, time.time() + token.left_s, "", dict(token.extensions)
 
 
 def check_settings(owner: str, client: Mapping[str, str]) -> None:
@@ -63,17 +95,18 @@ def check_settings(owner: str, client: Mapping[str, str]) -> None:
     Raises:
         UsageError: unknown setting, or invalid value.
     """
+    logins.check_complete(owner, client)
     known = {
         name: value
         for name, value in client.items()
-        if name not in ("bootstrap.servers", "sasl.jaas.config")
-        and not name.endswith((".location", ".password", ".pem"))
+        if name != "bootstrap.servers"
+        and name not in logins.SETTINGS  # checked by us
         and not value.startswith(REFERENCES)
     }
     with suppress(MissingExtra):  # reported when a client is created
         make = kafka_client().Producer
         try:
-            connect(make, owner, {"sasl.username": "-", "sasl.password": "-", **known})
+            connect(make, owner, known)
         except UsageError:  # it may name an alias: name what the user wrote
             for name, value in known.items():
                 connect(make, owner, {name: value})

@@ -4,30 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
-from delivered.clients.kafka import record_batch
-from delivered.clients.kafka.librdkafka import check_settings
-from delivered.clients.kafka.settings import MECHANISMS
+from delivered.clients.kafka import logins, record_batch
+from delivered.clients.kafka.librdkafka import check_settings, lacks_login
 from delivered.model.errors import UsageError
 
-_SETTINGS = frozenset(
-    {
-        "bootstrap.servers",
-        "client.id",
-        "security.protocol",
-        "sasl.mechanism",
-        "sasl.mechanisms",
-        "sasl.username",
-        "sasl.password",
-        "ssl.ca.location",
-        "ssl.ca.pem",
-        "ssl.certificate.location",
-        "ssl.key.location",
-        "ssl.key.password",
-        "ssl.endpoint.identification.algorithm",
-        "enable.ssl.certificate.verification",
-        "sasl.jaas.config",
-    }
-)
+_SETTINGS = logins.SETTINGS | {"bootstrap.servers", "client.id"}
 SINK_SETTINGS = _SETTINGS | {
     "acks",
     "message.max.bytes",
@@ -47,15 +28,19 @@ SOURCE_SETTINGS = _SETTINGS | {
 
 def by_arrow(owner: str, through: str, client: Mapping[str, str], known: Set[str]) -> bool:
     """Whether the option `client` (`through`) selects arrow. Raises UsageError: it is arrow, which lacks something."""
-    if through == "librdkafka":
-        return False
-    missing = lacks(client, known)
+    missing = "client is librdkafka" if through == "librdkafka" else lacks(client, known)
     if missing is not None and through == "arrow":
         check_settings(owner, client)  # one that nobody knows
         raise UsageError(
             "OPTION_CONFLICT",
             f"{owner}: option 'client' is arrow, but {missing}.",
             next_step="write client=auto or client=librdkafka",
+        )
+    if missing is not None and (login := lacks_login(client)) is not None:
+        raise UsageError(
+            "OPTION_CONFLICT",
+            f"{owner}: {missing}, and librdkafka does not have {login}.",
+            next_step="remove what needs librdkafka, or log in by other means: OAUTHBEARER, SCRAM-SHA-512",
         )
     return missing is None
 
@@ -72,6 +57,4 @@ def lacks(client: Mapping[str, str], known: Set[str]) -> str | None:
         return "the package was built without a C compiler"
     if unknown := sorted(set(client) - known):
         return f"kafka.{unknown[0]} is a setting of librdkafka"
-    mechanism = client.get("sasl.mechanism", client.get("sasl.mechanisms", "GSSAPI")).upper()
-    sasl = client.get("security.protocol", "").upper().startswith("SASL")
-    return f"SASL mechanism {mechanism} needs librdkafka" if sasl and mechanism not in MECHANISMS else None
+    return None

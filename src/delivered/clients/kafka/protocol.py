@@ -20,6 +20,7 @@ from delivered.clients.kafka.answers import only
 from delivered.clients.kafka.channel import Channel, Pending
 from delivered.clients.kafka.current import Confirmation, Leader, left_cluster
 from delivered.clients.kafka.login import NoAnswer, NotSent, Rejected, security, unreachable
+from delivered.clients.kafka.settings import PORT
 from delivered.model.addresses import parse_addresses
 from delivered.model.errors import MissingExtra
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
@@ -158,7 +159,7 @@ class Wire:
             import kafka as _  # noqa: F401
         except ImportError:
             raise MissingExtra("kafka") from None
-        servers = parse_addresses(self._servers)
+        servers = parse_addresses(self._servers, port=PORT)
         random.shuffle(servers)
         for left, address in enumerate(servers, 1 - len(servers)):
             try:
@@ -245,17 +246,24 @@ class Wire:
         known = self.coordinators.get(transactional_id)
         if known is not None:
             return known
+        node = self.coordinators[transactional_id] = self._coordinator(transactional_id, key_type=1)
+        return node
+
+    def group_coordinator(self, group: str) -> int:
+        """Node of a consumer group's coordinator. Raises NotSent: there is none at the moment."""
+        return self._coordinator(group, key_type=0)
+
+    def _coordinator(self, key: str, key_type: int) -> int:
         from kafka.protocol.metadata import FindCoordinatorRequest
 
         try:
-            request = FindCoordinatorRequest(key=transactional_id, key_type=1, max_version=3)
+            request = FindCoordinatorRequest(key=key, key_type=key_type, max_version=3)
             answer = self.ask(request, timeout_s=CONNECT_TIMEOUT_S)
         except NoAnswer as error:  # so the request itself was not sent
             raise NotSent(str(error)) from None
         if answer.error_code != NONE:
-            raise NotSent(f"no coordinator for {transactional_id!r}: {name_of(answer.error_code)}")
+            raise NotSent(f"no coordinator for {key!r}: {name_of(answer.error_code)}")
         self._addresses[answer.node_id] = (answer.host, answer.port)
-        self.coordinators[transactional_id] = answer.node_id
         return int(answer.node_id)
 
     def find_coordinators(self, transactional_ids: Collection[str]) -> None:

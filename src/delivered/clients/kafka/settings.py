@@ -5,16 +5,19 @@ Shared by source and sink. Imports no client library; secrets stay references un
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from delivered.clients.kafka import jaas, logins
+from delivered.clients.kafka.sasl import MECHANISMS, mechanism_of
 from delivered.model.addresses import parse_addresses
 from delivered.model.errors import UsageError
 from delivered.model.hosts import is_loopback
 from delivered.model.options import REFERENCES, OptionType, choice, option, resolve_secret
 
 PREFIX = "kafka."
+PORT = 9092
+"""Of a bootstrap server without one, as for librdkafka."""
 
 _RENAMED = {
     "fetch.max.wait.ms": "fetch.wait.max.ms",
@@ -24,6 +27,8 @@ _RENAMED = {
     "ssl.truststore.certificates": "ssl.ca.pem",
     "ssl.keystore.certificate.chain": "ssl.certificate.pem",
     "ssl.keystore.key": "ssl.key.pem",
+    "sasl.oauthbearer.client.credentials.client.id": "sasl.oauthbearer.client.id",
+    "sasl.oauthbearer.client.credentials.client.secret": "sasl.oauthbearer.client.secret",
     "max.request.size": "message.max.bytes",
     "delivery.timeout.ms": "message.timeout.ms",
     "metadata.max.age.ms": "topic.metadata.refresh.interval.ms",
@@ -37,21 +42,14 @@ _JAVA_ONLY = {
     "partitioner.class": "rows are partitioned as the Java client does by default",
     "metric.reporters": "it names Java code",
     "default.api.timeout.ms": "write kafka.socket.timeout.ms",
-    "sasl.login.callback.handler.class": "it names Java code",
+    "sasl.login.callback.handler.class": "write kafka.sasl.oauthbearer.token.provider, a Python function",
     "sasl.client.callback.handler.class": "it names Java code",
-    "ssl.truststore.password": "a PEM file of certificates needs no password",
     "security.providers": "it names Java code",
 }
-_JAAS_LOGIN = re.compile(
-    r"\s*org\.apache\.kafka\.common\.security\.(?:scram\.ScramLoginModule|plain\.PlainLoginModule)\s+required\s+(.*);\s*",
-    re.DOTALL,
-)
-_JAAS_PAIR = re.compile(r"""(\w+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|([^\s;"']+))\s*""")
-MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 
 
 def _servers(text: str) -> str:
-    parse_addresses(text)
+    parse_addresses(text, port=PORT)
     return text
 
 
@@ -61,13 +59,15 @@ _WORDS = {
         ("SASL_SSL", "SSL", "SASL_PLAINTEXT", "PLAINTEXT"),
         meant={"tls": "SSL", "sasl": "SASL_SSL", "plain": "SASL_SSL", "ssl_sasl": "SASL_SSL"},
     ),
-    "sasl.mechanism": choice((*MECHANISMS, "OAUTHBEARER", "GSSAPI")),
+    "sasl.mechanism": choice(MECHANISMS),
     "ssl.endpoint.identification.algorithm": choice({"https": "https", "none": "none", "": "none"}),
     "enable.ssl.certificate.verification": choice(("true", "false")),
     "isolation.level": choice(("read_committed", "read_uncommitted")),
     "acks": choice({"all": "all", "-1": "-1", "1": "1", "0": "0"}),
     "compression.type": choice(("none", "gzip", "snappy", "lz4", "zstd")),
     "ssl.truststore.type": choice(("PEM", "PKCS12", "JKS")),
+    "sasl.oauthbearer.method": choice(("oidc", "default")),
+    **logins.WORDS,
 }
 _WORDS |= {
     "sasl.mechanisms": _WORDS["sasl.mechanism"],
@@ -79,7 +79,7 @@ _WORDS |= {
 _TLS_FILES = (
     *("ssl.ca.location", "ssl.certificate.location", "ssl.key.location", "ssl.keystore.location"),
     *("ssl.truststore.location", "ssl.truststore.certificates", "ssl.keystore.certificate.chain", "ssl.keystore.key"),
-    *("ssl.ca.pem", "ssl.certificate.pem", "ssl.key.pem"),
+    *("ssl.ca.pem", "ssl.certificate.pem", "ssl.key.pem", "ssl.crl.location"),
 )
 _SASL_LOGIN = ("sasl.mechanism", "sasl.mechanisms", "sasl.jaas.config")
 
@@ -104,18 +104,13 @@ def check_client(owner: str, values: Mapping[str, str], reserved: Mapping[str, s
                 next_step=f"take '{PREFIX}{name}' out",
             )
     _check_store(owner, given, "truststore", "write kafka.ssl.ca.location with a PEM file: keytool -exportcert -rfc")
-    _check_store(
-        owner, given, "keystore", "give a PKCS12 file with kafka.ssl.keystore.type=PKCS12: keytool -importkeystore"
-    )
-    mechanism = given.get("sasl.mechanism", given.get("sasl.mechanisms"))
-    if "sasl.jaas.config" in given and mechanism is not None and mechanism.upper() not in MECHANISMS:
-        raise UsageError(
-            "OPTION_VALUE",
-            f"{owner}: option 'kafka.sasl.jaas.config' is understood for {', '.join(MECHANISMS)}; the mechanism is "
-            f"{mechanism!r}.",
-            next_step="write librdkafka's own options: kafka.sasl.kerberos.* or kafka.sasl.oauthbearer.*",
-        )
-    _check_protocol(owner, _words(owner, given))
+    _check_store(owner, given, "keystore", "convert it: keytool -importkeystore -deststoretype PKCS12")
+    words = _words(owner, given)
+    login = given.get(jaas.OPTION, "env:")
+    if not login.startswith(REFERENCES):
+        jaas.settings_of(login, mechanism_of(words, ""))
+    _check_protocol(owner, words)
+    logins.check_names(owner, client_options(values))
 
 
 def _words(owner: str, given: Mapping[str, str]) -> dict[str, str]:
@@ -155,13 +150,12 @@ def _check_protocol(owner: str, given: Mapping[str, str]) -> None:
 def _check_store(owner: str, given: Mapping[str, str], store: str, way_out: str) -> None:
     location = given.get(f"ssl.{store}.location")
     kind = given.get(f"ssl.{store}.type", "JKS").upper()
-    fits = kind == "PEM" or (store == "keystore" and kind == "PKCS12")
-    if location is not None and not fits:
+    if location is not None and kind == "JKS":
         raise UsageError(
             "OPTION_VALUE",
             f"{owner}: option 'kafka.ssl.{store}.location' is {location!r}, a store of type {kind}, which only a Java "
             "client can read.",
-            next_step=way_out,
+            next_step=f"write kafka.ssl.{store}.type=PKCS12 if it is one (keytool's default), or {way_out}",
         )
 
 
@@ -174,7 +168,7 @@ def client_options(values: Mapping[str, str]) -> dict[str, str]:
     given = _words("", {k.removeprefix(PREFIX): v for k, v in values.items() if k.startswith(PREFIX)})
     settings: dict[str, str] = {}
     for name, value in given.items():
-        if name == "ssl.truststore.location":
+        if name == "ssl.truststore.location" and given.get("ssl.truststore.type") == "PEM":
             settings["ssl.ca.location"] = value
         elif name == "ssl.keystore.location" and given.get("ssl.keystore.type") == "PEM":
             settings["ssl.certificate.location"] = settings["ssl.key.location"] = value
@@ -213,19 +207,9 @@ def resolved(client: Mapping[str, str]) -> dict[str, str]:
     settings = _words("Kafka", {k: resolve_secret(PREFIX + k, v) for k, v in client.items()})
     if settings.get("security.protocol") != client.get("security.protocol"):
         _check_protocol("Kafka", settings)  # it was a reference
-    jaas = settings.pop("sasl.jaas.config", None)
-    if jaas is not None:
-        login = _JAAS_LOGIN.fullmatch(jaas)
-        pairs = {m[1]: _unescaped(m[2] or m[3] or m[4] or "") for m in _JAAS_PAIR.finditer(login[1])} if login else {}
-        if "username" not in pairs or "password" not in pairs:
-            # Not shown: the value holds a password.
-            raise UsageError(
-                "OPTION_VALUE",
-                "Option 'kafka.sasl.jaas.config' is not understood. It must be "
-                'org.apache.kafka.common.security.scram.ScramLoginModule required username="..." password="...";',
-                next_step="write kafka.sasl.username and kafka.sasl.password instead",
-            )
-        settings["sasl.username"], settings["sasl.password"] = pairs["username"], pairs["password"]
+    text = settings.pop(jaas.OPTION, None)
+    if text is not None:
+        settings |= jaas.settings_of(text, mechanism_of(settings, ""))
     return settings
 
 
@@ -237,24 +221,25 @@ def protocol_of(client: Mapping[str, str]) -> str:
 
 def in_clear(client: Mapping[str, str]) -> tuple[str, ...]:
     """See `delivered.model.options.Options.in_clear`. `client`: from `client_options`."""
-    mechanism = client.get("sasl.mechanism", client.get("sasl.mechanisms", ""))
-    if client.get("security.protocol") != "SASL_PLAINTEXT" or mechanism != "PLAIN":
-        return ()
+    secret = logins.clear_secret(client)
+    found = () if secret is None else (secret,)
+    if client.get("security.protocol") != "SASL_PLAINTEXT" or mechanism_of(client) not in ("PLAIN", "OAUTHBEARER"):
+        return found
     if client["bootstrap.servers"].startswith(REFERENCES):
-        return ()
-    far = next((host for host, _ in parse_addresses(client["bootstrap.servers"]) if not is_loopback(host)), None)
+        return found
+    far = next(
+        (host for host, _ in parse_addresses(client["bootstrap.servers"], port=PORT) if not is_loopback(host)), None
+    )
     if far is None:
-        return ()
+        return found
+    what = "the password" if mechanism_of(client) == "PLAIN" else "the token"
     return (
-        f"kafka.security.protocol=SASL_PLAINTEXT with the mechanism PLAIN sends the password in clear to {far}; write "
-        "SASL_SSL",
+        *found,
+        f"kafka.security.protocol=SASL_PLAINTEXT with the mechanism {mechanism_of(client)} sends {what} in clear to "
+        f"{far}; write SASL_SSL",
     )
 
 
 def committed_only(client: Mapping[str, str]) -> bool:
     """Whether a consumer with these settings skips records of open and aborted transactions."""
     return client.get("isolation.level", "read_committed") == "read_committed"
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\(.)", r"\1", text)

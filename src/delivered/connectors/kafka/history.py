@@ -17,7 +17,7 @@ from delivered.clients.kafka.epochs import BatchHeader, EpochEnd, batches_before
 from delivered.clients.kafka.login import NoAnswer, unreachable
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.rows import Partition
-from delivered.clients.kafka.settings import MECHANISMS, resolved
+from delivered.clients.kafka.settings import resolved
 from delivered.connectors.kafka.offsets import Positions
 from delivered.connectors.kafka.options import SourceOptions
 from delivered.model.limits import RESTART_CONFIRM_S
@@ -63,12 +63,6 @@ class Parting:
         )
 
 
-def can_ask(client: Mapping[str, str]) -> bool:
-    """Whether the requests can be sent with these settings: librdkafka does not offer them."""
-    mechanism = client.get("sasl.mechanism", client.get("sasl.mechanisms", "GSSAPI")).upper()
-    return not client.get("security.protocol", "").upper().startswith("SASL") or mechanism in MECHANISMS
-
-
 class LogHistory:
     """Compares positions with the logs as they are. Connects on first use. Not thread-safe."""
 
@@ -94,7 +88,7 @@ class LogHistory:
     def compare(self, at: Positions, epochs: Mapping[Partition, int]) -> dict[Partition, Parting]:
         """As `partings`, for these epochs of positions."""
         asked = {p: epoch for p, epoch in epochs.items() if at.at.get(p, 0) > 0}
-        if not asked or not can_ask(self._options.client):
+        if not asked:
             return {}
         found: dict[Partition, Parting] = {}
         for partition, end in self._ends(asked).items():
@@ -116,8 +110,6 @@ class LogHistory:
 
     def landmarks(self, at: Mapping[Partition, int]) -> dict[Partition, str]:
         """The record batch before each position, as text. Raises Unreachable, UsageError."""
-        if not can_ask(self._options.client):
-            return {}
         found = self._ask(lambda wire: batches_before(wire, at))
         return {p: json.dumps(asdict(header)) for p, header in found.items()}
 

@@ -16,7 +16,7 @@ from delivered.clients.kafka.librdkafka import check_settings
 from delivered.clients.kafka.path import SOURCE_SETTINGS, by_arrow, path
 from delivered.clients.kafka.rows import Partition
 from delivered.connectors.kafka.admin import KafkaDriverClient, joined
-from delivered.connectors.kafka.history import LogHistory, Parting, are_different, can_ask
+from delivered.connectors.kafka.history import LogHistory, Parting, are_different
 from delivered.connectors.kafka.offsets import EARLIEST, LASTING, LATEST, METADATA, Positions, Where
 from delivered.connectors.kafka.options import OWNER, SourceOptions, refuse_latest_start
 from delivered.connectors.kafka.rejecting import Rejecting, raw_schema
@@ -68,10 +68,6 @@ class KafkaSource:
             )
         if not self.options.committed_only:
             assumes.append("read_uncommitted: records of transactions that abort later count")
-        if not can_ask(self.options.client):
-            assumes.append(
-                f"no partition of {self.options.what} loses its end: with this SASL mechanism it is not noticed"
-            )
         records = path(self.options.through, self.options.client, SOURCE_SETTINGS, "Arrow, decoded in C")
         return SourceCapability("kafka", replayable=True, sent_twice=True, records=records, assumes=tuple(assumes))
 

@@ -1,0 +1,196 @@
+"""What a reader's driver asks brokers: topics, offsets of partitions, offsets and members of consumer groups."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from delivered.clients.kafka import protocol
+from delivered.clients.kafka.current import Leader
+from delivered.clients.kafka.outcomes import NotSent
+from delivered.clients.kafka.protocol import NoTopic, Wire, name_of
+from delivered.clients.kafka.rows import Partition
+from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
+
+EARLIEST, LATEST = -2, -1
+_LATER = frozenset({5, 6, 7, 8, 9, 13, 14, 15, 16, 56, 74, 75, 76, 78, 100, 103})
+"""Errors of a leader or coordinator that moves, or of a broker that starts."""
+_GROUP_ID_NOT_FOUND = 69
+_LIST_OFFSETS_VERSIONS = (1, 7)
+_OFFSET_FETCH_VERSIONS, _OFFSET_COMMIT_VERSIONS = (1, 7), (2, 8)
+"""Later ones are by topic id, or for several groups."""
+
+
+class Refusal(Exception):
+    """A broker's final answer. `name`: Kafka's name of the error; `what`: the topic, partition or group."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"{what}: {name}")
+        self.name, self.what = name, what
+
+
+@dataclass(frozen=True)
+class Topic:
+    """
+    Attributes:
+        id: as Kafka writes it, in base64.
+    """
+
+    id: str
+    internal: bool
+    partitions: Sequence[int]
+
+
+def describe_topics(wire: Wire, names: Sequence[str]) -> dict[str, Topic | None]:
+    """Topics; None: there is none of this name. Raises NoAnswer, Refusal: the user may not see it."""
+    from kafka.protocol.metadata import MetadataRequest
+
+    Asked = MetadataRequest.MetadataRequestTopic  # noqa: N806 - a class
+    wanted = [Asked(name=name) for name in names]
+    request = MetadataRequest(topics=wanted, allow_auto_topic_creation=False)
+    found: dict[str, Topic | None] = {}
+    for topic in wire.ask(request, timeout_s=CONNECT_TIMEOUT_S).topics:
+        if topic.error_code == protocol.UNKNOWN_TOPIC_OR_PARTITION:
+            found[topic.name] = None
+            continue
+        if topic.error_code != protocol.LEADER_NOT_AVAILABLE:
+            _check(topic.error_code, topic.name)
+        numbers = sorted(p.partition_index for p in topic.partitions)
+        found[topic.name] = Topic(_coded(getattr(topic, "topic_id", None)), bool(topic.is_internal), numbers)
+    return {name: found.get(name) for name in names}
+
+
+def _coded(topic_id: Any) -> str:
+    return base64.b64encode(topic_id.bytes if topic_id is not None else bytes(16)).decode().rstrip("=")
+
+
+def list_offsets(
+    wire: Wire, asked: Mapping[Partition, int], committed_only: bool
+) -> dict[Partition, tuple[int | None, int | None]]:
+    """Offset and leader epoch of each partition.
+
+    Args:
+        asked: `EARLIEST`, `LATEST`, or milliseconds since 1970: the first record then or later.
+        committed_only: the latest offset is the last stable one.
+
+    Returns:
+        Offset None: no record at or after that time. Epoch None: before Kafka 2.1.
+
+    Raises:
+        NoAnswer: not all leaders answered. NoTopic. Refusal: the user may not read a topic.
+    """
+    by_node: dict[int, dict[Partition, tuple[int, int]]] = {}
+    for partition, at in asked.items():
+        leader = _leader(wire, partition)
+        by_node.setdefault(leader.node, {})[partition] = (leader.epoch, at)
+    # All at the same time: a batch waits for the slowest leader, not for their sum.
+    pending = [wire.post(_offsets_request(wanted, committed_only), node) for node, wanted in by_node.items()]
+    found: dict[Partition, tuple[int | None, int | None]] = {}
+    for each in pending:
+        for topic in each.answer(REQUEST_TIMEOUT_S).topics:
+            for answer in topic.partitions:
+                where = f"{topic.name}-{answer.partition_index}"
+                if answer.error_code == protocol.UNKNOWN_TOPIC_OR_PARTITION:  # a former leader says so, too
+                    raise NotSent(f"{where}: {name_of(answer.error_code)}")
+                _check(answer.error_code, where)
+                offset, epoch = answer.offset, answer.leader_epoch
+                found[topic.name, answer.partition_index] = (
+                    offset if offset >= 0 else None,
+                    epoch if epoch >= 0 else None,
+                )
+    return found
+
+
+def _leader(wire: Wire, partition: Partition) -> Leader:
+    try:
+        return wire.led(*partition)
+    except NoTopic:
+        raise
+    except NotSent:
+        topic = wire.topic(partition[0])
+        known = [p.partition_index for p in topic.partitions]
+        if topic.error_code == protocol.NONE and known and partition[1] not in known:
+            raise NoTopic(f"{partition[0]!r} has no partition {partition[1]}") from None
+        raise
+
+
+def _offsets_request(wanted: Mapping[Partition, tuple[int, int]], committed_only: bool) -> Any:
+    from kafka.protocol.consumer import ListOffsetsRequest as Request
+
+    Asked = Request.ListOffsetsTopic  # noqa: N806 - a class
+    topics: dict[str, list[Any]] = {}
+    for (topic, number), (epoch, at) in wanted.items():
+        one = Asked.ListOffsetsPartition(partition_index=number, current_leader_epoch=epoch, timestamp=at)
+        topics.setdefault(topic, []).append(one)
+    low, high = _LIST_OFFSETS_VERSIONS
+    listed = [Asked(name=name, partitions=parts) for name, parts in topics.items()]
+    return Request(replica_id=-1, isolation_level=int(committed_only), topics=listed, min_version=low, max_version=high)
+
+
+def group_members(wire: Wire, group: str) -> int:
+    """Number of consumers in a group now. Raises NoAnswer, Refusal."""
+    from kafka.protocol.admin.groups import DescribeGroupsRequest
+
+    request = DescribeGroupsRequest(groups=[group], include_authorized_operations=False, max_version=5)
+    [found] = wire.ask(request, wire.group_coordinator(group)).groups
+    if found.error_code == _GROUP_ID_NOT_FOUND:
+        return 0
+    _check(found.error_code, group)
+    return len(found.members)
+
+
+def committed_offsets(wire: Wire, group: str, partitions: Sequence[Partition]) -> dict[Partition, int]:
+    """Offsets that a group has committed, of these partitions. Raises NoAnswer, Refusal."""
+    from kafka.protocol.consumer import OffsetFetchRequest as Request
+
+    topics: dict[str, list[int]] = {}
+    for topic, number in partitions:
+        topics.setdefault(topic, []).append(number)
+    Asked = Request.OffsetFetchRequestTopic  # noqa: N806 - a class
+    low, high = _OFFSET_FETCH_VERSIONS
+    listed = [Asked(name=name, partition_indexes=numbers) for name, numbers in topics.items()]
+    request = Request(group_id=group, topics=listed, require_stable=False, min_version=low, max_version=high)
+    answer = wire.ask(request, wire.group_coordinator(group))
+    code = getattr(answer, "error_code", protocol.NONE)
+    if code == _GROUP_ID_NOT_FOUND:
+        return {}
+    _check(code, f"group {group}")
+    found = {}
+    for topic in answer.topics:
+        for part in topic.partitions:
+            _check(part.error_code, f"{topic.name}-{part.partition_index}")
+            if part.committed_offset >= 0:
+                found[topic.name, part.partition_index] = part.committed_offset
+    return found
+
+
+def commit_offsets(wire: Wire, group: str, at: Mapping[Partition, int]) -> None:
+    """Commit offsets for a group without members. Raises NoAnswer, Refusal."""
+    from kafka.protocol.consumer import OffsetCommitRequest as Request
+
+    Asked = Request.OffsetCommitRequestTopic  # noqa: N806 - a class
+    topics: dict[str, list[Any]] = {}
+    for (topic, number), offset in at.items():
+        one = Asked.OffsetCommitRequestPartition(
+            partition_index=number, committed_offset=offset, committed_leader_epoch=-1, committed_metadata=""
+        )
+        topics.setdefault(topic, []).append(one)
+    low, high = _OFFSET_COMMIT_VERSIONS
+    listed = [Asked(name=name, partitions=parts) for name, parts in topics.items()]
+    request = Request(
+        group_id=group, generation_id_or_member_epoch=-1, member_id="", retention_time_ms=-1, topics=listed,
+        min_version=low, max_version=high,
+    )  # fmt: skip
+    for topic in wire.ask(request, wire.group_coordinator(group)).topics:
+        for part in topic.partitions:
+            _check(part.error_code, f"{topic.name}-{part.partition_index}")
+
+
+def _check(code: int, what: str) -> None:
+    """Raise NotSent for an error that passes, Refusal for any other."""
+    if code in _LATER:
+        raise NotSent(f"{what}: {name_of(code)}")
+    if code != protocol.NONE:
+        raise Refusal(name_of(code), what)
