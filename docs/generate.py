@@ -11,6 +11,7 @@ from docs import (
     benchmark,
     checkpoint,
     cli,
+    logins,
     metrics,
     new_connector,
     notebook,
@@ -51,11 +52,12 @@ def reference() -> str:
 
 def pages() -> dict[Path, str]:
     audit, kafka, new = DOCS / "audit.md", DOCS / "connectors" / "kafka.md", DOCS / "new-connector.md"
-    operate = DOCS / "operate.md"
+    operate, kafka_logins = DOCS / "operate.md", DOCS / "connectors" / "kafka-logins.md"
     return {
         audit: recompute.into(audit.read_text(encoding="utf-8")),
         DOCS / "benchmark.md": benchmark.page(),
         DOCS / "checkpoint.md": checkpoint.page(),
+        kafka_logins: logins.into(kafka_logins.read_text(encoding="utf-8")),
         kafka: behaviours.into(kafka.read_text(encoding="utf-8")),
         new: new_connector.into(new.read_text(encoding="utf-8")),
         operate: metrics.into(operate.read_text(encoding="utf-8")),

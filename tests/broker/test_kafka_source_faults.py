@@ -25,12 +25,11 @@ from tests.broker import source_help
 from tests.broker.source_help import positions, produce, read_all, read_range, source, values
 from tests.support.sweeps import KAFKA_CLIENTS
 
-from delivered.connectors.kafka import admin as kafka_admin
+from delivered.clients.kafka import fallback
 from delivered.connectors.kafka import reader
 from delivered.contract.source import Slice
 from delivered.model import patience
 from delivered.model.errors import Unreachable, UsageError
-from delivered.model.patience import within
 
 
 @pytest.fixture(params=KAFKA_CLIENTS, autouse=True)
@@ -199,15 +198,15 @@ def test_tls_and_scram_and_permissions(
         source(kafka, {"kafka.no.such.setting": "1"}, subscribe=topic).driver().initial()
 
 
-def test_the_clients_own_words_go_to_logging(
-    nobody: SimpleNamespace,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_librdkafkas_own_words_go_to_logging(
+    nobody: SimpleNamespace, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(patience, "CONNECT_TIMEOUT_S", 1.0)
-    driver_client = kafka_admin.KafkaDriverClient(source(nobody, subscribe="t").options)  # type: ignore[attr-defined]
-    with within(1), caplog.at_level(logging.DEBUG, "delivered.kafka.client"), pytest.raises(Unreachable):
-        driver_client.partitions()
-    assert "refused" in caplog.text
+    consumer = fallback.Consumer("owner", {"bootstrap.servers": nobody.bootstrap}, headers=False)
+    consumer.assign(("t", 0), 0)
+    deadline = time.monotonic() + 60
+    with caplog.at_level(logging.DEBUG, "delivered.kafka.client"):
+        while "refused" not in caplog.text:
+            consumer.fetch(1, 0.2)
+            assert time.monotonic() < deadline
+    consumer.close()
     assert "refused" not in capfd.readouterr().err

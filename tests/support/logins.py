@@ -17,7 +17,7 @@ ODD_USER = "a,b=c"
 STORE = "store-password"
 _JAAS = "org.apache.kafka.common.security"
 _LISTENER = "listener.name.sasl_plaintext"
-SESSION_S = 3.0
+SESSION_S = 2.0
 """After it, the broker closes a connection that did not authenticate again."""
 
 

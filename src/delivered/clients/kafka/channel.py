@@ -139,6 +139,7 @@ class Channel:
         self._correlation_id = 0
         self._used_s = time.monotonic()
         self._expires_s = float("inf")
+        self._alert = False
         self._head = memoryview(bytearray(4))
         self._frame: memoryview | None = None
         self._left = self._head
@@ -157,6 +158,8 @@ class Channel:
                 self._authenticate(deadline)
         except BaseException as error:
             self.close(str(error))
+            if isinstance(error, NoAnswer) and self._alert:  # of TLS 1.3, after the handshake: about our certificate
+                raise Rejected(str(error), tls=True) from None
             if isinstance(error, NoAnswer) and not isinstance(error, NotSent):
                 raise NotSent(str(error)) from None
             raise
@@ -288,6 +291,7 @@ class Channel:
             try:
                 self._write([memoryview(head), *(memoryview(p).cast("B") for p in parts)], time.monotonic() + timeout_s)
             except BaseException as error:
+                self._alert = isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError)
                 self.close(f"{type(error).__name__}: {error}")
                 if isinstance(error, (OSError, ValueError)):
                     raise NotSent(f"{self.name}: {type(error).__name__}: {error}") from None
@@ -339,6 +343,7 @@ class Channel:
             except _Late:
                 return wanted._over
             except (OSError, ValueError, NoAnswer) as error:
+                self._alert = isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError)
                 self.close(f"{type(error).__name__}: {error}")
                 wanted.failed(self.closed or str(error))
             finally:

@@ -10,8 +10,10 @@ from typing import TypeVar
 
 from delivered.clients.kafka import listing
 from delivered.clients.kafka.errors import explain
+from delivered.clients.kafka.librdkafka import check_settings
 from delivered.clients.kafka.listing import Topic
 from delivered.clients.kafka.outcomes import NoAnswer
+from delivered.clients.kafka.path import SOURCE_SETTINGS
 from delivered.clients.kafka.protocol import NoTopic, Wire
 from delivered.clients.kafka.rows import Partition
 from delivered.clients.kafka.settings import resolved
@@ -138,6 +140,8 @@ class KafkaDriverClient:
             ask: idempotent.
         """
         if self._wire is None:
+            if set(self._options.client) - SOURCE_SETTINGS:
+                check_settings(OWNER, self._options.client)
             self._wire = Wire(resolved(self._options.client))
         wire, servers = self._wire, self._options.servers
         try:
