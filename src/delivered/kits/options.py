@@ -30,6 +30,7 @@ from delivered.model.options import (
 if TYPE_CHECKING:
     import ssl
 
+TRUSTED = "tlsTrustCertsFile"
 UPSERT_OPTIONS = (
     Option("keyColumns", "For upsert: comma-separated key columns; the table needs a unique index on them."),
     Option("versionColumn", "For upsert: a row is written only if its version is greater than the stored one."),

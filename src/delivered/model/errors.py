@@ -154,6 +154,7 @@ EXTRA_OF: Mapping[str, tuple[str, str]] = MappingProxyType(
         "pandas": ("pandas", "spark"),
         "confluent_kafka": ("confluent-kafka", "kafka"),
         "kafka": ("kafka-python", "kafka"),
+        "cryptography": ("cryptography", "kafka"),
         "psycopg": ("psycopg", "postgres"),
         "pymysql": ("PyMySQL", "mysql"),
         "deltalake": ("deltalake", "delta"),

@@ -53,7 +53,7 @@ def registers(kind: str, text: str) -> Any:
 
 def warm_client(options: Place) -> Any:
     """This process's client with these options."""
-    name = (os.getpid(), repr((options.url, options.token, options.trusted)))
+    name = (os.getpid(), repr((options.url, options.token, options.trusted, options.certificate, options.key)))
     if name not in _warm:
         _warm[name] = _new_client(options)
     return _warm[name]
@@ -67,16 +67,27 @@ def _new_client(options: Place) -> Any:
     try:
         return library.Client(
             options.url,
-            authentication=None if options.token is None else library.AuthenticationToken(supplier(options)),
+            authentication=_authentication(library, options),
             operation_timeout_seconds=int(CONNECT_TIMEOUT_S),
             connection_timeout_ms=int(CONNECT_TIMEOUT_S * 1000),
             tls_trust_certs_file_path=trusted_file(options),
             tls_validate_hostname=True,
+            tls_certificate_file_path=options.certificate,
+            tls_private_key_file_path=options.key,
             # By default it prints every connection attempt to the standard output.
             logger=library.ConsoleLogger(library.LoggerLevel.Error),
         )
     except library.PulsarException as error:
         raise explained(error, options, options.url) from None
+
+
+def _authentication(library: Any, options: Place) -> Any:
+    """By the token if there is one; the certificate is then shown by the connection alone."""
+    if options.token is not None:
+        return library.AuthenticationToken(supplier(options))
+    if options.certificate is not None:
+        return library.AuthenticationTLS(options.certificate, options.key)
+    return None
 
 
 def explained(error: Exception, options: Place, what: str) -> DeliveredError:

@@ -23,13 +23,13 @@ from delivered.kits.options import (
     queue_sink_name,
     rows_max_option,
 )
+from delivered.kits.tls import TlsOptions
 from delivered.model.addresses import check_netloc
 from delivered.model.errors import UsageError
 from delivered.model.hosts import is_loopback
 from delivered.model.options import (
     FLAG,
     Option,
-    Options,
     OptionType,
     Unfit,
     choice,
@@ -62,11 +62,10 @@ def _url(schemes: Sequence[str], example: str, several: bool) -> OptionType[str]
     return OptionType(read)
 
 
-class Place(Options):
+class Place(TlsOptions):
     """
     Attributes:
         token: may be a reference; see `tokens`.
-        trusted: PEM file of certificates; None: the system's; see `trust`.
     """
 
     url: str = option(
@@ -84,12 +83,6 @@ class Place(Options):
     token: str | None = option(
         "token", "JSON Web Token for url and adminUrl; reread for every connection.", default=None, secret=True
     )
-    trusted: str | None = option(
-        "tlsTrustCertsFile",
-        "PEM file with trusted certificates, for pulsar+ssl and https.",
-        default=None,
-        shown="the system's trust store",
-    )
 
     @property
     def in_clear(self) -> tuple[str, ...]:
@@ -102,17 +95,8 @@ class Place(Options):
         return tuple(f"the token is sent in clear to {h}; write pulsar+ssl:// and https://" for h in hosts)
 
     def check(self, owner: str) -> None:
-        if (
-            self.trusted is not None
-            and not self.url.startswith("pulsar+ssl")
-            and not self.admin_url.startswith("https")
-        ):
-            raise UsageError(
-                "OPTION_CONFLICT",
-                f"{owner}: option 'tlsTrustCertsFile' is set, but neither url ({self.url}) nor adminUrl "
-                f"({self.admin_url}) uses TLS.",
-                next_step="write pulsar+ssl://host:6651 and https://host:8443, or remove tlsTrustCertsFile",
-            )
+        used = self.url.startswith("pulsar+ssl") or self.admin_url.startswith("https")
+        self.check_tls(owner, used, "pulsar+ssl://host:6651 and https://host:8443")
 
 
 def _topics(owner: str, values: Mapping[str, str]) -> tuple[str, ...]:

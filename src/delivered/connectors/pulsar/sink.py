@@ -123,6 +123,8 @@ class PulsarSink(MessageSink):
                 admin_url=options.admin_url,
                 token=options.token,
                 trusted=options.trusted,
+                certificate=options.certificate,
+                key=options.key,
                 topics=(options.topic,),
                 starting=Where("startingOffsets", EARLIEST),
                 ending=Where("endingOffsets", LATEST),

@@ -7,7 +7,7 @@ import ssl
 from urllib.parse import urlsplit
 
 from delivered.connectors.pulsar.options import Place
-from delivered.kits.options import distrusted, trust
+from delivered.kits.options import distrusted
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 
@@ -20,8 +20,8 @@ def trusted_file(options: Place) -> str | None:
 
 
 def context(options: Place) -> ssl.SSLContext:
-    """Verifies certificates and host names. Raises UsageError if the file of trusted certificates is invalid."""
-    return trust("tlsTrustCertsFile", options.trusted)
+    """Verifies certificates and host names. Raises UsageError if a file of certificates is invalid."""
+    return options.tls_context()
 
 
 def untrusted(options: Place, where: str, error: ssl.SSLCertVerificationError) -> UsageError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import ssl
 import struct
 from enum import StrEnum
 from functools import cache
@@ -17,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 from delivered.connectors.rabbitmq.options import Place
 from delivered.connectors.rabbitmq.properties import Properties
+from delivered.kits.options import TRUSTED, distrusted
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.options import resolve_secret
@@ -52,6 +54,8 @@ def parameters(options: Place) -> Any:
         password = resolve_secret("password", options.password)
     if parts.username or options.password is not None:
         made.credentials = client.PlainCredentials(unquote(parts.username or "guest"), password)
+    if options.tls:
+        made.ssl_options = client.SSLOptions(options.tls_context(), options.host)
     made.heartbeat = HEARTBEAT_S
     made.blocked_connection_timeout = BLOCKED_S
     made.connection_attempts = 1
@@ -97,6 +101,9 @@ def _connection_class() -> Any:
 
 def explained(error: Exception, options: Place) -> DeliveredError:
     """Translate an error of the client."""
+    if (refused := _certificate_error(error)) is not None:
+        trusted = f"those in {options.trusted}" if options.trusted is not None else "the system's trust store"
+        return distrusted(f"amqps://{options.place}", refused, TRUSTED, trusted)
     kinds = pika().exceptions
     detail = str(error) or type(error).__name__
     if isinstance(error, kinds.ProbableAuthenticationError | kinds.AuthenticationError):
@@ -136,6 +143,17 @@ def explained(error: Exception, options: Place) -> DeliveredError:
         f"RabbitMQ at {options.place} returned an error: {detail}",
         next_step="see RabbitMQ's log; check the queue's name and the user's permissions",
     )
+
+
+def _certificate_error(error: BaseException) -> ssl.SSLCertVerificationError | None:
+    """Why the server's certificate was not accepted, which the client wraps."""
+    seen: list[Any] = [error]
+    for each in seen:
+        if isinstance(each, ssl.SSLCertVerificationError):
+            return each
+        more = [getattr(each, "exception", None), getattr(each, "__cause__", None), *getattr(each, "args", ())]
+        seen += [m for m in more if isinstance(m, BaseException) and not any(m is s for s in seen)]
+    return None
 
 
 _TRIES_MAX = 40

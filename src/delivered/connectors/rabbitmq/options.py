@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import ClassVar
+from urllib.parse import parse_qs, urlsplit
 
-from delivered.kits.options import BrokerOptions, broker_url, external_ledger, message_id_columns, queue_sink_name
+from delivered.kits.options import (
+    BrokerOptions,
+    broker_url,
+    external_ledger,
+    message_id_columns,
+    queue_sink_name,
+)
+from delivered.kits.tls import TlsOptions
+from delivered.model.errors import UsageError
 from delivered.model.options import option, whole
 from delivered.source.received import ReceiveOptions
 
@@ -15,7 +24,7 @@ PREFETCH_MAX = 65_535
 EXAMPLE = "amqp://user@host:5672/vhost"
 
 
-class Place(BrokerOptions):
+class Place(BrokerOptions, TlsOptions):
     PORTS: ClassVar[Mapping[str, int]] = {"amqp": 5672, "amqps": 5671}
 
     url: str = option(
@@ -25,6 +34,19 @@ class Place(BrokerOptions):
         broker_url(tuple(PORTS), EXAMPLE, known_password="guest"),  # noqa: S106
         example=EXAMPLE,
     )
+
+    def check(self, owner: str) -> None:
+        self.check_tls(owner, self.tls, "amqps://host:5671")
+        if "ssl_options" in parse_qs(urlsplit(self.url).query):
+            raise UsageError(
+                "OPTION_CONFLICT",
+                f"{owner}: the url has ssl_options, which could turn verification off.",
+                next_step="write tlsTrustCertsFile, tlsCertificateFile and tlsKeyFile",
+            )
+
+    @property
+    def tls(self) -> bool:
+        return self.url.startswith("amqps")
 
     @property
     def target(self) -> str:

@@ -1,0 +1,183 @@
+"""RabbitMQ, its streams, and Pulsar over TLS that requires a certificate of the client's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.broker.send_help import rows, writer
+from tests.support.certificates import Authority
+from tests.support.pulsar import read_all
+from tests.support.servers import Pulsar, Rabbitmq
+
+from delivered import brokers
+from delivered.brokers.process import free_ports
+from delivered.connectors.pulsar import CONNECTOR as PULSAR
+from delivered.connectors.rabbitmq.options import RabbitmqOptions
+from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
+from delivered.connectors.rabbitmq.stream import CONNECTOR as STREAM
+from delivered.model.errors import DeliveredError, Unreachable, UsageError
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.prepared import Promise
+from delivered.pipeline.registry import find_sink
+
+ROWS = [b"row %d" % n for n in range(20)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Paths by name: ca, server and client with their keys, and a certificate of another authority."""
+    folder = tmp_path_factory.mktemp("certificates")
+    ours, theirs = Authority(), Authority("another")
+    (folder / "ca.pem").write_text(ours.pem)
+    (folder / "other-ca.pem").write_text(theirs.pem)
+    found = {"ca": str(folder / "ca.pem"), "other_ca": str(folder / "other-ca.pem")}
+    for name, authority in (("server", ours), ("client", ours), ("stranger", theirs)):
+        certificate, key = authority.issue("delivered" if name == "client" else name).files(folder, name)
+        found |= {name: str(certificate), f"{name}_key": str(key)}
+    return found
+
+
+def mutual(files: dict[str, str], ca: str = "ca", who: str | None = "client") -> dict[str, str]:
+    ours = {} if who is None else {"tlsCertificateFile": files[who], "tlsKeyFile": files[f"{who}_key"]}
+    return {"tlsTrustCertsFile": files[ca], **ours}
+
+
+def send(made: Any) -> None:
+    task = writer(made)
+    task.stage(rows(len(ROWS)))
+    assert task.prepare(Fingerprint()) == Promise()
+
+
+@pytest.fixture(scope="module")
+def rabbitmq(tmp_path_factory: pytest.TempPathFactory, files: dict[str, str]) -> Iterator[tuple[Rabbitmq, str]]:
+    [port] = free_ports(1)
+    server = Rabbitmq.start(
+        tmp_path_factory.mktemp("rabbitmq"),
+        {
+            "listeners.ssl.1": f"127.0.0.1:{port}",
+            "ssl_options.cacertfile": files["ca"],
+            "ssl_options.certfile": files["server"],
+            "ssl_options.keyfile": files["server_key"],
+            "ssl_options.verify": "verify_peer",
+            "ssl_options.fail_if_no_peer_cert": "true",
+        },
+    )
+    yield server, f"amqps://guest:guest@127.0.0.1:{port}/"
+    server.end()
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("no trusted authority", {"ca": "other_ca"}, "CERTIFICATE_REFUSED"),
+    ("no certificate", {"who": None}, "UNREACHABLE"),
+    ("another authority's", {"who": "stranger"}, "UNREACHABLE"),
+]
+
+
+@pytest.mark.matrix
+def test_rabbitmq_and_its_streams(rabbitmq: tuple[Rabbitmq, str], files: dict[str, str], tmp_path: Path) -> None:
+    server, url = rabbitmq
+    queue, stream = server.queue(), server.queue("stream")
+    ledger = {"ledger": str(tmp_path / "l.db")}
+    for name in (queue, stream):
+        made = find_sink("rabbitmq", {"url": url, "routingKey": name, **ledger, **mutual(files)})
+        assert made.preflight(Guarantee.AT_LEAST_ONCE) == []
+        send(made)
+    receiver = RabbitmqReceiver(RabbitmqOptions.parse({"url": url, "queue": queue, "log": "/x", **mutual(files)}))
+    found: list[bytes] = []
+    while len(batch := receiver.receive(1_000, 1.0)):
+        found += batch.values
+        receiver.acknowledge(batch.handles)
+    receiver.close()
+    assert sorted(found) == sorted(ROWS)
+    reads = STREAM.source({"url": url, "streams": stream, **mutual(files)})
+    assert reads.preflight() == []
+    driver = reads.driver()
+    pieces = [b for piece in driver.slices(*driver.batch()) for b in reads.read(piece)]
+    assert sorted(pa.Table.from_batches(pieces).column("value").to_pylist()) == sorted(ROWS)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("how", "given", "code"), WRONG)
+def test_rabbitmq_refuses(
+    rabbitmq: tuple[Rabbitmq, str], files: dict[str, str], how: str, given: dict[str, Any], code: str
+) -> None:
+    reads = STREAM.source({"url": rabbitmq[1], "streams": "s", **mutual(files, **given)})
+    with pytest.raises(DeliveredError, match=code):
+        reads.driver().batch()
+
+
+@pytest.fixture(scope="module")
+def pulsar(tmp_path_factory: pytest.TempPathFactory, files: dict[str, str]) -> Iterator[Pulsar]:
+    provider = "org.apache.pulsar.broker.authentication.AuthenticationProviderTls"
+    broker = brokers.start(
+        "pulsar",
+        tmp_path_factory.mktemp("pulsar"),
+        tls=True,
+        heap_mb=256,
+        dies_with_parent=True,
+        properties={
+            **Pulsar.quick,
+            "tlsEnabledWithKeyStore": "false",
+            "tlsCertificateFilePath": files["server"],
+            "tlsKeyFilePath": files["server_key"],
+            "tlsTrustCertsFilePath": files["ca"],
+            "tlsRequireTrustedClientCertOnConnect": "true",
+            "authenticationProviders": provider,
+        },
+    )
+    made = Pulsar(broker)
+    yield made
+    made.close()
+    broker.stop()
+
+
+def at(pulsar: Pulsar) -> dict[str, str]:
+    listeners = pulsar.broker.listeners
+    return {"url": f"pulsar+ssl://{listeners['PULSAR_SSL']}", "adminUrl": f"https://{listeners['HTTPS']}"}
+
+
+@pytest.mark.matrix
+def test_pulsar(pulsar: Pulsar, files: dict[str, str], tmp_path: Path) -> None:
+    topic = pulsar.topic(1)
+    given = {**at(pulsar), **mutual(files)}
+    made = find_sink("pulsar", {**given, "topic": topic, "ledger": str(tmp_path / "l.db")})
+    assert made.preflight(Guarantee.AT_LEAST_ONCE) == []
+    send(made)
+    reads = PULSAR.source({**given, "topics": topic, "startingOffsets": "earliest"})
+    assert reads.preflight() == []
+    assert sorted(read_all(reads).column("value").to_pylist()) == sorted(ROWS)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("how", "given", "code"), WRONG)
+def test_pulsar_refuses(pulsar: Pulsar, files: dict[str, str], how: str, given: dict[str, Any], code: str) -> None:
+    reads = PULSAR.source({**at(pulsar), "topics": "t", "startingOffsets": "earliest", **mutual(files, **given)})
+    with pytest.raises((Unreachable, UsageError), match=code):
+        reads.driver().batch()
+
+
+PLACES: dict[str, Callable[[dict[str, str]], Any]] = {
+    "rabbitmq": lambda more: find_sink("rabbitmq", {"url": "amqp://h", "routingKey": "q", "ledger": "/l", **more}),
+    "rabbitmq_stream": lambda more: STREAM.source({"url": "amqp://h", "streams": "s", **more}),
+    "pulsar": lambda more: PULSAR.source({"url": "pulsar://h", "adminUrl": "http://h", "topics": "t", **more}),
+}
+
+
+@pytest.mark.parametrize("system", PLACES)
+def test_certificates_that_nothing_would_use_are_refused(system: str) -> None:
+    for more in (
+        {"tlsTrustCertsFile": "/ca"},
+        {"tlsCertificateFile": "/c", "tlsKeyFile": "/k"},
+        {"tlsCertificateFile": "/c"},
+        {"tlsKeyFile": "/k"},
+    ):
+        with pytest.raises(UsageError, match="OPTION_CONFLICT"):
+            PLACES[system](more)
+    if "rabbitmq" in system:
+        with pytest.raises(UsageError, match="ssl_options"):
+            STREAM.source({"url": "amqps://h?ssl_options=None", "streams": "s"})
