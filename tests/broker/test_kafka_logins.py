@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
+from docs.logins import stored
 from kafka.protocol.metadata import MetadataRequest
 from tests.broker.sink_help import Rig
 from tests.broker.source_help import read_all
@@ -181,3 +182,9 @@ def test_a_session_is_renewed_on_its_connection(logins: Logins, login: str) -> N
         assert answers > 3
         assert channel._sock.getsockname() == first
         assert channel.closed is None
+
+
+def test_every_row_of_the_page_is_a_test() -> None:
+    found = stored()
+    assert set(found["accepted"]) == set(LOGINS)
+    assert set(found["refused"]) == set(WRONG)

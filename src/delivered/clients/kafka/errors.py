@@ -41,7 +41,7 @@ def explain(owner: str, name: str, detail: str, what: str, servers: str) -> Deli
             f"{owner}: topic or partition {what!r} does not exist at {servers}.",
             next_step="create the topic, or correct its name",
         )
-    if name in ("TOPIC_EXCEPTION", "INVALID_TOPIC_EXCEPTION"):
+    if name in ("TOPIC_EXCEPTION", "INVALID_TOPIC_EXCEPTION", "INVALID_TOPIC"):
         return UsageError(
             "TOPIC_INVALID",
             f"{owner}: {servers} rejected the topic name {what!r}: up to 249 letters, digits, '.', '_' and '-'.",
