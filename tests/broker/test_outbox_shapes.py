@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.broker.outbox_help import Shop, Stream, Table, changed
 from tests.support.sweeps import sweep
 
+import delivered
 from delivered.connectors.outbox import CONNECTOR
 from delivered.contract.source import Rechecks, Source
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken, Refused
+from delivered.planner import Plan, Refusal
 
 
 @pytest.fixture
@@ -255,6 +258,30 @@ def test_a_key_or_an_identity_that_is_lost_later_is_a_problem_of_the_status_and_
     again = goes_on(orders, stream, "OUTBOX_SCHEMA", "identity changed from id to nothing")
     assert rows(again) == [(1, "a", "x", "insert")]
     again.close()
+
+
+def test_a_plan_compares_the_sinks_key_and_a_status_tells_what_was_lost(orders: Table, tmp_path: Path) -> None:
+    def pipeline(key: str, **more: Any) -> Any:
+        copy = delivered.sqlite(str(tmp_path / "a.db"), "copy", mode="upsert", keyColumns=key, ifNotExists=True)
+        source = delivered.endpoint("outbox", url=orders.server.url, table=orders.name)
+        return delivered.Pipeline(
+            name="copy", guarantee="exactly_once", checkpoint=tmp_path / "c", source=source, sinks=[copy], **more
+        )
+
+    refused = pipeline("name").plan()
+    assert isinstance(refused, Refusal)
+    assert refused.error.code == "DELIVERED_CHANGE_KEY"
+    assert 'keyColumns to "id"' in str(refused.way_out)
+    assert isinstance(pipeline("ID").plan(), Plan)
+    by_sql = pipeline("name", transform="SELECT id AS name, _lsn, _deleted FROM source").plan()
+    assert isinstance(by_sql, Plan)
+    assert [f.code for f in by_sql.warnings] == ["CHANGE_KEY"]
+
+    assert "OUTBOX_IDENTITY" not in str(pipeline("id").status().problems)
+    orders.execute("ALTER TABLE {0} DROP CONSTRAINT {0}_pkey")
+    (problem,) = [p for p in pipeline("id").status().problems if p.code == "DELIVERED_OUTBOX_IDENTITY"]
+    assert "no primary key" in problem.text
+    assert problem.next_step
 
 
 def test_a_delete_whose_row_the_log_does_not_name_is_not_taken_for_one_of_null(orders: Table) -> None:

@@ -84,6 +84,14 @@ class Source(Protocol):
 
 
 @runtime_checkable
+class NamesRows(Source, Protocol):
+    """A source of changes, whose updates and deletes are of a row that a key names."""
+
+    def row_key(self) -> tuple[str, ...]:
+        """Columns of the key; none: it has none, or no changes. Of a planned source it contacts no server."""
+
+
+@runtime_checkable
 class Rechecks(Protocol):
     """A source whose server may lose later what preflight checked at the start."""
 

@@ -24,6 +24,7 @@ from delivered.model.errors import MissingExtra, Refused, UsageError, missing_ex
 from delivered.model.identity import Scope
 from delivered.model.offsets import SOURCE
 from delivered.model.work import CheckpointView, LedgerState
+from delivered.pipeline.change_key import check_change_key
 from delivered.pipeline.changing import changing_in_sql
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
@@ -137,6 +138,7 @@ def _sink(pipeline: Definition, endpoint: Endpoint, sink: Sink, offline: bool) -
     findings = () if offline else _run_preflight(lambda: sink.preflight(pipeline.guarantee))
     checked: tuple[str, ...] = ()
     if not offline and not any(f.refuses for f in findings):
+        findings += _run_preflight(lambda: check_change_key(pipeline, endpoint, sink.capability().write))
         scope = Scope(pipeline.name, endpoint.name or sink.name, NO_INCARNATION)
         findings += _run_preflight(lambda: check_ledger(sink, scope))
         if isinstance(sink, ChecksTarget):

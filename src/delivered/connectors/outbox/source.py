@@ -82,6 +82,11 @@ class OutboxSource:
         except DeliveredError as error:
             return [Finding.refusal(error)]
 
+    def row_key(self) -> tuple[str, ...]:
+        """See `delivered.contract.source.NamesRows`."""
+        found = self.planned().layout
+        return () if found is None else found.keys
+
     def recheck(self) -> None:
         """See `delivered.contract.source.Rechecks`."""
         self._checked()
