@@ -275,7 +275,7 @@ def test_a_plan_compares_the_sinks_key_and_a_status_tells_what_was_lost(orders: 
     assert isinstance(pipeline("ID").plan(), Plan)
     by_sql = pipeline("name", transform="SELECT id AS name, _lsn, _deleted FROM source").plan()
     assert isinstance(by_sql, Plan)
-    assert [f.code for f in by_sql.warnings] == ["CHANGE_KEY"]
+    assert any("would leave rows behind" in text for text in by_sql.warnings)
 
     assert "OUTBOX_IDENTITY" not in str(pipeline("id").status().problems)
     orders.execute("ALTER TABLE {0} DROP CONSTRAINT {0}_pkey")
