@@ -89,6 +89,7 @@ def test_rows_from_before_a_column_was_dropped_arrive_with_it(orders: Table) -> 
         ("ALTER name TYPE int USING 7", "column name changed from text to integer", "(1, 8, 'x')", (1, 8, "x")),
         ("REPLICA IDENTITY FULL", "replica identity changed from id to id, name, old", "(1, 'a', 'x')", (1, "a", "x")),
         ("ADD more int DEFAULT 7", "column more was added", "(1, 'a', 'x')", (1, "a", "x", 7)),
+        ("DROP old, ADD old text", "column old was dropped and added again", "(1, 'a', 'x')", (1, "a", "x")),
         ("DROP old, ADD new int", "column old was dropped; the column new was added", "(1, 'a', 3)", (1, "a", 3)),
     ], lambda alter, *_: alter.startswith(("RENAME", "ADD"))),
 )  # fmt: skip

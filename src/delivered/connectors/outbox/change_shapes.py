@@ -48,7 +48,15 @@ class Shapes:
                     next_step=f"bring the sink's table in line with the source's, then {_on(at)}",
                 )
         kept = {"#shape": start["#shape"]} if "#shape" in start else {}
-        return kept | ({"#partitions": now} if now or known else {})
+        return kept | ({"#partitions": now} if now or known else {}) | {"#columns": self._columns(start)}
+
+    def _columns(self, start: Offsets) -> list[list[Any]]:
+        """Name and number of each; the log does not say that one of them was dropped and added again in between."""
+        now, known = self._run(lambda c: layout.numbers(c, self._options)), dict(start.get("#columns", ()))
+        found = [f"the column {n} was dropped and added again" for n, number in now if known.get(n, number) != number]
+        if found:
+            self._refuse(found, int(start["lsn"]))
+        return list(now)
 
     def cut(self, start: Offsets, end: int) -> tuple[int, Offsets]:
         """Where a batch of one shape ends, and that shape.
@@ -107,7 +115,9 @@ class Shapes:
         def type_name(oid: int, modifier: int) -> str:
             return str(self._run(lambda c: c.execute("SELECT format_type(%s, %s)", [oid, modifier]).fetchone())[0])
 
-        found = shape.differences(known, new, type_name)
+        self._refuse(shape.differences(known, new, type_name), at)
+
+    def _refuse(self, found: Sequence[str], at: int) -> None:
         if not self._accepted(found, at):
             raise InvariantBroken(
                 "OUTBOX_SCHEMA",

@@ -317,7 +317,7 @@ class Positions:
             f"{OWNER}: row {number} of {self.options.outbox}, of a batch that ends with {end}, is gone from it or from "
             f"{self.options.positions}: somebody else deletes rows, or two pipelines read one outbox.",
             next_step="only the source may delete rows (keep=false); give a second pipeline its own positionsTable, "
-            "and both keep=true",
+            "and both keep=true; then start a new checkpoint, which begins with the rows that are left",
         )
 
 

@@ -18,7 +18,7 @@ def check_publication(now: State, options: OutboxOptions) -> None:
     if now.publishes is not None:
         wanted = "insert" if options.changes is None else "insert,update,delete,truncate"
         lacking = [kind for kind in wanted.split(",") if kind not in now.publishes.split(",")]
-        if now.parts_published and (now.published is None or not now.via_root):
+        if now.parts_published and not now.via_root:
             raise Refused(
                 "OUTBOX_PUBLICATION",
                 f"{OWNER}: the publication {name} publishes the partitions of {table} each as a table of its own "

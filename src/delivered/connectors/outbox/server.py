@@ -33,7 +33,9 @@ SELECT (SELECT system_identifier::text FROM pg_control_system()),
   (SELECT pubviaroot FROM pg_publication WHERE pubname = %(publication)s),
   EXISTS (SELECT FROM pg_partition_tree(to_regclass(%(table)s)) p JOIN pg_class c ON c.oid = p.relid
     JOIN pg_namespace n ON n.oid = c.relnamespace JOIN pg_publication_tables t
-    ON t.schemaname = n.nspname AND t.tablename = c.relname AND t.pubname = %(publication)s WHERE p.level > 0),
+    ON t.schemaname = n.nspname AND t.tablename = c.relname AND t.pubname = %(publication)s WHERE p.level > 0)
+    OR EXISTS (SELECT FROM pg_publication_rel r JOIN pg_publication u ON u.oid = r.prpubid JOIN pg_class c
+    ON c.oid = r.prrelid WHERE r.prrelid = to_regclass(%(table)s) AND c.relkind = 'p' AND u.pubname = %(publication)s),
   ARRAY(SELECT attname::text FROM pg_attribute WHERE attrelid = to_regclass(%(table)s) AND attnum > 0
     AND NOT attisdropped ORDER BY attnum),
   ARRAY(SELECT attname::text FROM pg_attribute WHERE attrelid = to_regclass(%(table)s) AND attgenerated <> ''),
@@ -57,7 +59,7 @@ class State:
         publishes: operations, comma-separated; None: there is no publication.
         published: how the publication has the table, as JSON; None: it has not.
         via_root: changes of partitions are published as the table's.
-        parts_published: the publication has partitions of the table.
+        parts_published: the table is partitioned, and the publication has it, or partitions of it.
         columns, generated, key: of the table: all, the generated ones, those of the primary key.
     """
 
