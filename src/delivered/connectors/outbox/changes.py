@@ -103,8 +103,8 @@ class Changes:
                     "OUTBOX_UNCHANGED",
                     f"{OWNER}: an update of {self._options.table} left the large column {field.name} alone, and "
                     "the log has no value for it: the sink would store null.",
-                    next_step=f"ALTER TABLE {self._options.table} REPLICA IDENTITY FULL, then start a new checkpoint "
-                    "with another slot",
+                    next_step=f"ALTER TABLE {self._options.table} REPLICA IDENTITY FULL, start a new checkpoint with "
+                    "another slot, and once its first batch has run copy the table: _lsn settles which row is newer",
                 )
             values.append(value)  # type: ignore[arg-type]
             self._bytes += 16 + len(value or b"")  # type: ignore[arg-type]
