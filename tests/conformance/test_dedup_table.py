@@ -167,6 +167,14 @@ def test_a_time_in_the_future_ends_no_memory(once_: Once) -> None:
     assert once_.there() == Counter({"a": 1, "b": 1, "soon": 1})
 
 
+def test_the_least_and_the_greatest_time_fit(once_: Once) -> None:
+    """Sentinels, and record times in a wrong unit: their end is no 64-bit number. The least is over at once."""
+    last, first = ((1 << 63) - 1 - BEGAN) // MINUTE, -(((1 << 63) + BEGAN) // MINUTE)
+    once_.run(0, [("a", last, "a"), ("b", first, "b"), ("c", last - 59, "c")])
+    once_.run(1, [("a", last, "a"), ("a", last - 1, "a"), ("c", last, "c"), ("d", 0, "d")])
+    assert once_.there() == Counter({"a": 1, "b": 1, "c": 1, "d": 1})
+
+
 def test_what_is_over_is_forgotten(once_: Once) -> None:
     for batch in range(12):
         once_.run(batch, [(f"{batch}-{i}", batch * 30 + i, "v") for i in range(10)])

@@ -29,7 +29,7 @@ from delivered.contract.powers import KeepsDeadLetters, ValidatesRows, ready_tar
 from delivered.contract.sink import Sink
 from delivered.group import Group
 from delivered.model.bad_row import OnBadRow
-from delivered.model.errors import BadRecord, UsageError
+from delivered.model.errors import BadRecord, DeliveredError, UsageError
 
 DAY_US = 86_400_000_000
 LEAST, GREATEST = -(1 << 63), (1 << 63) - 1
@@ -410,3 +410,12 @@ def test_a_conflict_of_a_far_time_goes_to_the_dead_letters_of_postgres(postgres:
     found.sort(key=lambda row: row["id"])
     assert [row["v"] for row in found] == [*far[:2], "1970-01-01 00:00:00+00:00"]
     assert [row["d"] for row in found] == [YEAR_20000, JULIAN_0, "1970-01-01"]
+
+
+@pytest.mark.parametrize("system", ["delta", "iceberg"])
+def test_a_far_key_in_two_shards_is_named_as_a_number(tmp_path: Path, system: str) -> None:
+    options = {"mode": "upsert", "keyColumns": "k"}
+    sink = sink_at(tmp_path, **options) if system == "iceberg" else DELTA.sink({"path": str(tmp_path / "t"), **options})
+    batch = pa.record_batch([moments(LEAST), pa.array([1])], names=["k", "n"])
+    with pytest.raises(DeliveredError, match=rf"KEY_IN_TWO_SHARDS.*{LEAST}"):
+        Rig(sink).run_rows(0, [batch, batch])

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from delivered.contract.sink import Member, Sink, SinkGroup
 from delivered.engine.dead_letters import split_rejected
+from delivered.model.bad_row import plain_rows
 from delivered.model.errors import UsageError
 from delivered.model.fingerprint import record_hashes
 from delivered.model.native import U64
@@ -89,7 +90,7 @@ class _Keys:
         shown, count = "", 0
         for keys in pa.ipc.open_stream(self._file):
             same = (record_hashes(keys, _SEED) == hashes["one"]) & (record_hashes(keys, _OTHER) == hashes["other"])
-            rows = keys.filter(pa.array(same)).to_pylist()
+            rows = plain_rows(keys.filter(pa.array(same)))
             count += len(rows)
             shown = shown or ", ".join(f"{k} = {str(v)[:60]!r}" for row in rows[:1] for k, v in row.items())
         raise UsageError(

@@ -29,6 +29,10 @@ Int64 = np.ndarray[tuple[int], np.dtype[np.int64]]
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
+_TIME_MAX = (1 << 63) - 1
+"""In microseconds: what a database stores as a number."""
+
+
 def without_seen(
     memory: KeyMemory, batch: int, within_us: int, rows: Iterator[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
@@ -45,7 +49,8 @@ def without_seen(
         chosen = _choose(codes, waiting.columns(), memory.known(batch, keys), keys, within_us)
         reach(StepId.DEDUP_NOTE, Moment.BEFORE, batch=batch)
         named = [keys[c] for c in chosen.codes]
-        memory.note(batch, named, chosen.times, [t + within_us for t in chosen.times])
+        # The greatest time has no end: it is recognized all the same, as the time is at most `within_us` before that.
+        memory.note(batch, named, chosen.times, [min(t + within_us, _TIME_MAX) for t in chosen.times])
         reach(StepId.DEDUP_NOTE, Moment.AFTER, batch=batch)
         yield from waiting.give(chosen.gets_in)
 

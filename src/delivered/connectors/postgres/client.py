@@ -193,6 +193,8 @@ def explained(error: Exception, options: PostgresOptions) -> DeliveredError:
     """Translate an error. psycopg's messages never contain passwords."""
     state = getattr(error, "sqlstate", None)
     text, where = _message(error), f"PostgreSQL at {options.place}"
+    if type(error).__name__ == "DataError" and state is None:  # of the client, about a value
+        return BadRecord("ROW_UNWRITABLE", f"The client of {where} failed for a value: {text}.", _FILTER)
     if state is None:
         if "authentication" in text or "password" in text or "pg_hba.conf" in text:
             return _login(text, where)

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from delivered.kits.sql.merge import key_in_two_shards, stored
 from delivered.kits.table.shard import ShardFiles
 from delivered.kits.table.store import Store
+from delivered.model.bad_row import plain_rows
 from delivered.model.capability import WriteMode
 
 ORDER, SHARD, _ROW = "\0order", "\0shard", "\0row"
@@ -137,7 +138,8 @@ def one_of_each(mode: WriteMode, rows: pa.Table, where: str) -> pa.Table:
         spread = rows.group_by(keys, use_threads=False).aggregate([(SHARD, "min"), (SHARD, "max"), (ORDER, "max")])
         two = spread.filter(pc.not_equal(spread[f"{SHARD}_min"], spread[f"{SHARD}_max"]))
         if two.num_rows:
-            raise key_in_two_shards(mode, [two[k][0].as_py() for k in keys], where)
+            first = two.select(keys).slice(0, 1).combine_chunks().to_batches()[0]
+            raise key_in_two_shards(mode, list(plain_rows(first)[0].values()), where)
         return rows.take(spread[f"{ORDER}_max"])
     ranked = rows.take(pc.sort_indices(rows, sort_keys=[(mode.version, "descending"), (ORDER, "ascending")]))
     ranked = ranked.append_column(_ROW, pa.array(np.arange(ranked.num_rows)))
