@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import psycopg
@@ -22,7 +23,8 @@ def test_times_beyond_python_and_before_christ_are_exact(postgres_log: Any) -> N
         connection.execute(
             "CREATE TABLE moments (id int PRIMARY KEY, day date, at timestamp, zoned timestamptz, n float8)"
         )
-        stream = Stream(planned(CONNECTOR.source({"url": postgres_log.url, "table": "moments"})))
+        options = {"url": postgres_log.url, "table": "moments"}
+        stream = Stream(planned(CONNECTOR.source(options)))
         stream.batch()
         values = {
             "0001-01-01 BC": (-719_528, 0.0), "20000-01-01": (6_585_322, float("inf")), "2024-02-29": (19_782, -0.0),
@@ -43,7 +45,16 @@ def test_times_beyond_python_and_before_christ_are_exact(postgres_log: Any) -> N
         zones = [d * DAY_US + 1 - (hour if d != -2_440_588 else 0) for d in days]
         assert table["zoned"].combine_chunks().cast(pa.int64()).to_pylist() == zones
         assert repr(table["n"].to_pylist()) == repr([n for _, n in values.values()])
+        connection.execute("INSERT INTO moments (id, at) VALUES (8, '2024-01-01')")
         connection.execute("INSERT INTO moments (id, at) VALUES (9, '294276-12-31')")
-        with pytest.raises(BadRecord, match=r"OUTBOX_VALUE.*column at"):
+        connection.execute("UPDATE moments SET at = '2024-01-01' WHERE id = 9")
+        with pytest.raises(BadRecord, match=r"OUTBOX_VALUE.*column at") as caught:
             stream.batch()
+        start = stream.at
+        stream.close()
+        [position] = re.findall(r'"schemaChange", "([0-9A-F/]+)"', str(caught.value))
+        stream = Stream(planned(CONNECTOR.source({**options, "schemaChange": position})), start)
+        table = stream.batch()
+        assert table is not None
+        assert table.select(["id", "_op"]).to_pylist() == [{"id": 8, "_op": "insert"}, {"id": 9, "_op": "update"}]
         stream.close()

@@ -5,7 +5,7 @@ A sink that upserts takes them with keyColumns, versionColumn `_lsn` and deleteC
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 
 import pyarrow as pa
@@ -69,8 +69,7 @@ class Changes:
 
     def take(self) -> pa.RecordBatch:
         """All changes since the last call."""
-        columns = list(zip(*self._rows, strict=True)) if self._rows else [()] * len(self._table)
-        arrays = [_array(f, list(values), self._options) for f, values in zip(self._table, columns, strict=True)]
+        arrays = self._arrays()
         arrays += [
             pa.array(self._ops, pa.string()),
             pa.array([op == "delete" for op in self._ops], pa.bool_()),
@@ -78,6 +77,38 @@ class Changes:
         ]
         self._clear()
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+
+    def _arrays(self) -> list[pa.Array]:
+        """The table's columns. Rows with a value that Spark has not are left out, if they are accepted."""
+        try:
+            columns = list(zip(*self._rows, strict=True)) if self._rows else [()] * len(self._table)
+            return [_array(f.type, values) for f, values in zip(self._table, columns, strict=True)]
+        except _NO_VALUE:
+            kept = [n for n, (row, at) in enumerate(zip(self._rows, self._lsns, strict=True)) if self._fits(row, at)]
+            if len(kept) == len(self._rows):
+                raise
+            self._rows, self._ops, self._lsns = (
+                [self._rows[n] for n in kept], [self._ops[n] for n in kept], [self._lsns[n] for n in kept]
+            )  # fmt: skip
+            return self._arrays()
+
+    def _fits(self, row: list[bytes | None], position: int) -> bool:
+        """Whether Spark has all values. Raises BadRecord if not, and the row's position is not accepted."""
+        for field, value in zip(self._table, row, strict=True):
+            try:
+                _array(field.type, [value])
+            except _NO_VALUE as error:
+                if self._options.accepts(position):
+                    return False
+                raise BadRecord(
+                    "OUTBOX_VALUE",
+                    f"{OWNER}: a value of the column {field.name} of {self._options.table}, written at "
+                    f"{lsn_text(position)}, does not fit {field.type}: {error}.",
+                    next_step="values such as infinity, numbers that are NaN, and years after 294247 have no "
+                    "counterpart: correct the row in the table, which adds a change to the log; then write "
+                    f'.option("schemaChange", "{lsn_text(position)}"), with which the query goes on after it',
+                ) from error
+        return True
 
     def _append(self, op: str, position: int, relation: Relation, row: Row | None) -> None:
         at = self._at.get(relation)
@@ -155,31 +186,26 @@ def _filled(change: Change) -> Row | None:
     return tuple(o if n is UNCHANGED else n for n, o in zip(change.new, change.old, strict=True))
 
 
-def _array(field: pa.Field, values: list[bytes | None], options: OutboxOptions) -> pa.Array:
-    kind = field.type
-    try:
-        if pa.types.is_binary(kind):
-            return pa.array([None if v is None else bytes.fromhex(v[2:].decode()) for v in values], kind)
-        texts = pa.array(values, pa.binary()).cast(pa.string())
-        if pa.types.is_string(kind):
-            return texts
-        if pa.types.is_boolean(kind):
-            return pc.equal(texts, "t")
-        if pa.types.is_decimal(kind):
-            return pa.array([None if v is None else Decimal(v.decode()) for v in values], kind)
-        if pa.types.is_timestamp(kind):
-            zoned = kind.tz is not None
-            return pa.array([None if v is None else micros(v.decode(), zoned) for v in values], pa.int64()).cast(kind)
-        if pa.types.is_date32(kind):
-            return pa.array([None if v is None else days(v.decode()) for v in values], pa.int32()).cast(kind)
-        return texts.cast(kind)
-    except (pa.ArrowInvalid, ValueError, ArithmeticError) as error:
-        raise BadRecord(
-            "OUTBOX_VALUE",
-            f"{OWNER}: a value of the column {field.name} of {options.table} does not fit {kind}: {error}.",
-            next_step="values such as infinity, numbers that are NaN, and years after 294247 have no counterpart: "
-            "correct the row, or make the column text",
-        ) from error
+_NO_VALUE = (pa.ArrowInvalid, ValueError, ArithmeticError)
+
+
+def _array(kind: pa.DataType, values: Sequence[bytes | None]) -> pa.Array:
+    """Values in PostgreSQL's text form. Raises one of `_NO_VALUE`."""
+    if pa.types.is_binary(kind):
+        return pa.array([None if v is None else bytes.fromhex(v[2:].decode()) for v in values], kind)
+    texts = pa.array(values, pa.binary()).cast(pa.string())
+    if pa.types.is_string(kind):
+        return texts
+    if pa.types.is_boolean(kind):
+        return pc.equal(texts, "t")
+    if pa.types.is_decimal(kind):
+        return pa.array([None if v is None else Decimal(v.decode()) for v in values], kind)
+    if pa.types.is_timestamp(kind):
+        zoned = kind.tz is not None
+        return pa.array([None if v is None else micros(v.decode(), zoned) for v in values], pa.int64()).cast(kind)
+    if pa.types.is_date32(kind):
+        return pa.array([None if v is None else days(v.decode()) for v in values], pa.int32()).cast(kind)
+    return texts.cast(kind)
 
 
 def batches(
