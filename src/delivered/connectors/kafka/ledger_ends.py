@@ -5,6 +5,7 @@ The next commit of the same producer id would end them, too, and make a record v
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from delivered.clients.kafka.login import NoAnswer
@@ -27,8 +28,12 @@ def take_id(wire: Wire, name: str, topic: str, timeout_ms: int, deadline: float)
     try:
         before = describe(wire, name)
         if before is not None:
-            if before.state == "Ongoing" and isinstance(found := end(wire, before.participant, commit=False), Unknown):
-                return found
+            while before.state == "Ongoing" and isinstance(
+                found := end(wire, before.participant, commit=False), Unknown
+            ):
+                if time.monotonic() > deadline:
+                    return found
+                time.sleep(0.05)  # its coordinator moves or loads; the request is idempotent
             settle_ids(wire, [name], topic, deadline)
         outcome = initialise(wire, name, timeout_ms, deadline, lambda: delays.append(None))
         if delays and isinstance(outcome, Ok):
