@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from delivered import outbox
+from delivered.connectors.outbox import CONNECTOR as SOURCE
 from delivered.inbox import inbox
 from delivered.model.errors import BadRecord, UsageError
 
@@ -69,3 +72,27 @@ def test_other_connections_and_dialects_are_refused() -> None:
         pass
     with pytest.raises(UsageError, match="DIALECT"):
         outbox.ddl("oracle")
+
+
+@pytest.mark.parametrize("key", ["INTEGER PRIMARY KEY", "TEXT PRIMARY KEY", "TEXT UNIQUE"])
+def test_a_unique_id_of_sqlite_is_accepted(tmp_path: Path, key: str) -> None:
+    assert _ids_are_unique(tmp_path / "o.db", f'"order" {key}') is None
+
+
+def test_the_advice_for_an_id_that_may_repeat_can_be_run(tmp_path: Path) -> None:
+    advice = _ids_are_unique(tmp_path / "o.db", '"order" TEXT')
+    assert advice is not None
+    with closing(sqlite3.connect(tmp_path / "o.db")) as connection:
+        connection.execute(advice)
+    assert _ids_are_unique(tmp_path / "o.db", '"order" TEXT') is None
+
+
+def _ids_are_unique(file: Path, column: str) -> str | None:
+    """What to run next; None: nothing."""
+    with closing(sqlite3.connect(file)) as connection:
+        rest = "aggregatetype TEXT, aggregateid TEXT, type TEXT, payload TEXT"
+        connection.execute(f"CREATE TABLE IF NOT EXISTS outbox ({column}, {rest})")
+    options = {"url": f"sqlite:///{file}", "columns": "id=order", "method": "poll"}
+    found = [f for f in SOURCE.source(options).preflight() if f.refuses]
+    assert {f.code for f in found} <= {"OUTBOX_ID_NOT_UNIQUE"}
+    return found[0].next_step if found else None

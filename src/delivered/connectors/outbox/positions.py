@@ -100,8 +100,8 @@ class Positions:
                 "OUTBOX_ID_NOT_UNIQUE",
                 f"{OWNER}: the column {name} of {options.outbox} has no unique index of its own: one id could be there "
                 "twice, and a consumer would drop the second message.",
-                next_step=f"CREATE UNIQUE INDEX {name}_of_{options.outbox.rpartition('.')[2]} ON {options.outbox} "
-                f"({name})",
+                next_step=f"CREATE UNIQUE INDEX {quoted(options.dialect, f'{name}_is_unique')} ON {self._rows} "
+                f"({quoted(options.dialect, name)})",
             )
 
     def unordered(self, caller: Caller) -> str | None:
