@@ -18,10 +18,12 @@ from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.mysql import transactions as mysql
 from delivered.connectors.postgres import transactions as postgres
 from delivered.connectors.rocketmq.half_messages import group_of
+from delivered.kits.caller import NAME_LENGTHS_MAX, quoted
 from delivered.kits.options import queue_sink_name
 from delivered.kits.queue.writer import SendingWriter
 from delivered.kits.sql.names import Names
 from delivered.kits.table.stage import sink_folder
+from delivered.model.errors import UsageError
 from delivered.model.identity import Scope, Work, checked_name, derived_name, fitted_name
 from delivered.pipeline.spec import _pipeline_name
 
@@ -90,3 +92,12 @@ def test_a_short_name_stays_readable() -> None:
     topic = "t" * 51 + "-" + "0" * 16
     long = SinkOptions.parse({"kafka.bootstrap.servers": "h:1", "topic": topic}).default_name
     assert long != topic
+
+
+@pytest.mark.parametrize(("dialect", "longest"), [("postgres", "é" * 31 + "x"), ("mysql", "é" * 64)])
+def test_p33_a_table_whose_name_the_database_would_cut_is_refused(dialect: str, longest: str) -> None:
+    """PostgreSQL took <dbtable>_positions of a table with 63 bytes for the table itself, and its rows for numbers."""
+    assert longest in quoted(dialect, f"shop.{longest}")
+    for name in (longest + "x", f"{longest}_positions", f"{longest}x.t"):
+        with pytest.raises(UsageError, match=rf"allows {NAME_LENGTHS_MAX[dialect]}"):
+            quoted(dialect, name)

@@ -326,3 +326,39 @@ def test_rows_that_no_broker_takes_are_told(kind: str, rows: dict[str, Any], sai
 def test_columns_that_do_not_fit_are_told(kind: str, fields: dict[str, pa.DataType], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         find_sink("rocketmq", {**SINK, "messageType": kind}).check_schema(pa.schema(list(fields.items())))
+
+
+_TEXT = st.text(max_size=8)
+
+
+@given(
+    st.dictionaries(_TEXT, _TEXT, max_size=3),
+    st.lists(_TEXT, max_size=3),
+    st.tuples(_TEXT, _TEXT, _TEXT),
+    st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**31), 2**31 - 1)),
+    st.binary(max_size=30),
+    st.tuples(st.integers(0, 3), st.integers(0, 3), _TEXT),
+    st.booleans(),
+)
+def test_any_message_is_a_row_or_says_why_not(
+    properties: dict[str, str],
+    keys: list[str],
+    texts: tuple[str, str, str],
+    born: tuple[int, int],
+    body: bytes,
+    coding: tuple[int, int, str],
+    by_key: bool,
+) -> None:
+    message = library().of.Message(body=body, user_properties=properties)
+    system = message.system_properties
+    system.keys.extend(keys)
+    system.message_id, system.tag, system.message_group = texts
+    system.born_timestamp.seconds, system.born_timestamp.nanos = born
+    system.body_encoding, system.body_digest.type, system.body_digest.checksum = coding
+    try:
+        found = content(message, by_key)
+    except ValueError:
+        return
+    assert found.id is None or (found.id and "\ufffd" not in found.id)
+    assert found.time_us is None or -(2**63) <= found.time_us < 2**63
+    assert all(isinstance(value, bytes) for _, value in found.headers)

@@ -252,16 +252,29 @@ def cause(error: Exception) -> Exception:
     return getattr(error, "orig", None) or error
 
 
+NAME_LENGTHS_MAX = {"postgres": 63, "mysql": 64}
+"""In bytes, and in characters."""
+
+
 def quoted(dialect: str, name: str) -> str:
     """A name for SQL; dots separate schema and table.
 
     Raises:
-        UsageError: not a name.
+        UsageError: not a name, or longer than the database keeps: PostgreSQL would cut it, and take another table's.
     """
     mark = "`" if dialect == "mysql" else '"'
     parts = name.split(".")
     if not all(parts) or any(c in name for c in "\0%?"):
         raise UsageError("TABLE_NAME", f"{name!r} is not a valid table or column name.", next_step="write schema.table")
+    for part in parts:
+        length = len(part) if dialect == "mysql" else len(part.encode())
+        if length > NAME_LENGTHS_MAX.get(dialect, length):
+            raise UsageError(
+                "NAME_TOO_LONG",
+                f"The name {part!r} has {length} {'characters' if dialect == 'mysql' else 'bytes'}; {dialect} allows "
+                f"{NAME_LENGTHS_MAX[dialect]}.",
+                next_step="write a shorter name into the option that sets it, for example positionsTable",
+            )
     return ".".join(mark + part.replace(mark, mark * 2) + mark for part in parts)
 
 
