@@ -94,7 +94,7 @@ class Frame:
 NAMES = st.sampled_from(["id", "key", "timestamp", "ack", "message-id", "n"]) | st.text(max_size=5)
 
 
-@given(st.lists(st.dictionaries(NAMES, st.text(max_size=30)), max_size=3), st.binary(max_size=20))
+@given(st.lists(st.dictionaries(NAMES, st.text(max_size=30) | st.just("a\ufffd")), max_size=3), st.binary(max_size=20))
 def test_any_headers_of_an_activemq_message_are_taken(given_: list[dict[str, str]], body: bytes) -> None:
     receiver = ActivemqReceiver.__new__(ActivemqReceiver)
     options = {"url": "stomp://h:1", "queue": "q", "idHeader": "id", "keyHeader": "key", "log": "/x"}
