@@ -16,10 +16,11 @@ from tests.support.servers import Pulsar, Rabbitmq
 from delivered import brokers
 from delivered.brokers.process import free_ports
 from delivered.connectors.pulsar import CONNECTOR as PULSAR
+from delivered.connectors.rabbitmq.client import connect
 from delivered.connectors.rabbitmq.options import RabbitmqOptions
 from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
 from delivered.connectors.rabbitmq.stream import CONNECTOR as STREAM
-from delivered.model.errors import DeliveredError, Unreachable, UsageError
+from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.prepared import Promise
@@ -106,9 +107,9 @@ def test_rabbitmq_and_its_streams(rabbitmq: tuple[Rabbitmq, str], files: dict[st
 def test_rabbitmq_refuses(
     rabbitmq: tuple[Rabbitmq, str], files: dict[str, str], how: str, given: dict[str, Any], code: str
 ) -> None:
-    reads = STREAM.source({"url": rabbitmq[1], "streams": "s", **mutual(files, **given)})
+    place = RabbitmqOptions.parse({"url": rabbitmq[1], "queue": "q", "log": "/x", **mutual(files, **given)})
     with pytest.raises(DeliveredError, match=code):
-        reads.driver().batch()
+        connect(place)
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +158,9 @@ def test_pulsar(pulsar: Pulsar, files: dict[str, str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(("how", "given", "code"), WRONG)
 def test_pulsar_refuses(pulsar: Pulsar, files: dict[str, str], how: str, given: dict[str, Any], code: str) -> None:
     reads = PULSAR.source({**at(pulsar), "topics": "t", "startingOffsets": "earliest", **mutual(files, **given)})
-    with pytest.raises((Unreachable, UsageError), match=code):
-        reads.driver().batch()
+    [finding] = reads.preflight()
+    assert finding.refuses
+    assert code in finding.code
 
 
 PLACES: dict[str, Callable[[dict[str, str]], Any]] = {
