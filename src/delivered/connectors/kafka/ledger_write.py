@@ -67,6 +67,10 @@ class LedgerProducer:
         self.ends: dict[int, int] = {}
         self._under_way: set[int] = set()  # partitions already written in the current transaction
 
+    @property
+    def producer_id(self) -> int:
+        return self._held.producer_id
+
     def write(self, writes: Writes) -> tuple[Outcome[None], Again]:
         """Write records in one transaction.
 

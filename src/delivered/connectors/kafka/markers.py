@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire
-from delivered.connectors.kafka.committed import HIDDEN_S, CommittedReader, Hidden, barrier
+from delivered.connectors.kafka.committed import HIDDEN_S, NOBODY, CommittedReader, Hidden, barrier
 from delivered.connectors.kafka.topics import MARKER_PARTITIONS, MARKERS_FROM
 from delivered.model import record_format
 from delivered.model.errors import OutcomeUnknown
@@ -63,8 +63,8 @@ def find_marker(
 
     def read(wait_s: float) -> None:
         nonlocal found
-        for record in reader.read(time.monotonic() + wait_s, ours=lambda k: k == key):
-            if record.key == key and record.value is not None:
+        for record in reader.read(time.monotonic() + wait_s, ours=lambda r: r.key == key):
+            if record.key == key and record.value is not None and record.producer != NOBODY:
                 incarnation, batch, fingerprint = read_marker(record.value)
                 if (incarnation, batch) == (work.scope.incarnation, work.batch):
                     found = fingerprint

@@ -9,17 +9,17 @@ keys (ledger_keys.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from difflib import SequenceMatcher
+from collections.abc import Callable, Iterator
 
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import NoTopic, Wire
-from delivered.connectors.kafka.committed import HIDDEN_S, CommittedReader, Hidden, Record
-from delivered.connectors.kafka.ledger_ends import settle_ids, take_id
-from delivered.connectors.kafka.ledger_keys import MOVED, Key, Keys, is_moved
-from delivered.connectors.kafka.ledger_write import Again, LedgerProducer, Writes
-from delivered.connectors.kafka.sink_options import LEDGER_TOPICS, SinkOptions
+from delivered.connectors.kafka.committed import CommittedReader, damaged
+from delivered.connectors.kafka.ledger_ends import take_id
+from delivered.connectors.kafka.ledger_keys import MOVED, Key, Keys
+from delivered.connectors.kafka.ledger_others import other_ledgers
+from delivered.connectors.kafka.ledger_trust import LedgerReader, Trust
+from delivered.connectors.kafka.ledger_write import Again, LedgerProducer
+from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import (
     HISTORY_PARTITION,
     STATE_PARTITION,
@@ -30,10 +30,9 @@ from delivered.connectors.kafka.transactions import id_prefix
 from delivered.ledger.ledger import outdated, state_of
 from delivered.ledger.store import Change, Head
 from delivered.model.archive import Archive, Archived
-from delivered.model.errors import LedgerBehind, OutcomeUnknown
-from delivered.model.identity import OTHERS_MAX, OtherLedger, Scope, named_first
+from delivered.model.errors import InvariantBroken, LedgerBehind, OutcomeUnknown
+from delivered.model.identity import OtherLedger, Scope
 from delivered.model.limits import (
-    CONNECT_TIMEOUT_S,
     LEDGER_HISTORY_BATCHES,
     OUTAGE_PATIENCE_S,
     RECOVERY_WAIT_S,
@@ -64,7 +63,7 @@ class KafkaStore:
         self._topic = ledger_topic(scope, options.ledger_topic)
         self._keys = Keys(scope)
         self._opened: Wire | None = None
-        self._reader: CommittedReader | None = None
+        self._reader: LedgerReader | None = None
         self._written = 0  # offset beyond what this process wrote: what is read must reach it
         self._producers: dict[str, LedgerProducer] = {}
         self._owner: Owner | None = None
@@ -141,7 +140,10 @@ class KafkaStore:
                 self._take(role)
                 if (change := check()) is None:
                     break
-            outcome, again = self._producers[role].write(self._writes(change))
+            writes = self._writes(change)
+            if self._owner is not None and self._trust and self._producers[role].producer_id not in self._trust.writers:
+                writes[STATE_PARTITION].insert(0, self._claim(self._owner, self._epoch))  # the id has a new producer
+            outcome, again = self._producers[role].write(writes)
             if isinstance(outcome, Ok):
                 self._reached(self._producers[role])
                 self._keep(change)
@@ -159,9 +161,11 @@ class KafkaStore:
         kept: dict[bytes, bytes] = {}
         reader = CommittedReader(self._wire, self._topic, HISTORY_PARTITION)
         starts = tuple(key[:-1] + b"," for key in self._keys.both("kept", self._scope.incarnation))
+        trust = self._trust or self._read_trust()
         try:
-            for record in reader.read(time.monotonic() + RECOVERY_WAIT_S, ours=lambda key: key.startswith(starts)):
-                if record.key.startswith(starts) and record.value is not None:
+            for record in reader.read(time.monotonic() + RECOVERY_WAIT_S, ours=lambda r: r.key.startswith(starts)):
+                ours = record.key.startswith(starts) and trust.holds(record, HISTORY_PARTITION)
+                if ours and record.value is not None:
                     kept[record.key] = record.value
         except NoAnswer as error:
             raise self._unreadable(error) from None
@@ -172,30 +176,9 @@ class KafkaStore:
     def others(self) -> list[OtherLedger]:
         """Skips topics that this user may not read."""
         try:
-            names = self._wire.topics()
+            return other_ledgers(self._wire, self._topic, self._scope)
         except NoAnswer as error:
             raise self._unreadable(error) from None
-        own, scope = self._topic, self._scope
-        others = [name for name in names if name.startswith(LEDGER_TOPICS) and name != own]
-        # Reads only some; a renamed pipeline's name is usually similar.
-        others.sort(key=lambda name: (-SequenceMatcher(None, own, name).ratio(), name))
-        found: dict[tuple[str, str], bool] = {}
-        for topic in [own, *others[:OTHERS_MAX]]:
-            pipeline = scope.pipeline if topic == own else topic.removeprefix(LEDGER_TOPICS)
-            reader = CommittedReader(self._wire, topic, STATE_PARTITION)
-            with suppress(NoAnswer):
-                for record in reader.read(time.monotonic() + CONNECT_TIMEOUT_S, wait=False):
-                    key, value = Key.parse(record.key), record.value
-                    theirs = key.pipeline or pipeline
-                    if value is None or (key.pipeline is None and key.kind == "owner" and is_moved(value)):
-                        continue
-                    if key.pipeline is None and key.kind == "last":
-                        theirs = Decision.from_json(value).scope.pipeline
-                    holds = key.kind in ("last", "begun") and key.rest == (scope.incarnation,)
-                    if holds or key.kind == "owner":
-                        found[theirs, key.sink] = found.get((theirs, key.sink), False) or holds
-        found.pop((scope.pipeline, scope.sink), None)
-        return named_first(OtherLedger(*name, same_incarnation=holds) for name, holds in found.items())
 
     def close(self) -> None:
         wire, self._opened = self._opened, None
@@ -227,37 +210,31 @@ class KafkaStore:
 
     def _read_new(self, wait: bool = True) -> None:
         if self._reader is None:
-            self._reader = CommittedReader(self._wire, self._topic, STATE_PARTITION)
+            ids = [self._id(role) for role in (_PLAN, _DECIDE)]
+            self._reader = LedgerReader(self._wire, self._topic, self._keys, ids)
             self._owner, self._epoch, self._last, self._begun, self._archive = None, 0, {}, {}, {}
             self._old_archive, self._old, self._moved = {}, set(), False
         self._reader.reach(self._written)
         try:
-            newest = self._newest(self._reader, wait)
-            for key, value in newest.items():
-                self._apply(Key.parse(key), value)
+            for key, record in self._reader.read(wait):
+                try:
+                    self._apply(key, record.value)
+                except (ValueError, LookupError, TypeError, AttributeError) as error:
+                    why = f"its value is none that a ledger writes: {error!r}"
+                    raise damaged(self._topic, STATE_PARTITION, record.offset, why) from None
         except Exception as error:
             self._reader = None  # the state is incomplete
             if isinstance(error, NoAnswer) and not isinstance(error, NoTopic):
                 raise self._unreadable(error) from None
             raise
 
-    def _newest(self, reader: CommittedReader, wait: bool) -> dict[bytes, bytes | None]:
-        """Newest values by key, in log order. A transaction whose end the brokers lost would hide them for ever."""
-        found: dict[bytes, bytes | None] = {}
-        deadline = time.monotonic() + RECOVERY_WAIT_S
+    @property
+    def _trust(self) -> Trust | None:
+        return None if self._reader is None else self._reader.trust
 
-        def add(records: Iterable[Record]) -> None:
-            for r in records:
-                found.pop(r.key, None)
-                found[r.key] = r.value
-
-        try:
-            soon = min(deadline, time.monotonic() + HIDDEN_S)
-            add(reader.read(soon, wait, self._ours))
-        except Hidden:
-            settle_ids(self._wire, [self._id(role) for role in (_PLAN, _DECIDE)], self._topic, deadline, known=True)
-            add(reader.read(deadline, wait, self._ours))
-        return found
+    def _read_trust(self) -> Trust:
+        self._read_new()
+        return self._trust or Trust()
 
     def _apply(self, key: Key, value: bytes | None) -> None:
         """In log order: what has new keys follows what an earlier release wrote."""
@@ -289,10 +266,6 @@ class KafkaStore:
                 archives[number] = Archive(value or b"", f"topic {self._topic!r}")
             case _:
                 pass
-
-    def _ours(self, key: bytes) -> bool:
-        """Whether a record may change this ledger's state."""
-        return self._keys.holds(Key.parse(key))
 
     def _head(self) -> Head:
         own = self._scope.incarnation
@@ -327,7 +300,9 @@ class KafkaStore:
     def _record(self, owner: Owner, epoch: int) -> Outcome[None]:
         """Record the new owner. Until then the former owner may take the id back once or twice."""
         writes = self._outdated()
-        writes[STATE_PARTITION].insert(0, (self._keys.key("owner"), owner.to_json(claims=epoch).encode()))
+        if self._reader is not None and self._reader.overwritten:
+            writes[STATE_PARTITION][:0] = self._again()
+        writes[STATE_PARTITION].insert(0, self._claim(owner, epoch))
         if not self._moved:
             writes[STATE_PARTITION].insert(0, (self._keys.old("owner"), owner.to_json(**MOVED).encode()))
         producer = self._producers.pop(_PLAN)
@@ -336,6 +311,26 @@ class KafkaStore:
             self._producers[_PLAN] = producer
             self._reached(producer)
         return outcome
+
+    def _claim(self, owner: Owner, epoch: int) -> tuple[bytes, bytes]:
+        """The owner's record. It names the producers of this claim: from now on, what others write does not count."""
+        reader = self._reader
+        if reader is None or reader.trust is None:
+            raise InvariantBroken("LEDGER_UNREAD", "A ledger was claimed before it was read.")
+        ends = dict[int, int]()
+        if reader.trust.since is None:
+            is_new = self._owner is None and not self._last and not self._begun
+            history = CommittedReader(self._wire, self._topic, HISTORY_PARTITION)
+            ends = {} if is_new else {STATE_PARTITION: reader.position, HISTORY_PARTITION: history.end()}
+        held = [producer.producer_id for producer in self._producers.values()]
+        reader.trust = reader.trust.claimed(held, ends)
+        return self._keys.key("owner"), owner.to_json(claims=epoch, **reader.trust.to_json()).encode()
+
+    def _again(self) -> _Records:
+        """The state anew: another producer wrote under its keys, and compaction would keep that."""
+        records = [(self._keys.key("last", i), d.to_json().encode()) for i, d in self._last.items()]
+        records += [(self._keys.key("begun", i), b.to_json().encode()) for i, b in self._begun.items()]
+        return [*records, *((self._keys.key("archive", n), a.data) for n, a in self._archive.items())]
 
     def _reached(self, producer: LedgerProducer) -> None:
         self._written = max(self._written, producer.ends.get(STATE_PARTITION, 0))
@@ -364,7 +359,7 @@ class KafkaStore:
             state.append((self._keys.key("archive", number), archive.data))
         return {STATE_PARTITION: state, **({HISTORY_PARTITION: kept} if kept else {})}
 
-    def _writes(self, change: Change) -> Writes:
+    def _writes(self, change: Change) -> dict[int, _Records]:
         """A decision is written twice: as the newest, and for the audit's history."""
         incarnation, decision = self._scope.incarnation, change.decision
         if decision is None:
