@@ -117,10 +117,6 @@ class LedgerReader:
         self._current: frozenset[int] | None = None
         self._warned = False
 
-    @property
-    def position(self) -> int:
-        return self._reader.position
-
     def reach(self, end: int) -> None:
         """See `CommittedReader.reach`."""
         self._reader.reach(end)

@@ -317,11 +317,12 @@ class KafkaStore:
         reader = self._reader
         if reader is None or reader.trust is None:
             raise InvariantBroken("LEDGER_UNREAD", "A ledger was claimed before it was read.")
-        ends = dict[int, int]()
+        ends: dict[int, int] = {}
         if reader.trust.since is None:
             is_new = self._owner is None and not self._last and not self._begun
-            history = CommittedReader(self._wire, self._topic, HISTORY_PARTITION)
-            ends = {} if is_new else {STATE_PARTITION: reader.position, HISTORY_PARTITION: history.end()}
+            both = () if is_new else (STATE_PARTITION, HISTORY_PARTITION)
+            # Not the reader's position: an open transaction of others may hold it back.
+            ends = {p: CommittedReader(self._wire, self._topic, p).end() for p in both}
         held = [producer.producer_id for producer in self._producers.values()]
         reader.trust = reader.trust.claimed(held, ends)
         return self._keys.key("owner"), owner.to_json(claims=epoch, **reader.trust.to_json()).encode()
