@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def refusal(text: str, folder: Path) -> str:
     result = CliRunner().invoke(app, ["plan", "p.yaml"])
     assert time.process_time() - began < CPU_S_MAX
     assert isinstance(result.exception, SystemExit), result.exception
-    return f"exit {result.exit_code}\n{result.stdout}{result.stderr}".rstrip()
+    text = f"exit {result.exit_code}\n{result.stdout}{result.stderr}".rstrip()
+    return re.sub(r"([Kk]nown: |with the keys ).*", r"\1...", text)  # these lists grow
 
 
 def said() -> dict[str, str]:

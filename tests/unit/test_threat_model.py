@@ -20,7 +20,9 @@ def test_a_named_test_exists(file: str, test: str) -> None:
 
 
 def test_each_promise_names_a_test() -> None:
-    rows = [line for line in PAGE.splitlines() if line.startswith("| ") and not re.match(r"\| (tries|happens) \|", line)]
+    rows = [
+        line for line in PAGE.splitlines() if line.startswith("| ") and not re.match(r"\| (tries|happens) \|", line)
+    ]
     assert len(rows) >= 20
     assert [row for row in rows if "::test_" not in row] == []
 
