@@ -449,7 +449,7 @@ def test_server_that_is_not_there_or_silent_is_told_in_time(monkeypatch: pytest.
     [
         ({"url": "mysql://me:secret-word@h/db"}, "PASSWORD_IN_URL"),
         ({"url": "jdbc:mariadb://h/db?password=secret-word"}, "PASSWORD_IN_URL"),
-        ({"url": "jdbc:postgresql://me:secret-word@h/db"}, "OPTION_VALUE"),
+        ({"url": "jdbc:postgresql://me:secret-word@h/db"}, "PASSWORD_IN_URL"),
         ({"url": "mysql://h"}, "OPTION_VALUE"),
         ({"url": "mysql://h:x/db"}, "OPTION_VALUE"),
         ({"url": "jdbc:mysql://h/db?useSSL=true"}, "OPTION_VALUE"),

@@ -363,7 +363,7 @@ def test_server_that_is_not_there_or_silent_is_told_in_time(monkeypatch: pytest.
     [
         ({"url": "postgresql://me:secret-word@h/db"}, "PASSWORD_IN_URL"),
         ({"url": "jdbc:postgresql://h/db?user=me&password=secret-word"}, "PASSWORD_IN_URL"),
-        ({"url": "jdbc:mysql://me:secret-word@h/db"}, "OPTION_VALUE"),
+        ({"url": "jdbc:mysql://me:secret-word@h/db"}, "PASSWORD_IN_URL"),
         ({"url": "postgresql://h"}, "OPTION_VALUE"),
         ({"dbtable": "a.b.c"}, "OPTION_VALUE"),
         ({"dbtable": "t; DROP TABLE t"}, "OPTION_VALUE"),
