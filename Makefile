@@ -9,7 +9,7 @@ TEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 FAST := tests/unit tests/property tests/crash/test_points.py::test_one_crash_at_every_point
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka bridges totals shop rehearsal screenshots test-fast test coverage check format bench bench-postgres bench-delta bench-metrics capacity endurance peers verify model soak docs site dist lock clean
+.PHONY: help setup demo demo-kafka bridges totals shop rehearsal screenshots test-fast test coverage check format bench bench-postgres bench-delta bench-metrics capacity endurance peers verify fuzz model soak docs site dist lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -104,6 +104,10 @@ verify: setup ## every failure point, every guarantee, every sink, judged from o
 	$(BIN)/delivered verify --service engine --jobs 2 --resume --only exactly_once \
 		--source pulsar --source rabbitmq_stream --source rabbitmq --source activemq --source rocketmq
 	$(BIN)/delivered verify --resume
+
+fuzz: setup ## decoders of foreign bytes with mutated seeds; those in C under sanitizers; five minutes
+	$(BIN)/python -m pytest -m "matrix or not matrix" tests/property/test_decoders.py tests/unit/test_kafka_lies.py \
+		tests/property/test_record_batch.py::test_no_lie_makes_c_read_or_write_beyond_its_buffers
 
 model: setup ## every state of a model of the protocol, and what it finds without each rule; three minutes, needs Java
 	$(BIN)/python -m model

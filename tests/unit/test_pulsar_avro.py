@@ -13,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delivered.connectors.pulsar.admin import Registered
+from delivered.connectors.pulsar.columns import Rejecting, Rows
 from delivered.connectors.pulsar.schemas import Values
-from delivered.kits.schemas.avro import shape_of
+from delivered.contract.source import RAW
+from delivered.engine.dead_letters import split_rejected
+from delivered.kits.schemas.avro import Unreadable, read_json, shape_of
 from delivered.model.errors import BadRecord
 
 SCHEMA = {
@@ -40,7 +43,10 @@ ROWS = st.fixed_dictionaries(
 def column(kind: str, *values: bytes) -> pa.Array:
     planned = Registered(0, kind, json.dumps(SCHEMA))
     made = Values("test", "persistent://a/b/c", planned, lambda _: None)
-    return made.column(values, [0] * len(values), [(1, n, -1) for n in range(len(values))])
+    found, bad = made.column(values, [0] * len(values), [(1, n, -1) for n in range(len(values))])
+    for error in bad.values():
+        raise error
+    return found
 
 
 def plain(found: pa.Array) -> list[Any]:
@@ -110,3 +116,61 @@ def test_what_has_no_column_names_its_field(part: dict[str, Any], said: str) -> 
     for text in ("{", "[]", '"string"', '{"type": "record"}'):
         with pytest.raises(ValueError, match="it is not a"):
             shape_of("AVRO", text)
+
+
+POISON = [
+    b'{"id": ' + b"9" * 5_000 + b', "at": 0}',
+    b'{"id": 1e400, "at": 0}',
+    b'{"id": NaN, "at": 0}',
+    b'{"id": 1, "at": 0, "name": "\\ud800"}',
+    b'{"id": 1, "at": 9223372036854775807}',
+    b"[" * 100_000,
+    b"\xff",
+]
+
+
+class Message:
+    """As the client's, of a reader with a schema."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.value = lambda: data, lambda: 0
+        self.has_null_value, self.partition_key, self.producer_name = lambda: False, lambda: "k", lambda: "p"
+        self.publish_timestamp, self.event_timestamp, self.properties = lambda: 1, lambda: 0, dict
+
+
+def rows(data: list[bytes], rejects: Rejecting | None) -> pa.RecordBatch:
+    planned = Registered(0, "JSON", json.dumps(SCHEMA))
+    values = Values("test", "persistent://a/b/c", planned, lambda _: None)
+    found = Rows("persistent://a/b/c", 0, False, values, rejects)
+    for n, each in enumerate(data):
+        found.add(Message(each), (7, n, -1))
+    return found.take()
+
+
+@pytest.mark.parametrize("data", POISON, ids=lambda d: repr(d[:12]))
+def test_a_poison_pill_is_a_dead_letter(data: bytes) -> None:
+    good = b'{"id": 1, "name": null, "at": 0}'
+    with pytest.raises(BadRecord, match="message 7:1 of"):
+        rows([good, data, good], None)
+    assert rows([good, data, good], Rejecting(kept=False, raw=False)).num_rows == 2
+    found, records = split_rejected(rows([good, data, good], Rejecting(kept=True, raw=True)))
+    assert found is not None and found.num_rows == 2 and records is not None
+    (letter,) = records.to_pylist()
+    assert (letter["value"], letter["key"], letter["offset"]) == (data, b"k", (7 << 28) + 1)
+    assert "cannot be read by it" in letter["reason"] and json.loads(letter["more"]) == {"schemaVersion": 0}
+    assert found.schema.names[-1] == RAW.name
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "why"),
+    [
+        ("double", b"9007199254740993", "a double cannot hold exactly"),
+        ("float", b"16777217", "a float cannot hold exactly"),
+        ("float", b"1e39", "a float cannot hold exactly"),
+        ("double", b"1e400", "a double cannot hold exactly"),
+    ],
+)
+def test_a_number_that_would_become_another_one_is_refused(kind: str, text: bytes, why: str) -> None:
+    shape = shape_of("JSON", json.dumps({**SCHEMA, "fields": [{"name": "x", "type": kind}]}))
+    with pytest.raises(Unreadable, match=why):
+        read_json(b'{"x": ' + text + b"}", shape)

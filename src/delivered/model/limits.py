@@ -105,6 +105,12 @@ RECORD_CHECKS_MAX = 200_000
 KAFKA_RESPONSE_BYTES_MAX = 256 << 20
 """One response of a Kafka broker: a fetch holds at least one record batch, however large."""
 
+ROCKETMQ_FRAME_BYTES_MAX = 64 << 20
+"""One answer of a RocketMQ broker; its own limit is 16 MiB by default."""
+
+ROCKETMQ_QUEUES_MAX = 10_000
+"""Queues of a topic on one RocketMQ broker."""
+
 OFFSET_METADATA_MAX = 200
 """Changes of a stream's offset metadata that a checkpoint's sidecar keeps: new topics and partitions, lost records."""
 

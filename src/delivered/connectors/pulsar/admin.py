@@ -201,7 +201,11 @@ class Admin:
         )
 
     def _json(self, method: str, path: str) -> Any:
-        return json.loads(self._ask(method, path)[1])
+        data = self._ask(method, path)[1]
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise self._unreachable(f"an answer to {path} that is not JSON: {str(error)[:100]}") from None
 
     def _ask(self, method: str, path: str, body: Any = None) -> tuple[Mapping[str, str], bytes]:
         deadline = time.monotonic() + (SOURCE_PATIENCE_S if self._patient else 0)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
 from delivered.connectors.pulsar.schemas import Values
+from delivered.contract.source import RAW, REJECTED
+from delivered.model.errors import BadRecord
 from delivered.source.columns import COLUMNS as OF_MESSAGES
 from delivered.source.columns import HEADERS, TIMESTAMP, columns, header_name, micros
 
@@ -40,14 +44,39 @@ def columns_of(headers: bool, value: pa.DataType | None) -> pa.Schema:
     return found if value is None else found.set(found.get_field_index("value"), pa.field("value", value))
 
 
+VERSION = pa.field("schemaVersion", pa.int64())
+"""Of a message that is not decoded, among its columns; null: it is decoded by the version that is read."""
+
+
+@dataclass(frozen=True)
+class Rejecting:
+    """What becomes of messages that cannot be decoded.
+
+    Attributes:
+        kept: rows with the column REJECTED; else they are left out.
+        raw: rows have the column RAW.
+    """
+
+    kept: bool
+    raw: bool
+
+    def columns(self, schema: pa.Schema) -> pa.Schema:
+        schema = schema.append(RAW) if self.raw else schema
+        return schema.append(REJECTED) if self.kept else schema
+
+
 class Rows:
     """Messages of one partition, collected as lists per column."""
 
-    def __init__(self, topic: str, number: int, headers: bool, typed: Values | None = None) -> None:
+    def __init__(
+        self, topic: str, number: int, headers: bool, typed: Values | None = None, rejects: Rejecting | None = None
+    ) -> None:
         """
         Args:
             typed: decodes values by a schema; None: bytes.
+            rejects: None: a message that cannot be decoded is an error.
         """
+        self._rejects = rejects
         self._topic = topic
         self._typed = typed
         self._columns = columns_of(headers, None if typed is None else typed.type)
@@ -91,8 +120,14 @@ class Rows:
             self._headers.append(_properties(message))
 
     def take(self) -> pa.RecordBatch:
-        """All rows since the last call."""
+        """All rows since the last call. Raises BadRecord: a message cannot be decoded, and that is an error."""
         n = len(self)
+        values, bad = pa.array(self._values, pa.binary()), dict[int, BadRecord]()
+        raw = pa.StructArray.from_arrays([pa.array(self._keys, pa.binary()), values], fields=list(RAW.type))
+        if self._typed is not None:
+            values, bad = self._typed.column(self._values, self._versions, self._ids)
+        if bad and self._rejects is None:
+            raise next(iter(bad.values()))
         ledgers, entries, indexes = ([i[at] for i in self._ids] for at in range(3))
         native = pa.StructArray.from_arrays(
             [
@@ -106,9 +141,7 @@ class Rows:
         )
         arrays = [
             pa.array(self._keys, pa.binary()),
-            pa.array(self._values, pa.binary())
-            if self._typed is None
-            else self._typed.column(self._values, self._versions, self._ids),
+            values,
             pa.array([self._topic] * n, pa.string()),
             pa.array([self._number] * n, pa.int32()),
             pa.array(_offsets(self._ids), pa.int64()),
@@ -118,8 +151,33 @@ class Rows:
         ]
         if self._with_headers:
             arrays.append(pa.array(self._headers, HEADERS.type))
+        schema, rejects = self._columns, self._rejects
+        if rejects is not None and self._typed is not None:
+            arrays += [raw] if rejects.raw else []
+            arrays += [self._rejected(bad)] if rejects.kept else []
+            schema = rejects.columns(schema)
         self._clear()
-        return pa.RecordBatch.from_arrays(arrays, schema=self._columns)
+        made = pa.RecordBatch.from_arrays(arrays, schema=schema)
+        left_out = bad and rejects is not None and not rejects.kept
+        return made.filter(pa.array([at not in bad for at in range(n)])) if left_out else made
+
+    def _rejected(self, bad: Mapping[int, BadRecord]) -> pa.Array:
+        offsets = _offsets(self._ids)
+        found = [
+            {
+                "reason": bad[at].message,
+                "topic": self._topic,
+                "partition": self._number,
+                "offset": offsets[at],
+                "key": self._keys[at],
+                "value": self._values[at],
+                "more": json.dumps({VERSION.name: self._versions[at]}),
+            }
+            if at in bad
+            else None
+            for at in range(len(self))
+        ]
+        return pa.array(found, REJECTED.type)
 
 
 def _sent(text: Callable[[], str]) -> bytes:

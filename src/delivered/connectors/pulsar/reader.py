@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from delivered.connectors.pulsar.admin import Admin, Registered
 from delivered.connectors.pulsar.client import explained, pulsar, version_schema, warm_client
-from delivered.connectors.pulsar.columns import Rows
+from delivered.connectors.pulsar.columns import Rejecting, Rows
 from delivered.connectors.pulsar.entries import gone, ranges
 from delivered.connectors.pulsar.options import SOURCE, SourceOptions
 from delivered.connectors.pulsar.positions import Partition, Position, fields, physical, short_name
@@ -46,12 +46,18 @@ def check_connection(options: SourceOptions, topic: str) -> None:
 
 
 def read_slice(
-    options: SourceOptions, partition: Partition, start: Position, end: Position, schema: Registered | None = None
+    options: SourceOptions,
+    partition: Partition,
+    start: Position,
+    end: Position,
+    schema: Registered | None = None,
+    rejects: Rejecting | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Messages after `start`, up to and including the entry (or index) of `end`, in order.
 
     Args:
         schema: of the topic, to decode values; None: bytes.
+        rejects: None: a message that cannot be decoded is an error.
 
     Memory is bounded by the client's queue and one batch. An empty range sends no request (P17).
 
@@ -63,12 +69,18 @@ def read_slice(
     """
     if start.order >= end.order:
         return
-    yield from _Reading(options, partition, start, end, schema).batches()
+    yield from _Reading(options, partition, start, end, schema, rejects).batches()
 
 
 class _Reading:
     def __init__(
-        self, options: SourceOptions, partition: Partition, start: Position, end: Position, schema: Registered | None
+        self,
+        options: SourceOptions,
+        partition: Partition,
+        start: Position,
+        end: Position,
+        schema: Registered | None,
+        rejects: Rejecting | None,
     ) -> None:
         self._options = options
         self._topic = physical(partition)
@@ -76,7 +88,7 @@ class _Reading:
         self._start = start
         self._end = end
         self._admin = Admin(options, patient=True)
-        self._rows = Rows(partition[0], partition[1], options.headers, self._values(partition[0], schema))
+        self._rows = Rows(*partition, options.headers, self._values(partition[0], schema), rejects)
         bounds = self._admin.bounds(self._topic)
         if gone(start, bounds):
             self._lost(f"messages after {start} of {self._name} no longer exist and were not read")

@@ -6,13 +6,16 @@ Each message names the version it was written with. A query converts all to the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pyarrow as pa
 
 from delivered.connectors.pulsar.admin import Admin, Registered
 from delivered.connectors.pulsar.positions import short_name
 from delivered.kits.schemas.avro import AVRO, KINDS, Shape, Unmappable, Unreadable, read_avro, read_json, shape_of
-from delivered.model.errors import BadRecord, UsageError
+from delivered.kits.schemas.bounds import in_words
+from delivered.kits.schemas.codec import array_of
+from delivered.model.errors import BadRecord, DeliveredError, UsageError
 
 NAMES_NONE = -1
 """Version of a message without a schema."""
@@ -84,26 +87,26 @@ class Values:
 
     def column(
         self, values: Sequence[bytes | None], versions: Sequence[int], places: Sequence[tuple[int, int, int]]
-    ) -> pa.Array:
-        """
+    ) -> tuple[pa.Array, dict[int, BadRecord]]:
+        """The decoded values, and those that cannot be read, by their number; they are null.
+
         Args:
             versions: schema version of each value.
             places: ledger, entry, index in the batch, for errors.
-
-        Raises:
-            BadRecord: a message names no schema version, or does not match the one it names.
         """
-        found = []
-        for value, version, place in zip(values, versions, places, strict=True):
+        found: list[Any] = []
+        bad: dict[int, str] = {}
+        for value, version in zip(values, versions, strict=True):
             try:
                 found.append(None if value is None else self._read(value, version))
-            except Unreadable as error:
-                raise self._bad(place, version, str(error)) from None
-        try:
-            made = pa.array(found, self._reader.filled).cast(self._reader.arrow)
-        except (pa.ArrowInvalid, OverflowError) as error:  # milliseconds that overflow as microseconds
-            raise self._bad(places[0], versions[0], f"among {len(found)} messages from there: {error}") from None
-        return made if self._text is None else self._text(made)
+            except DeliveredError:
+                raise
+            except Exception as error:  # whatever decoding raises is this message's fault
+                bad[len(found)] = in_words(error)
+                found.append(None)
+        made, unfit = array_of(found, self._reader.filled, self._reader.arrow)
+        errors = {at: self._bad(places[at], versions[at], why) for at, why in sorted((bad | unfit).items())}
+        return made if self._text is None else self._text(made), errors
 
     def _read(self, value: bytes, version: int) -> object:
         writer = self._known.get(version) or self._written(version)
@@ -140,5 +143,6 @@ class Values:
             "MESSAGE_UNREADABLE",
             f"{self._owner}: message {at} of {short_name(self._topic)} names {names} of the {self._planned.kind} "
             f"schema, and cannot be read by it: {why}.",
-            next_step="nothing was skipped; read with schema=bytes to inspect the message, or to continue",
+            next_step="nothing was skipped; set on_bad_row: dead_letter with a dead_letter sink, which keeps it; "
+            "or read with schema=bytes to inspect it",
         )

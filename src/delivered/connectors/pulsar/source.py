@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from delivered.connectors.pulsar.admin import Admin, Bounds, Missing, Registered
-from delivered.connectors.pulsar.columns import columns_of
+from delivered.connectors.pulsar.columns import VERSION, Rejecting, columns_of
 from delivered.connectors.pulsar.entries import cut, gone, rest
 from delivered.connectors.pulsar.options import SOURCE, SourceOptions, refuse_latest_start
 from delivered.connectors.pulsar.positions import (
@@ -25,10 +25,10 @@ from delivered.connectors.pulsar.positions import (
     short_name,
     to_json,
 )
-from delivered.connectors.pulsar.schemas import registered, shape
+from delivered.connectors.pulsar.schemas import Values, registered, shape
 from delivered.contract.finding import Finding
 from delivered.contract.powers import Address
-from delivered.contract.source import Offsets, Slice
+from delivered.contract.source import RAW, REJECTED, Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.source.ranges import admit
@@ -45,6 +45,7 @@ class PulsarSource:
     options: SourceOptions
     schemas: tuple[tuple[str, Registered], ...] = ()
     """Schema per topic to decode values; empty: the current ones, if the options ask for any."""
+    rejects: Rejecting | None = None
 
     @property
     def rows_per_batch_max(self) -> int | None:
@@ -107,7 +108,35 @@ class PulsarSource:
                     f"{found[0][1]}; one column cannot hold both.",
                     next_step="read each topic in its own query, or set schema to bytes",
                 )
-        return columns_of(self.options.headers, found[0][1] if found and not self.options.canonical else None)
+        schema = columns_of(self.options.headers, found[0][1] if found and not self.options.canonical else None)
+        return schema if self.rejects is None or not found else self.rejects.columns(schema)
+
+    def rejecting(self, *, kept: bool, raw: bool = False) -> PulsarSource:
+        """See `delivered.contract.schemas.RejectsRecords`: messages that their schema does not fit."""
+        return replace(self, rejects=Rejecting(kept, raw)) if self.options.typed else self
+
+    def raw_schema(self) -> pa.Schema:
+        return columns_of(self.options.headers, None).append(VERSION) if self.options.typed else self.schema()
+
+    def decoded(self, raw: pa.RecordBatch) -> pa.RecordBatch:
+        """See `delivered.contract.schemas.RejectsRecords`."""
+        if not self.options.typed:
+            return raw
+        (topic,), admin = set(raw.column("topic").to_pylist()), Admin(self.options)
+        full = self.planned()
+        registered = dict(full.schemas)[topic]
+        values = Values(SOURCE, topic, registered, lambda n: admin.schema(topic, n))
+        versions = [registered.version if v is None else v for v in raw.column(VERSION.name).to_pylist()]
+        found, bad = values.column(raw.column("value").to_pylist(), versions, [(-1, -1, -1)] * raw.num_rows)
+        made = raw.drop_columns([VERSION.name])
+        made = made.set_column(made.schema.get_field_index("value"), pa.field("value", found.type), found)
+        if self.rejects is not None and self.rejects.raw:
+            parts = [raw.column(f.name) for f in RAW.type]
+            made = made.append_column(RAW, pa.StructArray.from_arrays(parts, fields=list(RAW.type)))
+        if self.rejects is None or not self.rejects.kept:
+            return made.filter(pa.array([at not in bad for at in range(made.num_rows)]))
+        reasons = [{"reason": bad[at].message} if at in bad else None for at in range(made.num_rows)]
+        return made.append_column(REJECTED, pa.array(reasons, REJECTED.type))
 
     def planned(self) -> PulsarSource:
         """See `delivered.contract.powers`."""
@@ -125,7 +154,8 @@ class PulsarSource:
 
         topic, number, start, end = piece.data
         schema = dict(self.planned().schemas).get(topic)
-        return read_slice(self.options, (topic, number), Position.from_text(start), Position.from_text(end), schema)
+        first, last = Position.from_text(start), Position.from_text(end)
+        return read_slice(self.options, (topic, number), first, last, schema, self.rejects)
 
 
 class PulsarDriver:

@@ -196,7 +196,7 @@ class HalfSender:
                 self._error = self._error or peer.error_of(answer)
             else:
                 place = int(answer.fields["msgId"][-16:], 16)
-                self._half_messages[broker].append(HalfMessage(place, int(answer.fields["queueOffset"])))
+                self._half_messages[broker].append(HalfMessage(place, peer.number(answer, "queueOffset")))
         return True
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from delivered.connectors.rocketmq.options import RocketmqSinkOptions
 from delivered.model.errors import DeliveredError, Refused, Unreachable, UsageError
-from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
+from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, ROCKETMQ_FRAME_BYTES_MAX, ROCKETMQ_QUEUES_MAX
 from delivered.model.options import resolve_secret
 
 PULL, QUERY_OFFSET, MAX_OFFSET, MIN_OFFSET, END, ROUTE, SEND = 11, 14, 30, 31, 37, 105, 310
@@ -71,7 +71,7 @@ class Peer:
             self._socket = socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:  # a name server names brokers
             raise self.unreachable(str(error)) from None
         self._socket.settimeout(None)
         self._reader = threading.Thread(target=self._read, name=f"rocketmq {address}", daemon=True)
@@ -117,6 +117,13 @@ class Peer:
             raise self.unreachable(self.lost or f"no answer within {CONNECT_TIMEOUT_S:.0f} s")
         return found
 
+    def number(self, answer: Answer, name: str) -> int:
+        """A field of an answer. Raises Unreachable: it has no such number."""
+        try:
+            return int(answer.fields[name])
+        except (LookupError, ValueError):
+            raise self.unreachable(f"an answer without a number {name!r}: {str(answer.fields)[:100]}") from None
+
     def close(self) -> None:
         """Reset the connection, which drops unsent data. Idempotent."""
         self._end("the connection was closed")
@@ -160,10 +167,13 @@ class Peer:
             with self._socket.makefile("rb") as stream:
                 while len(start := stream.read(8)) == 8:
                     size, head_size = struct.unpack(">ii", start)
-                    self._take(stream.read(size - 4), head_size & 0xFFFFFF)
+                    head_size &= 0xFFFFFF
+                    if not 4 + head_size <= size <= ROCKETMQ_FRAME_BYTES_MAX:
+                        raise ValueError(f"a frame of {size} bytes with a header of {head_size}")
+                    self._take(stream.read(size - 4), head_size)
             self._end("it closed the connection")
-        except (OSError, ValueError, LookupError) as error:
-            self._end(f"{type(error).__name__}: {error}")
+        except Exception as error:  # a server that lies, or is none, may cause any
+            self._end(f"{type(error).__name__}: {error}"[:_DETAIL_MAX])
 
     def _take(self, frame: bytes, head_size: int) -> None:
         head = json.loads(frame[:head_size])
@@ -172,7 +182,14 @@ class Peer:
         with self._lock:
             done = self._waiting.pop(head["opaque"], None)
         if done is not None:
-            done(Answer(head["code"], head.get("extFields") or {}, frame[head_size:], head.get("remark") or ""))
+            try:
+                answer = Answer(
+                    int(head["code"]), _texts(head.get("extFields")), frame[head_size:], str(head.get("remark") or "")
+                )
+                done(answer)
+            except Exception:
+                done(None)  # its outcome is unknown
+                raise
 
     def _end(self, reason: str) -> None:
         with self._lock:
@@ -254,7 +271,10 @@ class Cluster:
                 peer.close()
             if answer.code != OK:
                 raise peer.error_of(answer)
-            self._read(json.loads(answer.body))
+            try:
+                self._read(json.loads(answer.body))
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                raise peer.unreachable(f"it sent no route: {type(error).__name__}: {str(error)[:100]}") from None
             return
         raise failure or UsageError(
             "OPTION_VALUE",
@@ -264,8 +284,14 @@ class Cluster:
 
     def _read(self, route: Mapping[str, Any]) -> None:
         masters = {b["brokerName"]: b["brokerAddrs"].get("0") for b in route["brokerDatas"]}
-        self._addresses.update({name: address for name, address in masters.items() if address})
+        for address in filter(None, masters.values()):
+            _, _, port = address.rpartition(":")
+            if not 0 < int(port) < 1 << 16:
+                raise ValueError(f"the address {address[:80]!r}")
         writable = [q for q in route["queueDatas"] if q["perm"] & 2 and masters.get(q["brokerName"])]
+        if any(q["writeQueueNums"] > ROCKETMQ_QUEUES_MAX for q in writable):
+            raise ValueError(f"more than {ROCKETMQ_QUEUES_MAX} queues on a broker")
+        self._addresses.update({name: address for name, address in masters.items() if address})
         self._places = [Place(q["brokerName"], n) for q in writable for n in range(q["writeQueueNums"])]
         if not self._places:
             raise UsageError(
@@ -344,6 +370,10 @@ class Window:
             raise self._peer.unreachable(f"no answer within {REQUEST_TIMEOUT_S:.0f} s")
         if self._lost:
             raise self._peer.unreachable(self._peer.lost or "the connection was lost")
+
+
+def _texts(fields: Any) -> dict[str, str]:
+    return {str(k): str(v) for k, v in (fields or {}).items()}
 
 
 def _text(value: Any) -> str:

@@ -48,15 +48,19 @@ class Stored:
 
 
 def stored(data: bytes) -> Iterator[Stored]:
-    """Parse a broker's reply to a pull."""
+    """Parse a broker's reply to a pull. Raises struct.error, ValueError: it is none."""
     at = 0
     while at + _HEAD.size <= len(data):
         size, magic, _, _, _, offset, place, flag, _ = _HEAD.unpack_from(data, at)
+        if size <= _HEAD.size:
+            raise ValueError(f"a message of {size} bytes")
         here = at + _HEAD.size
         here += (_ADDRESS_6 if flag & _BORN_6 else _ADDRESS) + 8  # who sent it, when it was stored
         here += (_ADDRESS_6 if flag & _STORED_6 else _ADDRESS) + 4  # who stored it, attempts
         half, length = struct.unpack_from(">qi", data, here)
         here += 12
+        if not 0 <= length <= len(data) - here:
+            raise ValueError(f"a body of {length} bytes")
         body = data[here : here + length]
         here += length
         wide = magic == _LONG_TOPIC
@@ -128,7 +132,7 @@ def open_half_messages(cluster: Cluster, broker: str, since: int) -> Iterator[St
     """Half messages from this offset on that the broker's transaction check has not passed yet, ended or not."""
     peer = cluster.broker(broker)
     answer = peer.ask(QUERY_OFFSET, {"consumerGroup": _CHECKER, "topic": HALF_MESSAGES, "queueId": 0})
-    at = int(answer.fields["offset"]) if answer.code == OK else 0
+    at = peer.number(answer, "offset") if answer.code == OK else 0
     until = _end(peer, HALF_MESSAGES, 0, shown=False)
     for here, message in _read(peer, HALF_MESSAGES, 0, max(at, since), until):
         if here >= 0:
@@ -159,7 +163,7 @@ def _read(peer: Peer, topic: str, queue: int, at: int, until: int) -> Iterator[t
             time.sleep(_SHOWN_SOON_S)
             continue
         if answer.code == OFFSET_MOVED:
-            first = int(peer.ask(MIN_OFFSET, {"topic": topic, "queueId": queue}).fields["offset"])
+            first = peer.number(peer.ask(MIN_OFFSET, {"topic": topic, "queueId": queue}), "offset")
             if first <= at:
                 continue
             at = first
@@ -167,10 +171,17 @@ def _read(peer: Peer, topic: str, queue: int, at: int, until: int) -> Iterator[t
             continue
         if answer.code != OK:
             raise peer.error_of(answer)
-        for message in stored(answer.body):
+        try:
+            messages = list(stored(answer.body))
+        except (struct.error, ValueError) as error:
+            raise peer.unreachable(f"it sent messages of {topic} that cannot be read: {error}") from None
+        for message in messages:
             if at <= message.offset < until:
                 yield message.offset, message
-        at = int(answer.fields["nextBeginOffset"])
+        following = peer.number(answer, "nextBeginOffset")
+        if following <= at:
+            raise peer.unreachable(f"queue {queue} of {topic} goes on at {following} after {at}")
+        at = following
         deadline = time.monotonic() + REQUEST_TIMEOUT_S
 
 
@@ -179,4 +190,4 @@ def _end(peer: Peer, topic: str, queue: int, *, shown: bool) -> int:
     answer = peer.ask(MAX_OFFSET, {"topic": topic, "queueId": queue, "committed": shown})
     if answer.code != OK:
         raise peer.error_of(answer)
-    return int(answer.fields["offset"])
+    return peer.number(answer, "offset")

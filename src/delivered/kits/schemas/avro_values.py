@@ -95,7 +95,7 @@ def _floating(path: str, value: Any, what: str) -> float:
     found = as_double(value)
     if found is not None and what == "float":
         try:
-            (single,) = struct.unpack("f", struct.pack("f", found))
+            (single,) = struct.unpack("<f", struct.pack("<f", found))
         except OverflowError:
             found = None
         else:
@@ -133,4 +133,4 @@ def _where(path: str) -> str:
 
 
 def _wrong(path: str, value: Any, wanted: str) -> Unreadable:
-    return Unreadable(f"{_where(path)} is {type(value).__name__} {str(value)[:40]!r}; it must be {wanted}")
+    return Unreadable(f"{_where(path)} is {type(value).__name__} {value!r:.40}; it must be {wanted}")
