@@ -1,0 +1,228 @@
+"""Runs values through a sink as Spark does, and says of each what became of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from tests.support.catalogue.values import BY_NAME, Kind, canonical
+from tests.support.scans import scanned
+from tests.support.sinks import Rig
+
+from delivered.audit.classes import Counts, Fingerprints, Verdict
+from delivered.audit.reconcile import Seen, reconcile
+from delivered.audit.report import AuditReport
+from delivered.connectors.memory import CONNECTOR as MEMORY
+from delivered.connectors.memory.world import make_world, world
+from delivered.contract.powers import ready_target
+from delivered.contract.schemas import WritesBySchema
+from delivered.contract.sink import Sink
+from delivered.engine.decide import commit_batch
+from delivered.engine.shard import fingerprint_seed, write_shard
+from delivered.group.sinks import Group
+from delivered.model.bad_row import OnBadRow
+from delivered.model.errors import Refused, UsageError
+from delivered.model.fingerprint import Fingerprint, fingerprint, record_hashes
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope
+
+EXACT = "exact"
+BAD_ROW = "refused as bad row"
+AT_START = "refused at start"
+OUTCOMES = (EXACT, BAD_ROW, AT_START)
+_count = itertools.count()
+
+Cells = dict[str, dict[str, str]]
+"""Type -> label of a value -> its outcome; anything else than `OUTCOMES` is a fault, in words."""
+Row = Mapping[str, Any]
+Read = Callable[[pa.Schema], Sequence[Row]]
+"""Rows by the system's own client, as `values.canonical` has values; given the columns that were written."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way into a system.
+
+    Attributes:
+        make: (columns, name of the target, by default a new one) -> a sink on a fresh target, and how to read it.
+        rows: (ids, values of one type) as this path's rows; None: they go into columns of their own, one per type.
+        column: of the values in the rows of `read`; empty: those of their types.
+        named: in the reason of a bad row; empty: the column.
+        guarantee: the strongest one that the path gives.
+    """
+
+    make: Callable[..., tuple[Sink, Read]]
+    rows: Callable[[pa.Array, pa.Array], pa.RecordBatch] | None = None
+    column: str = ""
+    named: str = ""
+    guarantee: Guarantee = Guarantee.EXACTLY_ONCE
+
+
+Place = tuple[Kind, str]
+
+
+class Fault(Exception):
+    """What happened is none of the three outcomes."""
+
+
+def cells(path: Path, kinds: Sequence[Kind]) -> Cells:
+    """The outcome of each value of these types."""
+    found: dict[Place, str] = {}
+    if path.rows is None:
+        rest = [[(kind, label) for kind in kinds for label in kind.values]]
+    else:
+        rest = [[(kind, label) for label in kind.values] for kind in kinds]
+    while rest:
+        part = rest.pop()
+        try:
+            found |= zip(part, _outcomes(path, part), strict=True)
+        except Exception as error:
+            if len(part) == 1:
+                found[part[0]] = shown(error)
+            else:
+                rest += [part[len(part) // 2 :], part[: len(part) // 2]]
+    return {kind.name: {label: found[kind, label] for label in kind.values} for kind in kinds}
+
+
+def name_cells(path: Path, columns: Sequence[Kind], tables: Mapping[str, str]) -> Cells:
+    """The outcome of each name: of a column, and of a target."""
+    found = cells(path, columns)
+    for label, name in tables.items():
+        try:
+            [found[label]["as target"]] = _outcomes(path, [(BY_NAME["long"], "-1")], name)
+        except Exception as error:
+            found[label]["as target"] = shown(error)
+    return found
+
+
+def shown(error: BaseException) -> str:
+    text = str(error) if isinstance(error, Fault) else f"{type(error).__name__}: {error}"
+    return " ".join(text.encode("utf-8", "backslashreplace").decode().split())[:300]
+
+
+def refused_at_start(sink: Sink, schema: pa.Schema, guarantee: Guarantee) -> bool:
+    """As `start()` and the first batch ask, in this order."""
+    try:
+        sink.check_schema(schema)
+        if isinstance(sink, WritesBySchema):
+            sink.check_rows(schema)
+        if any(f.refuses for f in sink.preflight(guarantee)):
+            return True
+        ready_target(sink, schema)
+    except (UsageError, Refused):
+        return True
+    return False
+
+
+def _outcomes(path: Path, places: Sequence[Place], *target: str) -> list[str]:
+    ids = pa.array(range(len(places)), pa.int64())
+    batch = _in_columns(places, ids) if path.rows is None else path.rows(ids, _values(places))
+    try:
+        sink, read = path.make(batch.schema, *target)
+    except UsageError:
+        return _apart(path, places)
+    if refused_at_start(sink, batch.schema, path.guarantee):
+        return _apart(path, places)
+    try:
+        settled = sink.settled(batch.schema) if isinstance(sink, WritesBySchema) else sink
+    except UsageError:
+        return _apart(path, places)
+    name = f"letters{next(_count)}"
+    make_world(name)
+    letters = MEMORY.sink({"world": name, "commit": "two_phase"})
+    group = Group.of([("sink", settled, None)], OnBadRow.DEAD_LETTER, ("letters", letters))
+    rig = Rig(group)  # type: ignore[arg-type]
+    try:
+        rig.schema = batch.schema
+        context = rig.context(guarantee=path.guarantee)
+        plan = rig.plan(context, 0)
+    except (UsageError, Refused):
+        return _apart(path, places)
+    message = write_shard(group, plan, 0, 0, iter([batch]), batch.schema)
+    decision = commit_batch(context, 0, "{}", [message])
+    assert decision is not None
+    total = sum((p.fingerprint for p in decision.participants if p.sink == "sink"), Fingerprint())
+    rejected = _rejected(name)
+    there = {row["id"]: row for row in read(batch.schema)}
+    outcomes = []
+    for i, (kind, label) in enumerate(places):
+        column = path.column or kind.column
+        sent = canonical(kind.values[label])[0]
+        if i in rejected:
+            known = i not in there and (path.named or column) in rejected[i]
+            outcomes.append(BAD_ROW if known else f"refused because of {rejected[i]!r:.100}, there: {i in there}")
+        elif i not in there:
+            outcomes.append("lost")
+        else:
+            seen = there[i][column]
+            outcomes.append(EXACT if same(seen, sent) else f"{seen!r:.100} instead of {sent!r:.100}")
+    if all(o in OUTCOMES for o in outcomes):
+        kept = batch.filter(pa.array([i not in rejected for i in range(len(places))]))
+        audited(settled, Scope(rig.pipeline, "sink", "i0"), kept, total, path.guarantee)
+    return outcomes
+
+
+def _apart(path: Path, places: Sequence[Place]) -> list[str]:
+    """The outcomes of values whose types are refused at the start together: of those that are taken, and the others."""
+    kinds = list(dict.fromkeys(kind for kind, _ in places))
+    if len(kinds) == 1:
+        return [AT_START] * len(places)
+    taken = [kind for kind in kinds if _outcomes(path, [(kind, "null")]) != [AT_START]]
+    if len(taken) == len(kinds):
+        raise Fault("each type is taken alone, and they are refused together")
+    part = [p for p in places if p[0] in taken]
+    found = dict(zip(part, _outcomes(path, part), strict=True)) if part else {}
+    return [found.get(p, AT_START) for p in places]
+
+
+def _values(places: Sequence[Place]) -> pa.Array:
+    return pa.concat_arrays([kind.values[label] for kind, label in places])
+
+
+def _in_columns(places: Sequence[Place], ids: pa.Array) -> pa.RecordBatch:
+    """A row for each value, in the column of its type; the others are null."""
+    columns, names, first = [ids], ["id"], 0
+    for kind, part in itertools.groupby(places, key=lambda p: p[0]):
+        values = _values(list(part))
+        after = len(places) - first - len(values)
+        columns.append(pa.concat_arrays([pa.nulls(first, kind.arrow), values, pa.nulls(after, kind.arrow)]))
+        names.append(kind.column)
+        first += len(values)
+    return pa.RecordBatch.from_arrays(columns, names=names)
+
+
+def same(found: Any, sent: Any) -> bool:
+    """Null columns of structs aside, type by type: True is not 1."""
+    return type(found) is type(sent) and found == sent
+
+
+def _rejected(name: str) -> dict[int, str]:
+    """Row -> why it is a dead letter."""
+    letters = [json.loads(v) for _, batch in world(name).visible for v in batch.column("value").to_pylist()]
+    return {letter["row"]: letter["reason"] for letter in letters}
+
+
+def audited(sink: Sink, scope: Scope, sent: pa.RecordBatch, ledger: Fingerprint, guarantee: Guarantee) -> None:
+    """Compare what was sent with what a scan finds, record by record. Raises Fault: the verdict is not `held`."""
+    seed = fingerprint_seed(scope)
+    handed = sink.records(sent)
+    names = handed.schema.names
+    back = list(scanned(sink))
+    hashes = [int(h) for b in back for h in record_hashes(b, seed, names)]
+    counts = sum(
+        reconcile(
+            [Seen(int(h), int(h)) for h in (record_hashes(handed, seed) if sent.num_rows else np.array([]))],
+            [Seen(h, h) for h in hashes],
+        ).values(),
+        Counts(),
+    )
+    found = sum((fingerprint(b, seed, names) for b in back), Fingerprint())
+    prints = Fingerprints(fingerprint(handed, seed), ledger, Fingerprint(), found)
+    report = AuditReport(scope.pipeline, scope.sink, guarantee, counts=counts, fingerprints=prints, own="true")
+    if report.verdict is not Verdict.HELD or prints.sent != prints.delivered or prints.ledger != prints.delivered:
+        raise Fault(f"the audit says {report.verdict}: {report.breaches} {counts}")
