@@ -243,6 +243,8 @@ def absolute(path: str) -> str:
 def _path(text: str) -> str:
     if not text.removeprefix("file://").strip():
         raise Unfit("is empty")
+    if "\0" in text:  # Arrow ends the process at one
+        raise Unfit(f"is {text!r}, and no path has a zero byte")
     return absolute(text)
 
 

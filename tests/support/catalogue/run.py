@@ -54,6 +54,7 @@ class Path:
         column: of the values in the rows of `read`; empty: those of their types.
         named: in the reason of a bad row; empty: the column.
         guarantee: the strongest one that the path gives.
+        nothing: what null becomes, by the system's documentation.
     """
 
     make: Callable[..., tuple[Sink, Read]]
@@ -61,6 +62,7 @@ class Path:
     column: str = ""
     named: str = ""
     guarantee: Guarantee = Guarantee.EXACTLY_ONCE
+    nothing: Any = None
 
 
 Place = tuple[Kind, str]
@@ -160,11 +162,21 @@ def _outcomes(path: Path, places: Sequence[Place], *target: str) -> list[str]:
             outcomes.append("lost")
         else:
             seen = there[i][column]
+            sent = path.nothing if sent is None else sent
             outcomes.append(EXACT if same(seen, sent) else f"{seen!r:.100} instead of {sent!r:.100}")
-    if all(o in OUTCOMES for o in outcomes):
+    if all(o in OUTCOMES for o in outcomes) and _can_be_read_back(settled):
         kept = batch.filter(pa.array([i not in rejected for i in range(len(places))]))
         audited(settled, Scope(rig.pipeline, "sink", "i0"), kept, total, path.guarantee)
     return outcomes
+
+
+def _can_be_read_back(sink: Sink) -> bool:
+    """What a queue holds cannot."""
+    try:
+        sink.scan()
+    except Refused:
+        return False
+    return True
 
 
 def _apart(path: Path, places: Sequence[Place]) -> list[str]:

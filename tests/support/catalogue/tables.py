@@ -202,7 +202,7 @@ def iceberg(request: pytest.FixtureRequest, **options: str) -> Path:
             catalog = SqlCatalog(
                 "default", uri=f"sqlite:///{folder}/lake/catalog.db", warehouse=f"file://{folder}/lake"
             )
-            return rows_of(catalog.load_table(("shop", table)).scan().to_arrow())
+            return rows_of(catalog.load_table(f"shop.{table}").scan().to_arrow())
 
         return ICEBERG.sink({"warehouse": str(folder / "lake"), "table": f"shop.{table}", **options}), read
 
@@ -217,7 +217,7 @@ def files(request: pytest.FixtureRequest, kind: str) -> Path:
         path = folder / f"f{next(_names)}" / ("f" if name is None else name)
 
         def read(schema: pa.Schema) -> list[Row]:
-            return [row for file in path.glob(f"batch=*/*.{kind}") for row in parse(file, schema)]
+            return [row for file in path.glob(f"batch=*/[!_]*.{kind}") for row in parse(file, schema)]
 
         return FILES.sink({"path": str(path), "fileFormat": kind}), read
 

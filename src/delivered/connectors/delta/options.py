@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from delivered.kits.options import PATH, sink_name
 from delivered.kits.table.options import FileTableOptions, compression_option
-from delivered.model.errors import Refused
+from delivered.model.errors import Refused, UsageError
 from delivered.model.options import OptionType, Unfit, option, prefixed, resolve_secrets
 
+_NO_PATH = re.compile(r"[\\\x00-\x1f\x7f]")
 _UNSAFE = {
     "aws_s3_allow_unsafe_rename": "true",
     "allow_unsafe_rename": "true",
@@ -46,7 +48,15 @@ class DeltaOptions(FileTableOptions, owner="delivered_delta sink"):
     storage: Mapping[str, str] = prefixed("storage.")
 
     def check(self, owner: str) -> None:
-        """Raise Refused for a storage option that disables the protection against concurrent drivers."""
+        """Raise UsageError for a path that Delta's client cannot open, and Refused for a storage option that disables
+        the protection against concurrent drivers."""
+        if _NO_PATH.search(self.path):
+            raise UsageError(
+                "OPTION_VALUE",
+                f"{owner}: option 'path' is {self.path!r}; Delta's client opens no path with a backslash or a control "
+                "character.",
+                next_step="choose another folder",
+            )
         for key, unsafe in _UNSAFE.items():
             if self.storage.get(key, "").lower() == unsafe:
                 raise Refused(

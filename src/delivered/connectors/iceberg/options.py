@@ -19,6 +19,8 @@ DATABASE = "catalog.db"
 _PART = re.compile(r"(?:(?P<word>[A-Za-z]+)\(\s*(?:(?P<number>\d+)\s*,\s*)?)?(?P<column>[^(),\s]+)\s*\)?")
 _TRANSFORMS = {"years": "year", "months": "month", "days": "day", "hours": "hour"}
 _COUNTED = {"bucket", "truncate"}
+_NO_FOLDER = re.compile(r"[#?/\\\x00-\x1f\x7f]")
+_FOLDER_BYTES_MAX = 250
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,9 @@ class Part:
 
 
 def _identifier(text: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split("."))
-    if len(names) < 2 or not all(names):
-        raise Unfit(f"is {text!r}; it must be a table with its namespace")
+    names = tuple(text.split("."))
+    if len(names) < 2 or any(not n.strip() or n != n.strip() for n in names):
+        raise Unfit(f"is {text!r}; it must be a table with its namespace, without blanks around a name")
     return names
 
 
@@ -147,6 +149,17 @@ class IcebergOptions(FileTableOptions, owner="delivered_iceberg sink"):
         example="days(at)",
     )
     compression: str = compression_option("zstd", "snappy")
+
+    def check(self, owner: str) -> None:
+        """Raise UsageError for a name that the embedded catalog cannot make a folder of: it is part of a URI."""
+        wrong = [n for n in self.identifier if _NO_FOLDER.search(n) or len(n.encode()) > _FOLDER_BYTES_MAX]
+        if wrong and self.warehouse is not None:
+            raise UsageError(
+                "OPTION_VALUE",
+                f"{owner}: option 'table' is {self.table!r}; in a local warehouse the name {wrong[0]!r} is a folder, "
+                f"which has at most {_FOLDER_BYTES_MAX} bytes, and none of # ? / \\ or a control character.",
+                next_step="choose another name",
+            )
 
     @property
     def namespace(self) -> tuple[str, ...]:

@@ -1,0 +1,146 @@
+"""Paths into queues and topics, each part of a message, read by their own clients."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path as Folder
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.support.catalogue.run import Path, Read, Row
+
+from delivered.contract.sink import Sink
+from delivered.model.guarantee import Guarantee
+from delivered.pipeline.registry import find_sink
+
+_names = itertools.count()
+_GENERATED = re.compile(r"p\d+\.sink\.")
+Seen = list[tuple[str | None, str | bytes | None, bytes]]
+"""(message id, key, body) of each message."""
+
+
+def _path(
+    column: str, make: Callable[[], tuple[dict[str, str], str, Callable[[], Seen]]], nothing: bytes | None = None
+) -> Path:
+    """
+    Args:
+        column: value, key or message_id; another one has the number of the row.
+        make: options of a sink on a fresh target, its system, and what takes the messages from there.
+        nothing: what null becomes.
+    """
+
+    def sink(_: pa.Schema) -> tuple[Sink, Read]:
+        options, system, take = make()
+
+        def read(_: pa.Schema) -> list[Row]:
+            rows = []
+            for message_id, key, body in take():
+                parts = {"message_id": message_id, "key": key, "value": body}
+                seen = None if column == "message_id" and _GENERATED.match(str(message_id)) else parts[column]
+                number = body if column != "value" else str(message_id)
+                rows.append({"id": int(number), column: seen.encode() if isinstance(seen, str) else seen})
+            return rows
+
+        return find_sink(system, options), read
+
+    def rows(ids: pa.Array, values: pa.Array) -> pa.RecordBatch:
+        texts = ids.cast(pa.string())
+        number = "message_id" if column == "value" else "value"
+        return pa.RecordBatch.from_arrays([values, texts], names=[column, number])
+
+    return Path(sink, rows, column, guarantee=Guarantee.AT_LEAST_ONCE, nothing=nothing)
+
+
+def rabbitmq(request: pytest.FixtureRequest, column: str) -> Path:
+    server: Any = request.getfixturevalue("rabbitmq")
+    folder: Folder = request.getfixturevalue("tmp_path")
+
+    def make() -> tuple[dict[str, str], str, Callable[[], Seen]]:
+        queue = server.queue("classic")
+        connection = server.connect()
+        channel = connection.channel()
+        channel.exchange_declare(f"x{queue}", "fanout")
+        channel.queue_bind(queue, f"x{queue}")
+
+        def take() -> Seen:
+            found: Seen = []
+            while (got := channel.basic_get(queue, auto_ack=True))[0] is not None:
+                found.append((got[1].message_id, got[0].routing_key, got[2]))
+            connection.close()
+            return found
+
+        route = {} if column == "key" else {"routingKey": queue}
+        options = {"url": server.url, "exchange": f"x{queue}", "ledger": str(folder / f"{next(_names)}.db"), **route}
+        return options, "rabbitmq", take
+
+    return _path(column, make, b"" if column != "message_id" else None)
+
+
+def activemq(request: pytest.FixtureRequest, column: str) -> Path:
+    server: Any = request.getfixturevalue("activemq")
+    folder: Folder = request.getfixturevalue("tmp_path")
+
+    def make() -> tuple[dict[str, str], str, Callable[[], Seen]]:
+        queue = server.queue()
+
+        def take() -> Seen:
+            count, found = server.kept(queue), []
+            connection, frames = server.connect()
+            connection.subscribe(queue, "s", headers={"subscription-type": "ANYCAST"})
+            while len(found) < count:
+                kind, frame = frames.get(timeout=120)
+                assert kind == "message", frame
+                found.append((frame.headers.get("myid"), frame.headers.get("mykey"), frame.body))
+            connection.disconnect()
+            return found
+
+        options = {"url": server.url, "queue": queue, "ledger": str(folder / f"{next(_names)}.db")}
+        return {**options, "idHeader": "myid", "keyHeader": "mykey"}, "activemq", take
+
+    return _path(column, make, b"" if column == "value" else None)
+
+
+def pulsar(request: pytest.FixtureRequest, column: str) -> Path:
+    server: Any = request.getfixturevalue("pulsar")
+    folder: Folder = request.getfixturevalue("tmp_path")
+
+    def make() -> tuple[dict[str, str], str, Callable[[], Seen]]:
+        import pulsar as library
+
+        topic = server.topic()
+
+        def take() -> Seen:
+            reader = server.client().create_reader(topic, library.MessageId.earliest)
+            found: Seen = []
+            while reader.has_message_available():
+                message = reader.read_next(60_000)
+                key = message.partition_key() if message.has_partition_key() else None
+                found.append((message.properties().get("delivered.id"), key, message.data()))
+            reader.close()
+            return found
+
+        return {**server.options, "topic": topic, "ledger": str(folder / f"{next(_names)}.db")}, "pulsar", take
+
+    return _path(column, make)
+
+
+def rocketmq(request: pytest.FixtureRequest, column: str) -> Path:
+    server: Any = request.getfixturevalue("rocketmq")
+    folder: Folder = request.getfixturevalue("tmp_path")
+
+    def make() -> tuple[dict[str, str], str, Callable[[], Seen]]:
+        topic, group = server.topic(), server.group()
+
+        def take() -> Seen:
+            found = []
+            for message in server.rest(topic, group):
+                keys = list(message.keys)
+                found.append((keys[0], keys[1] if len(keys) > 1 else None, bytes(message.body)))
+            return found
+
+        return {"endpoints": server.url, "topic": topic, "ledger": str(folder / f"{next(_names)}.db")}, "rocketmq", take
+
+    return _path(column, make)
