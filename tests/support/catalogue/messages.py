@@ -18,7 +18,7 @@ from delivered.pipeline.registry import find_sink
 
 _names = itertools.count()
 _GENERATED = re.compile(r"p\d+\.sink\.")
-Seen = list[tuple[str | None, str | bytes | None, bytes]]
+Seen = list[tuple[str | None, str | bytes | None, bytes | None]]
 """(message id, key, body) of each message."""
 
 
@@ -117,14 +117,14 @@ def pulsar(request: pytest.FixtureRequest, column: str) -> Path:
             found: Seen = []
             while reader.has_message_available():
                 message = reader.read_next(60_000)
-                key = message.partition_key() if message.has_partition_key() else None
-                found.append((message.properties().get("delivered.id"), key, message.data()))
+                body = None if message.has_null_value() else message.data()
+                found.append((message.properties().get("delivered.id"), message.partition_key(), body))
             reader.close()
             return found
 
         return {**server.options, "topic": topic, "ledger": str(folder / f"{next(_names)}.db")}, "pulsar", take
 
-    return _path(column, make)
+    return _path(column, make, b"" if column == "key" else None)
 
 
 def rocketmq(request: pytest.FixtureRequest, column: str) -> Path:

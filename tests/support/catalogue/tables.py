@@ -60,8 +60,7 @@ def _postgres_expression(name: str, kind: pa.DataType) -> str:
     if _t.is_date32(kind):
         return f"CASE WHEN isfinite({column}) THEN ({column} - date '1970-01-01')::text ELSE {column}::text END"
     if _t.is_timestamp(kind):
-        micros = f"(extract(epoch FROM {column}) * 1000000)::text"
-        return f"CASE WHEN isfinite({column}) THEN {micros} ELSE {column}::text END"
+        return f"timestamp{'' if kind.tz is None else 'tz'}_send({column})"
     return f"(extract(epoch FROM {column}) * 1000000)::text" if _t.is_time(kind) else column
 
 
@@ -70,9 +69,16 @@ def _of_postgres(value: Any, kind: pa.DataType) -> Any:
         return number(struct.unpack(">f" if _t.is_float32(kind) else ">d", value)[0])
     if _t.is_decimal(kind):
         return Decimal(value).normalize()
+    if _t.is_timestamp(kind):
+        (since,) = struct.unpack(">q", value)
+        return since + _EPOCH_2000 if -(2**63) < since < 2**63 - 1 else "infinity"
     if _t.is_temporal(kind):
         return int(Decimal(value)) if "infinity" not in value else value
     return value
+
+
+_EPOCH_2000 = 946_684_800_000_000
+"""Microseconds from 1970 to PostgreSQL's epoch."""
 
 
 def postgres(request: pytest.FixtureRequest, server: str = "postgres", **options: str) -> Path:
