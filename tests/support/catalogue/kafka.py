@@ -54,7 +54,7 @@ def part(request: pytest.FixtureRequest, column: str, client: str = "arrow") -> 
 
         return find_sink("kafka", {"kafka.bootstrap.servers": kafka.bootstrap, "topic": topic, "client": client}), read
 
-    place = "headers" if column in ("header", "name") else column
+    place = "header" if column in ("header", "name") else column
 
     def rows(ids: pa.Array, values: pa.Array) -> pa.RecordBatch:
         texts = ids.cast(pa.string())

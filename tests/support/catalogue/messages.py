@@ -137,8 +137,9 @@ def rocketmq(request: pytest.FixtureRequest, column: str) -> Path:
         def take() -> Seen:
             found = []
             for message in server.rest(topic, group):
-                keys = list(message.keys)
-                found.append((keys[0], keys[1] if len(keys) > 1 else None, bytes(message.body)))
+                message_id = message.properties.get("delivered.id")
+                keys = [k for k in message.keys if k != message_id]
+                found.append((message_id, keys[0] if keys else None, bytes(message.body)))
             return found
 
         return {"endpoints": server.url, "topic": topic, "ledger": str(folder / f"{next(_names)}.db")}, "rocketmq", take

@@ -78,12 +78,13 @@ class ActivemqWriter(SendingWriter[ActivemqSinkOptions, Message]):
 
     def _messages(self, rows: pa.RecordBatch) -> list[Message]:
         options = self._options
-        columns = (column(rows, "value", pa.binary()), column(rows, "message_id"), column(rows, "key"))
+        binary = pa.binary()
+        columns = (column(rows, "value", binary), column(rows, "message_id", binary), column(rows, "key", binary))
         kind = {} if "::" in options.queue else {"destination-type": "ANYCAST"}
         messages = []
         for value, chosen, key in zip(*columns, strict=True):
             own = self._next_id()
-            message_id = own if chosen is None else chosen
+            message_id = own if chosen is None else text(chosen, "column 'message_id'")
             check_lengths("activemq", key=key, message_id=message_id, value=value)
             check_header(key=key, message_id=message_id)
             headers = {**kind, "persistent": "true", options.id_header: message_id}

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 from delivered.connectors.kafka.sink_options import OWNER, TOPIC_LENGTH_MAX, is_internal, is_topic
 from delivered.kits.queue.columns import ID
 from delivered.model.errors import BadRecord, UsageError
-from delivered.model.ranges import EVERYTHING, check, unstorable
+from delivered.model.ranges import EVERYTHING, Range, check, unstorable
 from delivered.source.columns import COLUMNS, HEADER, HEADERS
 
 KNOWN = ("key", "value", "headers", "topic", "partition", "message_id")
@@ -151,8 +151,9 @@ def _unnamed(array: pa.Array) -> pa.Array | None:
 
 def _not_utf8(batch: pa.RecordBatch, name: str) -> pa.Array | None:
     """Reasons of rows with a text that is not UTF-8, in a column that need not be there. Values may hold any bytes, but
-    of a header with such a name, librdkafka's consumers crash."""
-    return unstorable(EVERYTHING, batch.select([name])) if name in batch.schema.names else None
+    of a header with such a name, librdkafka's consumers crash; they cut a name at a zero byte."""
+    limits = Range(zero_byte=False) if name == "headers" else EVERYTHING
+    return unstorable(limits, batch.select([name])) if name in batch.schema.names else None
 
 
 def _utf8(column: pa.Array) -> pa.Array:

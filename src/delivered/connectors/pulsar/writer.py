@@ -235,13 +235,13 @@ class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
             column(rows, "key", pa.binary()),
             column(rows, "headers"),
             _event_times(rows),
-            column(rows, "message_id"),
+            column(rows, "message_id", pa.binary()),
         )
         messages = []
         for value, key, pairs, time, given in zip(*columns, strict=True):
             properties = {h["key"]: text(h["value"] or b"", "column 'headers'") for h in pairs} if pairs else {}
             own = self._next_id()
-            properties[ID] = own if given is None else given
+            properties[ID] = own if given is None else text(given, "column 'message_id'")
             self._check_size(value, key, properties)
             messages.append(
                 {

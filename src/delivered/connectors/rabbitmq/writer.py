@@ -188,11 +188,14 @@ class RabbitmqWriter(SendingWriter[RabbitmqSinkOptions, Message]):
     def _messages(self, rows: pa.RecordBatch) -> list[Message]:
         make = pika().BasicProperties
         fixed = self._options.routing_key
-        keys = column(rows, "key") if fixed is None else [fixed] * rows.num_rows
+        binary = pa.binary()
+        keys = column(rows, "key", binary) if fixed is None else [fixed] * rows.num_rows
         messages = []
-        for key, value, given in zip(keys, column(rows, "value", pa.binary()), column(rows, "message_id"), strict=True):
+        for key, value, given in zip(
+            keys, column(rows, "value", binary), column(rows, "message_id", binary), strict=True
+        ):
             own = self._next_id()
-            message_id = own if given is None else given
+            message_id = own if given is None else text(given, "column 'message_id'")
             check_lengths("rabbitmq", key=key, message_id=message_id, value=value)
             routing_key = "" if key is None else text(key, "column 'key'")
             messages.append(Message(routing_key, body(value), make(message_id=message_id, delivery_mode=2)))

@@ -8,7 +8,7 @@ from delivered.connectors.rocketmq.half_messages import HalfPublisher, new_name
 from delivered.connectors.rocketmq.options import TRANSACTION, RocketmqSinkOptions
 from delivered.connectors.rocketmq.publish import Message, Publisher
 from delivered.connectors.rocketmq.remoting import Cluster
-from delivered.kits.queue.columns import body, column
+from delivered.kits.queue.columns import body, column, text
 from delivered.kits.queue.writer import SendingWriter
 from delivered.model.errors import BadRecord
 from delivered.model.fingerprint import Fingerprint
@@ -30,12 +30,13 @@ class RocketmqWriter(SendingWriter[RocketmqSinkOptions, Message]):
         return Publisher(self._options)
 
     def _messages(self, rows: pa.RecordBatch) -> list[Message]:
-        columns = [column(rows, name, *([pa.binary()] if name == "value" else [])) for name in NAMES]
+        columns = [column(rows, name, pa.binary()) for name in NAMES]
         times = _milliseconds(rows)
         messages = []
-        for value, given, key, tag, group, at in zip(*columns, times, strict=True):
+        for value, given, key, tagged, grouped, at in zip(*columns, times, strict=True):
             own = self._next_id()
-            message_id = own if given is None else given
+            message_id = own if given is None else text(given, "column 'message_id'")
+            tag, group = text(tagged or b"", "column 'tag'"), text(grouped or b"", "column 'message_group'")
             check_lengths("rocketmq", key=key, message_id=message_id, tag=tag, message_group=group, value=value)
             # RocketMQ joins keys with spaces.
             keys = (message_id,) if len(message_id.split()) == 1 else ()
@@ -59,14 +60,14 @@ class RocketmqWriter(SendingWriter[RocketmqSinkOptions, Message]):
                     "A row has no value in column 'delivery_timestamp', which a DELAY topic needs.",
                     next_step="fill the column, or write to a NORMAL topic",
                 )
-            if self._options.kind == TRANSACTION and any(c in "\x01\x02" for c in f"{message_id}{tag or ''}"):
+            if self._options.kind == TRANSACTION and any(c in "\x01\x02" for c in f"{message_id}{tag}"):
                 raise BadRecord(
                     "MESSAGE_ID",
                     f"A row has {message_id!r} in column 'message_id' and {tag!r} in column 'tag'; RocketMQ's "
                     "remoting protocol cannot encode the characters \\x01 and \\x02.",
                     next_step="remove these characters from the column",
                 )
-            messages.append(Message(message_id, content, keys, tag or "", group or "", at))
+            messages.append(Message(message_id, content, keys, tag, group, at))
         return messages
 
 
