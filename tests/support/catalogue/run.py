@@ -101,7 +101,8 @@ def _together(path: Path, parts: list[list[Place]]) -> list[list[Place]]:
             alone.append(part)
         else:
             (alone if pa.types.is_null(part[0][0].arrow) else others).append(part)
-    return [[place for part in others for place in part], *alone]
+    together = [place for part in others for place in part]
+    return [together, *alone] if together else alone
 
 
 def name_cells(path: Path, columns: Sequence[Kind], tables: Mapping[str, str]) -> Cells:
