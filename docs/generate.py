@@ -18,7 +18,7 @@ from docs import (
     pitfalls,
     recompute,
     support,
-    types,
+    value_types,
     verified,
 )
 
@@ -67,7 +67,7 @@ def pages() -> dict[Path, str]:
         DOCS / "pipeline.schema.json": as_text(),
         DOCS / "pitfalls.md": pitfalls.page(),
         DOCS / "support.md": support.page(),
-        DOCS / "types.md": types.page(),
+        DOCS / "types.md": value_types.page(),
         DOCS / "tutorial.ipynb": notebook.notebook(notebook.PAGE.read_text(encoding="utf-8")),
         DOCS / "verified.md": verified.page(),
     }

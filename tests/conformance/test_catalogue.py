@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from docs import types
+from docs import value_types as types
 from tests.support.catalogue.paths import MESSAGES, PATHS, TABLES
 from tests.support.catalogue.run import OUTCOMES, Cells, cells, name_cells
 from tests.support.catalogue.values import COLUMNS, KINDS, NAMES
@@ -23,7 +23,21 @@ QUICK = (
     "kafka value", "kafka name", "rabbitmq key",
 )  # fmt: skip
 """One path to each encoder. The others share it with one of these."""
-QUICK_NAMES = ("sqlite append", "postgres one_transaction append")
+QUICK_NAMES = ("sqlite append",)
+
+
+NOT_STORED = {
+    "values": {
+        "kafka avro",
+        "kafka protobuf",
+        "kafka json_schema",
+        "rocketmq value",
+        "rocketmq key",
+        "rocketmq message_id",
+    },
+    "names": {name for name in TABLES if name.startswith(("postgres", "mysql"))},
+}
+"""Their outcomes are checked to be one of the three, and not yet kept."""
 
 
 def compare(section: str, path: str, found: Cells) -> None:
@@ -31,7 +45,8 @@ def compare(section: str, path: str, found: Cells) -> None:
     assert not faults, "\n".join(faults)
     if os.environ.get("DELIVERED_CATALOGUE") == "store":
         store(section, path, found)
-    assert types.packed(found) == types.stored()[section][path]
+    if path not in NOT_STORED[section]:
+        assert types.packed(found) == types.stored()[section][path]
 
 
 def store(section: str, path: str, found: Cells) -> None:
@@ -60,7 +75,7 @@ def test_each_name_is_taken_or_refused(request: pytest.FixtureRequest, path: str
 
 def test_the_catalogue_is_complete() -> None:
     stored = types.stored()
-    assert set(stored["values"]) == set(PATHS) == {*TABLES, *MESSAGES}
-    assert set(stored["names"]) == set(TABLES)
+    assert set(stored["values"]) | NOT_STORED["values"] == set(PATHS) == {*TABLES, *MESSAGES}
+    assert set(stored["names"]) | NOT_STORED["names"] == set(TABLES)
     for kinds in stored["values"].values():
         assert list(kinds) == [k.name for k in KINDS]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
-from docs import types
+from docs import value_types as types
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tests.support.catalogue import tables
@@ -83,8 +83,8 @@ def kinds(draw: st.DrawFn) -> list[Kind]:
     return found
 
 
-QUICK = ("sqlite append", "files parquet", "files json", "files csv", "delta append")
-EXAMPLES = 8
+QUICK = ("sqlite append", "files json", "delta append")
+EXAMPLES = 5
 """In `make test`; each is a batch of up to 70 values."""
 
 

@@ -16,6 +16,8 @@ from delivered.connectors.iceberg.types import to_iceberg
 from delivered.connectors.mysql.types import TYPES as MYSQL
 from delivered.connectors.postgres.types import TYPES as POSTGRES
 from delivered.connectors.sqlite.types import TYPES as SQLITE
+from delivered.kits.sql.types import Types
+from delivered.model.errors import UsageError
 
 FILE = Path(__file__).parent / "types.json"
 EXACT, BAD_ROW, AT_START = "exact", "refused as bad row", "refused at start"
@@ -69,16 +71,24 @@ def _declared(types: Mapping[str, Any]) -> list[str]:
     lines = ["| Spark | PostgreSQL | MySQL, MariaDB | SQLite | Delta, Parquet | Iceberg |", "|---|---|---|---|---|---|"]
     for each in types.values():
         kind = _arrow(each["arrow"])
-        iceberg = ICEBERG.canonical(kind)
-        cells = [
-            POSTGRES.declared(POSTGRES.plain(kind)),
-            MYSQL.declared(MYSQL.plain(kind)),
-            SQLITE.declared(SQLITE.plain(kind)),
-            DELTA.declared(kind),
-            None if iceberg is None else str(to_iceberg(pa.schema([("v", iceberg)])).fields[0].field_type),
-        ]
-        lines.append(f"| `{each['spark']}` | " + " | ".join(f"`{c}`" if c else "-" for c in cells) + " |")
+        cells = [_shortened(_declared_by(system, kind)) for system in (POSTGRES, MYSQL, SQLITE, DELTA, ICEBERG)]
+        lines.append(f"| `` {each['spark']} `` | " + " | ".join(f"`{c}`" if c else "-" for c in cells) + " |")
     return [*lines, "", "`-`: refused at the start."]
+
+
+def _declared_by(system: Types, kind: pa.DataType) -> str | None:
+    schema = pa.schema([("v", kind)])
+    try:
+        system.check(schema)
+    except UsageError:
+        return None
+    if system is ICEBERG:
+        return str(to_iceberg(system.canonical_schema(schema)).fields[0].field_type)
+    return system.declared(system.plain(kind))
+
+
+def _shortened(text: str | None) -> str | None:
+    return text if text is None or len(text) < 70 else f"{text[:60]}..."
 
 
 def _arrow(text: str) -> pa.DataType:
@@ -109,13 +119,22 @@ def _sizes(values: Mapping[str, Any]) -> dict[str, int]:
 
 def _kind(kind: str, spark: str, values: Mapping[str, Any]) -> list[str]:
     found = {path: kinds[kind] for path, kinds in values.items() if kind in kinds}
-    lines = [f"### {kind}", "", f"`{spark}`", ""]
+    lines = [f"### {kind}", "", f"`` {spark} ``", ""]
     groups: dict[str, list[str]] = {}
     for path, outcome in found.items():
         groups.setdefault(_outcome(outcome), []).append(path)
     for text, paths in groups.items():
-        lines.append(f"- {text}: {', '.join(paths)}")
+        lines.append(f"- {text}: {', '.join(_systems(paths, list(found)))}")
     return [*lines, ""]
+
+
+def _systems(paths: list[str], every: list[str]) -> list[str]:
+    """A system's name stands for all of its paths."""
+    made = []
+    for system in dict.fromkeys(p.split()[0] for p in paths):
+        its = [p for p in every if p.split()[0] == system]
+        made += [system] if all(p in paths for p in its) else [p for p in its if p in paths]
+    return made
 
 
 def _outcome(found: str | Mapping[str, list[str]]) -> str:
