@@ -31,31 +31,8 @@ class DeltaTypes(TableTypes):
     table = "a Delta table"
     range = RANGES["delta"]
 
-    def check(self, schema: pa.Schema) -> None:
-        super().check(schema)
-        for field in schema:
-            names = _twice(field.type)
-            if names:
-                raise UsageError(
-                    "COLUMNS",
-                    f"Column {field.name!r} has the fields {names}; a Delta table needs names that are unique ignoring "
-                    "case, within structs too.",
-                    next_step="rename the fields in the transform",
-                )
-
 
 TYPES = DeltaTypes()
-
-
-def _twice(kind: pa.DataType) -> list[str]:
-    """Names of a struct, at any depth, that differ in nothing but case; empty: there are none."""
-    if pa.types.is_dictionary(kind):
-        return _twice(kind.value_type)
-    fields = [kind.field(i) for i in range(kind.num_fields)]
-    names = [f.name for f in fields] if pa.types.is_struct(kind) else []
-    if len({n.lower() for n in names}) < len(names):
-        return names
-    return next((found for f in fields if (found := _twice(f.type))), [])
 
 
 def ready(options: DeltaOptions, schema: pa.Schema) -> None:
