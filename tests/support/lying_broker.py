@@ -8,7 +8,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from kafka.protocol.admin.transactions import DescribeProducersResponse, ListTransactionsResponse
+from kafka.protocol.admin.transactions import (
+    DescribeProducersResponse,
+    DescribeTransactionsResponse,
+    ListTransactionsResponse,
+)
 from kafka.protocol.consumer import FetchResponse, ListOffsetsResponse
 from kafka.protocol.metadata import ApiVersionsResponse, FindCoordinatorResponse, MetadataResponse
 from kafka.protocol.producer import InitProducerIdResponse
@@ -40,6 +44,10 @@ def _answers(port: int) -> dict[int, Callable[[int], bytes]]:
     )  # fmt: skip
     open_at = Held.PartitionResponse(partition_index=0, error_code=0, error_message=None, active_producers=[producer])
     state = ListTransactionsResponse.TransactionState(transactional_id="x", producer_id=1, transaction_state="Ongoing")
+    unknown = DescribeTransactionsResponse.TransactionState(
+        error_code=105, transactional_id="y", transaction_state="", transaction_timeout_ms=0,
+        transaction_start_time_ms=0, producer_id=-1, producer_epoch=-1, topics=[],
+    )  # fmt: skip
     return {
         _METADATA: lambda v: _body(metadata(port), v),
         2: lambda v: _body(ListOffsetsResponse(throttle_time_ms=0, topics=[Topic(name="t", partitions=[end])]), v),
@@ -55,6 +63,7 @@ def _answers(port: int) -> dict[int, Callable[[int], bytes]]:
         61: lambda v: _body(
             DescribeProducersResponse(throttle_time_ms=0, topics=[Held(name="t", partitions=[open_at])]), v
         ),
+        65: lambda v: _body(DescribeTransactionsResponse(throttle_time_ms=0, transaction_states=[unknown]), v),
         66: lambda v: _body(
             ListTransactionsResponse(
                 throttle_time_ms=0, error_code=0, unknown_state_filters=[], transaction_states=[state]
@@ -129,7 +138,7 @@ class LyingBroker:
             flexible = False
         else:
             body = self.lie(api, self._answers[api](version))
-            flexible = version >= {_FETCH: 12, _METADATA: 9, 2: 6, 10: 3, 22: 2, 61: 0, 66: 0}[api]
+            flexible = version >= {_FETCH: 12, _METADATA: 9, 2: 6, 10: 3, 22: 2, 61: 0, 65: 0, 66: 0}[api]
         frame = struct.pack(">i", correlation) + (b"\0" if flexible else b"") + body
         return struct.pack(">i", len(frame)) + frame
 

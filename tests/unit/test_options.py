@@ -57,7 +57,15 @@ def test_a_default_means_the_same_as_no_option(made: Made) -> None:
 NOT_TEXTS = {
     # their default is told in words, or what they fill in tells what was given from what was not
     *("maxOffsetsPerTrigger", "maxRecordsPerPartition", "minPartitions", "valueBytesMax", "schemaVersion"),
-    *("startingOffsets", "endingOffsets", "tlsTrustCertsFile", "ledgerTopic", "ledgerReplicationFactor"),
+    *(
+        "startingOffsets",
+        "endingOffsets",
+        "tlsTrustCertsFile",
+        "tlsCertificateFile",
+        "tlsKeyFile",
+        "ledgerTopic",
+        "ledgerReplicationFactor",
+    ),
     *("groupIdPrefix", "kafka.isolation.level", "compression", "includeHeaders"),
 }
 

@@ -85,6 +85,8 @@ def split_url(url: str) -> SplitResult:
         parts = urlsplit(url)
     except ValueError as error:
         raise Unfit(f"is {url.rpartition('@')[2]!r}, which is no URL: {error}") from None
+    if not parts.netloc:
+        raise Unfit(f"is {url!r}, which names no host; a URL is like http://host:8081")
     check_netloc(parts.netloc)
     return parts
 

@@ -241,6 +241,8 @@ def _are_serving(wire: Wire, placed: Mapping[int, tuple[int, int]], deadline: fl
     """
     from kafka.protocol.admin.transactions import DescribeTransactionsRequest
 
+    if set(placed) != set(range(len(placed))):
+        return False  # the broker does not know all partitions
     probes = _probes(len(placed)) if placed else {}
     by_node: dict[int, list[str]] = {}
     for partition, (node, _) in placed.items():

@@ -103,9 +103,9 @@ class Side:
 
 def _url(text: str) -> str:
     for each in text.split(","):
-        parts = split_url(each.strip())
-        if parts.scheme not in ("http", "https"):
+        if not each.strip().lower().startswith(("http://", "https://")):
             raise Unfit(f"is {each.rpartition('@')[2]!r}; it must be like http://localhost:8081")
+        parts = split_url(each.strip())
         if parts.password is not None:
             raise password_in_url("env:REGISTRY_USER_INFO")
     return text
