@@ -72,20 +72,23 @@ class JsonSchema:
             raise Unreadable(f"{f'field {place[1:]!r}' if place else 'the document'}: {str(error.message)[:200]}")
 
     def write(self, value: Any) -> bytes:
-        document = self._without(value, "")
+        document = self._without(value, self.arrow, "")
         self.check(document)
         return json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
 
-    def _without(self, value: Any, path: str) -> Any:
-        """Without the null fields that may be absent but not null."""
+    def _without(self, value: Any, kind: pa.DataType, path: str) -> Any:
+        """Without the null fields that may be absent but not null. A map keeps its keys, whatever the schema says."""
+        if isinstance(value, dict) and pa.types.is_map(kind):
+            return {k: self._without(v, kind.item_type, f"{path}{{}}") for k, v in value.items()}
         if isinstance(value, dict):
+            kinds = {f.name: f.type for f in kind}
             return {
-                k: self._without(v, f"{path}.{k}")
+                k: self._without(v, kinds[k], f"{path}.{k}")
                 for k, v in value.items()
                 if v is not None or f"{path}.{k}" in self._nullable
             }
         if isinstance(value, list):
-            return [self._without(v, f"{path}[]") for v in value]
+            return [self._without(v, kind.value_type, f"{path}[]") for v in value]
         return value
 
 
