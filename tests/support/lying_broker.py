@@ -44,11 +44,12 @@ def _answers(port: int) -> dict[int, Callable[[int], bytes]]:
     )  # fmt: skip
     open_at = Held.PartitionResponse(partition_index=0, error_code=0, error_message=None, active_producers=[producer])
     state = ListTransactionsResponse.TransactionState(transactional_id="x", producer_id=1, transaction_state="Ongoing")
-    unknown = DescribeTransactionsResponse.TransactionState(
-        error_code=105, transactional_id="y", transaction_state="", transaction_timeout_ms=0,
+    described = DescribeTransactionsResponse.TransactionState(
+        error_code=105, transactional_id="x", transaction_state="", transaction_timeout_ms=0,
         transaction_start_time_ms=0, producer_id=-1, producer_epoch=-1, topics=[],
     )  # fmt: skip
     return {
+        65: lambda v: _body(DescribeTransactionsResponse(throttle_time_ms=0, transaction_states=[described]), v),
         _METADATA: lambda v: _body(metadata(port), v),
         2: lambda v: _body(ListOffsetsResponse(throttle_time_ms=0, topics=[Topic(name="t", partitions=[end])]), v),
         10: lambda v: _body(
@@ -63,7 +64,6 @@ def _answers(port: int) -> dict[int, Callable[[int], bytes]]:
         61: lambda v: _body(
             DescribeProducersResponse(throttle_time_ms=0, topics=[Held(name="t", partitions=[open_at])]), v
         ),
-        65: lambda v: _body(DescribeTransactionsResponse(throttle_time_ms=0, transaction_states=[unknown]), v),
         66: lambda v: _body(
             ListTransactionsResponse(
                 throttle_time_ms=0, error_code=0, unknown_state_filters=[], transaction_states=[state]

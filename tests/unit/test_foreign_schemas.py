@@ -113,6 +113,8 @@ def test_a_decimal_of_more_digits_is_rejected_and_never_rounded() -> None:
     fastavro.schemaless_writer(out, fastavro.parse_schema("bytes"), (1234567).to_bytes(4, "big"))
     found, why = decoded(schema, schema, out.getvalue())
     assert found is None and why is not None and "ecimal" in why
+    wider = avro(record({"name": "x", "type": {**DECIMAL, "precision": 10}}), 2)
+    assert decoded(wider, schema, out.getvalue()) == ({"x": Decimal("12345.67")}, None)
 
 
 # -- schemas that cost more than they may ------------------------------------------------------------------------------

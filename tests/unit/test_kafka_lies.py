@@ -17,7 +17,7 @@ from delivered.clients.kafka.fetcher import Fetcher, Response
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.partition_state import open_in
 from delivered.clients.kafka.protocol import Wire
-from delivered.clients.kafka.transactions import listed
+from delivered.clients.kafka.transactions import describe, listed
 from delivered.model.errors import DeliveredError
 from delivered.model.patience import within
 
@@ -39,13 +39,14 @@ def asked(wire: Wire) -> list[Callable[[], object]]:
         lambda: wire.coordinator("x"),
         lambda: open_in(wire, [("t", 0)], {1}, time.monotonic()),
         lambda: listed(wire, lambda name: True, (), time.monotonic()),
+        lambda: describe(wire, "x"),
         lambda: batches_before(wire, {("t", 0): 5}),
     ]
 
 
 def test_the_truth_is_understood(broker: LyingBroker) -> None:
     wire = Wire({"bootstrap.servers": broker.bootstrap})
-    topic, leader, nodes, coordinator, (found, _), names, _ = (ask() for ask in asked(wire))
+    topic, leader, nodes, coordinator, (found, _), names, *_ = (ask() for ask in asked(wire))
     assert (topic.name, leader.node, nodes, coordinator) == ("t", 1, [1], 1)  # type: ignore[attr-defined]
     assert [o.start for o in found] == [3] and names == {"x": "Ongoing"}  # type: ignore[attr-defined]
     wire.close()

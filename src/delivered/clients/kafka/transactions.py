@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from delivered.clients.kafka import protocol
+from delivered.clients.kafka.answers import only
 from delivered.clients.kafka.channel import Pending
 from delivered.clients.kafka.current import FATAL, ask_member
 from delivered.clients.kafka.login import NoAnswer
@@ -241,8 +242,6 @@ def _are_serving(wire: Wire, placed: Mapping[int, tuple[int, int]], deadline: fl
     """
     from kafka.protocol.admin.transactions import DescribeTransactionsRequest
 
-    if set(placed) != set(range(len(placed))):
-        return False  # the broker does not know all partitions
     probes = _probes(len(placed)) if placed else {}
     by_node: dict[int, list[str]] = {}
     for partition, (node, _) in placed.items():
@@ -284,7 +283,9 @@ def _placement(wire: Wire) -> dict[int, tuple[int, int]] | None:
     if found.error_code in (protocol.UNKNOWN_TOPIC_OR_PARTITION, protocol.TOPIC_AUTHORIZATION_FAILED):
         return {}
     placed = {p.partition_index: (p.leader_id, getattr(p, "leader_epoch", -1)) for p in found.partitions}
-    return None if any(leader < 0 for leader, _ in placed.values()) else placed
+    if any(leader < 0 for leader, _ in placed.values()) or sorted(placed) != list(range(len(placed))):
+        return None
+    return placed
 
 
 def describe(wire: Wire, transactional_id: str) -> OpenTransaction | None:
@@ -293,8 +294,9 @@ def describe(wire: Wire, transactional_id: str) -> OpenTransaction | None:
 
     def ask() -> Any:
         request = DescribeTransactionsRequest(transactional_ids=[transactional_id])
-        code_of = lambda found: int(found.transaction_states[0].error_code)  # noqa: E731
-        row = wire.ask_coordinator(transactional_id, request, again=True, code_of=code_of).transaction_states[0]
+        code_of = lambda found: int(only(found.transaction_states, "transactions").error_code)  # noqa: E731
+        answer = wire.ask_coordinator(transactional_id, request, again=True, code_of=code_of)
+        row: Any = only(answer.transaction_states, "transactions")
         if row.error_code in protocol.COORDINATOR_MOVED:
             wire.forget(transactional_id)
             raise NoAnswer(f"{transactional_id}: {name_of(row.error_code)}")
