@@ -225,7 +225,7 @@ def _config(wire: Wire, kind: int, name: str, key: str, node: int | None = None)
         answer = wire.patiently(lambda: wire.ask(request))
     else:
         answer = ask_member(wire, node, request, time.monotonic() + patience_s(answered=True))
-    found = answer.results[0] if answer is not None else None
+    found = next(iter(answer.results), None) if answer is not None else None
     if found is None or found.error_code != protocol.NONE:
         return None
     return next((c.value for c in found.configs if c.name == key), None)
