@@ -164,6 +164,7 @@ def test_pulsar_refuses(pulsar: Pulsar, files: dict[str, str], how: str, given: 
 
 
 PLACES: dict[str, Callable[[dict[str, str]], Any]] = {
+    "activemq": lambda more: find_sink("activemq", {"url": "stomp://h", "queue": "q", "ledger": "/l", **more}),
     "rabbitmq": lambda more: find_sink("rabbitmq", {"url": "amqp://h", "routingKey": "q", "ledger": "/l", **more}),
     "rabbitmq_stream": lambda more: STREAM.source({"url": "amqp://h", "streams": "s", **more}),
     "pulsar": lambda more: PULSAR.source({"url": "pulsar://h", "adminUrl": "http://h", "topics": "t", **more}),
@@ -183,3 +184,17 @@ def test_certificates_that_nothing_would_use_are_refused(system: str) -> None:
     if "rabbitmq" in system:
         with pytest.raises(UsageError, match="ssl_options"):
             STREAM.source({"url": "amqps://h?ssl_options=None", "streams": "s"})
+
+
+@pytest.mark.parametrize(
+    ("system", "url"), [("activemq", "STOMP+SSL://h"), ("rabbitmq", "AMQPS://h"), ("rabbitmq_stream", "Amqps://h")]
+)
+def test_a_scheme_in_capitals_means_tls(system: str, url: str) -> None:
+    assert PLACES[system]({"url": url, "tlsTrustCertsFile": "/ca"}).options.tls
+
+
+def test_a_scheme_of_pulsar_in_capitals_means_what_it_says() -> None:
+    made = PLACES["pulsar"]({"url": "PULSAR+SSL://h", "tlsTrustCertsFile": "/ca"})
+    assert made.options.url == "pulsar+ssl://h"
+    loud = PLACES["pulsar"]({"url": "PULSAR://h", "adminUrl": "HTTP://h", "token": "env:T"})
+    assert loud.options.in_clear

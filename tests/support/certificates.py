@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,14 @@ class Authority:
             )
         )
 
-    def issue(self, name: str) -> Issued:
-        """A certificate of `name`, of localhost and of 127.0.0.1, for servers and clients."""
+    def issue(self, name: str, hosts: Sequence[str] = ()) -> Issued:
+        """A certificate of `name`, for servers and clients; of these hosts instead of localhost and 127.0.0.1."""
         private = ec.generate_private_key(ec.SECP256R1())
-        hosts = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        here = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        names = [x509.DNSName(h) for h in hosts] or here
         made = (
             self._started(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]), private)
-            .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(sign=False), critical=True)
             .sign(self._private, hashes.SHA256())

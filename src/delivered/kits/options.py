@@ -287,7 +287,7 @@ def broker_url(schemes: Sequence[str], example: str, known_password: str | None 
             raise Unfit(f"ends with {url.rpartition('@')[2]!r}; it must be like {example}")
         if parts.password not in (None, known_password):
             raise password_in_url("env:BROKER_PASSWORD")
-        return url
+        return f"{parts.scheme}://{url.partition('://')[2]}"  # in lower case: some decide about TLS by its start
 
     return OptionType(read)
 
@@ -320,7 +320,7 @@ class BrokerOptions(Options):
     @property
     def in_clear(self) -> tuple[str, ...]:
         parts = urlsplit(self.url)
-        if self.password is None or parts.scheme.endswith("s") or is_loopback(parts.hostname):
+        if self.password is None or parts.scheme.endswith(("s", "+ssl")) or is_loopback(parts.hostname):
             return ()
         return (f"{parts.scheme}:// sends the password in clear to {parts.hostname}",)
 

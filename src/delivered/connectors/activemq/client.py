@@ -6,12 +6,15 @@ import contextlib
 import os
 import re
 import socket
+import ssl
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from delivered.connectors.activemq.options import Place
+from delivered.connectors.activemq.tls import TlsSocket
+from delivered.kits.options import TRUSTED, distrusted
 from delivered.model.errors import DeliveredError, MissingExtra, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.options import resolve_secret
@@ -44,7 +47,7 @@ class Session:
     """
 
     def __init__(self, options: Place) -> None:
-        """Raises Unreachable, Refused."""
+        """Raises Unreachable, Refused; UsageError: a certificate was not accepted, or a file of TLS cannot be used."""
         client = stomp()
         self.options = options
         self.changed = threading.Condition()
@@ -54,15 +57,13 @@ class Session:
         self.server = ""
         self._receipts = 0
         self._closing = self._gone = False
+        self._lost = ""
         self.frames = client.Connection12(
-            [(options.host, options.port)],
-            auto_decode=False,
-            heartbeats=(HEARTBEAT_MS, HEARTBEAT_MS),
-            reconnect_attempts_max=1,
-            timeout=CONNECT_TIMEOUT_S,
+            [(options.host, options.port)], auto_decode=False, heartbeats=(HEARTBEAT_MS, HEARTBEAT_MS)
         )
         transport = self.frames.transport
-        transport.receive = lambda: _read(transport)
+        transport.receive = lambda: self._read(transport)
+        transport.attempt_connection = lambda: self._dial(transport)
         self.frames.set_listener("delivered", self)
         password = None if options.password is None else resolve_secret("password", options.password)
         try:
@@ -146,13 +147,49 @@ class Session:
 
     def on_disconnected(self) -> None:
         self._gone = True
-        self._fail(self._unreachable("the connection was lost"))
+        self._fail(self._unreachable(self._lost or "the connection was lost"))
 
     def on_heartbeat_timeout(self) -> None:
         self._fail(self._unreachable("it sent no heart-beat"))
 
     def on_send(self, frame: Any) -> None:
         """Required by the client."""
+
+    def _dial(self, transport: Any) -> None:
+        """Replaces the client's own, which reports no reasons. Raises OSError, UsageError."""
+        options = self.options
+        context = options.tls_context() if options.tls else None
+        raw = socket.create_connection((options.host, options.port), CONNECT_TIMEOUT_S)
+        try:
+            if context is None:
+                raw.settimeout(None)
+                transport.socket = raw
+            else:
+                transport.socket = TlsSocket(raw, context, options.host, CONNECT_TIMEOUT_S)
+        except ssl.SSLCertVerificationError as error:
+            raw.close()
+            trusted = f"those in {options.trusted}" if options.trusted is not None else "the system's trust store"
+            raise distrusted(f"stomp+ssl://{options.place}", error, TRUSTED, trusted) from None
+        except OSError:
+            raw.close()
+            raise
+        transport.current_host_and_port = (options.host, options.port)
+
+    def _read(self, transport: Any) -> bytes:
+        """Replaces the client's own; empty: the connection is closed.
+
+        Returns a line feed by itself, as it may be a heart-beat: the client (9.0) drops a message that follows two of
+        them in one read, and takes NULs in its body for ends of frames.
+        """
+        try:
+            peer = transport.socket
+            found: bytes = peer.recv(1 if peer.recv(1, socket.MSG_PEEK) == b"\n" else _READ_BYTES)
+        except AttributeError:
+            return b""
+        except OSError as error:
+            self._lost = f"the connection was lost: {error}"
+            return b""
+        return found
 
     def _fail(self, error: DeliveredError) -> None:
         with self.changed:
@@ -164,22 +201,9 @@ class Session:
         return Unreachable(
             "ACTIVEMQ_UNREACHABLE",
             f"ActiveMQ at {self.options.place} did not answer, or the connection was lost: {detail}",
-            next_step="check the url, and that the server is running with a STOMP acceptor there",
+            next_step="check the url, and that the server is running with a STOMP acceptor there; stomp:// is for one "
+            "without TLS, stomp+ssl:// for one with it",
         )
-
-
-def _read(transport: Any) -> bytes:
-    """Replaces the client's own; empty: the connection is closed.
-
-    Returns a line feed by itself, as it may be a heart-beat: the client (9.0) drops a message that follows two of them
-    in one read, and takes NULs in its body for ends of frames.
-    """
-    try:
-        peer = transport.socket
-        found: bytes = peer.recv(1 if peer.recv(1, socket.MSG_PEEK) == b"\n" else _READ_BYTES)
-    except (OSError, AttributeError):
-        return b""
-    return found
 
 
 def explained(detail: str, options: Place) -> DeliveredError:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from delivered.kits.options import BrokerOptions, broker_url, external_ledger, message_id_columns, queue_sink_name
+from delivered.kits.tls import TlsOptions
 from delivered.model.options import TEXT_OR_NONE, OptionType, option, whole
 from delivered.source.received import ReceiveOptions
 
@@ -19,18 +20,27 @@ the window of known ids must be larger."""
 EXAMPLE = "stomp://user@host:61613"
 
 
-class Place(BrokerOptions):
+class Place(BrokerOptions, TlsOptions):
     """
     Attributes:
         queue: a queue, or a topic's queue as address::queue.
         key_header: None: messages have no key.
     """
 
-    PORTS: ClassVar[Mapping[str, int]] = {"stomp": 61613}
+    PORTS: ClassVar[Mapping[str, int]] = {"stomp": 61613, "stomp+ssl": 61612}
 
-    url: str = option("url", f"{EXAMPLE}, without a password.", broker_url(tuple(PORTS), EXAMPLE), example=EXAMPLE)
+    url: str = option(
+        "url", f"{EXAMPLE}, or stomp+ssl://, without a password.", broker_url(tuple(PORTS), EXAMPLE), example=EXAMPLE
+    )
     queue: str
     key_header: str | None
+
+    def check(self, owner: str) -> None:
+        self.check_tls(owner, self.tls, "stomp+ssl://host:61612")
+
+    @property
+    def tls(self) -> bool:
+        return self.url.startswith("stomp+ssl://")
 
 
 class ActivemqOptions(Place, owner="delivered_activemq source", more=(ReceiveOptions,)):
