@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.contract.powers import ValidatesRows
+from delivered.contract.powers import TriesRows, ValidatesRows
 from delivered.contract.sink import DEAD_LETTERS, SOURCE_LETTERS, Sink
 from delivered.contract.source import REJECTED
 from delivered.model.bad_row import as_json_text, plain_rows
@@ -20,10 +20,22 @@ _COORDINATES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int6
 
 def validated(sink: Sink, rows: pa.RecordBatch) -> tuple[pa.RecordBatch, pa.Array | None]:
     """The valid rows, and each input row's reason for rejection (null: valid); None if all are valid."""
+    reasons = rejections(sink, rows)
+    return (rows, None) if reasons is None else (rows.filter(pc.is_null(reasons)), reasons)
+
+
+def rejections(sink: Sink, rows: pa.RecordBatch) -> pa.Array | None:
+    """Each row's reason for rejection (null: valid), by the sink, then by its server; None if all are valid."""
     reasons = sink.invalid_rows(rows) if isinstance(sink, ValidatesRows) else None
-    if reasons is None or reasons.null_count == len(reasons):
-        return rows, None
-    return rows.filter(pc.is_null(reasons)), reasons
+    if reasons is not None and reasons.null_count == len(reasons):
+        reasons = None
+    if not isinstance(sink, TriesRows) or rows.num_rows == 0:
+        return reasons
+    valid = rows if reasons is None else rows.filter(pc.is_null(reasons))
+    refused = sink.refused_rows(valid) if valid.num_rows else None
+    if refused is None or reasons is None:
+        return refused
+    return pc.replace_with_mask(reasons.cast(pa.string()), pc.is_null(reasons), refused)
 
 
 def dead_letters(

@@ -29,9 +29,10 @@ import pyarrow as pa
 from pyarrow import fs
 
 from delivered.checkpoint.folder import open_folder, read_record, write_record
-from delivered.contract.powers import CountsLeftOut, KeepsDeadLetters, ValidatesRows, planned
+from delivered.contract.powers import CountsLeftOut, KeepsDeadLetters, planned
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.engine.context import Context
+from delivered.engine.dead_letters import rejections
 from delivered.engine.decide import abort_batch, commit_batch
 from delivered.engine.owner import new_owner
 from delivered.engine.recover import plan_batch
@@ -210,7 +211,7 @@ class Desk:
         """Why the sink would reject each letter again; None: it would not."""
         rows = self._as_rows(letters)
         self._sink.check_schema(rows.schema)
-        found = self._sink.invalid_rows(rows) if isinstance(self._sink, ValidatesRows) else None
+        found = rejections(self._sink, rows)
         return [None] * len(letters) if found is None else list(found.to_pylist())
 
     def _as_rows(self, letters: Sequence[DeadLetter]) -> pa.RecordBatch:

@@ -70,6 +70,11 @@ def is_lost(error: BaseException) -> bool:
     return number_of(error) in _LOST
 
 
+def about_a_row(error: BaseException) -> bool:
+    """Whether the server refused a row, not the statement."""
+    return number_of(error) in _ROW
+
+
 def explained(error: Exception, options: MysqlOptions) -> DeliveredError:
     """Translate an error. The client's messages never contain passwords."""
     number = number_of(error)

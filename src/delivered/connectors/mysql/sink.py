@@ -25,6 +25,7 @@ class MysqlSink(ServerSink):
         committer="committer:MysqlCommitter",
         database="client:MysqlDatabase",
         dialect="store:dialect",
+        refused_rows="trial:refused_rows",
     )
     words = Words(
         load="LOAD DATA",

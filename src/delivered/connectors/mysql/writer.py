@@ -20,6 +20,7 @@ from delivered.kits.sql.names import new_nonce
 from delivered.kits.sql.options import Mechanism
 from delivered.kits.sql.stage import delete
 from delivered.kits.sql.transactions import PreparedRows, mark
+from delivered.kits.sql.trial import long_values
 from delivered.kits.sql.types import check_nulls
 from delivered.model.columns import fitted
 from delivered.model.errors import DeliveredError, InvariantBroken
@@ -51,6 +52,7 @@ class Loading:
         self._options = options
         self._sent = 0
         self.rows = 0
+        self._packet: int | None = None
         if session.execute("SELECT @@local_infile").fetchone()[0]:
             self._form = encode.LOAD
             self._statement = (
@@ -60,17 +62,38 @@ class Loading:
             ).encode()
         else:
             self._form = encode.INSERT
+            self._packet = int(session.execute("SELECT @@max_allowed_packet").fetchone()[0])
             self._statement = f"INSERT INTO {into} ({columns}) VALUES ".encode()
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Args: batch: of plain types, with values that the server can store."""
+        at = 0
         for rows, block in encode.blocks(batch, self._form):
             self.end()
-            if self._form is encode.LOAD:
+            if self._packet is None:
                 self._session.start(self._statement, block)
+                self._sent = rows
             else:
-                self._session.start(self._statement + bytes(block[:-1]))
-            self._sent = rows
+                self._insert(batch.slice(at, rows), block, self._packet)
+            at += rows
+
+    def _insert(self, rows: pa.RecordBatch, block: memoryview, packet: int) -> None:
+        """One statement; more if the server would not accept it."""
+        if len(self._statement) + len(block) < packet:
+            self._session.start(self._statement + bytes(block[:-1]))
+            self._sent = rows.num_rows
+        elif rows.num_rows > 1:
+            half = rows.num_rows // 2
+            for part in (rows.slice(0, half), rows.slice(half)):
+                self.end()
+                ((_, smaller),) = encode.blocks(part, self._form)
+                self._insert(part, smaller, packet)
+        else:
+            raise errors.row_refused(
+                f"{long_values(rows)}as a statement it has {len(self._statement) + len(block)} bytes; the server's "
+                f"max_allowed_packet is {packet}",
+                self._options,
+            )
 
     def end(self) -> None:
         """Wait until the server has loaded what was sent."""

@@ -231,6 +231,13 @@ def explained(error: Exception, options: PostgresOptions) -> DeliveredError:
     return kind(code, f"{where} reported: {text} (SQLSTATE {state}).", next_step.format(table=options.table_text))
 
 
+def about_a_row(error: psycopg.Error) -> str | None:
+    """The server's message, if it refused a row, not the statement. To be asked where no constraint but a domain's
+    applies."""
+    state = error.sqlstate or ""
+    return _message(error) if state.startswith(("22", "54")) or state in ("23502", "23514") else None
+
+
 def _login(text: str, where: str) -> DeliveredError:
     return Unreachable(
         "POSTGRES_LOGIN",
@@ -299,6 +306,7 @@ _BY_STATE: dict[str, tuple[type[DeliveredError], str, str]] = {
 _BY_CLASS: dict[str, tuple[type[DeliveredError], str, str]] = {
     "22": (BadRecord, "ROW_REFUSED", _FILTER),
     "23": (BadRecord, "ROW_REFUSED", _FILTER),
+    "54": (BadRecord, "ROW_REFUSED", _FILTER),
     "42": (UsageError, "STATEMENT_REFUSED", "compare the rows' columns with the table: \\d {table}"),
     "53": (DeliveredError, "SERVER_RESOURCES", "add the missing resources, then start the pipeline again"),
 }

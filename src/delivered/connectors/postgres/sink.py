@@ -25,6 +25,7 @@ class PostgresSink(ServerSink):
         committer="committer:PostgresCommitter",
         database="client:PostgresDatabase",
         dialect="store:dialect",
+        refused_rows="trial:refused_rows",
     )
     words = Words(
         load="COPY",

@@ -13,7 +13,7 @@ from delivered.contract.finding import Finding
 from delivered.contract.powers import KeyMemory
 from delivered.contract.sink import Writer
 from delivered.kits.sink import StoreSink
-from delivered.kits.sql.database import Server
+from delivered.kits.sql.database import Server, give, take
 from delivered.kits.sql.merge import check_columns, without_key
 from delivered.kits.sql.options import Mechanism, ServerOptions, TableOptions
 from delivered.kits.sql.redo import RedoWriter
@@ -198,6 +198,20 @@ class ServerSink(DatabaseSink):
         """A task's writer, which bears an outage of the server."""
         make = partial(self.parts["writer"], self.options, work, guarantee, schema)
         return RedoWriter(self.parts["database"](self.options), guarantee, make)
+
+    def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """See `delivered.contract.powers.TriesRows`."""
+        server: Server[Any] = self.parts["database"](self.options)
+
+        def once() -> pa.Array | None:
+            connection = take(server)
+            try:
+                with server.explaining():
+                    return self.parts["refused_rows"](connection, self.options, batch)
+            finally:
+                give(server, connection)
+
+        return server.waiting(once, kept=True)
 
     def checked_target(self) -> Sequence[str]:
         """See `delivered.contract.powers.ChecksTarget`."""
