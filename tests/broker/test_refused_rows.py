@@ -15,6 +15,7 @@ from tests.support.sinks import Rig
 from tests.support.sweeps import sweep
 
 from delivered.contract.sink import Sink
+from delivered.engine.dead_letters import rejections
 from delivered.group import Group
 from delivered.model.bad_row import OnBadRow
 
@@ -153,6 +154,12 @@ def test_tried_rows_leave_nothing(postgres: Postgres, mysql: Mysql) -> None:
         sink = server.sink(table)
         assert sink.refused_rows(batch("abc", None)) is None
         assert sink.refused_rows(batch("abcd", None)).to_pylist()[1:] == [None]
+        texts = pa.array([b"abcd", b"a", b"\xff"]).view(pa.string())
+        both = pa.record_batch({"id": pa.array([0, 1, 2], pa.int64()), "text": texts})
+
+        found, alone = (pa.array(rejections(sink, b)).to_pylist() for b in (both, both.slice(2)))
+        assert "4 characters" in found[0] and found[1] is None and "not UTF-8" in found[2]
+        assert "not UTF-8" in alone[0]
         assert server.execute(f"SELECT count(*) FROM {table}") == [(0,)]
         tried = "SELECT count(*) FROM information_schema.tables WHERE table_name LIKE 'try\\_%'"
         assert server.execute(tried) == [(0,)]

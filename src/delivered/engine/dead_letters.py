@@ -34,7 +34,7 @@ def rejections(sink: Sink, rows: pa.RecordBatch) -> pa.Array | None:
     valid = rows if reasons is None else rows.filter(pc.is_null(reasons))
     refused = sink.refused_rows(valid) if valid.num_rows else None
     if refused is None or reasons is None:
-        return refused
+        return reasons if refused is None else refused
     return pc.replace_with_mask(reasons.cast(pa.string()), pc.is_null(reasons), refused)
 
 
