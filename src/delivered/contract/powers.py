@@ -95,18 +95,6 @@ class ValidatesRows(Protocol):
 
 
 @runtime_checkable
-class TriesRows(Protocol):
-    """A sink whose target refuses rows for reasons that only its server knows."""
-
-    def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """As `ValidatesRows.invalid_rows`, of rows that are valid; asks the server, and changes nothing there.
-
-        Runs on an executor, only if bad rows do not stop the query. Constraints that depend on other rows are not
-        tried. May be called for rows that are not written.
-        """
-
-
-@runtime_checkable
 class ChecksGuarantee(Protocol):
     def check_guarantee(self, guarantee: Guarantee) -> None:
         """Raise UsageError if an option contradicts the guarantee. Runs on the driver; contacts no server."""

@@ -9,9 +9,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.contract.powers import TriesRows, ValidatesRows
+from delivered.contract.powers import ValidatesRows
 from delivered.contract.sink import DEAD_LETTERS, SOURCE_LETTERS, Sink
 from delivered.contract.source import REJECTED
+from delivered.contract.trial import TriesRows
 from delivered.model.bad_row import as_json_text, plain_rows
 from delivered.model.identity import Scope
 

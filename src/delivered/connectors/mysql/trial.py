@@ -28,7 +28,7 @@ _TIMESTAMPS_US = (1_000_000, (2**31 - 1) * 1_000_000)
 
 
 def refused_rows(session: Session, options: MysqlOptions, batch: pa.RecordBatch) -> pa.Array | None:
-    """See `delivered.contract.powers.TriesRows`. Outside a transaction.
+    """See `delivered.contract.trial.TriesRows`. Outside a transaction.
 
     Loads suspicious rows into an empty temporary table like the target, with its generated columns but without its
     constraints, except MariaDB's on JSON columns.

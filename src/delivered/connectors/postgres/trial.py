@@ -30,7 +30,7 @@ _WIDE = 400
 def refused_rows(
     connection: psycopg.Connection[Any], options: PostgresOptions, batch: pa.RecordBatch
 ) -> pa.Array | None:
-    """See `delivered.contract.powers.TriesRows`. Outside a transaction.
+    """See `delivered.contract.trial.TriesRows`. Outside a transaction.
 
     Loads suspicious rows into an empty table like the target, with its indexes but without its constraints, in a
     transaction that is rolled back: no row of the target is locked, and none of other shards is met.

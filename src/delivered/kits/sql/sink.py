@@ -200,7 +200,7 @@ class ServerSink(DatabaseSink):
         return RedoWriter(self.parts["database"](self.options), guarantee, make)
 
     def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """See `delivered.contract.powers.TriesRows`."""
+        """See `delivered.contract.trial.TriesRows`."""
         server: Server[Any] = self.parts["database"](self.options)
 
         def once() -> pa.Array | None:
