@@ -12,8 +12,9 @@ class TriesRows(Protocol):
     """A sink whose target refuses rows for reasons that only its server knows."""
 
     def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """As `delivered.contract.powers.ValidatesRows.invalid_rows`, of rows that are valid; asks the server, and changes nothing there.
+        """As `delivered.contract.powers.ValidatesRows.invalid_rows`, of rows that are valid; asks the server, and
+        changes nothing there.
 
-        Runs on an executor, only if bad rows do not stop the query. Constraints that depend on other rows are not
-        tried. May be called for rows that are not written.
+        Runs on an executor, only if bad rows do not stop the query. Constraints are not tried. May be called for rows
+        that are not written.
         """
