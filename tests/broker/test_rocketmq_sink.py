@@ -19,7 +19,7 @@ from tests.support.servers import Rocketmq
 
 from delivered.connectors.rocketmq.options import RocketmqOptions
 from delivered.connectors.rocketmq.receiver import RocketmqReceiver
-from delivered.model.errors import OutcomeUnknown, UsageError
+from delivered.model.errors import BadRecord, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.prepared import Promise
@@ -145,9 +145,8 @@ def test_bad_input_is_told_clearly(rocketmq: Rocketmq, tmp_path: Path) -> None:
     assert findings(topic, messageType="delay") == {"TOPIC_TYPE": True}
     assert findings(topic, endpoints="127.0.0.1:9") == {"ROCKETMQ_UNREACHABLE": True}
     task = writer(sink(tmp_path, rocketmq, topic))
-    with pytest.raises(UsageError, match="exceed the max 4194304"):
+    with pytest.raises(BadRecord, match=r"VALUE_TOO_LONG.*'value' has 5000000 bytes.*at most 4194304"):
         task.stage(pa.record_batch({"value": [b"x" * 5_000_000]}))
-        task.prepare(Fingerprint())
     task.abort()
 
 

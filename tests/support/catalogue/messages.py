@@ -137,11 +137,10 @@ def rocketmq(request: pytest.FixtureRequest, column: str) -> Path:
         def take() -> Seen:
             found = []
             for message in server.rest(topic, group):
-                message_id = message.properties.get("delivered.id")
-                keys = [k for k in message.keys if k != message_id]
-                found.append((message_id, keys[0] if keys else None, bytes(message.body)))
+                keys = [k for k in message.keys if k != message.message_id]
+                found.append((message.message_id, keys[0] if keys else None, bytes(message.body)))
             return found
 
         return {"endpoints": server.url, "topic": topic, "ledger": str(folder / f"{next(_names)}.db")}, "rocketmq", take
 
-    return _path(column, make)
+    return _path(column, make, b"" if column == "value" else None)
