@@ -179,6 +179,14 @@ def test_rows_that_do_not_fit_the_table_are_refused_before_the_first(
     assert "'x'" in str(caught.value) or code == "COLUMN_REQUIRED"
 
 
+@pytest.mark.parametrize("name", ["a ", "\U0001f600", "n" * 65, ""])
+def test_names_that_no_table_can_have_are_refused_without_a_server(name: str) -> None:
+    sink = CONNECTOR.sink({"url": "mysql://nowhere.invalid/db", "dbtable": "t"})
+    with pytest.raises(UsageError, match="COLUMN_NAME"):
+        sink.check_schema(pa.schema([(name, pa.int64())]))
+    sink.check_schema(pa.schema([(" a\uffff", pa.int64())]))
+
+
 def test_types_without_a_home_are_refused_without_a_server() -> None:
     sink = CONNECTOR.sink({"url": "mysql://nowhere.invalid/db", "dbtable": "t"})
     for kind in (pa.list_(pa.int32()), pa.struct([("a", pa.int32())]), pa.duration("us"), pa.decimal128(38, 31)):

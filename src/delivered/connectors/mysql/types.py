@@ -26,6 +26,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from delivered.kits.sql.types import ServerTypes
+from delivered.model.errors import UsageError
 from delivered.model.ranges import RANGES
 
 SCALE_MAX = 30
@@ -47,6 +48,15 @@ class MysqlTypes(ServerTypes):
     name_bytes_max = 64
     folds_case = True
     range = RANGES["mysql"]
+
+    def _check_name(self, name: str, seen: dict[str, str]) -> None:
+        super()._check_name(name, seen)
+        if name.endswith(" ") or any(c > "\uffff" for c in name):
+            raise UsageError(
+                "COLUMN_NAME",
+                f"{name!r} is not a valid column name: MySQL allows no blank at its end, no character above U+FFFF.",
+                next_step="rename it: df.withColumnRenamed(...)",
+            )
 
     def declared(self, kind: pa.DataType) -> str | None:
         fitting = self.fitting(kind)

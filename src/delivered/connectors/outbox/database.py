@@ -13,7 +13,7 @@ from delivered.kits.caller import Caller, cause
 from delivered.kits.mysql.tls import tls_of_url
 from delivered.kits.sql.text_forms import pin_postgres
 from delivered.model import patience
-from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
+from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ T = TypeVar("T")
 _CONNECT_TRY_S = 5
 _SQL_MODE = "NO_AUTO_VALUE_ON_ZERO,NO_ENGINE_SUBSTITUTION,STRICT_ALL_TABLES"
 """Whatever the server's: under PAD_CHAR_TO_FULL_LENGTH a value would be read with blanks that nobody wrote."""
+_NOT_UTF8 = "Could not decode to UTF-8"
+"""SQLite's client. SQLite stores any bytes as text, and MariaDB surrogates."""
 _LOST_MYSQL = frozenset({0, 1053, 1158, 1159, 1160, 1161, 1927, 2002, 2003, 2006, 2013, 2014, 2055})
 _LOGIN_MYSQL = frozenset({1044, 1045, 1698})
 _DENIED_MYSQL = frozenset({1142, 1143, 1227})
@@ -105,6 +107,12 @@ def sqlstate(error: BaseException) -> str:
 def explained(error: Exception, options: OutboxOptions) -> DeliveredError | None:
     """Our error for a client's; None: it is not a client's."""
     own = cause(error)
+    if isinstance(own, UnicodeDecodeError) or str(own).startswith(_NOT_UTF8):
+        return BadRecord(
+            "OUTBOX_TEXT",
+            f"{OWNER}: {options.outbox} at {options.system} has a text that is not UTF-8: {own}.",
+            next_step="correct the row, or keep such values in a column of bytes; it was not deleted",
+        )
     library = type(own).__module__.partition(".")[0]
     if library not in ("psycopg", "pymysql", "sqlite3"):
         return None
