@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from tests.support.catalogue.kafka import consumed
 from tests.support.catalogue.run import Path, Read, Row
-from tests.support.catalogue.values import number
+from tests.support.catalogue.values import DIGITS, number
 
 from delivered.contract.sink import Sink
 from delivered.pipeline.registry import find_sink
@@ -110,7 +110,7 @@ def plain(value: Any, kind: pa.DataType) -> Any:
     if _t.is_floating(kind):
         return number(float(value))
     if _t.is_decimal(kind) and isinstance(value, bytes):
-        return Decimal(int.from_bytes(value, "big", signed=True)).scaleb(-kind.scale).normalize()
+        return Decimal(int.from_bytes(value, "big", signed=True)).scaleb(-kind.scale, DIGITS).normalize(DIGITS)
     return value.encode() if isinstance(value, str) else value
 
 

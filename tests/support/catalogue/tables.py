@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from tests.support.catalogue.run import Path, Read, Row
-from tests.support.catalogue.values import canonical, number
+from tests.support.catalogue.values import DIGITS, canonical, number
 
 from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.files import CONNECTOR as FILES
@@ -68,7 +68,7 @@ def _of_postgres(value: Any, kind: pa.DataType) -> Any:
     if _t.is_floating(kind):
         return number(struct.unpack(">f" if _t.is_float32(kind) else ">d", value)[0])
     if _t.is_decimal(kind):
-        return Decimal(value).normalize()
+        return Decimal(value).normalize(DIGITS)
     if _t.is_timestamp(kind):
         (since,) = struct.unpack(">q", value)
         return since + _EPOCH_2000 if -(2**63) < since < 2**63 - 1 else "infinity"
@@ -81,12 +81,23 @@ _EPOCH_2000 = 946_684_800_000_000
 """Microseconds from 1970 to PostgreSQL's epoch."""
 
 
+def postgres_value(connection: Any, table: str, column: str, kind: pa.DataType, row: int) -> Any:
+    """One value; a column that is text in Spark as PostgreSQL writes it."""
+    text = f"CASE WHEN {column} IS NOT NULL THEN convert_to(concat({column}), 'UTF8') END"
+    expression = text if _t.is_string(kind) else _postgres_expression(column, kind)
+    (value,) = connection.execute(f"SELECT {expression} FROM {table} WHERE id = {row}").fetchone()
+    return None if value is None else _of_postgres(value, kind)
+
+
 def postgres(request: pytest.FixtureRequest, server: str = "postgres", **options: str) -> Path:
     given: Any = request.getfixturevalue(server)
 
     def make(_: pa.Schema, name: str | None = None) -> tuple[Sink, Read]:
         table = f"c{next(_names)}" if name is None else name
         quoted = _quoted(table, '"')
+        if name is not None:  # of another path
+            with contextlib.suppress(Exception):
+                given.execute(f"DROP TABLE {quoted}")
 
         def read(schema: pa.Schema) -> list[Row]:
             columns = ", ".join(_postgres_expression(f.name, f.type) for f in schema)
@@ -123,7 +134,7 @@ def _of_mysql(value: Any, kind: pa.DataType) -> Any:
         return bool(value)
     if _t.is_floating(kind):
         return number(float(value))
-    return value.normalize() if _t.is_decimal(kind) else int(value) if _t.is_temporal(kind) else value
+    return value.normalize(DIGITS) if _t.is_decimal(kind) else int(value) if _t.is_temporal(kind) else value
 
 
 def mysql(request: pytest.FixtureRequest, server: str = "mysql", **options: str) -> Path:
@@ -132,6 +143,9 @@ def mysql(request: pytest.FixtureRequest, server: str = "mysql", **options: str)
     def make(_: pa.Schema, name: str | None = None) -> tuple[Sink, Read]:
         table = f"c{next(_names)}" if name is None else name
         quoted = _quoted(table, "`")
+        if name is not None:  # of another path
+            with contextlib.suppress(Exception):
+                given.execute(f"DROP TABLE {quoted}")
 
         def read(schema: pa.Schema) -> list[Row]:
             columns = ", ".join(_mysql_expression(f.name, f.type) for f in schema)
@@ -155,7 +169,7 @@ def _of_sqlite(value: Any, kind: pa.DataType) -> Any:
     if _t.is_floating(kind):
         return number(float(value))
     if _t.is_decimal(kind):
-        return Decimal(value.decode()).normalize()
+        return Decimal(value.decode()).normalize(DIGITS)
     if _t.is_date32(kind):
         return int(np.datetime64(value.decode(), "D").astype(np.int64))
     if _t.is_timestamp(kind):
@@ -262,7 +276,7 @@ def _of_text(value: bytes, kind: pa.DataType) -> Any:
     if _t.is_floating(kind):
         return number(float(text) if _t.is_float64(kind) else float(np.float32(text)))
     if _t.is_decimal(kind):
-        return Decimal(text).normalize()
+        return Decimal(text).normalize(DIGITS)
     if _t.is_date32(kind):
         return int(np.datetime64(text, "D").astype(np.int64))
     return int(np.datetime64(text.removesuffix("Z").replace(" ", "T"), "us").astype(np.int64))

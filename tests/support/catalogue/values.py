@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Context, Decimal
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +16,8 @@ import pyarrow as pa
 _DAY = 86_400_000_000
 _YEAR_1, _YEAR_9999 = -719_162, 2_932_896
 """Days from 1970-01-01 to 0001-01-01 and 9999-12-31."""
+DIGITS = Context(prec=1_100)
+"""Python rounds to 28 digits by default."""
 _MIN, _MAX = -(2**63), 2**63 - 1
 
 
@@ -308,7 +310,7 @@ def canonical(values: pa.Array) -> list[Any]:
     if t.is_floating(kind):
         return [number(v) for v in values.to_pylist()]
     if t.is_decimal(kind):
-        return [None if v is None else v.normalize() for v in values.to_pylist()]
+        return [None if v is None else v.normalize(DIGITS) for v in values.to_pylist()]
     if t.is_map(kind) or t.is_list(kind) or t.is_large_list(kind):
         return [None if not v.is_valid else _entries(v.values, kind) for v in values]
     if t.is_struct(kind):
