@@ -21,7 +21,8 @@ from delivered.model.errors import UsageError
 
 FILE = Path(__file__).parent / "types.json"
 EXACT, BAD_ROW, AT_START = "exact", "refused as bad row", "refused at start"
-_SHOWN = {EXACT: "exact", BAD_ROW: "bad row", AT_START: "no"}
+NO_VALUE = "no such value"
+_SHOWN = {EXACT: "exact", BAD_ROW: "bad row", AT_START: "no", NO_VALUE: "not in the system"}
 
 Cells = Mapping[str, Mapping[str, str]]
 """Type or name -> label of a value -> its outcome."""
@@ -48,6 +49,9 @@ def page() -> str:
     lines += ["## Values", "", *_counts(data["values"]), ""]
     for kind, spark in data["types"].items():
         lines += _kind(kind, spark["spark"], data["values"])
+    lines += ["## Sources", "", *_SOURCES, "", *_source_counts(data), ""]
+    for path, kinds in data["sources"].items():
+        lines += _source(path, kinds)
     lines += ["## Names", "", *_names(data["names"], data["spelled"]), ""]
     return "\n".join(lines)
 
@@ -65,6 +69,33 @@ _INTRODUCTION = [
     "the text `NaN`; decimals, dates and timestamps as text; times and intervals as numbers of microseconds. A queue's",
     "message has no null: its body is then empty, as is RabbitMQ's routing key; without a message id it gets one.",
 ]
+
+_SOURCES = [
+    "Each value is written by the system's own client, read by the source, and compared with what that client reads",
+    "(`tests/conformance/test_catalogue_sources.py`): *exact*; *bad row*: the record is refused by name, and a",
+    "receiver with `badMessages: quarantine` keeps its bytes; *not in the system*: its own client cannot write the",
+    "value, or reads another one.",
+]
+
+
+def _source_counts(data: Mapping[str, Any]) -> list[str]:
+    lines = ["| path | exact | bad row | no | not in the system |", "|---|---:|---:|---:|---:|"]
+    for path, kinds in data["sources"].items():
+        count: Counter[str] = Counter()
+        for kind, found in kinds.items():
+            if isinstance(found, str):
+                count[found] += data["source labels"][path][kind]
+            else:
+                count.update({o: len(labels) for o, labels in found.items()})
+        lines.append(f"| {path} | " + " | ".join(str(count[o]) for o in _SHOWN) + " |")
+    return lines
+
+
+def _source(path: str, kinds: Mapping[str, Any]) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for kind, found in kinds.items():
+        groups.setdefault(_outcome(found), []).append(kind)
+    return [f"### {path}", "", *(f"- {text}: {', '.join(of)}" for text, of in groups.items()), ""]
 
 
 def _declared(types: Mapping[str, Any]) -> list[str]:

@@ -5,15 +5,11 @@ CATALOGUE=store writes what happened there; `make docs` then makes docs/types.md
 
 from __future__ import annotations
 
-import json
-import os
-from typing import Any
-
-import pyarrow as pa
 import pytest
 from docs import value_types as types
 from tests.support.catalogue.paths import MESSAGES, PATHS, TABLES
-from tests.support.catalogue.run import OUTCOMES, Cells, cells, name_cells
+from tests.support.catalogue.run import cells, name_cells
+from tests.support.catalogue.stored import NOT_STORED, compare
 from tests.support.catalogue.values import COLUMNS, KINDS, NAMES
 from tests.support.sweeps import sweep
 
@@ -24,43 +20,6 @@ QUICK = (
 )  # fmt: skip
 """One path to each encoder. The others share it with one of these."""
 QUICK_NAMES = ("sqlite append",)
-
-
-NOT_STORED = {
-    "values": {
-        "kafka avro",
-        "kafka protobuf",
-        "kafka json_schema",
-        "rocketmq value",
-        "rocketmq key",
-        "rocketmq message_id",
-    },
-    "names": {name for name in TABLES if name.startswith(("postgres", "mysql"))},
-}
-"""Their outcomes are checked to be one of the three, and not yet kept."""
-
-
-def compare(section: str, path: str, found: Cells) -> None:
-    faults = [f"{k}, {label}: {o}" for k, of in found.items() for label, o in of.items() if o not in OUTCOMES]
-    assert not faults, "\n".join(faults)
-    if os.environ.get("CATALOGUE") == "store":
-        store(section, path, found)
-    if path not in NOT_STORED[section]:
-        assert types.packed(found) == types.stored()[section][path]
-
-
-def store(section: str, path: str, found: Cells) -> None:
-    data: dict[str, Any] = types.stored() if types.FILE.exists() else {"values": {}, "names": {}}
-    data["types"] = {
-        k.name: {"spark": k.spark, "arrow": pa.schema([("v", k.arrow)]).serialize().to_pybytes().hex()} for k in KINDS
-    }
-    data["labels"] = {k.name: list(k.values) for k in KINDS}
-    data["spelled"] = NAMES
-    data[section][path] = types.packed(found)
-    places = {"values": PATHS, "names": TABLES}
-    for name, order in places.items():
-        data[name] = {p: data[name][p] for p in order if p in data[name]}
-    types.FILE.write_text(json.dumps(data, indent=1, sort_keys=False) + "\n", encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", sweep(PATHS, lambda name: name in QUICK))

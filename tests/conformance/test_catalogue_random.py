@@ -119,8 +119,7 @@ class HostilePostgres(Postgres):
     SETTINGS = (
         "bytea_output = 'escape'", "extra_float_digits = 0", "DateStyle = 'German, DMY'",
         "IntervalStyle = 'sql_standard'", "TimeZone = 'Asia/Kathmandu'", "standard_conforming_strings = off",
-        "client_encoding = 'LATIN1'", 
-        "default_transaction_isolation = 'serializable'",
+        "client_encoding = 'LATIN1'", "default_transaction_isolation = 'serializable'",
         "xmloption = 'document'", "array_nulls = off", "transform_null_equals = on", "backslash_quote = on",
     )  # fmt: skip
 
