@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 
+from delivered.connectors.kafka import committed
+from delivered.connectors.outbox import CONNECTOR as OUTBOX
+from delivered.connectors.outbox.changes import Changes
+from delivered.connectors.outbox.events import Events, Reader
+from delivered.connectors.outbox.layout import ADDED, Layout
+from delivered.connectors.outbox.pgoutput import Begin, Change, Op, Relation
+from delivered.connectors.outbox.pgoutput import Decoder as Pgoutput
 from delivered.connectors.pulsar.admin import Registered as OfPulsar
 from delivered.connectors.pulsar.positions import fields
 from delivered.connectors.pulsar.schemas import Values
+from delivered.connectors.rabbitmq.client import _connection_class
+from delivered.connectors.rabbitmq.properties import headers as of_message
+from delivered.connectors.rabbitmq.properties import stream_offset
 from delivered.connectors.rocketmq.topic import stored
 from delivered.kits.schemas.codec import Decoder
 from delivered.kits.schemas.options import Format
 from delivered.kits.schemas.registry import Registered
+from delivered.model.errors import BadRecord, InvariantBroken
 
 SEEDS: dict[str, Any] = json.loads((Path(__file__).parent / "seeds.json").read_text())
 """By format: a schema, and records in hexadecimal that it reads, or that broke a decoder once."""
@@ -43,7 +57,11 @@ def mutated(dice: random.Random, seed: bytes) -> bytes:
 
 
 def bytes_of(name: str, count: int) -> list[bytes]:
-    dice, seeds = random.Random(name), [bytes.fromhex(s) for s in SEEDS[name]["records"]]
+    return mutations(name, [bytes.fromhex(s) for s in SEEDS[name]["records"]], count)
+
+
+def mutations(name: str, seeds: list[bytes], count: int) -> list[bytes]:
+    dice = random.Random(name)
     return seeds + [mutated(dice, dice.choice(seeds)) for _ in range(count)]
 
 
@@ -87,3 +105,136 @@ def test_frames_of_rocketmq_and_positions_of_pulsar(count: int) -> None:
             fields(data)
         except ValueError:
             continue
+
+
+def pgoutput_row(*values: bytes | None) -> bytes:
+    parts = [b"n" if v is None else b"t" + struct.pack(">I", len(v)) + v for v in values]
+    return struct.pack(">H", len(values)) + b"".join(parts)
+
+
+COLUMNS = ("id", "aggregatetype", "aggregateid", "type", "payload")
+OID = struct.pack(">I", 16391)
+RELATION = (
+    b"R" + OID + b"public\0outbox\0d" + struct.pack(">H", len(COLUMNS))
+    + b"".join(b"\x01" + n.encode() + b"\0" + struct.pack(">Ii", 17 if n == "id" else 25, -1) for n in COLUMNS)
+)  # fmt: skip
+ROW = pgoutput_row(b"\\x00ff", b"order", b"7", None, b'{"a": [1]}')
+PGOUTPUT = [
+    RELATION,
+    b"I" + OID + b"N" + ROW,
+    b"U" + OID + b"K" + ROW + b"N" + ROW,
+    b"D" + OID + b"O" + ROW,
+    b"T" + struct.pack(">IB", 1, 0) + OID,
+    b"Y" + OID + b"public\0d\0",
+    b"B" + struct.pack(">QqI", 25829624, 841_000_000, 735),
+    b"I" + OID + b"N" + pgoutput_row(b"\\x01", b"order", b"7", None, b"[" * 100_000),
+    b"I" + OID + b"N" + pgoutput_row(b"\\xzz", b"order", b"7", None, b"{}"),
+]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_messages_of_pgoutput(count: int) -> None:
+    """As rows of an outbox and as changes of a table."""
+    options = OUTBOX.source({"url": "postgresql://h/db", "payloadFormat": "json"}).options  # type: ignore[attr-defined]
+    read = 0
+    for data in mutations("pgoutput", PGOUTPUT, count):
+        decoder, events = Pgoutput(), Events(options)
+        decoder.decode(RELATION)
+        try:
+            for found in decoder.decode(data):
+                if isinstance(found, Begin):
+                    events.add(found.lsn, found.time_us, (b"1", b"a", None, None, b"{}"))
+                elif found.new is not None:
+                    assert len(found.new) == len(found.relation.columns)
+                    reader = Reader(options)
+                    reader.id_of(found.relation, found.new)
+                    events.add(1, 2, reader.read(found.relation, found.new))
+        except (InvariantBroken, BadRecord):
+            continue
+        events.take().validate(full=True)
+        read += 1
+    assert read
+
+
+CHANGED = pa.schema([("n", pa.decimal128(10, 2)), ("at", pa.timestamp("us")), ("s", pa.string()), ("b", pa.binary()),
+                     ("d", pa.date32()), ("i", pa.int32()), ("o", pa.bool_())])  # fmt: skip
+VALUES = [b"12.50", b"2024-02-29 12:00:00.5", b'[1:2]={1,"a",NULL}', b"\\x00ff", b"0044-03-15 BC", b"-7", b"t"]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_values_of_changed_rows(count: int) -> None:
+    """Text of PostgreSQL, composites and arrays included, in the columns that a change stream gives."""
+    options = OUTBOX.source({"url": "postgresql://h/db", "table": "t"}).options  # type: ignore[attr-defined]
+    shape = tuple((name, 25, -1, True) for name in CHANGED.names)
+    layout = Layout(pa.schema([*CHANGED, *ADDED]), (), shape)
+    names = tuple(CHANGED.names)
+    relation = Relation(1, "public", "t", names, (True,) * len(names), (25,) * len(names), (-1,) * len(names))
+    dice, read = random.Random("values"), 0
+    for n in range(count):
+        row: list[bytes | None] = list(VALUES)
+        if n:
+            at = dice.randrange(len(row))
+            row[at] = mutated(dice, VALUES[at])
+        changes = Changes(options, layout)
+        try:
+            changes.add(n, Change(Op.INSERT, relation, None, tuple(row)))
+            changes.take().validate(full=True)
+            read += 1
+        except BadRecord:
+            continue
+    assert 0 < read < count
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_frames_of_rabbitmq(count: int) -> None:
+    from pika import frame, spec
+    from pika.exceptions import AMQPError
+
+    headers = {"x-stream-offset": 7, "n": {"a": [1, "b", None]}, "t": True}
+    seeds = [
+        frame.Method(1, spec.Basic.Deliver("c", 1, False, "x", "key")).marshal(),
+        frame.Method(1, spec.Basic.QosOk()).marshal(),
+        frame.Header(1, 3, spec.BasicProperties(headers=headers, message_id="m", timestamp=5)).marshal(),
+        frame.Body(1, b"abc").marshal(),
+        frame.Heartbeat().marshal(),
+        b"AMQP\x00\x00\x09\x01",
+        struct.pack(">BHL", 1, 1, 2**32 - 1) + b"\xff" * 20,
+    ]
+    kind = _connection_class()
+    read = 0
+    for data in mutations("rabbitmq", [bytes(s) for s in seeds], count):
+        connection = kind.__new__(kind)
+        connection._frame_buffer = data
+        try:
+            size, found = connection._read_frame()
+        except AMQPError:
+            continue
+        assert size <= len(data)
+        if isinstance(found, frame.Header):
+            stream_offset(found.properties)
+            of_message(found.properties)
+            read += 1
+    assert read
+
+
+def gzip_batch(payload: bytes) -> Any:
+    """A record batch of Kafka's whose records are this, compressed as its attributes say."""
+    made = DefaultRecordBatchBuilder(2, 1, True, 7, 0, 0, 1 << 20)
+    for n in range(200):
+        made.append(n, timestamp=n, key=b"k" * 50, value=b"v" * 50, headers=[])
+    built = bytes(made.build())
+    size = DefaultRecordBatch.HEADER_STRUCT.size
+    return DefaultRecordBatch(built[:size] + (payload or built[size:]))
+
+
+def test_a_ledgers_batch_is_bounded_however_it_is_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(committed, "_UNPACKED_BYTES_MAX", 1 << 20)
+    assert len(committed._read(gzip_batch(b""))) == 200
+    bomb = gzip.compress(b"\0" * (64 << 20))
+    for payload in (bomb, gzip.compress(b"") + bomb, bomb[:500], b"no gzip"):
+        batch = gzip_batch(payload)
+        tracemalloc.start()
+        assert committed._read(batch) == [committed.Record(0, b"", None, 7)]
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 8 << 20

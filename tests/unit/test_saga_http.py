@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gzip
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 
 import httpx
@@ -15,6 +17,7 @@ import pytest
 from delivered.saga import http
 from delivered.saga.definition import Call, Rejected, Verb
 from delivered.saga.http import Http
+from delivered.saga.worker import _stored
 
 CALL = Call("s", "1", "pay", Verb.DO, "k", {}, {}, 1)
 
@@ -53,11 +56,45 @@ def reply(status: int, body: bytes, kind: str = "text/html") -> tuple[bytes, Ite
         (b'{"charge": NaN}', "application/json", '{"charge": NaN}'),
         (b"", "text/plain", None),
         (b'{"charge": 7}', "text/plain", {"charge": 7}),
+        (b"paid", "text/plain; charset=hex", "paid"),
+        (b"paid", "text/plain; charset=undefined", "paid"),
+        (b"xn--\xff", "text/plain; charset=idna", "xn--\ufffd"),
+        (b"\\ud800", "text/plain; charset=unicode_escape", "?"),
+        (b"a\0b", "text/plain", "a\ufffdb"),
+        (b'"\\ud800"', "application/json", '"\\ud800"'),
+        (b'{"a": 1e400}', "application/json", '{"a": 1e400}'),
+        (b'"\\u0000"', "application/json", '"\\u0000"'),
     ],
 )
 def test_2xx_is_done_whatever_the_body_is(body: bytes, kind: str, result: object) -> None:
     with service(*reply(200, body, kind)) as url:
-        assert Http(url)(CALL) == result
+        found = Http(url)(CALL)
+    assert found == result
+    _stored(found)
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "result"),
+    [
+        (b"Content-Length: 100", b"pai", "pai"),
+        (b"Transfer-Encoding: chunked", b"3\r\npai\r\nzz", "pai"),
+        (b"Content-Encoding: gzip", b"no gzip", None),
+        (b"Content-Encoding: gzip", gzip.compress(b'{"charge": 7}'), {"charge": 7}),
+        (b"Content-Encoding: br", b"\x00\x01", None),
+        (b"Content-Encoding: gzip", gzip.compress(b"x" * 64_000_000), "x" * 1_000),
+        (b"Content-Encoding: gzip, gzip", gzip.compress(gzip.compress(b"x" * 64_000_000)), None),
+    ],
+)
+def test_2xx_is_done_whatever_becomes_of_the_body(head: bytes, body: bytes, result: object) -> None:
+    """Cut off, not in the encoding that it names, or a bomb."""
+    start = b"HTTP/1.1 200 OK\r\nConnection: close\r\n" + head + b"\r\n\r\n"
+    tracemalloc.start()
+    try:
+        with service(start, iter([body])) as url:
+            assert Http(url)(CALL) == result
+        assert tracemalloc.get_traced_memory()[1] < 16_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_4xx_is_rejected_with_a_bounded_reason() -> None:

@@ -8,6 +8,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from delivered.events.tables import (
@@ -174,8 +175,12 @@ class Aggregate:
             f"SELECT version, state FROM {SNAPSHOTS} WHERE aggregate = ? AND aggregate_id = ? AND fold = ?",
             (*at, self.fold),
         ).rows
-        version, state = (int(kept[0][0]), json.loads(kept[0][1])) if kept else (0, copy.deepcopy(self.initial))
-        for number, event in _events(caller, at, version):
+        what = f"{self.name} {key!r}"
+        version, state = 0, copy.deepcopy(self.initial)
+        if kept:
+            version = int(kept[0][0])
+            state = _stored(f"the snapshot of {what} at version {version}", lambda: json.loads(kept[0][1]))
+        for number, event in _events(caller, at, version, what):
             if number != version + 1:
                 raise InvariantBroken(
                     "EVENTS_GAP",
@@ -220,7 +225,7 @@ class _Taken(Exception):
     """A version or an id is taken."""
 
 
-def _events(caller: Caller, at: tuple[Any, ...], after: int) -> Iterator[tuple[int, Event]]:
+def _events(caller: Caller, at: tuple[Any, ...], after: int, what: str) -> Iterator[tuple[int, Event]]:
     while True:
         rows = caller.execute(
             f"SELECT version, id, type, payload FROM {EVENTS} WHERE aggregate = ? AND aggregate_id = ? "
@@ -228,10 +233,30 @@ def _events(caller: Caller, at: tuple[Any, ...], after: int) -> Iterator[tuple[i
             (*at, after),
         ).rows
         for number, id_, type_, payload in rows:
-            yield int(number), Event(uuid.UUID(str(_text(id_))), _text(type_), json.loads(payload))
+            yield (
+                int(number),
+                _stored(
+                    f"version {number} of {what}",
+                    partial(
+                        lambda i, t, p: Event(uuid.UUID(str(_text(i))), _text(t), json.loads(p)), id_, type_, payload
+                    ),
+                ),
+            )
         if len(rows) < _READ:
             return
         after = int(rows[-1][0])
+
+
+def _stored(what: str, read: Callable[[], Any]) -> Any:
+    """Raises InvariantBroken: another program wrote it, or changed it."""
+    try:
+        return read()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvariantBroken(
+            "EVENTS_DAMAGED",
+            f"In the log {what} cannot be read: {type(error).__name__}: {error}.",
+            next_step="restore that row; a snapshot may also be deleted, and is made again",
+        ) from None
 
 
 def _key(id_: Any) -> str:

@@ -220,9 +220,9 @@ def _entry(row: tuple[Any, ...]) -> Entry:
 def _content(entry: Entry) -> tuple[Any, ...]:
     """What makes two messages equal; JSON by value: PostgreSQL reorders keys."""
     payload: Any = entry.payload
-    return (
-        entry.aggregate_type,
-        entry.aggregate_id,
-        entry.type,
-        json.loads(payload) if isinstance(payload, str) else payload,
-    )
+    if isinstance(payload, str):
+        try:
+            payload = ("json", json.loads(payload))
+        except (ValueError, RecursionError):  # another writer's
+            payload = ("text", payload)
+    return (entry.aggregate_type, entry.aggregate_id, entry.type, payload)

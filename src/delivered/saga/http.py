@@ -8,12 +8,14 @@ import math
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
 
+from delivered.kits.caller import json_text
 from delivered.model.errors import MissingExtra, Unreachable
 from delivered.model.limits import SAGA_DATA_BYTES_MAX
 from delivered.model.options import resolve_secret
@@ -63,7 +65,8 @@ class Http:
         url = self.url
         for name, value in (("id", call.id), ("key", call.key), ("step", call.step)):
             url = url.replace("{" + name + "}", quote(value, safe=""))
-        headers = {**own, "Idempotency-Key": key}
+        # Compressed replies are no use here, and a client that unpacks them has no bound.
+        headers = {"Accept-Encoding": "identity", **own, "Idempotency-Key": key}
         deadline = _running.deadline = time.monotonic() + self.timeout_s
         with _client(os.getpid()).stream(
             self.method, url, json=self.body(call), headers=headers, timeout=self.timeout_s
@@ -73,23 +76,35 @@ class Http:
             body = _body(reply, deadline, _RESULT_BYTES_MAX if done else _REASON_BYTES_MAX)
         if done:
             return _result(body, encoding)
-        what = f"{self.method} {without_passwords(url)} answered {status}: {body.decode(encoding, 'replace')[:200]}"
+        what = f"{self.method} {without_passwords(url)} answered {status}: {_text(body, encoding)[:200]}"
         if 400 <= status < 500 and status not in _AGAIN:
             raise Rejected(what)
         raise Unreachable("SAGA_HTTP", what, next_step="check the service; the saga tries again by itself")
 
 
 def _body(reply: httpx.Response, deadline: float, bytes_max: int) -> bytes:
-    """What arrives until the deadline, at most this many bytes: the status alone says whether the call was done."""
+    """What arrives until the deadline or the connection's end, at most this many bytes: the status alone says whether
+    the call was done."""
     import httpx
 
     body = bytearray()
-    with suppress(httpx.TimeoutException):
-        for part in reply.iter_bytes():
+    with suppress(httpx.HTTPError):
+        for part in reply.iter_raw():
             body += part
             if len(body) >= bytes_max or time.monotonic() > deadline:
                 break
-    return bytes(body[:bytes_max])
+    return _unpacked(bytes(body[:bytes_max]), reply.headers.get("Content-Encoding", ""), bytes_max)
+
+
+def _unpacked(body: bytes, how: str, bytes_max: int) -> bytes:
+    """Of a service that compresses although it was asked not to; empty if its form is not known, or wrong."""
+    match how.strip().lower():
+        case "" | "identity":
+            return body
+        case "gzip" | "x-gzip" | "deflate":
+            with suppress(zlib.error):
+                return zlib.decompressobj(wbits=47).decompress(body, bytes_max)
+    return b""
 
 
 def _no_number(text: str) -> Any:
@@ -101,9 +116,21 @@ def _result(body: bytes, encoding: str) -> Any:
     if not body:
         return None
     try:
-        return json.loads(body, parse_constant=_no_number)
+        found = json.loads(body, parse_constant=_no_number)
+        if len(json_text(json.dumps(found, ensure_ascii=False, allow_nan=False)).encode()) <= SAGA_DATA_BYTES_MAX:
+            return found
     except (ValueError, RecursionError):
-        return body.decode(encoding, "replace")[:_TEXT_LENGTH_MAX]
+        pass
+    return _text(body, encoding)[:_TEXT_LENGTH_MAX]
+
+
+def _text(body: bytes, encoding: str) -> str:
+    """Text that every saga log stores. The service names the encoding: some are not of text, some reject bytes."""
+    try:
+        text = body.decode(encoding, "replace")
+    except Exception:
+        text = body.decode("utf-8", "replace")
+    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
 
 
 @functools.cache

@@ -30,6 +30,8 @@ NOBODY = -1
 _CODECS = (0, 1)
 """None and gzip, which `ledger_write` uses."""
 _UNPACKED_BYTES_MAX = 256 << 20
+_RECORDS_MAX = 1 << 20
+"""Of a batch."""
 _UNCOMMITTED, _COMMITTED = 0, 1
 _LATEST = -1
 
@@ -234,6 +236,8 @@ class CommittedReader:
                 at = batch.base_offset
                 if not _has_checksum(batch):
                     raise damaged(self._topic, self._partition, at, "the record batch does not match its checksum")
+                if batch.is_control_batch and batch.compression_type:
+                    raise damaged(self._topic, self._partition, at, "a control batch is compressed")
                 yield batch
         except (ValueError, IndexError, struct.error, CorruptRecordError) as error:
             raise damaged(self._topic, self._partition, at, f"no record batch can be read: {error}") from None
@@ -267,8 +271,9 @@ class CommittedReader:
 def _read(batch: Any) -> list[Record]:
     producer = int(batch.producer_id) if batch.is_transactional else NOBODY
     try:
-        if batch.compression_type not in _CODECS or not _is_bounded(batch):
+        if batch.compression_type not in _CODECS or batch.records_count > _RECORDS_MAX:
             raise ValueError("no ledger writes this")
+        _unpack(batch)
         return [
             Record(r.offset, bytes(r.key), None if r.value is None else bytes(r.value), producer)
             for r in batch
@@ -288,13 +293,15 @@ def _has_checksum(batch: Any) -> bool:
     return int(loaded.rb_crc32c(body, len(body), 0)) == int(batch.crc)
 
 
-def _is_bounded(batch: Any) -> bool:
-    """Whether a compressed batch stays within what a ledger writes, found before it grows."""
+def _unpack(batch: Any) -> None:
+    """Unpack a batch here: the client has no bound. Raises ValueError, zlib.error: it is none that a ledger writes."""
     if batch.compression_type == 0:
-        return True
+        return
     unpacking = zlib.decompressobj(wbits=31)
-    unpacking.decompress(batch._buffer[batch.HEADER_STRUCT.size :], _UNPACKED_BYTES_MAX)
-    return not unpacking.unconsumed_tail
+    found = unpacking.decompress(batch._buffer[batch.HEADER_STRUCT.size :], _UNPACKED_BYTES_MAX)
+    if not unpacking.eof or unpacking.unused_data:  # too large, cut off, or more gzip members
+        raise ValueError("no ledger writes this")
+    batch._buffer, batch._pos, batch._decompressed = bytearray(found), 0, True
 
 
 def barrier(wire: Wire, topic: str, partition: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.outbox.options import OWNER, ROUTE, OutboxOptions
-from delivered.connectors.outbox.pgoutput import BYTEA, UNCHANGED, Relation, Row, Value
+from delivered.connectors.outbox.pgoutput import BYTEA, UNCHANGED, Relation, Row, Value, unhexed
 from delivered.connectors.outbox.positions import text
 from delivered.model.errors import BadRecord, InvariantBroken
 from delivered.source.columns import COLUMNS as OF_MESSAGES
@@ -115,7 +115,7 @@ class Events:
     def _check_json(self, id_: str, payload: bytes) -> None:
         try:
             json.loads(payload)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRecord(
                 "OUTBOX_PAYLOAD",
                 f"{OWNER}: the payload of the message {id_} in {self._options.outbox} is not JSON: {payload[:200]!r} "
@@ -150,7 +150,14 @@ class Reader:
     def id_of(self, relation: Relation, row: Row) -> bytes | str | None:
         """As a parameter of a statement: bytes for bytea, otherwise PostgreSQL's text."""
         id_ = self.read(relation, row)[0]
-        return id_ if id_ is None or self._at[relation][0][1] else id_.decode()
+        try:
+            return id_ if id_ is None or self._at[relation][0][1] else id_.decode()
+        except UnicodeDecodeError as error:
+            raise BadRecord(
+                "OUTBOX_ID",
+                f"{OWNER}: the outbox {self._options.outbox} has an id that is no UTF-8 text: {id_!r:.200} ({error}).",
+                next_step="give each message a UUID, by delivered.outbox.new_id()",
+            ) from None
 
     def _places(self, relation: Relation) -> list[tuple[int, bool]]:
         """Where each column is, and whether it is bytea. A renamed column has its former name in older rows."""
@@ -173,7 +180,7 @@ class Reader:
 
 def _value(value: Value, is_bytes: bool) -> bytes | None:
     if isinstance(value, bytes):
-        return bytes.fromhex(value[2:].decode()) if is_bytes else value
+        return unhexed(value) if is_bytes else value
     if value is UNCHANGED:
         raise InvariantBroken("PGOUTPUT", "An inserted row has no value for a column.")
     return None

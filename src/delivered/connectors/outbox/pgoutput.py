@@ -11,6 +11,7 @@ from enum import StrEnum, auto
 from typing import Final
 
 from delivered.model.errors import InvariantBroken
+from delivered.model.ranges import INT64
 
 BYTEA = 17
 _EPOCH_US = 946_684_800_000_000
@@ -82,6 +83,20 @@ class Change:
     new: Row | None = None
 
 
+def unhexed(value: bytes) -> bytes:
+    """A bytea from its text. Raises InvariantBroken: it is none."""
+    try:
+        if value[:2] != b"\\x":
+            raise ValueError("no \\x at its start")
+        return bytes.fromhex(value[2:].decode("ascii"))
+    except ValueError as error:
+        raise InvariantBroken(
+            "PGOUTPUT",
+            f"PostgreSQL's pgoutput sent a bytea that is not in hexadecimal: {value[:64]!r} ({error}).",
+            next_step="report it with the server's version",
+        ) from None
+
+
 class Decoder:
     """Knows the tables that were described so far in one decoding session."""
 
@@ -111,26 +126,28 @@ class Decoder:
         match kind:
             case b"B":
                 lsn, time = self._take(">QqI")[:2]
+                if not INT64[0] <= time + _EPOCH_US <= INT64[1] or lsn > INT64[1]:
+                    raise ValueError("a position or time that no server has")
                 return [Begin(lsn, time + _EPOCH_US)]
             case b"R":
                 self._relation()
             case b"I":
                 relation = self._known()
                 self._expect(b"N")
-                return [Change(Op.INSERT, relation, None, self._row())]
+                return [Change(Op.INSERT, relation, None, self._row(relation, last=True))]
             case b"U":
                 relation, old = self._known(), None
                 mark = self._byte()
                 if mark in (b"K", b"O"):
-                    old, mark = self._row(), self._byte()
+                    old, mark = self._row(relation), self._byte()
                 if mark != b"N":
                     raise ValueError(mark)
-                return [Change(Op.UPDATE, relation, old, self._row())]
+                return [Change(Op.UPDATE, relation, old, self._row(relation, last=True))]
             case b"D":
                 relation = self._known()
                 if self._byte() not in (b"K", b"O"):
                     raise ValueError(self._data[self._at - 1])
-                return [Change(Op.DELETE, relation, self._row())]
+                return [Change(Op.DELETE, relation, self._row(relation, last=True))]
             case b"T":
                 count, _ = self._take(">IB")
                 return [Change(Op.TRUNCATE, self._known()) for _ in range(count)]
@@ -164,10 +181,13 @@ class Decoder:
     def _known(self) -> Relation:
         return self.relations[self._take(">I")[0]]
 
-    def _row(self) -> Row:
+    def _row(self, relation: Relation, last: bool = False) -> Row:
+        """Args: last: nothing follows it."""
         data, at = self._data, self._at
         count = int.from_bytes(data[at : at + 2], "big")
         at += 2
+        if count != len(relation.columns):
+            raise ValueError(f"{count} values of {len(relation.columns)} columns")
         values: list[Value] = []
         for _ in range(count):
             kind = data[at]
@@ -176,7 +196,7 @@ class Decoder:
                 length = int.from_bytes(data[at : at + 4], "big")
                 at += 4
                 value = data[at : at + length]
-                if len(value) != length:
+                if len(value) != length or at > len(data):
                     raise ValueError("truncated")
                 values.append(value)
                 at += length
@@ -186,6 +206,8 @@ class Decoder:
                 values.append(UNCHANGED)
             else:
                 raise ValueError(kind)
+        if last and at != len(data):
+            raise ValueError(f"{len(data) - at} bytes behind the last value")
         self._at = at
         return tuple(values)
 

@@ -81,8 +81,17 @@ def _connection_class() -> Any:
     class Connection(client.SelectConnection):  # type: ignore[misc, name-defined]
         def _read_frame(self) -> Any:
             found = self._frame_buffer
+            if len(found) >= spec.FRAME_HEADER_SIZE and found[:4] != b"AMQP":
+                (size,) = struct.unpack_from(">L", found, 3)
+                if size > spec.FRAME_MAX_SIZE:
+                    raise client.exceptions.InvalidFrameError(f"a frame of {size:,} bytes")
             if found[:1] != _HEADER_FRAME or len(found) < _HEADER_SIZE:
-                return super()._read_frame()
+                try:
+                    return super()._read_frame()
+                except client.exceptions.AMQPError:
+                    raise
+                except Exception as error:  # the client raises anything for bytes that are no such frame
+                    raise client.exceptions.InvalidFrameError(f"a frame that cannot be read: {error!r:.200}") from None
             channel, size = struct.unpack_from(">HL", found, 1)
             end = spec.FRAME_HEADER_SIZE + size
             if len(found) <= end:
