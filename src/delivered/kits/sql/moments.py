@@ -42,6 +42,8 @@ def micros(text: str, zoned: bool) -> int:
     try:
         found = dt.datetime.fromisoformat(text)
         return (found - (_EPOCH if zoned else _EPOCH_LOCAL)) // _MICROSECOND
+    except TypeError:
+        raise ValueError(f"{text!r} has an offset from UTC, or lacks it") from None
     except ValueError:  # outside the years 1 to 9999
         day, clock = _parsed(text)
         return _within(day * 86_400_000_000 + clock, INT64, text)
