@@ -17,8 +17,8 @@ from tests.kafka_tools import read_committed
 
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire
+from delivered.connectors.kafka import ledger_trust, transactions
 from delivered.connectors.kafka import store as store_module
-from delivered.connectors.kafka import transactions
 from delivered.connectors.kafka.committed import CommittedReader
 from delivered.connectors.kafka.ledger_keys import Keys
 from delivered.connectors.kafka.markers import find_marker, marker_partition
@@ -301,7 +301,7 @@ def test_a_driver_that_died_while_deciding_blocks_no_other_pipeline(
     writes = {0: [(last_key, text)], 1: [(kept_key, text)]}
     assert producer.add(writes, time.monotonic() + 120) == 0
     assert producer.produce(writes) == 0
-    monkeypatch.setattr(store_module, "RECOVERY_WAIT_S", 0.5)
+    monkeypatch.setattr(ledger_trust, "RECOVERY_WAIT_S", 0.5)
     for batch in range(3):
         assert going_on.decide(decision(other.scope, batch, "second")) == Ok(None)
         last = other.ledger().resume("second").last

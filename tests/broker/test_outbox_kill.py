@@ -160,7 +160,7 @@ def test_a_failover_is_never_passed_over(new_postgres: Any, tmp_path: Path, slot
     first = box.send(1)
     assert stream.rest() == first
     stream.close()
-    data = Path(server.broker.folder) / "data"
+    data = (Path(server.broker.folder) / "data").resolve()
     standby = tmp_path / "standby"
     server.broker.stop()
     shutil.copytree(data, standby)
