@@ -49,6 +49,13 @@ def test_a_header_without_a_key_names_its_row(bad: Any) -> None:
     assert sink().invalid_rows(batch.slice(0, 3)) is None
 
 
+def test_headers_whose_values_are_all_null_are_not_bad() -> None:
+    headers = pa.array(
+        [[{"key": "k", "value": None}]], pa.list_(pa.struct([("key", pa.string()), ("value", pa.null())]))
+    )
+    assert sink().invalid_rows(pa.record_batch([pa.array([b"v"]), headers], names=["value", "headers"])) is None
+
+
 def test_headers_that_are_right_pass() -> None:
     headers = pa.array([[{"key": "k", "value": b"v"}], [], None], pa.list_(HEADER))
     batch = pa.record_batch([pa.array([b"v"] * 3), headers], names=["value", "headers"])

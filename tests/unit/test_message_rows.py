@@ -99,3 +99,25 @@ def test_the_error_of_a_task_names_the_row(tmp_path: Path) -> None:
     writer._connect = lambda: None
     with pytest.raises(BadRecord, match=r"MESSAGE_KEY.*Row 1 of a shard: A row has 'a b' in column 'key'.*Next:"):
         writer.stage(pa.record_batch({"value": [b"v"] * 3, "key": ["k", "a b", "c d"]}))
+
+
+@pytest.mark.parametrize(
+    ("column", "bad"),
+    [
+        ("message_id", ["", " ", "a\x01b", "a b\x02c"]),
+        ("key", ["", "a\tb", "a\x7f", "a\x9f"]),
+        ("tag", [" ", "a|b", "a\x00", "a\x85"]),
+        ("message_group", [" ", "a\x01", "a\n"]),
+    ],
+)
+def test_words_that_rocketmq_refuses_or_cuts(column: str, bad: list[str], tmp_path: Path) -> None:
+    """Its proxy refuses the batch of such a message, and cuts an id at \\x02."""
+    given = ["good", *bad]
+    found = reasons("rocketmq", tmp_path, {"value": [b"v"] * len(given), column: given})
+    assert found[0] is None
+    assert all(f"column '{column}'" in str(reason) for reason in found[1:]), found
+
+
+def test_ids_with_white_space_or_a_zero_byte_are_sent_to_rocketmq(tmp_path: Path) -> None:
+    given = ["a b", "a\nb", "a\x00b", "a\x1b"]
+    assert reasons("rocketmq", tmp_path, {"value": [b"v"] * 4, "message_id": given}) == [None] * 4

@@ -157,7 +157,11 @@ def _outcomes(path: Path, places: Sequence[Place], *target: str) -> list[str]:
         rig.schema = batch.schema
         context = rig.context(guarantee=path.guarantee)
         message = write_shard(group, rig.plan(context, 0), 0, 0, iter([batch]), batch.schema)
-    except (UsageError, Refused):  # the first shard compares the rows with the table of a server
+    except (UsageError, Refused) as error:  # the first shard compares the rows with the table of a server
+        if len(kinds := {kind for kind, _ in places}) == 1 and any(label != "null" for _, label in places):
+            (kind,) = kinds
+            if "null" in kind.values and _outcomes(path, [(kind, "null")]) != [AT_START]:
+                raise Fault(f"refused at the start because of a value: {error}") from error
         return _apart(path, places)
     decision = commit_batch(context, 0, "{}", [message])
     assert decision is not None

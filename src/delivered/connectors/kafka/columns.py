@@ -252,7 +252,10 @@ def _header_bytes(batch: pa.RecordBatch, n: int) -> pa.Array:
         column = batch.column(at)
         entries = pc.list_flatten(column)
         for part in (0, 1):
-            lengths = pc.fill_null(pc.binary_length(pc.struct_field(entries, [part])), 0)
+            text = pc.struct_field(entries, [part])
+            if pa.types.is_null(text.type):  # headers whose values are all NULL
+                text = text.cast(pa.binary())
+            lengths = pc.fill_null(pc.binary_length(text), 0)
             np.add.at(found, np.asarray(pc.list_parent_indices(column)), np.asarray(lengths) + _LENGTH_BYTES_MAX)
     return pa.array(found)
 
