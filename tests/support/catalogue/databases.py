@@ -110,9 +110,9 @@ def _columns() -> dict[str, tuple[str, dict[str, Statement]]]:
     return found
 
 
-def changes(request: pytest.FixtureRequest, settings: str = "") -> Cells:
+def changes(request: pytest.FixtureRequest, settings: str = "", server: Any = None) -> Cells:
     """Each value in a transaction of its own, through the change stream."""
-    server = request.getfixturevalue("postgres_log")
+    server = server or request.getfixturevalue("postgres_log")
     columns = _columns()
     names = {kind: f"c{n}" for n, kind in enumerate(columns)}
     table = Table(server, "id int PRIMARY KEY, " + ", ".join(f"{names[k]} {columns[k][0]}" for k in columns))
