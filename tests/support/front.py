@@ -86,5 +86,6 @@ def https_front(target: str, files: dict[str, Path], login: str) -> Iterator[str
         try:
             yield f"https://127.0.0.1:{listener.getsockname()[1]}{parts.path}"
         finally:
-            server.should_exit = True
+            # Otherwise it waits half a minute for a client that keeps its connection.
+            server.should_exit = server.force_exit = True
             thread.join(30)
