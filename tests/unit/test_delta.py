@@ -58,6 +58,17 @@ def test_a_type_that_would_change_is_refused(tmp_path: Path, kind: pa.DataType) 
         sink_at(tmp_path).check_schema(pa.schema([pa.field("a", kind)]))
 
 
+def test_local_times_in_maps_alone_are_refused_before_the_table_exists(tmp_path: Path) -> None:
+    """The client makes a table of them that nobody can open."""
+    local = pa.timestamp("us")
+    for kind in (pa.map_(pa.string(), local), pa.list_(pa.map_(pa.string(), pa.struct([("a", local)])))):
+        schema = pa.schema([("id", pa.int64()), ("v", kind)])
+        with pytest.raises(UsageError, match=r"TYPE_UNKNOWN.*within maps"):
+            sink_at(tmp_path).ready_target(schema)
+        assert not (tmp_path / "t" / "_delta_log").exists()
+    sink_at(tmp_path).ready_target(schema.append(pa.field("at", local)))
+
+
 def test_partitions_are_written_apart_and_read_by_any_client(tmp_path: Path) -> None:
     rows = pa.table(
         {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -184,6 +184,7 @@ def _create(options: DeltaOptions, schema: pa.Schema) -> Any:
             "Option 'partitionBy' has every column; at least one must not be in it.",
             next_step="leave one column out of partitionBy",
         )
+    _check_maps(schema)
     deltalake = delta()
     with explained(options):
         try:
@@ -197,6 +198,29 @@ def _create(options: DeltaOptions, schema: pa.Schema) -> Any:
                 raise
         sync_versions(options, 0, 0)
         return require_table(options)
+
+
+def _check_maps(schema: pa.Schema) -> None:
+    """The client (1.6) does not look into maps for what makes it enable the table's feature timestampNtz."""
+    within = {f.name: set(_local_times(f.type)) for f in schema}
+    bad = [name for name, places in within.items() if True in places]
+    if bad and not any(False in places for places in within.values()):
+        raise UsageError(
+            "TYPE_UNKNOWN",
+            f"Column {bad[0]!r} is {schema.field(bad[0]).type}; the client cannot create a Delta table whose "
+            "timestamps without time zone are all within maps.",
+            next_step="cast them to timestamp; or create the table by Spark, with delta.feature.timestampNtz",
+        )
+
+
+def _local_times(kind: pa.DataType, in_map: bool = False) -> Iterator[bool]:
+    """For each timestamp without time zone, whether it is within a map."""
+    if pa.types.is_timestamp(kind):
+        if kind.tz is None:
+            yield in_map
+        return
+    for at in range(kind.num_fields):
+        yield from _local_times(kind.field(at).type, in_map or pa.types.is_map(kind))
 
 
 def _add_columns(options: DeltaOptions, table: Any, missing: list[pa.Field]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.iceberg.client import data_path, store
+from delivered.connectors.iceberg.nulls import keep_nulls
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.target import compare
 from delivered.connectors.iceberg.types import TYPES, plain
@@ -105,6 +106,7 @@ class _File:
         from pyiceberg.expressions import AlwaysTrue
         from pyiceberg.io.pyarrow import ArrowScan
 
+        keep_nulls()
         chosen = self.table.schema().select(*columns.names)
         for batch in ArrowScan(self.table.metadata, self.table.io, chosen, AlwaysTrue()).to_record_batches([self.task]):
             yield fitted(batch, columns)

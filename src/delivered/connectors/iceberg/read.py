@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.iceberg.client import explained, require_table
+from delivered.connectors.iceberg.nulls import keep_nulls
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.types import plain
 from delivered.contract.source import Offsets, Slice
@@ -43,6 +44,7 @@ class IcebergScan:
         from pyiceberg.expressions import AlwaysTrue
         from pyiceberg.io.pyarrow import ArrowScan
 
+        keep_nulls()
         with explained(self.options):
             table = require_table(self.options)
             columns = table.schemas()[piece.data["schema"]]
