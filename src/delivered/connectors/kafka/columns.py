@@ -156,12 +156,6 @@ def _not_utf8(batch: pa.RecordBatch, name: str) -> pa.Array | None:
     return unstorable(limits, batch.select([name])) if name in batch.schema.names else None
 
 
-def _utf8(column: pa.Array) -> pa.Array:
-    """The texts, null where they are not UTF-8."""
-    bad = unstorable(EVERYTHING, pa.record_batch([column], names=["topic"]))
-    return column if bad is None else pc.if_else(bad.is_null(), column, pa.scalar(None, column.type))
-
-
 def topics(batch: pa.RecordBatch, default: str | None, ledger_topic: str | None = None) -> pa.Array | None:
     """The topic of each row; None: all go to `default`.
 
@@ -217,13 +211,17 @@ def invalid_rows(
         *(pc.fill_null(pc.cast(pc.binary_length(binary(batch, c, n)), pa.int64()), 0) for c in ("key", "value"))
     )
     size = pc.add(size, _header_bytes(batch, n))
-    why = f" bytes in 'key', 'value' and 'headers'; the limit (kafka.message.max.bytes) is {bytes_max} for them"
-    long = pc.binary_join_element_wise(size.cast(pa.string()), why, "")
-    found = [pc.if_else(pc.greater(size, bytes_max), long, nothing)]
+    found, too_long = [pa.nulls(n, pa.string())], pc.greater(size, bytes_max)
+    if pc.any(too_long).as_py():
+        why = f" bytes in 'key', 'value' and 'headers'; the limit (kafka.message.max.bytes) is {bytes_max} for them"
+        found.append(pc.if_else(too_long, pc.binary_join_element_wise(size.cast(pa.string()), why, ""), nothing))
     names = batch.schema.names
-    found += [r for r in (_not_utf8(batch, n) for n in ("topic", "message_id", "headers")) if r is not None]
+    not_utf8 = {name: _not_utf8(batch, name) for name in ("topic", "message_id", "headers")}
+    found += [reasons for reasons in not_utf8.values() if reasons is not None]
     if topic is None and "topic" in names:
-        column = _utf8(batch.column(names.index("topic")))
+        column = batch.column(names.index("topic"))
+        if (bad := not_utf8["topic"]) is not None:
+            column = pc.if_else(bad.is_null(), column, pa.scalar(None, column.type))
         found.append(pc.if_else(pc.is_null(column), "no topic", nothing))
         named = [t for t in column.unique().to_pylist() if t is not None]
         for reason, unfit in (
@@ -246,18 +244,18 @@ def invalid_rows(
 
 def _header_bytes(batch: pa.RecordBatch, n: int) -> pa.Array:
     """Bytes of names and values of each row's headers, and of their lengths at most."""
-    found = np.zeros(n, np.int64)
     at = batch.schema.get_field_index("headers")
-    if at >= 0 and pa.types.is_list(batch.column(at).type):
-        column = batch.column(at)
-        entries = pc.list_flatten(column)
-        for part in (0, 1):
-            text = pc.struct_field(entries, [part])
-            if pa.types.is_null(text.type):  # headers whose values are all NULL
-                text = text.cast(pa.binary())
-            lengths = pc.fill_null(pc.binary_length(text), 0)
-            np.add.at(found, np.asarray(pc.list_parent_indices(column)), np.asarray(lengths) + _LENGTH_BYTES_MAX)
-    return pa.array(found)
+    if at < 0 or not pa.types.is_list(batch.column(at).type):
+        return pa.array(np.zeros(n, np.int64))
+    column = batch.column(at)
+    entries = pc.list_flatten(column)
+    lengths = np.full(len(entries), 2 * _LENGTH_BYTES_MAX, np.int64)
+    for part in (0, 1):
+        text = pc.struct_field(entries, [part])
+        if pa.types.is_null(text.type):  # headers whose values are all NULL
+            text = text.cast(pa.binary())
+        lengths += np.asarray(pc.fill_null(pc.binary_length(text), 0))
+    return pa.array(np.bincount(np.asarray(pc.list_parent_indices(column)), lengths, n).astype(np.int64))
 
 
 _LENGTH_BYTES_MAX = 5
