@@ -36,7 +36,8 @@ def micros(count: int, us_per: int) -> int:
     return min(max(count * us_per, US_MIN), US_MAX)
 
 
-_REPRESENTED = ("b'", 'b"')
+REPRESENTED = ("b'", 'b"')
+"""How the name of a header starts whose bytes are not UTF-8; see `header_name`."""
 UNKNOWN_BYTES = "\ufffd"
 """What Java puts in place of bytes that are not UTF-8: different bytes become the same text."""
 
@@ -48,7 +49,7 @@ def header_name(name: bytes) -> str:
         text = name.decode()
     except UnicodeDecodeError:
         return repr(name)
-    return repr(name) if text.startswith(_REPRESENTED) else text
+    return repr(name) if text.startswith(REPRESENTED) else text
 
 
 def intact(message_id: str | None) -> str | None:

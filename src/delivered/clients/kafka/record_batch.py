@@ -25,7 +25,7 @@ from delivered.clients.kafka.compression import COMPRESSIONS, Scratch, TooLarge,
 from delivered.clients.kafka.rows import Partition
 from delivered.model.errors import BadRecord, DeliveredError
 from delivered.model.limits import DECOMPRESSED_BYTES_MAX, RECORD_BATCH_BYTES_MAX
-from delivered.source.columns import HEADER, TIMESTAMP, columns, header_name
+from delivered.source.columns import HEADER, REPRESENTED, TIMESTAMP, columns, header_name
 
 HEADER_BYTES = 61
 """Of a batch, before its records."""
@@ -322,7 +322,7 @@ class Decoded:
             text = names.cast(pa.string())
         except pa.ArrowInvalid:
             text = None
-        if text is None or pc.any(pc.match_substring_regex(text, "^b['\"]")).as_py():
+        if text is None or any(pc.any(pc.starts_with(text, start)).as_py() for start in REPRESENTED):
             text = pa.array([header_name(name) for name in names.to_pylist()], pa.string())
         items = pa.StructArray.from_arrays([text, values.array(headers, pa.binary())], fields=list(HEADER))
         buffers = [pa.py_buffer(valid), pa.py_buffer(lists)]
