@@ -25,8 +25,7 @@ _EPOCH_END, _EPOCH_END_VERSIONS = 23, (2, 3)
 """OffsetForLeaderEpoch; since version 2 (Kafka 2.1) a consumer may ask, and an outdated leader refuses to answer."""
 _FETCH, _FETCH_VERSION = 1, 12
 _RECORDS_V2 = 2
-_LATER = {3, 5, 6, 7, 8, 9, 13, 56, 74, 75, 76, 78, 100, 103}
-"""Errors of a leader that moves, or of a broker that starts."""
+_LATER = protocol.LEADER_MOVED | {protocol.UNKNOWN_TOPIC_OR_PARTITION}
 
 
 @dataclass(frozen=True)

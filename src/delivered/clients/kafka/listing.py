@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.clients.kafka import protocol
+from delivered.clients.kafka.answers import only
 from delivered.clients.kafka.current import Leader
 from delivered.clients.kafka.outcomes import NotSent
 from delivered.clients.kafka.protocol import NoTopic, Wire, name_of
@@ -15,8 +16,7 @@ from delivered.clients.kafka.rows import Partition
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 
 EARLIEST, LATEST = -2, -1
-_LATER = frozenset({5, 6, 7, 8, 9, 13, 14, 15, 16, 56, 74, 75, 76, 78, 100, 103})
-"""Errors of a leader or coordinator that moves, or of a broker that starts."""
+_LATER = protocol.LEADER_MOVED | protocol.COORDINATOR_MOVED
 _GROUP_ID_NOT_FOUND = 69
 _LIST_OFFSETS_VERSIONS = (1, 7)
 _OFFSET_FETCH_VERSIONS, _OFFSET_COMMIT_VERSIONS = (1, 7), (2, 8)
@@ -134,7 +134,7 @@ def group_members(wire: Wire, group: str) -> int:
     from kafka.protocol.admin.groups import DescribeGroupsRequest
 
     request = DescribeGroupsRequest(groups=[group], include_authorized_operations=False, max_version=5)
-    [found] = wire.ask(request, wire.group_coordinator(group)).groups
+    found = only(wire.ask(request, wire.group_coordinator(group)).groups, "groups")
     if found.error_code == _GROUP_ID_NOT_FOUND:
         return 0
     _check(found.error_code, group)
