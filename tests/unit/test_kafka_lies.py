@@ -11,9 +11,9 @@ from contextlib import suppress
 import pytest
 from tests.support.lying_broker import LyingBroker, fetched
 
-from delivered.clients.kafka.channel import _header_bytes, varint
 from delivered.clients.kafka.epochs import batches_before
 from delivered.clients.kafka.fetcher import Fetcher, Response
+from delivered.clients.kafka.frames import header_bytes, varint
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.partition_state import open_in
 from delivered.clients.kafka.protocol import Wire
@@ -116,7 +116,7 @@ def test_bytes_of_a_response(seed: int) -> None:
         with suppress(NoAnswer):
             assert len(Response(body).records) <= len(body)
         with suppress(IndexError, ValueError):
-            assert _header_bytes(body, True) <= len(body)
+            assert header_bytes(body, True) <= len(body)
 
 
 def test_numbers_have_at_most_five_bytes() -> None:

@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from delivered.clients.kafka.answers import complete
-from delivered.clients.kafka.frames import header_bytes as _header_bytes
-from delivered.clients.kafka.frames import varint as varint
+from delivered.clients.kafka.frames import header_bytes
 from delivered.clients.kafka.login import CLIENT_ID, NoAnswer, NotSent, Rejected, Security, authenticate, connected
 from delivered.model.limits import KAFKA_RESPONSE_BYTES_MAX
 
@@ -87,7 +86,7 @@ class Pending:
         if self._frame is None:
             raise NoAnswer(f"{self._channel.name}: {self._error}")
         try:
-            return self._frame[_header_bytes(self._frame, self.flexible) :]
+            return self._frame[header_bytes(self._frame, self.flexible) :]
         except (IndexError, ValueError) as error:
             raise self._unreadable(error) from None
 

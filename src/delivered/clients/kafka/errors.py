@@ -91,9 +91,6 @@ class ConnectionErrors:
         if name in ("_AUTHENTICATION", "_SSL"):
             self.refused = (name, detail)
 
-    def forget(self) -> None:
-        self.last, self.refused = "", None
-
 
 class ProducerError(Exception):
     """A client error. `name` is librdkafka's, without the prefix.

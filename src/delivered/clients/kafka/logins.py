@@ -32,7 +32,6 @@ SASL_SETTINGS = frozenset(
     }
 )
 SETTINGS = frozenset({"security.protocol", *TLS_SETTINGS, *SASL_SETTINGS})
-SECRETS = frozenset({"ssl.key.pem", f"{PREFIX}client.secret", jaas.OPTION})
 _FAMILIES = ("ssl.", "sasl.", "https.", "enable.ssl.", "enable.sasl.", "security.")
 _UNSUPPORTED = {
     "ssl.protocol": "write kafka.ssl.enabled.protocols, for example TLSv1.3",

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,7 +241,7 @@ def _are_serving(wire: Wire, placed: Mapping[int, tuple[int, int]], deadline: fl
     """
     from kafka.protocol.admin.transactions import DescribeTransactionsRequest
 
-    probes = _probes(len(placed)) if placed else {}
+    probes = _probes(len(placed))
     by_node: dict[int, list[str]] = {}
     for partition, (node, _) in placed.items():
         by_node.setdefault(node, []).append(probes[partition])
@@ -257,12 +256,12 @@ def _are_serving(wire: Wire, placed: Mapping[int, tuple[int, int]], deadline: fl
 def _probes(partitions: int) -> dict[int, str]:
     """An unused transactional id of each partition of the coordinators' log."""
     found: dict[int, str] = {}
-    for number in count():
-        if len(found) == partitions:
-            return found
+    number = 0
+    while len(found) < partitions:
         name = f"delivered.none.{number}"
         found.setdefault(_partition_of(name, partitions), name)
-    raise AssertionError
+        number += 1
+    return found
 
 
 def _partition_of(transactional_id: str, partitions: int) -> int:

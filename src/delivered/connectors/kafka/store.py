@@ -238,8 +238,6 @@ class KafkaStore:
 
     def _apply(self, key: Key, value: bytes | None) -> None:
         """In log order: what has new keys follows what an earlier release wrote."""
-        if not self._keys.holds(key):
-            return
         old = key.pipeline is None
         match key.kind, key.rest:
             case "owner", () if value is not None:
