@@ -139,11 +139,7 @@ class KafkaDriverClient:
         Args:
             ask: idempotent.
         """
-        if self._wire is None:
-            if set(self._options.client) - SOURCE_SETTINGS:
-                check_settings(OWNER, self._options.client)
-            self._wire = Wire(resolved(self._options.client))
-        wire, servers = self._wire, self._options.servers
+        wire, servers = self.wire(), self._options.servers
         try:
             with nullcontext() if longest_s is None else within(longest_s):
                 return wire.patiently(lambda: ask(wire))
@@ -156,6 +152,14 @@ class KafkaDriverClient:
         except Unreachable as error:
             name = "_TRANSPORT" if error.may_come_back else "_AUTHENTICATION"
             raise explain(OWNER, name, error.message, what, servers) from None
+
+    def wire(self) -> Wire:
+        """Its connections. Raises UsageError: a setting that no client knows."""
+        if self._wire is None:
+            if set(self._options.client) - SOURCE_SETTINGS:
+                check_settings(OWNER, self._options.client)
+            self._wire = Wire(resolved(self._options.client))
+        return self._wire
 
     def close(self) -> None:
         """Idempotent."""

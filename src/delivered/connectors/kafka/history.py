@@ -17,7 +17,6 @@ from delivered.clients.kafka.epochs import BatchHeader, EpochEnd, batches_before
 from delivered.clients.kafka.login import NoAnswer, unreachable
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.rows import Partition
-from delivered.clients.kafka.settings import resolved
 from delivered.connectors.kafka.offsets import Positions
 from delivered.connectors.kafka.options import SourceOptions
 from delivered.model.limits import RESTART_CONFIRM_S
@@ -64,11 +63,14 @@ class Parting:
 
 
 class LogHistory:
-    """Compares positions with the logs as they are. Connects on first use. Not thread-safe."""
+    """Compares positions with the logs as they are. Not thread-safe.
 
-    def __init__(self, options: SourceOptions) -> None:
-        self._options = options
-        self._wire: Wire | None = None
+    Args:
+        wire: opens the driver's connections.
+    """
+
+    def __init__(self, options: SourceOptions, wire: Callable[[], Wire]) -> None:
+        self._options, self._connected = options, wire
         self._checked: dict[Partition, int] = {}
 
     def partings(self, at: Positions, epochs: Mapping[Partition, int]) -> dict[Partition, Parting]:
@@ -114,19 +116,12 @@ class LogHistory:
         return {p: json.dumps(asdict(header)) for p, header in found.items()}
 
     def _ask(self, ask: Callable[[Wire], T]) -> T:
-        if self._wire is None:
-            self._wire = Wire(resolved(self._options.client))
-        self._wire.forget()
+        wire = self._connected()
+        wire.forget()
         try:
-            return ask(self._wire)
+            return ask(wire)
         except NoAnswer as error:
             raise unreachable(self._options.servers, error) from None
-
-    def close(self) -> None:
-        """Idempotent."""
-        wire, self._wire = self._wire, None
-        if wire is not None:
-            wire.close()
 
 
 def are_different(known: str, now: str) -> bool:

@@ -154,7 +154,7 @@ class KafkaDriver:
         self._options = options
         self._client = KafkaDriverClient(options)
         self._frozen: _Snapshot | None = None
-        self._history = LogHistory(options)
+        self._history = LogHistory(options, self._client.wire)
         self._checked = False
         self._acknowledged: dict[Partition, int] = {}
         self._ended_s: float | None = None
@@ -314,7 +314,6 @@ class KafkaDriver:
 
     def close(self) -> None:
         self._client.close()
-        self._history.close()
 
     def _snapshot(self) -> _Snapshot:
         partitions, ids = self._client.partitions()
