@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,6 +46,13 @@ class Leader:
     node: int
     epoch: int
     topic_id: uuid.UUID | None
+
+
+def leaders_in(topic: Any) -> Iterator[tuple[int, Leader]]:
+    """The leader of each partition, from a topic's metadata; node -1: none."""
+    topic_id = getattr(topic, "topic_id", None)
+    for part in topic.partitions:
+        yield part.partition_index, Leader(part.leader_id, getattr(part, "leader_epoch", -1), topic_id)
 
 
 class Confirmation:

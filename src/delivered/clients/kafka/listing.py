@@ -57,6 +57,7 @@ def describe_topics(wire: Wire, names: Sequence[str]) -> dict[str, Topic | None]
             continue
         if topic.error_code != protocol.LEADER_NOT_AVAILABLE:
             _check(topic.error_code, topic.name)
+        wire.learn_leaders(topic)  # or `list_offsets` would ask topic by topic
         numbers = sorted(p.partition_index for p in topic.partitions)
         found[topic.name] = Topic(_coded(getattr(topic, "topic_id", None)), bool(topic.is_internal), numbers)
     return {name: found.get(name) for name in names}

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from delivered.clients.kafka.answers import only
 from delivered.clients.kafka.channel import Channel, Pending
-from delivered.clients.kafka.current import Confirmation, Leader, left_cluster
+from delivered.clients.kafka.current import Confirmation, Leader, leaders_in, left_cluster
 from delivered.clients.kafka.login import NoAnswer, NotSent, Rejected, security, unreachable
 from delivered.clients.kafka.settings import PORT
 from delivered.model.addresses import parse_addresses
@@ -344,16 +344,19 @@ class Wire:
             raise NoTopic(f"there is no topic {topic!r}")
         if found.error_code not in (NONE, LEADER_NOT_AVAILABLE):
             raise NotSent(f"topic {topic!r}: {name_of(found.error_code)}")
-        for part in found.partitions:
-            leader = Leader(part.leader_id, getattr(part, "leader_epoch", -1), getattr(found, "topic_id", None))
-            at = (topic, part.partition_index, leader.topic_id)
-            # A broker that was paused or cut off still reports an earlier leader.
-            if leader.node >= 0 and leader.epoch >= self._epochs.get(at, -1):
-                self._epochs[at] = leader.epoch
-                self._leaders[(topic, part.partition_index)] = leader
+        self.learn_leaders(found)
         if (topic, partition) not in self._leaders:
             raise NotSent(f"partition {partition} of {topic!r} has no leader now")
         return self._leaders[(topic, partition)]
+
+    def learn_leaders(self, topic: Any) -> None:
+        """From the topic's metadata."""
+        for number, leader in leaders_in(topic):
+            at = (topic.name, number, leader.topic_id)
+            # A broker that was paused or cut off still reports an earlier leader.
+            if leader.node >= 0 and leader.epoch >= self._epochs.get(at, -1):
+                self._epochs[at] = leader.epoch
+                self._leaders[(topic.name, number)] = leader
 
     def forget(self, transactional_id: str | None = None) -> None:
         """Drop cached leaders, and the coordinator of this id."""
