@@ -17,7 +17,7 @@ from delivered.clients.kafka.fetcher import Response
 from delivered.clients.kafka.login import NoAnswer, NotSent
 from delivered.clients.kafka.protocol import Wire, name_of
 from delivered.clients.kafka.record_batch import HEADER_BYTES
-from delivered.clients.kafka.rows import Partition
+from delivered.clients.kafka.rows import Partition, by_topic
 from delivered.model.errors import UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
 
@@ -101,10 +101,11 @@ def _request(wanted: Mapping[Partition, tuple[int, int]]) -> Any:
     from kafka.protocol.consumer import OffsetForLeaderEpochRequest as Request
 
     Topic = Request.OffsetForLeaderTopic  # noqa: N806 - a class
-    topics: dict[str, list[Any]] = {}
-    for (topic, number), (current, epoch) in wanted.items():
-        one = Topic.OffsetForLeaderPartition(partition=number, current_leader_epoch=current, leader_epoch=epoch)
-        topics.setdefault(topic, []).append(one)
+    one = Topic.OffsetForLeaderPartition
+    topics = by_topic(
+        (topic, one(partition=number, current_leader_epoch=current, leader_epoch=epoch))
+        for (topic, number), (current, epoch) in wanted.items()
+    )
     low, high = _EPOCH_END_VERSIONS
     asked = [Topic(topic=t, partitions=p) for t, p in topics.items()]
     return Request(replica_id=-1, topics=asked, min_version=low, max_version=high)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from delivered.clients.kafka import protocol
@@ -12,7 +13,7 @@ from delivered.clients.kafka.answers import only
 from delivered.clients.kafka.current import Leader
 from delivered.clients.kafka.outcomes import NotSent
 from delivered.clients.kafka.protocol import NoTopic, Wire, name_of
-from delivered.clients.kafka.rows import Partition
+from delivered.clients.kafka.rows import Partition, by_topic
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 
 EARLIEST, LATEST = -2, -1
@@ -121,10 +122,11 @@ def _offsets_request(wanted: Mapping[Partition, tuple[int, int]], committed_only
     from kafka.protocol.consumer import ListOffsetsRequest as Request
 
     Asked = Request.ListOffsetsTopic  # noqa: N806 - a class
-    topics: dict[str, list[Any]] = {}
-    for (topic, number), (epoch, at) in wanted.items():
-        one = Asked.ListOffsetsPartition(partition_index=number, current_leader_epoch=epoch, timestamp=at)
-        topics.setdefault(topic, []).append(one)
+    one = Asked.ListOffsetsPartition
+    topics = by_topic(
+        (topic, one(partition_index=number, current_leader_epoch=epoch, timestamp=at))
+        for (topic, number), (epoch, at) in wanted.items()
+    )
     low, high = _LIST_OFFSETS_VERSIONS
     listed = [Asked(name=name, partitions=parts) for name, parts in topics.items()]
     return Request(replica_id=-1, isolation_level=int(committed_only), topics=listed, min_version=low, max_version=high)
@@ -146,12 +148,9 @@ def committed_offsets(wire: Wire, group: str, partitions: Sequence[Partition]) -
     """Offsets that a group has committed, of these partitions. Raises NoAnswer, Refusal."""
     from kafka.protocol.consumer import OffsetFetchRequest as Request
 
-    topics: dict[str, list[int]] = {}
-    for topic, number in partitions:
-        topics.setdefault(topic, []).append(number)
     Asked = Request.OffsetFetchRequestTopic  # noqa: N806 - a class
     low, high = _OFFSET_FETCH_VERSIONS
-    listed = [Asked(name=name, partition_indexes=numbers) for name, numbers in topics.items()]
+    listed = [Asked(name=name, partition_indexes=numbers) for name, numbers in by_topic(partitions).items()]
     request = Request(group_id=group, topics=listed, require_stable=False, min_version=low, max_version=high)
     answer = wire.ask(request, wire.group_coordinator(group))
     code = getattr(answer, "error_code", protocol.NONE)
@@ -172,12 +171,8 @@ def commit_offsets(wire: Wire, group: str, at: Mapping[Partition, int]) -> None:
     from kafka.protocol.consumer import OffsetCommitRequest as Request
 
     Asked = Request.OffsetCommitRequestTopic  # noqa: N806 - a class
-    topics: dict[str, list[Any]] = {}
-    for (topic, number), offset in at.items():
-        one = Asked.OffsetCommitRequestPartition(
-            partition_index=number, committed_offset=offset, committed_leader_epoch=-1, committed_metadata=""
-        )
-        topics.setdefault(topic, []).append(one)
+    one = partial(Asked.OffsetCommitRequestPartition, committed_leader_epoch=-1, committed_metadata="")
+    topics = by_topic((topic, one(partition_index=n, committed_offset=offset)) for (topic, n), offset in at.items())
     low, high = _OFFSET_COMMIT_VERSIONS
     listed = [Asked(name=name, partitions=parts) for name, parts in topics.items()]
     request = Request(

@@ -7,7 +7,7 @@ log before its metadata knows the leaders reports the transaction as complete wi
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,10 @@ from delivered.clients.kafka.answers import only
 from delivered.clients.kafka.channel import Channel, Pending
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import NoTopic, Wire, name_of
+from delivered.clients.kafka.rows import Partition, by_topic
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.patience import left_s
-
-Partition = tuple[str, int]
 
 _PARTITIONS_PER_REQUEST = 500
 _COMMITTED, _UNCOMMITTED = 1, 0
@@ -205,19 +204,12 @@ def _ask_leaders(wire: Wire, partitions: Iterable[Partition], build: Any, deadli
     return answers
 
 
-def _by_topic(partitions: Iterable[Partition]) -> Mapping[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for topic, number in partitions:
-        found.setdefault(topic, []).append(number)
-    return found
-
-
 def _describe_request(partitions: Iterable[Partition]) -> Any:
     from kafka.protocol.admin.transactions import DescribeProducersRequest
 
     Topic = DescribeProducersRequest.TopicRequest  # noqa: N806
     return DescribeProducersRequest(
-        topics=[Topic(name=t, partition_indexes=numbers) for t, numbers in _by_topic(partitions).items()]
+        topics=[Topic(name=t, partition_indexes=numbers) for t, numbers in by_topic(partitions).items()]
     )
 
 
@@ -239,7 +231,7 @@ def _ends(wire: Wire, partitions: Iterable[Partition], isolation: int, deadline:
                         for n in numbers
                     ],
                 )
-                for t, numbers in _by_topic(of).items()
+                for t, numbers in by_topic(of).items()
             ],
             max_version=5,
         )

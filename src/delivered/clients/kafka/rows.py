@@ -1,9 +1,10 @@
-"""Rows to produce, as Arrow columns."""
+"""Rows to produce, as Arrow columns; partitions of topics."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,16 @@ RECORD_OVERHEAD = 128
 
 Headers = Sequence[tuple[str, bytes | None]]
 """Of one record."""
+
+T = TypeVar("T")
+
+
+def by_topic(items: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
+    """Items by their topic, as requests list them."""
+    found: dict[str, list[T]] = {}
+    for topic, item in items:
+        found.setdefault(topic, []).append(item)
+    return found
 
 
 @dataclass(frozen=True)

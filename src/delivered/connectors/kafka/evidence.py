@@ -16,8 +16,9 @@ from functools import partial
 from delivered.clients.kafka import protocol
 from delivered.clients.kafka.channel import Channel
 from delivered.clients.kafka.login import NoAnswer
-from delivered.clients.kafka.partition_state import OpenAt, Partition, end_at, held, open_in
+from delivered.clients.kafka.partition_state import OpenAt, end_at, held, open_in
 from delivered.clients.kafka.protocol import Wire
+from delivered.clients.kafka.rows import Partition
 from delivered.clients.kafka.transactions import OpenTransaction, Transaction, describe_all, listed
 from delivered.connectors.kafka.markers import find_marker, marker_partition
 from delivered.connectors.kafka.partitions import written_partitions

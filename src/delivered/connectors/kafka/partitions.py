@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from delivered.clients.kafka.partition_state import Partition, partitions_of
+from delivered.clients.kafka.partition_state import partitions_of
 from delivered.clients.kafka.protocol import Wire
+from delivered.clients.kafka.rows import Partition
 from delivered.connectors.kafka.markers import marker_partition
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import ledger_topic
