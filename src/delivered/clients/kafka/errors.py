@@ -22,11 +22,11 @@ def config_error(detail: str, owner: str, name: str | None = None) -> UsageError
 
 
 def explain(owner: str, name: str, detail: str, what: str, servers: str) -> DeliveredError:
-    """Translate an error of librdkafka.
+    """An error of a broker or of librdkafka, in words.
 
     Args:
         owner: of the options: "delivered_kafka source".
-        name: error code: "UNKNOWN_TOPIC_OR_PART".
+        name: of the error, as Kafka or librdkafka has it: "UNKNOWN_TOPIC_OR_PART".
         what: the requested topic, partition or group.
     """
     if name in (

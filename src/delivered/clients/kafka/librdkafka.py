@@ -63,7 +63,7 @@ def lacks_login(client: Mapping[str, str]) -> str | None:
     """What of a login librdkafka, as confluent-kafka brings it, does not have; None: it has all."""
     if protocol_of(client).startswith("SASL") and mechanism_of(client) == "GSSAPI":
         return "the SASL mechanism GSSAPI"
-    return next((f"kafka.{name}" for name in ("ssl.enabled.protocols",) if name in client), None)
+    return "kafka.ssl.enabled.protocols" if "ssl.enabled.protocols" in client else None
 
 
 def _login(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Apache Kafka through librdkafka, with Arrow in and out; no JAR."""
+"""Apache Kafka, with Arrow in and out; no JAR."""
 
 from __future__ import annotations
 
