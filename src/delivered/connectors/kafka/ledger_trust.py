@@ -125,10 +125,13 @@ class LedgerReader:
         """What changed since the last read, in log order.
 
         Raises:
-            InvariantBroken: LEDGER_DAMAGED.
+            NoAnswer, NoTopic: see `CommittedReader.read`. InvariantBroken: LEDGER_DAMAGED.
         """
         first = self.trust is None
         if first:
+            # Raises NoTopic: a ledger that is not there yet has no holders, and to look for them would create what
+            # brokers keep of transactions.
+            self._wire.patiently(lambda: self._wire.led(self._topic, STATE_PARTITION))
             self._current = holders(self._wire, self._ids)
         records = self._newest(wait)
         if first:
