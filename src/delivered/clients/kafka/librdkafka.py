@@ -103,6 +103,8 @@ def check_settings(owner: str, client: Mapping[str, str]) -> None:
         and name not in logins.SETTINGS  # checked by us
         and not value.startswith(REFERENCES)
     }
+    if not known:
+        return  # librdkafka need not be loaded
     with suppress(MissingExtra):  # reported when a client is created
         make = kafka_client().Producer
         try:
