@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -386,3 +387,36 @@ def test_partitions_that_are_published_as_tables_of_their_own(postgres_log: Any,
     assert found is not None
     assert found.num_rows == 3
     stream.close()
+
+
+def test_a_last_row_that_was_logged_as_a_partition_is_found_again(
+    postgres_log: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot that stands before it, after a crash of the server, is read from there again."""
+    from delivered.connectors.outbox import peek
+
+    table = Table(
+        postgres_log,
+        "id int PRIMARY KEY, aggregatetype text, aggregateid text, type text, payload text) PARTITION BY RANGE (id",
+    )
+    table.execute("CREATE TABLE {0}_p PARTITION OF {0} FOR VALUES FROM (0) TO (10)")
+    source = CONNECTOR.source({"url": postgres_log.url, "dbtable": table.name})
+    stream = Stream(source)
+    stream.batch()
+    change = f"ALTER PUBLICATION delivered_{table.name} SET (publish_via_partition_root = {{}})".format
+    table.execute(change("false"))
+    table.execute("INSERT INTO {} (id) VALUES (1)")
+    table.execute(change("true"))
+    end = stream.driver.latest(stream.at, None)
+
+    def dies(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(peek, "advance", dies)
+    with pytest.raises(KeyboardInterrupt):
+        stream.driver.acknowledge(end)
+    known = stream.driver.landmarks(end)
+    assert known
+    stream.close()
+    with contextlib.closing(source.driver()) as again:
+        again.check_landmarks(end, known)

@@ -114,7 +114,7 @@ class WalDriver:
         if now.confirmed is None or now.confirmed > begin:
             return
         found = None
-        for some in _chunks(self._options, {**at, "lsn": now.confirmed}, int(at["lsn"])):
+        for some in _chunks(self._options, self._moved(at, now.confirmed), int(at["lsn"])):
             found = _landmark(some[-1])
         if found != known[_LAST]:
             slot.check_cluster(now, self._options, at)
@@ -142,10 +142,8 @@ class WalDriver:
             pieces.append(Slice((HISTORY, dict(start), min(last, now.confirmed)), name))
             first = min(last, now.confirmed)
         if first < last:
-            # Logged as partitions, while their publication did not publish them as the table.
-            leaves = self._run(lambda c: partitions.leaves(c, self._options))
             more = self._shapes.truncated(end, last) if self._shapes is not None else {}
-            pieces.append(Slice((WAL, {**end, "lsn": first, "leaves": leaves, **more}, last), name))
+            pieces.append(Slice((WAL, self._moved(end, first) | more, last), name))
         return pieces
 
     def batch(self) -> tuple[Offsets, Offsets]:
@@ -230,8 +228,7 @@ class WalDriver:
         if options.keep:
             self._in_transaction(positions.prepare)
         last: _Row | None = None
-        leaves = self._run(lambda c: partitions.leaves(c, options))
-        for some in _chunks(options, {**end, "lsn": confirmed, "leaves": leaves}, at):
+        for some in _chunks(options, self._moved(end, confirmed), at):
 
             def settle(caller: Any, some: list[_Row] = some) -> None:
                 if options.keep:
@@ -246,6 +243,13 @@ class WalDriver:
 
     def _offsets(self, now: server.State, at: int) -> Offsets:
         return {"lsn": at, "#system": now.system, "#timeline": now.timeline, "#table": now.table}
+
+    def _moved(self, offsets: Offsets, at: int) -> Offsets:
+        """To read the log from `at` on. It has rows as a partition's if they were written while the publication did not
+        publish partitions as the table.
+        """
+        leaves = self._run(lambda c: partitions.leaves(c, self._options))
+        return {**offsets, "lsn": at, "leaves": leaves}
 
     def _run(self, work: Callable[[Any], T]) -> T:
         """Work on the driver's connection, which holds the lock; it may be done again after the server was away."""
