@@ -11,24 +11,25 @@ from delivered.model.errors import Refused
 if TYPE_CHECKING:
     import psycopg
 
-_KEY = """ARRAY(SELECT a.attname::text FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid
-  AND a.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1])
-  WHERE i.indrelid = c.oid AND i.indisprimary ORDER BY a.attname)"""
-_TABLES = f"""
+_TABLES = """
 SELECT c.oid::regclass::text,
+       c.relkind = 'p',
        c.relreplident::text,
        CASE WHEN c.relkind = 'f' THEN 'foreign' WHEN c.relpersistence <> 'p' THEN 'unlogged' END,
-       {_KEY},
+       ARRAY(SELECT a.attname::text FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid
+             AND a.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1])
+             WHERE i.indrelid = c.oid AND i.indisprimary ORDER BY a.attname),
        EXISTS (SELECT FROM pg_index WHERE indrelid = c.oid AND indisprimary AND indimmediate AND indisvalid),
        EXISTS (SELECT FROM pg_index i JOIN pg_index k ON k.indrelid = c.oid AND k.indisprimary
                WHERE i.indrelid = c.oid AND i.indisreplident AND i.indisvalid
                AND (k.indkey::int2[])[0:k.indnkeyatts - 1] <@ (i.indkey::int2[])[0:i.indnkeyatts - 1])
 FROM pg_class c
-WHERE c.oid = to_regclass(%(table)s) AND c.relkind = 'r'
-   OR c.oid IN (SELECT relid FROM pg_partition_tree(to_regclass(%(table)s)) 
+WHERE c.oid = to_regclass(%(table)s) AND c.relkind IN ('r', 'p')
+   OR c.oid IN (SELECT relid FROM pg_partition_tree(to_regclass(%(table)s))
     WHERE isleaf AND relid <> to_regclass(%(table)s))
-ORDER BY 1
+ORDER BY c.oid <> to_regclass(%(table)s), 1
 """
+"""The table first, then its partitions that have rows."""
 
 
 def check_identity(connection: psycopg.Connection[Any], options: OutboxOptions, *, published: bool = False) -> None:
@@ -41,10 +42,9 @@ def check_identity(connection: psycopg.Connection[Any], options: OutboxOptions, 
     Raises:
         Refused: names the table or partition, and what it lacks.
     """
-    rows = connection.execute(_TABLES, {"table": quoted("postgres", options.table)}).fetchall()
-    keys = _root_key(connection, options) or next((key for _, _, _, key, *_ in rows if key), [])
-    for name, *facts in rows:
-        lacks = _lacks(keys, *facts)
+    keys, tables = _described(connection, options)
+    for name, has_no_rows, *facts in tables:
+        lacks = None if has_no_rows else _lacks(keys, *facts)
         if lacks is not None:
             of = "" if name == options.table else f" (of {options.table})"
             raise Refused(
@@ -63,14 +63,13 @@ def check_identity(connection: psycopg.Connection[Any], options: OutboxOptions, 
 
 def keys_of(connection: psycopg.Connection[Any], options: OutboxOptions) -> tuple[str, ...]:
     """Columns of the primary key: the table's, else that which its partitions have; none: there is none."""
-    rows = connection.execute(_TABLES, {"table": quoted("postgres", options.table)}).fetchall()
-    return tuple(_root_key(connection, options) or next((key for _, _, _, key, *_ in rows if key), []))
+    return tuple(_described(connection, options)[0])
 
 
-def _root_key(connection: psycopg.Connection[Any], options: OutboxOptions) -> list[str]:
-    query = f"SELECT {_KEY} FROM pg_class c WHERE c.oid = to_regclass(%s)"
-    row = connection.execute(query, [quoted("postgres", options.table)]).fetchone()
-    return list(row[0]) if row is not None else []
+def _described(connection: psycopg.Connection[Any], options: OutboxOptions) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """The key, and the rows of `_TABLES`."""
+    tables = connection.execute(_TABLES, {"table": quoted("postgres", options.table)}).fetchall()
+    return next((key for _, _, _, _, key, *_ in tables if key), []), tables
 
 
 def _lacks(
