@@ -67,9 +67,7 @@ class Shapes:
         """
         options, at = self._options, int(start["lsn"])
         known = shape.restored(start.get("#shape"))
-        for one in self._seen(end):
-            if one.relation.oid != start["#table"]:
-                continue
+        for one in self._seen(start["#table"], end):
             before = one.before if one.before is not None and one.before > at else None
             if one.truncates and options.accepts(one.at):
                 continue
@@ -92,13 +90,13 @@ class Shapes:
         accepted = self._options.accepted
         if accepted is None:
             return {}
-        found = any(s.truncates and s.at == accepted and s.relation.oid == end["#table"] for s in self._seen(until))
+        found = any(s.truncates and s.at == accepted for s in self._seen(end["#table"], until))
         return {"truncated": accepted} if found else {}
 
-    def _seen(self, end: int) -> Sequence[peek.Seen]:
+    def _seen(self, table: int | None, end: int) -> Sequence[peek.Seen]:
         options = self._options
         found: Sequence[peek.Seen] = self._run(
-            lambda c: peek.waiting(options, lambda: peek.relations(c, options, end, None))
+            lambda c: peek.waiting(options, lambda: peek.relations(c, options, table, end, None))
         )
         return found
 

@@ -112,9 +112,8 @@ def _unread(
         lost = tuple(c for c in other if c[0] not in shape.names(found))
         optional |= frozenset(shape.names(found)) ^ frozenset(shape.names(other))
         found += lost
-    plain = _plain(table)
-    for one in [*(s for before, s in seen if before is not None), plain]:
-        base = found if one is not plain else _plain(found)
+    for one in [*(s for before, s in seen if before is not None), table]:
+        base = found if one is not table else _plain(found)
         if not is_extended(base, one, defaults):
             break
         optional |= shape.added(base, one) or frozenset()
@@ -136,10 +135,8 @@ def _seen(
         return []  # said by preflight
     end = now.flushed or 0
     for count in (1, None):  # one transaction is enough if it has the shape that the table has
-        found = peek.waiting(options, lambda count=count: peek.relations(connection, options, end, count))
-        seen = [
-            (s.before, shape.of_relation(s.relation)) for s in found if s.relation.oid == now.table and not s.truncates
-        ]
+        found = peek.waiting(options, lambda count=count: peek.relations(connection, options, now.table, end, count))
+        seen = [(s.before, shape.of_relation(s.relation)) for s in found if not s.truncates]
         if seen and all(_plain(s) == table for _, s in seen):
             break
     if seen and all(before is not None for before, _ in seen):

@@ -83,11 +83,14 @@ class Seen:
     truncates: bool
 
 
-def relations(connection: psycopg.Connection[Any], options: OutboxOptions, end: int, count: int | None) -> list[Seen]:
-    """Of all published tables, in order, from the slot's position on; repeated whenever PostgreSQL repeats it.
+def relations(
+    connection: psycopg.Connection[Any], options: OutboxOptions, table: int | None, end: int, count: int | None
+) -> list[Seen]:
+    """In order, from the slot's position on; repeated whenever PostgreSQL repeats it.
 
     Args:
         connection: in autocommit.
+        table: oid.
         count: ends after the transaction with this many changes; None: at `end`.
     """
     with _reading(options):
@@ -98,7 +101,7 @@ def relations(connection: psycopg.Connection[Any], options: OutboxOptions, end: 
         if data[:1] == b"R":
             found.append(Seen(before, at, decoder.relations[int.from_bytes(data[1:5], "big")], False))
         found += [Seen(before, at, c.relation, True) for c in changes if isinstance(c, Change)]
-    return found
+    return [one for one in found if one.relation.oid == table]
 
 
 def peek(options: OutboxOptions, start: Offsets, end: int) -> Iterator[tuple[Begin, int, Change]]:
