@@ -18,7 +18,7 @@ log = logging.getLogger("delivered.outbox")
 
 
 class Shapes:
-    """Of a change stream's driver. Offsets hold "#shape" and "#partitions": those of the rows up to there.
+    """Of a change stream's driver. Offsets hold "#shape", "#partitions" and "#columns": those of the rows up to there.
 
     Args:
         run: calls a function with the driver's connection.
@@ -28,12 +28,13 @@ class Shapes:
         self._options = options
         self._run = run
 
-    def partitions(self, start: Offsets) -> Offsets:
-        """What the offsets of the next batch keep of it; the shape stays until rows have another one.
+    def check_catalogue(self, start: Offsets, state: server.State) -> Offsets:
+        """What changed with the table and is not in the log. Returns what the offsets of the next batch keep of it; the
+        shape stays until rows have another one.
 
         Raises:
             Refused: the log cannot identify rows any more.
-            InvariantBroken: a partition brought or took rows.
+            InvariantBroken: a partition brought or took rows, or a column was dropped and added again.
         """
         options = self._options
         self._run(lambda c: check_identity(c, options, published=True))
@@ -48,15 +49,16 @@ class Shapes:
                     next_step=f"bring the sink's table in line with the source's, then {_on(at)}",
                 )
         kept = {"#shape": start["#shape"]} if "#shape" in start else {}
-        return kept | ({"#partitions": now} if now or known else {}) | {"#columns": self._columns(start)}
+        return kept | ({"#partitions": now} if now or known else {}) | {"#columns": self._columns(start, state)}
 
-    def _columns(self, start: Offsets) -> list[list[Any]]:
+    def _columns(self, start: Offsets, state: server.State) -> list[list[Any]]:
         """Name and number of each; the log does not say that one of them was dropped and added again in between."""
-        now, known = self._run(lambda c: layout.numbers(c, self._options)), dict(start.get("#columns", ()))
+        now = [[name, number] for name, number in zip(state.columns, state.numbers, strict=True)]
+        known = dict(start.get("#columns", ()))
         found = [f"the column {n} was dropped and added again" for n, number in now if known.get(n, number) != number]
         if found:
             self._refuse(found, int(start["lsn"]))
-        return list(now)
+        return now
 
     def cut(self, start: Offsets, end: int) -> tuple[int, Offsets]:
         """Where a batch of one shape ends, and that shape.

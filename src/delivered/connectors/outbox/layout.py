@@ -83,15 +83,6 @@ def table_shape(
     return tuple((n, t, m, False) for n, t, m, _ in rows), frozenset(n for n, *_, default in rows if default)
 
 
-def numbers(connection: psycopg.Connection[Any], options: OutboxOptions) -> list[list[Any]]:
-    """Name and number of each column: a column that was dropped and added again has another number."""
-    query = (
-        "SELECT attname, attnum FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped "
-        "ORDER BY attnum"
-    )
-    return [list(row) for row in connection.execute(query, [quoted("postgres", options.table)]).fetchall()]
-
-
 def is_extended(before: Shape, after: Shape, defaults: frozenset[str]) -> bool:
     """Whether `after` has only more columns, which rows from before have null in."""
     more = shape.added(before, after)

@@ -38,6 +38,8 @@ SELECT (SELECT system_identifier::text FROM pg_control_system()),
     ON c.oid = r.prrelid WHERE r.prrelid = to_regclass(%(table)s) AND c.relkind = 'p' AND u.pubname = %(publication)s),
   ARRAY(SELECT attname::text FROM pg_attribute WHERE attrelid = to_regclass(%(table)s) AND attnum > 0
     AND NOT attisdropped ORDER BY attnum),
+  ARRAY(SELECT attnum::int FROM pg_attribute WHERE attrelid = to_regclass(%(table)s) AND attnum > 0
+    AND NOT attisdropped ORDER BY attnum),
   ARRAY(SELECT attname::text FROM pg_attribute WHERE attrelid = to_regclass(%(table)s) AND attgenerated <> ''),
   ARRAY(SELECT a.attname::text FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid
     AND a.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1])
@@ -61,6 +63,7 @@ class State:
         via_root: changes of partitions are published as the table's.
         parts_published: the table is partitioned, and the publication has it, or partitions of it.
         columns, generated, key: of the table: all, the generated ones, those of the primary key.
+        numbers: of `columns`: a column that was dropped and added again has another number.
     """
 
     system: str
@@ -81,6 +84,7 @@ class State:
     via_root: bool | None
     parts_published: bool
     columns: list[str]
+    numbers: list[int]
     generated: list[str]
     key: list[str]
 

@@ -74,7 +74,7 @@ class WalDriver:
         self._run(lambda c: slot.check_table(c, now, self._options, start))
         slot.check_server(now, self._options)
         at = int(start["lsn"])
-        kept = self._shapes.partitions(start) if self._shapes is not None else {}
+        kept = self._shapes.check_catalogue(start, now) if self._shapes is not None else {}
         if "number" in start:
             last = self._last()
             if start["number"] < last:
