@@ -71,9 +71,9 @@ class Events:
             )
         self._seen.add(id_)
         if self._options.json and payload is not None:
-            self._check_json(text(id_), payload)
+            self._check_json(id_, payload)
         if kind not in self._topics:
-            self._topics[kind] = self._routed(text(id_), kind)
+            self._topics[kind] = self._routed(id_, kind)
         self._keys.append(key)
         self._values.append(payload)
         self._topic.append(self._topics[kind])
@@ -82,7 +82,7 @@ class Events:
         self._headers.append([("id", id_), *([("type", type_)] if type_ is not None else [])])
         self._bytes += 100 + len(payload or b"")
 
-    def _routed(self, id_: str, kind: bytes | None) -> str | None:
+    def _routed(self, id_: bytes, kind: bytes | None) -> str | None:
         """None: the row names no aggregate type to route by; the sink says what becomes of it."""
         if ROUTE not in self._options.topic:
             return self._options.topic
@@ -92,8 +92,8 @@ class Events:
             name = self._options.columns[1]
             raise BadRecord(
                 "OUTBOX_TOPIC",
-                f"{OWNER}: the message {id_} in {self._options.outbox} has the {name} {kind!r}, which is no UTF-8 text "
-                f"({error}): no topic can be named after it.",
+                f"{OWNER}: the message {text(id_)} in {self._options.outbox} has the {name} {kind!r}, which is no "
+                f"UTF-8 text ({error}): no topic can be named after it.",
                 next_step=f"correct the row; or name one topic for all, without {ROUTE}: the option topic",
             ) from None
 
@@ -112,14 +112,14 @@ class Events:
         self._clear()
         return pa.RecordBatch.from_arrays(arrays, schema=COLUMNS)
 
-    def _check_json(self, id_: str, payload: bytes) -> None:
+    def _check_json(self, id_: bytes, payload: bytes) -> None:
         try:
             json.loads(payload)
         except (ValueError, RecursionError) as error:
             raise BadRecord(
                 "OUTBOX_PAYLOAD",
-                f"{OWNER}: the payload of the message {id_} in {self._options.outbox} is not JSON: {payload[:200]!r} "
-                f"({error}).",
+                f"{OWNER}: the payload of the message {text(id_)} in {self._options.outbox} is not JSON: "
+                f"{payload[:200]!r} ({error}).",
                 next_step='correct the row; or write .option("payloadFormat", "any") and filter it in the transform',
             ) from None
 
