@@ -55,6 +55,6 @@ def check_publication(now: State, options: OutboxOptions) -> None:
         )
 
 
-def left_out(now: State) -> list[str]:
+def missing_columns(now: State) -> list[str]:
     """Columns of the table that its changes come without."""
     return [column for column in now.columns if column not in now.carried]

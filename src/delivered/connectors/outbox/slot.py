@@ -1,4 +1,4 @@
-"""A logical replication slot and its publication, by SQL: state, checks, creation."""
+"""A logical replication slot and its publication, by SQL: checks, creation."""
 
 from __future__ import annotations
 

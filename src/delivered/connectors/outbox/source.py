@@ -17,7 +17,7 @@ from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.connectors.outbox.pgoutput import Op
 from delivered.connectors.outbox.poll import PollDriver
 from delivered.connectors.outbox.positions import Positions
-from delivered.connectors.outbox.publication import left_out
+from delivered.connectors.outbox.publication import missing_columns
 from delivered.connectors.outbox.wal import HISTORY, NUMBERED, WalDriver
 from delivered.contract.finding import Finding
 from delivered.contract.powers import Address
@@ -188,7 +188,7 @@ class OutboxSource:
         options = self.options
         check_identity(connection, options, published=now.publishes is not None)
         found = []
-        if lost := left_out(now):
+        if lost := missing_columns(now):
             found.append(
                 Finding(
                     "OUTBOX_COLUMNS",
