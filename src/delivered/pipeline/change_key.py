@@ -18,6 +18,8 @@ def check_change_key(pipeline: Definition, sink: Endpoint, mode: WriteMode) -> I
     endpoints = list(pipeline.sources.values())
     if not mode.upserts or len(endpoints) != 1 or endpoints[0].is_spark_own:
         return
+    if pipeline.transform.kind not in ("none", "sql"):
+        return
     source = endpoints[0].source()
     if not isinstance(source, NamesRows):
         return
@@ -30,8 +32,6 @@ def check_change_key(pipeline: Definition, sink: Endpoint, mode: WriteMode) -> I
     if not key or wanted == {name.lower() for name in key} or not wanted <= columns:
         return
     refuses = pipeline.transform.kind == "none" and sink.projection.is_all
-    if not refuses and pipeline.transform.kind not in ("none", "sql"):
-        return
     yield Finding(
         "CHANGE_KEY",
         f"{sink.label} upserts by {', '.join(mode.keys)}, but changes of {endpoints[0].label} name their row by "

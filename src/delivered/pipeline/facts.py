@@ -81,7 +81,8 @@ def gather(pipeline: Definition, session: SessionFacts | None, *, offline: bool,
     """
     sources = tuple(_source(n, e, offline) for n, e in pipeline.sources.items())
     made = [(e, e.sink()) for e in pipeline.all_sinks]
-    sinks = tuple(_sink(pipeline, e, s, offline) for e, s in made)
+    readable = not any(f.refuses for s in sources for f in s.findings)
+    sinks = tuple(_sink(pipeline, e, s, offline, readable) for e, s in made)
     checkpoint = CheckpointFacts(pipeline.checkpoint, takeover=takeover)
     findings = [*(f for s in sources for f in s.findings), *(f for s in sinks for f in s.findings)]
     blocked = any(f.refuses for f in findings) or len({s.name for s in sinks}) < len(sinks) or not sinks
@@ -134,11 +135,13 @@ def _source(name: str, endpoint: Endpoint, offline: bool) -> SourceFacts:
     return SourceFacts(endpoint.label, source.capability(), (*_in_clear(endpoint, source), *findings), name)
 
 
-def _sink(pipeline: Definition, endpoint: Endpoint, sink: Sink, offline: bool) -> SinkFacts:
+def _sink(pipeline: Definition, endpoint: Endpoint, sink: Sink, offline: bool, readable: bool) -> SinkFacts:
+    """Args: readable: no source refuses; else it is not asked, and waited for, once more."""
     findings = () if offline else _run_preflight(lambda: sink.preflight(pipeline.guarantee))
     checked: tuple[str, ...] = ()
     if not offline and not any(f.refuses for f in findings):
-        findings += _run_preflight(lambda: check_change_key(pipeline, endpoint, sink.capability().write))
+        if readable:
+            findings += _run_preflight(lambda: check_change_key(pipeline, endpoint, sink.capability().write))
         scope = Scope(pipeline.name, endpoint.name or sink.name, NO_INCARNATION)
         findings += _run_preflight(lambda: check_ledger(sink, scope))
         if isinstance(sink, ChecksTarget):
