@@ -7,8 +7,8 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from delivered.events.tables import (
@@ -179,7 +179,8 @@ class Aggregate:
         version, state = 0, copy.deepcopy(self.initial)
         if kept:
             version = int(kept[0][0])
-            state = _stored(f"the snapshot of {what} at version {version}", lambda: json.loads(kept[0][1]))
+            with _stored(f"the snapshot of {what} at version {version}"):
+                state = json.loads(kept[0][1])
         for number, event in _events(caller, at, version, what):
             if number != version + 1:
                 raise InvariantBroken(
@@ -233,24 +234,19 @@ def _events(caller: Caller, at: tuple[Any, ...], after: int, what: str) -> Itera
             (*at, after),
         ).rows
         for number, id_, type_, payload in rows:
-            yield (
-                int(number),
-                _stored(
-                    f"version {number} of {what}",
-                    partial(
-                        lambda i, t, p: Event(uuid.UUID(str(_text(i))), _text(t), json.loads(p)), id_, type_, payload
-                    ),
-                ),
-            )
+            with _stored(f"version {number} of {what}"):
+                event = Event(uuid.UUID(str(_text(id_))), _text(type_), json.loads(payload))
+            yield int(number), event
         if len(rows) < _READ:
             return
         after = int(rows[-1][0])
 
 
-def _stored(what: str, read: Callable[[], Any]) -> Any:
-    """Raises InvariantBroken: another program wrote it, or changed it."""
+@contextmanager
+def _stored(what: str) -> Iterator[None]:
+    """Raises InvariantBroken: it cannot be read, as another program wrote it, or changed it."""
     try:
-        return read()
+        yield
     except (ValueError, TypeError, RecursionError) as error:
         raise InvariantBroken(
             "EVENTS_DAMAGED",
