@@ -293,7 +293,7 @@ def broker_url(schemes: Sequence[str], example: str, known_password: str | None 
 
 
 def password_in_url(instead: str) -> Unfit:
-    """Args: instead: a reference to write."""
+    """For what `OptionTable.restore` lets through: an empty password, a reference. Args: instead: what to write."""
     return Unfit(
         "contains a password; URLs are shown in plans and logs",
         f'remove it and write .option("password", "{instead}")',
