@@ -15,6 +15,7 @@ from rich.table import Table
 
 from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, tell_warnings
 from delivered.model.errors import UsageError
+from delivered.model.options import is_reference
 from delivered.model.text import one_line
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ SagaOption = Annotated[str | None, typer.Option(help="The saga's name, if two ha
 def _log(where: str, password: str | None) -> Log:
     from delivered.saga import Log
 
-    if password is not None and not password.startswith(("env:", "file:")):
+    if password is not None and not is_reference(password):
         raise UsageError(
             "SAGA_PASSWORD",
             "--password holds a password, which every user of this machine can see in the list of processes.",

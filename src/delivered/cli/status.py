@@ -197,9 +197,9 @@ def ui(
 def _token(reference: str) -> str:
     """Raises UsageError: it is the token itself, which other users of this machine could read in the process list."""
     from delivered.model.errors import UsageError
-    from delivered.model.options import resolve_secret
+    from delivered.model.options import is_reference, resolve_secret
 
-    if not reference.startswith(("env:", "file:")):
+    if not is_reference(reference):
         raise UsageError(
             "UI_TOKEN",
             "--token must be a reference: a token on the command line is shown by ps to every user of this machine.",

@@ -357,6 +357,11 @@ REFERENCES = ("env:", "file:")
 """How a reference to a secret starts; see `resolve_secret`."""
 
 
+def is_reference(value: str) -> bool:
+    """Whether `resolve_secret` finds the secret elsewhere; else the value itself may be one."""
+    return value.startswith(("env:", "file:"))
+
+
 def resolve_secret(name: str, value: str) -> str:
     """Resolve a reference to a secret: `env:NAME` or `file:PATH`; any other text is returned as it is.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from delivered.connectors.pulsar.options import Place
 from delivered.model.errors import UsageError
-from delivered.model.options import resolve_secret
+from delivered.model.options import is_reference, resolve_secret
 from delivered.model.secrets import REDACTED
 
 _FORM = re.compile(r"[\x21-\x7e]+")
@@ -110,4 +110,4 @@ def _claims(token: str) -> dict[str, Any] | None:
 
 def _reference(options: Place) -> str:
     token = options.token or ""
-    return token if token.startswith(("env:", "file:")) else "given literally, not as env:NAME or file:PATH"
+    return token if is_reference(token) else "given literally, not as env:NAME or file:PATH"
