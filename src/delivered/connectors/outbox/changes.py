@@ -200,12 +200,15 @@ def _array(kind: pa.DataType, values: Sequence[bytes | None]) -> pa.Array:
         return pc.equal(texts, "t")
     if pa.types.is_decimal(kind):
         return pa.array([None if v is None else Decimal(v.decode()) for v in values], kind)
-    if pa.types.is_timestamp(kind):
-        zoned = kind.tz is not None
-        return pa.array([None if v is None else micros(v.decode(), zoned) for v in values], pa.int64()).cast(kind)
-    if pa.types.is_date32(kind):
-        return pa.array([None if v is None else days(v.decode()) for v in values], pa.int32()).cast(kind)
-    return texts.cast(kind)
+    try:
+        return texts.cast(kind)
+    except pa.ArrowInvalid:
+        if pa.types.is_timestamp(kind):
+            zoned = kind.tz is not None
+            return pa.array([None if v is None else micros(v.decode(), zoned) for v in values], pa.int64()).cast(kind)
+        if pa.types.is_date32(kind):
+            return pa.array([None if v is None else days(v.decode()) for v in values], pa.int32()).cast(kind)
+        raise
 
 
 def batches(
