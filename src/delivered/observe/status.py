@@ -55,10 +55,10 @@ def _status(pipeline: Definition) -> Status:
             with _asking(problems):
                 source = endpoint.source()
                 _ask_source(name, source, found)
-                if isinstance(source, Rechecks):
-                    source.recheck()
                 if isinstance(source, HasDedupWindow):
                     found.setdefault("queues", {})[name] = (endpoint.system, _destination(endpoint))
+                if isinstance(source, Rechecks):
+                    source.recheck()
     newest_reports = batches(pipeline.checkpoint, 20)
     made = Status(
         pipeline.name,
