@@ -31,6 +31,7 @@ class Changes:
         self._keys = frozenset(layout.keys)
         self._schema = layout.columns
         self._table = pa.schema([f for f in layout.columns if f not in ADDED])
+        self._names = self._table.names
         self._at: dict[Relation, list[int | None]] = {}
         self._clear()
 
@@ -115,15 +116,15 @@ class Changes:
         if at is None:
             at = self._at[relation] = self._places(relation)
         values: list[bytes | None] = []
-        for place, field in zip(at, self._table, strict=True):
+        for place, name in zip(at, self._names, strict=True):
             value = None if place is None or row is None else row[place]
-            if value is None and field.name in self._keys:
+            if value is None and name in self._keys:
                 if self._options.accepts(position):
                     return
                 raise BadRecord(
                     "OUTBOX_IDENTITY",
                     f"{OWNER}: the log does not say of which row of {self._options.table} a {op} at "
-                    f"{lsn_text(position)} is: it has no value of the key column {field.name}, which the replica "
+                    f"{lsn_text(position)} is: it has no value of the key column {name}, which the replica "
                     "identity did not have then.",
                     next_step="give the table a replica identity with its primary key; remove from the sink's table "
                     f'what the table no longer has; then write .option("schemaChange", "{lsn_text(position)}"), with '
@@ -132,7 +133,7 @@ class Changes:
             if value is UNCHANGED:
                 raise BadRecord(
                     "OUTBOX_UNCHANGED",
-                    f"{OWNER}: an update of {self._options.table} left the large column {field.name} alone, and "
+                    f"{OWNER}: an update of {self._options.table} left the large column {name} alone, and "
                     "the log has no value for it: the sink would store null.",
                     next_step=f"ALTER TABLE {self._options.table} REPLICA IDENTITY FULL, start a new checkpoint with "
                     "another slot, and once its first batch has run copy the table: _lsn settles which row is newer",
@@ -153,7 +154,7 @@ class Changes:
                 raise self._other(f"has another type of the column {name} than this query")
         for name in set(known) - set(relation.columns) - self._layout.optional:
             raise self._other(f"has no column {name} any more, which this query has")
-        return [relation.columns.index(n) if n in relation.columns else None for n in self._table.names]
+        return [relation.columns.index(n) if n in relation.columns else None for n in self._names]
 
     def _other(self, what: str) -> BadRecord:
         return BadRecord(
