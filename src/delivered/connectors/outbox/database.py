@@ -110,7 +110,7 @@ def explained(error: Exception, options: OutboxOptions) -> DeliveredError | None
     if isinstance(own, UnicodeDecodeError) or str(own).startswith(_NOT_UTF8):
         return BadRecord(
             "OUTBOX_TEXT",
-            f"{OWNER}: {options.outbox} at {options.system} has a text that is not UTF-8: {own}.",
+            f"{OWNER}: {options.table} at {options.system} has a text that is not UTF-8: {own}.",
             next_step="correct the row, or keep such values in a column of bytes; it was not deleted",
         )
     library = type(own).__module__.partition(".")[0]

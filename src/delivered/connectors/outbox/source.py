@@ -1,4 +1,4 @@
-"""The configured source: checked options, no connection."""
+"""The configured source: what it assumes, what it checks before a start, and how a slice is read."""
 
 from __future__ import annotations
 
