@@ -17,7 +17,7 @@ import pytest
 from delivered.saga import http
 from delivered.saga.definition import Call, Rejected, Verb
 from delivered.saga.http import Http
-from delivered.saga.worker import _stored
+from delivered.saga.tables import stored_result
 
 CALL = Call("s", "1", "pay", Verb.DO, "k", {}, {}, 1)
 
@@ -70,7 +70,7 @@ def test_2xx_is_done_whatever_the_body_is(body: bytes, kind: str, result: object
     with service(*reply(200, body, kind)) as url:
         found = Http(url)(CALL)
     assert found == result
-    _stored(found)
+    stored_result(found)
 
 
 BOMB = gzip.compress(b"x" * 64_000_000, mtime=0)

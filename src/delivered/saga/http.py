@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
 
-from delivered.kits.caller import json_text
-from delivered.model.errors import MissingExtra, Unreachable
+from delivered.model.errors import BadRecord, MissingExtra, Unreachable
 from delivered.model.limits import SAGA_DATA_BYTES_MAX
 from delivered.model.options import resolve_secret
 from delivered.model.secrets import without_passwords
 from delivered.saga.definition import Call, Rejected, Verb
+from delivered.saga.tables import stored_result
 
 if TYPE_CHECKING:
     import httpx
@@ -116,12 +116,9 @@ def _result(body: bytes, encoding: str) -> Any:
     if not body:
         return None
     try:
-        found = json.loads(body, parse_constant=_no_number)
-        if len(json_text(json.dumps(found, ensure_ascii=False, allow_nan=False)).encode()) <= SAGA_DATA_BYTES_MAX:
-            return found
-    except (ValueError, RecursionError):
-        pass
-    return _text(body, encoding)[:_TEXT_LENGTH_MAX]
+        return stored_result(json.loads(body, parse_constant=_no_number))
+    except (ValueError, RecursionError, BadRecord):
+        return _text(body, encoding)[:_TEXT_LENGTH_MAX]
 
 
 def _text(body: bytes, encoding: str) -> str:

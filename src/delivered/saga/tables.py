@@ -129,3 +129,26 @@ def checked(id_: Any, data: Any) -> tuple[str, str]:
             next_step="pass a reference to it",
         )
     return id_, text
+
+
+def stored_result(result: Any) -> Any:
+    """A step's result as the log returns it.
+
+    Raises:
+        BadRecord: it cannot be stored.
+    """
+    try:
+        text = json_text(json.dumps(result, ensure_ascii=False, allow_nan=False))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadRecord(
+            "SAGA_RESULT",
+            f"The result {result!r:.100} is no JSON: {error}.",
+            next_step="return None, or a value that json.dumps accepts",
+        ) from None
+    if len(text.encode()) > SAGA_DATA_BYTES_MAX:
+        raise BadRecord(
+            "SAGA_RESULT",
+            f"The result has {len(text.encode()):,} bytes; the limit is {SAGA_DATA_BYTES_MAX:,}.",
+            next_step="keep the data elsewhere, and return a reference to it",
+        )
+    return json.loads(text)

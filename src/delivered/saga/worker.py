@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import random
@@ -15,12 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from delivered.kits.caller import json_text
-from delivered.model.errors import BadRecord, DeliveredError, Fenced, InvariantBroken
+from delivered.model.errors import DeliveredError, Fenced, InvariantBroken
 from delivered.model.limits import (
     NAME_LENGTH_MAX,
     SAGA_BACKOFF_S_MAX,
-    SAGA_DATA_BYTES_MAX,
     SAGA_ERROR_LENGTH_MAX,
 )
 from delivered.model.patience import patience_s, wait_out
@@ -28,6 +25,7 @@ from delivered.model.step import Moment, StepId, reach
 from delivered.saga.definition import Call, Done, Rejected, Saga, Verb
 from delivered.saga.log import Claim, Log, OpenLog, is_lost
 from delivered.saga.progress import Entry, Event, Next, Status, next_of, results
+from delivered.saga.tables import stored_result
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +198,7 @@ def outcome(claim: Claim, next_: Next) -> Entry:
             raise TypeError(f"ask returned {found!r:.100}; it must return Done(result), or None")
         if verb is Verb.UNDO:
             return entry
-        return replace(entry, value=_stored(found.result if isinstance(found, Done) else found))
+        return replace(entry, value=stored_result(found.result if isinstance(found, Done) else found))
     except Rejected as error:
         event = Event.REJECTED if verb is Verb.DO else Event.FAILED
         return replace(entry, event=event, error=_short(error))
@@ -221,25 +219,6 @@ def backoff_s(failed: Next | None, then: Next | None) -> float:
         return 0.0
     doubled = failed.step.backoff_s * 2.0 ** min(failed.attempt - 1, 30)
     return min(SAGA_BACKOFF_S_MAX, doubled) * random.uniform(0.5, 1.0)  # noqa: S311
-
-
-def _stored(result: Any) -> Any:
-    """A step's result as the log returns it."""
-    try:
-        text = json_text(json.dumps(result, ensure_ascii=False, allow_nan=False))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise BadRecord(
-            "SAGA_RESULT",
-            f"The result {result!r:.100} is no JSON: {error}.",
-            next_step="return None, or a value that json.dumps accepts",
-        ) from None
-    if len(text.encode()) > SAGA_DATA_BYTES_MAX:
-        raise BadRecord(
-            "SAGA_RESULT",
-            f"The result has {len(text):,} characters; the limit is {SAGA_DATA_BYTES_MAX:,}.",
-            next_step="keep the data elsewhere, and return a reference to it",
-        )
-    return json.loads(text)
 
 
 def _short(error: Exception) -> str:
