@@ -168,8 +168,8 @@ def fail(error: Exception, as_json_output: bool) -> int:
     if os.environ.get("DELIVERED_TRACEBACK"):
         messages().print_exception()
     own = _ours(error)
-    message = without_passwords(spoken(own.message))[:_MESSAGE_LENGTH_MAX]
-    next_step = without_passwords(spoken(own.next_step)) if own.next_step else None
+    message = spoken(own.message)[:_MESSAGE_LENGTH_MAX]
+    next_step = spoken(own.next_step) if own.next_step else None
     shown_error = DeliveredError(own.code.removeprefix("DELIVERED_"), message, next_step)
     if as_json_output:
         say_json({"error": {"code": own.code, "message": message, "next": next_step}})
