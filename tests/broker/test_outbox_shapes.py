@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.broker.outbox_help import Shop, Stream, Table, changed
+from tests.broker.outbox_help import Shop, Stream, Table, changed, read
 from tests.support.sweeps import sweep
 
 import delivered
@@ -415,8 +415,33 @@ def test_a_last_row_that_was_logged_as_a_partition_is_found_again(
     monkeypatch.setattr(peek, "advance", dies)
     with pytest.raises(KeyboardInterrupt):
         stream.driver.acknowledge(end)
-    known = stream.driver.landmarks(end)
+    stopped: Any = stream.driver
+    known = stopped.landmarks(end)
     assert known
     stream.close()
-    with contextlib.closing(source.driver()) as again:
+    again: Any = source.driver()
+    with contextlib.closing(again):
         again.check_landmarks(end, known)
+
+
+def test_a_batch_is_read_although_a_plan_looks_at_the_slot(orders: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    import psycopg
+
+    from delivered.connectors.outbox import peek
+
+    stream = started(orders)
+    orders.execute("INSERT INTO {} (id) VALUES (1)")
+    end, slot = stream.driver.latest(stream.at, None), f"delivered_{orders.name}"
+    look = f"START_REPLICATION SLOT {slot} LOGICAL 0/0 (proto_version '1', publication_names '{slot}')"
+    with contextlib.closing(psycopg.connect(orders.server.url, replication="database")) as other:
+        assert other.pgconn.exec_(look.encode()).status == psycopg.pq.ExecStatus.COPY_BOTH
+
+        class Met(peek.SlotInUse):
+            def __init__(self, *given: str, **more: str) -> None:
+                other.close()
+                super().__init__(*given, **more)
+
+        monkeypatch.setattr(peek, "SlotInUse", Met)
+        assert [r[0] for r in changed(read(stream.source, stream.at, end))] == [1]
+        assert other.closed
+    stream.close()

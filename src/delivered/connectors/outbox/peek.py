@@ -116,20 +116,39 @@ def peek(options: OutboxOptions, start: Offsets, end: int) -> Iterator[tuple[Beg
     try:
         with explaining(options), _reading(options):
             check_slot(state(connection, options), options, start)
-            with connection.cursor(name="wal", binary=True) as cursor:
-                cursor.itersize = _ROWS_FETCHED
-                statement = f"SELECT ({NUMBER.format('lsn')})::bigint, data FROM {_PEEK}"
-                cursor.execute(statement, {"end": end, "count": None, **_names(options)})
-                for position, data in cursor:
-                    for message in decoder.decode(data):
-                        if isinstance(message, Begin):
-                            begin = message
-                        elif begin is not None and at <= begin.lsn < end:
-                            yield begin, position, message
+            for position, data in _messages(connection, options, end):
+                for message in decoder.decode(data):
+                    if isinstance(message, Begin):
+                        begin = message
+                    elif begin is not None and at <= begin.lsn < end:
+                        yield begin, position, message
             # The slot only moves forward: if it is not past the start now, it was not while this read.
             check_slot(state(connection, options), options, start)
     finally:
         connection.close()
+
+
+def _messages(connection: psycopg.Connection[Any], options: OutboxOptions, end: int) -> Iterator[tuple[int, bytes]]:
+    """Position and data of each until `end`, some at a time."""
+    statement = f"SELECT ({NUMBER.format('lsn')})::bigint, data FROM {_PEEK}"
+
+    def begin() -> tuple[Any, list[Any]]:
+        connection.rollback()
+        cursor = connection.cursor(name="wal", binary=True)
+        try:
+            with _reading(options):
+                cursor.execute(statement, {"end": end, "count": None, **_names(options)})
+                return cursor, cursor.fetchmany(_ROWS_FETCHED)
+        except BaseException:
+            cursor.close()
+            raise
+
+    # A plan looks at the slot, too, to see the columns of the next rows.
+    cursor, rows = waiting(options, begin)
+    with cursor:
+        while rows:
+            yield from rows
+            rows = cursor.fetchmany(_ROWS_FETCHED)
 
 
 def tables(start: Offsets) -> frozenset[int]:
