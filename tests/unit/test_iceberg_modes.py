@@ -241,3 +241,20 @@ def test_upsert_leaves_null_lists_and_maps_of_other_rows_null(tmp_path: Path) ->
     assert pa.Table.from_batches(batches).sort_by("id").select(list(SOME)).to_pydict() == (
         rows.select(list(SOME)).to_pydict()
     )
+
+
+def test_null_lists_and_maps_in_a_large_row_group_are_read(tmp_path: Path) -> None:
+    """Arrow reads it in pieces, all but the first of which are slices of one array."""
+    times = 35_000
+    columns = {name: pa.array(values, kind) for name, (kind, values) in SOME.items()}
+    rows = pa.concat_tables([pa.table(columns)] * times).combine_chunks()
+    rows = rows.add_column(0, "id", pa.array(range(rows.num_rows)))
+    sink = sink_at(tmp_path)
+    mine = claimed(sink, rows)
+    assert mine.decide(decision(0, staged_in(sink, rows))) == Ok(None)
+    (task,) = theirs(tmp_path).scan().plan_files()
+    groups = pq.ParquetFile(task.file.file_path.removeprefix("file://")).metadata
+    assert groups.row_group(0).num_rows > 131_072, "Arrow's pieces are smaller"
+    scan = sink.scan()
+    read = pa.Table.from_batches([b for piece in scan.slices() for b in scan.read(piece)])
+    assert read.select(rows.column_names).sort_by("id").equals(rows)

@@ -28,6 +28,8 @@ def _keeping(project: Any) -> Any:
 
 
 def _masked(made: pa.Array, given: pa.Array) -> pa.Array:
+    # Of a slice, as Arrow reads row groups of more than 131,072 rows: no mask is taken with offsets that are one.
+    offsets, mask = pa.array(made.offsets.to_numpy()), given.is_null()
     if isinstance(made, pa.MapArray):
-        return pa.MapArray.from_arrays(made.offsets, made.keys, made.items, made.type, mask=given.is_null())
-    return type(made).from_arrays(made.offsets, made.values, type=made.type, mask=given.is_null())
+        return pa.MapArray.from_arrays(offsets, made.keys, made.items, made.type, mask=mask)
+    return type(made).from_arrays(offsets, made.values, type=made.type, mask=mask)
