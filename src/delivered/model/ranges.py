@@ -80,9 +80,16 @@ def unstorable(limits: Range, batch: pa.RecordBatch) -> pa.Array | None:
     reasons: pa.Array | None = None
     for field, column in zip(batch.schema, batch.columns, strict=True):
         for path, mask, why in _outside(limits, column, field.name):
-            text = f"column {path!r}: {why}"
-            reasons = first_of(reasons, pc.if_else(pa.array(mask), text, pa.scalar(None, pa.string())))
+            reasons = because(reasons, pa.array(mask), f"column {path!r}: {why}")
     return reasons
+
+
+def because(reasons: pa.Array | None, mask: pa.Array, text: str | pa.Array) -> pa.Array | None:
+    """Set the reason `text` where `mask` is true and no reason is set. No Python object per row."""
+    mask = pc.fill_null(mask, False)
+    if not pc.any(mask).as_py():
+        return reasons
+    return first_of(reasons, pc.if_else(mask, text, pa.scalar(None, pa.string())))
 
 
 def first_of(reasons: pa.Array | None, more: pa.Array | None) -> pa.Array | None:

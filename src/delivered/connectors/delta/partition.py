@@ -11,8 +11,7 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.kits.sql.types import because
-from delivered.model.ranges import RANGES, unstorable
+from delivered.model.ranges import RANGES, because, unstorable
 
 NULL = "__HIVE_DEFAULT_PARTITION__"
 FOLDER_BYTES_MAX = 200

@@ -10,8 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.iceberg.options import Part
-from delivered.kits.sql.types import because
-from delivered.model.ranges import RANGES, first_of, unstorable
+from delivered.model.ranges import RANGES, because, first_of, unstorable
 
 _AS_DATES = frozenset({"identity", "day", "hour"})
 _TRUNCATE = "truncate["

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.types import Types, because
+from delivered.kits.sql.types import Types
 from delivered.model.capability import WriteMode
 from delivered.model.errors import BadRecord, UsageError
+from delivered.model.ranges import because
 
 ORDER = "__delivered_order"
 SHARD = "__delivered_shard"

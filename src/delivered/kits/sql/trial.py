@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.model.ranges import first_of
+from delivered.model.ranges import because
 
 
 def refused(batch: pa.RecordBatch, suspects: pa.Array, load: Callable[[pa.RecordBatch], str | None]) -> pa.Array | None:
@@ -48,12 +48,12 @@ def too_long(batch: pa.RecordBatch, widths: Mapping[str, int], unit: str) -> pa.
         if pa.types.is_null(column.type):
             continue
         length = pc.utf8_length(column) if unit == "characters" else pc.binary_length(column)
-        beyond = pc.fill_null(pc.greater(length, width), False)
+        beyond = pc.greater(length, width)
         if pc.any(beyond).as_py():
-            told = pc.binary_join_element_wise(
+            text = pc.binary_join_element_wise(
                 f"column {name!r} has ", length.cast(pa.string()), f" {unit}; the table's column holds {width}", ""
             )
-            reasons = first_of(reasons, pc.if_else(beyond, told, pa.scalar(None, pa.string())))
+            reasons = because(reasons, beyond, text)
     return reasons
 
 

@@ -139,15 +139,6 @@ def shown(schema: pa.Schema) -> str:
     return ", ".join(f"{f.name} {f.type}" for f in schema)
 
 
-def because(reasons: pa.Array | None, mask: pa.Array, text: str) -> pa.Array | None:
-    """Set the reason `text` where `mask` is true and no reason is set. No Python object per row."""
-    mask = pc.fill_null(mask, False)
-    if not pc.any(mask).as_py():
-        return reasons
-    added = pc.if_else(mask, text, pa.scalar(None, pa.string()))
-    return added if reasons is None else pc.coalesce(reasons, added)
-
-
 def check_widths(batch: pa.RecordBatch, widths: Mapping[str, int]) -> None:
     """
     Args:
