@@ -25,11 +25,10 @@ def unstorable_parts(names: Sequence[str], batch: pa.RecordBatch) -> pa.Array | 
     """The reason for each row whose partition values the log cannot hold; None: there are none.
 
     Args:
-        names: partition columns.
+        names: partition columns; the rows may lack some.
     """
-    if not names:
-        return None
-    reasons = unstorable(RANGES["delta partition"], batch.select(list(names)))
+    names = [n for n in names if n in batch.schema.names]
+    reasons = unstorable(RANGES["delta partition"], batch.select(names))
     for name in names:
         column = batch.column(name)
         if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):

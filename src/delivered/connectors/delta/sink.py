@@ -33,8 +33,7 @@ class DeltaSink(FileTableSink):
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         """See `delivered.contract.powers.ValidatesRows`."""
-        names = [n for n in self.options.partition_by or () if n in batch.schema.names]
-        reasons, parts = super().invalid_rows(batch), unstorable_parts(names, batch)
+        reasons, parts = super().invalid_rows(batch), unstorable_parts(self.options.partition_by or (), batch)
         return first_of(reasons, parts)
 
     def capability(self) -> SinkCapability:

@@ -127,8 +127,8 @@ class DeltaFiles:
         self._options = options
         self._schema = TYPES.canonical_schema(schema)
         # An upsert's rows are staged unchanged: the driver writes the table's files.
-        self._named = [name for name in options.partition_by or () if name in self._schema.names]
-        self._partitions = [] if options.write.upserts else self._named
+        partitions = () if options.write.upserts else options.partition_by or ()
+        self._partitions = [name for name in partitions if name in self._schema.names]
         self._stored = pa.schema([f for f in self._schema if f.name not in self._partitions])
         self._place = stage.new_place(work, direct)
         self._files: PartFiles[Part] = PartFiles(
@@ -140,7 +140,7 @@ class DeltaFiles:
 
     def write(self, batch: pa.RecordBatch) -> None:
         TYPES.check_values(batch)
-        check(TYPES.system, batch, unstorable_parts(self._named, batch))
+        check(TYPES.system, batch, unstorable_parts(self._options.partition_by or (), batch))
         batch = fitted(batch, self._schema)
         check_rows(self._options.write, batch)
         with but_gone(explained(self._options)):
