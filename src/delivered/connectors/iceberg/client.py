@@ -15,6 +15,7 @@ from delivered.kits.table.durable import make_folder, sync
 from delivered.kits.table.store import Store
 from delivered.model.errors import DeliveredError, MissingExtra
 from delivered.model.patience import query_patience_s, wait_out
+from delivered.model.ranges import of_values
 
 FILE_IO = "delivered.connectors.iceberg.disk.DurableFileIO"
 
@@ -116,6 +117,13 @@ def explained(options: IcebergOptions) -> Iterator[None]:
     except client_errors() as error:
         check = "the catalog.* options, the permissions, and whether the catalog is running"
         raise target.unreachable(options, error, check) from error
+
+
+@contextlib.contextmanager
+def writing(options: IcebergOptions) -> Iterator[None]:
+    """As `explained`, except for errors about values: they are of the rows, and raise BadRecord."""
+    with explained(options), of_values("Iceberg's client"):
+        yield
 
 
 def client_errors() -> tuple[type[Exception], ...]:

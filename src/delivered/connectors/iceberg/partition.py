@@ -17,7 +17,7 @@ _TRUNCATE = "truncate["
 
 
 def parts_of(table: Any) -> tuple[Part, ...]:
-    """The table's partition spec, without fields of nested columns."""
+    """The table's partition spec. Nested columns have their path, which is no column of the rows."""
     schema = table.schema()
     found = ((schema.find_column_name(f.source_id), str(f.transform)) for f in table.spec().fields)
     return tuple(Part(column, transform) for column, transform in found)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.iceberg.client import data_path, explained, require_table, store
+from delivered.connectors.iceberg.client import data_path, require_table, store, writing
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.partition import parts_of, unstorable_parts
 from delivered.connectors.iceberg.target import check_features, compare
@@ -20,7 +20,7 @@ from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
 from delivered.model.prepared import Handle
-from delivered.model.ranges import check, of_values
+from delivered.model.ranges import check
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class StagedRows:
         TYPES.check_values(batch)
         batch = fitted(batch, self._schema)
         check_rows(self._options.write, batch)
-        with explained(self._options), of_values("Iceberg's client"):
+        with writing(self._options):
             files = self._begun()
             check(TYPES.system, batch, unstorable_parts(parts_of(self._table), batch))
             files.write((), batch)
 
     def finish(self) -> int:
         if self._files is not None:
-            with explained(self._options), of_values("Iceberg's client"):
+            with writing(self._options):
                 self._done = list(self._files.finish())
         return sum(f.rows for f in self._done)
 

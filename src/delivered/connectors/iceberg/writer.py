@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.iceberg import manifest
-from delivered.connectors.iceberg.client import data_path, explained, require_table, store
+from delivered.connectors.iceberg.client import data_path, require_table, store, writing
 from delivered.connectors.iceberg.commit import TableChange, commit
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.partition import parts_of, unstorable_parts
@@ -25,9 +25,7 @@ from delivered.model.errors import BadRecord
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
-from delivered.model.ranges import check, of_values
-
-_CLIENT = "Iceberg's client"
+from delivered.model.ranges import check
 
 
 def writer(options: IcebergOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
@@ -54,7 +52,7 @@ class IcebergFiles:
 
     def write(self, batch: pa.RecordBatch) -> None:
         TYPES.check_values(batch)
-        with but_gone(explained(self._options)), of_values(_CLIENT):
+        with but_gone(writing(self._options)):
             files, stored = self._begun()
             check(TYPES.system, batch, unstorable_parts(parts_of(self._table), batch))
             plain = fitted(batch, self._schema)
@@ -81,7 +79,7 @@ class IcebergFiles:
     def finish(self) -> int:
         if self._files is None:
             return 0
-        with but_gone(explained(self._options)), of_values(_CLIENT):
+        with but_gone(writing(self._options)):
             path = data_path(self._table)
             self._done = manifest.data_files(self._table, path, self._files.finish())
         return sum(int(f.record_count) for f in self._done)
@@ -89,7 +87,7 @@ class IcebergFiles:
     def handle(self) -> StagedFiles | None:
         if not self._done:
             return None
-        with but_gone(explained(self._options)), of_values(_CLIENT):
+        with but_gone(writing(self._options)):
             name = self._place.sibling("manifest.avro")
             size = manifest.put(self._table, f"{data_path(self._table)}/{name}", self._done)
         now = self._table.metadata
