@@ -30,6 +30,7 @@ _ROW = frozenset({1048, 1062, 1136, 1138, 1153, 1264, 1265, 1292, 1300, 1301, 13
 CONSTRAINTS = frozenset({1048, 1062, 1451, 1452, 1557, 1586, 3819, 4025})
 """Of these: constraint violations. The statement is rolled back, its transaction goes on."""
 
+_REFUSED = " rejected a row: "
 _FILTER = "filter or correct such rows, or change the table; under exactly_once nothing of this batch is visible"
 _BY_NUMBER: dict[int, tuple[type[DeliveredError], str, str]] = {
     NO_DATABASE: (UsageError, "DATABASE_MISSING", "create the database, or correct the url"),
@@ -127,8 +128,13 @@ def explained(error: Exception, options: MysqlOptions) -> DeliveredError:
 
 
 def row_refused(text: str, options: MysqlOptions) -> BadRecord:
-    """A row that LOAD DATA changed or skipped with only a warning."""
-    return BadRecord("ROW_REFUSED", f"MySQL at {options.place} rejected a row: {text}.", _FILTER)
+    """A row that LOAD DATA changed or skipped with only a warning, or that no statement can hold."""
+    return BadRecord("ROW_REFUSED", f"MySQL at {options.place}{_REFUSED}{text}.", _FILTER)
+
+
+def reason_of(error: BadRecord) -> str:
+    """The text that `row_refused` was given."""
+    return error.message.partition(_REFUSED)[2].rstrip(".")
 
 
 def message_of(error: BaseException) -> str:

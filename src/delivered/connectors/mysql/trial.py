@@ -12,7 +12,7 @@ from delivered.connectors.mysql.migrate import migrate
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.types import TYPES
 from delivered.connectors.mysql.wire import ERRORS
-from delivered.connectors.mysql.writer import Loading
+from delivered.connectors.mysql.writer import Loading, packet_of
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.names import new_nonce
 from delivered.kits.sql.trial import bytes_of, refused, too_long
@@ -53,8 +53,7 @@ def refused_rows(session: Session, options: MysqlOptions, batch: pa.RecordBatch)
     for unit, of in widths.items():
         reasons = first_of(reasons, too_long(batch, of, unit))
     valid = _valid_json(session, found)
-    packet = _packet(session)
-    suspects = _suspects(batch, names, columns, bool(valid), packet)
+    suspects = _suspects(batch, names, columns, bool(valid), packet_of(session))
     if reasons is not None:
         suspects = pc.and_(suspects, pc.is_null(reasons))
     if not pc.any(suspects).as_py():
@@ -72,8 +71,7 @@ def refused_rows(session: Session, options: MysqlOptions, batch: pa.RecordBatch)
             loading.add(rows)
             loading.end()
         except BadRecord as error:
-            why = error.message.removeprefix(f"{errors.row_refused('', options).message.rstrip('.')}")
-            return why.rstrip(".").replace(own, options.table_text)
+            return errors.reason_of(error).replace(own, options.table_text)
         except ERRORS as error:
             if not errors.about_a_row(error):
                 raise
@@ -117,12 +115,6 @@ def _valid_json(session: Session, found: target.Found) -> list[str]:
         [found.base, found.name],
     ).fetchall()
     return [clause for (clause,) in rows]
-
-
-def _packet(session: Session) -> int | None:
-    """Bytes of a statement, if rows are sent in statements."""
-    local, packet = session.execute("SELECT @@local_infile, @@max_allowed_packet").fetchone()
-    return None if local else int(packet)
 
 
 def _suspects(

@@ -35,6 +35,12 @@ if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
 
 
+def packet_of(session: Session) -> int | None:
+    """Bytes of a statement at most, if rows are sent in statements; None: LOAD DATA sends them. Raises MySQLError."""
+    local, packet = session.execute("SELECT @@local_infile, @@max_allowed_packet").fetchone()
+    return None if local else int(packet)
+
+
 class Loading:
     """Loads the rows of a shard in bounded blocks, by LOAD DATA LOCAL if the server allows it, else by INSERT.
 
@@ -52,8 +58,8 @@ class Loading:
         self._options = options
         self._sent = 0
         self.rows = 0
-        self._packet: int | None = None
-        if session.execute("SELECT @@local_infile").fetchone()[0]:
+        self._packet = packet_of(session)
+        if self._packet is None:
             self._form = encode.LOAD
             self._statement = (
                 f"LOAD DATA LOCAL INFILE 'delivered' INTO TABLE {into} CHARACTER SET binary "
@@ -62,7 +68,6 @@ class Loading:
             ).encode()
         else:
             self._form = encode.INSERT
-            self._packet = int(session.execute("SELECT @@max_allowed_packet").fetchone()[0])
             self._statement = f"INSERT INTO {into} ({columns}) VALUES ".encode()
 
     def add(self, batch: pa.RecordBatch) -> None:
