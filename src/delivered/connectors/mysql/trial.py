@@ -14,6 +14,7 @@ from delivered.connectors.mysql.types import TYPES
 from delivered.connectors.mysql.wire import ERRORS
 from delivered.connectors.mysql.writer import Loading, packet_of
 from delivered.kits.sql.database import quoted
+from delivered.kits.sql.merge import stored
 from delivered.kits.sql.names import new_nonce
 from delivered.kits.sql.trial import bytes_of, refused, too_long
 from delivered.model.columns import fitted
@@ -43,7 +44,7 @@ def refused_rows(session: Session, options: MysqlOptions, batch: pa.RecordBatch)
     migrate(session, options.ledger_schema)
     target.ready(session, options, schema)
     columns = _columns(session, found)
-    names = [n for n in batch.schema.names if n.lower() in columns]
+    names = stored(options.write, schema).names
     widths: dict[str, dict[str, int]] = {"characters": {}, "bytes": {}}
     for name in names:
         column = columns[name.lower()]

@@ -15,6 +15,7 @@ from delivered.connectors.postgres.migrate import migrate
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.types import TYPES
 from delivered.kits.sql.database import quoted
+from delivered.kits.sql.merge import stored
 from delivered.kits.sql.names import new_nonce
 from delivered.kits.sql.trial import LONG_BYTES, bytes_of, refused, too_long
 from delivered.model.columns import fitted
@@ -46,15 +47,14 @@ def refused_rows(
     relation = found[0]
     ready = target.ready(connection, options, schema)
     reasons = too_long(batch, ready.widths, "characters")
-    columns = target.table_columns(connection, relation)
-    names = [n for n in batch.schema.names if n in columns]
+    names = stored(options.write, schema).names
     indexes = _indexes(connection, relation)
     suspects = _suspects(batch, names, indexes, _parses(connection, relation, names))
     if reasons is not None:
         suspects = pc.and_(suspects, pc.is_null(reasons))
     if not pc.any(suspects).as_py():
         return reasons
-    kinds = [kind for name, kind in zip(batch.schema.names, ready.kinds, strict=True) if name in columns]
+    kinds = [kind for name, kind in zip(batch.schema.names, ready.kinds, strict=True) if name in names]
     connection.execute("BEGIN")
     try:
         copy = _Copy(connection, options, relation, ready.name, tuple(names), tuple(kinds), indexes)
