@@ -16,16 +16,10 @@ from delivered.kits.sql.moments import days, micros
 if TYPE_CHECKING:
     from psycopg.abc import AdaptContext, Loader
 
-_PARSED: dict[str, tuple[type[Any], Callable[[str], int]]] = {
-    "date": (DateLoader, days),
-    "timestamp": (TimestampLoader, lambda text: micros(text, zoned=False)),
-    "timestamptz": (TimestamptzLoader, lambda text: micros(text, zoned=True)),
-}
-
 
 def register(context: AdaptContext) -> None:
-    for name, (base, parse) in _PARSED.items():
-        context.adapters.register_loader(name, _loader(base, parse))
+    for name, loader in _LOADERS.items():
+        context.adapters.register_loader(name, loader)
 
 
 def _loader(base: type[Any], parse: Callable[[str], int]) -> type[Loader]:
@@ -41,3 +35,10 @@ def _loader(base: type[Any], parse: Callable[[str], int]) -> type[Loader]:
                     return text
 
     return Beyond
+
+
+_LOADERS: dict[str, type[Loader]] = {
+    "date": _loader(DateLoader, days),
+    "timestamp": _loader(TimestampLoader, lambda text: micros(text, zoned=False)),
+    "timestamptz": _loader(TimestamptzLoader, lambda text: micros(text, zoned=True)),
+}
