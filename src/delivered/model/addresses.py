@@ -37,11 +37,11 @@ def parse_address(text: str, port: int | None = None) -> tuple[str, int]:
     return host.strip("[]"), int(digits)
 
 
-def parse_addresses(text: str, separator: str = ",", port: int | None = None) -> list[tuple[str, int]]:
-    """As `parse_address`, for a list of at least one; empty elements are skipped, as Kafka's clients do."""
+def parse_addresses(text: str, port: int | None = None) -> list[tuple[str, int]]:
+    """As `parse_address`, for one or several, separated by commas; empty ones are skipped, as Kafka's clients do."""
     if not text.strip():
         raise Unfit("is empty")
-    parts = [part.strip() for part in text.split(separator)]
+    parts = [part.strip() for part in text.split(",")]
     found = [parse_address(part, port) for part in parts if part]
     if not found:
         raise Unfit(f"is {text!r}, which names no server")

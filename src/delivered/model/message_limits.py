@@ -1,6 +1,7 @@
-"""Lengths that each message broker accepts: the one place that knows. A longer value is a bad row.
+"""Lengths that RabbitMQ, ActiveMQ and RocketMQ accept: the one place that knows. A longer value is a bad row.
 
-Where an administrator can set a limit, it is the default; a lower one is reported by the broker.
+Where an administrator can set a limit, it is the default; a lower one is reported by the broker. Kafka's and Pulsar's
+limits are options of their sinks.
 """
 
 from __future__ import annotations
