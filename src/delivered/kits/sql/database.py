@@ -243,6 +243,19 @@ def give(server: Server[C], connection: C) -> None:
         server.discard(connection)
 
 
+@contextlib.contextmanager
+def from_warm(server: Server[C]) -> Iterator[C]:
+    """A connection from `take`, and back; translates errors."""
+    connection = take(server)
+    try:
+        with server.explaining():
+            yield connection
+    except BaseException:
+        server.discard(connection)
+        raise
+    give(server, connection)
+
+
 @dataclass(frozen=True)
 class Dialect:
     """

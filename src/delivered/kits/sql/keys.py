@@ -13,7 +13,6 @@ Values are inlined in the SQL, because clients limit parameters; all are generat
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -205,18 +204,3 @@ class KeyTable(Generic[C]):
 def _parts(items: list[Any]) -> Iterator[list[Any]]:
     for at in range(0, len(items), CHUNK):
         yield items[at : at + CHUNK]
-
-
-@contextlib.contextmanager
-def from_warm(server: Any) -> Iterator[Any]:
-    """A task's connection to a server, kept open in the reused worker."""
-    from delivered.kits.sql.database import give, take
-
-    connection = take(server)
-    try:
-        with server.explaining():
-            yield connection
-    except BaseException:
-        server.discard(connection)
-        raise
-    give(server, connection)

@@ -13,7 +13,7 @@ from delivered.contract.finding import Finding
 from delivered.contract.powers import KeyMemory
 from delivered.contract.sink import Writer
 from delivered.kits.sink import StoreSink
-from delivered.kits.sql.database import Server, give, take
+from delivered.kits.sql.database import Server, from_warm
 from delivered.kits.sql.merge import check_columns, without_key
 from delivered.kits.sql.options import Mechanism, ServerOptions, TableOptions
 from delivered.kits.sql.redo import RedoWriter
@@ -204,12 +204,8 @@ class ServerSink(DatabaseSink):
         server: Server[Any] = self.parts["database"](self.options)
 
         def once() -> pa.Array | None:
-            connection = take(server)
-            try:
-                with server.explaining():
-                    return self.parts["refused_rows"](connection, self.options, batch)
-            finally:
-                give(server, connection)
+            with from_warm(server) as connection:
+                return self.parts["refused_rows"](connection, self.options, batch)
 
         return server.waiting(once, kept=True)
 
@@ -236,7 +232,7 @@ class ServerSink(DatabaseSink):
         server.waiting(once)
 
     def key_memory(self, scope: Scope) -> KeyMemory:
-        from delivered.kits.sql.keys import KeyTable, from_warm
+        from delivered.kits.sql.keys import KeyTable
 
         database = self.parts["database"](self.options)
         dialect = self.parts["dialect"](self.options.ledger_schema)
