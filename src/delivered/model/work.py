@@ -323,7 +323,7 @@ class LedgerState:
             finished.
         archived: this incarnation's archive entry, if its decisions have been forgotten.
         carried: after a change of the deciding sink, if `last` is in another sink's ledger: the newest batch of this
-            incarnation in the deciding one; -1: none.
+            incarnation in the deciding one; -1: none. None: `last` is in the deciding one.
         epoch: increases with every claim. Distinguishes two claims of one owner: a query stopped and restarted in one
             session. 0: the ledger has no epochs.
     """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -48,8 +49,8 @@ def refused_rows(session: Session, options: MysqlOptions, batch: pa.RecordBatch)
     widths: dict[str, dict[str, int]] = {"characters": {}, "bytes": {}}
     for name in names:
         column = columns[name.lower()]
-        if column["width"] is not None:
-            widths["characters" if column["kind"] == "varchar" else "bytes"][name] = int(column["width"])
+        if column.width is not None:
+            widths["characters" if column.kind == "varchar" else "bytes"][name] = column.width
     reasons = None
     for unit, of in widths.items():
         reasons = first_of(reasons, too_long(batch, of, unit))
@@ -61,7 +62,7 @@ def refused_rows(session: Session, options: MysqlOptions, batch: pa.RecordBatch)
         return reasons
     own = f"try_{new_nonce()}"
     table = f"{quoted(options.ledger_schema)}.{quoted(own)}"
-    body = [f"{quoted(c['name'])} {c['made']}" for c in columns.values()]
+    body = [f"{quoted(c.name)} {c.made}" for c in columns.values()]
     body += [f"CHECK ({clause})" for clause in valid]
     session.execute(f"CREATE TEMPORARY TABLE {table} ({', '.join(body)}) ENGINE = InnoDB")
     into = ", ".join(map(quoted, names))
@@ -87,8 +88,25 @@ def refused_rows(session: Session, options: MysqlOptions, batch: pa.RecordBatch)
         session.execute(f"DROP TEMPORARY TABLE {table}")
 
 
-def _columns(session: Session, found: target.Found) -> dict[str, dict[str, Any]]:
-    """By name in lower case: name, kind, width, charset, what it is computed from, declaration without constraints."""
+@dataclass(frozen=True)
+class _Column:
+    """
+    Attributes:
+        width: of texts and bytes, unless more than an Arrow value has.
+        computed: an expression.
+        made: its declaration, without constraints.
+    """
+
+    name: str
+    kind: str
+    charset: str | None
+    width: int | None
+    computed: str | None
+    made: str
+
+
+def _columns(session: Session, found: target.Found) -> dict[str, _Column]:
+    """By name in lower case."""
     rows = session.execute(
         "SELECT column_name, data_type, column_type, character_set_name, collation_name, character_maximum_length, "
         "generation_expression FROM information_schema.columns WHERE table_schema = %s AND table_name = %s "
@@ -99,10 +117,8 @@ def _columns(session: Session, found: target.Found) -> dict[str, dict[str, Any]]
     for name, kind, shown, charset, collation, width, computed in rows:
         made = f"{shown} CHARACTER SET {charset} COLLATE {collation}" if charset else shown
         made += f" AS ({computed}) STORED" if computed else " NULL"
-        columns[name.lower()] = {
-            "name": name, "kind": kind, "charset": charset, "computed": computed, "made": made,
-            "width": None if kind in ("longtext", "longblob") else width,
-        }  # fmt: skip
+        known = None if width is None or kind in ("longtext", "longblob") else int(width)
+        columns[name.lower()] = _Column(name, kind, charset, known, computed, made)
     return columns
 
 
@@ -119,9 +135,9 @@ def _valid_json(session: Session, found: target.Found) -> list[str]:
 
 
 def _suspects(
-    batch: pa.RecordBatch, names: list[str], columns: dict[str, dict[str, Any]], checked: bool, packet: int | None
+    batch: pa.RecordBatch, names: list[str], columns: dict[str, _Column], checked: bool, packet: int | None
 ) -> pa.Array:
-    if checked or any(c["computed"] for c in columns.values()):
+    if checked or any(c.computed for c in columns.values()):
         return pa.array([True] * batch.num_rows, pa.bool_())
     suspects = pa.array([False] * batch.num_rows, pa.bool_())
     if packet is not None:  # escaped, values may be twice as long
@@ -131,10 +147,10 @@ def _suspects(
         if pa.types.is_null(values.type):
             continue
         found = None
-        if column["kind"] == "timestamp":
+        if column.kind == "timestamp":
             micros = values.view(pa.int64())
             found = pc.or_(pc.less(micros, _TIMESTAMPS_US[0]), pc.greater(micros, _TIMESTAMPS_US[1]))
-        elif column["charset"] not in (None, "utf8mb4"):
+        elif column.charset not in (None, "utf8mb4"):
             found = pc.match_substring_regex(values, r"[\x{10000}-\x{10FFFF}]")
         if found is not None:
             suspects = pc.or_(suspects, pc.fill_null(found, False))
