@@ -138,8 +138,8 @@ def _suspects(
     batch: pa.RecordBatch, names: list[str], columns: dict[str, _Column], checked: bool, packet: int | None
 ) -> pa.Array:
     if checked or any(c.computed for c in columns.values()):
-        return pa.array([True] * batch.num_rows, pa.bool_())
-    suspects = pa.array([False] * batch.num_rows, pa.bool_())
+        return pa.repeat(True, batch.num_rows)
+    suspects = pa.repeat(False, batch.num_rows)
     if packet is not None:  # escaped, values may be twice as long
         suspects = pc.greater(bytes_of(batch, names), (packet - 256 * len(names)) // 2)
     for name in names:

@@ -160,8 +160,8 @@ def _parses(connection: psycopg.Connection[Any], relation: int, names: Sequence[
 
 def _suspects(batch: pa.RecordBatch, names: Sequence[str], indexes: Sequence[_Index], parses: bool) -> pa.Array:
     if parses or len(names) > _WIDE or any(i.columns is None for i in indexes):
-        return pa.array([True] * batch.num_rows, pa.bool_())
-    suspects = pa.array([False] * batch.num_rows, pa.bool_())
+        return pa.repeat(True, batch.num_rows)
+    suspects = pa.repeat(False, batch.num_rows)
     for index in indexes:
         held = [n for n in names if index.columns is not None and n in index.columns]
         suspects = pc.or_(suspects, pc.greater(bytes_of(batch, held), LONG_BYTES))

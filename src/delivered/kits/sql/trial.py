@@ -63,7 +63,7 @@ LONG_BYTES = 2_000
 
 def bytes_of(batch: pa.RecordBatch, names: Sequence[str]) -> pa.Array:
     """How long the texts and bytes of these columns are together, by row."""
-    total = pa.array([0] * batch.num_rows, pa.int64())
+    total = pa.repeat(0, batch.num_rows)
     for name in names:
         column = batch.column(name)
         if _is_bytes(column.type):
