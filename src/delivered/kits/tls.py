@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from delivered.kits.options import TRUSTED, trust
+from delivered.kits.options import TRUSTED, distrusted, trust
 from delivered.model.errors import UsageError
 from delivered.model.options import Options, option
 
@@ -50,6 +50,11 @@ class TlsOptions(Options):
                 f"{owner}: option {given!r} is set, but nothing uses TLS.",
                 next_step=f"write {url}, or remove {given}",
             )
+
+    def untrusted(self, url: str, error: ssl.SSLCertVerificationError, names_in: str = "url") -> UsageError:
+        """The error for the certificate of a server that is not trusted. Arguments: see `distrusted`."""
+        trusted = f"those in {self.trusted}" if self.trusted is not None else "the system's trust store"
+        return distrusted(url, error, TRUSTED, trusted, names_in)
 
     def tls_context(self) -> ssl.SSLContext:
         """Verifies certificates and host names. Raises UsageError: a file cannot be used here."""

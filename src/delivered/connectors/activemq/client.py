@@ -14,7 +14,6 @@ from typing import Any
 
 from delivered.connectors.activemq.options import Place
 from delivered.connectors.activemq.tls import TlsSocket
-from delivered.kits.options import TRUSTED, distrusted
 from delivered.model.errors import DeliveredError, MissingExtra, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.options import resolve_secret
@@ -166,12 +165,10 @@ class Session:
                 transport.socket = raw
             else:
                 transport.socket = TlsSocket(raw, context, options.host, CONNECT_TIMEOUT_S)
-        except ssl.SSLCertVerificationError as error:
+        except OSError as error:
             raw.close()
-            trusted = f"those in {options.trusted}" if options.trusted is not None else "the system's trust store"
-            raise distrusted(f"stomp+ssl://{options.place}", error, TRUSTED, trusted) from None
-        except OSError:
-            raw.close()
+            if isinstance(error, ssl.SSLCertVerificationError):
+                raise options.untrusted(f"stomp+ssl://{options.place}", error) from None
             raise
         transport.current_host_and_port = (options.host, options.port)
 

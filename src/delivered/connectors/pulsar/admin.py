@@ -18,7 +18,7 @@ import urllib3
 from delivered.connectors.pulsar.options import Place
 from delivered.connectors.pulsar.positions import Position, short_name
 from delivered.connectors.pulsar.tokens import hidden, not_permitted, secret
-from delivered.connectors.pulsar.trust import context, untrusted
+from delivered.connectors.pulsar.trust import untrusted
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, SOURCE_PATIENCE_S
 
@@ -95,7 +95,7 @@ class Admin:
         """
         self._options = options
         self._patient = patient
-        checks = context(options) if options.admin_url.startswith("https") else None
+        checks = options.tls_context() if options.admin_url.startswith("https") else None
         self._pool = urllib3.PoolManager(timeout=CONNECT_TIMEOUT_S, retries=False, ssl_context=checks)
 
     def partitions(self, topic: str) -> int:

@@ -7,7 +7,6 @@ import ssl
 from urllib.parse import urlsplit
 
 from delivered.connectors.pulsar.options import Place
-from delivered.kits.options import distrusted
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 
@@ -19,15 +18,9 @@ def trusted_file(options: Place) -> str | None:
     return options.trusted or ssl.get_default_verify_paths().cafile
 
 
-def context(options: Place) -> ssl.SSLContext:
-    """Verifies certificates and host names. Raises UsageError if a file of certificates is invalid."""
-    return options.tls_context()
-
-
 def untrusted(options: Place, where: str, error: ssl.SSLCertVerificationError) -> UsageError:
     """The error for a rejected certificate at `where`, a URL."""
-    trusted = f"those in {options.trusted}" if options.trusted is not None else "the system's trust store"
-    return distrusted(where, error, "tlsTrustCertsFile", trusted, "url and adminUrl")
+    return options.untrusted(where, error, "url and adminUrl")
 
 
 def tls_error(options: Place) -> DeliveredError | None:
@@ -36,7 +29,7 @@ def tls_error(options: Place) -> DeliveredError | None:
     if parts.scheme != "pulsar+ssl":
         return None
     try:
-        checks = context(options)
+        checks = options.tls_context()
     except UsageError as error:
         return error
     for address in parts.netloc.split(","):

@@ -18,7 +18,6 @@ from urllib.parse import unquote, urlsplit
 
 from delivered.connectors.rabbitmq.options import Place
 from delivered.connectors.rabbitmq.properties import Properties
-from delivered.kits.options import TRUSTED, distrusted
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.options import resolve_secret
@@ -111,8 +110,7 @@ def _connection_class() -> Any:
 def explained(error: Exception, options: Place) -> DeliveredError:
     """Translate an error of the client."""
     if (refused := _certificate_error(error)) is not None:
-        trusted = f"those in {options.trusted}" if options.trusted is not None else "the system's trust store"
-        return distrusted(f"amqps://{options.place}", refused, TRUSTED, trusted)
+        return options.untrusted(f"amqps://{options.place}", refused)
     kinds = pika().exceptions
     detail = str(error) or type(error).__name__
     if isinstance(error, kinds.ProbableAuthenticationError | kinds.AuthenticationError):

@@ -6,13 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 from urllib.parse import parse_qs, urlsplit
 
-from delivered.kits.options import (
-    BrokerOptions,
-    broker_url,
-    external_ledger,
-    message_id_columns,
-    queue_sink_name,
-)
+from delivered.kits.options import BrokerOptions, broker_url, external_ledger, message_id_columns, queue_sink_name
 from delivered.kits.tls import TlsOptions
 from delivered.model.errors import UsageError
 from delivered.model.options import option, whole
