@@ -101,6 +101,17 @@ def test_the_error_of_a_task_names_the_row(tmp_path: Path) -> None:
         writer.stage(pa.record_batch({"value": [b"v"] * 3, "key": ["k", "a b", "c d"]}))
 
 
+def test_the_error_of_a_task_is_that_of_its_first_bad_row(tmp_path: Path) -> None:
+    """Pulsar's writer converts whole columns first: another row's time fails before this row's key."""
+    sink = find_sink("pulsar", {**OPTIONS["pulsar"], "ledger": str(tmp_path / "ledger.db")})
+    writer: Any = sink.writer(Work(Scope("p", "s", "i"), 0, 0), Guarantee.AT_LEAST_ONCE, pa.schema([]))
+    writer._connect = lambda: None
+    with pytest.raises(BadRecord, match=r"NOT_TEXT.*Row 1 of a shard: A row has b'.xff' in column 'key'"):
+        writer.stage(
+            pa.record_batch({"value": [b"v"] * 3, "key": [b"k", b"\xff", b"k"], "event_time": times(1_000, 1_000, 1)})
+        )
+
+
 @pytest.mark.parametrize(
     ("column", "bad"),
     [

@@ -75,8 +75,8 @@ class SendingWriter(ABC, Generic[Given, M]):
             try:
                 messages = self._messages(part)
             except BadRecord as error:
-                row = next(self._invalid(part), (0, error))[0]
-                raise error.placed(f"Row {before + row} of a shard") from error
+                row, own = next(self._invalid(part), (0, error))  # the part's may be another row's
+                raise (own if isinstance(own, BadRecord) else error).placed(f"Row {before + row} of a shard") from own
             self._publisher.send(messages)
 
     def unsendable(self, batch: pa.RecordBatch) -> pa.Array | None:
