@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from delivered.connectors.pulsar.admin import Admin
 from delivered.connectors.pulsar.client import explained, pulsar, registers, warm_client
@@ -288,21 +289,19 @@ def _event_times(rows: pa.RecordBatch) -> list[int | None]:
     if "event_time" not in rows.schema.names:
         return [None] * rows.num_rows
     times = rows.column("event_time")
-    per = _PER_MS[times.type.unit]
-    found: list[int | None] = []
-    for time in times.view(pa.int64()).to_pylist():
-        ms, rest = (None, 0) if time is None else divmod(int(time * per), 1_000_000)
-        if rest or (ms is not None and ms <= 0):
-            raise BadRecord(
-                "EVENT_TIME",
-                "A row has a time in column 'event_time' that "
-                f"{'is not in whole milliseconds' if rest else 'is not after 1970-01-01'}; Pulsar's event times are "
-                "milliseconds since then, and 0 is none.",
-                next_step="date_trunc('MILLISECOND', event_time), or filter such rows",
-            )
-        found.append(ms)
-    return found
+    try:
+        found = times.cast(pa.timestamp("ms", times.type.tz)).cast(pa.int64())
+    except pa.ArrowInvalid:
+        raise _bad_time("is not in whole milliseconds") from None
+    if pc.any(pc.less_equal(found, 0)).as_py():
+        raise _bad_time("is not after 1970-01-01")
+    return found.to_pylist()  # type: ignore[no-any-return]
 
 
-_PER_MS = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
-"""Nanoseconds of a unit."""
+def _bad_time(why: str) -> BadRecord:
+    return BadRecord(
+        "EVENT_TIME",
+        f"A row has a time in column 'event_time' that {why}; Pulsar's event times are milliseconds since then, and 0 "
+        "is none.",
+        next_step="date_trunc('MILLISECOND', event_time), or filter such rows",
+    )
