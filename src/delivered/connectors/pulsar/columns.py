@@ -64,6 +64,23 @@ class Rejecting:
         schema = schema.append(RAW) if self.raw else schema
         return schema.append(REJECTED) if self.kept else schema
 
+    def rows(
+        self, decoded: pa.RecordBatch, sent: Sequence[Any], rejected: Sequence[Mapping[str, Any] | None]
+    ) -> pa.RecordBatch:
+        """
+        Args:
+            decoded: every message.
+            sent: their keys and values, as bytes.
+            rejected: for REJECTED; None: it was decoded.
+        """
+        if self.raw:
+            raw = pa.StructArray.from_arrays([pa.array(s, pa.binary()) for s in sent], fields=list(RAW.type))
+            decoded = decoded.append_column(RAW, raw)
+        if self.kept:
+            return decoded.append_column(REJECTED, pa.array(rejected, REJECTED.type))
+        good = pa.array([each is None for each in rejected], pa.bool_())
+        return decoded if good.true_count == len(good) else decoded.filter(good)
+
 
 class Rows:
     """Messages of one partition, collected as lists per column."""
@@ -122,9 +139,10 @@ class Rows:
     def take(self) -> pa.RecordBatch:
         """All rows since the last call. Raises BadRecord: a message cannot be decoded, and that is an error."""
         n = len(self)
-        values, bad = pa.array(self._values, pa.binary()), dict[int, BadRecord]()
-        raw = pa.StructArray.from_arrays([pa.array(self._keys, pa.binary()), values], fields=list(RAW.type))
-        if self._typed is not None:
+        bad = dict[int, BadRecord]()
+        if self._typed is None:
+            values = pa.array(self._values, pa.binary())
+        else:
             values, bad = self._typed.column(self._values, self._versions, self._ids)
         if bad and self._rejects is None:
             raise next(iter(bad.values()))
@@ -151,19 +169,15 @@ class Rows:
         ]
         if self._with_headers:
             arrays.append(pa.array(self._headers, HEADERS.type))
-        schema, rejects = self._columns, self._rejects
-        if rejects is not None and self._typed is not None:
-            arrays += [raw] if rejects.raw else []
-            arrays += [self._rejected(bad)] if rejects.kept else []
-            schema = rejects.columns(schema)
+        made = pa.RecordBatch.from_arrays(arrays, schema=self._columns)
+        if self._rejects is not None and self._typed is not None:
+            made = self._rejects.rows(made, [self._keys, self._values], self._rejected(bad))
         self._clear()
-        made = pa.RecordBatch.from_arrays(arrays, schema=schema)
-        left_out = bad and rejects is not None and not rejects.kept
-        return made.filter(pa.array([at not in bad for at in range(n)])) if left_out else made
+        return made
 
-    def _rejected(self, bad: Mapping[int, BadRecord]) -> pa.Array:
+    def _rejected(self, bad: Mapping[int, BadRecord]) -> list[dict[str, Any] | None]:
         offsets = _offsets(self._ids)
-        found = [
+        return [
             {
                 "reason": bad[at].message,
                 "topic": self._topic,
@@ -177,7 +191,6 @@ class Rows:
             else None
             for at in range(len(self))
         ]
-        return pa.array(found, REJECTED.type)
 
 
 def _sent(text: Callable[[], str]) -> bytes:

@@ -28,7 +28,7 @@ from delivered.connectors.pulsar.positions import (
 from delivered.connectors.pulsar.schemas import Values, registered, shape
 from delivered.contract.finding import Finding
 from delivered.contract.powers import Address
-from delivered.contract.source import RAW, REJECTED, Offsets, Slice
+from delivered.contract.source import RAW, Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.source.ranges import admit
@@ -130,13 +130,9 @@ class PulsarSource:
         found, bad = values.column(raw.column("value").to_pylist(), versions, [(-1, -1, -1)] * raw.num_rows)
         made = raw.drop_columns([VERSION.name])
         made = made.set_column(made.schema.get_field_index("value"), pa.field("value", found.type), found)
-        if self.rejects is not None and self.rejects.raw:
-            parts = [raw.column(f.name) for f in RAW.type]
-            made = made.append_column(RAW, pa.StructArray.from_arrays(parts, fields=list(RAW.type)))
-        if self.rejects is None or not self.rejects.kept:
-            return made.filter(pa.array([at not in bad for at in range(made.num_rows)]))
         reasons = [{"reason": bad[at].message} if at in bad else None for at in range(made.num_rows)]
-        return made.append_column(REJECTED, pa.array(reasons, REJECTED.type))
+        rejects = self.rejects or Rejecting(kept=False, raw=False)
+        return rejects.rows(made, [raw.column(f.name) for f in RAW.type], reasons)
 
     def planned(self) -> PulsarSource:
         """See `delivered.contract.powers`."""
