@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from delivered.connectors.pulsar.admin import Registered
 from delivered.connectors.pulsar.columns import Rejecting, Rows
+from delivered.connectors.pulsar.options import SourceOptions
 from delivered.connectors.pulsar.schemas import Values
+from delivered.connectors.pulsar.source import PulsarSource
 from delivered.contract.source import RAW
 from delivered.engine.dead_letters import split_rejected
 from delivered.kits.schemas.avro import Unreadable, read_json, shape_of
@@ -159,6 +161,20 @@ def test_a_poison_pill_is_a_dead_letter(data: bytes) -> None:
     assert (letter["value"], letter["key"], letter["offset"]) == (data, b"k", (7 << 28) + 1)
     assert "cannot be read by it" in letter["reason"] and json.loads(letter["more"]) == {"schemaVersion": 0}
     assert found.schema.names[-1] == RAW.name
+
+
+def test_a_dead_letter_is_decoded_again() -> None:
+    """It does not say where its message was."""
+    given = {"url": "pulsar://localhost:1", "adminUrl": "http://localhost:1", "topics": "a", "schema": "topic"}
+    options = SourceOptions.parse(given)
+    (topic,) = options.topics
+    source = PulsarSource(options, ((topic, Registered(0, "JSON", json.dumps(SCHEMA))),))
+    letters = [{"topic": topic, "key": b"k", "value": v} for v in (b'{"id": 1, "name": null, "at": 0}', b"{}")]
+    raw = pa.RecordBatch.from_pylist(letters, schema=source.raw_schema())
+    assert source.decoded(raw).column("value").field("id").to_pylist() == [1]
+    found, records = split_rejected(source.rejecting(kept=True).decoded(raw))
+    assert found is not None and found.num_rows == 1 and records is not None
+    assert "source: a message of" in records.to_pylist()[0]["reason"]
 
 
 @pytest.mark.parametrize(

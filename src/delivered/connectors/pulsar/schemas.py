@@ -86,13 +86,13 @@ class Values:
         return self._reader.arrow if self._text is None else pa.binary()
 
     def column(
-        self, values: Sequence[bytes | None], versions: Sequence[int], places: Sequence[tuple[int, int, int]]
+        self, values: Sequence[bytes | None], versions: Sequence[int], places: Sequence[tuple[int, int, int] | None]
     ) -> tuple[pa.Array, dict[int, BadRecord]]:
         """The decoded values, and those that cannot be read, by their number; they are null.
 
         Args:
             versions: schema version of each value.
-            places: ledger, entry, index in the batch, for errors.
+            places: ledger, entry, index in the batch, for errors; None: unknown.
         """
         found: list[Any] = []
         bad: dict[int, str] = {}
@@ -136,12 +136,14 @@ class Values:
         self._known[version] = writer
         return writer
 
-    def _bad(self, place: tuple[int, int, int], version: int, why: str) -> BadRecord:
-        at = ":".join(str(n) for n in (place if place[2] >= 0 else place[:2]))
+    def _bad(self, place: tuple[int, int, int] | None, version: int, why: str) -> BadRecord:
+        which = "a message"
+        if place is not None:
+            which = f"message {':'.join(str(n) for n in (place if place[2] >= 0 else place[:2]))}"
         names = "no version" if version == NAMES_NONE else f"version {version}"
         return BadRecord(
             "MESSAGE_UNREADABLE",
-            f"{self._owner}: message {at} of {short_name(self._topic)} names {names} of the {self._planned.kind} "
+            f"{self._owner}: {which} of {short_name(self._topic)} names {names} of the {self._planned.kind} "
             f"schema, and cannot be read by it: {why}.",
             next_step="nothing was skipped; set on_bad_row: dead_letter with a dead_letter sink, which keeps it; "
             "or read with schema=bytes to inspect it",

@@ -127,7 +127,7 @@ class PulsarSource:
         registered = dict(full.schemas)[topic]
         values = Values(SOURCE, topic, registered, lambda n: admin.schema(topic, n))
         versions = [registered.version if v is None else v for v in raw.column(VERSION.name).to_pylist()]
-        found, bad = values.column(raw.column("value").to_pylist(), versions, [(-1, -1, -1)] * raw.num_rows)
+        found, bad = values.column(raw.column("value").to_pylist(), versions, [None] * raw.num_rows)
         made = raw.drop_columns([VERSION.name])
         made = made.set_column(made.schema.get_field_index("value"), pa.field("value", found.type), found)
         reasons = [{"reason": bad[at].message} if at in bad else None for at in range(made.num_rows)]
