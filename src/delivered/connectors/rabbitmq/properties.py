@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 from delivered.model.bad_row import bytes_as_json
@@ -34,8 +35,6 @@ _HEADERS = tuple((n, f"amqp.{n}") for n in ("content_type", "correlation_id", "t
 """Properties that become headers."""
 
 _NESTED = (b"F", b"A")
-
-Pairs = list[tuple[bytes, Any]]
 
 
 class Unreadable(ValueError):
@@ -74,12 +73,10 @@ class Properties:
             bit -= 1
 
     @property
-    def headers(self) -> list[tuple[bytes, Any]] | None:
+    def headers(self) -> Table | None:
         """Names and values in the sender's order; None: its table is unreadable."""
-        if self.table is None:
-            return []
         try:
-            return _headers(self.table)
+            return Table() if self.table is None else _table(self.table, _header)
         except (Unreadable, struct.error):
             return None
 
@@ -92,11 +89,11 @@ def headers(properties: Properties, but: str | None = None) -> list[tuple[str, b
     """
     found: list[tuple[str, bytes | None]] = []
     if properties.table is not None:
-        pairs = properties.headers
+        pairs, skipped = properties.headers, but and but.encode()
         if pairs is None:
             found.append((UNREADABLE, properties.table))
         else:
-            found += [(name, _bytes(value)) for name, value in ((header_name(n), v) for n, v in pairs) if name != but]
+            found += [(header_name(name), _bytes(value)) for name, value in pairs if name != skipped]
     for name, header in _HEADERS:
         value = getattr(properties, name)
         if value is not None:
@@ -132,29 +129,27 @@ def _cut(encoded: bytes, start: int, length: int) -> tuple[bytes, int]:
     return encoded[start : start + length], start + length
 
 
-def _table(encoded: bytes, depth: int) -> Table:
+def _table(encoded: bytes, read: Callable[[bytes, int], tuple[Any, int]]) -> Table:
+    """
+    Args:
+        read: a value at a place; it returns the value and the place after it.
+    """
     found, at = Table(), 0
     while at < len(encoded):
         name, at = _short(encoded, at)
-        value, at = _value(encoded, at, depth)
+        value, at = read(encoded, at)
         found.append((name, value))
     return found
 
 
-def _headers(encoded: bytes) -> Pairs:
-    found: Pairs = []
-    at = 0
-    while at < len(encoded):
-        name, at = _short(encoded, at)
-        try:
-            value, end = _value(encoded, at, _DEPTH_MAX)
-        except Unreadable:
-            if encoded[at : at + 1] not in _NESTED:
-                raise
-            value, end = _long(encoded, at + 1)
-        found.append((name, value))
-        at = end
-    return found
+def _header(encoded: bytes, at: int) -> tuple[Any, int]:
+    """As `_value`; a table or an array that is unreadable stays encoded."""
+    try:
+        return _value(encoded, at, _DEPTH_MAX)
+    except Unreadable:
+        if encoded[at : at + 1] not in _NESTED:
+            raise
+        return _long(encoded, at + 1)
 
 
 def _value(encoded: bytes, at: int, depth: int) -> tuple[Any, int]:
@@ -171,7 +166,7 @@ def _value(encoded: bytes, at: int, depth: int) -> tuple[Any, int]:
         raise Unreadable(f"a field of type {kind!r}")
     inner, at = _long(encoded, at)
     if kind == b"F":
-        return _table(inner, depth - 1), at
+        return _table(inner, partial(_value, depth=depth - 1)), at
     items, place = [], 0
     while place < len(inner):
         item, place = _value(inner, place, depth - 1)
