@@ -54,7 +54,7 @@ def bounded(validator: Any) -> Any:
     return jsonschema.validators.extend(validator, {k: _counted(v) for k, v in rules.items()})
 
 
-def checked(node: Any, depth: int = 0) -> Any:
+def checked(node: Any) -> Any:
     """A schema's document as it may be used.
 
     A part that names its own `$schema` would be checked by that one's rules, without these bounds.
@@ -63,7 +63,7 @@ def checked(node: Any, depth: int = 0) -> Any:
         Unmappable: a pattern without a bound.
     """
     if isinstance(node, list):
-        return [checked(n, depth + 1) for n in node]
+        return [checked(n) for n in node]
     if not isinstance(node, dict):
         return node
     patterns = node.get("patternProperties")
@@ -75,9 +75,7 @@ def checked(node: Any, depth: int = 0) -> Any:
     if isinstance(node.get("pattern"), str):
         _usable(node["pattern"])
     return {
-        k: v if k in _VALUES else checked(v, depth + 1)
-        for k, v in node.items()
-        if not (k == "$schema" and isinstance(v, str))
+        k: v if k in _VALUES else checked(v) for k, v in node.items() if not (k == "$schema" and isinstance(v, str))
     }
 
 
