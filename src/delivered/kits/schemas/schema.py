@@ -58,7 +58,8 @@ class AvroSchema:
     def read(self, data: bytes, written: Schema) -> Any:
         if not isinstance(written, AvroSchema):
             raise Unreadable("it was not written with an Avro schema")
-        for path, meaning in written._shape.meanings.items():
+        foreign = {} if written._shape is self._shape else written._shape.meanings
+        for path, meaning in foreign.items():
             now = self._shape.meanings.get(path, meaning)
             if now != meaning:
                 raise Unreadable(
