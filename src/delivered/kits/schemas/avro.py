@@ -357,7 +357,7 @@ def _record(walk: _Walk, node: Mapping[str, Any], path: str) -> Shape:
         {"type": "record", "name": name, "fields": parts},
         pa.struct([pa.field(n, s.filled) for n, s, _ in fields]),
         pa.struct([pa.field(n, s.arrow) for n, s, _ in fields]),
-        of_object(path, fields),
+        of_object(path, [(n, s) for n, s, _ in fields], own),
         required=tuple(n for n, s, _ in fields if not s.optional),
         meanings={p: m for _, s, _ in fields for p, m in s.meanings.items()},
         types=1 + sum(s.types + _items(own.get(n)) for n, s, _ in fields),

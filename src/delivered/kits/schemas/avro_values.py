@@ -25,16 +25,21 @@ class Reads(Protocol):
     def optional(self) -> bool: ...
 
 
-def of_object(path: str, fields: Sequence[tuple[str, Reads, Mapping[str, Any]]]) -> Callable[[Any], Any]:
+def of_object(path: str, fields: Sequence[tuple[str, Reads]], defaults: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """
+    Args:
+        defaults: values of fields that a writer did not have.
+    """
+
     def read(value: Any) -> Any:
         if not isinstance(value, dict):
             raise _wrong(path, value, "object")
         found = {}
-        for name, shape, more in fields:
+        for name, shape in fields:
             if name in value:
                 found[name] = shape.of_json(value[name])
-            elif "default" in more:
-                found[name] = shape.of_json(more["default"])
+            elif name in defaults:
+                found[name] = defaults[name]
             elif shape.optional:
                 found[name] = None
             else:
