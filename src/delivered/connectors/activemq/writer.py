@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from delivered.connectors.activemq.client import Session
 from delivered.connectors.activemq.options import ActivemqSinkOptions
-from delivered.kits.queue.columns import body, column, text
+from delivered.kits.queue.columns import column, text
 from delivered.kits.queue.writer import SendingWriter
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.limits import REQUEST_TIMEOUT_S
@@ -78,8 +78,7 @@ class ActivemqWriter(SendingWriter[ActivemqSinkOptions, Message]):
 
     def _messages(self, rows: pa.RecordBatch) -> list[Message]:
         options = self._options
-        binary = pa.binary()
-        columns = (column(rows, "value", binary), column(rows, "message_id", binary), column(rows, "key", binary))
+        columns = (column(rows, name, pa.binary()) for name in ("value", "message_id", "key"))
         kind = {} if "::" in options.queue else {"destination-type": "ANYCAST"}
         messages = []
         for value, chosen, key in zip(*columns, strict=True):
@@ -91,7 +90,7 @@ class ActivemqWriter(SendingWriter[ActivemqSinkOptions, Message]):
             if options.key_header is not None and key is not None:
                 headers[options.key_header] = text(key, "column 'key'")
             # With a length, even 0, it is a bytes message: NUL truncates a text message.
-            content = body(value)
+            content = value or b""
             headers["content-length"] = str(len(content))
             messages.append(Message(content, headers))
         return messages

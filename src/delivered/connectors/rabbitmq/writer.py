@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from delivered.connectors.rabbitmq.client import explained, parameters, pika
 from delivered.connectors.rabbitmq.options import RabbitmqSinkOptions
-from delivered.kits.queue.columns import body, column, text
+from delivered.kits.queue.columns import column, text
 from delivered.kits.queue.writer import SendingWriter
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
@@ -188,15 +188,13 @@ class RabbitmqWriter(SendingWriter[RabbitmqSinkOptions, Message]):
     def _messages(self, rows: pa.RecordBatch) -> list[Message]:
         make = pika().BasicProperties
         fixed = self._options.routing_key
-        binary = pa.binary()
-        keys = column(rows, "key", binary) if fixed is None else [fixed] * rows.num_rows
+        keys = column(rows, "key", pa.binary()) if fixed is None else [fixed] * rows.num_rows
+        values, ids = (column(rows, name, pa.binary()) for name in ("value", "message_id"))
         messages = []
-        for key, value, given in zip(
-            keys, column(rows, "value", binary), column(rows, "message_id", binary), strict=True
-        ):
+        for key, value, given in zip(keys, values, ids, strict=True):
             own = self._next_id()
             message_id = own if given is None else text(given, "column 'message_id'")
             check_lengths("rabbitmq", key=key, message_id=message_id, value=value)
             routing_key = "" if key is None else text(key, "column 'key'")
-            messages.append(Message(routing_key, body(value), make(message_id=message_id, delivery_mode=2)))
+            messages.append(Message(routing_key, value or b"", make(message_id=message_id, delivery_mode=2)))
         return messages

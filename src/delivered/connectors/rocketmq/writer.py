@@ -8,7 +8,7 @@ from delivered.connectors.rocketmq.half_messages import HalfPublisher, new_name
 from delivered.connectors.rocketmq.options import TRANSACTION, RocketmqSinkOptions
 from delivered.connectors.rocketmq.publish import Message, Publisher
 from delivered.connectors.rocketmq.remoting import Cluster
-from delivered.kits.queue.columns import body, column, text
+from delivered.kits.queue.columns import column, text
 from delivered.kits.queue.writer import SendingWriter
 from delivered.model.errors import BadRecord
 from delivered.model.fingerprint import Fingerprint
@@ -43,9 +43,8 @@ class RocketmqWriter(SendingWriter[RocketmqSinkOptions, Message]):
             _check_word("message_group", group)
             # RocketMQ joins keys with spaces, and takes no control character in them.
             keys = (message_id,) if len(message_id.split()) == 1 and not _controls(message_id) else ()
-            keys = keys if key is None else (*keys, _text("key", key))
-            content = body(value)
-            if not content:
+            keys = keys if key is None else (*keys, _key(key))
+            if not value:
                 raise BadRecord(
                     "MESSAGE_EMPTY",
                     "A row has no value in column 'value'; RocketMQ rejects messages without a body.",
@@ -63,7 +62,7 @@ class RocketmqWriter(SendingWriter[RocketmqSinkOptions, Message]):
                     "A row has no value in column 'delivery_timestamp', which a DELAY topic needs.",
                     next_step="fill the column, or write to a NORMAL topic",
                 )
-            messages.append(Message(message_id, content, keys, tag, group, at))
+            messages.append(Message(message_id, value, keys, tag, group, at))
         return messages
 
 
@@ -110,20 +109,20 @@ def _check_word(name: str, text: str, required: bool = False) -> None:
         )
 
 
-def _text(name: str, value: str | bytes) -> str:
+def _key(value: bytes) -> str:
     """RocketMQ joins keys with spaces, as text."""
     try:
-        text = value if isinstance(value, str) else value.decode()
+        text = value.decode()
     except UnicodeDecodeError:
         raise BadRecord(
             "MESSAGE_KEY",
-            f"A row has {value!r:.80} in column {name!r}, which is not UTF-8; RocketMQ's keys are text.",
+            f"A row has {value!r:.80} in column 'key', which is not UTF-8; RocketMQ's keys are text.",
             next_step="cast the column to string",
         ) from None
     if not text or any(c.isspace() for c in text) or _controls(text):
         raise BadRecord(
             "MESSAGE_KEY",
-            f"A row has {text!r:.80} in column {name!r}, which is blank or contains white space; RocketMQ's keys must "
+            f"A row has {text!r:.80} in column 'key', which is blank or contains white space; RocketMQ's keys must "
             "not.",
             next_step="replace white space in the column, or filter such rows",
         )

@@ -136,11 +136,6 @@ def as_bytes(batch: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([batch.column(n).cast(pa.binary()) for n in names], names=names)
 
 
-def body(value: str | bytes | None) -> bytes:
-    """A message's body; empty for null."""
-    return b"" if value is None else value.encode() if isinstance(value, str) else value
-
-
 def column(rows: pa.RecordBatch, name: str, *casts: pa.DataType) -> list[Any]:
     """A column's values after these casts, in sequence; nulls if the column is missing."""
     if name not in rows.schema.names:
