@@ -117,13 +117,13 @@ def _key(value: bytes) -> str:
         raise BadRecord(
             "MESSAGE_KEY",
             f"A row has {value!r:.80} in column 'key', which is not UTF-8; RocketMQ's keys are text.",
-            next_step="cast the column to string",
+            next_step="encode it, for example with base64 or hex",
         ) from None
     if not text or any(c.isspace() for c in text) or _controls(text):
         raise BadRecord(
             "MESSAGE_KEY",
-            f"A row has {text!r:.80} in column 'key', which is blank or contains white space; RocketMQ's keys must "
-            "not.",
-            next_step="replace white space in the column, or filter such rows",
+            f"A row has {text!r:.80} in column 'key', which is blank, or contains white space or a control character; "
+            "RocketMQ's keys must not.",
+            next_step="replace such characters in the column, or filter such rows",
         )
     return text
