@@ -105,14 +105,14 @@ class Encoder:
         try:
             found = plain(values.cast(self._units))
         except pa.ArrowInvalid as error:
-            raise BadValue(None, str(error)) from None
+            raise BadValue(str(error)) from None
         encoded: list[bytes | None] = []
-        for at, value in enumerate(found):
+        for value in found:
             try:
                 encoded.append(None if value is None else self._one({**self._absent, **value}))
             except (ValueError, TypeError, OverflowError, KeyError, AttributeError) as error:
                 kind = "" if isinstance(error, Unreadable) else f"{type(error).__name__}: "
-                raise BadValue(at, f"{kind}{error}") from None
+                raise BadValue(f"{kind}{error}") from None
         return encoded
 
     def _one(self, value: dict[str, Any]) -> bytes:

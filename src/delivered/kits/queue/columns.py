@@ -136,12 +136,12 @@ def as_bytes(batch: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([batch.column(n).cast(pa.binary()) for n in names], names=names)
 
 
-def column(rows: pa.RecordBatch, name: str, *casts: pa.DataType) -> list[Any]:
-    """A column's values after these casts, in sequence; nulls if the column is missing."""
+def column(rows: pa.RecordBatch, name: str, kind: pa.DataType | None = None) -> list[Any]:
+    """A column's values, of this type if one is given; nulls if the column is missing."""
     if name not in rows.schema.names:
         return [None] * rows.num_rows
     values = rows.column(name)
-    for kind in casts:
+    if kind is not None:
         values = values.cast(kind)
     try:
         return values.to_pylist()  # type: ignore[no-any-return]

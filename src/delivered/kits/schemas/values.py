@@ -19,15 +19,7 @@ _WIDER = {
 
 
 class BadValue(ValueError):
-    """A value that does not match its schema.
-
-    Attributes:
-        row: 0-based; None: unknown.
-    """
-
-    def __init__(self, row: int | None, why: str) -> None:
-        super().__init__(why)
-        self.row = row
+    """A value that does not match its schema."""
 
 
 def canonical(values: pa.Array) -> pa.Array:
