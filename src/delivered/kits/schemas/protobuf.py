@@ -83,10 +83,7 @@ class ProtobufSchema:
         name = written._named(indexes)
         if name != self._message.full_name:
             raise Unreadable(f"it is a {name}; {self._message.full_name} is read")
-        try:
-            return self._node.read(self._class.FromString(payload), Budget(len(payload)))
-        except Exception as error:  # the exception depends on the kind of garbage
-            raise Unreadable(in_words(error)) from None
+        return self._node.read(self._class.FromString(payload), Budget(len(payload)))
 
     def write(self, value: Any) -> bytes:
         made = self._node.write(value)

@@ -37,7 +37,7 @@ class Schema(Protocol):
             written: the schema that it was written with; this one, perhaps.
 
         Raises:
-            Unreadable
+            Unreadable, or what a library raises for the kind of garbage.
         """
 
     def write(self, value: Any) -> bytes:
