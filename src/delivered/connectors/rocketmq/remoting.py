@@ -51,7 +51,7 @@ class Answer:
 
 
 Done = Callable[[Answer | None], None]
-"""Called once, by the reading thread; None: the connection was lost."""
+"""Called once, by the reading thread, and again with None if it raised; None: its outcome is unknown."""
 
 
 class Peer:
