@@ -61,14 +61,14 @@ class Budget:
     """Counts the values of one record of this many bytes: a few can stand for many."""
 
     def __init__(self, size: int) -> None:
-        self._left = max(RECORD_VALUES_MAX, size)
+        self._limit = self._left = max(RECORD_VALUES_MAX, size)
 
     def spend(self, values: int) -> None:
         """Raises Unreadable."""
         self._left -= values
         if self._left < 0:
-            raise too_many_values()
+            raise too_many_values(self._limit)
 
 
-def too_many_values() -> Unreadable:
-    return Unreadable(f"it stands for more than {RECORD_VALUES_MAX:,} values")
+def too_many_values(limit: int = RECORD_VALUES_MAX) -> Unreadable:
+    return Unreadable(f"it stands for more than {limit:,} values")

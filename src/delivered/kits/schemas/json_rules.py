@@ -27,7 +27,7 @@ _VALUES = ("enum", "const", "default", "examples")
 
 
 class _Left(threading.local):
-    checks = 0
+    checks = limit = 0
 
 
 _left = _Left()
@@ -35,7 +35,7 @@ _left = _Left()
 
 def start(size: int) -> None:
     """Begin with a record of this many bytes, in this thread."""
-    _left.checks = max(RECORD_CHECKS_MAX, _CHECKS_PER_BYTE * size)
+    _left.checks = _left.limit = max(RECORD_CHECKS_MAX, _CHECKS_PER_BYTE * size)
 
 
 @cache
@@ -99,7 +99,7 @@ def _counted(rule: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
     def check(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
         _left.checks -= 1 + (len(value) if isinstance(value, (list, dict)) else 0)
         if _left.checks < 0:
-            raise Unreadable("its schema's rules need more checks of it than are allowed")
+            raise Unreadable(f"its schema's rules need more checks of it than the {_left.limit:,} that are allowed")
         yield from rule(validator, value, instance, schema) or ()
 
     return check

@@ -135,7 +135,9 @@ def _compiled(registered: Registered) -> Any:
             if not path.is_relative_to(work.resolve()):
                 raise Unmappable(f"it imports {name!r}, which is not a relative path")
             if len(name) > _NAME_LENGTH_MAX:
-                raise Unmappable(f"it imports {name[:40]!r}..., a name of {len(name)} characters")
+                raise Unmappable(
+                    f"it imports {name[:40]!r}..., a name of {len(name)} characters, of at most {_NAME_LENGTH_MAX}"
+                )
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
