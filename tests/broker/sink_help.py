@@ -20,6 +20,7 @@ from tests.kafka_tools import read_committed
 from delivered.connectors.kafka import CONNECTOR
 from delivered.connectors.kafka.committer import KafkaCommitter
 from delivered.connectors.kafka.sink import KafkaSink
+from delivered.connectors.kafka.store import KafkaStore
 from delivered.engine.context import Context, open_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
@@ -126,6 +127,12 @@ def decision(scope: Scope, batch: int, owner: str = "first", participants: int =
 def prepared(message: ShardMessage) -> Prepared:
     assert message.prepared is not None
     return message.prepared
+
+
+def store_of(ledger: Ledger) -> KafkaStore:
+    store = ledger._store
+    assert isinstance(store, KafkaStore)
+    return store
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> Any:

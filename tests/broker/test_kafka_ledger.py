@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import ConfigResource, ResourceType
 from kafka.protocol.producer.transaction import EndTxnRequest
-from tests.broker.sink_help import EXACT, FIRST, SCHEMA, SECOND, Child, Rig, decision, rows
+from tests.broker.sink_help import EXACT, FIRST, SCHEMA, SECOND, Child, Rig, decision, rows, store_of
 from tests.kafka_tools import read_committed
 
 from delivered.clients.kafka.login import NoAnswer
@@ -39,26 +39,6 @@ from delivered.model.work import Begun, LedgerState, Owner
 @pytest.fixture
 def rig(kafka: Any) -> Rig:
     return Rig(kafka, "no-data-here")
-
-
-@pytest.fixture
-def opened(rig: Rig) -> Iterator[Callable[[], Ledger]]:
-    """Creates ledgers as in other processes, which share only the broker."""
-    made: list[Ledger] = []
-
-    def make() -> Ledger:
-        made.append(rig.ledger())
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-def store_of(ledger: Ledger) -> KafkaStore:
-    store = ledger._store
-    assert isinstance(store, KafkaStore)
-    return store
 
 
 def test_what_was_decided_is_found_by_another_process(rig: Rig, opened: Callable[[], Ledger]) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from confluent_kafka import Producer
-from tests.broker.sink_help import FIRST, SECOND, Rig, decision, wait_for
+from tests.broker.sink_help import FIRST, SECOND, Rig, decision, store_of, wait_for
 
 from delivered.connectors.kafka import committed
 from delivered.connectors.kafka.ledger_keys import Keys
 from delivered.connectors.kafka.ledger_trust import Trust, holders
-from delivered.connectors.kafka.store import KafkaStore
 from delivered.connectors.kafka.topics import HISTORY_PARTITION, STATE_PARTITION, ledger_topic
 from delivered.ledger.ledger import Ledger
 from delivered.model.errors import InvariantBroken
@@ -25,19 +24,6 @@ from delivered.model.work import Begun, Owner
 @pytest.fixture
 def rig(kafka: Any) -> Rig:
     return Rig(kafka, "no-data-here")
-
-
-@pytest.fixture
-def opened(rig: Rig) -> Iterator[Callable[[], Ledger]]:
-    made: list[Ledger] = []
-
-    def make() -> Ledger:
-        made.append(rig.ledger())
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 class Forger:
@@ -108,12 +94,6 @@ def test_what_another_application_writes_is_not_the_ledger(
     assert all(trust.holds(newest[key]) for key in (keys.key("owner"), keys.key("last", rig.scope.incarnation)))
     assert [d.batch for d in opened().history()] == [0, 1, 2]
     assert two.decide(decision(rig.scope, 3, "second")) == Ok(None)
-
-
-def store_of(ledger: Ledger) -> KafkaStore:
-    store = ledger._store
-    assert isinstance(store, KafkaStore)
-    return store
 
 
 def test_a_ledger_of_the_release_before_is_read_and_then_closed_to_others(
