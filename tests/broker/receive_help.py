@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId
-from delivered.testing.crash import CRASH, CRASH_DIR
+from delivered.testing.crash import CRASH, CRASH_DIR, hits, release
 
 MESSAGES = 3_000
 _STEPS = [s for s, role in ROLE_OF_STEP.items() if role is Role.RECEIVER and s is not StepId.RECEIVE_QUARANTINE]
@@ -69,6 +71,35 @@ def all_that_comes(receiver: Any, count: int) -> list[Any]:
     handles += receiver.receive(100, 0.5).handles
     assert len(handles) == count
     return handles
+
+
+def drained(receiver: Any, wait_s: float = 1.0) -> Iterator[Any]:
+    """The batches that come until none does for so long, each acknowledged; then the receiver is closed."""
+    while len(batch := receiver.receive(10_000, wait_s)):
+        receiver.acknowledge(batch.handles)
+        yield batch
+    receiver.close()
+
+
+def through_a_killed_broker(server: Any, file: Path, wait_s: float = 60) -> dict[str, Any]:
+    """Receive all messages while the broker is killed before an acknowledgement; what `delivered receive` reports.
+
+    Args:
+        wait_s: for the kill, and again for the messages.
+    """
+    process = receive(file, crash="receive.ack:before#3!wait")
+    deadline = time.monotonic() + wait_s
+    while not (found := hits(file.parent / "hits")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    server.broker.kill()
+    release(found[0][0])
+    server.broker.restart()
+    while entered(file.parent / "log") != each_once():
+        assert time.monotonic() < deadline + wait_s
+        time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    return finish(process)
 
 
 def each_once(count: int = MESSAGES) -> Counter[bytes]:

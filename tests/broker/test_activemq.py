@@ -12,7 +12,16 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.broker.receive_help import POINTS, each_once, entered, finish, numbered, pipeline_file, receive
+from tests.broker.receive_help import (
+    POINTS,
+    each_once,
+    entered,
+    finish,
+    numbered,
+    pipeline_file,
+    receive,
+    through_a_killed_broker,
+)
 from tests.support.servers import Activemq
 
 import delivered
@@ -25,7 +34,7 @@ from delivered.connectors.activemq.receiver import ActivemqReceiver
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.model.errors import BadRecord, Refused, Unreachable, UsageError
 from delivered.model.outcome import Ok
-from delivered.testing.crash import hits, release
+from delivered.testing.crash import hits
 
 parse = ActivemqOptions.parse
 
@@ -78,19 +87,7 @@ def test_the_broker_is_killed_between_take_and_acknowledgement(
     queue = activemq.queue()
     activemq.send(queue, numbered())
     file = made_file(tmp_path, activemq, queue, receiveMessagesMax=50)
-    process = receive(file, crash="receive.ack:before#3!wait")
-    deadline = time.monotonic() + 60
-    while not (found := hits(tmp_path / "hits")):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    activemq.broker.kill()
-    release(found[0][0])
-    activemq.broker.restart()
-    while entered(tmp_path / "log") != each_once():
-        assert time.monotonic() < deadline + 60
-        time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    said = finish(process)
+    said = through_a_killed_broker(activemq, file)
     assert said["reconnected"] >= 1
     assert said["unacknowledged"] >= 50
     assert said["repeated"] >= 50

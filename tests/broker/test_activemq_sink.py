@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.broker.receive_help import drained
 from tests.broker.send_help import POINTS, ROWS, exactly_once_is_refused, killed_and_started_again, rows, writer
 from tests.support.servers import Activemq
 
@@ -37,12 +38,7 @@ def taken(activemq: Activemq, queue: str, id_header: str = DUPLICATE_ID) -> list
     """All messages in the queue."""
     options = {"url": activemq.url, "queue": queue, "log": "/x", "idHeader": id_header}
     receiver = ActivemqReceiver(parse(options))
-    found: list[tuple[str | None, bytes]] = []
-    while len(batch := receiver.receive(10_000, 1.0)):
-        found += zip(batch.ids, batch.values, strict=True)
-        receiver.acknowledge(batch.handles)
-    receiver.close()
-    return found
+    return [pair for batch in drained(receiver) for pair in zip(batch.ids, batch.values, strict=True)]
 
 
 def test_all_rows_arrive_with_ids_that_a_replay_repeats(activemq: Activemq, tmp_path: Path) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.broker.receive_help import each_once, entered, finish, numbered, pipeline_file, receive
+from tests.broker.receive_help import drained, numbered, pipeline_file, through_a_killed_broker
 from tests.broker.send_help import rows, writer
 from tests.support.certificates import Authority
 from tests.support.servers import Activemq
@@ -25,7 +23,6 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.prepared import Promise
 from delivered.pipeline.registry import find_sink
-from delivered.testing.crash import hits, release
 
 pytestmark = pytest.mark.matrix
 PASSWORD = "changeit"
@@ -88,13 +85,7 @@ def place(given: dict[str, str], queue: str = "q") -> ActivemqOptions:
 
 
 def taken(options: ActivemqOptions) -> Counter[bytes]:
-    receiver = ActivemqReceiver(options)
-    found: Counter[bytes] = Counter()
-    while len(batch := receiver.receive(10_000, 1.0)):
-        found.update(batch.values)
-        receiver.acknowledge(batch.handles)
-    receiver.close()
-    return found
+    return Counter(value for batch in drained(ActivemqReceiver(options)) for value in batch.values)
 
 
 @pytest.mark.parametrize(("acceptor", "who"), [("both", "client"), ("open", None)])
@@ -150,19 +141,7 @@ def test_a_broker_killed_while_messages_are_received(secured: Secured, tmp_path:
     server.send(queue, numbered())
     given = secured.options()
     file = pipeline_file(tmp_path, "activemq", given.pop("url"), queue, idHeader="id", receiveMessagesMax=50, **given)
-    process = receive(file, crash="receive.ack:before#3!wait")
-    deadline = time.monotonic() + 120
-    while not (found := hits(tmp_path / "hits")):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
-    server.broker.kill()
-    release(found[0][0])
-    server.broker.restart()
-    while entered(tmp_path / "log") != each_once():
-        assert time.monotonic() < deadline + 120
-        time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    said = finish(process)
+    said = through_a_killed_broker(server, file, wait_s=120)
     assert said["reconnected"] >= 1
     assert said["repeated"] >= 50
     assert server.left(queue) == 0

@@ -8,12 +8,12 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.broker.receive_help import drained
 from tests.broker.send_help import rows, writer
 from tests.support.certificates import Authority
 from tests.support.pulsar import read_all
 from tests.support.servers import Pulsar, Rabbitmq
 
-from delivered import brokers
 from delivered.brokers.process import free_ports
 from delivered.connectors.pulsar import CONNECTOR as PULSAR
 from delivered.connectors.rabbitmq.client import connect
@@ -89,12 +89,7 @@ def test_rabbitmq_and_its_streams(rabbitmq: tuple[Rabbitmq, str], files: dict[st
         assert made.preflight(Guarantee.AT_LEAST_ONCE) == []
         send(made)
     receiver = RabbitmqReceiver(RabbitmqOptions.parse({"url": url, "queue": queue, "log": "/x", **mutual(files)}))
-    found: list[bytes] = []
-    while len(batch := receiver.receive(1_000, 1.0)):
-        found += batch.values
-        receiver.acknowledge(batch.handles)
-    receiver.close()
-    assert sorted(found) == sorted(ROWS)
+    assert sorted(value for batch in drained(receiver) for value in batch.values) == sorted(ROWS)
     reads = STREAM.source({"url": url, "streams": stream, **mutual(files)})
     assert reads.preflight() == []
     driver = reads.driver()
@@ -115,14 +110,9 @@ def test_rabbitmq_refuses(
 @pytest.fixture(scope="module")
 def pulsar(tmp_path_factory: pytest.TempPathFactory, files: dict[str, str]) -> Iterator[Pulsar]:
     provider = "org.apache.pulsar.broker.authentication.AuthenticationProviderTls"
-    broker = brokers.start(
-        "pulsar",
+    server = Pulsar.start(
         tmp_path_factory.mktemp("pulsar"),
-        tls=True,
-        heap_mb=256,
-        dies_with_parent=True,
-        properties={
-            **Pulsar.quick,
+        {
             "tlsEnabledWithKeyStore": "false",
             "tlsCertificateFilePath": files["server"],
             "tlsKeyFilePath": files["server_key"],
@@ -130,11 +120,10 @@ def pulsar(tmp_path_factory: pytest.TempPathFactory, files: dict[str, str]) -> I
             "tlsRequireTrustedClientCertOnConnect": "true",
             "authenticationProviders": provider,
         },
+        tls=True,
     )
-    made = Pulsar(broker)
-    yield made
-    made.close()
-    broker.stop()
+    yield server
+    server.end()
 
 
 def at(pulsar: Pulsar) -> dict[str, str]:

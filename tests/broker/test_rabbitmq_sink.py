@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.broker.receive_help import drained
 from tests.broker.send_help import POINTS, ROWS, exactly_once_is_refused, killed_and_started_again, rows, writer
 from tests.support.servers import Rabbitmq
 from tests.support.sweeps import sweep
@@ -34,12 +35,7 @@ def sink(folder: Path, url: str, queue: str, **options: str) -> Any:
 def taken(rabbitmq: Rabbitmq, queue: str) -> list[tuple[str | None, bytes]]:
     """All messages in the queue."""
     receiver = RabbitmqReceiver(parse({"url": rabbitmq.url, "queue": queue, "log": "/x"}))
-    found: list[tuple[str | None, bytes]] = []
-    while len(batch := receiver.receive(10_000, 1.0)):
-        found += zip(batch.ids, batch.values, strict=True)
-        receiver.acknowledge(batch.handles)
-    receiver.close()
-    return found
+    return [pair for batch in drained(receiver) for pair in zip(batch.ids, batch.values, strict=True)]
 
 
 def test_all_rows_arrive_confirmed_with_ids_that_a_replay_repeats(rabbitmq: Rabbitmq, tmp_path: Path) -> None:

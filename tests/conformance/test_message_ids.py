@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.broker.receive_help import drained
 from tests.broker.send_help import writer
 from tests.kafka_tools import read_committed
 from tests.support import pulsar, rocketmq
@@ -63,12 +64,7 @@ def of_queue(system: str, server: Any, **ids: str) -> tuple[dict[str, str], Any]
 
     def taken() -> Pairs:
         receiver = received(system, {**options, "log": "/x"}).queue.receiver()
-        found: Pairs = []
-        while len(batch := receiver.receive(10_000, 1.0)):
-            found += zip(batch.values, map(str, batch.ids), strict=True)
-            receiver.acknowledge(batch.handles)
-        receiver.close()
-        return found
+        return [pair for batch in drained(receiver) for pair in zip(batch.values, map(str, batch.ids), strict=True)]
 
     return {"routingKey": queue, "url": server.url} if system == "rabbitmq" else options, taken
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.broker.receive_help import drained
 from tests.support.servers import Rocketmq
 
 from delivered.connectors.rocketmq.options import RocketmqOptions
@@ -15,9 +16,5 @@ def taken(rocketmq: Rocketmq, topic: str, ordered: bool = False, wait_s: float =
     group = rocketmq.group(ordered)
     options = {"endpoints": rocketmq.url, "topic": topic, "group": group, "log": "/x"}
     receiver = RocketmqReceiver(RocketmqOptions.parse(options))
-    found: list[tuple[Any, ...]] = []
-    while len(batch := receiver.receive(10_000, wait_s)):
-        found += zip(batch.ids, batch.keys, batch.values, strict=True)
-        receiver.acknowledge(batch.handles)
-    receiver.close()
-    return found
+    batches = drained(receiver, wait_s)
+    return [message for b in batches for message in zip(b.ids, b.keys, b.values, strict=True)]
