@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
-from pathlib import Path as Folder
 from typing import Any
 
 import pyarrow as pa
@@ -20,20 +19,23 @@ _names = itertools.count()
 _GENERATED = re.compile(r"p\d+\.sink\.")
 Seen = list[tuple[str | None, str | bytes | None, bytes | None]]
 """(message id, key, body) of each message."""
+Made = tuple[dict[str, str], Callable[[], Seen]]
 
 
 def _path(
-    column: str, make: Callable[[], tuple[dict[str, str], str, Callable[[], Seen]]], nothing: bytes | None = None
+    request: pytest.FixtureRequest, system: str, column: str, make: Callable[[Any], Made], nothing: bytes | None = None
 ) -> Path:
     """
     Args:
         column: value, key or message_id; another one has the number of the row.
-        make: options of a sink on a fresh target, its system, and what takes the messages from there.
+        make: of the system's server: options of a sink on a fresh target, but for its ledger, and what takes the
+            messages from there.
         nothing: what null becomes.
     """
+    server, folder = request.getfixturevalue(system), request.getfixturevalue("tmp_path")
 
     def sink(_: pa.Schema) -> tuple[Sink, Read]:
-        options, system, take = make()
+        options, take = make(server)
 
         def read(_: pa.Schema) -> list[Row]:
             rows = []
@@ -44,7 +46,7 @@ def _path(
                 rows.append({"id": int(number), column: seen.encode() if isinstance(seen, str) else seen})
             return rows
 
-        return find_sink(system, options), read
+        return find_sink(system, {**options, "ledger": str(folder / f"{next(_names)}.db")}), read
 
     def rows(ids: pa.Array, values: pa.Array) -> pa.RecordBatch:
         texts = ids.cast(pa.string())
@@ -55,10 +57,7 @@ def _path(
 
 
 def rabbitmq(request: pytest.FixtureRequest, column: str) -> Path:
-    server: Any = request.getfixturevalue("rabbitmq")
-    folder: Folder = request.getfixturevalue("tmp_path")
-
-    def make() -> tuple[dict[str, str], str, Callable[[], Seen]]:
+    def make(server: Any) -> Made:
         queue = server.queue("classic")
         connection = server.connect()
         channel = connection.channel()
@@ -73,17 +72,13 @@ def rabbitmq(request: pytest.FixtureRequest, column: str) -> Path:
             return found
 
         route = {} if column == "key" else {"routingKey": queue}
-        options = {"url": server.url, "exchange": f"x{queue}", "ledger": str(folder / f"{next(_names)}.db"), **route}
-        return options, "rabbitmq", take
+        return {"url": server.url, "exchange": f"x{queue}", **route}, take
 
-    return _path(column, make, b"" if column != "message_id" else None)
+    return _path(request, "rabbitmq", column, make, b"" if column != "message_id" else None)
 
 
 def activemq(request: pytest.FixtureRequest, column: str) -> Path:
-    server: Any = request.getfixturevalue("activemq")
-    folder: Folder = request.getfixturevalue("tmp_path")
-
-    def make() -> tuple[dict[str, str], str, Callable[[], Seen]]:
+    def make(server: Any) -> Made:
         queue = server.queue()
 
         def take() -> Seen:
@@ -97,17 +92,13 @@ def activemq(request: pytest.FixtureRequest, column: str) -> Path:
             connection.disconnect()
             return found
 
-        options = {"url": server.url, "queue": queue, "ledger": str(folder / f"{next(_names)}.db")}
-        return {**options, "idHeader": "myid", "keyHeader": "mykey"}, "activemq", take
+        return {"url": server.url, "queue": queue, "idHeader": "myid", "keyHeader": "mykey"}, take
 
-    return _path(column, make, b"" if column == "value" else None)
+    return _path(request, "activemq", column, make, b"" if column == "value" else None)
 
 
 def pulsar(request: pytest.FixtureRequest, column: str) -> Path:
-    server: Any = request.getfixturevalue("pulsar")
-    folder: Folder = request.getfixturevalue("tmp_path")
-
-    def make() -> tuple[dict[str, str], str, Callable[[], Seen]]:
+    def make(server: Any) -> Made:
         import pulsar as library
 
         topic = server.topic()
@@ -122,16 +113,13 @@ def pulsar(request: pytest.FixtureRequest, column: str) -> Path:
             reader.close()
             return found
 
-        return {**server.options, "topic": topic, "ledger": str(folder / f"{next(_names)}.db")}, "pulsar", take
+        return {**server.options, "topic": topic}, take
 
-    return _path(column, make, b"" if column == "key" else None)
+    return _path(request, "pulsar", column, make, b"" if column == "key" else None)
 
 
 def rocketmq(request: pytest.FixtureRequest, column: str) -> Path:
-    server: Any = request.getfixturevalue("rocketmq")
-    folder: Folder = request.getfixturevalue("tmp_path")
-
-    def make() -> tuple[dict[str, str], str, Callable[[], Seen]]:
+    def make(server: Any) -> Made:
         topic, group = server.topic(), server.group()
 
         def take() -> Seen:
@@ -141,6 +129,6 @@ def rocketmq(request: pytest.FixtureRequest, column: str) -> Path:
                 found.append((message.message_id, keys[0] if keys else None, bytes(message.body)))
             return found
 
-        return {"endpoints": server.url, "topic": topic, "ledger": str(folder / f"{next(_names)}.db")}, "rocketmq", take
+        return {"endpoints": server.url, "topic": topic}, take
 
-    return _path(column, make, b"" if column == "value" else None)
+    return _path(request, "rocketmq", column, make, b"" if column == "value" else None)

@@ -8,8 +8,9 @@ import itertools
 import json
 import sqlite3
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from functools import partial
 from pathlib import Path as Folder
 from typing import Any
 
@@ -44,6 +45,21 @@ def decoded(schema: pa.Schema, rows: Sequence[Sequence[Any]], of: Callable[[Any,
 
 def _quoted(name: str, quote: str) -> str:
     return quote + name.replace(quote, quote * 2) + quote
+
+
+def _of_server(
+    server: Any, quote: str, read: Callable[[str, pa.Schema], list[Row]], options: Mapping[str, str]
+) -> Path:
+    """Args: read: (quoted name of a table, columns) -> its rows."""
+
+    def make(_: pa.Schema, name: str | None = None) -> tuple[Sink, Read]:
+        table = _quoted(f"c{next(_names)}" if name is None else name, quote)
+        if name is not None:  # of another path
+            with contextlib.suppress(Exception):
+                server.execute(f"DROP TABLE {table}")
+        return server.sink(table, ifNotExists="true", **options), partial(read, table)
+
+    return Path(make)
 
 
 # PostgreSQL
@@ -92,23 +108,14 @@ def postgres_value(connection: Any, table: str, column: str, kind: pa.DataType, 
 def postgres(request: pytest.FixtureRequest, server: str = "postgres", **options: str) -> Path:
     given: Any = request.getfixturevalue(server)
 
-    def make(_: pa.Schema, name: str | None = None) -> tuple[Sink, Read]:
-        table = f"c{next(_names)}" if name is None else name
-        quoted = _quoted(table, '"')
-        if name is not None:  # of another path
-            with contextlib.suppress(Exception):
-                given.execute(f"DROP TABLE {quoted}")
+    def read(table: str, schema: pa.Schema) -> list[Row]:
+        columns = ", ".join(_postgres_expression(f.name, f.type) for f in schema)
+        with given.connect() as connection:
+            connection.execute("SET client_encoding = 'UTF8'")
+            found = connection.execute(f"SELECT {columns} FROM {table}").fetchall()
+        return decoded(schema, found, _of_postgres)
 
-        def read(schema: pa.Schema) -> list[Row]:
-            columns = ", ".join(_postgres_expression(f.name, f.type) for f in schema)
-            with given.connect() as connection:
-                connection.execute("SET client_encoding = 'UTF8'")
-                found = connection.execute(f"SELECT {columns} FROM {quoted}").fetchall()
-            return decoded(schema, found, _of_postgres)
-
-        return given.sink(quoted, ifNotExists="true", **options), read
-
-    return Path(make)
+    return _of_server(given, '"', read, options)
 
 
 # MySQL, MariaDB
@@ -140,24 +147,15 @@ def _of_mysql(value: Any, kind: pa.DataType) -> Any:
 def mysql(request: pytest.FixtureRequest, server: str = "mysql", **options: str) -> Path:
     given: Any = request.getfixturevalue(server)
 
-    def make(_: pa.Schema, name: str | None = None) -> tuple[Sink, Read]:
-        table = f"c{next(_names)}" if name is None else name
-        quoted = _quoted(table, "`")
-        if name is not None:  # of another path
-            with contextlib.suppress(Exception):
-                given.execute(f"DROP TABLE {quoted}")
+    def read(table: str, schema: pa.Schema) -> list[Row]:
+        columns = ", ".join(_mysql_expression(f.name, f.type) for f in schema)
+        connection = given.connect()
+        with contextlib.closing(connection), connection.cursor() as cursor:
+            cursor.execute("SET sql_mode = ''")
+            cursor.execute(f"SELECT {columns} FROM {table}")
+            return decoded(schema, cursor.fetchall(), _of_mysql)
 
-        def read(schema: pa.Schema) -> list[Row]:
-            columns = ", ".join(_mysql_expression(f.name, f.type) for f in schema)
-            connection = given.connect()
-            with contextlib.closing(connection), connection.cursor() as cursor:
-                cursor.execute("SET sql_mode = ''")
-                cursor.execute(f"SELECT {columns} FROM {quoted}")
-                return decoded(schema, cursor.fetchall(), _of_mysql)
-
-        return given.sink(quoted, ifNotExists="true", **options), read
-
-    return Path(make)
+    return _of_server(given, "`", read, options)
 
 
 # SQLite
