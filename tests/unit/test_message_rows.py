@@ -68,6 +68,7 @@ def test_event_times_of_pulsar_are_milliseconds_after_1970(tmp_path: Path) -> No
     found = reasons("pulsar", tmp_path, {"value": [b"v"] * 7, "event_time": given})
     assert [r is None for r in found] == [True, False, True, False, False, False, True]
     assert all(r is None or "column 'event_time'" in r for r in found)
+    assert str(found[1]).startswith("A row has 2023-11-14T22:13:20.123456 in column"), "and the value"
     assert reasons("pulsar", tmp_path, {"value": [b"v"], "event_time": times(far // 1_000, unit="s")}) == [None]
 
 

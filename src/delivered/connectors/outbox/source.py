@@ -195,6 +195,9 @@ class OutboxSource:
                     f"changes of {options.table} come without {', '.join(lost)}: PostgreSQL's log has no generated "
                     f"columns, nor those that the publication {options.publication} does not list",
                     False,
+                    "compute them in the transform"
+                    if set(lost) <= set(now.generated)
+                    else f"ALTER PUBLICATION {options.publication} SET TABLE {options.table}, without a column list",
                 )
             )
         (children,) = connection.execute(

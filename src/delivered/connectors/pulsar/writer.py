@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -289,19 +290,20 @@ def _event_times(rows: pa.RecordBatch) -> list[int | None]:
     if "event_time" not in rows.schema.names:
         return [None] * rows.num_rows
     times = rows.column("event_time")
-    try:
-        found = times.cast(pa.timestamp("ms", times.type.tz)).cast(pa.int64())
-    except pa.ArrowInvalid:
-        raise _bad_time("is not in whole milliseconds") from None
-    if pc.any(pc.less_equal(found, 0)).as_py():
-        raise _bad_time("is not after 1970-01-01")
-    return found.to_pylist()  # type: ignore[no-any-return]
+    ms = times.cast(pa.timestamp("ms", times.type.tz), safe=False)
+    rest = pc.not_equal(ms.cast(times.type, safe=False), times)
+    early = pc.less_equal(ms.cast(pa.int64()), 0)
+    for refused, why in ((rest, "is not in whole milliseconds"), (early, "is not after 1970-01-01")):
+        if pc.any(refused).as_py():
+            raise _bad_time(times.filter(refused)[0], why)
+    return ms.cast(pa.int64()).to_pylist()  # type: ignore[no-any-return]
 
 
-def _bad_time(why: str) -> BadRecord:
+def _bad_time(time: pa.Scalar, why: str) -> BadRecord:
+    shown = np.datetime64(time.value, time.type.unit)
     return BadRecord(
         "EVENT_TIME",
-        f"A row has a time in column 'event_time' that {why}; Pulsar's event times are milliseconds since then, and 0 "
+        f"A row has {shown} in column 'event_time', which {why}; Pulsar's event times are milliseconds since then, and 0 "
         "is none.",
         next_step="date_trunc('MILLISECOND', event_time), or filter such rows",
     )
