@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from confluent_kafka import KafkaException, Producer
-from tests.broker.restart_rounds import INTERVAL, start
+from tests.broker.restart_rounds import INTERVAL, start, use_version
 from tests.kafka_tools import read_committed
 
 from delivered.brokers import kafka as server
@@ -147,9 +147,7 @@ def main() -> None:
     parser.add_argument("--kafka", default=server.VERSION, help="its version")
     parser.add_argument("--out", type=Path, default=None, help="a JSON file; results are added to its list")
     given = parser.parse_args()
-    if given.kafka != server.VERSION:
-        server.VERSION = given.kafka
-        server.ARTIFACTS = [("org.apache.kafka", "kafka_2.13", given.kafka), *server.ARTIFACTS[1:]]
+    use_version(given.kafka)
     rng = random.Random(given.seed)
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="delivered-control-") as folder:

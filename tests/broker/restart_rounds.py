@@ -33,7 +33,7 @@ from tests.support.servers import Kafka
 from delivered.brokers import kafka as server
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import Transaction, end_request
-from delivered.connectors.kafka import committer, evidence, store
+from delivered.connectors.kafka import committer, evidence, ledger_trust, store
 from delivered.connectors.kafka.committer import KafkaCommitter
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
@@ -379,6 +379,13 @@ def start(folder: Path, brokers: int, properties: dict[str, str]) -> Cluster:
     return Cluster(three, [three.broker(n) for n in (1, 2, 3)])
 
 
+def use_version(kafka: str) -> None:
+    """The brokers that this process starts."""
+    if kafka != server.VERSION:
+        server.VERSION = kafka
+        server.ARTIFACTS = [("org.apache.kafka", "kafka_2.13", kafka), *server.ARTIFACTS[1:]]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
@@ -393,11 +400,9 @@ def main() -> None:
     given = parser.parse_args()
     os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")  # as all tests
     # A hole in a partition would cost minutes, a transaction of the ledger expires after 25 s.
-    for module in (store, committer, evidence):
+    for module in (store, committer, evidence, ledger_trust):
         module.RECOVERY_WAIT_S = 60.0
-    if given.kafka != server.VERSION:
-        server.VERSION = given.kafka
-        server.ARTIFACTS = [("org.apache.kafka", "kafka_2.13", given.kafka), *server.ARTIFACTS[1:]]
+    use_version(given.kafka)
     interval = {INTERVAL: str(given.abort_interval)}
     with tempfile.TemporaryDirectory(prefix="delivered-rounds-") as folder:
         cluster = start(Path(folder), given.brokers, interval)
