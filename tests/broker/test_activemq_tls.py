@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.broker.receive_help import drained, numbered, pipeline_file, through_a_killed_broker
 from tests.broker.send_help import rows, writer
-from tests.support.certificates import Authority
+from tests.support.certificates import client_files, tls_options
 from tests.support.servers import Activemq
 
 from delivered.brokers.process import free_ports
@@ -34,14 +34,10 @@ class Secured:
     """A broker with three acceptors for TLS, and the files of its authority."""
 
     def __init__(self, folder: Path) -> None:
-        ours, theirs = Authority(), Authority("another")
-        self.files = {"ca": folder / "ca.pem", "other_ca": folder / "other-ca.pem"}
-        self.files["ca"].write_text(ours.pem)
-        self.files["other_ca"].write_text(theirs.pem)
-        for name, authority in (("client", ours), ("stranger", theirs)):
-            self.files[name], self.files[f"{name}_key"] = authority.issue(name).files(folder, name)
-        (folder / "server.p12").write_bytes(ours.issue("server").store(PASSWORD))
-        (folder / "elsewhere.p12").write_bytes(ours.issue("server", hosts=("elsewhere.example",)).store(PASSWORD))
+        authority, self.files = client_files(folder)
+        elsewhere = authority.issue("server", hosts=("elsewhere.example",))
+        (folder / "server.p12").write_bytes(authority.issue("server").store(PASSWORD))
+        (folder / "elsewhere.p12").write_bytes(elsewhere.store(PASSWORD))
         self.ports = dict(zip(NAMES, free_ports(len(NAMES)), strict=True))
         properties: dict[str, str] = {}
         for name, port in self.ports.items():
@@ -64,10 +60,7 @@ class Secured:
         self.server = Activemq.start(folder / "server", properties)
 
     def options(self, acceptor: str = "both", ca: str = "ca", who: str | None = "client") -> dict[str, str]:
-        found = {"url": f"stomp+ssl://127.0.0.1:{self.ports[acceptor]}", "tlsTrustCertsFile": str(self.files[ca])}
-        if who is not None:
-            found |= {"tlsCertificateFile": str(self.files[who]), "tlsKeyFile": str(self.files[f"{who}_key"])}
-        return found
+        return {"url": f"stomp+ssl://127.0.0.1:{self.ports[acceptor]}", **tls_options(self.files, ca, who)}
 
     def sink(self, folder: Path, queue: str, **more: str) -> Any:
         return find_sink("activemq", {**self.options(), "queue": queue, "ledger": str(folder / "l.db"), **more})

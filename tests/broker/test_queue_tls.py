@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from tests.broker.receive_help import drained
 from tests.broker.send_help import rows, writer
-from tests.support.certificates import Authority
+from tests.support.certificates import client_files, tls_options
 from tests.support.pulsar import read_all
 from tests.support.servers import Pulsar, Rabbitmq
 
@@ -31,21 +31,11 @@ ROWS = [b"row %d" % n for n in range(20)]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Paths by name: ca, server and client with their keys, and a certificate of another authority."""
+    """As `client_files`, and of a server."""
     folder = tmp_path_factory.mktemp("certificates")
-    ours, theirs = Authority(), Authority("another")
-    (folder / "ca.pem").write_text(ours.pem)
-    (folder / "other-ca.pem").write_text(theirs.pem)
-    found = {"ca": str(folder / "ca.pem"), "other_ca": str(folder / "other-ca.pem")}
-    for name, authority in (("server", ours), ("client", ours), ("stranger", theirs)):
-        certificate, key = authority.issue("delivered" if name == "client" else name).files(folder, name)
-        found |= {name: str(certificate), f"{name}_key": str(key)}
-    return found
-
-
-def mutual(files: dict[str, str], ca: str = "ca", who: str | None = "client") -> dict[str, str]:
-    ours = {} if who is None else {"tlsCertificateFile": files[who], "tlsKeyFile": files[f"{who}_key"]}
-    return {"tlsTrustCertsFile": files[ca], **ours}
+    authority, found = client_files(folder, "delivered")
+    certificate, key = authority.issue("server").files(folder, "server")
+    return {**found, "server": str(certificate), "server_key": str(key)}
 
 
 def send(made: Any) -> None:
@@ -85,12 +75,12 @@ def test_rabbitmq_and_its_streams(rabbitmq: tuple[Rabbitmq, str], files: dict[st
     queue, stream = server.queue(), server.queue("stream")
     ledger = {"ledger": str(tmp_path / "l.db")}
     for name in (queue, stream):
-        made = find_sink("rabbitmq", {"url": url, "routingKey": name, **ledger, **mutual(files)})
+        made = find_sink("rabbitmq", {"url": url, "routingKey": name, **ledger, **tls_options(files)})
         assert made.preflight(Guarantee.AT_LEAST_ONCE) == []
         send(made)
-    receiver = RabbitmqReceiver(RabbitmqOptions.parse({"url": url, "queue": queue, "log": "/x", **mutual(files)}))
+    receiver = RabbitmqReceiver(RabbitmqOptions.parse({"url": url, "queue": queue, "log": "/x", **tls_options(files)}))
     assert sorted(value for batch in drained(receiver) for value in batch.values) == sorted(ROWS)
-    reads = STREAM.source({"url": url, "streams": stream, **mutual(files)})
+    reads = STREAM.source({"url": url, "streams": stream, **tls_options(files)})
     assert reads.preflight() == []
     driver = reads.driver()
     pieces = [b for piece in driver.slices(*driver.batch()) for b in reads.read(piece)]
@@ -102,7 +92,7 @@ def test_rabbitmq_and_its_streams(rabbitmq: tuple[Rabbitmq, str], files: dict[st
 def test_rabbitmq_refuses(
     rabbitmq: tuple[Rabbitmq, str], files: dict[str, str], how: str, given: dict[str, Any], code: str
 ) -> None:
-    place = RabbitmqOptions.parse({"url": rabbitmq[1], "queue": "q", "log": "/x", **mutual(files, **given)})
+    place = RabbitmqOptions.parse({"url": rabbitmq[1], "queue": "q", "log": "/x", **tls_options(files, **given)})
     with pytest.raises(DeliveredError, match=code):
         connect(place)
 
@@ -134,7 +124,7 @@ def at(pulsar: Pulsar) -> dict[str, str]:
 @pytest.mark.matrix
 def test_pulsar(pulsar: Pulsar, files: dict[str, str], tmp_path: Path) -> None:
     topic = pulsar.topic(1)
-    given = {**at(pulsar), **mutual(files)}
+    given = {**at(pulsar), **tls_options(files)}
     made = find_sink("pulsar", {**given, "topic": topic, "ledger": str(tmp_path / "l.db")})
     assert made.preflight(Guarantee.AT_LEAST_ONCE) == []
     send(made)
@@ -146,7 +136,7 @@ def test_pulsar(pulsar: Pulsar, files: dict[str, str], tmp_path: Path) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize(("how", "given", "code"), WRONG)
 def test_pulsar_refuses(pulsar: Pulsar, files: dict[str, str], how: str, given: dict[str, Any], code: str) -> None:
-    reads = PULSAR.source({**at(pulsar), "topics": "t", "startingOffsets": "earliest", **mutual(files, **given)})
+    reads = PULSAR.source({**at(pulsar), "topics": "t", "startingOffsets": "earliest", **tls_options(files, **given)})
     [finding] = reads.preflight()
     assert finding.refuses
     assert code in finding.code

@@ -109,6 +109,26 @@ class Authority:
         return pkcs12.serialize_key_and_certificates(None, None, None, trusted, how)
 
 
+def client_files(folder: Path, name: str = "client") -> tuple[Authority, dict[str, str]]:
+    """An authority, and paths: ca and other_ca; client (its certificate of `name`), and stranger of the other authority,
+    each with its key."""
+    ours, theirs = Authority(), Authority("another")
+    found = {}
+    for who, authority, subject in (("client", ours, name), ("stranger", theirs, "stranger")):
+        certificate, key = authority.issue(subject).files(folder, who)
+        found |= {who: str(certificate), f"{who}_key": str(key)}
+    for ca, authority in (("ca", ours), ("other-ca", theirs)):
+        (folder / f"{ca}.pem").write_text(authority.pem)
+        found[ca.replace("-", "_")] = str(folder / f"{ca}.pem")
+    return ours, found
+
+
+def tls_options(files: dict[str, str], ca: str = "ca", who: str | None = "client") -> dict[str, str]:
+    """Of a connector, from `client_files`. Args: who: None: shows no certificate."""
+    ours = {} if who is None else {"tlsCertificateFile": files[who], "tlsKeyFile": files[f"{who}_key"]}
+    return {"tlsTrustCertsFile": files[ca], **ours}
+
+
 def _usage(*, sign: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
         digital_signature=True, content_commitment=False, key_encipherment=False, data_encipherment=False,
