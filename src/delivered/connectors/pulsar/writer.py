@@ -303,7 +303,7 @@ def _bad_time(time: pa.Scalar, why: str) -> BadRecord:
     shown = np.datetime64(time.value, time.type.unit)
     return BadRecord(
         "EVENT_TIME",
-        f"A row has {shown} in column 'event_time', which {why}; Pulsar's event times are milliseconds since then, and 0 "
-        "is none.",
+        f"A row has {shown} in column 'event_time', which {why}; Pulsar's event times are milliseconds since "
+        "then, and 0 is none.",
         next_step="date_trunc('MILLISECOND', event_time), or filter such rows",
     )
