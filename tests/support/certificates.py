@@ -110,8 +110,8 @@ class Authority:
 
 
 def client_files(folder: Path, name: str = "client") -> tuple[Authority, dict[str, str]]:
-    """An authority, and paths: ca and other_ca; client (its certificate of `name`), and stranger of the other authority,
-    each with its key."""
+    """An authority, and paths: ca and other_ca; client (its certificate of `name`), and stranger of the other
+    authority, each with its key."""
     ours, theirs = Authority(), Authority("another")
     found = {}
     for who, authority, subject in (("client", ours, name), ("stranger", theirs, "stranger")):
