@@ -209,14 +209,3 @@ def test_integer_primary_keys_are_ids_and_the_advice_is_a_statement(tmp_path: Pa
         assert finding.code == "OUTBOX_ID_NOT_UNIQUE"
         database.execute(str(finding.next_step))
     assert CONNECTOR.source({**options, "dbtable": "loose"}).preflight() == []
-
-
-def test_a_text_that_is_not_utf_8_is_refused_and_named(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    box = shop(request, tmp_path, "sqlite-poll")
-    box.execute(f"INSERT INTO {box.table} VALUES ('a', 'order', CAST(x'fffe61' AS TEXT), 'created', NULL)")
-    stream = Stream(box.source())
-    with pytest.raises(BadRecord, match=r"OUTBOX_TEXT.*not UTF-8: .*'aggregateid'"):
-        stream.batch()
-    box.execute(f"UPDATE {box.table} SET aggregateid = '1'")
-    assert stream.rest() == ["a"]
-    stream.close()

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from delivered.connectors.outbox.layout import ADDED, Layout
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.connectors.outbox.pgoutput import UNCHANGED, Begin, Change, Op, Relation, Row, Value
+from delivered.connectors.outbox.rejecting import CHANGE, Rejected, Rejecting, of_change
 from delivered.connectors.outbox.server import lsn_text
 from delivered.kits.sql.moments import days, micros
 from delivered.model.errors import BadRecord
@@ -23,11 +24,16 @@ _BYTES_MAX = 16 << 20
 
 
 class Changes:
-    """Collects changes as columns."""
+    """Collects changes as columns.
 
-    def __init__(self, options: OutboxOptions, layout: Layout) -> None:
+    Args:
+        rejecting: a value that Spark has not does not end the read; its change is rejected.
+    """
+
+    def __init__(self, options: OutboxOptions, layout: Layout, rejecting: Rejecting | None = None) -> None:
         self._options = options
         self._layout = layout
+        self._rejecting = rejecting
         self._keys = frozenset(layout.keys)
         self._schema = layout.columns
         self._table = pa.schema([f for f in layout.columns if f not in ADDED])
@@ -39,6 +45,7 @@ class Changes:
         self._rows: list[list[bytes | None]] = []
         self._ops: list[str] = []
         self._lsns: list[int] = []
+        self._rejected: list[Rejected] = []
         self._bytes = 0
 
     @property
@@ -76,16 +83,30 @@ class Changes:
             pa.array([op == "delete" for op in self._ops], pa.bool_()),
             pa.array(self._lsns, pa.int64()),
         ]
+        rows, rejected = pa.RecordBatch.from_arrays(arrays, schema=self._schema), self._rejected
         self._clear()
-        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+        return rows if self._rejecting is None else self._rejecting.batch(rows, rejected)
+
+    def restore(self, op: str, position: int, change: Sequence[tuple[str, bytes | None]]) -> None:
+        """A change that was rejected once, by its columns.
+
+        Raises:
+            ValueError: the rows have other columns now.
+        """
+        values = dict(change)
+        if set(values) != set(self._names):
+            raise ValueError(f"it has the columns {', '.join(values)}, and the source has {', '.join(self._names)}")
+        self._rows.append([values[name] for name in self._names])
+        self._ops.append(op)
+        self._lsns.append(position)
 
     def _arrays(self) -> list[pa.Array]:
-        """The table's columns. Rows with a value that Spark has not are left out, if they are accepted."""
+        """The table's columns. Rows with a value that Spark has not are left out, if they are accepted or rejected."""
         try:
             columns = list(zip(*self._rows, strict=True)) if self._rows else [()] * len(self._table)
             return [_array(f.type, values) for f, values in zip(self._table, columns, strict=True)]
         except _NO_VALUE:
-            kept = [n for n, (row, at) in enumerate(zip(self._rows, self._lsns, strict=True)) if self._fits(row, at)]
+            kept = [n for n in range(len(self._rows)) if self._fits(n)]
             if len(kept) == len(self._rows):
                 raise
             self._rows, self._ops, self._lsns = (
@@ -93,23 +114,36 @@ class Changes:
             )  # fmt: skip
             return self._arrays()
 
-    def _fits(self, row: list[bytes | None], position: int) -> bool:
-        """Whether Spark has all values. Raises BadRecord if not, and the row's position is not accepted."""
+    def _fits(self, at: int) -> bool:
+        """Whether Spark has all values of a row; if not, it is accepted or rejected.
+
+        Raises:
+            BadRecord: it is neither.
+        """
+        row, position = self._rows[at], self._lsns[at]
         for field, value in zip(self._table, row, strict=True):
             try:
                 _array(field.type, [value])
             except _NO_VALUE as error:
                 if self._options.accepts(position):
                     return False
-                raise BadRecord(
-                    "OUTBOX_VALUE",
-                    f"{OWNER}: a value of the column {field.name} of {self._options.table}, written at "
-                    f"{lsn_text(position)}, does not fit {field.type}: {error}.",
-                    next_step="values such as infinity, numbers that are NaN, and years after 294247 have no "
-                    "counterpart: correct the row in the table, which adds a change to the log; then write "
-                    f'.option("schemaChange", "{lsn_text(position)}"), with which the query goes on after it',
-                ) from error
+                bad = self._no_value(field, position, error)
+                if self._rejecting is None:
+                    raise bad from error
+                self._rejected.append(of_change(bad.message, self._ops[at], position, self._names, row))
+                return False
         return True
+
+    def _no_value(self, field: pa.Field, position: int, error: Exception) -> BadRecord:
+        return BadRecord(
+            "OUTBOX_VALUE",
+            f"{OWNER}: a value of the column {field.name} of {self._options.table}, written at {lsn_text(position)}, "
+            f"does not fit {field.type}: {error}.",
+            next_step="values such as infinity, numbers that are NaN, years after 294247 and text that is not UTF-8 "
+            "have no counterpart: set on_bad_row: dead_letter with a dead_letter sink, which keeps such changes; or "
+            "correct the row in the table, which adds a change to the log, and write "
+            f'.option("schemaChange", "{lsn_text(position)}"), with which the query goes on after it',
+        )
 
     def _append(self, op: str, position: int, relation: Relation, row: Row | None) -> None:
         at = self._at.get(relation)
@@ -213,14 +247,18 @@ def _array(kind: pa.DataType, values: Sequence[bytes | None]) -> pa.Array:
 
 
 def batches(
-    options: OutboxOptions, layout: Layout, found: Iterator[tuple[Begin, int, Change]], emptied: int | None = None
+    options: OutboxOptions,
+    layout: Layout,
+    found: Iterator[tuple[Begin, int, Change]],
+    emptied: int | None = None,
+    rejecting: Rejecting | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Changes, each with its transaction and position, as record batches.
 
     Args:
         emptied: position of a TRUNCATE: rows of its transaction that are before it are left out.
     """
-    changes = Changes(options, layout)
+    changes = Changes(options, layout, rejecting)
     for begin, position, change in found:
         if emptied is not None and position < emptied < begin.lsn:
             continue
@@ -228,4 +266,20 @@ def batches(
         if changes.full:
             yield changes.take()
     if not changes.empty:
+        yield changes.take()
+
+
+def restored(
+    options: OutboxOptions, layout: Layout, raw: pa.RecordBatch, rejecting: Rejecting
+) -> Iterator[pa.RecordBatch]:
+    """Letters, in the columns of `layout` and CHANGE; each as a record batch. Raises ValueError."""
+    for at in range(raw.num_rows):
+        letter = raw.slice(at, 1)
+        change = letter.column(CHANGE.name)[0].as_py()
+        if change is None:
+            yield rejecting.batch(letter.select(layout.columns.names), [])
+            continue
+        op, position = (letter.column(f.name)[0].as_py() for f in (ADDED[0], ADDED[2]))
+        changes = Changes(options, layout, rejecting)
+        changes.restore(op, position, change)
         yield changes.take()

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
+from delivered.connectors.outbox.raw_text import raw_texts
 from delivered.kits.caller import Caller, cause
 from delivered.kits.mysql.tls import tls_of_url
 from delivered.kits.sql.text_forms import pin_postgres
 from delivered.model import patience
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
+from delivered.source.columns import id_text
 
 if TYPE_CHECKING:
     import psycopg
@@ -24,8 +26,6 @@ T = TypeVar("T")
 _CONNECT_TRY_S = 5
 _SQL_MODE = "NO_AUTO_VALUE_ON_ZERO,NO_ENGINE_SUBSTITUTION,STRICT_ALL_TABLES"
 """Whatever the server's: under PAD_CHAR_TO_FULL_LENGTH a value would be read with blanks that nobody wrote."""
-_NOT_UTF8 = "Could not decode to UTF-8"
-"""SQLite's client. SQLite stores any bytes as text, and MariaDB surrogates."""
 _LOST_MYSQL = frozenset({0, 1053, 1158, 1159, 1160, 1161, 1927, 2002, 2003, 2006, 2013, 2014, 2055})
 _LOGIN_MYSQL = frozenset({1044, 1045, 1698})
 _DENIED_MYSQL = frozenset({1142, 1143, 1227})
@@ -107,7 +107,7 @@ def sqlstate(error: BaseException) -> str:
 def explained(error: Exception, options: OutboxOptions) -> DeliveredError | None:
     """Our error for a client's; None: it is not a client's."""
     own = cause(error)
-    if isinstance(own, UnicodeDecodeError) or str(own).startswith(_NOT_UTF8):
+    if isinstance(own, UnicodeDecodeError):  # MariaDB stores surrogates
         return BadRecord(
             "OUTBOX_TEXT",
             f"{OWNER}: {options.table} at {options.system} has a text that is not UTF-8: {own}.",
@@ -178,6 +178,7 @@ def _postgres(options: OutboxOptions, **more: Any) -> psycopg.Connection[Any]:
     )
     try:
         pin_postgres(connection, options.system)
+        raw_texts(connection)
     except BaseException:
         connection.close()
         raise
@@ -222,5 +223,6 @@ def _sqlite(options: OutboxOptions) -> sqlite3.Connection:
         isolation_level=None,
         check_same_thread=False,
     )
+    connection.text_factory = id_text
     connection.execute("PRAGMA synchronous=EXTRA")
     return connection

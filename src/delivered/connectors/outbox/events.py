@@ -11,9 +11,10 @@ import pyarrow as pa
 from delivered.connectors.outbox.options import OWNER, ROUTE, OutboxOptions
 from delivered.connectors.outbox.pgoutput import BYTEA, UNCHANGED, Relation, Row, Value, unhexed
 from delivered.connectors.outbox.positions import text
+from delivered.connectors.outbox.rejecting import MESSAGE, Rejected, Rejecting, of_message
 from delivered.model.errors import BadRecord, InvariantBroken
 from delivered.source.columns import COLUMNS as OF_MESSAGES
-from delivered.source.columns import HEADERS, TIMESTAMP
+from delivered.source.columns import HEADERS, TIMESTAMP, id_bytes, id_text
 
 COLUMNS = pa.schema([f for f in OF_MESSAGES if f.name != "partition"]).append(HEADERS)
 """No partition, so that a sink chooses it by the key. offset: where the commit record begins, or the row's number.
@@ -29,10 +30,12 @@ class Events:
 
     Args:
         options: with the route, and whether payloads must be JSON.
+        rejecting: a message that cannot be delivered does not end the read; it is rejected.
     """
 
-    def __init__(self, options: OutboxOptions) -> None:
+    def __init__(self, options: OutboxOptions, rejecting: Rejecting | None = None) -> None:
         self._options = options
+        self._rejecting = rejecting
         self._seen: set[bytes] = set()
         self._topics: dict[bytes | None, str | None] = {}
         self._clear()
@@ -45,21 +48,40 @@ class Events:
         self._offsets: list[int] = []
         self._times: list[int | None] = []
         self._headers: list[list[tuple[str, bytes]]] = []
+        self._rejected: list[Rejected] = []
 
     @property
     def empty(self) -> bool:
-        return not self._keys
+        return not self._keys and not self._rejected
 
     @property
     def full(self) -> bool:
-        return len(self._keys) >= ROWS_MAX or self._bytes >= BYTES_MAX
+        return len(self._keys) + len(self._rejected) >= ROWS_MAX or self._bytes >= BYTES_MAX
 
     def add(self, offset: int, time_us: int | None, message: Message) -> None:
         """
         Raises:
-            BadRecord: the id is null or came before, the aggregate type is no text, or the payload is not JSON.
+            BadRecord: the id is null or came before, the aggregate type is no text, or the payload is not JSON; and it
+                is not rejected.
         """
         id_, kind, key, type_, payload = message
+        self._bytes += 100 + len(payload or b"")
+        try:
+            known = self._checked(id_, kind, key, payload)
+        except BadRecord as error:
+            if self._rejecting is None:
+                raise
+            self._rejected.append(of_message(error.message, offset, time_us, message))
+            return
+        self._keys.append(key)
+        self._values.append(payload)
+        self._topic.append(self._topics[kind])
+        self._offsets.append(offset)
+        self._times.append(time_us)
+        self._headers.append([("id", known), *([("type", type_)] if type_ is not None else [])])
+
+    def _checked(self, id_: bytes | None, kind: bytes | None, key: bytes | None, payload: bytes | None) -> bytes:
+        """The id."""
         if id_ is None or id_ in self._seen:
             name = self._options.columns[0]
             raise BadRecord(
@@ -74,13 +96,7 @@ class Events:
             self._check_json(id_, payload)
         if kind not in self._topics:
             self._topics[kind] = self._routed(id_, kind)
-        self._keys.append(key)
-        self._values.append(payload)
-        self._topic.append(self._topics[kind])
-        self._offsets.append(offset)
-        self._times.append(time_us)
-        self._headers.append([("id", id_), *([("type", type_)] if type_ is not None else [])])
-        self._bytes += 100 + len(payload or b"")
+        return id_
 
     def _routed(self, id_: bytes, kind: bytes | None) -> str | None:
         """None: the row names no aggregate type to route by; the sink says what becomes of it."""
@@ -109,8 +125,22 @@ class Events:
             pa.array([-1 if t is None else 1 for t in times], pa.int32()),
             pa.array(self._headers, HEADERS.type),
         ]
+        rows, rejected = pa.RecordBatch.from_arrays(arrays, schema=COLUMNS), self._rejected
         self._clear()
-        return pa.RecordBatch.from_arrays(arrays, schema=COLUMNS)
+        return rows if self._rejecting is None else self._rejecting.batch(rows, rejected)
+
+    def restored(self, raw: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        """Letters, in `COLUMNS` and MESSAGE; each as a record batch."""
+        for at in range(raw.num_rows):
+            letter = raw.slice(at, 1)
+            message = letter.column(MESSAGE.name)[0].as_py()
+            if message is None:
+                rows = letter.select(COLUMNS.names)
+                yield rows if self._rejecting is None else self._rejecting.batch(rows, [])
+                continue
+            offset, time_us = (letter.column(n).cast(pa.int64())[0].as_py() for n in ("offset", "timestamp"))
+            self.add(offset, time_us, [message[n] for n in MESSAGE.type.names])
+            yield self.take()
 
     def _check_json(self, id_: bytes, payload: bytes) -> None:
         try:
@@ -150,14 +180,7 @@ class Reader:
     def id_of(self, relation: Relation, row: Row) -> bytes | str | None:
         """As a parameter of a statement: bytes for bytea, otherwise PostgreSQL's text."""
         id_ = self.read(relation, row)[0]
-        try:
-            return id_ if id_ is None or self._at[relation][0][1] else id_.decode()
-        except UnicodeDecodeError as error:
-            raise BadRecord(
-                "OUTBOX_ID",
-                f"{OWNER}: the outbox {self._options.outbox} has an id that is no UTF-8 text: {id_!r:.200} ({error}).",
-                next_step="give each message a UUID, by delivered.outbox.new_id()",
-            ) from None
+        return id_ if self._at[relation][0][1] else id_text(id_)
 
     def _places(self, relation: Relation) -> list[tuple[int, bool]]:
         """Where each column is, and whether it is bytea. A renamed column has its former name in older rows."""
@@ -189,4 +212,4 @@ def _value(value: Value, is_bytes: bool) -> bytes | None:
 def _bytes(value: Any) -> bytes | None:
     if value is None or isinstance(value, bytes):
         return value
-    return bytes(value) if isinstance(value, memoryview | bytearray) else str(value).encode()
+    return bytes(value) if isinstance(value, memoryview | bytearray) else id_bytes(str(value))

@@ -15,6 +15,7 @@ from typing import Any
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.kits.caller import Caller, quoted
 from delivered.model.errors import BadRecord, InvariantBroken, UsageError
+from delivered.source.columns import id_bytes
 
 DELETED_MAX = 1_000
 """Rows that one transaction deletes."""
@@ -52,11 +53,14 @@ _AS_BYTES = {
     "postgres": "WITH RECURSIVE t(name, type) AS (SELECT attname, atttypid FROM pg_attribute WHERE attrelid = "
     "to_regclass(?) AND attname = ? UNION SELECT t.name, p.typbasetype FROM t JOIN pg_type p ON p.oid = t.type) "
     "SELECT 1 FROM t WHERE type = 'bytea'::regtype",
-    "mysql": "SELECT 1 FROM information_schema.columns WHERE table_schema = COALESCE(NULLIF(?, ''), DATABASE()) "
+    "mysql": "SELECT character_set_name IS NOT NULL FROM information_schema.columns "
+    "WHERE table_schema = COALESCE(NULLIF(?, ''), DATABASE()) "
     "AND table_name = ? AND column_name = ? AND data_type NOT IN ('date', 'time', 'datetime', 'timestamp', 'year', "
     "'decimal', 'float', 'double')",
 }
-"""Columns whose values the client returns as they are; of others, the database writes the text."""
+"""Columns whose values the client returns as they are; of others, the database writes the text. MySQL: whether it is
+text, which the client would decode: MariaDB stores surrogates."""
+_MYSQL_TEXT = "CAST(CONVERT({0} USING utf8mb4) AS BINARY)"
 _SAMPLED = 100
 
 
@@ -249,12 +253,17 @@ class Positions:
         """The columns as an expression: clients change dates, times and numbers, and write them differently."""
         columns = [f"o.{c}" for c in self._columns]
         if caller.dialect in _AS_BYTES:
-            form = {"postgres": "CASE WHEN {0} IS NOT NULL THEN concat({0}) END", "mysql": "CAST({0} AS CHAR)"}
-            columns = [
-                c if self._described(caller, _AS_BYTES, name) else form[caller.dialect].format(c)
-                for c, name in zip(columns, self.options.columns, strict=True)
-            ]
+            described = [self._described(caller, _AS_BYTES, name) for name in self.options.columns]
+            columns = [self._form(caller.dialect, rows).format(c) for c, rows in zip(columns, described, strict=True)]
         return ", ".join(columns)
+
+    @staticmethod
+    def _form(dialect: str, described: Sequence[tuple[Any, ...]]) -> str:
+        """Args: described: rows of `_AS_BYTES`."""
+        if not described:
+            form = {"postgres": "CASE WHEN {0} IS NOT NULL THEN concat({0}) END", "mysql": "CAST({0} AS CHAR)"}
+            return form[dialect]
+        return _MYSQL_TEXT if dialect == "mysql" and described[0][0] else "{0}"
 
     def record(self, caller: Caller, rows: Sequence[tuple[int, int, Any]]) -> None:
         """Remember what was delivered from the log: where its commit record begins, its number there, its id."""
@@ -271,8 +280,11 @@ class Positions:
             for id_ in ids:
                 caller.execute(f"DELETE FROM {self._rows} WHERE {self._columns[0]} = ?", [id_])
         elif ids:
-            marks = ", ".join("?" * len(ids))
-            caller.execute(f"DELETE FROM {self._rows} WHERE {self._columns[0]} IN ({marks})", ids)
+            # SQLite's client takes no text that is not UTF-8.
+            raw = [caller.dialect == "sqlite" and isinstance(id_, str) and not _is_utf8(id_) for id_ in ids]
+            marks = ", ".join("CAST(? AS TEXT)" if cast else "?" for cast in raw)
+            given = [id_bytes(id_) if cast else id_ for id_, cast in zip(ids, raw, strict=True)]
+            caller.execute(f"DELETE FROM {self._rows} WHERE {self._columns[0]} IN ({marks})", given)
 
     def delete_until(self, caller: Caller, number: int) -> bool:
         """Delete the first rows up to this number from the outbox, and their numbers, but the last one, by which the
@@ -323,9 +335,12 @@ class Positions:
 
 def text(value: Any) -> str:
     """An id, a type or a key, for messages and comparisons."""
-    if not isinstance(value, bytes):
-        return str(value)
+    data = value if isinstance(value, bytes) else id_bytes(str(value))
     try:
-        return value.decode()
+        return data.decode()
     except UnicodeDecodeError:
-        return f"0x{value.hex()}"
+        return f"0x{data.hex()}"
+
+
+def _is_utf8(id_: str) -> bool:
+    return text(id_) == id_

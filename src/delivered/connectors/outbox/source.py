@@ -18,10 +18,11 @@ from delivered.connectors.outbox.pgoutput import Op
 from delivered.connectors.outbox.poll import PollDriver
 from delivered.connectors.outbox.positions import Positions
 from delivered.connectors.outbox.publication import missing_columns
+from delivered.connectors.outbox.rejecting import CHANGE, MESSAGE, Rejecting
 from delivered.connectors.outbox.wal import HISTORY, NUMBERED, WalDriver
 from delivered.contract.finding import Finding
 from delivered.contract.powers import Address
-from delivered.contract.source import Slice, SourceDriver
+from delivered.contract.source import REJECTED, Slice, SourceDriver
 from delivered.kits.caller import quoted
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, Refused, UsageError
@@ -35,10 +36,12 @@ class OutboxSource:
     """
     Attributes:
         layout: of a change stream: its columns, as the next rows had them when the query was planned.
+        rejects: what no row can hold does not end a read.
     """
 
     options: OutboxOptions
     layout: Layout | None = None
+    rejects: Rejecting | None = None
 
     @property
     def rows_per_batch_max(self) -> int | None:
@@ -111,8 +114,29 @@ class OutboxSource:
             return replace(self, layout=layout(connection, self.options))
 
     def schema(self) -> pa.Schema:
+        schema = events.COLUMNS if self.options.changes is None else self._layout().columns
+        return schema.append(REJECTED) if self.rejects is not None and self.rejects.kept else schema
+
+    def rejecting(self, *, kept: bool, raw: bool = False) -> OutboxSource:  # noqa: ARG002 - RejectsRecords
+        return replace(self, rejects=Rejecting(kept))
+
+    def raw_schema(self) -> pa.Schema:
+        """See `delivered.contract.schemas.RejectsRecords`."""
         if self.options.changes is None:
-            return events.COLUMNS
+            return events.COLUMNS.append(MESSAGE)
+        return self._layout().columns.append(CHANGE)
+
+    def decoded(self, raw: pa.RecordBatch) -> pa.RecordBatch:
+        """See `delivered.contract.schemas.RejectsRecords`."""
+        rejects = self.rejects or Rejecting(kept=False)
+        if self.options.changes is None:
+            found = events.Events(self.options, rejects).restored(raw)
+        else:
+            found = changes.restored(self.options, self._layout(), raw, rejects)
+        table = pa.Table.from_batches(list(found)).combine_chunks()
+        return table.to_batches()[0] if table.num_rows else pa.RecordBatch.from_pylist([], schema=table.schema)
+
+    def _layout(self) -> Layout:
         found = self.planned().layout
         if found is None:
             raise UsageError(
@@ -120,7 +144,7 @@ class OutboxSource:
                 f"{OWNER}: the columns of {self.options.table} are unknown.",
                 next_step="check the table's name and the user's right to read it",
             )
-        return found.columns
+        return found
 
     def address(self) -> Address:
         """See `delivered.contract.powers.HasAddress`."""
@@ -138,7 +162,7 @@ class OutboxSource:
             tables, full = peek.tables(start), self if self.layout is not None else self.planned()
             found = (one for one in peek.peek(self.options, start, end) if one[2].relation.oid in tables)
             if full.layout is not None:
-                yield from changes.batches(self.options, full.layout, found, start.get("truncated"))
+                yield from changes.batches(self.options, full.layout, found, start.get("truncated"), self.rejects)
         else:
             yield from self._logged(start, end)
 
@@ -152,10 +176,11 @@ class OutboxSource:
                 rows = positions.rows(caller, start["number"], end)
             else:
                 rows = positions.history(caller, start["lsn"], end)
-            yield from events.Events(self.options).batches(rows)
+            yield from events.Events(self.options, self.rejects).batches(rows)
 
     def _logged(self, start: dict[str, Any], end: int) -> Iterator[pa.RecordBatch]:
-        found, reader, tables = events.Events(self.options), events.Reader(self.options), peek.tables(start)
+        found, tables = events.Events(self.options, self.rejects), peek.tables(start)
+        reader = events.Reader(self.options)
         for begin, _, change in peek.peek(self.options, start, end):
             if change.op is not Op.INSERT or change.new is None or change.relation.oid not in tables:
                 continue
