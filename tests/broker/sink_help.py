@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from confluent_kafka import Producer
 from tests.kafka_tools import read_committed
 
 from delivered.connectors.kafka import CONNECTOR
 from delivered.connectors.kafka.committer import KafkaCommitter
 from delivered.connectors.kafka.sink import KafkaSink
 from delivered.connectors.kafka.store import KafkaStore
+from delivered.connectors.kafka.topics import ledger_topic
 from delivered.engine.context import Context, open_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
@@ -133,6 +135,36 @@ def store_of(ledger: Ledger) -> KafkaStore:
     store = ledger._store
     assert isinstance(store, KafkaStore)
     return store
+
+
+class Forger:
+    """Another application on the brokers, which may write to every topic but not under the ledger's ids."""
+
+    def __init__(self, rig: Rig, transactional: bool) -> None:
+        config = {"bootstrap.servers": rig.kafka.bootstrap, "log_level": 0, "compression.type": "none"}
+        self._transactional = transactional
+        if transactional:
+            config["transactional.id"] = f"forger-{rig.scope.pipeline}"
+        self._producer = Producer(config)
+        if transactional:
+            self._producer.init_transactions(60)
+        self._topic = ledger_topic(rig.scope, None)
+
+    def write(self, partition: int, *records: tuple[bytes, bytes | None]) -> None:
+        if self._transactional:
+            self._producer.begin_transaction()
+        for key, value in records:
+            self._producer.produce(self._topic, key=key, value=value, partition=partition)
+        assert self._producer.flush(60) == 0
+        if self._transactional:
+            self._producer.commit_transaction(60)
+
+    def hold(self, partition: int, *records: tuple[bytes, bytes | None]) -> None:
+        """Write records, and leave the transaction open."""
+        self._producer.begin_transaction()
+        for key, value in records:
+            self._producer.produce(self._topic, key=key, value=value, partition=partition)
+        assert self._producer.flush(60) == 0
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> Any:

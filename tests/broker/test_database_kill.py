@@ -276,7 +276,8 @@ def test_server_killed_with_shards_prepared(new_server: Callable[..., Server], m
     again = rig.context("second")
     assert rig.plan(again, 1).action is Action.SKIP
     assert rig.visible() == rig.expected(0, 1)
-    assert all(again.committer.was_committed(Work(rig.scope, 1, s)) for s in range(SHARDS))
+    assert all(again.committer.was_committed(Work(rig.scope, 1, p.shard), p) for p in prepared)
+    assert len(prepared) == SHARDS
 
 
 # `make test` kills the server under one transaction above.

@@ -17,6 +17,7 @@ from tests.kafka_tools import read_committed
 
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire
+from delivered.clients.kafka.transactions import Transaction
 from delivered.connectors.kafka import ledger_trust, transactions
 from delivered.connectors.kafka import store as store_module
 from delivered.connectors.kafka.committed import CommittedReader
@@ -313,10 +314,15 @@ def test_a_marker_is_found_behind_another_pipeline_s_open_shard(kafka: Any) -> N
         stages.append(Prepared.of(rig.work(0), Fingerprint(1, 2, 3), writer.prepare(Fingerprint(1, 2, 3))))
     assert other.committer().commit(other.work(0), stages[1]) == Ok(None)
     wire = Wire(one.sink.options.resolved())
-    found = [find_marker(wire, shared["ledgerTopic"], other.work(batch), 0.5) for batch in (0, 1)]
-    assert found == [Fingerprint(1, 2, 3), None]
+    ours, theirs = map(Transaction.of, stages)
+    newer = replace(theirs, epoch=theirs.epoch + 1)
+    found = [
+        find_marker(wire, shared["ledgerTopic"], other.work(batch), held, 0.5)
+        for batch, held in ((0, theirs), (1, theirs), (1, newer))
+    ]
+    assert found == [Fingerprint(1, 2, 3), None, None]
     with pytest.raises(OutcomeUnknown, match="still open"):
-        find_marker(wire, shared["ledgerTopic"], one.work(0), 0.5)
+        find_marker(wire, shared["ledgerTopic"], one.work(0), ours, 0.5)
     wire.close()
     assert one.committer().abort_orphans(()) == Ok(1)
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from confluent_kafka import Producer
-from tests.broker.sink_help import FIRST, SECOND, Rig, decision, store_of, wait_for
+from tests.broker.sink_help import FIRST, SECOND, Forger, Rig, decision, store_of, wait_for
 
 from delivered.connectors.kafka import committed
 from delivered.connectors.kafka.ledger_keys import Keys
@@ -24,29 +23,6 @@ from delivered.model.work import Begun, Owner
 @pytest.fixture
 def rig(kafka: Any) -> Rig:
     return Rig(kafka, "no-data-here")
-
-
-class Forger:
-    """Another application on the brokers, which may write to every topic but not under the ledger's ids."""
-
-    def __init__(self, rig: Rig, transactional: bool) -> None:
-        config = {"bootstrap.servers": rig.kafka.bootstrap, "log_level": 0, "compression.type": "none"}
-        self._transactional = transactional
-        if transactional:
-            config["transactional.id"] = f"forger-{rig.scope.pipeline}"
-        self._producer = Producer(config)
-        if transactional:
-            self._producer.init_transactions(60)
-        self._topic = ledger_topic(rig.scope, None)
-
-    def write(self, partition: int, *records: tuple[bytes, bytes | None]) -> None:
-        if self._transactional:
-            self._producer.begin_transaction()
-        for key, value in records:
-            self._producer.produce(self._topic, key=key, value=value, partition=partition)
-        assert self._producer.flush(60) == 0
-        if self._transactional:
-            self._producer.commit_transaction(60)
 
 
 def forged(rig: Rig) -> dict[int, list[tuple[bytes, bytes | None]]]:

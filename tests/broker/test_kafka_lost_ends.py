@@ -217,7 +217,7 @@ def test_p28_the_marker_of_an_expired_promise_is_looked_up_behind_its_lost_abort
     with losing(lambda topic, partition: (topic, partition) == marker):
         messages = rig.write(plan)
     assert context.committer.abort(prepared(messages[0])) == Ok(None)  # as the broker does on a time-out
-    assert not context.committer.was_committed(rig.work(0, 0))
+    assert not context.committer.was_committed(rig.work(0, 0), prepared(messages[0]))
 
 
 # -- the ledger's own transactions -----------------------------------------------------------------------------------

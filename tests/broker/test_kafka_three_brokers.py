@@ -149,12 +149,13 @@ def test_a_leader_that_does_not_know_the_end_hides_neither_decision_nor_marker(c
     ledger.claim(FIRST)
     for batch in range(3):
         assert ledger.decide(decision(rig.scope, batch)) == Ok(None)
-    assert rig.committer().commit(rig.work(0), stage(rig, 0, [b"x"])) == Ok(None)
+    staged = stage(rig, 0, [b"x"])
+    assert rig.committer().commit(rig.work(0), staged) == Ok(None)
     for node in NODES:
         cluster.broker(node).kill()
     with ThreadPoolExecutor(5) as pool:
         looked = pool.submit(lambda: rig.ledger().look())
-        committed = pool.submit(lambda: rig.committer().was_committed(rig.work(0)))
+        committed = pool.submit(lambda: rig.committer().was_committed(rig.work(0), staged))
         for node in NODES:
             pool.submit(cluster.broker(node).restart)
         last = looked.result().last

@@ -93,7 +93,7 @@ def test_p16_apply_may_be_called_again(rig: Rig) -> None:
     message = rig.write(rig.plan(context, 0), [0])[0]
     for _ in range(3):
         assert context.committer.commit(rig.work(0), prepared(message)) == Ok(None)
-    assert context.committer.was_committed(rig.work(0))
+    assert context.committer.was_committed(rig.work(0), prepared(message))
     assert rig.visible() == rig.expected([0], [0])
 
 
@@ -147,8 +147,8 @@ def test_apply_after_the_id_was_taken_again_fails_and_the_marker_tells(rig: Rig)
     # The first was applied, the second never: only the marker shows that.
     assert isinstance(committer.commit(rig.work(0), prepared(first)), Failed)
     assert isinstance(committer.commit(rig.work(0, 1), prepared(second)), Failed)
-    assert committer.was_committed(rig.work(0))
-    assert not committer.was_committed(rig.work(0, 1))
+    assert committer.was_committed(rig.work(0), prepared(first))
+    assert not committer.was_committed(rig.work(0, 1), prepared(second))
 
 
 def test_p5_an_expired_participant_is_found_by_its_missing_marker_and_written_again(rig: Rig) -> None:

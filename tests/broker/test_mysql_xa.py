@@ -109,10 +109,10 @@ def test_1397_of_a_preparer_that_cannot_be_ended_is_neither_done_nor_lost(
     assert "1397" in outcome.reason
     assert isinstance(committer.abort(prepared), Unknown)
     assert isinstance(committer.abort_orphans(()), Unknown)
-    assert not committer.was_committed(work)
+    assert not committer.was_committed(work, prepared)
     writer.session.close()
     assert committer.commit(work, prepared) == Ok(None)
-    assert committer.was_committed(work)
+    assert committer.was_committed(work, prepared)
     assert rig.visible().count == 50
 
 
@@ -125,8 +125,8 @@ def test_1397_of_one_that_was_rolled_back_is_lost_and_of_one_that_is_in_is_done(
     lost, done = prepared
     assert isinstance(context.committer.commit(Work(rig.scope, 0, lost.shard), lost), Failed)
     assert context.committer.commit(Work(rig.scope, 0, done.shard), done) == Ok(None)
-    assert not context.committer.was_committed(Work(rig.scope, 0, lost.shard))
-    assert context.committer.was_committed(Work(rig.scope, 0, done.shard))
+    assert not context.committer.was_committed(Work(rig.scope, 0, lost.shard), lost)
+    assert context.committer.was_committed(Work(rig.scope, 0, done.shard), done)
 
 
 def test_p5_rolled_back_by_hand_is_written_again_alone(mysql: Mysql, rig: Rig) -> None:

@@ -116,7 +116,7 @@ def test_a_driver_killed_between_two_ends_is_finished_by_the_next(rig: Rig, post
     assert rig.committer.commit(rig.work(), prepared) == Ok(None)
     assert rig.shown() == rig.once()
     assert rig.committer.commit(rig.work(), prepared) == Ok(None)
-    assert rig.committer.was_committed(rig.work())
+    assert rig.committer.was_committed(rig.work(), prepared)
     assert rig.shown() == rig.once()
 
 

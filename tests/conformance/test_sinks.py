@@ -104,7 +104,7 @@ def test_p16_commit_and_apply_again_change_nothing(rig: Rig) -> None:
         for p in decision.participants:
             work = Work(rig.scope, 0, p.shard, p.attempt)
             assert isinstance(context.committer.commit(work, p), Ok)
-            assert context.committer.was_committed(work)
+            assert context.committer.was_committed(work, p)
     assert rig.visible() == rig.expected(0)
 
 
@@ -119,8 +119,8 @@ def test_recovery_finishes_a_decided_batch(rig: Rig) -> None:
     again = rig.context("second")
     assert rig.plan(again, 0).action is Action.SKIP
     assert rig.visible() == rig.expected(0)
-    assert all(again.committer.was_committed(Work(rig.scope, 0, p.shard, p.attempt)) for p in prepared)
-    assert not again.committer.was_committed(Work(rig.scope, 1, 0))
+    assert all(again.committer.was_committed(Work(rig.scope, 0, p.shard, p.attempt), p) for p in prepared)
+    assert not again.committer.was_committed(Work(rig.scope, 1, 0), prepared[0])
 
 
 def test_participants_of_other_sinks_are_recorded_and_left_alone(rig: Rig) -> None:
@@ -141,7 +141,7 @@ def test_participants_of_other_sinks_are_recorded_and_left_alone(rig: Rig) -> No
     assert context.ledger.decide(replaced) == Ok(None)
     assert context.ledger.look().last == replaced
     assert rig.visible() == rig.expected(0)
-    assert all(context.committer.was_committed(Work(rig.scope, 0, p.shard, p.attempt)) for p in own)
+    assert all(context.committer.was_committed(Work(rig.scope, 0, p.shard, p.attempt), p) for p in own)
 
 
 @OVER_HTTP

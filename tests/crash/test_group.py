@@ -263,7 +263,9 @@ def marker_of_the_deciding_sink_for_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         GroupCommitter,
         "was_committed",
-        lambda self, w: self._by_name[self._scope.sink].was_committed(replace(w, scope=replace(w.scope, sink="first"))),
+        lambda self, w, p: self._by_name[self._scope.sink].was_committed(
+            replace(w, scope=replace(w.scope, sink="first")), p
+        ),
     )
 
 

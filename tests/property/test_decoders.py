@@ -234,7 +234,7 @@ def test_a_ledgers_batch_is_bounded_however_it_is_compressed(monkeypatch: pytest
     for payload in (bomb, gzip.compress(b"") + bomb, bomb[:500], b"no gzip"):
         batch = gzip_batch(payload)
         tracemalloc.start()
-        assert committed._read(batch) == [committed.Record(0, b"", None, 7)]
+        assert committed._read(batch) == [committed.Record(0, b"", None, 7, 0)]
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 8 << 20

@@ -404,7 +404,7 @@ def test_look_and_history_write_nothing(tmp_path: Path) -> None:
     sink = sink_at(tmp_path)
     assert open_ledger(sink, SCOPE).look().last is None
     assert list(open_ledger(sink, SCOPE).history()) == []
-    assert not sink.committer(SCOPE).was_committed(Work(SCOPE, 0, 0))
+    assert not sink.committer(SCOPE).was_committed(Work(SCOPE, 0, 0), Prepared(0, 0, Fingerprint(), sink=SCOPE.sink))
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(DeliveredError):
         sink.scan().schema()

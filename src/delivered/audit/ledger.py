@@ -209,5 +209,5 @@ def _hidden(committer: Committer, decision: Decision, still_open: list[OpenTrans
     return [
         p.shard
         for p in prepared
-        if not committer.was_committed(Work(decision.scope, decision.batch, p.shard, p.attempt))
+        if not committer.was_committed(Work(decision.scope, decision.batch, p.shard, p.attempt), p)
     ]

@@ -66,9 +66,11 @@ class Committer(Protocol):
         earlier one did. Unknown: call again.
         """
 
-    def was_committed(self, work: Work) -> bool:
-        """Whether the shard of this batch is visible, by evidence stored in the sink with the rows.
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:
+        """Whether these rows of the shard are visible, by evidence stored in the sink with the rows.
 
+        `prepared` is what the decision names. Evidence of another writer of the same `Work` does not count where the
+        sink can tell them apart.
         Reflects every transaction ended earlier by `abort_orphans` or `commit`.
         """
 

@@ -326,7 +326,7 @@ def _apply(context: Context, decision: Decision) -> None:
     expired = [
         (p.shard, decision.scope_of(p).sink)
         for p in broken
-        if not context.committer.was_committed(work_of(decision, p))
+        if not context.committer.was_committed(work_of(decision, p), p)
     ]
     if expired:
         text = ", ".join(f"{shard} at {sink!r}" for shard, sink in expired[:50])

@@ -67,7 +67,7 @@ def confirm_logged(context: Context, logged: Decision) -> None:
         {
             p.shard
             for p in apply_decided(context, replace(logged, participants=known), StepId.RECOVER_APPLY)
-            if not context.committer.was_committed(work_of(logged, p))
+            if not context.committer.was_committed(work_of(logged, p), p)
         }
     )
     if missing and not context.tolerance.missing_ledger:

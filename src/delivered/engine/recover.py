@@ -170,7 +170,7 @@ def _finish(
     abort_orphans(context, *keep)
     lost: dict[int, frozenset[str]] = {}
     for p in () if followed else broken:
-        if not context.committer.was_committed(work_of(decision, p)):
+        if not context.committer.was_committed(work_of(decision, p), p):
             lost[p.shard] = lost.get(p.shard, frozenset()) | {p.sink}
     if lost:
         log.warning(

@@ -63,8 +63,8 @@ class GroupCommitter:
             if isinstance(committer, LosesEnds)
         )
 
-    def was_committed(self, work: Work) -> bool:
-        return self._named(work.scope.sink).was_committed(work)
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:
+        return self._named(work.scope.sink).was_committed(work, prepared)
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
         return self._named(prepared.sink).abort(prepared)

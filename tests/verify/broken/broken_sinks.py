@@ -197,7 +197,7 @@ class Committer:
         Path(prepared.handle["file"]).unlink(missing_ok=True)
         return Ok(None)
 
-    def was_committed(self, work: Work) -> bool:
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:
         return True
 
     def abort(self, prepared: Prepared) -> Outcome[None]:

@@ -28,7 +28,7 @@ class DeltaCommitter:
         del work, prepared
         return Ok(None)
 
-    def was_committed(self, work: Work) -> bool:
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - a batch is one commit
         table = open_table(self._options)
         if table is None:
             return False

@@ -23,7 +23,7 @@ class FilesCommitter:
         del work, prepared
         return Ok(None)
 
-    def was_committed(self, work: Work) -> bool:
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - a batch is one rename
         incarnation = work.scope.incarnation
         if (self._places.batch(incarnation, work.batch) / RECORD).exists():
             return True

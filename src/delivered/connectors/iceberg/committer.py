@@ -30,7 +30,7 @@ class IcebergCommitter:
         del work, prepared
         return Ok(None)
 
-    def was_committed(self, work: Work) -> bool:
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - a batch is one commit
         table = open_table(self._options)
         newest = None if table is None else Records(table, work.scope).newest(work.scope.incarnation)
         return newest is not None and newest >= work.batch

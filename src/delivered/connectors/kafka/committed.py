@@ -42,6 +42,7 @@ class Record:
     Attributes:
         producer: the producer id of its transaction, which the broker checked; NOBODY: it was written in none, and no
             ledger or task of ours did that.
+        epoch: of that producer.
         key: empty: the batch at this offset has a right checksum, but is none that a ledger writes.
     """
 
@@ -49,6 +50,7 @@ class Record:
     key: bytes
     value: bytes | None
     producer: int
+    epoch: int
 
 
 class Hidden(NoAnswer):
@@ -270,18 +272,19 @@ class CommittedReader:
 
 def _read(batch: Any) -> list[Record]:
     producer = int(batch.producer_id) if batch.is_transactional else NOBODY
+    epoch = int(batch.producer_epoch)
     try:
         if batch.compression_type not in _CODECS or batch.records_count > _RECORDS_MAX:
             raise ValueError("no ledger writes this")
         _unpack(batch)
         return [
-            Record(r.offset, bytes(r.key), None if r.value is None else bytes(r.value), producer)
+            Record(r.offset, bytes(r.key), None if r.value is None else bytes(r.value), producer, epoch)
             for r in batch
             if r.key is not None
         ]
     except Exception:
         # Its checksum is right, so a producer made it so. Whether that matters depends on whose it is.
-        return [Record(batch.base_offset, b"", None, producer)]
+        return [Record(batch.base_offset, b"", None, producer, epoch)]
 
 
 def _has_checksum(batch: Any) -> bool:

@@ -59,9 +59,10 @@ class KafkaCommitter:
         """See `delivered.contract.ends.LosesEnds`."""
         return not any(p.handle for p in applied) or self._ends.are_complete()
 
-    def was_committed(self, work: Work) -> bool:
-        """Whether this shard of this batch has a committed marker."""
-        return find_marker(self._wire, self._topic, work, RECOVERY_WAIT_S, self._ends.settle_known) is not None
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:
+        """Whether this transaction has a committed marker."""
+        held, settle = Transaction.of(prepared), self._ends.settle_known
+        return find_marker(self._wire, self._topic, work, held, RECOVERY_WAIT_S, settle) is not None
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
         """EndTxn(abort). If another producer has taken the id since, this transaction is aborted already."""

@@ -246,7 +246,9 @@ class Ends:
             return hanging.participant in older
         # Its other partitions have the end that this one lacks, and the marker's may be one of them.
         topic, number = self._marker_partition
-        return f"{topic}-{number}" in hanging.targets or find_marker(self._wire, topic, work, wait_s) is not None
+        if f"{topic}-{number}" in hanging.targets:
+            return True
+        return find_marker(self._wire, topic, work, hanging.participant, wait_s) is not None
 
     @property
     def _marker_partition(self) -> Partition:

@@ -2,6 +2,8 @@
 
 Markers have their own partitions of the internal topic: a prepared transaction hides everything behind it in the
 partitions it wrote to.
+
+A marker counts if the producer and epoch that the decision names wrote it: brokers check who uses them (decision 113).
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from collections.abc import Callable
 
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire
-from delivered.connectors.kafka.committed import HIDDEN_S, NOBODY, CommittedReader, Hidden, barrier
+from delivered.clients.kafka.transactions import Transaction, describe
+from delivered.connectors.kafka.committed import HIDDEN_S, NOBODY, CommittedReader, Hidden, Record, barrier, damaged
 from delivered.connectors.kafka.topics import MARKER_PARTITIONS, MARKERS_FROM
 from delivered.model import record_format
 from delivered.model.errors import OutcomeUnknown
@@ -47,27 +50,33 @@ def read_marker(value: bytes) -> tuple[str, int, Fingerprint]:
 
 
 def find_marker(
-    wire: Wire, topic: str, work: Work, wait_s: float, settle: Callable[[], object] = lambda: None
+    wire: Wire, topic: str, work: Work, held: Transaction, wait_s: float, settle: Callable[[], object] = lambda: None
 ) -> Fingerprint | None:
-    """Fingerprint in a shard's marker if its rows are visible, else None.
+    """Fingerprint in a transaction's marker if its rows are visible, else None.
 
     Args:
+        held: what the decision names.
         settle: called if an open transaction hides it for 2 s: its end may have been lost.
 
     Raises:
-        OutcomeUnknown: the partition could not be read to its end.
+        OutcomeUnknown: the partition could not be read to its end, or another application wrote under the marker's key.
+        InvariantBroken: LEDGER_DAMAGED.
     """
     partition, key = marker_partition(work.scope), marker_key(work.scope, work.shard)
     reader = CommittedReader(wire, topic, partition)
     found: Fingerprint | None = None
+    foreign: Record | None = None
+
+    def is_own(record: Record) -> bool:
+        return (record.producer, record.epoch) == (held.producer_id, held.epoch)
 
     def read(wait_s: float) -> None:
-        nonlocal found
-        for record in reader.read(time.monotonic() + wait_s, ours=lambda r: r.key == key):
-            if record.key == key and record.value is not None and record.producer != NOBODY:
-                incarnation, batch, fingerprint = read_marker(record.value)
-                if (incarnation, batch) == (work.scope.incarnation, work.batch):
-                    found = fingerprint
+        nonlocal found, foreign
+        for record in reader.read(time.monotonic() + wait_s, ours=is_own):
+            if is_own(record) and record.key in (key, b""):
+                found = _own(topic, partition, record, work)
+            elif record.key == key and _is_foreign(record, work):
+                foreign = record
 
     try:
         try:
@@ -79,6 +88,8 @@ def find_marker(
             # Without a marker the rows are written again, so its absence must be certain.
             reader.reach(barrier(wire, topic, partition))
             read(wait_s)
+        if found is None and foreign is not None and not _was_aborted(wire, held):
+            raise _overwritten(topic, partition, foreign, work)
         return found
     except NoAnswer as error:
         raise OutcomeUnknown(
@@ -87,3 +98,47 @@ def find_marker(
             next_step="find the transaction that blocks the partition with `delivered transactions list`; start again "
             "once it has ended",
         ) from None
+
+
+def _own(topic: str, partition: int, record: Record, work: Work) -> Fingerprint | None:
+    try:
+        incarnation, batch, fingerprint = read_marker(record.value or b"")
+    except (ValueError, KeyError, TypeError) as error:
+        why = f"a marker cannot be read: {type(error).__name__}"
+        raise damaged(topic, partition, record.offset, why) from None
+    return fingerprint if (incarnation, batch) == (work.scope.incarnation, work.batch) else None
+
+
+def _is_foreign(record: Record, work: Work) -> bool:
+    """Whether no task of ours wrote a record under a marker's key."""
+    if record.producer == NOBODY or record.value is None:
+        return True
+    try:
+        incarnation, batch, _ = read_marker(record.value)
+    except Exception:  # any bytes
+        return True
+    return (incarnation, batch) == (work.scope.incarnation, work.batch)
+
+
+def _was_aborted(wire: Wire, held: Transaction) -> bool:
+    """Whether its coordinator still knows that it aborted it; to expire or fence one, it does so under the next epoch.
+
+    Raises:
+        NoAnswer: the coordinator does not answer.
+    """
+    now = describe(wire, held.transactional_id)
+    if now is None or now.participant.producer_id != held.producer_id:
+        return False
+    return now.state in ("PrepareAbort", "CompleteAbort") and now.participant.epoch - held.epoch in (0, 1)
+
+
+def _overwritten(topic: str, partition: int, foreign: Record, work: Work) -> OutcomeUnknown:
+    """Compaction keeps the newest record of a key, so it may have removed the marker."""
+    return OutcomeUnknown(
+        "MARKER_OVERWRITTEN",
+        f"It is unknown whether shard {work.shard} of batch {work.batch} is visible: topic {topic!r}, partition "
+        f"{partition}, offset {foreign.offset} holds a record under its marker's key that no task of this pipeline "
+        f"wrote (producer id {foreign.producer}), and the marker itself is not there. Nothing was written.",
+        next_step=f"take the right to write to {topic!r} from others; compare the shard's rows with the topic by "
+        "`delivered audit`; then start under another pipeline name with the startingOffsets that follow from it",
+    )

@@ -32,7 +32,7 @@ class MemoryCommitter:
                 self._world.settle(participant)
         return Unknown("the answer was lost") if answer else Ok(None)
 
-    def was_committed(self, work: Work) -> bool:
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - the world knows the shard
         return self._world.marker(work) == (work.scope.incarnation, work.batch)
 
     def abort(self, prepared: Prepared) -> Outcome[None]:

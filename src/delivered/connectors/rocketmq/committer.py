@@ -44,7 +44,7 @@ class RocketmqCommitter:
             self._cluster.close()
             return Unknown(str(error))
 
-    def was_committed(self, work: Work) -> bool:
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - only owners write the journal
         """Whether the journal records that all its messages were confirmed or found in the topic."""
         return self._journal.is_visible(work)
 

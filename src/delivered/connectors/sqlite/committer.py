@@ -34,7 +34,7 @@ class SqliteCommitter:
         del work
         return self.abort(prepared)
 
-    def was_committed(self, work: Work) -> bool:
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - with the decision
         if not Path(self._options.path).exists():
             return False
         connection = connect(self._options.path, mode="ro")

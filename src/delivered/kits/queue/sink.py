@@ -127,8 +127,8 @@ class Nothing:
         del prepared
         return Failed(f"shard {work.shard} was sent already and cannot be committed")
 
-    def was_committed(self, work: Work) -> bool:
-        del work
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:
+        del work, prepared
         return False
 
     def abort(self, prepared: Prepared) -> Outcome[None]:

@@ -88,7 +88,7 @@ class ServerCommitter(ABC, Generic[C]):
                 return Unknown(str(error))
         return outcome
 
-    def was_committed(self, work: Work) -> bool:
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - marked in the ledger
         """Whether a committed marker, or a decision that moved the rows itself, names this shard of this batch; or a
         later batch was decided, which implies that all of this one is visible."""
         return self._has_marker(work) or self._has_moved(work)
