@@ -23,7 +23,7 @@ $(READY): requirements.lock pyproject.toml hatch_build.py src/delivered/model/mi
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@$(BIN)/python -m compileall -q src examples benchmarks
 	@echo "Keeping Spark's classes for a quick start (half a minute) ..."
-	@$(BIN)/python -m delivered.spark.class_archive > $(VENV)/class-archive.log 2>&1 \
+	@$(BIN)/python -m delivered.cli.class_archive > $(VENV)/class-archive.log 2>&1 \
 		|| echo "not kept, sessions start some seconds later; see $(VENV)/class-archive.log"
 	@touch $@
 

@@ -37,8 +37,8 @@ from benchmarks.cases import (
     Case,
 )
 from benchmarks.peers import FLINK_JARS, FLINK_PACKAGES, flink
-from delivered import brokers
-from delivered.brokers import kafka
+from delivered_lab import brokers
+from delivered_lab.brokers import kafka
 
 PARTITIONS = 4
 KEY_BYTES, VALUE_BYTES = 8, 100

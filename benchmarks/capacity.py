@@ -26,8 +26,8 @@ import pyarrow as pa
 import yaml
 
 from benchmarks.__main__ import create_topic
-from delivered import brokers
-from delivered.testing.crash import CRASH, CRASH_DIR, HIT_SUFFIX, release
+from delivered.crash import CRASH, CRASH_DIR, HIT_SUFFIX, release
+from delivered_lab import brokers
 
 LAYOUTS = ((2, 2), (2, 8), (4, 8))
 """Tasks at a time, shards of a batch."""

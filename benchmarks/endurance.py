@@ -21,8 +21,8 @@ from confluent_kafka import Producer
 
 import delivered
 from benchmarks.__main__ import VALUE_BYTES, count, create_topic, versions
-from delivered import brokers
 from delivered.spark.session import session
+from delivered_lab import brokers
 
 _SAMPLE_S = 10.0
 _TICKS_S = 0.1

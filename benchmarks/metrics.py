@@ -23,9 +23,9 @@ import psutil
 import yaml
 
 from benchmarks.__main__ import create_topic, fill
-from delivered import brokers
-from delivered.brokers.process import free_ports
 from delivered.checkpoint import history
+from delivered_lab import brokers
+from delivered_lab.brokers.process import free_ports
 
 RECORDS = 8_000_000
 PAIRS = 3

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-import delivered.brokers
+import delivered_lab.brokers
 from benchmarks.tables import rows
 from delivered.connectors.mysql import CONNECTOR
 from delivered.connectors.mysql.client import connect
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/bench-mysql.json"))
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-mysql-") as folder:
-        broker = delivered.brokers.start("mysql", Path(folder), properties=SERVER, dies_with_parent=True)
+        broker = delivered_lab.brokers.start("mysql", Path(folder), properties=SERVER, dies_with_parent=True)
         try:
             found = measure(broker.url, broker.pid, given.rows, given.repetitions)
         finally:

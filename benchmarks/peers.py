@@ -23,17 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import SPARK_KAFKA_JARS
-from delivered.brokers.kafka import VERSION as KAFKA_VERSION
 from delivered.model.guarantee import Guarantee
-from delivered.verify.case import Case, Result, run_case
-from delivered.verify.environment import Environment
-from delivered.verify.evidence import Stop
-from delivered.verify.fault import BROKER, Fault
-from delivered.verify.fixture import HIT_TIMEOUT_S, Fixture
-from delivered.verify.matrix import FORMAT, read_results, versions, write_file
-from delivered.verify.scripts import Script
-from delivered.verify.services import SERVICES, SPARK, Service
-from delivered.verify.systems import KAFKA
+from delivered_lab.brokers.kafka import VERSION as KAFKA_VERSION
+from delivered_lab.verify.case import Case, Result, run_case
+from delivered_lab.verify.environment import Environment
+from delivered_lab.verify.evidence import Stop
+from delivered_lab.verify.fault import BROKER, Fault
+from delivered_lab.verify.fixture import HIT_TIMEOUT_S, Fixture
+from delivered_lab.verify.matrix import FORMAT, read_results, versions, write_file
+from delivered_lab.verify.scripts import Script
+from delivered_lab.verify.services import SERVICES, SPARK, Service
+from delivered_lab.verify.systems import KAFKA
 
 BUILD = Path("build")
 PAGE = Path(__file__).parents[1] / "docs" / "peers.md"
@@ -68,8 +68,8 @@ class Peer:
 
 
 def _jars() -> Path:
-    from delivered.brokers.fetch import fetch_jars
-    from delivered.brokers.java import java_home
+    from delivered.machine import java_home
+    from delivered_lab.brokers.fetch import fetch_jars
 
     return fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, java_home() / "bin" / "java", print, transitive=False)
 
@@ -91,8 +91,8 @@ def _spark_own(pipeline: Path) -> list[str]:
 
 def flink() -> tuple[str, str, str]:
     """Flink's interpreter, the folder of its Kafka connector, and the Java for it; installed once."""
-    from delivered.brokers.fetch import fetch_jars
-    from delivered.brokers.java import java_home
+    from delivered.machine import java_home
+    from delivered_lab.brokers.fetch import fetch_jars
 
     java = java_home()
     jars = fetch_jars("flink-kafka/5.0.0-2.2", FLINK_JARS, java / "bin" / "java", print, transitive=False)

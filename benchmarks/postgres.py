@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import csv
 
-import delivered.brokers
+import delivered_lab.brokers
 from benchmarks import engine, parquet_source
 from benchmarks.run_case import timed
 from benchmarks.tables import CORES, Data, batches, data, finish, measure, parser, report, require, say, shares
@@ -254,7 +254,9 @@ def main() -> None:
         run_one(given.case, World(given.url, int(given.server)), Data(Path(given.folder), given.rows))
         return
     with data(given.rows) as made:
-        broker = delivered.brokers.start("postgres", made.folder / "server", properties=SERVER, dies_with_parent=True)
+        broker = delivered_lab.brokers.start(
+            "postgres", made.folder / "server", properties=SERVER, dies_with_parent=True
+        )
         try:
             runs = measure("postgres", list(CASES), given, made, "--url", broker.url, "--server", str(broker.pid))
         finally:

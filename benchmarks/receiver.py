@@ -20,7 +20,7 @@ from typing import Any
 
 import delivered
 from benchmarks.queues import BODY, QUEUES, Bench
-from delivered import brokers
+from delivered_lab import brokers
 
 MESSAGES = 100_000
 ROUNDS = 15

@@ -88,9 +88,9 @@ def timed(work: Callable[[], None], cpu_elsewhere: Callable[[], float] = lambda:
 
 
 def make_session(case: Case) -> SparkSession:
-    from delivered.brokers.fetch import fetch_jars
-    from delivered.brokers.java import java_home
+    from delivered.machine import java_home
     from delivered.spark.session import session
+    from delivered_lab.brokers.fetch import fetch_jars
 
     conf = {"spark.driver.memory": "2g"}
     if case.jars:

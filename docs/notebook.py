@@ -24,7 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from delivered.testing.supervisor import kill_tree
+from delivered_lab.supervisor import kill_tree
 
 
 def run_and_kill(file, step):

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify.ends.run import SYSTEMS, cases
-from delivered.verify.fault import LOOP, PLACES
-from delivered.verify.faults import PAIRS, catalogue
-from delivered.verify.judge import RECOVERY_RATIO_MAX, Verdict
-from delivered.verify.matrix import FORMAT, SINKS, read_results, write_file
-from delivered.verify.services import ENDS, ENGINE, SERVICES, SPARK
-from delivered.verify.systems import SINK_KINDS, SOURCE_KINDS
-from delivered.verify.workloads import WORKLOADS
+from delivered_lab.verify.ends.run import SYSTEMS, cases
+from delivered_lab.verify.fault import LOOP, PLACES
+from delivered_lab.verify.faults import PAIRS, catalogue
+from delivered_lab.verify.judge import RECOVERY_RATIO_MAX, Verdict
+from delivered_lab.verify.matrix import FORMAT, SINKS, read_results, write_file
+from delivered_lab.verify.services import ENDS, ENGINE, SERVICES, SPARK
+from delivered_lab.verify.systems import SINK_KINDS, SOURCE_KINDS
+from delivered_lab.verify.workloads import WORKLOADS
 
 STORED = Path(__file__).parent / "verified.json"
 _BY_KEY = ("missing", "extra", "different")

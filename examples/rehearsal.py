@@ -30,13 +30,13 @@ import yaml
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from delivered import brokers
-from delivered.brokers.debian import unpacked
-from delivered.brokers.fetch import cache_folder
-from delivered.brokers.process import free_ports
 from delivered.checkpoint import history
 from delivered.connectors.kafka.transactions import id_prefix
+from delivered.machine import cache_folder
 from delivered.pipeline.definition import Definition
+from delivered_lab import brokers
+from delivered_lab.brokers.debian import unpacked
+from delivered_lab.brokers.process import free_ports
 
 SEEN_WITHIN_S = 15.0
 GONE_WITHIN_S = 90.0

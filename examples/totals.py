@@ -24,8 +24,8 @@ from examples.demo.flights import COUNT, flights
 from examples.demo.killing import JVM, TIMEOUT_S, live_and_die
 
 from delivered.connectors.log import append
-from delivered.verify.matrix import read_results
-from delivered.verify.workloads import WORKLOADS
+from delivered_lab.verify.matrix import read_results
+from delivered_lab.verify.workloads import WORKLOADS
 
 SQL = """
 SELECT get_json_object(text, '$.carrier') AS carrier, substr(get_json_object(text, '$.event'), 1, 10) AS day,

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from delivered.brokers.fetch import cache_folder
-from delivered.brokers.java import java_home
+from delivered.machine import cache_folder, java_home
 
 _HERE = Path(__file__).parent
 _MODULE = "Delivered"

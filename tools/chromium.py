@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from delivered.brokers.debian import unpacked
-from delivered.brokers.fetch import cache_folder
+from delivered.machine import cache_folder
+from delivered_lab.brokers.debian import unpacked
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _QUIET = ("--disable-gpu", "--disable-background-networking", "--disable-component-update", "--no-first-run")

@@ -38,20 +38,26 @@ class Table:
 
     def room(self, module: str) -> str | None:
         """The row of "package.room.module"; None: it has none."""
-        path = "/".join(module.split(".")[1:])
+        path = _path(module)
         fitting = [p for p in self.rows if fnmatchcase(path, p) or fnmatchcase(path, f"{p}/*")]
         return self.rows[max(fitting, key=len)] if fitting else None
 
     def problems(self, modules: Iterable[str]) -> Iterator[str]:
         """Modules without a row, and rows without a module."""
-        paths = ["/".join(module.split(".")[1:]) for module in sorted(modules)]
+        paths = [_path(module) for module in sorted(modules)]
         for path in paths:
             parent = any(pattern.startswith(f"{path}/") for pattern in self.rows)
-            if not parent and self.room(f"x/{path}".replace("/", ".")) is None:
+            if path and not parent and self.room(f"x/{path}".replace("/", ".")) is None:
                 yield f"{path}: no row names it"
         for pattern in self.rows:
             if not any(fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}/*") for path in paths):
                 yield f"{pattern}: there is no such room"
+
+
+def _path(module: str) -> str:
+    """The part after the package; a second package, "delivered_lab", is the room "lab"."""
+    package, *rest = module.split(".")
+    return "/".join([*package.split("_")[1:], *rest])
 
 
 def read_table(text: str) -> Table:
@@ -77,12 +83,13 @@ def read_table(text: str) -> Table:
     return Table(rows, imports)
 
 
-def strays(graph: ImportGraph, package: str, table: Table) -> Iterator[tuple[str, str]]:
+def strays(graph: ImportGraph, packages: Iterable[str], table: Table) -> Iterator[tuple[str, str]]:
     """Imports that the table does not allow: (importer, imported)."""
+    inside = tuple(f"{package}." for package in packages)
     for importer in sorted(graph.modules):
-        here = table.room(importer) if importer.startswith(f"{package}.") else None
+        here = table.room(importer) if importer.startswith(inside) else None
         for imported in sorted(graph.find_modules_directly_imported_by(importer)) if here is not None else ():
-            there = table.room(imported) if imported.startswith(f"{package}.") else None
+            there = table.room(imported) if imported.startswith(inside) else None
             if there is not None and there not in table.imports[here]:
                 yield importer, imported
 
@@ -99,14 +106,14 @@ class RoomsContract(Contract):
     table = fields.StringField()
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:  # noqa: ARG002
-        (package,) = self.session_options["root_packages"]
+        packages = self.session_options["root_packages"]
         try:
             table = read_table(Path(str(self.table)).read_text(encoding="utf-8"))
         except BadTable as error:
             return ContractCheck(kept=False, metadata={"wrong": [str(error)]})
-        modules = {m for m in graph.modules if m.startswith(f"{package}.")}
+        modules = {m for m in graph.modules if m.startswith(tuple(f"{package}." for package in packages))}
         wrong = list(table.problems(modules))
-        for importer, imported in strays(graph, package, table):
+        for importer, imported in strays(graph, packages, table):
             lines = ", ".join(
                 str(detail["line_number"]) for detail in graph.get_import_details(importer=importer, imported=imported)
             )

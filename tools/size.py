@@ -23,6 +23,7 @@ from typing_extensions import get_protocol_members, is_protocol
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "delivered"
+LAB = ROOT / "src" / "delivered_lab"
 OUT = ROOT / "build" / "size.json"
 CONTRACT = "delivered.contract.sink"
 PORT = "activemq"
@@ -74,7 +75,7 @@ def _returned(protocol: type, name: str) -> list[type]:
 
 def import_cycles() -> list[list[str]]:
     """Modules that import each other, directly or by way of others; imports in functions and for types count, too."""
-    graph = grimp.build_graph("delivered", cache_dir=None)  # a cache goes by times of files
+    graph = grimp.build_graph("delivered", "delivered_lab", cache_dir=None)  # a cache goes by times of files
     cycles, seen = [], set[str]()
     for module in sorted(graph.modules):
         if module in seen:
@@ -96,12 +97,14 @@ def port_of(system: str) -> dict[str, list[str]]:
 
 def measure(port: str = PORT) -> dict[str, Any]:
     rooms = sizes(SOURCE, 1)
+    lab = sizes(LAB, 1)
     connectors = {n: v for n, v in sizes(SOURCE / "connectors", 1).items() if n != "__init__"}
     methods = sink_methods()
     return {
-        "lines": sum(room["lines"] for room in rooms.values()),
-        "files": sum(room["files"] for room in rooms.values()),
-        "rooms": rooms,
+        "lines": sum(room["lines"] for room in (*rooms.values(), *lab.values())),
+        "files": sum(room["files"] for room in (*rooms.values(), *lab.values())),
+        "lab_lines": sum(room["lines"] for room in lab.values()),
+        "rooms": rooms | {f"lab/{name}": room for name, room in lab.items()},
         "connectors": connectors,
         "largest_connector": {"name": max(connectors, key=lambda n: connectors[n]["lines"])},
         "sink_methods": {"count": sum(map(len, methods.values())), "protocols": methods},

@@ -9,8 +9,8 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from delivered.testing.crash import CRASH, CRASH_DIR, CrashAction, hits, parse
-from delivered.testing.supervisor import kill_tree
+from delivered.crash import CRASH, CRASH_DIR, CrashAction, hits, parse
+from delivered_lab.supervisor import kill_tree
 
 STOP_TIMEOUT_S = 150.0
 
@@ -19,7 +19,7 @@ class Alive:
     """Look at it often: nothing happens in between.
 
     Args:
-        crashes: as `delivered.testing` writes them. With `!kill` one process kills itself, and the command goes on.
+        crashes: as `delivered.crash` writes them. With `!kill` one process kills itself, and the command goes on.
         folder: for its log and its hits.
         say: told of each kill.
     """

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from delivered.brokers import Broker
+from delivered_lab.brokers import Broker
 
 SENT_AGAIN = 7
 """Every so many-th order is sent twice, as by a sender that lost an answer; the receivers are to know it."""

@@ -13,7 +13,7 @@ from deltalake import DeltaTable
 from deltalake.exceptions import TableNotFoundError
 from examples.bridges.bridge import order, order_id
 
-from delivered.brokers import Broker
+from delivered_lab.brokers import Broker
 
 PARTITIONS = 3
 

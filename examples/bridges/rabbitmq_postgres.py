@@ -11,7 +11,7 @@ import pika
 import psycopg
 from examples.bridges.bridge import SENT_AGAIN, order, order_id
 
-from delivered.brokers import Broker
+from delivered_lab.brokers import Broker
 
 QUEUE = "orders"
 

@@ -12,7 +12,7 @@ from confluent_kafka import Consumer, KafkaError, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 from examples.bridges.bridge import SENT_AGAIN, order, order_id
 
-from delivered.brokers import Broker, rocketmq
+from delivered_lab.brokers import Broker, rocketmq
 
 TOPIC = "orders"
 GROUP = "orders-to-kafka"

@@ -17,8 +17,8 @@ import yaml
 from examples.bridges.alive import Alive
 from examples.bridges.bridge import Bridge, order_id
 
-from delivered import brokers
-from delivered.brokers import Broker
+from delivered_lab import brokers
+from delivered_lab.brokers import Broker
 
 BATCH_ROWS = 500
 PORTION = 3_000

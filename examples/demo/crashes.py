@@ -25,4 +25,4 @@ CRASHES: dict[str, tuple[str, ...]] = {
         "commit.record:before@batch=4",  # all rows are in, and nobody can know: given up, not lost
     ),
 }
-"""Guarantee -> crash points, as `delivered.testing` writes them."""
+"""Guarantee -> crash points, as `delivered.crash` writes them."""

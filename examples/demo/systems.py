@@ -67,7 +67,7 @@ class Kafka:
     def load(self, events: pa.Table, say: Say) -> None:
         from confluent_kafka.admin import AdminClient, NewTopic
 
-        from delivered import brokers
+        from delivered_lab import brokers
 
         shutil.rmtree(self._folder, ignore_errors=True)
         self._broker = brokers.start("kafka", self._folder, say=say, dies_with_parent=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import psycopg
 
-from delivered import outbox
+from delivered.patterns import outbox
 
 REPEATED = 5
 """Requests that customers send again after the application was away."""

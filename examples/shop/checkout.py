@@ -9,8 +9,8 @@ from typing import Any
 
 import psycopg
 
-from delivered import outbox
-from delivered.saga import NO_UNDO, Call, Http, Rejected, Saga, Step
+from delivered.patterns import outbox
+from delivered.patterns.saga import NO_UNDO, Call, Http, Rejected, Saga, Step
 
 LARGEST_PARCEL = 8
 _MESSAGES = uuid.UUID("5f0b1c52-58c4-4e0c-9d6f-0a55c3f0c3b1")

@@ -16,7 +16,7 @@ from typing import IO, Any
 import psycopg
 from confluent_kafka import Consumer, Message
 
-from delivered.inbox import inbox
+from delivered.patterns.inbox import inbox
 
 TOPIC = "outbox.event.mail"
 COMMIT_EVERY = 10

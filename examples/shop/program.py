@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from delivered.testing.supervisor import kill_tree
+from delivered_lab.supervisor import kill_tree
 
 STOP_TIMEOUT_S = 90.0
 

@@ -21,10 +21,11 @@ from examples.demo.killing import JVM
 from examples.shop.judge import CENTS, MAILS, ORDERS, Verdict, judge
 from examples.shop.program import Program
 
-from delivered import brokers, inbox, outbox, saga
-from delivered.brokers import Broker
-from delivered.brokers.kafka_try import make_topics
-from delivered.brokers.process import free_ports
+from delivered.patterns import inbox, outbox, saga
+from delivered_lab import brokers
+from delivered_lab.brokers import Broker
+from delivered_lab.brokers.kafka_try import make_topics
+from delivered_lab.brokers.process import free_ports
 
 ORDERS_PER_S = 5
 CUSTOMERS = 100

@@ -10,7 +10,7 @@ import psycopg
 from examples.shop.checkout import checkout
 from psycopg.rows import dict_row
 
-from delivered.saga import Log, begin, run
+from delivered.patterns.saga import Log, begin, run
 
 THREADS = 4
 _LOOK_S = 0.3

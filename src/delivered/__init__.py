@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from delivered.audit.chain import ChainReport
     from delivered.audit.report import AuditReport
+    from delivered.audit.spark.chain import audit_chain
+    from delivered.entry import Pipeline
     from delivered.model.dedup import Dedup
     from delivered.model.errors import (
         BadRecord,
@@ -49,9 +51,7 @@ if TYPE_CHECKING:
     from delivered.pipeline.receive import receive
     from delivered.pipeline.transform import Transform, arrow, transform
     from delivered.planner.answer import Plan, Refusal
-    from delivered.spark.audit_chain import audit_chain
     from delivered.spark.foreach import write_batch
-    from delivered.spark.pipeline import Pipeline
     from delivered.spark.session import register, session
 
 _WHERE = {
@@ -68,7 +68,7 @@ _WHERE = {
     "LedgerBehind": "delivered.model.errors",
     "MissingExtra": "delivered.model.errors",
     "OutcomeUnknown": "delivered.model.errors",
-    "Pipeline": "delivered.spark.pipeline",
+    "Pipeline": "delivered.entry",
     "Plan": "delivered.planner.answer",
     "PromiseBroken": "delivered.model.errors",
     "Refusal": "delivered.planner.answer",
@@ -78,7 +78,7 @@ _WHERE = {
     "Unreachable": "delivered.model.errors",
     "UsageError": "delivered.model.errors",
     "arrow": "delivered.pipeline.transform",
-    "audit_chain": "delivered.spark.audit_chain",
+    "audit_chain": "delivered.audit.spark.chain",
     "dedup": "delivered.pipeline.dedup",
     "delta": "delivered.pipeline.endpoint",
     "endpoint": "delivered.pipeline.endpoint",

@@ -26,11 +26,11 @@ from confluent_kafka import KafkaException, Producer
 from tests.broker.restart_rounds import INTERVAL, start, use_version
 from tests.kafka_tools import read_committed
 
-from delivered.brokers import kafka as server
 from delivered.clients.kafka.partition_state import open_in, partitions_of
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import OPEN_STATES, Transaction, describe, describe_all, initialise
 from delivered.model.outcome import Ok
+from delivered_lab.brokers import kafka as server
 
 PARTITIONS = 4
 """Of each transaction's topic. Many partitions make a broker's start longer than that of its coordinator."""

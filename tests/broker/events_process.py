@@ -8,8 +8,8 @@ import sys
 import uuid
 from typing import Any
 
-from delivered.events import Aggregate, DuplicateEvent, Event, new_id
-from delivered.verify.ends.applications import Killer, connect, execute
+from delivered.patterns.events import Aggregate, DuplicateEvent, Event, new_id
+from delivered_lab.verify.ends.applications import Killer, connect, execute
 
 
 def apply(state: Any, event: Event) -> Any:

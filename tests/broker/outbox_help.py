@@ -12,11 +12,11 @@ from urllib.parse import quote
 import pyarrow as pa
 import pytest
 
-from delivered import outbox
 from delivered.connectors.outbox import CONNECTOR
 from delivered.contract.powers import planned
 from delivered.contract.source import Offsets, Source
-from delivered.verify.ends import applications
+from delivered.patterns import outbox
+from delivered_lab.verify.ends import applications
 
 _names = itertools.count()
 METHODS = ["postgres-log", "postgres-poll", "mysql-poll", "sqlite-poll"]

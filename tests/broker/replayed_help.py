@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from delivered.testing.supervisor import run
+from delivered_lab.supervisor import run
 
 
 def values_over_a_kill(folder: Path, source: Mapping[str, Any], point: str) -> Counter[bytes]:
@@ -26,7 +26,7 @@ def values_over_a_kill(folder: Path, source: Mapping[str, Any], point: str) -> C
     }
     file = folder / "p.yaml"
     file.write_text(json.dumps(pipeline))
-    command = [sys.executable, "-m", "delivered.verify.loop", str(file)]
+    command = [sys.executable, "-m", "delivered_lab.verify.loop", str(file)]
     done = run(command, f"{point}@batch=1", folder / "hits", timeout_s=60)
     assert (done.exit_code, done.runs, len(done.kills)) == (0, 2, 1)
     with closing(sqlite3.connect(folder / "out.db")) as database:

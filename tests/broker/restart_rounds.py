@@ -30,7 +30,6 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from tests.broker.sink_help import Rig
 from tests.support.servers import Kafka
 
-from delivered.brokers import kafka as server
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import Transaction, end_request
 from delivered.connectors.kafka import committer, evidence, ledger_trust, store
@@ -43,6 +42,7 @@ from delivered.model.outcome import Outcome
 from delivered.model.patience import in_query
 from delivered.model.prepared import Prepared
 from delivered.model.work import ShardMessage
+from delivered_lab.brokers import kafka as server
 
 INTERVAL = "transaction.abort.timed.out.transaction.cleanup.interval.ms"
 """How often a coordinator looks for transactions that have expired; 10,000 by default."""

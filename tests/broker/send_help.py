@@ -17,7 +17,7 @@ from delivered.connectors.log import append
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.planner import Plan, Refusal
-from delivered.testing.supervisor import run
+from delivered_lab.supervisor import run
 
 ROWS = 4_000
 SCHEMA = pa.schema([("value", pa.binary())])
@@ -58,7 +58,7 @@ def killed_and_started_again(
         "sinks": [{**sink, "ledger": str(folder / "ledger.db")}],
     }
     file.write_text(json.dumps(pipeline))
-    command = [sys.executable, "-m", "delivered.verify.loop", str(file)]
+    command = [sys.executable, "-m", "delivered_lab.verify.loop", str(file)]
     done = run(command, f"{point}@batch=1", folder / "hits", timeout_s=300)
     assert (done.exit_code, done.runs, len(done.kills)) == (0, 2, 1)
     found = Counter(taken())

@@ -25,16 +25,16 @@ from tests.broker.receive_help import (
 from tests.support.servers import Activemq
 
 import delivered
-from delivered import brokers
 from delivered.connectors.activemq.client import Session
 from delivered.connectors.activemq.manage import Management, held_by_nobody
 from delivered.connectors.activemq.options import ActivemqOptions
 from delivered.connectors.activemq.queue import ActivemqQueue
 from delivered.connectors.activemq.receiver import ActivemqReceiver
 from delivered.connectors.log import CONNECTOR as LOG
+from delivered.crash import hits
 from delivered.model.errors import BadRecord, Refused, Unreachable, UsageError
 from delivered.model.outcome import Ok
-from delivered.testing.crash import hits
+from delivered_lab import brokers
 
 parse = ActivemqOptions.parse
 

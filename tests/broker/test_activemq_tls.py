@@ -13,7 +13,6 @@ from tests.broker.send_help import rows, writer
 from tests.support.certificates import client_files, tls_options
 from tests.support.servers import Activemq
 
-from delivered.brokers.process import free_ports
 from delivered.connectors.activemq.client import Session
 from delivered.connectors.activemq.options import DUPLICATE_ID, ActivemqOptions
 from delivered.connectors.activemq.queue import ActivemqQueue
@@ -23,6 +22,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.prepared import Promise
 from delivered.pipeline.registry import find_sink
+from delivered_lab.brokers.process import free_ports
 
 pytestmark = pytest.mark.matrix
 PASSWORD = "changeit"

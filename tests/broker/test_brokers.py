@@ -1,4 +1,4 @@
-"""Servers started by `delivered.brokers`: where they listen, what survives a kill, what they leave alone."""
+"""Servers started by `delivered_lab.brokers`: where they listen, what survives a kill, what they leave alone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from delivered import brokers
-from delivered.brokers import java, process
 from delivered.model.errors import DeliveredError, UsageError
+from delivered_lab import brokers
+from delivered_lab.brokers import java, process
 
 
 @pytest.mark.parametrize("kind", ["kafka", pytest.param("pulsar", marks=pytest.mark.matrix)])

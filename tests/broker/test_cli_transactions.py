@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from delivered.audit.ledger import read_ledger
 from delivered.cli.main import app
+from delivered.entry import Pipeline
 from delivered.model import step
-from delivered.observe.status import status
-from delivered.spark.pipeline import Pipeline
+from delivered.operate.status import status
 
 __all__ = ["losing"]
 

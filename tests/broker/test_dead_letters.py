@@ -14,10 +14,10 @@ from tests.kafka_tools import read_committed
 from tests.support.sweeps import sweep
 
 from delivered.connectors.log import append
-from delivered.pipeline.dead_letters import dead_letters
-from delivered.spark.pipeline import Pipeline
-from delivered.testing.supervisor import run
-from delivered.verify.loop import Loop
+from delivered.entry import Pipeline
+from delivered.operate.dead_letters import dead_letters
+from delivered_lab.supervisor import run
+from delivered_lab.verify.loop import Loop
 
 LONG = b"\xff" * 2_000
 ROWS = [(b"1", b"a"), (b"2", LONG), (b"3", None), (b"4", LONG)]

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 import pytest
 from tests.support.servers import Mysql, Postgres
 
-from delivered.brokers import fetch, postgres
 from delivered.model.errors import DeliveredError
+from delivered_lab.brokers import fetch, postgres
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.patience import within
 from delivered.model.prepared import Prepared, Promise
 from delivered.model.work import Action
-from delivered.verify.proxy import Fired, NetworkFault, Rule
-from delivered.verify.proxy_kafka import Api, KafkaProxy
+from delivered_lab.verify.proxy import Fired, NetworkFault, Rule
+from delivered_lab.verify.proxy_kafka import Api, KafkaProxy
 
 
 @pytest.fixture(params=KAFKA_CLIENTS)

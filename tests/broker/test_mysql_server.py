@@ -1,4 +1,4 @@
-"""MariaDB started by `delivered.brokers`: where it listens, what survives a kill."""
+"""MariaDB started by `delivered_lab.brokers`: where it listens, what survives a kill."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from delivered import brokers
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
+from delivered_lab import brokers
 
 if TYPE_CHECKING:
     from tests.support.servers import Mysql

@@ -18,7 +18,7 @@ from delivered.connectors.mysql.client import connect
 from delivered.connectors.outbox import database as outbox
 from delivered.connectors.outbox.options import OutboxOptions
 from delivered.model.errors import DeliveredError, UsageError
-from delivered.saga.log import Log
+from delivered.patterns.saga.log import Log
 
 Connect = Callable[[str], Any]
 

@@ -18,14 +18,14 @@ from opentelemetry.semconv._incubating.attributes import messaging_attributes as
 from opentelemetry.semconv._incubating.metrics import messaging_metrics
 from tests.support.decided import checkpoint, decide, pipeline
 
-from delivered.brokers.process import free_ports
 from delivered.connectors.log.produce import append
 from delivered.contract.queue import ReceiverReport
 from delivered.engine.owner import _at
 from delivered.model.work import Owner
-from delivered.observe.otel import CONSUMED, SENT, exporting
-from delivered.observe.state import SinkStatus, Status
-from delivered.observe.status import status
+from delivered.operate.otel import CONSUMED, SENT, exporting
+from delivered.operate.state import SinkStatus, Status
+from delivered.operate.status import status
+from delivered_lab.brokers.process import free_ports
 
 
 def points(reader: InMemoryMetricReader) -> dict[str, list[tuple[float, dict[str, Any]]]]:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from tests.broker.outbox_help import Database, database
 
-from delivered import outbox
-from delivered.inbox import clean, ddl, inbox
 from delivered.model.errors import InvariantBroken, Refused
-from delivered.verify.ends import applications
+from delivered.patterns import outbox
+from delivered.patterns.inbox import clean, ddl, inbox
+from delivered_lab.verify.ends import applications
 
 _names = itertools.count()
 MESSAGES = 12

@@ -17,10 +17,10 @@ from tests.broker.outbox_help import METHODS, Shop, Stream, shop
 from tests.support.sweeps import sweep
 from tests.support.zygote import Zygote
 
-from delivered import outbox
 from delivered.model.errors import DeliveredError, InvariantBroken
-from delivered.verify.ends.applications import run_process
-from delivered.verify.ends.producer import promote
+from delivered.patterns import outbox
+from delivered_lab.verify.ends.applications import run_process
+from delivered_lab.verify.ends.producer import promote
 
 MESSAGES = 24
 KILLS = [("before", 5), ("in", 10), ("in_late", 15), ("after", 20)]

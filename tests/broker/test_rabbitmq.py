@@ -29,18 +29,18 @@ from tests.support.servers import Rabbitmq
 from tests.support.sweeps import sweep
 
 import delivered
-from delivered import brokers
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.log.journal import LogJournal
 from delivered.connectors.rabbitmq.client import connect
 from delivered.connectors.rabbitmq.options import RabbitmqOptions
 from delivered.connectors.rabbitmq.queue import RabbitmqQueue
 from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
+from delivered.crash import hits, release
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.outcome import Ok
-from delivered.observe.status import status
-from delivered.testing.crash import hits, release
-from delivered.verify.proxy import StreamProxy
+from delivered.operate.status import status
+from delivered_lab import brokers
+from delivered_lab.verify.proxy import StreamProxy
 
 parse = RabbitmqOptions.parse
 

@@ -16,14 +16,14 @@ from tests.support.sweeps import sweep
 
 from delivered.checkpoint import first_offsets
 from delivered.connectors.log import append
+from delivered.entry import Pipeline
 from delivered.model.errors import Refused
-from delivered.spark.pipeline import Pipeline
-from delivered.verify.loop import Loop
+from delivered_lab.verify.loop import Loop
 
 SWAP = """
 import sys
-from delivered.spark.pipeline import Pipeline
-from delivered.testing.crash import install_from_environment
+from delivered.entry import Pipeline
+from delivered.crash import install_from_environment
 
 install_from_environment()
 Pipeline.from_file(sys.argv[1]).rebuild(sys.argv[2]).swap()

@@ -15,12 +15,12 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from tests.kafka_tools import read_committed, wait_for_markers
 from tests.support.servers import Kafka
 
-from delivered.brokers.java import java_home
-from delivered.brokers.kafka import fetch
 from delivered.clients.kafka import record_batch as rb
 from delivered.clients.kafka.compression import COMPRESSIONS
 from delivered.clients.kafka.protocol import Wire
+from delivered.machine import java_home
 from delivered.source.columns import HEADERS
+from delivered_lab.brokers.kafka import fetch
 
 pytestmark = pytest.mark.skipif(not rb.available(), reason="no compiler here")
 

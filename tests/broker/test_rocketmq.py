@@ -25,19 +25,19 @@ from tests.broker.send_help import writer
 from tests.support.servers import Rocketmq
 
 import delivered
-from delivered import brokers
-from delivered.brokers import rocketmq as rocketmq_server
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.rocketmq.options import RocketmqOptions
 from delivered.connectors.rocketmq.queue import RocketmqQueue
 from delivered.connectors.rocketmq.receiver import RocketmqReceiver
-from delivered.inbox import ddl
+from delivered.crash import hits
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.outcome import Ok
+from delivered.patterns.inbox import ddl
 from delivered.pipeline.registry import find_sink
-from delivered.testing.crash import hits
-from delivered.verify.ends import applications
+from delivered_lab import brokers
+from delivered_lab.brokers import rocketmq as rocketmq_server
+from delivered_lab.verify.ends import applications
 
 parse = RocketmqOptions.parse
 
@@ -331,7 +331,7 @@ def test_importing_the_client_writes_nothing_below_the_home(tmp_path: Path) -> N
 
 def test_where_no_namespace_can_be_had_the_server_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = "import sys; sys.exit('unshare: Operation not permitted')"
-    monkeypatch.setattr("delivered.brokers.enclosed._OURSELVES", [sys.executable, "-c", broken])
+    monkeypatch.setattr("delivered_lab.brokers.enclosed._OURSELVES", [sys.executable, "-c", broken])
     with pytest.raises(delivered.DeliveredError, match="not permitted"):
         brokers.start("rocketmq", tmp_path / "r")
 

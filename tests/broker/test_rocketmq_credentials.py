@@ -11,8 +11,6 @@ import pyarrow as pa
 import pytest
 from tests.support.scans import scanned
 
-from delivered import brokers
-from delivered.brokers import rocketmq as server
 from delivered.connectors.rocketmq.options import RocketmqOptions, RocketmqSinkOptions
 from delivered.connectors.rocketmq.queue import RocketmqQueue
 from delivered.connectors.rocketmq.receiver import RocketmqReceiver
@@ -24,6 +22,8 @@ from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Ok
 from delivered.model.prepared import Prepared, Promise
 from delivered.pipeline.registry import find_sink
+from delivered_lab import brokers
+from delivered_lab.brokers import rocketmq as server
 
 parse = RocketmqOptions.parse
 parse_sink = RocketmqSinkOptions.parse

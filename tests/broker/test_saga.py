@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from tests.support.sweeps import sweep
 
-from delivered import saga
 from delivered.model.errors import UsageError
-from delivered.saga.progress import Event, Status
-from delivered.verify.ends import applications, sagas
-from delivered.verify.ends.consumer import MOMENTS, Point, killed_everywhere
-from delivered.verify.ends.sagas import checkout
-from delivered.verify.ends.shop import Shop, disagreements
+from delivered.patterns import saga
+from delivered.patterns.saga.progress import Event, Status
+from delivered_lab.verify.ends import applications, sagas
+from delivered_lab.verify.ends.consumer import MOMENTS, Point, killed_everywhere
+from delivered_lab.verify.ends.sagas import checkout
+from delivered_lab.verify.ends.shop import Shop, disagreements
 
 ROOT = Path(__file__).parents[2]
 DIALECTS = ["sqlite", "postgres", "mysql"]
@@ -57,7 +57,7 @@ class World:
         path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
         environment = {**os.environ, "PYTHONPATH": path, "DELIVERED_CRASH": crash, "DELIVERED_CRASH_DIR": str(folder)}
         return subprocess.Popen(
-            [sys.executable, "-m", "delivered.verify.ends.sagas", json.dumps(spec)],
+            [sys.executable, "-m", "delivered_lab.verify.ends.sagas", json.dumps(spec)],
             cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 

@@ -68,7 +68,7 @@ def test_undecided_is_listed_not_applied_and_aborted(rig: Rig, file: Path, monke
     found = listed(file)
     assert [(t["decided"], t["old"], t["state"]) for t in found] == [(False, False, "Prepared")] * 2
     assert {t["targets"][0] for t in found} == {rig.sink.options.table}  # type: ignore[attr-defined]
-    monkeypatch.setattr("delivered.pipeline.transactions.OPEN_TRANSACTION_OLD_S", 0.0)
+    monkeypatch.setattr("delivered.operate.transactions.OPEN_TRANSACTION_OLD_S", 0.0)
     assert all(t["old"] for t in listed(file))
     assert "warning: 2 open for more than" in call("list", str(file), output="text")[1]  # P20
     code, said = call("apply", str(file), found[0]["id"])

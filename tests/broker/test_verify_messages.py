@@ -11,18 +11,18 @@ import pyarrow as pa
 import pytest
 from tests.broker.send_help import writer
 
-from delivered import brokers
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink
-from delivered.verify.proxy import ANSWERED, ASKED, Fired, NetworkFault, Rule, StreamProxy
-from delivered.verify.systems import SINK_KINDS
-from delivered.verify.systems.activemq import ArtemisQueue
-from delivered.verify.systems.base import Poll
-from delivered.verify.systems.messages import Messages
-from delivered.verify.systems.pulsar import PulsarTopic
-from delivered.verify.systems.rabbitmq import RabbitExchange
-from delivered.verify.systems.rocketmq import RocketTopic
+from delivered_lab import brokers
+from delivered_lab.verify.proxy import ANSWERED, ASKED, Fired, NetworkFault, Rule, StreamProxy
+from delivered_lab.verify.systems import SINK_KINDS
+from delivered_lab.verify.systems.activemq import ArtemisQueue
+from delivered_lab.verify.systems.base import Poll
+from delivered_lab.verify.systems.messages import Messages
+from delivered_lab.verify.systems.pulsar import PulsarTopic
+from delivered_lab.verify.systems.rabbitmq import RabbitExchange
+from delivered_lab.verify.systems.rocketmq import RocketTopic
 
 READERS: dict[str, type[Messages]] = {
     "rabbitmq": RabbitExchange,

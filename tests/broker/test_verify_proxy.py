@@ -14,10 +14,10 @@ import pytest
 from confluent_kafka import KafkaException, Producer
 from tests.support.servers import Kafka
 
-from delivered.verify.proxy import Fired, NetworkFault, Rule
-from delivered.verify.proxy_kafka import API_KEYS, Api, KafkaProxy
-from delivered.verify.systems.kafka import Topic
-from delivered.verify.workloads import WORKLOADS, records
+from delivered_lab.verify.proxy import Fired, NetworkFault, Rule
+from delivered_lab.verify.proxy_kafka import API_KEYS, Api, KafkaProxy
+from delivered_lab.verify.systems.kafka import Topic
+from delivered_lab.verify.workloads import WORKLOADS, records
 
 
 @pytest.fixture

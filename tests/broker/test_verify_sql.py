@@ -13,12 +13,12 @@ import pymysql
 import pytest
 from tests.support.servers import Mysql, Postgres
 
-from delivered import brokers
-from delivered.verify.proxy import Fired, NetworkFault
-from delivered.verify.proxy_sql import MysqlProxy, PostgresProxy, Rule, SqlProxy
-from delivered.verify.systems.base import Poll
-from delivered.verify.systems.mysql import MysqlTable
-from delivered.verify.systems.postgres import PgTable
+from delivered_lab import brokers
+from delivered_lab.verify.proxy import Fired, NetworkFault
+from delivered_lab.verify.proxy_sql import MysqlProxy, PostgresProxy, Rule, SqlProxy
+from delivered_lab.verify.systems.base import Poll
+from delivered_lab.verify.systems.mysql import MysqlTable
+from delivered_lab.verify.systems.postgres import PgTable
 
 Drained = PgTable | MysqlTable
 

@@ -20,7 +20,7 @@ from delivered.contract.powers import CountsLeftOut, KeepsDeadLetters
 from delivered.engine.context import Context
 from delivered.model.capability import OnConflict
 from delivered.model.errors import DeliveredError, UsageError
-from delivered.verify.services import wait_for
+from delivered_lab.verify.services import wait_for
 
 DATABASES = [n for n in STORES if n not in ("delta", "iceberg")]
 INSERT = {"mode": "insert", "keyColumns": "id"}

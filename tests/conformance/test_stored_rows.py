@@ -12,11 +12,11 @@ import pytest
 from tests.support.keyed_stores import STORES, Store
 from tests.support.sinks import EXACT, Rig
 
-from delivered.brokers.postgres import PROGRAMS
 from delivered.engine.shard import write_shard
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.work import LedgerState
+from delivered_lab.brokers.postgres import PROGRAMS
 
 DATABASES = [n for n in STORES if n not in ("delta", "iceberg")]
 DROPPING = [n for n in DATABASES if not n.startswith("mysql")]

@@ -17,9 +17,9 @@ import psutil
 
 from delivered.connectors.log.journal import LogJournal
 from delivered.contract.queue import MessageBatch, Receiver
+from delivered.crash import install_from_environment
 from delivered.model.outcome import Ok, Outcome
 from delivered.source.receive import ReceiveLimits, ReceiveLoop
-from delivered.testing.crash import install_from_environment
 
 PER_APPEND = 40
 POISON = b"poison"

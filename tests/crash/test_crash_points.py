@@ -9,15 +9,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from delivered.crash import Crashed, CrashPoint, Handler, hits, parse
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.step import Moment, StepId
-from delivered.testing.crash import Crashed, CrashPoint, Handler, hits, parse
-from delivered.testing.supervisor import run
+from delivered_lab.supervisor import run
 
 PIPELINE = """
 import subprocess, sys, os
 from pathlib import Path
-from delivered.testing.crash import Crashed, install_from_environment
+from delivered.crash import Crashed, install_from_environment
 from delivered.model.step import Moment, StepId, reach
 install_from_environment()
 out = Path(sys.argv[1])

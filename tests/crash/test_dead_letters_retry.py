@@ -22,15 +22,15 @@ from typer.testing import CliRunner
 
 from delivered.cli.main import app
 from delivered.connectors.log import append
+from delivered.entry import Pipeline
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.mechanism import RECOVERY, STEPS, Mechanism
 from delivered.model.step import Moment, StepId
-from delivered.pipeline import dead_letter_batches as module
-from delivered.pipeline.dead_letter_batches import Status
-from delivered.pipeline.dead_letters import dead_letters, drop, retry
-from delivered.spark.pipeline import Pipeline
-from delivered.verify.loop import Loop
+from delivered.operate import dead_letter_batches as module
+from delivered.operate.dead_letter_batches import Status
+from delivered.operate.dead_letters import dead_letters, drop, retry
+from delivered_lab.verify.loop import Loop
 
 KEPT = (b"1", b"2", b"3")
 TWICE = (b"a", b"b")

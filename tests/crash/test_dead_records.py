@@ -25,7 +25,7 @@ from delivered.connectors.log import append
 from delivered.model.guarantee import Guarantee
 from delivered.model.mechanism import RECOVERY, STEPS, Mechanism
 from delivered.model.step import Moment, StepId
-from delivered.verify.loop import Loop
+from delivered_lab.verify.loop import Loop
 
 CLEAN = """
 import pyarrow as pa

@@ -25,13 +25,13 @@ from delivered.connectors.memory import CONNECTOR
 from delivered.connectors.memory.world import ROWS
 from delivered.contract.sink import SinkGroup
 from delivered.engine import isolate
+from delivered.entry import Pipeline
 from delivered.group import Group
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
-from delivered.pipeline.dead_letters import dead_letters
-from delivered.spark.pipeline import Pipeline
-from delivered.testing.supervisor import kill_tree
+from delivered.operate.dead_letters import dead_letters
+from delivered_lab.supervisor import kill_tree
 
 
 @dataclass
@@ -195,7 +195,7 @@ def loop(file: Path, crash: str = "") -> int:
     hits = file.parent / "hits"
     hits.mkdir(exist_ok=True)
     env = {**os.environ, "DELIVERED_CRASH": crash, "DELIVERED_CRASH_DIR": str(hits)}
-    call = [sys.executable, "-m", "delivered.verify.loop", str(file), "--takeover"]
+    call = [sys.executable, "-m", "delivered_lab.verify.loop", str(file), "--takeover"]
     process = subprocess.Popen(call, env=env, cwd=file.parent, start_new_session=True)
     try:
         return process.wait(60)

@@ -22,13 +22,13 @@ from tests.support.sweeps import sweep
 from delivered.checkpoint import first_offsets
 from delivered.connectors.log import append
 from delivered.engine import owner
+from delivered.entry import Pipeline
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.mechanism import RECOVERY, STEPS, Mechanism
 from delivered.model.step import Moment, StepId
-from delivered.pipeline.rebuild import Rebuild
-from delivered.spark.pipeline import Pipeline
-from delivered.verify.loop import Loop
+from delivered.operate.rebuild import Rebuild
+from delivered_lab.verify.loop import Loop
 
 ROWS = 90
 FILL = [
@@ -41,9 +41,9 @@ KEPT = {"fill": ("commit.apply:after", "log:before"), "swap": ("commit.apply:aft
 SWAP = [f"{step}:{moment}" for step in ("recover.claim", "commit.apply", "commit.decide") for moment in Moment]
 WORKER = """
 import sys
-from delivered.spark.pipeline import Pipeline
-from delivered.testing.crash import install_from_environment
-from delivered.verify.loop import Loop
+from delivered.entry import Pipeline
+from delivered.crash import install_from_environment
+from delivered_lab.verify.loop import Loop
 
 made = Pipeline.from_file(sys.argv[1]).rebuild("fresh")
 if sys.argv[2] == "fill":
@@ -189,7 +189,7 @@ def test_a_running_pipeline_is_not_fenced(ran: Path, monkeypatch: pytest.MonkeyP
 import socket, sys
 from dataclasses import replace
 from pathlib import Path
-from delivered.verify.loop import Checkpoint, Loop
+from delivered_lab.verify.loop import Checkpoint, Loop
 
 loop = Loop(Path({str(file)!r}))
 context = loop.context(Checkpoint(Path(loop.pipeline.checkpoint)))

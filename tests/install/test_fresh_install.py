@@ -19,8 +19,9 @@ _PIPELINE = re.compile(r"```python\n(pipeline = delivered\.Pipeline\(.*?)print\(
 _FILE = re.compile(r"<<'END'\n(pipeline: orders\n.*?)END\n", re.DOTALL)
 _IMPORTS = """
 import importlib, pkgutil, sys
-import delivered
-for found in pkgutil.walk_packages(delivered.__path__, "delivered."):
+import delivered, delivered_lab
+packages = (delivered, delivered_lab)
+for found in (m for p in packages for m in pkgutil.walk_packages(p.__path__, f"{p.__name__}.")):
     try:
         importlib.import_module(found.name)
     except ModuleNotFoundError as error:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.install.conftest import ROOT, Installed, clean
 
-from delivered.brokers import cache_folder
-from delivered.brokers.process import free_ports
+from delivered_lab.brokers import cache_folder
+from delivered_lab.brokers.process import free_ports
 
 _BLOCK = re.compile(r"```(sh|python)\n(.*?)```", re.DOTALL)
 

@@ -18,13 +18,13 @@ from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.mysql import transactions as mysql
 from delivered.connectors.postgres import transactions as postgres
 from delivered.connectors.rocketmq.half_messages import group_of
-from delivered.kits.caller import NAME_LENGTHS_MAX, quoted
 from delivered.kits.options import queue_sink_name
 from delivered.kits.queue.writer import SendingWriter
 from delivered.kits.sql.names import Names
 from delivered.kits.table.stage import sink_folder
 from delivered.model.errors import UsageError
 from delivered.model.identity import Scope, Work, checked_name, derived_name, fitted_name
+from delivered.patterns.caller import NAME_LENGTHS_MAX, quoted
 from delivered.pipeline.spec import _pipeline_name
 
 NAME = st.text("ab.-_%", min_size=1, max_size=4).filter(lambda n: "%" not in n)

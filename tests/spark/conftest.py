@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 from benchmarks.cases import SPARK_KAFKA_JARS
 
-from delivered.brokers.fetch import fetch_jars
-from delivered.brokers.java import java_home
+from delivered.machine import java_home
 from delivered.model.errors import DeliveredError
+from delivered_lab.brokers.fetch import fetch_jars
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

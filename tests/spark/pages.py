@@ -21,9 +21,9 @@ from tests.kafka_tools import produce, read_committed
 from tests.support.pages import Pages, Reader
 
 import delivered
-from delivered.brokers import cache_folder
-from delivered.brokers.process import free_ports
 from delivered.connectors.log import append
+from delivered_lab.brokers import cache_folder
+from delivered_lab.brokers.process import free_ports
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -376,12 +376,12 @@ def stateful(r: Reader) -> Iterator[None]:
 @PAGES("docs/saga.md", "postgres")
 def saga(r: Reader) -> Iterator[None]:
     """A worker of the page's saga, declared in a module, over a log in PostgreSQL."""
-    from delivered.saga import Log, begin
+    from delivered.patterns.saga import Log, begin
 
     url = r.server("postgres").url
     (r.folder / "shop").mkdir()
     (r.folder / "shop" / "sagas.py").write_text(
-        "from delivered.saga import Saga, Step, NO_UNDO\n"
+        "from delivered.patterns.saga import Saga, Step, NO_UNDO\n"
         'checkout = Saga("checkout", [Step("pay", lambda call: open("paid", "a").write(call.id), undo=NO_UNDO)])\n'
     )
     r.monkeypatch.syspath_prepend(str(r.folder))

@@ -11,7 +11,7 @@ import psutil
 import pyspark
 import tenacity
 
-from delivered.brokers.java import java_home
+from delivered.machine import java_home
 
 SPARK_HOME = Path(pyspark.__file__).parent
 

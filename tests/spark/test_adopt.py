@@ -21,7 +21,7 @@ from tests.spark.life import once, rows
 
 import delivered
 from delivered.audit.classes import Verdict
-from delivered.testing.supervisor import run
+from delivered_lab.supervisor import run
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

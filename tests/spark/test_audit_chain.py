@@ -15,10 +15,10 @@ from confluent_kafka.admin import AdminClient
 from tests.kafka_tools import read_committed
 
 import delivered
-from delivered import outbox
 from delivered.audit.chain import ChainReport
 from delivered.audit.classes import Counts, Damage, Verdict
 from delivered.model.errors import UsageError
+from delivered.patterns import outbox
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -16,9 +16,9 @@ from tests.support.sweeps import sweep
 from delivered.audit.classes import Counts, Damage
 from delivered.audit.reconcile import Seen
 from delivered.audit.reconcile import reconcile as definition
+from delivered.audit.spark.reconcile import Result, Slots, _classified, _side, hashed, reconcile
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.spark.frames import keeps_partitions
-from delivered.spark.reconcile import Result, Slots, _classified, _side, hashed, reconcile
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -16,7 +16,7 @@ import yaml
 
 import delivered
 from delivered.audit.classes import Counts, Verdict
-from delivered.testing.supervisor import kill_tree
+from delivered_lab.supervisor import kill_tree
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -15,12 +15,12 @@ import pytest
 import delivered
 from delivered.audit.classes import Counts, Damage, Verdict
 from delivered.audit.request import AuditRequest
+from delivered.audit.spark.run import audit
 from delivered.connectors.log import append
 from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink, find_source
 from delivered.planner import Plan
-from delivered.spark.audit import audit
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

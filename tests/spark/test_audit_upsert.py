@@ -14,10 +14,10 @@ import pytest
 
 from delivered.audit.classes import Counts, Verdict
 from delivered.audit.request import AuditRequest
+from delivered.audit.spark.run import audit
 from delivered.connectors.log import append
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink, find_source
-from delivered.spark.audit import audit
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

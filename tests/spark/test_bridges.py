@@ -15,7 +15,7 @@ from examples.bridges.all import BRIDGES
 from examples.bridges.run import Arrived, across, run
 
 import delivered
-from delivered.testing import supervisor
+from delivered_lab import supervisor
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -27,7 +27,7 @@ from delivered.audit.classes import Verdict
 from delivered.connectors.log import append
 from delivered.model.record_format import FORMAT
 from delivered.planner import Refusal
-from delivered.testing import supervisor
+from delivered_lab import supervisor
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -16,7 +16,7 @@ from tests.spark.life import PLAIN, WAIT_S, Life, once, rows
 from tests.support.halted import halted
 
 import delivered
-from delivered.testing.crash import release
+from delivered.crash import release
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -16,7 +16,7 @@ import tenacity
 from tests.kafka_tools import produce, read_committed
 from tests.spark.standalone import Standalone, kill_tree
 
-from delivered.brokers.java import java_home
+from delivered.machine import java_home
 from delivered.spark.quick_start import worker_python
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from delivered.connectors.log import append
-from delivered.testing.supervisor import kill_tree
+from delivered_lab.supervisor import kill_tree
 
 if TYPE_CHECKING:
     from tests.support.servers import PostgresPair

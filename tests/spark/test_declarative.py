@@ -16,7 +16,7 @@ import pytest
 from tests.kafka_tools import produce, read_committed
 
 from delivered.spark.session import prepare_environment
-from delivered.testing import supervisor
+from delivered_lab import supervisor
 
 if TYPE_CHECKING:
     from tests.support.servers import Kafka

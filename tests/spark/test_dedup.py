@@ -22,7 +22,7 @@ import yaml
 import delivered
 from delivered.audit.classes import Counts, DedupCounts, Verdict
 from delivered.connectors.log import append
-from delivered.testing import supervisor
+from delivered_lab import supervisor
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -21,7 +21,7 @@ from tests.support.halted import killed
 from tests.support.sweeps import sweep
 
 import delivered
-from delivered.pipeline.dead_letters import dead_letters, drop, retry
+from delivered.operate.dead_letters import dead_letters, drop, retry
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

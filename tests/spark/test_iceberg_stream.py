@@ -11,7 +11,7 @@ import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 
 from delivered.connectors.log import append
-from delivered.testing import supervisor
+from delivered_lab import supervisor
 
 RECORDS = 4_000
 APP = Path(__file__).parent / "apps" / "to_delta.py"

@@ -17,7 +17,7 @@ from tests.kafka_tools import make_topic_anew, produce, read_committed
 from tests.support.halted import killed
 
 import delivered
-from delivered.testing.crash import CRASH, CRASH_DIR
+from delivered.crash import CRASH, CRASH_DIR
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -14,7 +14,7 @@ from tests.spark.apps.idiom import Idiom, in_thread, texts
 from tests.spark.topics import send
 
 import delivered
-from delivered.brokers.java import java_home
+from delivered.machine import java_home
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

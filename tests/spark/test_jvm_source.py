@@ -11,9 +11,9 @@ import yaml
 from benchmarks.cases import SPARK_KAFKA_JARS
 from tests.kafka_tools import produce, read_committed
 
-from delivered.brokers.fetch import fetch_jars
-from delivered.brokers.java import java_home
-from delivered.testing.supervisor import run
+from delivered.machine import java_home
+from delivered_lab.brokers.fetch import fetch_jars
+from delivered_lab.supervisor import run
 
 ROWS = 300
 

@@ -20,10 +20,10 @@ from tests.broker.source_help import cut_log
 from tests.kafka_tools import produce, read_committed
 
 import delivered
-from delivered.brokers.fetch import fetch_jars
-from delivered.brokers.java import java_home
 from delivered.checkpoint.offset_metadata import FILE
-from delivered.testing.supervisor import run
+from delivered.machine import java_home
+from delivered_lab.brokers.fetch import fetch_jars
+from delivered_lab.supervisor import run
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

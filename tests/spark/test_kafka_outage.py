@@ -18,7 +18,7 @@ from confluent_kafka import Consumer, TopicPartition
 from tests.kafka_tools import produce, read_committed
 from tests.support.three_brokers import NODES, ThreeBrokers
 
-from delivered.testing.supervisor import kill_tree
+from delivered_lab.supervisor import kill_tree
 
 AWAY = "Kafka at {} does not answer, retrying ("
 BACK = "Kafka at {} answers again"

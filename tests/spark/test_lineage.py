@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 import delivered
 from delivered.connectors.log import append
-from delivered.pipeline import lineage
+from delivered.operate import lineage
 
 
 def test_a_run_is_told_with_what_it_read_and_wrote(

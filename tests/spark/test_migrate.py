@@ -23,7 +23,7 @@ from typer.testing import CliRunner, Result
 from delivered import Pipeline
 from delivered.audit.classes import Verdict
 from delivered.cli.main import app
-from delivered.testing.supervisor import kill_tree, run
+from delivered_lab.supervisor import kill_tree, run
 
 WAIT_S = 300.0
 EXACTLY_ONCE = {"guarantee": "exactly_once"}

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from delivered.connectors.log import append
-from delivered.testing import supervisor
+from delivered_lab import supervisor
 
 if TYPE_CHECKING:
     from tests.support.servers import Mysql

@@ -12,9 +12,9 @@ import pytest
 import delivered
 from delivered.audit.classes import Counts, Verdict
 from delivered.pipeline.transform import load_function
-from delivered.verify.systems.log import Log
-from delivered.verify.workload import TABLE
-from delivered.verify.workloads import WORKLOADS, records
+from delivered_lab.verify.systems.log import Log
+from delivered_lab.verify.workload import TABLE
+from delivered_lab.verify.workloads import WORKLOADS, records
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

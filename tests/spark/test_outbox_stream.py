@@ -17,8 +17,8 @@ from tests.kafka_tools import read_committed
 from tests.support.halted import killed
 
 import delivered
-from delivered import outbox
 from delivered.audit.classes import Verdict
+from delivered.patterns import outbox
 from delivered.planner import Plan
 
 if TYPE_CHECKING:

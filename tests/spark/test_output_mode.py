@@ -21,7 +21,7 @@ from delivered.connectors.log import append
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.engine.context import open_ledger
 from delivered.model.identity import Scope
-from delivered.testing import supervisor
+from delivered_lab import supervisor
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

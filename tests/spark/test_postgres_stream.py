@@ -12,7 +12,7 @@ import pytest
 
 from delivered.connectors.log import append
 from delivered.model.outcome import Ok
-from delivered.testing import supervisor
+from delivered_lab import supervisor
 
 if TYPE_CHECKING:
     from tests.support.servers import Postgres

@@ -22,7 +22,7 @@ import delivered
 from delivered.audit.classes import Counts, Damage, Verdict
 from delivered.connectors.log import append
 from delivered.pipeline.progress import watch
-from delivered.testing import supervisor
+from delivered_lab import supervisor
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

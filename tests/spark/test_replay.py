@@ -16,8 +16,8 @@ from tests.broker.source_help import produce
 from tests.spark.cli_help import running
 
 import delivered
-from delivered.testing.supervisor import run
-from delivered.verify.services import wait_for
+from delivered_lab.supervisor import run
+from delivered_lab.verify.services import wait_for
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

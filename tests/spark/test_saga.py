@@ -18,16 +18,16 @@ import yaml
 import delivered
 from delivered.connectors.log import append
 from delivered.model.logs import FORMAT, is_line_of_ours
+from delivered.patterns.saga import Log, Status
+from delivered.patterns.saga.tables import ENTRIES
 from delivered.planner import Refusal
-from delivered.saga import Log, Status
-from delivered.saga.tables import ENTRIES
-from delivered.testing import supervisor
+from delivered_lab import supervisor
 
 APP = Path(__file__).parent / "apps" / "run_file.py"
 ROWS = 20
 SHOP = '''
 import sqlite3
-from delivered.saga import NO_UNDO, Rejected, Saga, Step
+from delivered.patterns.saga import NO_UNDO, Rejected, Saga, Step
 
 def effect(call):
     """At a service that honours keys."""
@@ -114,7 +114,7 @@ def test_rows_are_sagas_and_every_saga_comes_to_rest_though_the_job_is_killed(
     assert (done.exit_code, len(done.kills)) == (0, crash.count(":")), printed[-4000:]
     (warned,) = {line for line in printed.splitlines() if is_line_of_ours(line) and "order-7" in line}
     place = {name: json.loads(warned).get(name) for name in ("logger", "level", "pipeline", "batch")}
-    assert place == {"logger": "delivered.saga.worker", "level": "WARNING", "pipeline": "checkout", "batch": 0}
+    assert place == {"logger": "delivered.patterns.saga.worker", "level": "WARNING", "pipeline": "checkout", "batch": 0}
     with contextlib.closing(Log(str(tmp_path / "sagas.db")).open()) as log:
         ended = {row.id: row.status for row in log.rows(list(Status), ROWS * 2)}
     with contextlib.closing(sqlite3.connect(tmp_path / "sagas.db")) as connection:

@@ -20,7 +20,7 @@ import delivered
 from delivered.contract.powers import HoldsTransactions
 from delivered.model.identity import Scope
 from delivered.model.outcome import Ok
-from delivered.pipeline.dead_letters import dead_letters, retry
+from delivered.operate.dead_letters import dead_letters, retry
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

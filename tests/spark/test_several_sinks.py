@@ -16,7 +16,7 @@ from tests.kafka_tools import read_committed
 import delivered
 from delivered.connectors.log import append
 from delivered.model.errors import UsageError
-from delivered.testing import supervisor
+from delivered_lab import supervisor
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

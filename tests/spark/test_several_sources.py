@@ -25,7 +25,7 @@ from delivered.connectors.log import append
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.planner import Plan, Refusal
 from delivered.spark.check import cannot_restart
-from delivered.testing import supervisor
+from delivered_lab import supervisor
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

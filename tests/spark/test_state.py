@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import delivered
-from delivered.verify.systems.log import Log
-from delivered.verify.transforms import windowed
-from delivered.verify.workloads import WORKLOADS, records
+from delivered_lab.verify.systems.log import Log
+from delivered_lab.verify.transforms import windowed
+from delivered_lab.verify.workloads import WORKLOADS, records
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -19,7 +19,7 @@ from tests.spark.apps import stateful
 from tests.support.halted import killed
 
 from delivered.connectors.log import append
-from delivered.testing import supervisor
+from delivered_lab import supervisor
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -82,7 +82,7 @@ POINTS = [
 """Crash points, with one kill at each in a single history."""
 TASK = """
 import pickle, sys
-from delivered.testing.crash import install_from_environment
+from delivered.crash import install_from_environment
 from delivered.engine.shard import write_shard
 install_from_environment()
 sink, plan, shard, batch, schema = pickle.load(open(sys.argv[1], "rb"))

@@ -33,6 +33,7 @@ from delivered.connectors.outbox import CONNECTOR as OUTBOX
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract.powers import add_columns, ready_target
 from delivered.contract.sink import Sink, SinkGroup
+from delivered.crash import install_from_environment
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
@@ -44,7 +45,6 @@ from delivered.model.identity import Scope
 from delivered.model.step import Moment, StepId, install, reach
 from delivered.model.work import CheckpointView, Owner
 from delivered.pipeline.registry import find_sink
-from delivered.testing.crash import install_from_environment
 
 ROWS_PER_BATCH = 400
 TABLE = "events"

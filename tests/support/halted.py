@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from delivered.testing.crash import CRASH, CRASH_DIR, hits, parse
-from delivered.testing.supervisor import kill_tree
+from delivered.crash import CRASH, CRASH_DIR, hits, parse
+from delivered_lab.supervisor import kill_tree
 
 WAIT_S = 300.0
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from delivered.brokers.debian import unpacked
-from delivered.brokers.fetch import cache_folder
-from delivered.brokers.process import end, free_ports, launch
 from delivered.clients.kafka.gssapi import LIBRARY
+from delivered.machine import cache_folder
 from delivered.model.errors import DeliveredError
+from delivered_lab.brokers.debian import unpacked
+from delivered_lab.brokers.process import end, free_ports, launch
 
 PACKAGES = (
     *("krb5-kdc", "krb5-admin-server", "libkadm5srv-mit12", "libkdb5-10", "libgssrpc4", "libverto1", "libverto-libev1"),

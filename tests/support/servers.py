@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Self
 
 import psutil
 
-from delivered import brokers
-from delivered.brokers import postgres as postgres_server
-from delivered.brokers import rocketmq as rocketmq_server
+from delivered_lab import brokers
+from delivered_lab.brokers import postgres as postgres_server
+from delivered_lab.brokers import rocketmq as rocketmq_server
 
 
 class Server:

@@ -37,7 +37,7 @@ from delivered.model.work import (
     Owner,
     ShardMessage,
 )
-from delivered.verify.services import wait_for
+from delivered_lab.verify.services import wait_for
 
 SHARDS = 2
 ROWS = 50

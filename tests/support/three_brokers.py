@@ -24,12 +24,12 @@ from kafka.protocol.admin import AlterPartitionReassignmentsRequest
 from kafka.protocol.metadata import MetadataRequest
 from tests.support.servers import Kafka, KafkaCluster
 
-from delivered import brokers
-from delivered.brokers import kafka as server
-from delivered.brokers.java import java_home
-from delivered.brokers.process import free_ports
 from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire
+from delivered.machine import java_home
+from delivered_lab import brokers
+from delivered_lab.brokers import kafka as server
+from delivered_lab.brokers.process import free_ports
 
 NODES = (1, 2, 3)
 _SAFE = {"min.insync.replicas": "2"}

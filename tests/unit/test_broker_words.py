@@ -8,11 +8,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from delivered import brokers
-from delivered.brokers.process import State
-from delivered.brokers.servers import SERVERS
 from delivered.cli.main import app
 from delivered.pipeline.endpoint import Endpoint, as_text
+from delivered_lab import brokers
+from delivered_lab.brokers.process import State
+from delivered_lab.brokers.servers import SERVERS
 
 
 def stopped(kind: str, folder: Path) -> str:

@@ -42,7 +42,7 @@ def imported() -> dict[str, str]:
                 continue
             for name in names:
                 top = name.partition(".")[0]
-                if top not in sys.stdlib_module_names and top != "delivered":
+                if top not in sys.stdlib_module_names and top not in ("delivered", "delivered_lab"):
                     found.setdefault(top, str(file.relative_to(ROOT)))
     return found
 
@@ -59,7 +59,7 @@ def test_the_table_of_extras_is_that_of_the_project() -> None:
         if module not in ("py4j",):
             assert normal(distribution) in EXTRAS[extra], module
     optional = {m for m in imported() if {normal(d) for d in DISTRIBUTIONS.get(m, [])} - CORE}
-    assert optional - {"delivered"} <= set(EXTRA_OF)
+    assert optional - {"delivered", "delivered_lab"} <= set(EXTRA_OF)
 
 
 @pytest.mark.parametrize("module", EXTRA_OF)

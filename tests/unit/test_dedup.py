@@ -10,10 +10,10 @@ import pytest
 import delivered
 from delivered.audit.dedup import STRETCHES_MAX, Stretch, stretches
 from delivered.checkpoint import dedup as dedup_kept
+from delivered.entry import Pipeline
 from delivered.model.dedup import TABLE, Dedup
 from delivered.model.errors import InvariantBroken, Refused, UsageError
 from delivered.pipeline.file import load_text
-from delivered.spark.pipeline import Pipeline
 
 HOUR = delivered.dedup("key", within="1 hour")
 

@@ -6,9 +6,9 @@ import sqlite3
 
 import pytest
 
-from delivered import events, outbox
-from delivered.events import Aggregate, Event
 from delivered.model.errors import InvariantBroken
+from delivered.patterns import events, outbox
+from delivered.patterns.events import Aggregate, Event
 
 COUNTER = Aggregate("counter", lambda state, event: (state or 0) + 1, snapshot_every=2)
 

@@ -16,9 +16,9 @@ from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.secrets import redacted, shown, without_passwords
 from delivered.model.text import one_line, plain
 from delivered.model.translate import translated
+from delivered.operate.replay import parse_sink
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.file import load_text, parse_override
-from delivered.pipeline.replay import parse_sink
 from delivered.pipeline.yaml_text import DEPTH_MAX, load_yaml
 from delivered.terminal import printer
 

@@ -12,8 +12,8 @@ import delivered
 from delivered import html
 from delivered.audit.report import unknown_report
 from delivered.model.errors import DeliveredError
-from delivered.observe.notebook import Shown
-from delivered.observe.state import Driver, Problem, SinkStatus, Status
+from delivered.operate.notebook import Shown
+from delivered.operate.state import Driver, Problem, SinkStatus, Status
 from delivered.planner import Plan, Refusal
 
 SECRET = "hunter2"
@@ -97,7 +97,7 @@ def test_a_pipeline_that_is_refused_shows_itself_too() -> None:
 
 
 def test_a_cell_of_a_plain_process_shows_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from delivered.observe.notebook import is_notebook
+    from delivered.operate.notebook import is_notebook
 
     assert not is_notebook()
     assert str(Shown("orders", "refused", notes=["a note"])) == "orders: refused\n  a note"

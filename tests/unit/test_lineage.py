@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import delivered
-from delivered.pipeline import lineage
+from delivered.operate import lineage
+from delivered.operate.lineage import Lineage, datasets
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.lineage import Lineage, datasets
 
 TRANSPORT = "OPENLINEAGE__TRANSPORT"
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from delivered import outbox
 from delivered.connectors.outbox import CONNECTOR as SOURCE
-from delivered.inbox import inbox
 from delivered.model.errors import BadRecord, UsageError
+from delivered.patterns import outbox
+from delivered.patterns.inbox import inbox
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from delivered.cli.example import FILE, write_example
+from delivered.entry import Pipeline
 from delivered.model.errors import UsageError
 from delivered.pipeline.definition import parse_trigger
 from delivered.pipeline.file import load_file, load_text, parse_override
 from delivered.pipeline.schema import as_text, schema
 from delivered.pipeline.transform import load_function, transform
 from delivered.planner import Trigger
-from delivered.spark.pipeline import Pipeline
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "pipeline.schema.json"
 

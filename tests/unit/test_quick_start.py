@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from delivered.spark import class_archive
+from delivered.cli import class_archive
 from delivered.spark.quick_start import advice, forked_workers, with_archive, worker_python
 
 _OPTIONS = "spark.driver.extraJavaOptions"

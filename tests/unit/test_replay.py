@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from delivered.spark.replay import _differs
+from delivered.audit.spark.replay import _differs
 
 
 def logged(folder: Path, watermarks: Mapping[int, int]) -> str:

@@ -20,12 +20,12 @@ from delivered.model.identity import Scope
 from delivered.model.work import Action, BatchPlan
 
 ROOT = Path(__file__).parents[2]
-MODULES = sorted(SOURCE.rglob("*.py"))
+MODULES = sorted(SOURCE.parent.rglob("*.py"))
 LINES_MAX = 400
 KNOWN_LONG: dict[str, int] = {}
 """Modules above the limit, with the length they must not exceed. This list only gets shorter."""
 KNOWN_ASSERTS: set[str] = set()
-PRINTS = ("cli/", "demo/")
+PRINTS = ("delivered/cli/",)
 
 
 def test_executor_loads_model_contract_its_part_of_the_engine_and_one_connector() -> None:
@@ -80,9 +80,9 @@ def test_exported_names_exist_and_are_sorted_once() -> None:
         assert [n for n in module.__all__ if not hasattr(module, n)] == [], info.name
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE.parent)))
 def test_house(path: Path) -> None:
-    name = str(path.relative_to(SOURCE))
+    name = str(path.relative_to(SOURCE.parent))
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     assert len(text.splitlines()) <= KNOWN_LONG.get(name, LINES_MAX), f"{name} does too much: split it by role"
@@ -95,7 +95,6 @@ def test_house(path: Path) -> None:
 
 WITHOUT_PYSPARK = {
     "delivered.spark": "says what the room holds",
-    "delivered.spark.pipeline": "a pipeline is made, and planned offline, where no Spark is installed",
     "delivered.spark.foreach": "is called with a DataFrame, and makes none",
     "delivered.spark.launch": "starts in milliseconds, with what is built into Python",
     "delivered.spark.template": "imports pyspark's workers by name, before it forks",
@@ -110,7 +109,7 @@ def test_what_lies_in_spark_imports_pyspark() -> None:
 
 def test_known_violations_are_still_needed() -> None:
     for name, lines in KNOWN_LONG.items():
-        path = SOURCE / name
+        path = SOURCE.parent / name
         if path.exists():
             assert LINES_MAX < len(path.read_text(encoding="utf-8").splitlines()) <= lines, name
 

@@ -15,11 +15,11 @@ import pytest
 from typer.testing import CliRunner
 
 from delivered.cli.main import app
-from delivered.kits.caller import Caller
 from delivered.model.errors import BadRecord, Refused, UsageError
-from delivered.saga import NO_UNDO, Call, Done, Log, Rejected, Saga, Status, Step, Verb, begin, ddl, run
-from delivered.saga.progress import Entry, Event, next_of
-from delivered.saga.tables import check_tables
+from delivered.patterns.caller import Caller
+from delivered.patterns.saga import NO_UNDO, Call, Done, Log, Rejected, Saga, Status, Step, Verb, begin, ddl, run
+from delivered.patterns.saga.progress import Entry, Event, next_of
+from delivered.patterns.saga.tables import check_tables
 
 ROOT = Path(__file__).parents[2]
 
@@ -205,14 +205,14 @@ def call(*arguments: str) -> tuple[int, str]:
 def test_a_person_resolves_what_is_stuck(log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stuck_saga.py").write_text(
         "from pathlib import Path\n"
-        "from delivered.saga import Rejected, Saga, Step\n"
+        "from delivered.patterns.saga import Rejected, Saga, Step\n"
         "def no(call):\n    raise Rejected('no')\n"
         "def undo(call):\n    if not Path('mended').exists():\n        raise OSError('service is gone')\n"
         "saga = Saga('s', [Step('a', lambda c: 1, undo=undo, backoff_s=0.0, attempts_max=2), Step('b', no, undo=no)])\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    from delivered.saga.definition import load
+    from delivered.patterns.saga.definition import load
 
     for id_ in "123":
         begun(log, load("stuck_saga:saga"), id_)

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from delivered.saga import http
-from delivered.saga.definition import Call, Rejected, Verb
-from delivered.saga.http import Http
-from delivered.saga.tables import stored_result
+from delivered.patterns.saga import http
+from delivered.patterns.saga.definition import Call, Rejected, Verb
+from delivered.patterns.saga.http import Http
+from delivered.patterns.saga.tables import stored_result
 
 CALL = Call("s", "1", "pay", Verb.DO, "k", {}, {}, 1)
 

@@ -15,20 +15,20 @@ from typer.testing import CliRunner
 
 from delivered.cli.main import app
 from delivered.contract.connector import Connector
+from delivered.entry import Pipeline
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.logs import JsonLines
 from delivered.model.options import Option, OptionTable, option
 from delivered.model.options import Options as Declared
 from delivered.model.secrets import is_secret
-from delivered.observe.look import look, seen
-from delivered.observe.page import page
+from delivered.operate.lineage import Lineage, datasets
+from delivered.operate.look import look, seen
+from delivered.operate.page import page
+from delivered.patterns.saga import Log
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint, endpoint
-from delivered.pipeline.lineage import Lineage, datasets
 from delivered.pipeline.registry import connectors, find_sink, find_source
 from delivered.planner import to_json
-from delivered.saga import Log
-from delivered.spark.pipeline import Pipeline
 
 SECRET = "hunt/er+2"
 URLS = (f"s3://key:{SECRET}@bucket/x", f"https://host/x?password={SECRET}")
@@ -148,8 +148,8 @@ def test_neither_checkpoint_nor_saga_log_holds_a_password(url: str, tmp_path: Pa
 def test_what_failed_is_sent_as_lineage_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("openlineage.client")
     sent = list[str]()
-    monkeypatch.setattr("delivered.pipeline.lineage._emit", lambda make: sent.append(repr(make())))
-    monkeypatch.setattr("delivered.pipeline.lineage.configured", lambda: None)
+    monkeypatch.setattr("delivered.operate.lineage._emit", lambda make: sent.append(repr(make())))
+    monkeypatch.setattr("delivered.operate.lineage.configured", lambda: None)
     pipeline = Definition.from_file(
         file_of(tmp_path, 0, "sqlite", "sink", {"path": str(tmp_path / "db"), "table": "t"})
     )

@@ -21,6 +21,7 @@ from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
+from delivered.entry import Pipeline
 from delivered.group import Columns, Group
 from delivered.model import step
 from delivered.model.account import Account
@@ -33,7 +34,6 @@ from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Ow
 from delivered.pipeline.projection import Item, parse_projection
 from delivered.pipeline.spec import GROUP, OPTION, PipelineSpec
 from delivered.planner import Plan, Refusal
-from delivered.spark.pipeline import Pipeline
 
 FILE = """\
 pipeline: orders

@@ -27,13 +27,13 @@ from delivered.contract.queue import DedupWindow
 from delivered.engine.owner import _at
 from delivered.model.batch_report import BatchReport
 from delivered.model.work import Owner
-from delivered.observe.metrics import serving, text
-from delivered.observe.page import Way, page
-from delivered.observe.problems import hanging_transactions, of_receivers, old_transactions
-from delivered.observe.state import Driver, Status
-from delivered.observe.status import status
+from delivered.operate.metrics import serving, text
+from delivered.operate.page import Way, page
+from delivered.operate.problems import hanging_transactions, of_receivers, old_transactions
+from delivered.operate.state import Driver, Status
+from delivered.operate.status import status
+from delivered.operate.transactions import Open
 from delivered.pipeline.presence import Presence, is_gone
-from delivered.pipeline.transactions import Open
 
 YAML = """
 pipeline: orders
@@ -280,7 +280,7 @@ def test_the_served_page_asks_for_its_token_and_refuses_other_pages(tmp_path: Pa
     from starlette.testclient import TestClient
 
     from delivered.model.errors import UsageError
-    from delivered.observe.server import application
+    from delivered.operate.server import application
 
     decided(tmp_path, 1)
     file = written(tmp_path)
@@ -307,7 +307,7 @@ SECRET = "a-token-of-24-characters"
 @pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1"])
 def test_no_token_is_short(token: str, address: str) -> None:
     from delivered.model.errors import UsageError
-    from delivered.observe.server import application
+    from delivered.operate.server import application
 
     with pytest.raises(UsageError, match=f"UI_TOKEN.*{len(token)} characters"):
         application([], token=token, address=address)
@@ -335,7 +335,7 @@ def test_the_command_line_takes_a_token_by_reference(
 def test_another_site_that_points_its_name_here_gets_nothing(host: str, tmp_path: Path) -> None:
     from starlette.testclient import TestClient
 
-    from delivered.observe.server import application
+    from delivered.operate.server import application
 
     for token in (None, SECRET):
         client = TestClient(application([written(tmp_path)], token=token), base_url="http://127.0.0.1")
@@ -358,7 +358,7 @@ def test_another_site_that_points_its_name_here_gets_nothing(host: str, tmp_path
 def test_a_button_works_from_the_page_alone(origin: dict[str, str], tmp_path: Path) -> None:
     from starlette.testclient import TestClient
 
-    from delivered.observe.server import application
+    from delivered.operate.server import application
 
     client = TestClient(application([written(tmp_path)]), base_url="http://127.0.0.1")
     assert client.post("/end/0/abort/x", headers=origin).status_code == 403
@@ -372,7 +372,7 @@ def test_a_button_works_from_the_page_alone(origin: dict[str, str], tmp_path: Pa
 def test_an_action_that_does_not_exist_ends_nothing(path: str, tmp_path: Path) -> None:
     from starlette.testclient import TestClient
 
-    from delivered.observe.server import application
+    from delivered.operate.server import application
 
     client = TestClient(application([written(tmp_path)]), base_url="http://127.0.0.1")
     assert client.post(path, headers={"Sec-Fetch-Site": "same-origin"}).status_code == 404
@@ -384,8 +384,8 @@ def test_a_client_that_does_not_finish_its_request_is_disconnected(monkeypatch: 
 
     import uvicorn
 
-    from delivered.observe import connection
-    from delivered.observe.server import application
+    from delivered.operate import connection
+    from delivered.operate.server import application
 
     monkeypatch.setattr(connection, "HEADERS_TIMEOUT_S", 0.3)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -412,7 +412,7 @@ def test_a_client_that_does_not_finish_its_request_is_disconnected(monkeypatch: 
 def test_alerts_and_dashboard_use_metrics_that_exist() -> None:
     import re
 
-    from delivered.observe.metrics import StatusCollector
+    from delivered.operate.metrics import StatusCollector
 
     families = StatusCollector(list).describe()
     known = {f"{f.name}_total" if f.type == "counter" else f.name for f in families}

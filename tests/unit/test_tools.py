@@ -64,7 +64,7 @@ def test_an_import_that_no_row_names_is_found() -> None:
     imports = [("d.spark.hooks", "d.kits.sql.a"), ("d.kits.sql.a", "d.kits.table.b"), ("d.model.x", "d"), ("d", "d.y")]
     for importer, imported in imports:
         graph.add_import(importer=importer, imported=imported)
-    assert list(rooms.strays(graph, "d", rooms.read_table(PAGE))) == [imports[1]]
+    assert list(rooms.strays(graph, ["d"], rooms.read_table(PAGE))) == [imports[1]]
 
 
 def test_a_sink_implements_what_its_protocols_declare() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify import judge as judges
-from delivered.verify.evidence import Evidence, Seen, Stop
-from delivered.verify.history import End, History, Operation, fired, load, sends
-from delivered.verify.judge import FORBIDDEN, Verdict, judge
+from delivered_lab.verify import judge as judges
+from delivered_lab.verify.evidence import Evidence, Seen, Stop
+from delivered_lab.verify.history import End, History, Operation, fired, load, sends
+from delivered_lab.verify.judge import FORBIDDEN, Verdict, judge
 
 AT_MOST, AT_LEAST, EXACTLY = Guarantee
 

@@ -16,10 +16,10 @@ from deltalake import DeltaTable as Plain
 from deltalake import write_deltalake
 from pyiceberg.catalog.sql import SqlCatalog
 
-from delivered.verify.systems.base import LongReads, Poll, ReadDisturbed, SharedTable, SinkClient
-from delivered.verify.systems.delta import DeltaTable
-from delivered.verify.systems.files import Files
-from delivered.verify.systems.iceberg import IcebergTable
+from delivered_lab.verify.systems.base import LongReads, Poll, ReadDisturbed, SharedTable, SinkClient
+from delivered_lab.verify.systems.delta import DeltaTable
+from delivered_lab.verify.systems.files import Files
+from delivered_lab.verify.systems.iceberg import IcebergTable
 
 Write = Callable[[Path, list[str]], None]
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify.evidence import Evidence
-from delivered.verify.judge import Judgement, Verdict, judge
-from delivered.verify.reader import LatestByKey
-from delivered.verify.systems.base import Row
-from delivered.verify.workload import Record
-from delivered.verify.workloads import WORKLOADS, records
+from delivered_lab.verify.evidence import Evidence
+from delivered_lab.verify.judge import Judgement, Verdict, judge
+from delivered_lab.verify.reader import LatestByKey
+from delivered_lab.verify.systems.base import Row
+from delivered_lab.verify.workload import Record
+from delivered_lab.verify.workloads import WORKLOADS, records
 
 CHANGES = WORKLOADS["changes"]
 SENT = records(CHANGES, 1, 200)

@@ -10,13 +10,13 @@ import pytest
 from examples.totals import of_operators
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify.case import Result as CaseResult
-from delivered.verify.evidence import Evidence, Seen
-from delivered.verify.judge import Verdict, differences, judge
-from delivered.verify.matrix import Store
-from delivered.verify.oracles import LATE_S, NOBODY, START_S, TAIL
-from delivered.verify.workload import Record, source_id
-from delivered.verify.workloads import WORKLOADS, records
+from delivered_lab.verify.case import Result as CaseResult
+from delivered_lab.verify.evidence import Evidence, Seen
+from delivered_lab.verify.judge import Verdict, differences, judge
+from delivered_lab.verify.matrix import Store
+from delivered_lab.verify.oracles import LATE_S, NOBODY, START_S, TAIL
+from delivered_lab.verify.workload import Record, source_id
+from delivered_lab.verify.workloads import WORKLOADS, records
 
 Rows = Mapping[str, str]
 OPERATORS = [n for n, w in WORKLOADS.items() if w.oracle is not None]

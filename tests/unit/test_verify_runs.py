@@ -10,17 +10,17 @@ import pytest
 
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
-from delivered.verify import matrix, report, runs
-from delivered.verify.case import Case, Result
-from delivered.verify.environment import can_mount, small_disk
-from delivered.verify.fault import PLACES
-from delivered.verify.faults import catalogue
-from delivered.verify.fixture import empty
-from delivered.verify.judge import Verdict
-from delivered.verify.matrix import FORMAT, Choice, Store, cases
-from delivered.verify.services import ENGINE, SPARK
-from delivered.verify.systems import DELTA, KAFKA, POSTGRES, SINK_KINDS, SQLITE
-from delivered.verify.workloads import WORKLOADS
+from delivered_lab.verify import matrix, report, runs
+from delivered_lab.verify.case import Case, Result
+from delivered_lab.verify.environment import can_mount, small_disk
+from delivered_lab.verify.fault import PLACES
+from delivered_lab.verify.faults import catalogue
+from delivered_lab.verify.fixture import empty
+from delivered_lab.verify.judge import Verdict
+from delivered_lab.verify.matrix import FORMAT, Choice, Store, cases
+from delivered_lab.verify.services import ENGINE, SPARK
+from delivered_lab.verify.systems import DELTA, KAFKA, POSTGRES, SINK_KINDS, SQLITE
+from delivered_lab.verify.workloads import WORKLOADS
 
 
 def result(fault: str = "killed-between", verdict: str = "held", **more: object) -> Result:

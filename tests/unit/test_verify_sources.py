@@ -12,22 +12,22 @@ import pytest
 
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import checked_name
-from delivered.verify import systems
-from delivered.verify.case import Case, Result
-from delivered.verify.evidence import Stop
-from delivered.verify.faults import source_catalogue
-from delivered.verify.fixture import Fixture, Setting
-from delivered.verify.gather import gather
-from delivered.verify.history import End
-from delivered.verify.judge import Verdict, judge
-from delivered.verify.matrix import Choice, Store, cases
-from delivered.verify.services import ENGINE
-from delivered.verify.systems import PULSAR, RABBITMQ, SINK_KINDS, SOURCE_KINDS, SQLITE, from_address
-from delivered.verify.systems.base import Poll, QueueSource, Row, SourceClient, address
-from delivered.verify.systems.log import Log
-from delivered.verify.systems.pulsar import PulsarSource
-from delivered.verify.systems.rabbitmq import RabbitQueue
-from delivered.verify.workloads import WORKLOADS
+from delivered_lab.verify import systems
+from delivered_lab.verify.case import Case, Result
+from delivered_lab.verify.evidence import Stop
+from delivered_lab.verify.faults import source_catalogue
+from delivered_lab.verify.fixture import Fixture, Setting
+from delivered_lab.verify.gather import gather
+from delivered_lab.verify.history import End
+from delivered_lab.verify.judge import Verdict, judge
+from delivered_lab.verify.matrix import Choice, Store, cases
+from delivered_lab.verify.services import ENGINE
+from delivered_lab.verify.systems import PULSAR, RABBITMQ, SINK_KINDS, SOURCE_KINDS, SQLITE, from_address
+from delivered_lab.verify.systems.base import Poll, QueueSource, Row, SourceClient, address
+from delivered_lab.verify.systems.log import Log
+from delivered_lab.verify.systems.pulsar import PulsarSource
+from delivered_lab.verify.systems.rabbitmq import RabbitQueue
+from delivered_lab.verify.workloads import WORKLOADS
 
 
 def test_every_source_has_faults_with_every_sink_that_can_give_the_guarantee() -> None:
@@ -86,8 +86,8 @@ def test_a_new_system_is_a_module_of_its_folder_and_no_line_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "toy.py").write_text(
-        "from delivered.verify.systems.base import SinkKind, System\n"
-        "from delivered.verify.systems.sqlite import SqliteTable\n"
+        "from delivered_lab.verify.systems.base import SinkKind, System\n"
+        "from delivered_lab.verify.systems.sqlite import SqliteTable\n"
         "SYSTEM = System((SinkKind('toy', 'toy', lambda _, at: SqliteTable(at.disk / 'toy.db')),))\n"
     )
     monkeypatch.setattr(systems, "__path__", [*systems.__path__, str(tmp_path)])

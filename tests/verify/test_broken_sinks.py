@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify.case import Case, Result, run_case
-from delivered.verify.environment import Environment
-from delivered.verify.faults import catalogue
-from delivered.verify.judge import Verdict
-from delivered.verify.services import ENGINE, SPARK
-from delivered.verify.systems import DELTA, FILES, KAFKA, POSTGRES, SQLITE
+from delivered_lab.verify.case import Case, Result, run_case
+from delivered_lab.verify.environment import Environment
+from delivered_lab.verify.faults import catalogue
+from delivered_lab.verify.judge import Verdict
+from delivered_lab.verify.services import ENGINE, SPARK
+from delivered_lab.verify.systems import DELTA, FILES, KAFKA, POSTGRES, SQLITE
 
 BROKEN = Path(__file__).parent / "broken"
 _PATH = os.pathsep.join([str(BROKEN), os.environ.get("PYTHONPATH", "")])

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from tests.support.sweeps import sweep
 
-from delivered.verify.case import Result
-from delivered.verify.ends.run import SYSTEMS, cases, run_case
-from delivered.verify.environment import Environment
-from delivered.verify.judge import Verdict
-from delivered.verify.services import CONSUMER, ENDS, PRODUCER
+from delivered_lab.verify.case import Result
+from delivered_lab.verify.ends.run import SYSTEMS, cases, run_case
+from delivered_lab.verify.environment import Environment
+from delivered_lab.verify.judge import Verdict
+from delivered_lab.verify.services import CONSUMER, ENDS, PRODUCER
 
 BROKEN = Path(__file__).parent / "broken"
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify.case import Case, Result, run_case
-from delivered.verify.environment import Environment
-from delivered.verify.faults import catalogue
-from delivered.verify.judge import Verdict
-from delivered.verify.services import SPARK
-from delivered.verify.systems import SQLITE
-from delivered.verify.workloads import WORKLOADS
+from delivered_lab.verify.case import Case, Result, run_case
+from delivered_lab.verify.environment import Environment
+from delivered_lab.verify.faults import catalogue
+from delivered_lab.verify.judge import Verdict
+from delivered_lab.verify.services import SPARK
+from delivered_lab.verify.systems import SQLITE
+from delivered_lab.verify.workloads import WORKLOADS
 
 BROKEN = Path(__file__).parent / "broken"
 EXACTLY = Guarantee.EXACTLY_ONCE

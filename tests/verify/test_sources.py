@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify import receivers
-from delivered.verify.case import Case, Result, run_case
-from delivered.verify.environment import Environment
-from delivered.verify.fault import Fault
-from delivered.verify.faults import source_catalogue
-from delivered.verify.judge import Verdict
-from delivered.verify.services import ENGINE, SPARK
-from delivered.verify.systems import PULSAR, RABBITMQ, RABBITMQ_STREAM, SQLITE
-from delivered.verify.systems.rabbitmq import RabbitQueue
+from delivered_lab.verify import receivers
+from delivered_lab.verify.case import Case, Result, run_case
+from delivered_lab.verify.environment import Environment
+from delivered_lab.verify.fault import Fault
+from delivered_lab.verify.faults import source_catalogue
+from delivered_lab.verify.judge import Verdict
+from delivered_lab.verify.services import ENGINE, SPARK
+from delivered_lab.verify.systems import PULSAR, RABBITMQ, RABBITMQ_STREAM, SQLITE
+from delivered_lab.verify.systems.rabbitmq import RabbitQueue
 
 BROKEN = Path(__file__).parent / "broken"
 POINT = "receive.persist:before"

@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 
 from delivered.cli.main import app
 from delivered.model.guarantee import Guarantee
-from delivered.verify.case import Case, run_case
-from delivered.verify.environment import Environment
-from delivered.verify.fault import PLACES
-from delivered.verify.faults import catalogue
-from delivered.verify.history import load
-from delivered.verify.judge import Verdict
-from delivered.verify.matrix import SINKS, Choice, Store, cases
-from delivered.verify.services import ENGINE, SPARK
-from delivered.verify.systems import SINK_KINDS, SQLITE
+from delivered_lab.verify.case import Case, run_case
+from delivered_lab.verify.environment import Environment
+from delivered_lab.verify.fault import PLACES
+from delivered_lab.verify.faults import catalogue
+from delivered_lab.verify.history import load
+from delivered_lab.verify.judge import Verdict
+from delivered_lab.verify.matrix import SINKS, Choice, Store, cases
+from delivered_lab.verify.services import ENGINE, SPARK
+from delivered_lab.verify.systems import SINK_KINDS, SQLITE
 
 FIELDS = [
     "sink", "guarantee", "workload", "fault", "seed", "verdict", "lost", "duplicated", "fired", "final_read",
@@ -80,7 +80,7 @@ def test_every_failure_point_has_a_fault_for_every_guarantee_and_sink() -> None:
 
 
 def test_the_same_seed_gives_the_same_cases_and_records() -> None:
-    from delivered.verify.workloads import WORKLOADS, records
+    from delivered_lab.verify.workloads import WORKLOADS, records
 
     assert [c.key for c in cases(Choice(seed=3))] == [c.key for c in cases(Choice(seed=3))]
     for workload in WORKLOADS.values():
@@ -121,7 +121,7 @@ def test_only_chooses_cases(pattern: str, count: int | None) -> None:
 
 
 def test_a_store_keeps_results_and_knows_what_is_settled(tmp_path: Path) -> None:
-    from delivered.verify.case import Result
+    from delivered_lab.verify.case import Result
 
     case = cases(Choice(service=ENGINE))[0]
     first = Result(

@@ -1,6 +1,6 @@
 """Dedup in an audit: the source range cut where batches ended, and the report on the source's duplicates. Pure.
 
-`delivered.spark.audit_dedup`, which queries Spark, explains what is certain about a key, and why.
+`delivered.audit.spark.dedup`, which queries Spark, explains what is certain about a key, and why.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reconcile in memory: the definition of lost, duplicated, altered, unexpected and reordered.
 
-The Spark job in `delivered.spark.reconcile` does the same with aggregations; a test compares the two.
+The Spark job in `delivered.audit.spark.reconcile` does the same with aggregations; a test compares the two.
 """
 
 from __future__ import annotations

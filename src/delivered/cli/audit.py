@@ -91,8 +91,8 @@ def _audit_chain(
     files: list[Path], master: str | None, sink: str | None, samples: int, spark_log: str | None, output: Output
 ) -> int:
     from delivered.audit.chain import render_chain
+    from delivered.audit.spark.chain import audit_chain, links_of
     from delivered.cli.run import SparkLog, quiet_spark
-    from delivered.spark.audit_chain import audit_chain, links_of
 
     pipelines = [read(file, [], master=master) for file in files]
     links_of(pipelines)

@@ -12,13 +12,13 @@ from rich.table import Table
 
 from delivered.cli.options import FileArgument, SetOption, read
 from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, tell_warnings, working
+from delivered.entry import Pipeline
 from delivered.model.errors import UsageError
 from delivered.model.limits import DEAD_LETTERS_MAX
 from delivered.model.text import one_line
-from delivered.spark.pipeline import Pipeline
 
 if TYPE_CHECKING:
-    from delivered.pipeline.dead_letter_batches import Settlement
+    from delivered.operate.dead_letter_batches import Settlement
 
 app = typer.Typer(help="List a pipeline's dead letters, write them again, or drop them.", no_args_is_help=True)
 
@@ -37,7 +37,7 @@ def list_(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List dead letters of the pipeline's checkpoint that are open, in the order in which they are stored."""
-    from delivered.pipeline.dead_letters import dead_letters
+    from delivered.operate.dead_letters import dead_letters
 
     with working("reading the dead letters"):
         found = dead_letters(read(file, set_), settled=every, limit=limit)
@@ -67,7 +67,7 @@ def retry(
     output: OutputOption = Output.TEXT,
 ) -> int:
     """Write dead letters to the sinks that rejected them, once each; exit code 1 if some are rejected again."""
-    from delivered.pipeline.dead_letters import retry as retry_letters
+    from delivered.operate.dead_letters import retry as retry_letters
 
     return _settle("retried", retry_letters, file, ids, every, set_, output)
 
@@ -82,7 +82,7 @@ def drop(
     output: OutputOption = Output.TEXT,
 ) -> int:
     """Record that dead letters will not be retried. The letters themselves stay where they are."""
-    from delivered.pipeline.dead_letters import drop as drop_letters
+    from delivered.operate.dead_letters import drop as drop_letters
 
     return _settle("dropped", drop_letters, file, ids, every, set_, output)
 
@@ -96,7 +96,7 @@ def _settle(
     set_: list[str],
     output: Output,
 ) -> int:
-    from delivered.testing.crash import install_from_environment
+    from delivered.crash import install_from_environment
 
     if bool(ids) == every:
         raise UsageError(

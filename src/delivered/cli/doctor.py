@@ -25,7 +25,7 @@ from delivered.cli.output import console, spoken
 from delivered.model.errors import EXTRA_OF, DeliveredError
 
 if TYPE_CHECKING:
-    from delivered.spark.pipeline import Pipeline
+    from delivered.entry import Pipeline
 
 _DISK_FREE_MIN = 1 << 30
 _UNWRAPPED = 1000
@@ -87,7 +87,7 @@ def _python() -> Check:
 
 
 def _java() -> Check:
-    from delivered.brokers import java_home
+    from delivered_lab.brokers import java_home
 
     try:
         home = java_home()
@@ -109,7 +109,7 @@ def _pyspark() -> Check:
 
 
 def _class_archive() -> Check:
-    make = f"{sys.executable} -m delivered.spark.class_archive"
+    make = f"{sys.executable} -m delivered.cli.class_archive"
     try:
         from delivered.spark.quick_start import archive
 

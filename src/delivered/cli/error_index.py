@@ -362,6 +362,7 @@ def read_index() -> Index:
     """Every error code of this package, from its source; about a second."""
     gc.disable()  # else it walks a million nodes again and again
     try:
-        return _Reader([_Finder(name, ast.parse(text)) for name, text in _sources(files("delivered"))]).index
+        texts = (text for package in ("delivered", "delivered_lab") for text in _sources(files(package)))
+        return _Reader([_Finder(name, ast.parse(text)) for name, text in texts]).index
     finally:
         gc.enable()

@@ -281,10 +281,10 @@ def verify(
 ) -> int:
     """Inject faults at every failure point and judge from outside whether the guarantee held."""
     from delivered.cli.verify import verify as run_verify
-    from delivered.verify.matrix import Choice
-    from delivered.verify.services import ENDS, SERVICES
-    from delivered.verify.systems import SOURCE_KINDS
-    from delivered.verify.workloads import WORKLOADS
+    from delivered_lab.verify.matrix import Choice
+    from delivered_lab.verify.services import ENDS, SERVICES
+    from delivered_lab.verify.systems import SOURCE_KINDS
+    from delivered_lab.verify.workloads import WORKLOADS
 
     for name in source:
         if name not in SOURCE_KINDS:

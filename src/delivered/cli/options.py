@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from delivered.entry import Pipeline
 from delivered.model.logs import FORMAT
 from delivered.pipeline.file import parse_override
-from delivered.spark.pipeline import Pipeline
 
 
 class LogFormat(StrEnum):

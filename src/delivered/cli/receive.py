@@ -30,9 +30,9 @@ def receive_file(
     Args:
         wait: for an unreachable server.
     """
+    from delivered.crash import install_from_environment
     from delivered.pipeline.endpoint import Endpoint, as_text
     from delivered.pipeline.receive import queue_among, quiet_client, receive
-    from delivered.testing.crash import install_from_environment
 
     install_from_environment()
     quiet_client(warnings=False)

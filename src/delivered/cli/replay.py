@@ -30,7 +30,7 @@ def replay(
 ) -> int:
     """Deliver records of a time once more, into another sink, while the pipeline runs. Run again, it continues."""
     from delivered.cli.run import run_pipeline
-    from delivered.pipeline.replay import parse_sink
+    from delivered.operate.replay import parse_sink
 
     pipeline = read(file, set_, master=master)
     target = parse_sink(into, file.parent) if into.lstrip().startswith("{") else into

@@ -40,8 +40,8 @@ from delivered.model.translate import WARNING_MARK, translated
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from delivered.entry import Pipeline
     from delivered.pipeline.progress import Progress
-    from delivered.spark.pipeline import Pipeline
 
 _POLL_S = 0.2
 _LINE_EVERY_S = 2.0
@@ -124,8 +124,8 @@ def run_pipeline(
 
 @contextlib.contextmanager
 def _metrics(pipeline: Pipeline, spark: SparkSession, port: int) -> Iterator[None]:
-    from delivered.observe.metrics import serving
-    from delivered.observe.status import status
+    from delivered.operate.metrics import serving
+    from delivered.operate.status import status
     from delivered.spark.listener import QueryMetrics
 
     spark.streams.addListener(queries := QueryMetrics({pipeline.name: pipeline.checkpoint}))

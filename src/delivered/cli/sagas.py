@@ -19,7 +19,7 @@ from delivered.model.options import is_reference
 from delivered.model.text import one_line
 
 if TYPE_CHECKING:
-    from delivered.saga import Log
+    from delivered.patterns.saga import Log
 
 app = typer.Typer(help="Run sagas, list them, and resolve stuck ones.", no_args_is_help=True)
 
@@ -34,7 +34,7 @@ SagaOption = Annotated[str | None, typer.Option(help="The saga's name, if two ha
 
 
 def _log(where: str, password: str | None) -> Log:
-    from delivered.saga import Log
+    from delivered.patterns.saga import Log
 
     if password is not None and not is_reference(password):
         raise UsageError(
@@ -67,9 +67,9 @@ def run(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Run sagas until stopped; SIGTERM or Ctrl-C lets running calls finish. Any number of workers may run."""
-    from delivered.saga import run as run_sagas
-    from delivered.saga.definition import load
-    from delivered.testing.crash import install_from_environment
+    from delivered.crash import install_from_environment
+    from delivered.patterns.saga import run as run_sagas
+    from delivered.patterns.saga.definition import load
 
     install_from_environment()
     tell_warnings()
@@ -95,7 +95,7 @@ def list_(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List sagas that are stuck or not at rest, oldest first."""
-    from delivered.saga import Status
+    from delivered.patterns.saga import Status
 
     wanted = [s for s in Status if every or s not in (Status.COMPLETE, Status.COMPENSATED)]
     with contextlib.closing(_log(log, password).open()) as opened:
@@ -166,7 +166,7 @@ def clean(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Delete sagas that are complete or compensated; an id that comes again afterwards begins a new one."""
-    from delivered.saga.log import CLEANED_MAX
+    from delivered.patterns.saga.log import CLEANED_MAX
 
     deleted, last = 0, CLEANED_MAX
     with contextlib.closing(_log(log, password).open()) as opened:
@@ -180,7 +180,7 @@ def clean(
 
 
 def _resolve(id_: str, how: str, log: str, saga: str | None, password: str | None, output: Output) -> None:
-    from delivered.saga.progress import Event
+    from delivered.patterns.saga.progress import Event
 
     with contextlib.closing(_log(log, password).open()) as opened:
         row = opened.resolve(id_, Event(how), saga)

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from delivered import brokers
 from delivered.cli.output import Output, OutputOption, command, say, say_json, working
 from delivered.model.errors import UsageError
+from delivered_lab import brokers
 
 app = typer.Typer(help="Start and stop real servers for development, on 127.0.0.1.", no_args_is_help=True)
 
@@ -45,7 +45,7 @@ def topic(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Create topics on the Kafka started by `brokers start kafka`."""
-    from delivered.brokers.kafka_try import make_topics
+    from delivered_lab.brokers.kafka_try import make_topics
 
     bootstrap = _kafka(folder)
     made = make_topics(bootstrap, names, partitions)
@@ -67,7 +67,7 @@ def produce(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Send sample records to a topic of that Kafka."""
-    from delivered.brokers import kafka_try
+    from delivered_lab.brokers import kafka_try
 
     kafka_try.produce(_kafka(folder), topic, records)
     if output is Output.JSON:
@@ -85,7 +85,7 @@ def read_topic(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Read a topic of that Kafka from start to end, with read_committed."""
-    from delivered.brokers.kafka_try import consume
+    from delivered_lab.brokers.kafka_try import consume
 
     count = 0
     for partition, offset, key, value in consume(_kafka(folder), topic):

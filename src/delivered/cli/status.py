@@ -20,9 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, spoken, stamp
-from delivered.observe.look import files, look, seen
-from delivered.observe.ready import not_ready, unanswered
-from delivered.observe.state import Driver, Status
+from delivered.operate.look import files, look, seen
+from delivered.operate.ready import not_ready, unanswered
+from delivered.operate.state import Driver, Status
 from delivered.pipeline.presence import is_gone
 
 PathsArgument = Annotated[
@@ -109,7 +109,7 @@ def metrics(
     every: Annotated[float, typer.Option(min=1.0, help="Seconds between two exports with --otlp.")] = 15.0,
 ) -> None:
     """Metrics for Prometheus, asked from ledgers, sinks and sources at each scrape; no driver need run."""
-    from delivered.observe.metrics import serving, text
+    from delivered.operate.metrics import serving, text
 
     named = files(paths)
     if port is None and otlp is None:
@@ -121,7 +121,7 @@ def metrics(
             opened = stack.enter_context(serving(lambda: look(named), port, address))
             note(f"serving http://{address}:{opened}/metrics")
         if otlp is not None:
-            from delivered.observe.otel import exporting, reader
+            from delivered.operate.otel import exporting, reader
 
             stack.enter_context(exporting(lambda: look(named), reader(otlp, every)))
             note(f"sending to {otlp} every {every:g} s")
@@ -143,7 +143,7 @@ def report(
     verified: VerifiedOption = None,
 ) -> None:
     """Write pipelines as one HTML file: problems, batches by step, open transactions, audits."""
-    from delivered.observe.page import page
+    from delivered.operate.page import page
 
     more = _verified(verified, part=True) if verified is not None else ""
     out.write_text(page(seen(files(paths)), more=more), encoding="utf-8")
@@ -152,8 +152,8 @@ def report(
 
 def _verified(file: Path, part: bool = False) -> str:
     """The verifier's page, or its content as part of another one."""
-    from delivered.verify.matrix import Store
-    from delivered.verify.report import page, section
+    from delivered_lab.verify.matrix import Store
+    from delivered_lab.verify.report import page, section
 
     store = Store(file)
     store.load()
@@ -178,7 +178,7 @@ def ui(
     verified: VerifiedOption = None,
 ) -> None:
     """Serve the same page, with buttons that end transactions; it loads itself again every 5 s."""
-    from delivered.observe.server import LOCAL, serve
+    from delivered.operate.server import LOCAL, serve
 
     address_text = f"http://{f'[{address}]' if ':' in address else address}:{port}/"
     given, found = None if token is None else _token(token), files(paths)

@@ -9,8 +9,8 @@ import typer
 from rich.table import Table
 
 from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, working
+from delivered.entry import Pipeline
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
-from delivered.spark.pipeline import Pipeline
 
 app = typer.Typer(help="List and end a pipeline's open transactions at its sink.", no_args_is_help=True)
 
@@ -23,7 +23,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Even if it contradic
 @command
 def list_(file: FileArgument, output: OutputOption = Output.TEXT) -> None:
     """List this pipeline's open transactions, oldest first, and whether the ledger decided them."""
-    from delivered.pipeline.transactions import open_transactions
+    from delivered.operate.transactions import open_transactions
 
     with working("querying the sink"):
         found = open_transactions(Pipeline.from_file(file))
@@ -63,7 +63,7 @@ def apply(file: FileArgument, id: IdArgument, force: ForceOption = False, output
 
 
 def _end(file: Path, transaction: str, commit: bool, force: bool, output: Output) -> int:
-    from delivered.pipeline.transactions import end_transaction
+    from delivered.operate.transactions import end_transaction
 
     with working("querying the sink"):
         end_transaction(Pipeline.from_file(file), transaction, commit=commit, force=force)

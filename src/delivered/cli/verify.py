@@ -10,11 +10,11 @@ from rich.table import Table
 from delivered.cli.output import Output, note, say
 from delivered.model.errors import UsageError
 from delivered.terminal import printer
-from delivered.verify.case import Result
-from delivered.verify.judge import Verdict
-from delivered.verify.matrix import SPARK, Choice, Store, cases, own_cases, run_matrix, worst
-from delivered.verify.runs import RunLog
-from delivered.verify.template import load
+from delivered_lab.verify.case import Result
+from delivered_lab.verify.judge import Verdict
+from delivered_lab.verify.matrix import SPARK, Choice, Store, cases, own_cases, run_matrix, worst
+from delivered_lab.verify.runs import RunLog
+from delivered_lab.verify.template import load
 
 
 def verify(
@@ -78,7 +78,7 @@ def _as_options(file: Path | None, choice: Choice) -> str:
 def _write_pages(store: Store, page: Path, log: RunLog) -> Path | None:
     """Write the page of the store, the page of this run and the list of runs; returns the last."""
     from delivered.model.errors import MissingExtra
-    from delivered.verify.report import write_report
+    from delivered_lab.verify.report import write_report
 
     try:
         write_report(list(store.results.values()), page)

@@ -104,7 +104,7 @@ _PLACE = ("pipeline", "step", "batch", "shard", "attempt", "sink")
 
 
 def install(handler: Handler | None) -> None:
-    """Install this process's crash point handler; None: none. Only for `delivered.testing`."""
+    """Install this process's crash point handler; None: none. Only for `delivered.crash`."""
     global _handler
     _handler = handler
 

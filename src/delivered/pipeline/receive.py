@@ -308,7 +308,7 @@ class _Line:
 
 
 def _process(system: str, options: Mapping[str, str], number: int, idle_s: float | None, pipe: Any) -> None:
-    from delivered.testing.crash import install_from_environment
+    from delivered.crash import install_from_environment
 
     install_from_environment()
     quiet_client()

@@ -13,8 +13,8 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.listener import StreamingQueryListener
 
 from delivered.checkpoint.history import batches
+from delivered.operate.lineage import Lineage
 from delivered.pipeline.definition import Definition
-from delivered.pipeline.lineage import Lineage
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming.listener import (

@@ -26,8 +26,7 @@ from pathlib import Path
 
 import pyspark
 
-from delivered.brokers.fetch import cache_folder
-from delivered.brokers.java import java_home, write_launcher
+from delivered.machine import cache_folder, java_home, write_launcher
 from delivered.model.errors import DeliveredError
 from delivered.spark.template import LAUNCHER, SOCKET
 

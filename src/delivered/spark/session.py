@@ -17,8 +17,8 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from delivered.brokers.java import java_home
 from delivered.engine.owner import new_owner
+from delivered.machine import java_home
 from delivered.model.arbiter import DriverAddress
 from delivered.model.logs import FORMAT, as_json
 from delivered.pipeline.registry import connectors

@@ -114,7 +114,7 @@ def running(pipeline: Definition) -> list[Running]:
 def start(pipeline: Definition, chosen: SparkSession | None) -> StreamingQuery:
     """Record the source's first offsets, and start the query of a planned pipeline."""
     if pipeline.lineage:
-        from delivered.pipeline.lineage import configured
+        from delivered.operate.lineage import configured
 
         configured()  # refused before the query starts
     spark = ready(pipeline, chosen)

@@ -20,7 +20,7 @@ _modules_frozen = 0
 
 
 def arm(pipeline: str | None = None) -> None:
-    """Install the handler of `delivered.testing` if the environment names a crash point. Cheap otherwise.
+    """Install the handler of `delivered.crash` if the environment names a crash point. Cheap otherwise.
 
     Args:
         pipeline: that this process works for now.
@@ -36,7 +36,7 @@ def arm(pipeline: str | None = None) -> None:
     _spare_the_collector()
     if _armed or not os.environ.get("DELIVERED_CRASH"):
         return
-    from delivered.testing.crash import install_from_environment  # loaded only if needed
+    from delivered.crash import install_from_environment  # loaded only if needed
 
     install_from_environment()
     _armed = True

@@ -9,7 +9,7 @@ from tests.spark.apps.connect import connected
 from tests.spark.apps.copy_topic import arguments, copy
 
 import delivered
-from delivered.observe.notebook import Shown
+from delivered.operate.notebook import Shown
 from delivered.pipeline.progress import watch
 from delivered.planner import Plan
 

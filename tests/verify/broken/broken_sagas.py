@@ -6,8 +6,8 @@ import itertools
 import os
 from typing import Any
 
-from delivered import saga
-from delivered.saga import Saga, Step, log, progress
+from delivered.patterns import saga
+from delivered.patterns.saga import Saga, Step, log, progress
 
 
 def break_it(variant: str, made: Saga) -> Saga:

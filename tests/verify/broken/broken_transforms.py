@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 from pyspark.sql import DataFrame
 
-from delivered.verify import operators
+from delivered_lab.verify import operators
 
 
 def forgets_state(frame: DataFrame) -> DataFrame:

@@ -1,5 +1,5 @@
 """An application's outbox as a source: by PostgreSQL's logical decoding, or by polling any database. Also a PostgreSQL
-table as a change stream. An outbox has the columns of `delivered.outbox`.
+table as a change stream. An outbox has the columns of `delivered.patterns.outbox`.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ CONNECTOR = Connector(
     "outbox",
     "outbox",
     sources=Made(OutboxOptions, "delivered.connectors.outbox.source:OutboxSource"),
-    instead="an application writes to its outbox with delivered.outbox.put",
+    instead="an application writes to its outbox with delivered.patterns.outbox.put",
 )

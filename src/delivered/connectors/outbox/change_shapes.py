@@ -14,7 +14,7 @@ from delivered.connectors.outbox.shape import Shape
 from delivered.contract.source import Offsets
 from delivered.model.errors import InvariantBroken
 
-log = logging.getLogger("delivered.outbox")
+log = logging.getLogger("delivered.patterns.outbox")
 
 
 class Shapes:

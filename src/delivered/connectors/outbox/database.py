@@ -10,12 +10,12 @@ from urllib.parse import unquote, urlsplit
 
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.connectors.outbox.raw_text import raw_texts
-from delivered.kits.caller import Caller, cause
 from delivered.kits.mysql.tls import tls_of_url
 from delivered.kits.sql.text_forms import pin_postgres
 from delivered.model import patience
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
+from delivered.patterns.caller import Caller, cause
 from delivered.source.columns import id_text
 
 if TYPE_CHECKING:

@@ -89,7 +89,7 @@ class Events:
                 f"{OWNER}: the outbox {self._options.outbox} has "
                 + (f"a row whose {name} is null" if id_ is None else f"two rows with {name} {text(id_)}")
                 + f" (aggregate {text(kind)} {text(key)}): a consumer could not tell repeats.",
-                next_step=f"make {name} a primary key; give each message one id, by delivered.outbox.new_id()",
+                next_step=f"make {name} a primary key; give each message one id, by delivered.patterns.outbox.new_id()",
             )
         self._seen.add(id_)
         if self._options.json and payload is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
-from delivered.kits.caller import quoted
 from delivered.model.errors import Refused
+from delivered.patterns.caller import quoted
 
 if TYPE_CHECKING:
     import psycopg

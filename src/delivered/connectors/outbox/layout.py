@@ -13,8 +13,8 @@ from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.connectors.outbox.server import State, state
 from delivered.connectors.outbox.shape import Shape
 from delivered.connectors.outbox.slot import check_slot
-from delivered.kits.caller import quoted
 from delivered.model.errors import DeliveredError, UsageError
+from delivered.patterns.caller import quoted
 
 if TYPE_CHECKING:
     import psycopg

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.outbox.options import OutboxOptions
-from delivered.kits.caller import quoted
+from delivered.patterns.caller import quoted
 
 if TYPE_CHECKING:
     import psycopg

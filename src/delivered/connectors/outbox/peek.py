@@ -17,10 +17,10 @@ from delivered.connectors.outbox.pgoutput import Begin, Change, Decoder, Relatio
 from delivered.connectors.outbox.server import NUMBER, state
 from delivered.connectors.outbox.slot import check_slot
 from delivered.contract.source import Offsets
-from delivered.kits.caller import quoted
 from delivered.model import patience
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.limits import SOURCE_PATIENCE_S
+from delivered.patterns.caller import quoted
 
 if TYPE_CHECKING:
     import psycopg

@@ -14,11 +14,11 @@ from delivered.connectors.outbox.options import LATEST, OWNER, OutboxOptions
 from delivered.connectors.outbox.positions import NUMBERED_MAX, Positions
 from delivered.connectors.outbox.wal import LOCK_WAIT_S, NUMBERED, in_use, lock_key
 from delivered.contract.source import Offsets, Slice
-from delivered.kits.caller import Caller
 from delivered.model import patience
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable, UsageError
+from delivered.patterns.caller import Caller
 
-log = logging.getLogger("delivered.outbox")
+log = logging.getLogger("delivered.patterns.outbox")
 T = TypeVar("T")
 
 _NEW = -1

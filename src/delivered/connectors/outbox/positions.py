@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
-from delivered.kits.caller import Caller, quoted
 from delivered.model.errors import BadRecord, InvariantBroken, UsageError
+from delivered.patterns.caller import Caller, quoted
 from delivered.source.columns import id_bytes
 
 DELETED_MAX = 1_000
@@ -95,8 +95,8 @@ class Positions:
                 raise UsageError(
                     "OUTBOX_TABLE",
                     f"{OWNER}: {where}.",
-                    next_step=f'create it: delivered.outbox.ddl("{options.dialect}"); or write the options dbtable and '
-                    "columns",
+                    next_step=f'create it: delivered.patterns.outbox.ddl("{options.dialect}"); or write the options '
+                    "dbtable and columns",
                 )
         name = options.columns[0]
         if not self._described(caller, _UNIQUE, name):

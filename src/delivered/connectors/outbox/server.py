@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.outbox.options import OutboxOptions
-from delivered.kits.caller import quoted
 from delivered.model.errors import InvariantBroken
+from delivered.patterns.caller import quoted
 
 if TYPE_CHECKING:
     import psycopg

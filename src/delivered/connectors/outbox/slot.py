@@ -15,15 +15,15 @@ from delivered.connectors.outbox.positions import Positions
 from delivered.connectors.outbox.publication import check_publication
 from delivered.connectors.outbox.server import State, lsn_text
 from delivered.contract.source import Offsets
-from delivered.kits.caller import Caller, quoted
 from delivered.model import patience
 from delivered.model.errors import InvariantBroken, Refused, UsageError
 from delivered.model.limits import OUTAGE_PATIENCE_S
+from delivered.patterns.caller import Caller, quoted
 
 if TYPE_CHECKING:
     import psycopg
 
-log = logging.getLogger("delivered.outbox")
+log = logging.getLogger("delivered.patterns.outbox")
 
 PLUGIN = "pgoutput"
 _AGAIN = (
@@ -63,7 +63,7 @@ def check_server(now: State, options: OutboxOptions) -> None:
         raise UsageError(
             "OUTBOX_TABLE",
             f"{OWNER}: {where} has no table {options.table}.",
-            next_step="create it, with delivered.outbox.ddl if it is an outbox, or correct the option",
+            next_step="create it, with delivered.patterns.outbox.ddl if it is an outbox, or correct the option",
         )
     check_publication(now, options)
 

@@ -23,9 +23,9 @@ from delivered.connectors.outbox.wal import HISTORY, NUMBERED, WalDriver
 from delivered.contract.finding import Finding
 from delivered.contract.powers import Address
 from delivered.contract.source import REJECTED, Slice, SourceDriver
-from delivered.kits.caller import quoted
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, Refused, UsageError
+from delivered.patterns.caller import quoted
 
 if TYPE_CHECKING:
     import psycopg
@@ -205,7 +205,7 @@ class OutboxSource:
                 "in that in which they were written: messages of one aggregate may be swapped",
                 False,
                 'write .option("orderColumn", "..."), a column that increases: a sequence, or a time of one clock; or '
-                "make ids by delivered.outbox.new_id()",
+                "make ids by delivered.patterns.outbox.new_id()",
             )
         ]
 

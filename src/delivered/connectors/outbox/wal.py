@@ -22,7 +22,7 @@ from delivered.model.errors import DeliveredError, InvariantBroken, Refused, Unr
 if TYPE_CHECKING:
     import psycopg
 
-log = logging.getLogger("delivered.outbox")
+log = logging.getLogger("delivered.patterns.outbox")
 T = TypeVar("T")
 _LAST = "last"
 

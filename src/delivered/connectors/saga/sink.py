@@ -17,8 +17,8 @@ from delivered.model.capability import SinkCapability
 from delivered.model.errors import BadRecord, Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
-from delivered.saga.definition import load
-from delivered.saga.tables import checked
+from delivered.patterns.saga.definition import load
+from delivered.patterns.saga.tables import checked
 
 
 @dataclass(frozen=True)

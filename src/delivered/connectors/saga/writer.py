@@ -11,8 +11,8 @@ from delivered.connectors.saga.options import SagaOptions
 from delivered.kits.queue.columns import column
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.prepared import Promise
-from delivered.saga import Log, Status, run
-from delivered.saga.definition import load
+from delivered.patterns.saga import Log, Status, run
+from delivered.patterns.saga.definition import load
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,373 @@
+"""Audit one sink of one pipeline: read its source range and the sink, and account for every record.
+
+May run while the pipeline runs, and after a crash. Decided batches must be in the sink; batches that started later may
+be. For that to hold, the ledger is read first, then the sink, then the checkpoint: the sink is never newer than what it
+is compared with.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyspark import StorageLevel
+from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
+from pyspark.sql.pandas.types import from_arrow_schema
+
+from delivered.audit.dedup import of_dedup
+from delivered.audit.judge import judged, with_earlier
+from delivered.audit.ledger import read_ledger
+from delivered.audit.outcome import by_ledger, contradictions, of_result, offsets_of
+from delivered.audit.recompute import Recompute
+from delivered.audit.report import AuditReport, unknown_report
+from delivered.audit.request import AuditRequest, BadExpression, Transform
+from delivered.audit.sources import Positions, parsed, plain
+from delivered.audit.spark.recompute import recomputed
+from delivered.audit.spark.reconcile import Slots, hashed, reconcile
+from delivered.audit.spark.sent import expressions, record_columns, sent_range
+from delivered.audit.upserts import check, id_sql, of_conditional, of_state
+from delivered.audit.versions import Earlier, earlier, version_ranges
+from delivered.checkpoint.folder import read_view
+from delivered.contract.powers import planned
+from delivered.contract.schemas import rejecting
+from delivered.contract.sink import BoundedScan, SinkGroup
+from delivered.contract.source import Source
+from delivered.engine.shard import fingerprint_seed
+from delivered.model.bad_row import OnBadRow
+from delivered.model.capability import APPEND
+from delivered.model.errors import DeliveredError, Refused, UsageError
+from delivered.model.identity import Scope
+from delivered.pipeline.definition import Definition
+from delivered.pipeline.endpoint import Endpoint
+from delivered.pipeline.output_mode import grouping_columns
+from delivered.pipeline.registered import as_started, sink_as_started
+from delivered.source.ranges import backwards
+from delivered.spark.frames import SliceRows, batches_fit_for, beyond_rows, kept_plain, shuffles_fit_for
+from delivered.spark.rows import Failing, accepted, apply_transform, own_views, projected
+from delivered.spark.start import ready
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_ERROR_LENGTH_MAX = 2_000
+NOT_READABLE = "DELIVERED_NOT_READABLE"
+"""Error code of a sink that cannot be read back at all."""
+
+_START_WRONG = "the checkpoint sidecar records another start than that of its batch 0"
+
+Progress = Callable[[str], None]
+
+
+def audit_sink(
+    pipeline: Definition,
+    session: SparkSession | None,
+    sink: str | None,
+    samples_max: int,
+    sink_from: Mapping[str, Any] | None,
+    progress: Callable[[str], None] | None,
+    recompute: bool = False,
+) -> AuditReport:
+    """Audit one sink of a pipeline, against its own rows and columns.
+
+    Raises:
+        UsageError: no such sink, several sinks and none named, or one of Spark's own sources.
+    """
+    spark, request = request_for(pipeline, chosen_sink(pipeline, sink), session, samples_max, sink_from, recompute)
+    with own_views(pipeline.transform, spark, pipeline.sources):
+        return audit(spark, request, progress)
+
+
+def request_for(
+    pipeline: Definition,
+    chosen: Endpoint,
+    session: SparkSession | None,
+    samples_max: int,
+    sink_from: Mapping[str, Any] | None = None,
+    recompute: bool = False,
+) -> tuple[SparkSession, AuditRequest]:
+    """
+    Raises:
+        UsageError: one of Spark's own sources.
+        Refused: only a recompute can judge this.
+    """
+    own = next((e for e in pipeline.sources.values() if e.is_spark_own), None)
+    if own is not None:
+        raise UsageError(
+            "AUDIT_SOURCE",
+            f"The source {own.format!r} is Spark's own, which an audit cannot read by offset range.",
+            next_step=f"read it with the format {own.system!r}",
+        )
+    if not recompute and pipeline.output_mode != "append" and chosen.sink().capability().write == APPEND:
+        raise Refused(
+            "AUDIT_OUTPUT_MODE",
+            f"Output mode {pipeline.output_mode} delivers a record for each row that a batch changed. Where batches "
+            "begin and end is known to the batches that ran, not to the source, so the two cannot be compared.",
+            next_step="delivered audit --recompute",
+        )
+    spark = ready(pipeline, session)
+    sources = {n: planned(e.source()) for n, e in as_started(pipeline).items()}
+    if pipeline.on_bad_row is not OnBadRow.FAIL:
+        sources = {n: rejecting(s, kept=False) for n, s in sources.items()}
+    spec = pipeline.spec
+    everything = spec.open()
+    by = {**pipeline.audit_by, **chosen.audit}
+    return spark, AuditRequest(
+        pipeline=pipeline.name,
+        guarantee=pipeline.guarantee,
+        checkpoint=pipeline.checkpoint,
+        sources=sources,
+        sink=chosen.sink(),
+        sink_name=chosen.name,
+        transform=_all_transforms(pipeline, chosen, spark, sources),
+        dedup=pipeline.dedup,
+        id=by.get("id"),
+        key=by.get("key"),
+        own=by.get("own"),
+        samples_max=samples_max,
+        sink_from=dict(sink_from) if sink_from is not None else None,
+        decided_by=(spec.scope(everything).sink, everything),
+        transform_version=spec.transform,
+        recompute=_recompute(pipeline, chosen) if recompute else None,
+        dead_letters=next((m.name for m in everything.members if m.dead_letters), None)
+        if isinstance(everything, SinkGroup)
+        else None,
+    )
+
+
+def _recompute(pipeline: Definition, sink: Endpoint) -> Recompute:
+    facts = pipeline.transform.facts()
+    keys = sink.sink().capability().write.keys or grouping_columns(pipeline.transform.sql)
+    sql = pipeline.transform.kind == "sql"
+    return Recompute(pipeline.output_mode, tuple(keys), facts.changing, pipeline.transform.deterministic, sql)
+
+
+def chosen_sink(pipeline: Definition, sink: str | None) -> Endpoint:
+    """Raises UsageError: no such sink, or several and none named."""
+    endpoints = {e.name or e.sink().name: e for e in pipeline.sinks}
+    if sink is None and len(endpoints) == 1:
+        return next(iter(endpoints.values()))
+    if sink not in endpoints:
+        reason = "no sink was named" if sink is None else f"no sink is named {sink!r}"
+        raise UsageError(
+            "AUDIT_SINK",
+            f"An audit checks one sink, and {reason}; the pipeline writes to {', '.join(endpoints)}.",
+            next_step="name one of them; `delivered audit` checks all of them",
+        )
+    return endpoints[sink]
+
+
+def _all_transforms(
+    pipeline: Definition, sink: Endpoint, spark: SparkSession, sources: Mapping[str, Source]
+) -> Transform | None:
+    """The pipeline's transform, followed by the sink's projection."""
+    failing = Failing.FAIL if pipeline.on_bad_row is OnBadRow.FAIL else Failing.LEAVE_OUT
+    shared = apply_transform(pipeline.transform, spark, sources, failing=failing)
+    validating = pipeline.on_bad_row is OnBadRow.DEAD_LETTER
+    if sink.projection.is_all and not validating:
+        return shared if pipeline.transform.kind != "none" else None
+
+    def all_of_it(frames: Mapping[str, DataFrame]) -> DataFrame:
+        expected = projected(shared(frames), sink.projection)
+        return accepted(expected, sink_as_started(pipeline, sink)) if validating else expected
+
+    return all_of_it
+
+
+def audit(spark: SparkSession, request: AuditRequest, progress: Progress | None = None) -> AuditReport:
+    """Reconcile source and sink. What cannot be read yields the verdict `unknown`, not an exception.
+
+    Args:
+        progress: called at each step with its description.
+
+    Raises:
+        UsageError: the id or key expression is invalid.
+    """
+    began = time.monotonic()
+    say = progress or (lambda _: None)
+    try:
+        report = (_audit if request.recompute is None else recomputed)(spark, request, say)
+    except BadExpression:
+        raise
+    except Exception as error:
+        # A failed audit proves nothing.
+        report = unknown_report(request.pipeline, request.named_sink, request.guarantee, reason(error))
+    versions = {"delivered": version("delivered"), "pyspark": version("pyspark")}
+    return _with(report, seconds=time.monotonic() - began, versions=versions)
+
+
+def reason(error: Exception) -> str:
+    """Why an audit could not run, for the report."""
+    text = str(error) if isinstance(error, DeliveredError) else f"{type(error).__name__}: {error}"
+    return text if len(text) <= _ERROR_LENGTH_MAX else f"{text[:_ERROR_LENGTH_MAX]} ..."
+
+
+def _with(report: AuditReport, **changes: object) -> AuditReport:
+    return AuditReport(**{**report.__dict__, **changes})
+
+
+def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditReport:
+    mode = request.sink.capability().write
+    check(mode, dedup=request.dedup is not None)
+    if mode.upserts:
+        request = replace(request, id=id_sql(mode), key=None)
+    say("reading checkpoint and ledger")
+    incarnation = read_view(request.checkpoint).incarnation
+    scope = Scope(request.pipeline, request.named_sink, incarnation)
+    ledger = read_ledger(request.sink, scope, request.guarantee, request.decided_by, request.dead_letters)
+    try:
+        scan = request.sink.scan()
+    except Refused as error:
+        if error.code != NOT_READABLE:
+            raise
+        return by_ledger(request, incarnation, ledger, reason(error))
+    say("reading the sink")
+    with sent_range(request) as read, ExitStack() as held:
+        probe = read.frame(spark, ()).drop(*([mode.delete] if mode.delete else []))
+        kept = from_arrow_schema(scan.schema())
+        held.enter_context(batches_fit_for(spark, probe.schema, kept))
+        held.enter_context(kept_plain(spark))
+        places = Slots()
+        found = found_rows(spark, request, scan, scope, probe, places).persist(StorageLevel.DISK_ONLY)
+        try:
+            # Before the checkpoint is read: no batch in the sink is newer than the checkpoint's latest.
+            rows, foreign = _kept(found, request)
+            expected = ledger.visible.total.count if ledger.visible is not None else 0
+            held.enter_context(shuffles_fit_for(spark, rows + expected))
+            own = found.filter("own").drop("own") if request.own is not None else found
+            view = read_view(request.checkpoint)
+            start, unsure = read.start()
+            end = parsed(ledger.visible.offsets) if ledger.visible is not None else None
+            until = parsed(view.offsets)
+            ranges = version_ranges(ledger.visible) if ledger.visible is not None else []
+            again, others = earlier(ranges, request.transform_version)
+            why = _uncounted(request, start, end or until, unsure, others)
+            if len(request.sources) > 1:
+                why = why or _together(probe)
+            if why is not None:
+                return replace(by_ledger(request, incarnation, ledger, why), range_from=json.dumps(plain(start)))
+            say("reading the source range and comparing")
+            unclear, undeleted, ahead, once = 0, 0, None, None
+            if request.dedup is not None:
+                ends = [(batch, parsed(text)) for batch, text in ledger.ends]
+                once = held.enter_context(read.once(spark, scope, start, ends, end))
+            if mode.insert:
+                sent, undecided = read.first(spark, scope, start, end, until, own)
+                ordered, there = True, own.join(undecided, "id", "left_anti")
+            elif mode.upserts:
+                state = read.final(spark, start, end, until, once)
+                state.unclear.persist(StorageLevel.DISK_ONLY)
+                unclear, ordered = state.unclear.count(), True
+                sent = read.as_rows(state.rows, scope)
+                sent, there = (f.join(state.unclear, "id", "left_anti") for f in (sent, own))
+            elif once is not None:
+                coming = read.hashed(spark, scope, [(end or start, until)])[0] if until != end else None
+                sent, ahead, there = once.sides(own, coming)
+                ordered = True
+            else:
+                sent, ordered = read.hashed(spark, scope, offsets_of(again, start))
+                there = own
+                if until != end:
+                    ahead = read.hashed(spark, scope, [(end or start, until)])[0]
+            with expressions(request):
+                result = reconcile(sent, ahead, there, read.slots, places, request.samples_max)
+                if mode.upserts and not mode.insert and result.counts.unexpected:
+                    undeleted = there.join(state.gone, "id", "left_semi").count()
+                if request.own is not None and result.counts.lost and "own" in sent.columns:
+                    unsure = unsure or _own_wrong(sent, request.own)
+        finally:
+            found.unpersist()
+    report = of_result(request, incarnation, ledger, view, start, end, until, result, ordered)
+    report = replace(report, own=request.own or "", foreign=foreign, undeleted=undeleted)
+    if others is not None:
+        adds_columns = request.sink.capability().adds_columns
+        report = with_earlier(replace(report, given_up=report.given_up - others.given_up.count), others, adds_columns)
+    report = replace(report, unknowns=(*report.unknowns, *contradictions(report)))
+    if unsure:
+        report = replace(report, judged=False, unknowns=(unsure, *report.unknowns))
+    if once is not None and request.dedup is not None:
+        report = of_dedup(report, request.dedup, once.counts)
+    if mode.upserts and not mode.insert:
+        report = of_state(report, mode, unclear)
+    if mode.conditional and ledger.visible is not None:
+        report = of_conditional(report, mode, ledger.left_out, ledger.visible.total.count)
+    return judged(report, versions_known=bool(request.transform_version) and all(r.fingerprint for r in again))
+
+
+def _uncounted(
+    request: AuditRequest, start: Positions, end: Positions, unsure: str, others: Earlier | None
+) -> str | None:
+    """Why source and sink cannot be compared at all; None: they can."""
+    if (wrong := backwards(plain(start), plain(end))) is not None:
+        return f"the source range ends before it starts ({wrong}): {unsure or _START_WRONG}"
+    if others is not None and (request.dedup is not None or request.sink.capability().write.upserts):
+        return (
+            f"batches {others.batches} ran with another transform; the final row of a key depends on all batches, so "
+            "this transform cannot recompute it"
+        )
+    return None
+
+
+def _together(sent: DataFrame) -> str | None:
+    """Why sources that a transform brings together cannot be compared with the sink; None: it works row by row."""
+    beyond = beyond_rows(sent)
+    if not beyond:
+        return None
+    return (
+        f"the transform puts rows of several sources together ({', '.join(beyond)}): which of them met depends on "
+        "watermarks and on where batches ended, so the sources alone do not say what the sink must hold"
+    )
+
+
+def _kept(found: DataFrame, request: AuditRequest) -> tuple[int, int]:
+    """Persist the rows read from the sink; return their number, and how many belong to other writers."""
+    if request.own is None:
+        return found.count(), 0
+    with expressions(request):
+        (row,) = found.agg(F.count("*").alias("rows"), F.count_if(~F.col("own")).alias("foreign")).collect()
+    return int(row["rows"]), int(row["foreign"])
+
+
+def _own_wrong(sent: DataFrame, own: str) -> str:
+    """Why records that look lost were attributed to other writers; empty if none were."""
+    left_out = sent.filter("NOT own").count()
+    if not left_out:
+        return ""
+    return f"{own!r} is not true for {left_out:,} records that this pipeline sent: it does not identify its records"
+
+
+def found_rows(
+    spark: SparkSession, request: AuditRequest, scan: BoundedScan, scope: Scope, sent: DataFrame, places: Slots
+) -> DataFrame:
+    """Everything a reader of the sink sees, as rows for `reconcile`.
+
+    Args:
+        sent: a frame with the columns that were written to the sink.
+        places: collects the slots of these rows.
+    """
+    slices = scan.slices(request.sink_from)
+    frame = SliceRows(spark, scan, slices)
+    names = record_columns(request, sent, frame.schema.names).names
+    # Columns that the system adds give a record's position; without them, the read order does.
+    added = [c for c in ("offset", "rowid") if c in frame.schema.names and c not in names]
+    at = places.placed([s.partition if added == ["offset"] else "rows" for s in slices])
+
+    def canonical(batch: pa.RecordBatch) -> pa.RecordBatch:
+        return batch.select(names)
+
+    with expressions(request):
+        return hashed(
+            frame,
+            canonical,
+            fingerprint_seed(scope),
+            at,
+            request.id,
+            request.key,
+            own_sql=request.own,
+            position=added[0] if added else None,
+        )

@@ -1,0 +1,238 @@
+"""`delivered.Pipeline`, the public API of a pipeline.
+
+Imports pyspark only where it is called: pipelines can be declared, and planned offline, without Spark.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from delivered import html
+from delivered.model.bad_row import OnBadRow
+from delivered.model.errors import UsageError
+from delivered.operate.page import way_of
+from delivered.operate.state import Status
+from delivered.operate.status import status
+from delivered.pipeline.definition import Definition
+from delivered.pipeline.facts import gather
+from delivered.planner import Plan, Refusal, make_plan
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+    from delivered.audit.report import AuditReport
+    from delivered.operate.rebuild import Rebuild
+    from delivered.pipeline.adopt import Adoption
+    from delivered.pipeline.endpoint import Endpoint
+
+
+log = logging.getLogger(__name__)
+
+RESTART_STOP_S = 120.0
+"""How long a restart lets the former query's batch run on."""
+
+
+class Pipeline(Definition):
+    __doc__ = Definition.__doc__
+
+    def _repr_html_(self) -> str:
+        """What it is made of, for a notebook. Asks nobody; names no option, so no secret."""
+        lines: list[tuple[str, object]] = [("checkpoint", html.element("code", self.checkpoint))]
+        if said := self.transform.facts().text:
+            lines.append(("transform", html.element("code", said)))
+        lines.append(("trigger", self.trigger.interval or "available_now"))
+        lines += [("output mode", self.output_mode)] * (self.output_mode != "append")
+        lines += [("dedup", self.dedup.by_text)] if self.dedup is not None else []
+        lines += [("rows that a sink refuses", self.on_bad_row.value)] * (self.on_bad_row is not OnBadRow.FAIL)
+        head = html.element("p", html.element("b", self.name))
+        return html.fragment(head, way_of(self).html(self.name, self.guarantee.value), html.table((), lines))
+
+    def status(self) -> Status:
+        """What `delivered status` shows: asked from checkpoint, ledger, sinks and sources, for 3 s at most. Never
+        raises for what does not answer: it is a problem of the status. Needs no Spark."""
+        return status(self)
+
+    def plan(
+        self, spark: SparkSession | None = None, *, offline: bool = False, takeover: bool = False
+    ) -> Plan | Refusal:
+        """What the pipeline will do and what its guarantee assumes; or why it cannot be given, and which one can.
+
+        Does not start Spark. Changes nothing in source, sink and checkpoint; a connector may create its ledger.
+
+        Args:
+            offline: contact neither servers nor the checkpoint.
+            takeover: plan to fence another live driver.
+
+        Raises:
+            UsageError: invalid options.
+            Unreachable: a server or the checkpoint did not answer.
+        """
+        session = None
+        if spark is not None:
+            from delivered.spark.check import session_facts
+
+            session = session_facts(self, spark)
+        return make_plan(gather(self, session, offline=offline, takeover=takeover))
+
+    def adopt(
+        self,
+        *,
+        checkpoint: str | Path | None = None,
+        group: str | None = None,
+        timestamp_ms: int | None = None,
+        write: bool = True,
+    ) -> Adoption:
+        """Start the first run where another job stopped. Does not start Spark.
+
+        Writes one file into this pipeline's checkpoint. Changes nothing in the source, the sink or the old job.
+
+        Args:
+            checkpoint: of a query with Spark's own Kafka source: its last committed batch.
+            group: a consumer group: its committed offsets.
+            timestamp_ms: milliseconds since 1970: the first record of each partition at or after it.
+            write: False: only report what would be done.
+
+        Raises:
+            UsageError: not exactly one origin, or a source that does not support takeover.
+            Refused: the old job has not ended or finished, the pipeline has already started, or records would be
+                skipped.
+            Unreachable: a server or a checkpoint did not answer.
+        """
+        from delivered.pipeline.adopt import adopt
+
+        return adopt(self, checkpoint=checkpoint, group=group, timestamp_ms=timestamp_ms, write=write)
+
+    def replay(self, start: str, end: str, into: Endpoint | str, *, sink: str | None = None) -> Self:
+        """A pipeline that delivers the source's records between two times into another sink, and then ends.
+
+        It has a name, checkpoint and ledger of its own, and acknowledges nothing: this pipeline may keep running. The
+        same arguments give the same pipeline: if it was killed, start it again. Does not start Spark.
+
+        Args:
+            start, end: ISO 8601, milliseconds since 1970, "earliest", "latest", or offsets as JSON. From the first
+                record of each partition of the start or later, to before the first one of the end or later.
+            into: a sink; or the name of another table or topic for this pipeline's sink.
+            sink: whose rows and columns, if there are several.
+
+        Raises:
+            UsageError: a bad time, a range that ends before it starts, or this pipeline's own target.
+            Refused: the source cannot be replayed, or no longer holds the records.
+            Unreachable: a server or a checkpoint did not answer.
+        """
+        from delivered.operate.replay import replay
+
+        return replay(self, start, end, into, sink)
+
+    def rebuild(self, into: str, *, start: str | None = None) -> Rebuild[Self]:
+        """Make this pipeline's table anew from the source, next to the old one. Does not start Spark.
+
+        Start the result's `pipeline` until it ends, `compare` both tables, and `swap` them: `delivered rebuild` does.
+        The same arguments give the same rebuild: after a kill, call it again.
+
+        Args:
+            into: name of the new table, in the same database and schema.
+            start: where the source is read from, as in `replay`. Default: where this pipeline's first batch began.
+
+        Raises:
+            UsageError: a bad name, or no batch was decided.
+            Refused: the sink cannot swap two tables, there are several sinks, or the source cannot be replayed or no
+                longer holds the first records.
+            Unreachable: a server or a checkpoint did not answer.
+        """
+        from delivered.operate.rebuild import rebuild
+
+        return rebuild(self, into, start)
+
+    def start(
+        self, spark: SparkSession | None = None, *, takeover: bool = False, restart: bool | None = None
+    ) -> StreamingQuery:
+        """Plan, then start the query. In a notebook, the cell shows its progress.
+
+        Args:
+            spark: default: the active session, or a new one.
+            takeover: fence another driver that runs this pipeline.
+            restart: first stop a query of this checkpoint or name that this process started, between two batches.
+                Default: in a notebook, where a cell runs again with changed code.
+
+        Raises:
+            Refused: the plan is a refusal. A former query was stopped nevertheless.
+            UsageError: a query on this checkpoint runs, and `restart` is False. Others, and Unreachable, as `plan`.
+        """
+        from delivered.operate.notebook import allowed, follow, is_notebook, refused
+        from delivered.spark.start import running, start, stop_between_batches
+
+        notebook = is_notebook()
+        stop_former = notebook if restart is None else restart
+        former, notes = running(self), list[str]()
+        if not stop_former and any(r.pipeline.checkpoint == self.checkpoint for r in former):
+            raise UsageError(
+                "QUERY_RUNS",
+                f"A query on the checkpoint {self.checkpoint!r} runs in this process.",
+                next_step="stop it with pipeline.stop(query), or pass restart=True to start, which does",
+            )
+        for one in former if stop_former else ():
+            between = stop_between_batches(one.query, RESTART_STOP_S)
+            notes += allowed(one.pipeline, self, between)
+        plan = self.plan(spark, takeover=takeover)
+        if isinstance(plan, Refusal):
+            if notebook:
+                refused(plan, notes)
+            raise plan.error
+        query = start(self, spark)
+        if notebook:
+            follow(self, plan, query, [*notes, *plan.warnings])
+        for note in notes:
+            log.info("%s: %s", self.name, note)
+        return query
+
+    def stop(self, query: StreamingQuery, timeout_s: float = 120.0, waiting: Callable[[], None] | None = None) -> bool:
+        """Let the running batch finish, then stop the query. Returns whether it stopped between two batches.
+
+        Args:
+            query: from `start`.
+            timeout_s: afterwards the query is stopped mid-batch; recovery completes or repeats the batch.
+            waiting: called about every 50 ms.
+        """
+        from delivered.spark.start import stop_between_batches
+
+        return stop_between_batches(query, timeout_s, waiting)
+
+    def audit(
+        self,
+        spark: SparkSession | None = None,
+        *,
+        sink: str | None = None,
+        samples_max: int = 20,
+        sink_from: Mapping[str, Any] | None = None,
+        progress: Callable[[str], None] | None = None,
+        recompute: bool = False,
+    ) -> AuditReport:
+        """Compare the source range with the sink in a Spark job, and account for every record.
+
+        Args:
+            sink: name of the sink to audit, if there are several.
+            samples_max: damaged records listed per class.
+            sink_from: offsets in the sink to start from; earlier records belong to other writers or to an earlier
+                checkpoint. Kafka: {"topic": {"0": 12}}; SQLite: {"rowid": 12}. Default: the whole sink.
+            progress: called at each step with its description.
+            recompute: run the transform over the whole source range, and compare the rows with the sink's by key: for
+                queries that keep state, output modes update and complete, and upserts.
+
+        Raises:
+            UsageError: invalid options, several sinks and none named, or one of Spark's own sources.
+        """
+        from delivered.audit.spark.run import audit_sink
+        from delivered.checkpoint.history import add_audit
+
+        report = audit_sink(self, spark, sink, samples_max, sink_from, progress, recompute)
+        add_audit(self.checkpoint, {"at_ms": time.time_ns() // 1_000_000, **report.summary()})
+        if self.lineage:
+            from delivered.operate.lineage import Lineage, new_run
+
+            Lineage(self, new_run(), job=".audit").audited(report.summary())
+        return report

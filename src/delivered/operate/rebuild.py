@@ -1,0 +1,313 @@
+"""A table made anew from the source, next to the one that a pipeline writes; then they are swapped.
+
+    1  replay: from the pipeline's first offsets to those of its newest decision, into the new table
+    2  compare: the pipeline is stopped, both tables end at the same offsets; are their rows the same?
+    3  swap: in the transaction that revises that decision, which then names the new table
+
+The old table stays, under another name. Each step may be repeated: after a kill, the same call goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar, runtime_checkable
+
+import psutil
+
+from delivered.checkpoint import first_offsets
+from delivered.checkpoint.folder import logged
+from delivered.contract.powers import HoldsTransactions, KnowsTarget, planned
+from delivered.contract.sink import BoundedScan
+from delivered.contract.source import Offsets
+from delivered.engine.context import Context
+from delivered.engine.owner import living, new_owner
+from delivered.ledger.store import Store, Swap, SwapsTables
+from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
+from delivered.model.fingerprint import Fingerprint, fingerprint
+from delivered.model.identity import derived_name
+from delivered.model.offsets import by_source
+from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.model.step import Moment, StepId, reach
+from delivered.model.work import Decision, LedgerState
+from delivered.operate.replay import EARLIEST, check_replayable, check_target, leaves, offsets_at, retargeted
+from delivered.pipeline.definition import AVAILABLE_NOW, Definition
+from delivered.pipeline.endpoint import Endpoint
+from delivered.pipeline.spec import NO_INCARNATION
+
+P = TypeVar("P", bound=Definition)
+
+_TABLE_LENGTH_MAX = 40
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """
+    Attributes:
+        old, new: rows of the two tables, as a sum that does not depend on their order.
+        columns: why they cannot have the same rows; empty: their columns are the same.
+    """
+
+    old: Fingerprint
+    new: Fingerprint
+    columns: str = ""
+
+    @property
+    def equal(self) -> bool:
+        return not self.columns and self.old == self.new
+
+    def __str__(self) -> str:
+        if self.columns:
+            return self.columns
+        if self.old.count != self.new.count:
+            return f"the old table has {self.old.count:,} rows, the new one {self.new.count:,}"
+        return f"both tables have {self.old.count:,} rows, with {'the same' if self.equal else 'different'} content"
+
+
+@dataclass(frozen=True)
+class Rebuild(Generic[P]):
+    """
+    Attributes:
+        pipeline: the replay into the new table, up to the newest decision. Run it to its end, again after a kill.
+        table: the one that the pipeline writes.
+        done: the tables have changed places already.
+    """
+
+    pipeline: P
+    table: str
+    done: bool
+    _origin: Definition
+    _swap: Swap
+
+    @property
+    def kept(self) -> str:
+        """Name of the table's former rows after the swap."""
+        return self._swap.kept
+
+    def check_stopped(self) -> None:
+        """
+        Raises:
+            Refused: the pipeline is running, has gone on since the replay, or has not finished its newest batch; or the
+                replay has not ended.
+        """
+        with _ledger(self._origin) as context:
+            self._state(context, context.ledger.look())
+
+    def compare(self) -> Comparison:
+        """Read both tables. Call it while the pipeline is stopped."""
+        old, new = (planned(_only(p).sink().scan()) for p in (self._origin, self.pipeline))
+        names = set(old.schema().names)
+        if names != set(new.schema().names):
+            ours, theirs = (", ".join(s.schema().names) for s in (old, new))
+            columns = f"the old table has the columns {ours}, the new one {theirs}"
+            return Comparison(Fingerprint(), Fingerprint(), columns)
+        return Comparison(_content(old), _content(new))
+
+    def swap(self) -> None:
+        """Let the tables change places, in one transaction. May be called again.
+
+        Raises:
+            Refused: as `check_stopped`; or something in the database refers to the old table.
+            OutcomeUnknown: the server did not answer; call again.
+        """
+        with _ledger(self._origin) as context:
+            reach(StepId.RECOVER_CLAIM, Moment.BEFORE)
+            self._state(context, context.ledger.look())
+            # From here on, a driver that starts meanwhile fences this claim, or is fenced by it.
+            state = context.ledger.claim(context.owner)
+            reach(StepId.RECOVER_CLAIM, Moment.AFTER)
+            if self._is_done(context):
+                return
+            last = self._state(context, replace(state, owner=None))
+            targets = {k: v for k, v in last.targets.items() if k != context.scope.sink}
+            if (new := _target_id(self.pipeline)) is not None:
+                targets[context.scope.sink] = new
+            revised = replace(last, owner=context.owner.id, revision=last.revision + 1, targets=targets)
+            reach(StepId.COMMIT_DECIDE, Moment.BEFORE, batch=last.batch)
+            outcome = context.ledger.decide(revised, self._swap)
+            if isinstance(outcome, Unknown) and context.ledger.claim(context.owner).last == revised:
+                outcome = Ok(None)
+            match outcome:
+                case Ok():
+                    reach(StepId.COMMIT_DECIDE, Moment.AFTER, batch=last.batch)
+                case Failed(reason):
+                    raise DeliveredError(
+                        "REBUILD_NOT_SWAPPED",
+                        f"The tables did not change places: {reason}. Both are as they were.",
+                        next_step="run the command again; it goes on where it stopped",
+                    )
+                case Unknown(reason):
+                    raise OutcomeUnknown(
+                        "REBUILD_UNKNOWN",
+                        f"It is unknown whether the tables changed places: {reason}.",
+                        next_step="run the same command again once the server responds",
+                    )
+
+    def _state(self, context: Context, state: LedgerState) -> Decision:
+        """The newest decision, if it is where the replay ended and nobody goes on."""
+        if (owner := living(state.owner)) is not None:
+            raise Refused(
+                "REBUILD_RUNNING",
+                f"The pipeline {self._origin.name!r} is running (process {owner.process}). The new table has its "
+                "records up to the batch that was the newest one before.",
+                next_step="stop it (SIGTERM), then run the same command again: it reads what came since, and swaps",
+            )
+        last, until = state.last, dict(self.pipeline.until)
+        with _ledger(self.pipeline) as rebuilt:
+            filled = rebuilt.ledger.look().last
+        if last is None or filled is None or not _ends(last) == _ends(filled) == until:
+            raise Refused(
+                "REBUILD_BEHIND",
+                f"The new table does not end where the pipeline {self._origin.name!r} does: its replay was stopped, or "
+                "the pipeline decided a batch since.",
+                next_step="run the same command again",
+            )
+        if isinstance(context.committer, HoldsTransactions) and (still := context.committer.open_transactions()):
+            raise Refused(
+                "REBUILD_UNFINISHED",
+                f"{len(still)} prepared transactions of {self._origin.name!r} are open: rows that may count are not "
+                "visible yet.",
+                next_step="start the pipeline, which ends them, stop it, and run the same command again",
+            )
+        return last
+
+    def _is_done(self, context: Context) -> bool:
+        with closing(_store(self._origin, context)) as store:
+            return store.has_swapped(self._swap)
+
+
+def rebuild(pipeline: P, into: str, start: str | None = None) -> Rebuild[P]:
+    """See `delivered.Pipeline.rebuild`."""
+    own = _only(pipeline)
+    schema, table = _schema_and_table(own)
+    key = hashlib.blake2b(json.dumps([into, start, table]).encode(), digest_size=4).hexdigest()
+    swap = Swap(into, f"{table[:_TABLE_LENGTH_MAX]}_before_{key}")
+    with _ledger(pipeline) as context, closing(_store(pipeline, context)) as store:
+        state = context.ledger.look()
+        done = state.last is not None and store.has_swapped(swap)
+        problem = None if done or state.last is None else store.cannot_swap()
+    if state.last is None:
+        raise UsageError(
+            "REBUILD_NOTHING",
+            f"The pipeline {pipeline.name!r} has decided no batch in its checkpoint {pipeline.checkpoint!r}.",
+            next_step="run it: there is nothing to rebuild yet",
+        )
+    if problem is not None:
+        raise Refused(
+            "REBUILD_TARGET",
+            f"The table of {own.label!r} cannot be replaced: {problem}.",
+            next_step="drop what refers to the table, and create it again afterwards",
+        )
+    if not into or "." in into or into == table:
+        raise UsageError(
+            "REBUILD_INTO",
+            f"The new table is {into!r}; it must be the name of another table, in the same place as {table!r}.",
+            next_step=f"--into {table}_new",
+        )
+    target = retargeted(own, f"{schema}.{into}" if schema else into)
+    made = copy.copy(pipeline)
+    made.name = derived_name(pipeline.name, f".rebuild-{key}")
+    made.checkpoint = f"{pipeline.checkpoint.rstrip('/')}/delivered/{made.name}"
+    made.sinks = (target,)
+    made.trigger = AVAILABLE_NOW
+    made.new_checkpoint = made.missing_ledger = made.new_target = made.lost_records = False
+    made.until = _ends(state.last)
+    if not done:
+        check_target(pipeline, target)
+        for name, source in made.sources.items():
+            check_replayable(name, source)
+            first_offsets.keep(made.checkpoint, lambda n=name, s=source: _first(pipeline, n, s, start), name)  # type: ignore[misc]
+    return Rebuild(made, table, done, pipeline, swap)
+
+
+def _only(pipeline: Definition) -> Endpoint:
+    if len(pipeline.sinks) > 1 or pipeline.dead_letter is not None:
+        raise Refused(
+            "REBUILD_SINKS",
+            f"The pipeline {pipeline.name!r} writes to several sinks in one batch; a rebuild exchanges the table of a "
+            "single one.",
+            next_step="replay into another target: delivered replay --sink NAME",
+        )
+    return pipeline.sinks[0]
+
+
+def _schema_and_table(own: Endpoint) -> tuple[str, str]:
+    """Of the sink's table; of other sinks: empty."""
+    name = next((v for k, v in own.options.items() if k.lower() in ("dbtable", "table")), "")
+    schema, _, table = name.rpartition(".")
+    return schema, table
+
+
+@runtime_checkable
+class _Swapping(SwapsTables, Store, Protocol):
+    """A store that swaps tables."""
+
+
+def _store(pipeline: Definition, context: Context) -> _Swapping:
+    own = _only(pipeline)
+    store = own.sink().store(context.scope)
+    if isinstance(store, _Swapping):
+        return store
+    store.close()
+    raise Refused(
+        "REBUILD_SINK",
+        f"The sink {own.system!r} cannot let two tables change places in the transaction of its ledger.",
+        next_step="replay into another target (delivered replay) and move its readers there; postgres and sqlite can",
+    )
+
+
+def _first(pipeline: Definition, name: str, source: Endpoint, start: str | None) -> Offsets:
+    """Where the source's first batch began; or as the user says: where a snapshot in the new table ends."""
+    found = first_offsets.kept(pipeline.checkpoint, name) if start is None else offsets_at(source, start, name)
+    if found is None:
+        raise Refused(
+            "REBUILD_START",
+            f"The checkpoint {pipeline.checkpoint!r} does not say where the pipeline's first batch began.",
+            next_step="name the offsets: --from",
+        )
+    for where, at, first in leaves("", found, offsets_at(source, EARLIEST, name)):
+        if at < first:
+            raise Refused(
+                "REBUILD_RECORDS_GONE",
+                f"The pipeline began at offset {at} of {where}, but the source's first record is {first}: the records "
+                "between are deleted (retention).",
+                next_step="load a snapshot into the new table first, and name its offsets: --from",
+            )
+    return found
+
+
+def _ends(last: Decision) -> dict[str, Offsets]:
+    return {name: json.loads(text) for name, text in by_source(last.offsets).items()}
+
+
+@contextmanager
+def _ledger(pipeline: Definition) -> Iterator[Context]:
+    spec = pipeline.spec
+    sink = spec.open()
+    incarnation, _ = logged(pipeline.checkpoint)
+    context = Context.open(
+        sink, spec.scope(sink, incarnation or NO_INCARNATION), pipeline.guarantee, new_owner(psutil.Process())
+    )
+    try:
+        yield context
+    finally:
+        context.committer.close()
+        context.ledger.close()
+
+
+def _target_id(pipeline: Definition) -> str | None:
+    """Identity of the table that a pipeline writes now."""
+    with _ledger(pipeline) as context:
+        found = context.committer.targets() if isinstance(context.committer, KnowsTarget) else {}
+    return next((t.id for t in found.values()), None)
+
+
+def _content(scan: BoundedScan) -> Fingerprint:
+    """Of all rows, whatever the order of rows and columns."""
+    names = sorted(scan.schema().names)
+    batches = (batch for piece in scan.slices() for batch in scan.read(piece))
+    return sum((fingerprint(batch.select(names), 0) for batch in batches), Fingerprint())

@@ -1,0 +1,1 @@
+"""Patterns for an application's own transaction: outbox, inbox, events and sagas."""

@@ -1,0 +1,300 @@
+"""Events of an aggregate: appended at an expected version, folded into its state."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from delivered.model.errors import BadRecord, InvariantBroken, UsageError
+from delivered.model.limits import EVENT_BYTES_MAX, EVENTS_APPENDED_MAX
+from delivered.patterns.caller import NOW_MS, Caller, json_text, unstorable
+from delivered.patterns.events.tables import (
+    EVENTS,
+    ID_BYTES_MAX,
+    NAME_BYTES_MAX,
+    SNAPSHOTS,
+    Conflict,
+    DuplicateEvent,
+    check_tables,
+)
+
+_NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{NAME_BYTES_MAX}}}")
+_READ = 1_000
+_LOCK = {"mysql": " LOCK IN SHARE MODE"}  # an ordinary read would not see what was committed after the first one
+
+
+@dataclass(frozen=True)
+class Event:
+    """
+    Attributes:
+        id: from `new_id`, called before the first try; every try takes the same.
+        type: at most 64 letters, digits, dots, dashes and underscores.
+        payload: a JSON value.
+    """
+
+    id: uuid.UUID
+    type: str
+    payload: Any = None
+
+
+class Loaded(NamedTuple):
+    """
+    Attributes:
+        version: number of the aggregate's events; 0: there are none.
+    """
+
+    state: Any
+    version: int
+
+
+class Appended(NamedTuple):
+    """
+    Attributes:
+        version: of the last event.
+        stored: by this call; False: an earlier try with the same ids was committed.
+    """
+
+    version: int
+    stored: bool
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """A kind of aggregate, such as an account.
+
+    Attributes:
+        apply: state and event -> the next state; deterministic, without I/O. States are JSON values.
+        initial: the state before the first event.
+        snapshot_every: events between two snapshots; 0: none.
+        fold: version of `apply`. Snapshots of another one are ignored: raise it whenever `apply` changes.
+
+    Raises:
+        UsageError: a name or number is out of bounds.
+    """
+
+    name: str
+    apply: Callable[[Any, Event], Any]
+    initial: Any = None
+    snapshot_every: int = 100
+    fold: int = 1
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name) or self.snapshot_every < 0:
+            raise UsageError(
+                "EVENTS_AGGREGATE",
+                f"Aggregate {self.name!r} with snapshot_every={self.snapshot_every!r}: names are {_NAME.pattern}, and "
+                "snapshot_every is at least 0.",
+                next_step="correct the declaration",
+            )
+
+    def load(self, connection: Any, id: str) -> Loaded:  # noqa: A002
+        """The state as this transaction sees it: the newest snapshot, and the events after it.
+
+        Args:
+            connection: of psycopg 3, PyMySQL or sqlite3; a SQLAlchemy Session or Connection.
+        """
+        return self._load(self._caller(connection, "events.load", writes=False), _key(id))
+
+    def append(self, connection: Any, id: str, events: Sequence[Event], *, expected: int) -> Appended:  # noqa: A002
+        """Write events, in the transaction that is open on `connection`. Commits nothing.
+
+        A snapshot that is due is written in the same transaction. While another transaction appends to the same
+        aggregate, this waits: if that one commits, it is a conflict.
+
+        Args:
+            connection: as `load`.
+            expected: the version that the events were decided on; 0: a new aggregate.
+
+        Raises:
+            Conflict: the aggregate is at another version. The transaction can go on.
+            DuplicateEvent: an id is taken. The transaction can go on.
+            Refused: the connection is in autocommit, or there are no tables.
+            BadRecord: a value cannot be stored.
+        """
+        key, rows = _key(id), [_row(e) for e in events]
+        if not 0 < len(rows) <= EVENTS_APPENDED_MAX or not isinstance(expected, int) or expected < 0:
+            raise UsageError(
+                "EVENTS_APPEND",
+                f"append got {len(rows)} events and expected={expected!r}; it takes 1 to {EVENTS_APPENDED_MAX}, and a "
+                "version of at least 0.",
+                next_step="pass the version that load returned",
+            )
+        caller = self._caller(connection, "events.append", writes=True)
+        at, what = (self.name, _sent(caller, key)), f"{self.name} {key!r}"
+        lock = _LOCK.get(caller.dialect, "")
+        where = f"FROM {EVENTS} WHERE aggregate = ? AND aggregate_id = ?"
+        if expected and not caller.execute(f"SELECT 1 {where} AND version = ?{lock}", (*at, expected)).rows:
+            raise Conflict.at(what, expected, self._version(caller, at))
+        columns = ("aggregate", "aggregate_id", "version", "id", "type", "payload", "at_ms")
+        ((now,),) = caller.execute(f"SELECT {NOW_MS[caller.dialect]}").rows
+        version = expected + len(rows)
+
+        def ended() -> Exception:
+            return InvariantBroken("EVENTS_TRANSACTION_ENDED", "The transaction ended inside append.")
+
+        try:
+            with caller.savepoint(ended):
+                for number, row in enumerate(rows, expected + 1):
+                    if not caller.insert(EVENTS, columns, (*at, number, *row, int(now))):
+                        raise _Taken(row[0])
+                if self.snapshot_every and version // self.snapshot_every > expected // self.snapshot_every:
+                    self._snapshot(caller, key)
+        except _Taken as taken:
+            found = caller.execute(
+                f"SELECT id {where} AND version > ? AND version <= ? ORDER BY version{lock}", (*at, expected, version)
+            ).rows
+            if [str(_text(i)) for (i,) in found] == [r[0] for r in rows]:
+                return Appended(version, stored=False)
+            own = caller.execute(
+                f"SELECT aggregate, aggregate_id, version FROM {EVENTS} WHERE id = ?{lock}", (taken.args[0],)
+            ).rows
+            if own:
+                raise DuplicateEvent(
+                    "EVENTS_DUPLICATE",
+                    f"The log has event {taken.args[0]} already, as version {own[0][2]} of {own[0][0]} "
+                    f"{_text(own[0][1])!r}.",
+                    next_step="an earlier try was committed: go on; give another event an id of its own",
+                ) from None
+            raise Conflict.at(what, expected, self._version(caller, at)) from None
+        return Appended(version, stored=True)
+
+    def _caller(self, connection: Any, what: str, *, writes: bool) -> Caller:
+        caller = Caller(connection, what=what, writes=writes)
+        check_tables(caller)
+        return caller
+
+    def _load(self, caller: Caller, key: str) -> Loaded:
+        at = (self.name, _sent(caller, key))
+        kept = caller.execute(
+            f"SELECT version, state FROM {SNAPSHOTS} WHERE aggregate = ? AND aggregate_id = ? AND fold = ?",
+            (*at, self.fold),
+        ).rows
+        what = f"{self.name} {key!r}"
+        version, state = 0, copy.deepcopy(self.initial)
+        if kept:
+            version = int(kept[0][0])
+            with _stored(f"the snapshot of {what} at version {version}"):
+                state = json.loads(kept[0][1])
+        for number, event in _events(caller, at, version, what):
+            if number != version + 1:
+                raise InvariantBroken(
+                    "EVENTS_GAP",
+                    f"{self.name} {key!r}: version {version} is followed by {number}.",
+                    next_step="restore the deleted events",
+                )
+            version, state = number, self.apply(state, event)
+        return Loaded(state, version)
+
+    def _snapshot(self, caller: Caller, key: str) -> None:
+        state, version = self._load(caller, key)
+        text = _json(f"The state of {self.name} {key!r}", state)
+        if json.loads(text) != state:
+            raise BadRecord(
+                "EVENTS_STATE",
+                f"The state of {self.name} {key!r} changes when it is written as JSON: {state!r:.200}.",
+                next_step="make states of dict with text keys, list, str, int, float, bool and None",
+            )
+        kept = ("version", "fold", "state")
+        if caller.dialect == "mysql":
+            known = "ON DUPLICATE KEY UPDATE " + ", ".join(f"{c} = VALUES({c})" for c in kept)
+        else:
+            known = "ON CONFLICT (aggregate, aggregate_id) DO UPDATE SET " + ", ".join(
+                f"{c} = excluded.{c}" for c in kept
+            )
+        caller.execute(
+            f"INSERT INTO {SNAPSHOTS} (aggregate, aggregate_id, version, fold, state) VALUES (?, ?, ?, ?, ?) {known}",
+            (self.name, _sent(caller, key), version, self.fold, text),
+        )
+
+    def _version(self, caller: Caller, at: tuple[Any, ...]) -> int:
+        """As committed now."""
+        rows = caller.execute(
+            f"SELECT version FROM {EVENTS} WHERE aggregate = ? AND aggregate_id = ? ORDER BY version DESC LIMIT 1"
+            + _LOCK.get(caller.dialect, ""),
+            at,
+        ).rows
+        return int(rows[0][0]) if rows else 0
+
+
+class _Taken(Exception):
+    """A version or an id is taken."""
+
+
+def _events(caller: Caller, at: tuple[Any, ...], after: int, what: str) -> Iterator[tuple[int, Event]]:
+    while True:
+        rows = caller.execute(
+            f"SELECT version, id, type, payload FROM {EVENTS} WHERE aggregate = ? AND aggregate_id = ? "
+            f"AND version > ? ORDER BY version LIMIT {_READ}",
+            (*at, after),
+        ).rows
+        for number, id_, type_, payload in rows:
+            with _stored(f"version {number} of {what}"):
+                event = Event(uuid.UUID(str(_text(id_))), _text(type_), json.loads(payload))
+            yield int(number), event
+        if len(rows) < _READ:
+            return
+        after = int(rows[-1][0])
+
+
+@contextmanager
+def _stored(what: str) -> Iterator[None]:
+    """Raises InvariantBroken: it cannot be read, as another program wrote it, or changed it."""
+    try:
+        yield
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvariantBroken(
+            "EVENTS_DAMAGED",
+            f"In the log {what} cannot be read: {type(error).__name__}: {error}.",
+            next_step="restore that row; a snapshot may also be deleted, and is made again",
+        ) from None
+
+
+def _key(id_: Any) -> str:
+    if not isinstance(id_, str) or unstorable(id_) or not 0 < len(id_.encode()) <= ID_BYTES_MAX:
+        raise BadRecord(
+            "EVENTS_ID",
+            f"The aggregate's id is {id_!r:.200} ({type(id_).__name__}); it must be 1 to {ID_BYTES_MAX} bytes of "
+            "UTF-8, no NUL.",
+            next_step="pass another id",
+        )
+    return id_
+
+
+def _row(event: Event) -> tuple[str, str, str]:
+    """Id, type and payload as they are stored."""
+    if not isinstance(event.id, uuid.UUID) or not isinstance(event.type, str) or not _NAME.fullmatch(event.type):
+        raise BadRecord(
+            "EVENTS_EVENT",
+            f"An event has the id {event.id!r:.100} and the type {event.type!r:.100}; it needs a UUID, and a type of "
+            f"{_NAME.pattern}.",
+            next_step="call events.new_id() once for the event, before the first try",
+        )
+    return str(event.id), event.type, _json(f"The payload of event {event.type}", event.payload)
+
+
+def _json(what: str, value: Any) -> str:
+    try:
+        text = json_text(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadRecord("EVENTS_JSON", f"{what} is no JSON: {error}.", next_step="pass a JSON value") from None
+    if len(text.encode()) > EVENT_BYTES_MAX:
+        raise BadRecord(
+            "EVENTS_JSON",
+            f"{what} has {len(text.encode()):,} bytes as JSON; the limit is {EVENT_BYTES_MAX:,}.",
+            next_step="store a reference to it",
+        )
+    return text
+
+
+def _sent(caller: Caller, key: str) -> Any:
+    return key.encode() if caller.dialect == "mysql" else key
+
+
+def _text(value: Any) -> Any:
+    return value.decode() if isinstance(value, bytes) else value

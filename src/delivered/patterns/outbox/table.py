@@ -1,0 +1,228 @@
+"""The outbox table, and writing rows to it."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import astuple, dataclass
+from typing import Any, Literal
+
+from delivered.model.errors import BadRecord, Refused, UsageError
+from delivered.patterns.caller import Caller, check_dialect, json_text, quoted, unstorable
+
+TEXT_LENGTH_MAX = 255
+"""Characters of aggregate type, aggregate id and type."""
+
+_TYPES = {
+    "postgres": {"id": "UUID", "text": "VARCHAR(255)", "json": "JSONB", "bytes": "BYTEA", "tail": ""},
+    "mysql": {
+        "id": "CHAR(36) CHARACTER SET ascii COLLATE ascii_bin",
+        "text": "VARCHAR(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_bin",
+        "json": "JSON",
+        "bytes": "LONGBLOB",
+        "tail": " ENGINE=InnoDB",  # others have no transactions
+    },
+    "sqlite": {"id": "TEXT", "text": "TEXT", "json": "TEXT", "bytes": "BLOB", "tail": ""},
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of the table and its columns; Debezium's defaults."""
+
+    table: str = "outbox"
+    id: str = "id"
+    aggregate_type: str = "aggregatetype"
+    aggregate_id: str = "aggregateid"
+    type: str = "type"
+    payload: str = "payload"
+
+    def columns(self, dialect: str) -> tuple[str, ...]:
+        """Quoted, the id first."""
+        return tuple(quoted(dialect, name) for name in astuple(self)[1:])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the outbox.
+
+    Attributes:
+        payload: as stored; JSON as text.
+        stored: this call inserted the row; False: it already existed, and these are its values.
+    """
+
+    id: uuid.UUID
+    aggregate_type: str
+    aggregate_id: str
+    type: str
+    payload: str | bytes | None
+    stored: bool
+
+
+class DuplicateId(Refused):
+    """The outbox already has a row with this id, which the message describes. The transaction stays usable."""
+
+
+def ddl(dialect: str, layout: Layout | None = None, *, payload: Literal["json", "bytes"] = "json") -> str:
+    """The CREATE TABLE IF NOT EXISTS statement.
+
+    Args:
+        dialect: postgres, mysql (and MariaDB), or sqlite.
+        payload: type of the payload column; bytes are stored unchanged, for example Avro.
+    """
+    types, layout = _TYPES[check_dialect(dialect)], layout or Layout()
+    if payload not in ("json", "bytes"):
+        raise UsageError(
+            "OUTBOX_PAYLOAD", f"payload is {payload!r}; it must be json or bytes.", next_step="write json or bytes"
+        )
+    kinds = ("id", "text", "text", "text", payload)
+    ends = (" PRIMARY KEY", " NOT NULL", " NOT NULL", " NOT NULL", "")
+    columns = zip(layout.columns(dialect), kinds, ends, strict=True)
+    rows = ",\n".join(
+        f"  {name} {types[kind]}{' NOT NULL' if kind == 'id' else ''}{end}" for name, kind, end in columns
+    )
+    return f"CREATE TABLE IF NOT EXISTS {quoted(dialect, layout.table)} (\n{rows}\n){types['tail']}"
+
+
+def put(
+    connection: Any,
+    *,
+    id: uuid.UUID | str,  # noqa: A002
+    aggregate_type: str,
+    aggregate_id: str,
+    type: str,  # noqa: A002
+    payload: Any,
+    on_duplicate: Literal["refuse", "ignore"] = "refuse",
+    layout: Layout | None = None,
+) -> Entry:
+    """Write a message to the outbox, in the open transaction of `connection`. Never commits.
+
+    Args:
+        connection: of psycopg 3, PyMySQL or sqlite3; a SQLAlchemy Session or Connection.
+        id: from `new_id`, called once, before the first attempt.
+        payload: bytes, stored unchanged (if the table was created with payload="bytes"); str, which must be JSON; any
+            other value is encoded as JSON; None: NULL, which Debezium sends as a tombstone.
+        on_duplicate: what to do if the id exists with the *same* message; ignore: return the existing row. An id with a
+            different message is always refused.
+
+    Returns: the new row, or the existing one.
+
+    Raises:
+        DuplicateId: the id exists. The transaction stays usable.
+        Refused: the connection is in autocommit, or the table does not exist.
+        BadRecord: a value cannot be stored. Nothing was sent to the database.
+    """
+    layout = layout or Layout()
+    if on_duplicate not in ("refuse", "ignore"):
+        raise UsageError("OUTBOX_DUPLICATE", f"on_duplicate is {on_duplicate!r}.", next_step="write refuse or ignore")
+    entry = Entry(
+        _uuid(id),
+        _text("aggregate_type", aggregate_type),
+        _text("aggregate_id", aggregate_id),
+        _text("type", type),
+        _payload(payload),
+        stored=True,
+    )
+    caller = Caller(connection, what="outbox.put")
+    sent = (str(entry.id), *astuple(entry)[1:5])
+    columns, table = layout.columns(caller.dialect), caller.quoted(layout.table)
+    try:
+        if caller.insert(table, columns, sent):
+            return entry
+        # MySQL: an ordinary read would not see a row that was committed after this transaction's first read.
+        lock = " LOCK IN SHARE MODE" if caller.dialect == "mysql" else ""
+        found = caller.execute(
+            f"SELECT {', '.join(columns)} FROM {table} WHERE {columns[0]} = ?{lock}",  # noqa: S608
+            sent[:1],
+        ).rows
+    except Exception as error:
+        if not caller.missing(error):
+            raise
+        raise Refused(
+            "OUTBOX_TABLE",
+            f"The table {layout.table} does not exist.",
+            next_step=f'roll back, then run outbox.ddl("{caller.dialect}")',
+        ) from error
+    if not found:  # another unique index of the table refused the row, or it was deleted meanwhile
+        raise Refused(
+            "OUTBOX_ROW",
+            f"{layout.table} refused id {entry.id}, but holds no row with it: another unique index refused it, "
+            "or the row has been deleted since.",
+            next_step="roll back; check the table's indexes, then retry with the same id",
+        )
+    first = _entry(found[0])
+    same = _content(first) == _content(entry)
+    if same and on_duplicate == "ignore":
+        return first
+    row = f"{first.aggregate_type} {first.aggregate_id}, {first.type}"
+    if same:
+        raise DuplicateId(
+            "OUTBOX_DUPLICATE",
+            f"{layout.table} already has id {entry.id} with the same message: {row}.",
+            next_step='an earlier attempt was committed: continue, or pass on_duplicate="ignore"',
+        )
+    raise DuplicateId(
+        "OUTBOX_ID_REUSED",
+        f"{layout.table} already has id {entry.id} with another message: {row}; this one is "
+        f"{entry.aggregate_type} {entry.aggregate_id}, {entry.type}"
+        + (" with another payload." if _content(first)[:3] == _content(entry)[:3] else "."),
+        next_step="call outbox.new_id() once per message",
+    )
+
+
+def _uuid(given: uuid.UUID | str) -> uuid.UUID:
+    if isinstance(given, uuid.UUID):
+        return given
+    try:
+        return uuid.UUID(given)
+    except (ValueError, TypeError, AttributeError):
+        raise BadRecord(
+            "OUTBOX_ID",
+            f"The id {given!r} ({given.__class__.__name__}) is not a UUID.",
+            next_step="call outbox.new_id() once per message, before the first attempt",
+        ) from None
+
+
+def _text(name: str, value: str) -> str:
+    if not isinstance(value, str) or not value or len(value) > TEXT_LENGTH_MAX or unstorable(value):
+        raise BadRecord(
+            "OUTBOX_VALUE",
+            f"{name} is {value!r:.300} ({value.__class__.__name__}); it must be text of 1 to {TEXT_LENGTH_MAX} "
+            "characters of Unicode without NUL.",
+            next_step=f"pass another {name}",
+        )
+    return value
+
+
+def _payload(value: Any) -> str | bytes | None:
+    if value is None or isinstance(value, bytes):
+        return value
+    try:
+        return json_text(value)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadRecord(
+            "OUTBOX_PAYLOAD",
+            f"The payload {value!r:.200} is not valid JSON: {error}.",
+            next_step='pass a value that json.dumps accepts, or create the table with payload="bytes" and pass bytes',
+        ) from None
+
+
+def _entry(row: tuple[Any, ...]) -> Entry:
+    id_, group, key, type_ = (v.decode() if isinstance(v, bytes) else str(v) for v in row[:4])
+    payload = row[4]
+    if isinstance(payload, memoryview | bytearray):
+        payload = bytes(payload)
+    elif payload is not None and not isinstance(payload, str | bytes):
+        payload = json.dumps(payload, ensure_ascii=False)  # psycopg parses JSONB
+    return Entry(uuid.UUID(id_), group, key, type_, payload, stored=False)
+
+
+def _content(entry: Entry) -> tuple[Any, ...]:
+    """What makes two messages equal; JSON by value: PostgreSQL reorders keys."""
+    payload: Any = entry.payload
+    if isinstance(payload, str):
+        try:
+            payload = ("json", json.loads(payload))
+        except (ValueError, RecursionError):  # another writer's
+            payload = ("text", payload)
+    return (entry.aggregate_type, entry.aggregate_id, entry.type, payload)

@@ -1,0 +1,206 @@
+"""Steps that are HTTP calls with an idempotency key."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import quote
+
+from delivered.model.errors import BadRecord, MissingExtra, Unreachable
+from delivered.model.limits import SAGA_DATA_BYTES_MAX
+from delivered.model.options import resolve_secret
+from delivered.model.secrets import without_passwords
+from delivered.patterns.saga.definition import Call, Rejected, Verb
+from delivered.patterns.saga.tables import stored_result
+
+if TYPE_CHECKING:
+    import httpx
+
+_REASON_BYTES_MAX = 1_000
+_RESULT_BYTES_MAX = SAGA_DATA_BYTES_MAX // 2
+_TEXT_LENGTH_MAX = 1_000
+_AGAIN = (408, 409, 425, 429)
+"""Refused for now: a request with the same key is under way (409), too many requests."""
+
+
+def _everything(call: Call) -> Any:
+    return {"id": call.id, "key": call.key, "data": call.data, "results": dict(call.results)}
+
+
+@dataclass(frozen=True)
+class Http:
+    """A step's `do` or `undo` as an HTTP call. The service must honour the key: `do` then takes the key by itself.
+
+    The header Idempotency-Key is the key of the step, or, for an undo, that key and `/undo`: the body says what to take
+    back. 2xx is done, with the reply as result: its JSON, or its text if it is none. 4xx is rejected, except 408, 409,
+    425 and 429; these, any other status and every error of the connection leave it open whether the call was done.
+
+    Attributes:
+        url: `{id}`, `{key}` and `{step}` are replaced, percent-encoded.
+        body: makes the JSON body of a call; by default id, key, data, and results of earlier steps.
+        headers: values may be env:NAME or file:PATH.
+        timeout_s: of the call, from connecting to the end of the reply, however slowly its bytes come; less than the
+            step's timeout_s.
+    """
+
+    url: str
+    method: str = "POST"
+    body: Callable[[Call], Any] = _everything
+    headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 20.0
+    takes_key: ClassVar[bool] = True
+
+    def __call__(self, call: Call) -> Any:
+        own = {name: resolve_secret(name, value) for name, value in self.headers.items()}
+        key = f"{call.key}/undo" if call.verb is Verb.UNDO else call.key
+        url = self.url
+        for name, value in (("id", call.id), ("key", call.key), ("step", call.step)):
+            url = url.replace("{" + name + "}", quote(value, safe=""))
+        # Compressed replies are no use here, and a client that unpacks them has no bound.
+        headers = {"Accept-Encoding": "identity", **own, "Idempotency-Key": key}
+        deadline = _running.deadline = time.monotonic() + self.timeout_s
+        with _client(os.getpid()).stream(
+            self.method, url, json=self.body(call), headers=headers, timeout=self.timeout_s
+        ) as reply:
+            status, encoding = reply.status_code, reply.encoding or "utf-8"
+            done = 200 <= status < 300
+            body = _body(reply, deadline, _RESULT_BYTES_MAX if done else _REASON_BYTES_MAX)
+        if done:
+            return _result(body, encoding)
+        what = f"{self.method} {without_passwords(url)} answered {status}: {_text(body, encoding)[:200]}"
+        if 400 <= status < 500 and status not in _AGAIN:
+            raise Rejected(what)
+        raise Unreachable("SAGA_HTTP", what, next_step="check the service; the saga tries again by itself")
+
+
+def _body(reply: httpx.Response, deadline: float, bytes_max: int) -> bytes:
+    """What arrives until the deadline or the connection's end, at most this many bytes: the status alone says whether
+    the call was done."""
+    import httpx
+
+    body = bytearray()
+    with suppress(httpx.HTTPError):
+        for part in reply.iter_raw():
+            body += part
+            if len(body) >= bytes_max or time.monotonic() > deadline:
+                break
+    return _unpacked(bytes(body[:bytes_max]), reply.headers.get("Content-Encoding", ""), bytes_max)
+
+
+def _unpacked(body: bytes, how: str, bytes_max: int) -> bytes:
+    """Of a service that compresses although it was asked not to; empty if its form is not known, or wrong."""
+    match how.strip().lower():
+        case "" | "identity":
+            return body
+        case "gzip" | "x-gzip" | "deflate":
+            with suppress(zlib.error):
+                return zlib.decompressobj(wbits=47).decompress(body, bytes_max)
+    return b""
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _result(body: bytes, encoding: str) -> Any:
+    """JSON, or the text. Neither changes that the call was done."""
+    if not body:
+        return None
+    try:
+        return stored_result(json.loads(body, parse_constant=_no_number))
+    except (ValueError, RecursionError, BadRecord):
+        return _text(body, encoding)[:_TEXT_LENGTH_MAX]
+
+
+def _text(body: bytes, encoding: str) -> str:
+    """Text that every saga log stores. The service names the encoding: some are not of text, some reject bytes."""
+    try:
+        text = body.decode(encoding, "replace")
+    except Exception:
+        text = body.decode("utf-8", "replace")
+    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+
+
+@functools.cache
+def _client(process: int) -> httpx.Client:
+    """One for all threads of a process: it keeps connections, and loading certificates takes long."""
+    del process  # a forked child must not use its parent's connections
+    try:
+        import httpx
+    except ImportError:
+        raise MissingExtra("saga") from None
+    return limited(httpx.Client())
+
+
+def limited(client: httpx.Client) -> httpx.Client:
+    """The same; its waits end at the deadline of the call that waits."""
+    for transport in (client._transport, *client._mounts.values()):  # the mounts are the environment's proxies
+        if transport is not None:
+            pool = transport._pool  # type: ignore[attr-defined]
+            pool._network_backend = _limited(pool._network_backend)
+    return client
+
+
+class _Running(threading.local):
+    """The call that this thread makes."""
+
+    deadline: float | None = None
+
+
+_running = _Running()
+
+
+def _left_s(timeout_s: float | None) -> float:
+    """How long the next wait may take: httpx bounds each wait alone, so a service that sends a byte a second would
+    never be given up."""
+    import httpcore
+
+    left_s = math.inf if _running.deadline is None else _running.deadline - time.monotonic()
+    if left_s <= 0:
+        raise httpcore.ReadTimeout("the call took too long")
+    return min(left_s, math.inf if timeout_s is None else timeout_s)
+
+
+def _limited(inner: Any) -> Any:
+    """A network backend of httpcore whose waits end at the deadline of the call."""
+    import httpcore
+
+    class Stream(httpcore.NetworkStream):
+        def __init__(self, stream: httpcore.NetworkStream) -> None:
+            self._stream = stream
+
+        def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+            return self._stream.read(max_bytes, _left_s(timeout))
+
+        def write(self, buffer: bytes, timeout: float | None = None) -> None:
+            self._stream.write(buffer, _left_s(timeout))
+
+        def close(self) -> None:
+            self._stream.close()
+
+        def start_tls(self, ssl_context: Any, server_hostname: Any = None, timeout: float | None = None) -> Any:
+            return Stream(self._stream.start_tls(ssl_context, server_hostname, _left_s(timeout)))
+
+        def get_extra_info(self, info: str) -> Any:
+            return self._stream.get_extra_info(info)
+
+    class Backend(httpcore.NetworkBackend):
+        def connect_tcp(self, host: str, port: int, timeout: float | None = None, *args: Any, **more: Any) -> Any:
+            return Stream(inner.connect_tcp(host, port, _left_s(timeout), *args, **more))
+
+        def connect_unix_socket(self, path: str, timeout: float | None = None, *args: Any, **more: Any) -> Any:
+            return Stream(inner.connect_unix_socket(path, _left_s(timeout), *args, **more))
+
+        def sleep(self, seconds: float) -> None:
+            inner.sleep(seconds)
+
+    return Backend()

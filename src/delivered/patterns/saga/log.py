@@ -1,0 +1,400 @@
+"""The saga log: who runs a saga, and what happened to it. Every write is fenced by the saga's epoch.
+
+A worker claims a saga by raising its epoch, for as long as its longest step may take. Each write is one transaction
+that also checks the epoch: a worker that was paused until another one claimed its saga can write nothing more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from delivered.kits.mysql.tls import tls_of_url
+from delivered.model.errors import Fenced, MissingExtra, Refused, Unreachable, UsageError
+from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
+from delivered.model.options import password_in_url, resolve_secret
+from delivered.model.secrets import holds_password
+from delivered.patterns.caller import NOW_MS, Caller
+from delivered.patterns.saga.definition import Saga, Verb
+from delivered.patterns.saga.progress import Entry, Event, Status
+from delivered.patterns.saga.tables import ENTRIES, SAGAS, check_tables, checked, ddl, no_tables, record
+
+_CANDIDATES = 16
+CLEANED_MAX = 500
+"""Sagas that one call of `clean` deletes."""
+_OPEN = (Status.RUNNING.value, Status.COMPENSATING.value)
+
+
+@dataclass
+class Claim:
+    """A saga that this worker runs, until another one claims it.
+
+    Attributes:
+        entries: its log so far, kept up to date by `Log.append`.
+    """
+
+    saga: Saga
+    id: str
+    epoch: int
+    data: Any
+    status: Status
+    entries: list[Entry]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A saga as listed.
+
+    Attributes:
+        step, error: of its newest entry; error of the newest one that has one.
+        age_s: since it was begun.
+    """
+
+    saga: str
+    id: str
+    status: Status
+    step: str
+    error: str
+    age_s: float
+    worker: str
+
+
+@dataclass(frozen=True)
+class Log:
+    """Where sagas are kept. Picklable.
+
+    Attributes:
+        where: path of a SQLite file; a URL postgresql://host/db or mysql://host/db, without a password; or a function
+            that returns a new connection.
+        password: env:NAME or file:PATH.
+
+    Raises:
+        UsageError: the URL contains a password.
+    """
+
+    where: str | Callable[[], Any]
+    password: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.where, str) and holds_password(self.where):
+            raise password_in_url("saga log", "log", "remove it and pass password='env:NAME' (--password env:NAME)")
+
+    def open(self) -> OpenLog:
+        """
+        Raises:
+            Refused: there are no tables.
+            Unreachable: the database does not answer, or does not let this user in.
+            MissingExtra: the database's client is not installed.
+        """
+        if isinstance(self.where, str) and "://" not in self.where and not Path(self.where).exists():
+            raise no_tables("sqlite")
+        found = OpenLog(self._connect())
+        try:
+            with found.transaction() as caller:
+                check_tables(caller)
+        except BaseException:
+            found.close()
+            raise
+        return found
+
+    def create(self) -> None:
+        """Make the tables, unless they are there."""
+        with contextlib.closing(OpenLog(self._connect())) as log, log.transaction() as caller:
+            for statement in ddl(caller.dialect):
+                caller.execute(statement)
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        if not isinstance(self.where, str):
+            return "the saga log"
+        parts = urlsplit(self.where)
+        return f"the saga log {parts.netloc.rpartition('@')[2] + parts.path if parts.scheme else self.where}"
+
+    def _connect(self) -> Any:
+        try:
+            return self._connected()
+        except Exception as error:
+            if not is_lost(error):
+                raise
+            raise Unreachable(
+                "SAGA_UNREACHABLE",
+                f"No connection to {self.label}: {error}",
+                next_step="check that the database runs, its address, and user and password",
+            ) from None
+
+    def _connected(self) -> Any:
+        if not isinstance(self.where, str):
+            return self.where()
+        scheme = urlsplit(self.where).scheme
+        password = None if self.password is None else resolve_secret("password", self.password)
+        try:
+            if scheme in ("postgresql", "postgres"):
+                import psycopg
+
+                given: dict[str, Any] = {} if password is None else {"password": password}
+                return psycopg.connect(self.where, connect_timeout=int(CONNECT_TIMEOUT_S), **given)
+            if scheme in ("mysql", "mariadb"):
+                return _mysql(self.where, password)
+        except ImportError:
+            raise MissingExtra("saga") from None
+        if "://" in self.where:
+            raise UsageError(
+                "SAGA_LOG",
+                f"The saga log is {scheme}://...; it must be a path, or a URL postgresql://... or mysql://...",
+                next_step="write a path of a SQLite file, such as /data/sagas.db",
+            )
+        # A connection per thread of a worker, handed over at its end.
+        connection = sqlite3.connect(self.where, timeout=REQUEST_TIMEOUT_S, check_same_thread=False)
+        connection.execute("PRAGMA synchronous=EXTRA")
+        return connection
+
+
+def is_lost(error: BaseException) -> bool:
+    """The database does not answer, or the client says that connection or transaction were lost."""
+    return getattr(error, "may_come_back", False) or any(
+        c.__module__.partition(".")[0] in ("psycopg", "pymysql", "sqlite3")
+        and c.__name__ in ("OperationalError", "InterfaceError")
+        for c in type(error).__mro__
+    )
+
+
+def _mysql(url: str, password: str | None) -> Any:
+    from delivered.kits.mysql.connection import Connection
+
+    parts = urlsplit(url)
+    return Connection(
+        tls_of_url(url),
+        host=parts.hostname or "localhost",
+        port=parts.port or 3306,
+        user=unquote(parts.username) if parts.username else None,
+        password=password or "",
+        database=unquote(parts.path.strip("/")),
+        charset="utf8mb4",
+        connect_timeout=int(CONNECT_TIMEOUT_S),
+        read_timeout=REQUEST_TIMEOUT_S,
+    )
+
+
+class OpenLog:
+    """One connection to a saga log; used by one thread."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            self._connection.close()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Caller]:
+        """Committed at the end, durably, or rolled back."""
+        if isinstance(self._connection, sqlite3.Connection):
+            self._connection.execute("BEGIN IMMEDIATE")  # a lock taken later is refused instead of waited for
+        try:
+            caller = Caller(self._connection, what="the saga log")
+            if caller.dialect == "postgres":
+                caller.execute("SET LOCAL synchronous_commit = 'on'")
+            yield caller
+            self._connection.commit()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._connection.rollback()
+            raise
+
+    def begin(self, saga: Saga, rows: Iterable[tuple[Any, Any]]) -> None:
+        """Record sagas in one transaction, unless the log has them.
+
+        Args:
+            rows: id, and data as JSON text; None: null.
+
+        Raises:
+            DuplicateSaga: an id is taken by a saga with other data.
+            BadRecord: a value cannot be stored.
+        """
+        ready = [checked(*row) for row in rows]
+        with self.transaction() as caller:
+            for id_, text in ready:
+                record(caller, saga, id_, text)
+
+    def claim(self, saga: Saga, worker: str, id: str | None = None) -> Claim | None:  # noqa: A002
+        """Take a saga that is due, so that nobody else runs it: this one, or any of its name and steps."""
+        with self.transaction() as caller:
+            now = NOW_MS[caller.dialect]
+            one, values = ("AND id = ?", [_sent(caller, id)]) if id is not None else ("", [])
+            found = caller.execute(
+                f"SELECT id, epoch FROM {SAGAS} WHERE status IN (?, ?) AND due_ms <= {now} AND saga = ? "
+                f"AND steps = ? {one} ORDER BY due_ms LIMIT {_CANDIDATES}",
+                (*_OPEN, saga.name, saga.signature, *values),
+            ).rows
+        for key, epoch in found:
+            with self.transaction() as caller:
+                taken = caller.execute(
+                    f"UPDATE {SAGAS} SET epoch = epoch + 1, worker = ?, due_ms = {now} + ? "
+                    f"WHERE saga = ? AND id = ? AND epoch = ? AND status IN (?, ?) AND due_ms <= {now}",
+                    (worker, int(saga.lease_s * 1000), saga.name, key, epoch, *_OPEN),
+                ).count
+                if taken:
+                    return self._read(caller, saga, key, int(epoch) + 1)
+        return None
+
+    def _read(self, caller: Caller, saga: Saga, key: Any, epoch: int) -> Claim:
+        ((data, status),) = caller.execute(
+            f"SELECT data, status FROM {SAGAS} WHERE saga = ? AND id = ?", (saga.name, key)
+        ).rows  # fmt: skip
+        entries = [
+            Entry(step, Verb(verb), Event(event), None if value is None else json.loads(value), error or "")
+            for step, verb, event, value, error in caller.execute(
+                f"SELECT step, verb, event, value, error FROM {ENTRIES} WHERE saga = ? AND id = ? ORDER BY n",
+                (saga.name, key),
+            ).rows
+        ]
+        return Claim(saga, _text(key), epoch, json.loads(data), Status(status), entries)
+
+    def append(self, claim: Claim, entries: Sequence[Entry], status: Status, pause_s: float | None = None) -> None:
+        """Write entries and the status that follows from them in one transaction, and keep the claim.
+
+        Args:
+            pause_s: give the claim up; the saga is due again after this long.
+
+        Raises:
+            Fenced: another worker claimed the saga, or a person resolved it. Nothing was written.
+        """
+        with self.transaction() as caller:
+            now, key = NOW_MS[caller.dialect], _sent(caller, claim.id)
+            later = claim.saga.lease_s if pause_s is None else pause_s
+            held = caller.execute(
+                f"UPDATE {SAGAS} SET status = ?, entries = ?, due_ms = {now} + ? "
+                "WHERE saga = ? AND id = ? AND epoch = ?",
+                (status.value, len(claim.entries) + len(entries), int(later * 1000), claim.saga.name, key,
+                 claim.epoch),
+            )  # fmt: skip
+            if not held.count:
+                raise Fenced(
+                    "SAGA_FENCED",
+                    f"Saga {claim.saga.name} {claim.id!r} belongs to another worker now; epoch {claim.epoch} is over. "
+                    "Nothing was written.",
+                    next_step="nothing, if this was rare; else give the saga's steps a longer timeout_s",
+                )
+            for n, entry in enumerate(entries, len(claim.entries) + 1):
+                _insert(caller, claim.saga.name, key, n, claim.epoch, entry)
+        claim.status = status
+        claim.entries += entries
+
+    def pause_s(self, sagas: Sequence[Saga]) -> float | None:
+        """Seconds until the next of these sagas is due; None: all are at rest."""
+        found: list[float] = []
+        with self.transaction() as caller:
+            for saga in sagas:
+                ((due,),) = caller.execute(
+                    f"SELECT MIN(due_ms) - {NOW_MS[caller.dialect]} FROM {SAGAS} "
+                    "WHERE status IN (?, ?) AND saga = ? AND steps = ?",
+                    (*_OPEN, saga.name, saga.signature),
+                ).rows
+                found += [] if due is None else [max(0.0, float(due) / 1000)]
+        return min(found, default=None)
+
+    def status(self, saga: Saga, id: str) -> Status | None:  # noqa: A002
+        """None: no such saga."""
+        with self.transaction() as caller:
+            rows = caller.execute(
+                f"SELECT status FROM {SAGAS} WHERE saga = ? AND id = ?", (saga.name, _sent(caller, id))
+            ).rows  # fmt: skip
+        return Status(rows[0][0]) if rows else None
+
+    def rows(self, statuses: Sequence[Status], limit: int) -> list[Row]:
+        """Sagas in these statuses, oldest first."""
+        marks = ", ".join("?" * len(statuses))
+        with self.transaction() as caller:
+            found = caller.execute(
+                f"SELECT saga, id, status, worker, {NOW_MS[caller.dialect]} - began_ms FROM {SAGAS} "
+                f"WHERE status IN ({marks}) ORDER BY began_ms, saga, id LIMIT {int(limit)}",
+                [s.value for s in statuses],
+            ).rows
+            listed = []
+            for saga, key, status, worker, age_ms in found:
+                newest = caller.execute(
+                    f"SELECT step, error FROM {ENTRIES} WHERE saga = ? AND id = ? ORDER BY n DESC LIMIT 8",
+                    (saga, key),
+                ).rows
+                step = newest[0][0] if newest else ""
+                error = next((e for _, e in newest if e), "")
+                listed.append(Row(saga, _text(key), Status(status), step, error, float(age_ms) / 1000, worker))
+        return listed
+
+    def resolve(self, id: str, event: Event, saga: str | None = None) -> Row:  # noqa: A002
+        """A person's answer to a stuck compensation: try it again (RETRY), leave it out (SKIPPED), or it was done by
+        hand (DONE). A worker goes on with what is left.
+
+        Raises:
+            UsageError: no such saga, or several; or it is not stuck.
+        """
+        with self.transaction() as caller:
+            key = _sent(caller, id)
+            one, values = ("AND saga = ?", [saga]) if saga is not None else ("", [])
+            found = caller.execute(
+                f"SELECT saga, status, epoch, entries FROM {SAGAS} WHERE id = ? {one}", (key, *values)
+            ).rows  # fmt: skip
+            if len(found) != 1:
+                what = "no saga" if not found else "several sagas: " + ", ".join(str(r[0]) for r in found)
+                raise UsageError("SAGA_UNKNOWN", f"The log holds {what} with the id {id!r}.", "delivered sagas list")
+            name, status, epoch, count = found[0]
+            if Status(status) is not Status.STUCK:
+                raise Refused(
+                    "SAGA_NOT_STUCK",
+                    f"Saga {name} {id!r} is {status}; only a stuck one needs a person.",
+                    next_step="delivered sagas list",
+                )
+            ((step,),) = caller.execute(
+                f"SELECT step FROM {ENTRIES} WHERE saga = ? AND id = ? ORDER BY n DESC LIMIT 1", (name, key)
+            ).rows  # fmt: skip
+            changed = caller.execute(
+                f"UPDATE {SAGAS} SET status = ?, entries = entries + 1, epoch = epoch + 1, "
+                f"due_ms = {NOW_MS[caller.dialect]} WHERE saga = ? AND id = ? AND epoch = ? AND status = ?",
+                (Status.COMPENSATING.value, name, key, epoch, Status.STUCK.value),
+            ).count
+            if not changed:
+                raise Refused("SAGA_NOT_STUCK", f"Someone else resolved saga {name} {id!r}.", "delivered sagas list")
+            entry = Entry(step, Verb.UNDO, event, error="resolved by a person")
+            _insert(caller, name, key, int(count) + 1, int(epoch) + 1, entry)
+        return Row(name, id, Status.COMPENSATING, step, "", 0.0, "")
+
+    def clean(self, age_s: float) -> int:
+        """Delete sagas that have been complete or compensated for this long, at most `CLEANED_MAX`; call it again until
+        it deletes fewer. An id that comes again afterwards begins a new saga. Stuck sagas stay.
+
+        Returns: sagas deleted.
+        """
+        with self.transaction() as caller:
+            old = caller.execute(
+                f"SELECT saga, id FROM {SAGAS} WHERE status IN (?, ?) AND due_ms < {NOW_MS[caller.dialect]} - ? "
+                f"ORDER BY due_ms LIMIT {CLEANED_MAX}",
+                (Status.COMPLETE.value, Status.COMPENSATED.value, int(age_s * 1000)),
+            ).rows
+            for row in old:
+                for table in (ENTRIES, SAGAS):
+                    caller.execute(f"DELETE FROM {table} WHERE saga = ? AND id = ?", row)
+        return len(old)
+
+
+def _insert(caller: Caller, saga: str, key: Any, n: int, epoch: int, entry: Entry) -> None:
+    value = None if entry.value is None else json.dumps(entry.value, ensure_ascii=False)
+    caller.execute(
+        f"INSERT INTO {ENTRIES} (saga, id, n, epoch, step, verb, event, value, error, at_ms) "
+        f"VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, {NOW_MS[caller.dialect]})",
+        (saga, key, n, epoch, entry.step, entry.verb.value, entry.event.value, value, entry.error),
+    )
+
+
+def _sent(caller: Caller, id_: str) -> Any:
+    return id_.encode() if caller.dialect == "mysql" else id_
+
+
+def _text(key: Any) -> str:
+    return key.decode() if isinstance(key, bytes) else str(key)

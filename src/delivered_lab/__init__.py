@@ -1,0 +1,1 @@
+"""Serves pipelines and breaks them, in tests and in your own trials: real servers, a supervisor, the verifier."""

@@ -1,0 +1,168 @@
+"""ActiveMQ Artemis: one process, one listener that speaks STOMP, AMQP, OpenWire and its own protocol.
+
+Anonymous clients may do everything; clients with a user need the password (`delivered` and `delivered`).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from delivered.machine import java_home
+from delivered_lab.brokers.fetch import Say, fetch_archive
+from delivered_lab.brokers.servers import Server
+
+VERSION = "2.40.0"
+ARTIFACT = ("org.apache.activemq", "apache-artemis", VERSION)
+STOMP = "STOMP"
+USER = PASSWORD = "delivered"  # noqa: S105 - a development server on the loopback
+_ROLE = "dev"
+_PERMISSIONS = (
+    *("createAddress", "deleteAddress", "createDurableQueue", "deleteDurableQueue"),
+    *("createNonDurableQueue", "deleteNonDurableQueue", "send", "consume", "browse", "manage"),
+)
+
+
+def url(address: str) -> str:
+    return f"stomp://{address}"
+
+
+def fetch(java: Path, say: Say) -> Path:
+    """The server's folder, fetched once."""
+    return fetch_archive(f"artemis/{VERSION}", ARTIFACT, ("lib",), "47 MB", java, say)
+
+
+def prepare(
+    folder: Path, listeners: Mapping[str, str], properties: Mapping[str, str], heap_mb: int, say: Say
+) -> list[str]:
+    """Fetch the server if missing, write its configuration; return the command to run.
+
+    Args:
+        properties: for Artemis's broker.properties, for instance {"journalDatasync": "false"}.
+
+    Raises:
+        DeliveredError: no Java, or the download failed.
+    """
+    java = java_home() / "bin" / "java"
+    home = fetch(java, say)
+    etc = folder / "etc"
+    etc.mkdir(exist_ok=True)
+    files = {
+        "broker.xml": _broker(folder, listeners[STOMP]),
+        "bootstrap.xml": _bootstrap(etc),
+        "management.xml": '<management-context xmlns="http://activemq.apache.org/schema"/>\n',
+        "login.config": _LOGIN,
+        "users.properties": f"{USER} = {PASSWORD}\n",
+        "roles.properties": f"{_ROLE} = {USER}\n",
+        "broker.properties": "".join(f"{k}={v}\n" for k, v in properties.items()),
+        "log4j2.properties": _LOG,
+    }
+    for name, text in files.items():
+        (etc / name).write_text(text, encoding="utf-8")
+    return [
+        str(java),
+        f"-Xmx{heap_mb}m",
+        "-XX:+UseSerialGC",
+        "-XX:MaxMetaspaceSize=128m",
+        "-Djava.net.preferIPv4Stack=true",
+        f"-Djava.security.auth.login.config={etc / 'login.config'}",
+        f"-Dartemis.home={home}",
+        f"-Dartemis.instance={folder}",
+        f"-Dartemis.instance.etc={etc}",
+        f"-Dlog4j2.configurationFile={etc / 'log4j2.properties'}",
+        "-Dlog4j2.disableJmx=true",
+        "--add-opens=java.base/jdk.internal.misc=ALL-UNNAMED",
+        *("-cp", str(home / "lib" / "*"), "org.apache.activemq.artemis.cli.Artemis"),
+        *("run", "--properties", str(etc / "broker.properties")),
+    ]
+
+
+def answers(address: str, timeout_s: float = 2.0) -> bool:
+    """Whether the server at `address` opens a STOMP connection."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError), socket.create_connection((host, int(port)), timeout_s) as peer:
+        peer.settimeout(timeout_s)
+        peer.sendall(b"CONNECT\naccept-version:1.2\nhost:localhost\n\n\0")
+        answered = peer.makefile("rb").read(9) == b"CONNECTED"
+        peer.sendall(b"DISCONNECT\n\n\0")  # else the server logs a lost connection
+        return answered
+    return False
+
+
+def _broker(folder: Path, address: str) -> str:
+    data = escape(str(folder / "data"))
+    permissions = "".join(f'<permission type="{p}" roles="{_ROLE}"/>' for p in _PERMISSIONS)
+    queues = "".join(f'<address name="{q}"><anycast><queue name="{q}"/></anycast></address>' for q in _KEPT)
+    return f"""<?xml version="1.0"?>
+<configuration xmlns="urn:activemq"><core xmlns="urn:activemq:core">
+  <name>delivered</name>
+  <persistence-enabled>true</persistence-enabled>
+  <journal-type>NIO</journal-type>
+  <journal-directory>{data}/journal</journal-directory>
+  <bindings-directory>{data}/bindings</bindings-directory>
+  <large-messages-directory>{data}/large</large-messages-directory>
+  <paging-directory>{data}/paging</paging-directory>
+  <journal-file-size>10M</journal-file-size>
+  <journal-pool-files>10</journal-pool-files>
+  <!-- A development machine is seldom empty; the default would stop all senders. -->
+  <max-disk-usage>-1</max-disk-usage>
+  <acceptors>
+    <acceptor name="all">tcp://{address}?protocols=STOMP,AMQP,OPENWIRE,CORE</acceptor>
+  </acceptors>
+  <security-settings><security-setting match="#">{permissions}</security-setting></security-settings>
+  <address-settings><address-setting match="#">
+    <dead-letter-address>DLQ</dead-letter-address>
+    <expiry-address>ExpiryQueue</expiry-address>
+    <default-address-routing-type>ANYCAST</default-address-routing-type>
+    <default-queue-routing-type>ANYCAST</default-queue-routing-type>
+    <auto-delete-queues>false</auto-delete-queues>
+  </address-setting></address-settings>
+  <addresses>{queues}</addresses>
+</core></configuration>
+"""
+
+
+_KEPT = ("DLQ", "ExpiryQueue")
+
+
+def _bootstrap(etc: Path) -> str:
+    return (
+        '<broker xmlns="http://activemq.apache.org/schema"><jaas-security domain="delivered"/>'
+        f'<server configuration="{escape((etc / "broker.xml").as_uri())}"/></broker>\n'
+    )
+
+
+_MODULES = "org.apache.activemq.artemis.spi.core.security.jaas"
+_LOGIN = f"""delivered {{
+  {_MODULES}.GuestLoginModule sufficient
+    credentialsInvalidate=true
+    org.apache.activemq.jaas.guest.user="guest"
+    org.apache.activemq.jaas.guest.role="{_ROLE}";
+  {_MODULES}.PropertiesLoginModule required
+    org.apache.activemq.jaas.properties.user="users.properties"
+    org.apache.activemq.jaas.properties.role="roles.properties";
+}};
+"""
+_LOG = """rootLogger.level = warn
+rootLogger.appenderRef.console.ref = console
+appender.console.type = Console
+appender.console.name = console
+appender.console.layout.type = PatternLayout
+appender.console.layout.pattern = %d %-5level [%logger] %msg%n
+"""
+
+
+SERVER = Server(
+    listeners=lambda _: [STOMP],
+    main=STOMP,
+    fetch=lambda say: fetch(java_home() / "bin" / "java", say),
+    prepare=lambda folder, state, say: prepare(
+        folder, state.listeners, state.settings["properties"], state.settings["heap_mb"], say
+    ),
+    answers=lambda state: answers(state.listeners[STOMP]),
+    url=url,
+    pipeline='{{format: activemq, url: "{url}", queue: orders, log: orders-log}}',
+)

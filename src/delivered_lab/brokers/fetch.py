@@ -1,0 +1,204 @@
+"""Fetches servers from Maven Central with pyspark's Ivy, into the user's cache folder.
+
+Each file must have the SHA-256 that `hashes.txt` holds: by the registry's own checksums, a file that was replaced there
+is right.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from xml.sax.saxutils import quoteattr
+
+from delivered.machine import cache_folder
+from delivered.model.errors import DeliveredError, MissingExtra
+
+FETCH_TIMEOUT_S = 900.0
+HASHES = Path(__file__).with_name("hashes.txt")
+Say = Callable[[str], None]
+
+
+def fetch_jars(
+    name: str, artifacts: Sequence[tuple[str, str, str]], java: Path, say: Say, transitive: bool = True
+) -> Path:
+    """The folder with the JARs of `artifacts` and their runtime dependencies; fetched once.
+
+    Args:
+        name: of the folder, with the version: "kafka/4.3.0".
+        artifacts: Maven's (group, artifact, version).
+        java: the `java` to run Ivy with.
+        transitive: False: without dependencies.
+
+    Raises:
+        DeliveredError: the download failed; the message ends with Ivy's output.
+        MissingExtra: pyspark, which includes Ivy, is not installed.
+    """
+    needs = "".join(
+        f"<dependency org={quoteattr(g)} name={quoteattr(a)} rev={quoteattr(v)} conf='default'"
+        f" transitive='{str(transitive).lower()}'/>"
+        for g, a, v in artifacts
+    )
+
+    def fetch(work: Path) -> Path:
+        _run_ivy(name, needs, ("jar", "bundle"), java, work, poms=True)  # some JARs are OSGi bundles
+        check_hashes(name, work / "lib")
+        return work / "lib"
+
+    return _once(name, "lib", "", fetch, say)
+
+
+def fetch_archive(
+    name: str,
+    artifact: tuple[str, str, str],
+    folders: Sequence[str] | None,
+    size: str,
+    java: Path,
+    say: Say,
+    classifier: str = "bin",
+) -> Path:
+    """The folder with `folders` of an artifact that is a .tar.gz; fetched once.
+
+    Args:
+        name, artifact, java: as for `fetch_jars`.
+        folders: of the archive, below its top folder; others are left out. None: it has no top folder, and all is kept.
+        size: of the download, for messages.
+
+    Raises:
+        DeliveredError, MissingExtra: as `fetch_jars`.
+    """
+    group, module, version = artifact
+    need = (
+        f"<dependency org={quoteattr(group)} name={quoteattr(module)} rev={quoteattr(version)} conf='default'"
+        f" transitive='false'><artifact name={quoteattr(module)} type='tar.gz' ext='tar.gz'"
+        f" m:classifier={quoteattr(classifier)}/></dependency>"
+    )
+
+    def fetch(work: Path) -> Path:
+        _run_ivy(name, need, ("tar.gz",), java, work, poms=False)
+        check_hashes(name, work / "lib")
+        made = work / "made"
+        (packed,) = (work / "lib").glob("*.tar.gz")
+        with tarfile.open(packed) as archive:
+            for member in archive:
+                inside = member.name.removeprefix("./")
+                if folders is not None:
+                    inside = inside.partition("/")[2]
+                if folders is None or inside.startswith(tuple(f"{f}/" for f in folders)):
+                    member.name = inside
+                    archive.extract(member, made, filter="data")
+        return made
+
+    return _once(name, "server", f" ({size})", fetch, say)
+
+
+def check_hashes(name: str, folder: Path) -> None:
+    """
+    Raises:
+        DeliveredError: a file of this download has not the hash that we know, or no hash is known.
+    """
+    lines = HASHES.read_text(encoding="utf-8").splitlines()
+    known = {path: digest for digest, _, path in (line.partition(" ") for line in lines)}
+    for file in sorted(folder.iterdir()):
+        with file.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        expected = known.get(f"{name}/{file.name}")
+        if found != expected:
+            raise DeliveredError(
+                "DOWNLOAD_CHANGED",
+                f"The file {file.name} of {name} has the SHA-256 {found}; expected is {expected or 'no such file'}. It "
+                "was not used.",
+                next_step="compare the hash with the one that the project publishes, and report what differs; after a "
+                "change of version, add the hashes of its files to hashes.txt",
+            )
+
+
+def _once(name: str, what: str, size: str, fetch: Callable[[Path], Path], say: Say) -> Path:
+    """The folder that `fetch` created, now or earlier; created atomically."""
+    home = cache_folder() / name
+    ready = home / what
+    if ready.is_dir():
+        return ready
+    home.mkdir(parents=True, exist_ok=True)
+    with _lock(home / ".lock"):
+        if ready.is_dir():  # another process fetched it while this one waited
+            return ready
+        say(f"fetching {name} from Maven Central, once{size}, into {home}")
+        work = Path(tempfile.mkdtemp(prefix=".fetch-", dir=home))
+        try:
+            fetch(work).rename(ready)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return ready
+
+
+def _run_ivy(name: str, needs: str, types: Sequence[str], java: Path, work: Path, poms: bool) -> None:
+    """Download `needs`, in Ivy's notation of dependencies, into `work`/lib.
+
+    Args:
+        poms: read the artifacts' descriptors; False: they may be unavailable.
+    """
+    settings, module = work / "settings.xml", work / "ivy.xml"
+    settings.write_text(
+        '<ivysettings><settings defaultResolver="central"/>'
+        f"<caches defaultCacheDir={quoteattr(str(work / 'cache'))}/>"
+        '<resolvers><ibiblio name="central" m2compatible="true"'
+        f' usepoms="{str(poms).lower()}"/></resolvers></ivysettings>\n',
+        encoding="utf-8",
+    )
+    module.write_text(
+        '<ivy-module version="2.0" xmlns:m="http://ant.apache.org/ivy/maven">'
+        '<info organisation="delivered" module="server"/>'
+        '<configurations><conf name="default"/></configurations>'
+        f"<dependencies>{needs}</dependencies></ivy-module>\n",
+        encoding="utf-8",
+    )
+    pattern = str(work / "lib" / "[artifact]-[revision](-[classifier]).[ext]")
+    command = [str(java), "-XX:TieredStopAtLevel=1", "-cp", str(_spark_jars() / "*"), "org.apache.ivy.Main"]
+    command += ["-settings", str(settings), "-ivy", str(module), "-confs", "default"]
+    command += ["-retrieve", pattern, "-types", *types]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+        )
+        failed, output = done.returncode != 0, done.stdout + done.stderr
+    except subprocess.TimeoutExpired:
+        failed, output = True, f"not finished after {FETCH_TIMEOUT_S:.0f} s"
+    # Ivy exits with 0 even if an artifact was not found.
+    if failed or "UNRESOLVED DEPENDENCIES" in output or not list(work.glob("lib/*.*")):
+        lines = [x.strip() for x in output.splitlines() if x.strip(" \t:")]
+        bad = [x for x in lines if any(w in x.lower() for w in ("not found", "error", "unresolved", "exception"))]
+        raise DeliveredError(
+            "DOWNLOAD_FAILED",
+            f"Fetching {name} from Maven Central failed. Ivy's output: {' | '.join((bad or lines)[-4:])[:600]}",
+            next_step="check the connection to Maven Central and run the command again",
+        )
+
+
+def _spark_jars() -> Path:
+    # Only locate pyspark: importing it takes seconds.
+    spec = importlib.util.find_spec("pyspark")
+    if spec is None or spec.origin is None:
+        raise MissingExtra("spark")
+    jars = Path(spec.origin).parent / "jars"
+    if not list(jars.glob("ivy-*.jar")):
+        raise DeliveredError(
+            "IVY_MISSING",
+            f"The pyspark in {jars.parent} does not include Ivy; the one from PyPI does.",
+            next_step='pip install "delivered[spark]"',
+        )
+    return jars
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,141 @@
+"""MariaDB, which stands for MySQL, from Debian's packages: a user `delivered` without a password, a database `dev`.
+
+It runs as the current user, listens only on 127.0.0.1, and only accepts that user from there.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from delivered.machine import cache_folder
+from delivered.model.errors import DeliveredError
+from delivered_lab.brokers.debian import unpacked
+from delivered_lab.brokers.fetch import Say
+from delivered_lab.brokers.process import telling_lines
+from delivered_lab.brokers.servers import Server
+
+MYSQL = "MYSQL"
+USER, DATABASE = "delivered", "dev"
+PACKAGES = ("mariadb-server-core", "libaio1", "libnuma1", "liburing2")
+_SETTINGS = {
+    "bind_address": "127.0.0.1",
+    "skip_name_resolve": "1",
+    "socket": "mysql.sock",  # relative to the data folder: a full path may be too long for a socket
+    "pid_file": "mysql.pid",
+    "log_warnings": "1",
+    "performance_schema": "0",
+    "character_set_server": "utf8mb4",
+    "innodb_buffer_pool_size": "128M",
+    "innodb_log_file_size": "64M",
+    "key_buffer_size": "1M",
+    "aria_pagecache_buffer_size": "4M",
+    "max_connections": "200",
+}
+_TABLES = ("system_tables", "performance_tables", "system_tables_data")
+
+
+def url(address: str) -> str:
+    return f"mysql://{USER}@{address}/{DATABASE}"
+
+
+def fetch(say: Say) -> Path:
+    """The folder with the files of its Debian packages, fetched once."""
+    return unpacked("MariaDB", cache_folder() / "mariadb" / "debian", PACKAGES, "10 MB", say)
+
+
+def prepare(folder: Path, address: str, properties: Mapping[str, str], say: Say) -> list[str]:
+    """Fetch the server if missing, initialise its data folder, write its settings; return the command to run.
+
+    Raises:
+        DeliveredError: no Debian system, the download failed, or the server could not create its tables.
+    """
+    root, data = fetch(say), folder / "data"
+    start, users = folder / "my.cnf", folder / "users.sql"
+    settings = {
+        "datadir": data,
+        "basedir": root / "usr",
+        "plugin_dir": root / "usr/lib/mysql/plugin",
+        "lc_messages_dir": root / "usr/share/mysql",
+        "character_sets_dir": root / "usr/share/mysql/charsets",
+        "port": address.rpartition(":")[2],
+        "tmpdir": folder / "tmp",
+        "user": _user(),
+        # Users need no password, so none may read or write the files of the user who runs the server.
+        "secure_file_priv": folder / "files",
+        **_SETTINGS,
+        **properties,
+    }
+    for name in ("tmp", "files"):
+        (folder / name).mkdir(exist_ok=True)
+    start.write_text("[mariadbd]\n" + "".join(f"{k} = {v}\n" for k, v in settings.items()), encoding="utf-8")
+    # The server reads one statement per line.
+    users.write_text(
+        f"CREATE USER IF NOT EXISTS '{USER}'@'127.0.0.1';\n"
+        f"GRANT ALL ON *.* TO '{USER}'@'127.0.0.1' WITH GRANT OPTION;\n"
+        f"CREATE DATABASE IF NOT EXISTS {DATABASE};\n",
+        encoding="utf-8",
+    )
+    command = [*_program(root), f"--defaults-file={start}"]
+    if not (data / ".made").exists():
+        _make(command, root, data)
+    return [*command, f"--init-file={users}"]
+
+
+def answers(address: str, timeout_s: float = 2.0) -> bool:
+    """Whether the server at `address` greets with protocol version 10, as it does once it accepts logins."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError), socket.create_connection((host, int(port)), timeout_s) as peer:
+        peer.settimeout(timeout_s)
+        head = peer.makefile("rb").read(5)
+        return len(head) == 5 and head[4] == 10
+    return False
+
+
+def _make(command: list[str], root: Path, data: Path) -> None:
+    """The server's own tables."""
+    shutil.rmtree(data, ignore_errors=True)
+    (data / "mysql").mkdir(parents=True)
+    share = root / "usr/share/mysql"
+    script = "CREATE DATABASE IF NOT EXISTS mysql;\nUSE mysql;\n"
+    for name in _TABLES:
+        script += next(share.glob(f"*_{name}.sql")).read_text(encoding="utf-8")
+    done = subprocess.run(
+        [*command, "--bootstrap", "--log-warnings=0", "--max-allowed-packet=8M", "--net-buffer-length=16K"],
+        input=script, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        shutil.rmtree(data, ignore_errors=True)
+        raise DeliveredError(
+            "BROKER_START",
+            f"MariaDB could not create its tables in {data}. Output: {telling_lines(done.stdout + done.stderr)}",
+            next_step="remove the folder, and start again",
+        )
+    (data / ".made").touch()
+
+
+def _program(root: Path) -> list[str]:
+    libraries = ":".join(str(root / f) for f in ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu"))
+    return ["/usr/bin/env", f"LD_LIBRARY_PATH={libraries}", str(root / "usr/sbin/mariadbd")]
+
+
+def _user() -> str:
+    """The server does not start as root without this option; other users cannot set it."""
+    return pwd.getpwuid(os.geteuid()).pw_name
+
+
+SERVER = Server(
+    listeners=lambda _: [MYSQL],
+    main=MYSQL,
+    fetch=fetch,
+    prepare=lambda folder, state, say: prepare(folder, state.listeners[MYSQL], state.settings["properties"], say),
+    answers=lambda state: answers(state.listeners[MYSQL]),
+    url=url,
+    pipeline='{{format: mysql, url: "{url}", dbtable: orders, ifNotExists: true}}',
+)

@@ -1,0 +1,117 @@
+"""RabbitMQ from Debian's packages, unpacked into the cache folder: nothing is installed, no root is needed.
+
+One node, everything on 127.0.0.1: the listener for clients, Erlang's own port, and a port mapper (epmd) of its own,
+which ends with the server.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from delivered.machine import cache_folder, write_launcher
+from delivered_lab.brokers.debian import unpacked
+from delivered_lab.brokers.fetch import Say
+from delivered_lab.brokers.servers import Server
+
+AMQP, EPMD, ERLANG = "AMQP", "EPMD", "ERLANG"
+USER = "guest"
+_ERLANG_PARTS = (
+    *("asn1", "base", "crypto", "eldap", "inets", "mnesia", "os-mon", "parsetools"),
+    *("public-key", "runtime-tools", "ssl", "syntax-tools", "tools", "xmerl"),
+)
+PACKAGES = ("rabbitmq-server", *(f"erlang-{part}" for part in _ERLANG_PARTS), "libsctp1")
+_SETTINGS = {
+    "loopback_users.guest": "true",
+    "log.file": "false",
+    "log.console": "true",
+    "log.console.level": "warning",
+    # Disks of development machines are often full; the default would block all publishers.
+    "disk_free_limit.absolute": "50MB",
+}
+
+
+def url(address: str) -> str:
+    return f"amqp://{USER}:{USER}@{address}/"
+
+
+def prepare(folder: Path, listeners: Mapping[str, str], properties: Mapping[str, str], say: Say) -> list[str]:
+    """Fetch the server if missing, write its configuration; return the command to run.
+
+    Raises:
+        DeliveredError: no Debian system, or the download failed.
+    """
+    root = fetch(say)
+    settings = {"listeners.tcp.1": listeners[AMQP], **_SETTINGS, **properties}
+    (folder / "rabbitmq.conf").write_text("".join(f"{k} = {v}\n" for k, v in settings.items()), encoding="utf-8")
+    (folder / "enabled_plugins").write_text("[].\n", encoding="utf-8")
+    (folder / "logs").mkdir(exist_ok=True)
+    launcher = folder / "start.sh"
+    write_launcher(launcher, _script(root, folder, listeners))
+    return ["/bin/sh", str(launcher)]
+
+
+def answers(address: str, timeout_s: float = 2.0) -> bool:
+    """Whether the server at `address` opens an AMQP 0-9-1 connection."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError), socket.create_connection((host, int(port)), timeout_s) as peer:
+        peer.settimeout(timeout_s)
+        peer.sendall(b"AMQP\x00\x00\x09\x01")
+        # A method frame (1) on channel 0 whose method is connection.start (10, 10).
+        head = peer.makefile("rb").read(11)
+        return head[:3] == b"\x01\x00\x00" and head[7:11] == b"\x00\x0a\x00\x0a"
+    return False
+
+
+def _script(root: Path, folder: Path, listeners: Mapping[str, str]) -> str:
+    erlang = root / "usr/lib/erlang"
+    home = next((root / "usr/lib/rabbitmq/lib").glob("rabbitmq_server-*"))
+    epmd = listeners[EPMD].rpartition(":")[2]
+    variables = {
+        "HOME": folder,  # for Erlang's cookie
+        "PATH": f"{erlang}/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "LD_LIBRARY_PATH": root / "usr/lib/x86_64-linux-gnu",
+        "ERL_EPMD_ADDRESS": "127.0.0.1",
+        "ERL_EPMD_PORT": epmd,
+        "RABBITMQ_NODENAME": "delivered@localhost",
+        "RABBITMQ_DIST_PORT": listeners[ERLANG].rpartition(":")[2],
+        "RABBITMQ_CONF_ENV_FILE": folder / "none",
+        "RABBITMQ_CONFIG_FILE": folder / "rabbitmq.conf",
+        "RABBITMQ_ADVANCED_CONFIG_FILE": folder / "none.config",
+        "RABBITMQ_ENABLED_PLUGINS_FILE": folder / "enabled_plugins",
+        "RABBITMQ_MNESIA_BASE": folder / "data",
+        "RABBITMQ_LOG_BASE": folder / "logs",
+        "RABBITMQ_PID_FILE": folder / "node.pid",
+        "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1} +sbwt none",
+        # The script execs the server instead of supervising it, so there is one process to stop.
+        "RUNNING_UNDER_SYSTEMD": "1",
+    }
+    exports = "".join(f"export {name}='{value}'\n" for name, value in variables.items())
+    dies = "setpriv --pdeathsig KILL " if shutil.which("setpriv") else ""
+    starts = f"{dies}'{erlang}/bin/epmd' -address 127.0.0.1 -port {epmd} &\nexec '{home}/sbin/rabbitmq-server'\n"
+    return f"#!/bin/sh\n{exports}{starts}"
+
+
+def fetch(say: Say) -> Path:
+    """The folder with the files of its Debian packages, fetched once."""
+
+    def mend(made: Path, root: Path) -> None:
+        erl = made / "usr/lib/erlang/bin/erl"
+        erl.write_text(erl.read_text().replace("ROOTDIR=/usr/lib/erlang", f"ROOTDIR='{root}/usr/lib/erlang'"))
+
+    return unpacked("RabbitMQ", cache_folder() / "rabbitmq" / "debian", PACKAGES, "34 MB", say, mend)
+
+
+SERVER = Server(
+    listeners=lambda _: [AMQP, EPMD, ERLANG],
+    main=AMQP,
+    hidden=frozenset({EPMD, ERLANG}),
+    fetch=fetch,
+    prepare=lambda folder, state, say: prepare(folder, state.listeners, state.settings["properties"], say),
+    answers=lambda state: answers(state.listeners[AMQP]),
+    url=url,
+    pipeline='{{format: rabbitmq, url: "{url}", queue: orders, log: orders-log}}',
+)

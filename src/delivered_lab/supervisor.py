@@ -1,0 +1,152 @@
+"""Run a command, kill its whole process tree at each crash point that is hit, and restart it until it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from delivered.crash import CRASH, CRASH_DIR, CrashAction, Hit, hits, parse
+from delivered.model.errors import DeliveredError
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Kill:
+    """
+    Attributes:
+        hit: why the tree was killed.
+        processes: how many processes were killed.
+    """
+
+    hit: Hit
+    processes: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """
+    Attributes:
+        kills: in order. Points with `!kill` and `!raise` are not included: they need no supervisor.
+        exit_code: of the last run.
+        runs: how often the command was started.
+    """
+
+    kills: tuple[Kill, ...]
+    exit_code: int
+    runs: int
+
+
+def run(
+    command: Sequence[str],
+    crash: str,
+    folder: Path,
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    output: IO[bytes] | None = None,
+) -> Outcome:
+    """Run `command` until it ends by itself.
+
+    Args:
+        crash: as in `DELIVERED_CRASH`.
+        folder: where hits are stored; created if missing. Points already hit there are not hit again.
+        timeout_s: for all runs together.
+        env: added to this process's environment.
+        output: receives the command's output; None: this process's output.
+
+    Raises:
+        UsageError: `crash` is malformed.
+        DeliveredError: the command did not end in time. Its process tree was killed.
+    """
+    halting = {str(p) for p in parse(crash) if p.action is CrashAction.HALT}
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, **(env or {}), CRASH: crash, CRASH_DIR: str(folder)}
+    deadline = time.monotonic() + timeout_s
+    seen = {path for path, _ in hits(folder)}
+    kills: list[Kill] = []
+    runs = 0
+    while True:
+        runs += 1
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            hit = _wait(process, folder, seen, halting, deadline)
+        except BaseException:
+            kill_tree(process.pid)
+            process.wait()
+            raise
+        if hit is None:
+            return Outcome(tuple(kills), process.wait(), runs)
+        killed = kill_tree(process.pid)
+        process.wait()
+        kills.append(Kill(hit, killed))
+
+
+def _wait(
+    process: subprocess.Popen[bytes], folder: Path, seen: set[Path], halting: set[str], deadline: float
+) -> Hit | None:
+    """Wait for a new hit that halts; None: the command ended."""
+    while True:
+        ended = process.poll() is not None
+        for path, hit in hits(folder):
+            if path not in seen:
+                seen.add(path)
+                if hit.point in halting:
+                    return hit
+        if ended:
+            return None
+        if time.monotonic() > deadline:
+            raise DeliveredError(
+                "SUPERVISOR_TIMEOUT",
+                f"The command {process.args!r} did not end in time; its process tree was killed.",
+                next_step="look at its output; a crash point that nobody waits for halts a process for ever",
+            )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_POLL_S)
+
+
+def kill_tree(pid: int) -> int:
+    """SIGKILL a process and all its descendants, whatever group or session they moved to; return how many.
+
+    The tree is stopped from the top before it is killed, so that nothing can start a child, and no parent can react to
+    the death of a child.
+    """
+    stopped: dict[int, psutil.Process] = {}
+    while True:
+        try:
+            root = psutil.Process(pid)
+            found = [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            found = []
+        # Workers of a daemon that is gone still have the command's session.
+        found += [p for p in psutil.process_iter() if _session(p) == pid]
+        new = [p for p in found if p.pid not in stopped]
+        if not new:
+            break
+        for p in new:
+            stopped[p.pid] = p
+            with contextlib.suppress(psutil.NoSuchProcess):
+                p.send_signal(signal.SIGSTOP)
+    for p in stopped.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            p.kill()
+    psutil.wait_procs(list(stopped.values()), timeout=10)
+    return len(stopped)
+
+
+def _session(process: psutil.Process) -> int | None:
+    try:
+        return os.getsid(process.pid)
+    except (ProcessLookupError, PermissionError):
+        return None

@@ -1,0 +1,349 @@
+"""One case while it runs: pipeline file, runs, workload, reader, and the actions available to a fault's script."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from delivered.model.guarantee import Guarantee
+from delivered_lab import brokers
+from delivered_lab.verify.evidence import Evidence, Stop
+from delivered_lab.verify.history import End, History, sends
+from delivered_lab.verify.producer import Producer
+from delivered_lab.verify.proxy import Fired, Proxy
+from delivered_lab.verify.reader import Reader
+from delivered_lab.verify.receiving import Receiving
+from delivered_lab.verify.services import (
+    DRIVER,
+    SERVICES,
+    SPARK,
+    Run,
+    Service,
+    VerifierError,
+    last_words,
+    skewed,
+    start,
+    wait_for,
+)
+from delivered_lab.verify.systems.base import QueueSource, Row, SinkClient, SourceClient
+from delivered_lab.verify.systems.group import sinks_of
+from delivered_lab.verify.template import Template, row_effect
+from delivered_lab.verify.workload import TABLE, Record, Workload
+from delivered_lab.verify.workloads import records
+
+HIT_TIMEOUT_S = 240.0
+END_TIMEOUT_S = 420.0
+Part = TypeVar("Part")
+
+
+@dataclass
+class Setting:
+    """What a case runs on: folder, records, source and sink, and any proxy in between.
+
+    Attributes:
+        checkpoint: its folder.
+        extra: more keys of the pipeline file.
+        proxy, broker: None without a server.
+        source_broker: holds the source; None: the source needs no server.
+        plain_s: time to the first effect of a plain restart; None: unknown.
+        env: for the pipeline's processes.
+        template: a user's pipeline that replaces the verifier's own.
+    """
+
+    name: str
+    folder: Path
+    guarantee: Guarantee
+    workload: Workload
+    seed: int
+    source: SourceClient
+    sink: SinkClient
+    checkpoint: Path
+    extra: dict[str, Any] = field(default_factory=dict)
+    proxy: Proxy[Any] | None = None
+    broker: brokers.Broker | None = None
+    source_broker: brokers.Broker | None = None
+    plain_s: float | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    service: Service = SERVICES[SPARK]
+    template: Template | None = None
+
+
+class Fixture:
+    """See the module. Not thread-safe; the reader has its own thread."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.random = random.Random(f"{setting.name}-{setting.seed}")  # noqa: S311
+        self.folder = setting.folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.history = History(self.folder / "history.jsonl")
+        self.checkpoint = setting.checkpoint
+        self.sql: str | None = setting.workload.sql
+        self.arrow: str | None = setting.workload.arrow
+        self.extra = dict(setting.extra)
+        self.runs: list[Run] = []
+        self.stops: list[Stop] = []
+        self.stays_down = False
+        self.lost: list[Row] = []
+        """Records that the source had delivered, and lost later."""
+        self.clock_s = 0
+        """How far the clock of the pipeline's host is ahead."""
+        self.audited: dict[str, Any] | None = None
+        self.result: Evidence | None = None
+        self.records = records(setting.workload, setting.seed)
+        self.reader = Reader(setting.name, setting.sink, setting.workload, setting.seed, self.history)
+        self.receiving: Receiving | None = None
+        self._sent = 0
+        self._killed = False
+
+    # -- before and after -------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        source = self.setting.source
+        source.create()
+        self.setting.sink.create()
+        self.reader.start()
+        if isinstance(source, QueueSource):
+            # A copy: a receiver may be reading the file while the pipeline's is rewritten.
+            file = shutil.copy(self.pipeline_file(), self.folder / "receivers.yaml")
+            self.receiving = Receiving(self.folder, source, Path(file), self.history, self.setting.env)
+
+    def close(self) -> None:
+        """Stop everything that this fixture started. May be called again."""
+        for run in self.runs:
+            if run.lives:
+                run.kill()
+        if self.receiving is not None:
+            self.receiving.close()
+        self.reader.close()
+        self.history.close()
+
+    # -- the workload -----------------------------------------------------------------------------------------------
+
+    @property
+    def left(self) -> list[Record]:
+        """Records not sent yet."""
+        return self.records[self._sent :]
+
+    def send(self, share: float = 1.0, *, arrive: bool = True) -> None:
+        """Send a share of all records, or those that are left, and wait for the acknowledgements.
+
+        Args:
+            arrive: for a queue, also wait until receivers have written them to the log, where a start finds them.
+        """
+        part = self.left[: max(1, round(share * len(self.records)))]
+        ids = [self._record_id(r) for r in part]
+        self._sent += len(part)
+        self.history.add("producer", "send", End.BEGUN, {"ids": ids})
+        self.setting.source.send(part)
+        self.history.add("producer", "send", End.OK, {"ids": ids})
+        if arrive:
+            self.arrive()
+
+    def arrive(self) -> None:
+        """Wait until a start of the pipeline would find all acknowledged records, or progress stops."""
+        if self.receiving is not None:
+            self.receiving.settle({i for i, end in sends(self.history).items() if end is End.OK})
+
+    @property
+    def receivers(self) -> Receiving:
+        return self._present(self.receiving, "NO_RECEIVER", "its source needs no receiver")
+
+    def producer(self, portion: int, pause_s: float, again: bool = True) -> Producer:
+        """A producer application, in a process that can be killed, for all records that are left.
+
+        Args:
+            again: after a restart it resends what was not acknowledged.
+        """
+        left = [replace(r, id=self._record_id(r)) for r in self.left]
+        producer = Producer(self.folder, self.setting.source, self.history, left, portion, pause_s, again)
+        self._sent = len(self.records)
+        return producer
+
+    # -- the pipeline -----------------------------------------------------------------------------------------------
+
+    def pipeline_file(self) -> Path:
+        """The pipeline as a user would write it."""
+        s = self.setting
+        source = s.source.options()
+        if s.workload.rows_per_batch is not None or "rows_per_batch" in self.extra:
+            source["maxOffsetsPerTrigger"] = self.extra.get("rows_per_batch", s.workload.rows_per_batch)
+        else:
+            source["maxOffsetsPerTrigger"] = max(1, len(self.records) // 6)
+        source |= self.extra.get("source", {})
+        path = self.folder / "pipeline.yaml"
+        if s.template is not None:
+            own = s.template.filled(source, s.sink.options() | self.extra.get("sink", {}))
+            own |= {"pipeline": s.name, "checkpoint": str(self.checkpoint), "trigger": "available_now"}
+            own.setdefault("master", "local[2]")
+            own |= {k: v for k, v in self.extra.items() if k == "master"} | self.extra.get("pipeline", {})
+            path.write_text(yaml.safe_dump(own, sort_keys=False), encoding="utf-8")
+            return path
+        data: dict[str, Any] = {
+            "pipeline": s.name,
+            "guarantee": s.guarantee.value,
+            "checkpoint": str(self.checkpoint),
+            "source": source,
+            "transform": self._transform(),
+            "sinks": [sink | self.extra.get("sink", {}) for sink in sinks_of(s.sink)],
+            "trigger": self.extra.get("trigger", "available_now"),
+            "master": self.extra.get("master", "local[2]"),
+        }
+        spark = {**s.workload.spark, **self.extra.get("spark", {})}
+        if spark:
+            data["spark"] = spark
+        if s.workload.output_mode != "append":
+            data["output_mode"] = s.workload.output_mode
+        data |= self.extra.get("pipeline", {})
+        path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+        return path
+
+    def _transform(self) -> dict[str, Any]:
+        if self.sql:
+            return {"sql": self.sql}
+        workload = self.setting.workload
+        if workload.python:
+            # A static table is not state; if it changes, a rerun gives other rows.
+            keeps = workload.table is None
+            return {"python": workload.python, "stateful": keeps, "deterministic": keeps}
+        if workload.topics > 1:
+            # A table has no topics: both kinds of rows go into one.
+            return (
+                {"select": ["key", "value", "topic"], "arrow": self.arrow}
+                if self.setting.sink.system == "kafka"
+                else {"select": ["key", "value"]}
+            )
+        return {"select": ["key", "value"]} | ({"arrow": self.arrow} if self.arrow else {})
+
+    def start(self, crash: str = "", *arguments: str) -> Run:
+        """Start the pipeline with these crash points."""
+        if self.receiving is not None:
+            self.receiving.ready()
+        number = len(self.runs) + 1
+        s = self.setting
+        command = [*s.service.command(self.pipeline_file(), self.folder, number), *arguments]
+        env = s.env
+        if s.workload.table is not None:
+            s.workload.table(self.folder / "table", number)
+            env = {**env, TABLE: str(self.folder / "table")}
+        if self.clock_s:
+            env = skewed(env, self.clock_s, self.folder / f"run{number}.clock")
+        run = start(DRIVER, number, self.folder, command, crash, env)
+        run.started_s, run.after_kill = self.history.now_s, self._killed
+        self._killed = False
+        self.runs.append(run)
+        self.history.add(run.name, "run", End.BEGUN, {"crash": crash, "arguments": arguments})
+        return run
+
+    def end(self, run: Run, timeout_s: float = END_TIMEOUT_S) -> str | None:
+        """Wait for a run to end by itself; return its error code, None if it succeeded."""
+        try:
+            run.wait_end(timeout_s)
+        except TimeoutError:
+            run.kill()
+            self.history.add(run.name, "run", End.UNKNOWN, {"output": last_words(run)})
+            raise
+        value = {"code": run.code} if run.code is None else {"code": run.code, "output": last_words(run)}
+        self.history.add(run.name, "run", End.OK if run.code is None else End.FAILED, value)
+        return run.code
+
+    def kill(self, run: Run) -> None:
+        """SIGKILL the process tree of a run."""
+        processes = run.kill()
+        self._killed = True
+        self.history.add(run.name, "run", End.UNKNOWN, {"killed": processes})
+
+    def must_stop(self, *codes: str, arguments: Sequence[str] = (), when: str) -> str | None:
+        """Start the pipeline where stopping with one of these errors is the correct outcome."""
+        code = self.end(self.start("", *arguments))
+        self.stops.append(Stop(codes, code, when))
+        return code
+
+    def drain(self, most: int = 4) -> None:
+        """Start the pipeline without faults until a run succeeds, at most `most` times; then all is delivered."""
+        self.arrive()
+        code: str | None = "?"
+        for _ in range(most):
+            code = self.end(self.start())
+            if code is None:
+                break
+        self.stops.append(Stop((), code, "at the end"))
+
+    def fire(self, name: str, **facts: Any) -> None:
+        """Record that a fault fired."""
+        self.history.add("fault", name, End.OK, facts)
+
+    def audit(self) -> None:
+        """Run `delivered audit`: a second opinion, and the count of given-up records."""
+        self.audited = self.setting.service.audit(self.pipeline_file(), self.folder, self.setting.env)
+        self.history.add("audit", "audit", End.OK, {k: self.audited[k] for k in ("verdict", "counts")})
+
+    def _record_id(self, record: Record) -> str:
+        return record.id if self.setting.template is None else row_effect(record.key, record.value).id
+
+    def clock_read(self, run: Run) -> Path:
+        """A file that is there once the commit engine of a run has read a clock that is ahead or behind."""
+        return self.folder / f"run{run.number}.clock"
+
+    # -- facts ------------------------------------------------------------------------------------------------------
+
+    def batches_logged(self) -> list[int]:
+        """Batches in Spark's commit log."""
+        folder = self.checkpoint / "commits"
+        return sorted(int(p.name) for p in folder.glob("*") if p.name.isdigit()) if folder.exists() else []
+
+    def batches_planned(self) -> list[int]:
+        folder = self.checkpoint / "offsets"
+        return sorted(int(p.name) for p in folder.glob("*") if p.name.isdigit()) if folder.exists() else []
+
+    def wait(self, what: Callable[[], bool], text: str, timeout_s: float = HIT_TIMEOUT_S) -> None:
+        wait_for(what, timeout_s, text)
+
+    @property
+    def broker(self) -> brokers.Broker:
+        return self._present(self.setting.broker, "NO_BROKER", "no server holds its sink or its source")
+
+    @property
+    def source_broker(self) -> brokers.Broker:
+        return self._present(self.setting.source_broker, "NO_BROKER", "no server holds its source")
+
+    @property
+    def proxy(self) -> Proxy[Any]:
+        return self._present(self.setting.proxy, "NO_PROXY", "its pipeline reaches its server directly")
+
+    def _present(self, part: Part | None, code: str, why: str) -> Part:
+        """
+        Raises:
+            VerifierError: the case has no such part.
+        """
+        if part is None:
+            raise VerifierError(code, f"The fault does not apply to case {self.setting.name}: {why}.")
+        return part
+
+    @property
+    def effects_seen(self) -> int:
+        """How many effects the reader has seen so far."""
+        return len(self.reader.seen)
+
+    def all_seen(self) -> None:
+        """Wait until the reader has seen everything there is: whatever it sees from now on is new."""
+        there = len(self.setting.sink.read())
+        self.wait(lambda: self.effects_seen >= there, f"the reader sees all {there} effects")
+
+    def on_network_fault(self, hit: Fired) -> None:
+        self.fire(hit.rule, api=hit.api, version=hit.version, client=hit.client)
+
+
+def empty(folder: Path) -> None:
+    """Delete a case's earlier files, and unmount a small disk left over from a killed verifier."""
+    for disk in [p for p in folder.glob("*") if p.is_mount()]:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)

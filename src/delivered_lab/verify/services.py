@@ -1,0 +1,320 @@
+"""Starts, stops, pauses and kills the pipeline and its receivers, as a user runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from delivered.crash import CRASH, CRASH_DIR, Hit, hits, release
+from delivered.model.errors import DeliveredError
+from delivered_lab.supervisor import kill_tree
+from delivered_lab.verify.workload import Workload
+
+_POLL_S = 0.02
+AUDIT_TIMEOUT_S = 240.0
+DRIVER, RECEIVER = "driver", "receiver"
+_CODE = re.compile(r"\[DELIVERED_([A-Z0-9_]+)\]")
+DELIVERED = (sys.executable, "-m", "delivered.cli.main")
+"""`delivered` as on the command line, but with the interpreter's path."""
+
+QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto"
+"""A short-lived JVM starts faster without its second compiler."""
+
+
+def wait_for(what: Callable[[], bool], timeout_s: float, text: str) -> None:
+    """Wait until a condition is true.
+
+    Raises:
+        TimeoutError: it did not become true in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{text}: not within {timeout_s:.0f} s")
+        time.sleep(_POLL_S)
+
+
+@dataclass
+class Run:
+    """One start of `delivered run` or `delivered receive`, in a session of its own.
+
+    Attributes:
+        number: 1 for the first of a case.
+        output: file with its output.
+        after_kill: started because the previous run was killed.
+        role: for display.
+    """
+
+    number: int
+    process: subprocess.Popen[bytes]
+    crash_folder: Path
+    output: Path
+    started_s: float = 0.0
+    after_kill: bool = False
+    role: str = DRIVER
+    _known: set[Path] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.number}"
+
+    @property
+    def lives(self) -> bool:
+        return self.process.poll() is None
+
+    def wait_hit(self, timeout_s: float) -> tuple[Path, Hit] | None:
+        """The next crash point reached; None: the run ended before.
+
+        Raises:
+            TimeoutError: neither happened in time. The run goes on.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            lives = self.lives
+            for path, hit in hits(self.crash_folder):
+                if path not in self._known:
+                    self._known.add(path)
+                    return path, hit
+            if not lives:
+                return None
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.name} reached no crash point within {timeout_s:.0f} s")
+            time.sleep(_POLL_S)
+
+    def wait_end(self, timeout_s: float) -> int:
+        """Its exit code.
+
+        Raises:
+            TimeoutError: it did not end in time. It goes on.
+        """
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{self.name} did not end within {timeout_s:.0f} s") from None
+
+    @property
+    def code(self) -> str | None:
+        """None: it succeeded. Else the code of its last error, "?" if it named none."""
+        if self.process.poll() == 0:
+            return None
+        found = _CODE.findall(self.output.read_text(encoding="utf-8", errors="replace"))
+        return found[-1] if found else "?"
+
+    def go_on(self, hit: Path) -> None:
+        """Release it from a crash point at which it waits."""
+        release(hit)
+
+    def stop(self, timeout_s: float) -> int:
+        """SIGTERM: a graceful stop. Returns its exit code.
+
+        Raises:
+            TimeoutError: it did not end in time. It goes on.
+        """
+        self.process.terminate()
+        return self.wait_end(timeout_s)
+
+    def kill(self) -> int:
+        """SIGKILL the driver, its JVM and its workers; return the number of processes. May be called again."""
+        killed = kill_tree(self.process.pid)
+        self.process.wait()
+        return killed
+
+    def pause(self) -> int:
+        """SIGSTOP the whole tree; return the number of processes."""
+        return self._signal(signal.SIGSTOP)
+
+    def resume(self) -> int:
+        return self._signal(signal.SIGCONT)
+
+    def kill_one(self, pid: int) -> bool:
+        """SIGKILL one process of the tree; False if it is gone or not in this tree."""
+        for p in self._tree():
+            if p.pid == pid:
+                p.kill()
+                psutil.wait_procs([p], timeout=10)
+                return True
+        return False
+
+    def workers(self) -> list[psutil.Process]:
+        """Spark's Python workers, forked by a daemon: below the JVM, or below the template (spark/template.py)."""
+        found = []
+        for p in self._tree():
+            with contextlib.suppress(psutil.Error):
+                parent = p.parent()
+                if parent is None or p.pid == parent.pid:
+                    continue
+                by_command = any("spark.daemon" in x or "delivered_lab.verify.loop" in x for x in parent.cmdline())
+                if by_command or p.name() == parent.name() in _FORKED:
+                    found.append(p)
+        return found
+
+    def _tree(self) -> list[psutil.Process]:
+        try:
+            root = psutil.Process(self.process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def _signal(self, number: signal.Signals) -> int:
+        count = 0
+        for p in self._tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                p.send_signal(number)
+                count += 1
+        return count
+
+
+_FORKED = ("tasks", "plan")
+"""Names that the template gives to processes."""
+
+
+def start(
+    role: str, number: int, folder: Path, command: list[str], crash: str = "", env: Mapping[str, str] | None = None
+) -> Run:
+    """Start a driver or a receiver.
+
+    Args:
+        folder: of the case; receives the run's output and crash points.
+        crash: crash points, as in DELIVERED_CRASH.
+    """
+    name = f"{'run' if role == DRIVER else role}{number}"
+    crash_folder, output = folder / f"{name}.hits", folder / f"{name}.log"
+    crash_folder.mkdir(exist_ok=True)
+    variables = {**os.environ, "JDK_JAVA_OPTIONS": QUICK_JAVA, "PYTHONUNBUFFERED": "1", **(env or {})}
+    variables.pop(CRASH, None)
+    if crash:
+        variables |= {CRASH: crash, CRASH_DIR: str(crash_folder)}
+    with output.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Run(number, process, crash_folder, output, role=role)
+
+
+def skewed(env: Mapping[str, str], seconds: int, read: Path) -> dict[str, str]:
+    """Variables of a pipeline whose Python processes read a clock that is so far ahead.
+
+    Args:
+        read: a file that appears once the commit engine has read it.
+    """
+    path = env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    return {
+        **env,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "skew"), *([path] if path else [])]),
+        "DELIVERED_VERIFY_CLOCK_S": str(seconds),
+        "DELIVERED_VERIFY_CLOCK_READ": str(read),
+    }
+
+
+def _asked(command: list[str], log: Path, env: Mapping[str, str] | None) -> dict[str, Any]:
+    """The JSON output of a product command.
+
+    Raises:
+        VerifierError: it printed none.
+    """
+    variables = {**os.environ, "JDK_JAVA_OPTIONS": QUICK_JAVA, **(env or {})}
+    with log.open("wb") as errors:
+        done = subprocess.run(
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            timeout=AUDIT_TIMEOUT_S,
+            check=False,
+        )
+    try:
+        report: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        end = log.read_text(encoding="utf-8", errors="replace")[-500:]
+        text = f"{' '.join(command[1:4])} ended with {done.returncode} and no report: {end}"
+        raise VerifierError("AUDIT_FAILED", text) from None
+    return report
+
+
+def _spark_command(pipeline: Path, folder: Path, number: int) -> list[str]:
+    return [*DELIVERED, "run", str(pipeline), "--spark-log", str(folder / f"run{number}.spark.log")]
+
+
+def _spark_audit(pipeline: Path, folder: Path, env: Mapping[str, str] | None) -> dict[str, Any]:
+    log = str(folder / "audit.spark.log")
+    command = [*DELIVERED, "audit", str(pipeline), "--output", "json", "--spark-log", log]
+    return _asked(command, folder / "audit.log", env)
+
+
+def _engine_command(pipeline: Path, *_: object) -> list[str]:
+    return [sys.executable, "-m", "delivered_lab.verify.loop", str(pipeline)]
+
+
+def _engine_accounts(pipeline: Path, folder: Path, env: Mapping[str, str] | None) -> dict[str, Any]:
+    """Without Spark there is no audit job, but the ledger still has the count of given-up records."""
+    counts = _asked([*_engine_command(pipeline), "--accounts"], folder / "audit.log", env)
+    return {"verdict": None, "counts": counts}
+
+
+@dataclass(frozen=True)
+class Service:
+    """What runs a pipeline.
+
+    Attributes:
+        command: (pipeline file, the case's folder, number of the run) -> what to start.
+        audit: (pipeline file, the case's folder, env) -> the product's own account.
+        sql: whether it can run a transform in SQL or over DataFrames.
+    """
+
+    name: str
+    command: Callable[[Path, Path, int], list[str]]
+    audit: Callable[[Path, Path, Mapping[str, str] | None], dict[str, Any]]
+    sql: bool
+
+    def can_run(self, workload: Workload) -> bool:
+        return self.sql or not workload.needs_spark
+
+
+STAGE_RERUNS = "spark.delivered_lab.verify.stageReruns"
+"""Of a pipeline's Spark settings, in the loop: a failed task is numbered 0 again, as in a new attempt of its stage."""
+SPARK, ENGINE = "spark", "engine"
+PRODUCER, CONSUMER = "producer", "consumer"
+ENDS = (PRODUCER, CONSUMER)
+"""What is killed is no pipeline, but what is before or behind one: `verify.ends`."""
+SERVICES = {
+    SPARK: Service(SPARK, _spark_command, _spark_audit, sql=True),
+    ENGINE: Service(ENGINE, _engine_command, _engine_accounts, sql=False),
+}
+"""`spark`: the product as a user runs it. `engine`: the same connectors and commit engine in a small loop that stands
+in for Spark, a hundred times cheaper to kill and restart; its verdicts say nothing about Spark."""
+
+
+def last_words(run: Run) -> str:
+    """The end of a run's output, for errors of the judge."""
+    lines = [x for x in run.output.read_text(encoding="utf-8", errors="replace").splitlines() if x.strip()]
+    return " | ".join(lines[-5:])[-800:]
+
+
+_AGAIN = "read the logs in the case's folder below build/verify, and run the case again: delivered verify --only CASE"
+
+
+class VerifierError(DeliveredError):
+    """The verifier itself could not go on; the case is unknown, not broken."""
+
+    exit_code = 3
+
+    def __init__(self, code: str, message: str, next_step: str | None = _AGAIN) -> None:
+        super().__init__(code, message, next_step)

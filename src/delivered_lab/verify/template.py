@@ -1,0 +1,190 @@
+"""A user's own pipeline, to be broken on purpose: its transform, guarantee and options, between the verifier's own
+source and sink. Nothing of the user's is written to; a few records of the source are read.
+
+The expected output is that of an undisturbed run, so the transform must give the same rows each time.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from delivered.model.errors import UsageError
+from delivered.model.guarantee import Guarantee
+from delivered.pipeline.file import load_file
+from delivered_lab.verify.systems import POSTGRES_2PC, SINK_KINDS
+from delivered_lab.verify.systems.log import Log
+from delivered_lab.verify.workload import PARTITIONS, Effect, Record, Workload
+
+SAMPLE_MAX = 600
+_SAMPLE_TIMEOUT_S = 20.0
+_SOURCES = ("kafka", "log")
+_SINKS = tuple(dict.fromkeys(k.format for k in SINK_KINDS.values() if k.own))
+_REPLACED = {
+    "assign", "subscribepattern", "subscribe", "path", "topic", "table", "startingoffsets", "startingtimestamp",
+    "startingoffsetsbytimestamp", "maxoffsetspertrigger", "commitoffsetstogroup", "ledgertopic", "url", "dbtable",
+    "user", "password", "ifnotexists", "fileformat", "partitionby",
+}  # fmt: skip
+"""Options that say where and how much; all others are kept."""
+
+
+@dataclass
+class Template:
+    """
+    Attributes:
+        data: the pipeline as its file has it.
+        folder: of the file; modules of its transform may lie there.
+        sample: records of its source.
+        reference: effects of an undisturbed run; None: not run yet.
+    """
+
+    data: dict[str, Any]
+    folder: Path
+    sample: list[Record]
+    reference: Counter[str] | None = None
+    workload: Workload = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.workload = Workload(
+            name="own",
+            text="records of your own source",
+            make=lambda _random, _count: iter(self.sample),
+            ordered=False,
+            records=len(self.sample),
+            teller=row_effect,
+        )
+
+    @property
+    def guarantee(self) -> Guarantee:
+        return Guarantee.parse(self.data["guarantee"])
+
+    @property
+    def source(self) -> str:
+        return _system(self.data["source"])
+
+    @property
+    def sink(self) -> str:
+        """The verifier's name of the sink, which includes the mechanism."""
+        sink = self.data["sinks"][0]
+        two_phase = (_option(sink, "mechanism") or "").lower() == "two_phase"
+        return POSTGRES_2PC if two_phase else _system(sink)
+
+    @property
+    def needs_spark(self) -> bool:
+        transform = self.data.get("transform") or {}
+        return "sql" in transform or "python" in transform
+
+    def filled(self, source: Mapping[str, Any], sink: Mapping[str, Any]) -> dict[str, Any]:
+        """The pipeline with another source and sink of the same formats; other options stay."""
+        data = copy.deepcopy(self.data)
+        for place, new in ((data["source"], source), (data["sinks"][0], sink)):
+            ours = {k.lower() for k in new} | _REPLACED
+            kept = {k: v for k, v in place.items() if k.lower() not in ours}
+            # The verifier's broker has no secrets or certificates.
+            secret = ("kafka.security", "kafka.s", "storage.")
+            kept = {k: v for k, v in kept.items() if not k.lower().startswith(secret)}
+            place.clear()
+            place.update(kept | dict(new))
+        return data
+
+
+def load(path: Path) -> Template:
+    """Read a pipeline file and a few records of its source.
+
+    Raises:
+        UsageError: the file is not a pipeline, its formats cannot be verified yet, or its source has no records.
+    """
+    data = load_file(path).model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    source, sinks = data["source"], data["sinks"]
+    for what, system, known in (("source", _system(source), _SOURCES), ("sink", _system(sinks[0]), _SINKS)):
+        if system not in known:
+            raise UsageError(
+                "VERIFY_FORMAT",
+                f"The pipeline's {what} is {system!r}; your own pipelines can be verified with {' or '.join(known)}.",
+                next_step="run `delivered verify` without a file, which tries every sink there is",
+            )
+    if len(sinks) != 1:
+        raise UsageError(
+            "VERIFY_SINKS",
+            f"The pipeline has {len(sinks)} sinks; one can be verified.",
+            next_step="verify a copy of the file with one sink",
+        )
+    rows = _kafka_rows(source) if _system(source) == "kafka" else _log_rows(source, path.parent)
+    sample = [_record(number, key, value) for number, (key, value) in enumerate(rows)]
+    if not sample:
+        raise UsageError(
+            "VERIFY_NO_RECORDS",
+            f"The source of {data['pipeline']!r} has no records to run the pipeline on.",
+            next_step="run it where the source holds some; 600 are read",
+        )
+    return Template(data, path.parent.resolve(), sample)
+
+
+def row_effect(key: str | None, value: str) -> Effect:
+    """The effect is the whole content of a row."""
+    digest = hashlib.blake2b(json.dumps([key, value]).encode(), digest_size=10).hexdigest()
+    return Effect(digest, key, None)
+
+
+def _record(number: int, key: str | None, value: str) -> Record:
+    return Record(f"own{number}", key, number, number % PARTITIONS, raw=value)
+
+
+def _system(endpoint: Mapping[str, Any]) -> str:
+    return str(endpoint["format"]).removeprefix("delivered_")
+
+
+def _option(endpoint: Mapping[str, Any], name: str) -> str | None:
+    return next((str(v) for k, v in endpoint.items() if k.lower() == name), None)
+
+
+def _log_rows(source: Mapping[str, Any], folder: Path) -> Iterable[tuple[str | None, str]]:
+    path = folder / (_option(source, "path") or "")
+    return [(r.key, r.value) for r in Log(path).read()[:SAMPLE_MAX]]
+
+
+def _kafka_rows(source: Mapping[str, Any]) -> Iterable[tuple[str | None, str]]:
+    """The first records of the topics, read by the verifier's own consumer, which commits nothing."""
+    from confluent_kafka import Consumer
+
+    from delivered.clients.kafka.settings import client_options, resolved
+
+    topics = (_option(source, "subscribe") or "").split(",")
+    if topics == [""]:
+        raise UsageError(
+            "VERIFY_SUBSCRIBE",
+            "Your own Kafka pipeline can be verified only if it uses subscribe.",
+            next_step="replace subscribePattern or assign by subscribe in a copy of the file",
+        )
+    texts = {k: str(v) for k, v in source.items() if k.lower().startswith("kafka.")}
+    consumer = Consumer(
+        {
+            **resolved(client_options(texts)),
+            "group.id": f"delivered-verify-{uuid.uuid4().hex}",
+            "auto.offset.reset": "earliest",
+            "enable.auto.commit": False,
+            "log_level": 0,
+        }
+    )
+    found: list[tuple[str | None, str]] = []
+    try:
+        consumer.subscribe([t.strip() for t in topics])
+        while len(found) < SAMPLE_MAX:
+            part = [m for m in consumer.consume(SAMPLE_MAX - len(found), _SAMPLE_TIMEOUT_S) if m.error() is None]
+            if not part:
+                break
+            found += [(_text(m.key()), _text(m.value()) or "") for m in part]
+    finally:
+        consumer.close()
+    return found
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("utf-8", "replace")
