@@ -12,8 +12,9 @@ import pytest
 from tests.support.keyed_stores import STORES, Store
 from tests.support.sinks import EXACT, Rig
 
+from delivered.contract.powers import ready_target
 from delivered.engine.shard import write_shard
-from delivered.model.errors import DeliveredError
+from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.work import LedgerState
 from delivered_lab.brokers.postgres import PROGRAMS
@@ -33,6 +34,7 @@ MODES: dict[str, dict[str, str]] = {
     "insert": {"mode": "insert", "keyColumns": "id"},
     "expected": EXPECTS,
 }
+POSTGRES = ["postgres-one-transaction", "postgres-two-phase"]
 _count = iter(range(10_000))
 Made = Callable[[str], Store]
 
@@ -294,15 +296,30 @@ def test_the_plan_shows_what_was_checked(made: Made, database: str) -> None:
     assert not sink.preflight(EXACT)
     [line] = sink.checked_target()
     assert name in line and "no triggers" in line and "identical" in line
-    if store.connector.name != "sqlite":
-        assert "text varchar(40)" in line or "text character varying(40)" in line
+    assert "no rules" in line and "row security does not apply" in line
+    assert "no generated or identity columns" in line
+    if store.connector.name == "sqlite":
+        assert "no widths" in line
+    else:
+        assert "widths text varchar(40)" in line or "widths text character varying(40)" in line
     kept = "VIRTUAL" if database == "sqlite" else "STORED"
     store.execute(f"ALTER TABLE {name} ADD COLUMN twice bigint GENERATED ALWAYS AS (id * 2) {kept}")
     [line] = sink.checked_target()
-    assert "twice (generated)" in line
+    assert "filled by the server twice (generated)" in line
+    with pytest.raises(UsageError, match=r"COLUMN_COMPUTED.*Column 'twice'"):
+        ready_target(sink, pa.schema([("id", pa.int64()), ("twice", pa.int64())]))
 
 
-POSTGRES = ["postgres-one-transaction", "postgres-two-phase"]
+@pytest.mark.parametrize("database", POSTGRES)
+def test_the_plan_shows_identity_columns_and_rows_do_not_give_them(made: Made, database: str) -> None:
+    store = made(database)
+    name = table(store, "id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, version int, text text")
+    sink: Any = store.sink(table=name)
+    [line] = sink.checked_target()
+    assert "no widths; filled by the server id (identity)" in line
+    with pytest.raises(UsageError, match=r"COLUMN_COMPUTED.*Column 'id' .*identity"):
+        ready_target(sink, pa.schema([("id", pa.int64()), ("text", pa.string())]))
+    ready_target(sink, pa.schema([("text", pa.string())]))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -35,4 +35,5 @@ def read(session: Session, options: MysqlOptions) -> Definition:
             for n, c in columns.items()
             if c.computed or c.fills_null
         ),
+        computed=tuple(n for n, c in columns.items() if c.computed),
     )

@@ -92,6 +92,7 @@ def read(
         policy,
         widths=tuple(f"{name} {limit}" for name, limit, _ in found if limit is not None),
         filled=tuple(f"{name} ({how})" for name, _, how in found if how is not None),
+        computed=tuple(name for name, _, how in found if how in ("generated", "identity")),
         exists=exists,
     )
 

@@ -14,7 +14,16 @@ from delivered.connectors.sqlite.types import TYPES
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.definition import Definition
 from delivered.kits.sql.merge import stored
-from delivered.kits.sql.target import absent, check_known, column_missing, extended, marked, missing, new_mark
+from delivered.kits.sql.target import (
+    absent,
+    check_known,
+    column_computed,
+    column_missing,
+    extended,
+    marked,
+    missing,
+    new_mark,
+)
 from delivered.model.errors import UsageError
 
 CHUNK_ROWS = 8_192
@@ -80,18 +89,20 @@ def add_columns(connection: sqlite3.Connection, options: SqliteOptions, schema: 
             connection.execute("UPDATE _delivered_table SET arrow_schema = ? WHERE name = ?", values)
 
 
-def compare(options: SqliteOptions, schema: pa.Schema, columns: dict[str, str]) -> None:
-    """Check a schema against a table's columns: name in lower case -> declared type.
+def compare(options: SqliteOptions, schema: pa.Schema, columns: dict[str, str | None]) -> None:
+    """Check a schema against a table's columns: name in lower case -> declared type; None: a generated column.
 
     Raises:
         UsageError: a column is missing or of another type.
     """
     for field in schema:
-        sql_type = columns.get(field.name.lower())
         wanted = TYPES.declared(field.type)
-        if sql_type is None:
+        if field.name.lower() not in columns:
             way_out = f"ALTER TABLE {quoted(options.table)} ADD COLUMN {quoted(field.name)} {wanted}"
             raise column_missing(options, field.name, sorted(columns), way_out)
+        sql_type = columns[field.name.lower()]
+        if sql_type is None:
+            raise column_computed(options.table, field.name)
         if not types.fits(field.type, sql_type):
             raise UsageError(
                 "COLUMN_TYPE",
@@ -101,10 +112,10 @@ def compare(options: SqliteOptions, schema: pa.Schema, columns: dict[str, str]) 
             )
 
 
-def table_columns(connection: sqlite3.Connection, table: str) -> dict[str, str]:
-    """Name in lower case -> declared type; empty if the table does not exist."""
-    rows = connection.execute("SELECT name, type FROM pragma_table_info(?)", (table,)).fetchall()
-    return {name.lower(): sql_type for name, sql_type in rows}
+def table_columns(connection: sqlite3.Connection, table: str) -> dict[str, str | None]:
+    """Name in lower case -> declared type, None for a generated column; empty if the table does not exist."""
+    rows = connection.execute("SELECT name, type, hidden FROM pragma_table_xinfo(?)", (table,)).fetchall()
+    return {name.lower(): None if hidden in (2, 3) else sql_type for name, sql_type, hidden in rows}
 
 
 def identity(connection: sqlite3.Connection, table: str) -> str | None:

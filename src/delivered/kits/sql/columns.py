@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.options import ServerOptions
-from delivered.kits.sql.target import column_missing
+from delivered.kits.sql.target import column_computed, column_missing
 from delivered.kits.sql.types import ServerTypes
 from delivered.model.errors import UsageError
 
@@ -22,7 +22,7 @@ class Column:
         shown: the type in SQL.
         precision, scale: of a bounded decimal; else None.
         required: NOT NULL without a default.
-        computed: a generated column.
+        computed: a generated column, or an identity column GENERATED ALWAYS.
         width: characters of a bounded text; else None.
         fills_null: the server replaces null by a value of its own.
     """
@@ -56,11 +56,7 @@ def compare(
             way_out = f"ALTER TABLE {table} ADD COLUMN {quoted(f.name)} {wanted}"
             raise column_missing(options, f.name, columns, way_out)
         if column.computed:
-            raise UsageError(
-                "COLUMN_COMPUTED",
-                f"Column {f.name!r} of table {table!r} is a generated column and cannot be written.",
-                next_step=f'df.drop("{f.name}")',
-            )
+            raise column_computed(table, f.name)
         if not _fits(types, f.type, column):
             raise UsageError(
                 "COLUMN_TYPE",

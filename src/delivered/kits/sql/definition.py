@@ -17,6 +17,7 @@ class Definition:
         row_security: a policy applies to this user.
         clauses: the table's conflict clauses would skip or replace rows.
         widths, filled: columns with a limit, and those that the server fills; for the plan.
+        computed: of `filled`, those that no row may give.
         exists: there is such a table.
     """
 
@@ -27,6 +28,7 @@ class Definition:
     clauses: bool = False
     widths: tuple[str, ...] = ()
     filled: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
     exists: bool = True
 
     @property

@@ -14,10 +14,11 @@ from delivered.contract.powers import KeyMemory
 from delivered.contract.sink import Writer
 from delivered.kits.sink import StoreSink
 from delivered.kits.sql.database import Server, from_warm
-from delivered.kits.sql.merge import check_columns, without_key
+from delivered.kits.sql.merge import check_columns, stored, without_key
 from delivered.kits.sql.options import Mechanism, ServerOptions, TableOptions
 from delivered.kits.sql.redo import RedoWriter
 from delivered.kits.sql.stored import checked
+from delivered.kits.sql.target import column_computed
 from delivered.kits.sql.types import Types
 from delivered.model.capability import Commit, OnConflict, SinkCapability
 from delivered.model.columns import fitted
@@ -213,6 +214,15 @@ class ServerSink(DatabaseSink):
         """See `delivered.contract.powers.ChecksTarget`."""
         server: Server[Any] = self.parts["database"](self.options)
         return checked(self.options, server.ask(lambda connection: server.definition(connection, columns=True)))
+
+    def ready_target(self, schema: pa.Schema) -> None:
+        """See `delivered.contract.powers.NeedsTarget`: a table that is there must take every column. Tasks check the
+        types, and create a table that is missing, with the first rows."""
+        server: Server[Any] = self.parts["database"](self.options)
+        found = server.waiting(lambda: server.ask(lambda connection: server.definition(connection, columns=True)))
+        for name in stored(self.options.write, schema).names:
+            if name in found.computed:
+                raise column_computed(self.options.table_text, name)
 
     def add_columns(self, schema: pa.Schema) -> None:
         """See `delivered.contract.powers.AddsColumns`."""

@@ -186,8 +186,8 @@ def checked(options: TableOptions, found: Definition) -> Sequence[str]:
         f"rules {', '.join(found.rules)}" if found.rules else "no rules",
         f"row security {'applies' if found.row_security else 'does not apply'}",
         f"keys {listed(found.loose)}" if found.loose else "keys equal only if identical",
-        *((f"limits: {', '.join(found.widths)}",) if found.widths else ()),
-        *((f"filled by the server: {', '.join(found.filled)}",) if found.filled else ()),
+        f"widths {', '.join(found.widths)}" if found.widths else "no widths",
+        f"filled by the server {', '.join(found.filled)}" if found.filled else "no generated or identity columns",
     )
     return (f"table {options.table_text}: {'; '.join(parts)}",)
 

@@ -77,6 +77,15 @@ def never_written(table: str, where: str, options: str) -> UsageError:
     )
 
 
+def column_computed(table: str, column: str) -> UsageError:
+    return UsageError(
+        "COLUMN_COMPUTED",
+        f"Column {column!r} of table {table!r} is GENERATED ALWAYS, by an expression or as identity, and cannot be "
+        "written.",
+        next_step=f'df.drop("{column}")',
+    )
+
+
 def column_missing(options: TableOptions, field: str, has: Collection[str], next_step: str) -> UsageError:
     way_out = f'add it with .option("mergeSchema", "true"), or {next_step}; or drop the column from the rows'
     return UsageError(
