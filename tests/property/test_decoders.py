@@ -5,15 +5,20 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import sqlite3
 import struct
 import tracemalloc
+from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
+from kafka.record.util import calc_crc32c
 
+from delivered.clients.kafka.login import NoAnswer
 from delivered.connectors.kafka import committed
 from delivered.connectors.outbox import CONNECTOR as OUTBOX
 from delivered.connectors.outbox.changes import Changes
@@ -32,6 +37,7 @@ from delivered.kits.schemas.codec import Decoder
 from delivered.kits.schemas.options import Format
 from delivered.kits.schemas.registry import Registered
 from delivered.model.errors import BadRecord, InvariantBroken
+from delivered.saga import Saga, Step, begin, ddl
 
 SEEDS: dict[str, Any] = json.loads((Path(__file__).parent / "seeds.json").read_text())
 """By format: a schema, and records in hexadecimal that it reads, or that broke a decoder once."""
@@ -238,3 +244,70 @@ def test_a_ledgers_batch_is_bounded_however_it_is_compressed(monkeypatch: pytest
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 8 << 20
+
+
+SAGAS = [b'{"total": 12, "n": [1, "b", null, 1.5e3], "s": "\\u00e9"}', "über-7".encode(), b"1e308", b'"\\ud83d\\ude00"']
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_data_and_ids_of_a_saga(count: int) -> None:
+    """What `begin` takes, the log gives back; the rest is a BadRecord, and the caller's transaction goes on."""
+    saga, taken = Saga("checkout", steps=[Step("pay", lambda call: None)]), 0
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as database:
+        for statement in ddl("sqlite"):
+            database.execute(statement)
+        database.execute("BEGIN")
+        for n, data in enumerate(mutations("saga", SAGAS, count)):
+            text = data.decode("utf-8", "surrogateescape")
+            try:
+                value = json.loads(text)
+            except (ValueError, RecursionError):
+                value = {"text": text, "ünter": [text]}
+            for id_, given in ((f"{n}-{text}", None), (str(n), value), (f"t{n}", text)):
+                try:
+                    assert begin(database, saga, id=id_, data=given)
+                except BadRecord as error:
+                    assert len(str(error)) < 2_000 and str(error).isprintable()
+                    continue
+                ((kept,),) = database.execute("SELECT data FROM delivered_saga WHERE id = ?", (id_,)).fetchall()
+                assert json.loads(kept) == given
+                taken += 1
+    assert taken > count
+
+
+def kafka_batches() -> list[bytes]:
+    """Of a ledger: records with headers, compressed or not, and the end of their transaction."""
+    made = list[bytes]()
+    for codec in (0, 1):
+        builder = DefaultRecordBatchBuilder(2, codec, True, 7, 1, 0, 1 << 20)
+        for n in range(3):
+            builder.append(n, timestamp=n, key=b"key", value=b"v" * n or None, headers=[("h", b"x"), ("ü", None)])
+        made.append(bytes(builder.build()))
+    end = DefaultRecordBatchBuilder(2, 0, True, 7, 1, -1, 1 << 20)
+    end.append(0, timestamp=1, key=b"\0\0\0\1", value=b"\0\0\0\0\0\0", headers=[])
+    control = bytearray(end.build())
+    control[22] |= 0x20
+    return [*made, bytes(control), made[0] + bytes(control)]
+
+
+def with_checksum(data: bytes) -> bytes:
+    """As a producer could send it: only the broker's own batches have a wrong one."""
+    return data[:17] + struct.pack(">I", calc_crc32c(data[21:])) + data[21:] if len(data) > 61 else data
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_record_batches_of_a_ledger_by_kafka_python(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records, or an answer that is none, or LEDGER_DAMAGED: no other error, in either way of reading."""
+    reader, read = committed.CommittedReader(None, "t", 0), 0  # type: ignore[arg-type]
+    for n, data in enumerate(mutations("kafka", [with_checksum(b) for b in kafka_batches()], count)):
+        part = SimpleNamespace(
+            records=with_checksum(data) if n % 2 else data, aborted_transactions=(), last_stable_offset=0
+        )
+        reader.position = 0
+        with suppress(NoAnswer, InvariantBroken):
+            read += sum(type(r.key) is bytes for r in reader._records(part))
+        monkeypatch.setattr(reader, "_wire", SimpleNamespace(patiently=lambda ask, part=part: part))
+        with suppress(NoAnswer, InvariantBroken):
+            reader.position = 0
+            reader._behind_open(3, lambda record: True)
+    assert read > count / 4

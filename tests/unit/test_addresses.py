@@ -10,7 +10,10 @@ from delivered.kits.schemas.options import FormatOptions
 from delivered.model.addresses import parse_address, parse_addresses
 from delivered.model.errors import UsageError
 from delivered.model.options import Unfit
+from delivered.observe.otel import reader
+from delivered.pipeline.lineage import configured
 from delivered.pipeline.registry import connectors
+from delivered.saga.http import Http
 
 BAD = [
     "", "   ", ":9092", "host:", "host:0", "host:-1", "host:99999", "host:999999", "host:9092x", "host:+1",
@@ -123,3 +126,62 @@ def test_a_registry_is_refused_like_the_brokers() -> None:
     for value in (*urls("http", "", *NO_HOST), ",,"):
         with pytest.raises(UsageError, match=r"schema\.registry\.url"):
             FormatOptions.read("x", {"value.format": "avro", "schema.registry.url": value})
+
+
+ENDPOINTS: list[tuple[str, dict[str, str], str]] = [
+    ("delta", {"path": "s3://b/t"}, "storage.AWS_ENDPOINT_URL"),
+    ("delta", {"path": "s3://b/t"}, "storage.endpoint"),
+    ("delta", {"path": "az://b/t"}, "storage.azure_storage_endpoint"),
+    ("delta", {"path": "gs://b/t"}, "storage.google_base_url"),
+    ("iceberg", {"table": "a.b", "warehouse": "/w"}, "catalog.s3.endpoint"),
+    (
+        "iceberg",
+        {"table": "a.b", "catalog.uri": "http://a", "catalog.warehouse": "s3://w"},
+        "catalog.oauth2-server-uri",
+    ),
+]
+WRONG = ["", " ", "minio:9000", "ftp://minio:9000", "http://minio:9000:1", *urls("http", "/", *NO_HOST)]
+
+
+@pytest.mark.parametrize(("system", "more", "option"), ENDPOINTS)
+def test_endpoints_of_object_stores(system: str, more: dict[str, str], option: str) -> None:
+    parse = connectors()[system].sinks.options.parse  # type: ignore[union-attr]
+    for value in WRONG:
+        with pytest.raises(UsageError, match="OPTION_VALUE") as caught:
+            parse({**more, option: value})
+        said = caught.value.message.lower()
+        assert option.lower() in said and value.removeprefix("http://").strip("/") in said
+    for value in ("http://minio:9000", "https://[::1]:9000/", "env:ENDPOINT"):
+        parse({**more, option: value})
+
+
+def test_endpoints_that_clients_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://minio:999999")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:0")
+    monkeypatch.setenv("OPENLINEAGE_URL", "marquez:5000")
+    configured.cache_clear()
+    delta: Any = connectors()["delta"].sinks
+    for ask, name, value in [
+        (lambda: delta.options.parse({"path": "s3://b/t"}), "AWS_ENDPOINT_URL", "999999"),
+        (lambda: reader(None, 1), "OTEL_EXPORTER_OTLP_ENDPOINT", "'0'"),
+        (configured, "OPENLINEAGE_URL", "marquez:5000"),
+    ]:
+        with pytest.raises(UsageError) as caught:
+            ask()
+        assert name in caught.value.message and value in caught.value.message
+    delta.options.parse({"path": "/local"})
+
+
+@pytest.mark.parametrize(
+    "value", [*WRONG, "http://{id}.example/x", "http://a:{key}/", "http://{step}@host/", "env:URL"]
+)
+def test_urls_of_a_sagas_steps(value: str) -> None:
+    with pytest.raises(UsageError, match=r"The URL of a step (is|has) "):
+        Http(value)
+    Http("https://host:8443/orders/{id}?key={key}")
+
+
+@pytest.mark.parametrize("value", WRONG)
+def test_an_endpoint_of_open_telemetry(value: str) -> None:
+    with pytest.raises(UsageError, match="--otlp"):
+        reader(value, 1)

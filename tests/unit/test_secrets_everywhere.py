@@ -20,7 +20,7 @@ from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.logs import JsonLines
 from delivered.model.options import Option, OptionTable, option
 from delivered.model.options import Options as Declared
-from delivered.model.secrets import is_secret
+from delivered.model.secrets import is_secret, redacted, shown, without_passwords
 from delivered.operate.lineage import Lineage, datasets
 from delivered.operate.look import look, seen
 from delivered.operate.page import page
@@ -185,3 +185,44 @@ def test_a_new_connector_need_not_think_of_it() -> None:
         _Toy.parse({"PLACE": URLS[0]})
     assert _Toy.parse({"place": "http://host:80/a@b"}).place == "http://host:80/a@b"
     assert _Toy.parse({"place": "https://host/?token=env:NAME"}).place.endswith("env:NAME")
+
+
+NAMES = [
+    "Authorization", "header.authorization", "X-Api-Key", "aws_session_token", "sas_token", "azure_storage_sas_key",
+    "conn_string", "azure_storage_connection_string", "AccountKey", "SharedAccessKey", "sse_customer_key", "passcode",
+    "Cookie", "sasl.jaas.config",
+]  # fmt: skip
+TEXTS = [
+    "Authorization: Bearer {s}", "{{'authorization': 'Basic {s}'}}", "got Bearer {s}", "https://h/x?X-Amz-Signature={s}&b=1",
+    "https://h/?sv=1&sig={s}", "Endpoint=sb://h;SharedAccessKeyName=n;SharedAccessKey={s}", "AccountKey={s}",
+    "me:{s}@host:9092", "me:{s}@host/db", "redis://:{s}@host/0", "jdbc:mysql://h/d?user=a&password={s}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_that_hold_a_secret(name: str) -> None:
+    hidden = "c2VjcmV0c2VjcmV0c2VjcmV0"
+    nested = {"outer": [{name: hidden, "b": {name.upper(): [hidden]}}], name.lower(): {"x": hidden}}
+    assert is_secret(name)
+    assert hidden not in str(redacted({name: hidden})) + shown(hidden, name) + shown(nested) + shown(
+        [nested, hidden], name
+    )
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_that_hold_a_secret(text: str) -> None:
+    hidden = "c2VjcmV0c2VjcmV0c2VjcmV0"
+    assert hidden not in without_passwords(text.format(s=hidden))
+
+
+@pytest.mark.matrix
+def test_a_password_without_a_scheme_is_in_no_error() -> None:
+    for system, role, table, each in places():
+        if each.secret or is_secret(each.name):
+            continue
+        find = find_source if role == "source" else find_sink
+        for value in ("me:hunt3r2@host:x/y", "https://h/x?sig=hunt3r2"):
+            try:
+                find(system, {**required(table), each.name: value})
+            except DeliveredError as error:
+                assert "hunt3r2" not in str(error), (system, role, each.name, str(error))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
+from collections.abc import Mapping
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
-from delivered.model.options import Unfit
+from delivered.model.errors import UsageError
+from delivered.model.options import REFERENCES, Unfit
 
 _ADDRESS = re.compile(r"(\[[^\[\]]*\]|[^\[\]:]*)(?::(.*))?", re.DOTALL)
 _LABEL = re.compile(r"[\w-]{1,63}")
 _NAME_LENGTH_MAX = 253
 PORT_MAX = 65_535
+_ENDPOINT = re.compile(r"(?i)(^|[._-])(endpoint(_url)?|server-uri|service\.host|base_url)$")
+"""aws_endpoint, s3.endpoint, azure_storage_endpoint, google_base_url, gcs.service.host, oauth2-server-uri ..."""
 
 
 def parse_address(text: str, port: int | None = None) -> tuple[str, int]:
@@ -89,6 +94,39 @@ def split_url(url: str) -> SplitResult:
         raise Unfit(f"is {url!r}, which names no host; a URL is like http://host:8081")
     check_netloc(parts.netloc)
     return parts
+
+
+def check_http_url(name: str, url: str, example: str) -> None:
+    """
+    Args:
+        name: of the setting, for the error.
+
+    Raises:
+        UsageError: nothing can be reached by HTTP under this URL.
+    """
+    try:
+        parts = split_url(url)
+        if parts.scheme not in ("http", "https"):
+            raise Unfit(f"is {url!r}; its scheme must be http or https")
+    except Unfit as error:
+        raise UsageError("OPTION_VALUE", f"{name} {error}.", next_step=f"write {example}") from None
+
+
+def check_endpoints(owner: str, prefix: str, given: Mapping[str, str], environment: str = "") -> None:
+    """Check the endpoints among the settings of a library, by their names. References to secrets are not resolved.
+
+    Args:
+        environment: of an object store, the prefix of variables that its clients read themselves: AWS.
+
+    Raises:
+        UsageError: nothing can listen at one.
+    """
+    names = {f"{owner}: option '{prefix}{key}'": value for key, value in given.items() if _ENDPOINT.search(key)}
+    if environment:
+        names |= {k: v for k in (f"{environment}_ENDPOINT", f"{environment}_ENDPOINT_URL") if (v := os.environ.get(k))}
+    for name, value in names.items():
+        if not value.startswith(REFERENCES):
+            check_http_url(name, value, "a URL like http://minio:9000")
 
 
 def is_netloc(netloc: str, several: bool = False) -> bool:

@@ -11,17 +11,25 @@ from delivered.model.text import plain
 REDACTED = "*****"
 
 _WORDS = (
-    *("password", "passwd", "passphrase", "secret", "jaas", "token", "credential", "private", "user.info"),
-    *("key.pem", "keystore.key", "account_key", "access_key", "api.key", "api_key", "apikey", "pwd"),
+    *("password", "passwd", "passphrase", "passcode", "pwd", "secret", "jaas", "token", "credential", "private"),
+    *("authorization", "bearer", "cookie", "user.info", "key.pem", "keystore.key", "connection.string", "conn.string"),
+    *("account.key", "access.key", "api.key", "sas.key", "signing.key", "encryption.key", "customer.key"),
 )
+"""A dot stands for any separator, or none: account.key is AccountKey, account_key, account-key."""
+_TEXT = "|".join(word.replace(".", "[._-]?") for word in _WORDS)
+_IS_SECRET = re.compile(f"(?i){_TEXT}")
 _REFERENCES = ("env:", "file:", "${env:", "${file:")
 _SHOWN_MAX = 300
 
 # name=value, name: value, "name": "value"; the name may go on after the word, as in sasl.password.old.
 _NAMED = re.compile(
-    rf"(?i)((?:{'|'.join(map(re.escape, _WORDS))})[\w.]{{0,64}}[\"']?\s{{0,8}}[=:]\s{{0,8}})"
-    r"(\"[^\"]*\"|'[^']*'|[^\s,;&)}\]]+)"
+    rf"(?i)((?:{_TEXT})[\w.]{{0,64}}[\"']?\s{{0,8}}[=:]\s{{0,8}})"
+    r"(\"[^\"]*\"|'[^']*'|(?:(?:bearer|basic|digest|negotiate)\s{1,8})?[^\s,;&)}\]]+)"
 )
+_SCHEME = re.compile(r"\b(Bearer|Basic) {1,8}[A-Za-z0-9._~+/-]{16,}=*")
+"""A header's value without its name."""
+_NO_SCHEME = re.compile(r"(?<![\w@/.:%+-])([\w.%+-]{1,64}):[^\s:@/'\"]{1,200}@(?=[\w.-]{1,253}[:/])")
+"""user:password@host:port and user:password@host/db."""
 _IN_URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]{0,30}://[^\s/?#:@'\"]{0,200}):((?!\d+[/?#])[^\s'\"]{1,500})@")
 """The password of a URL, which may contain "/" or "@", as keys of object stores do. A port is none. Bounded: the text
 may be a record's, and of any length."""
@@ -36,7 +44,7 @@ _KNOWN = "://guest:guest@"
 
 def is_secret(name: str) -> bool:
     """Whether the name of an option says that its value may be secret."""
-    return any(word in name.lower() for word in _WORDS)
+    return _IS_SECRET.search(name) is not None
 
 
 def redacted(options: Mapping[str, str]) -> dict[str, str]:
@@ -56,6 +64,8 @@ def holds_password(value: str) -> bool:
 def without_passwords(text: str) -> str:
     """The text, with passwords of URLs and values of secret names replaced."""
     text = _IN_URL.sub(rf"\1:{REDACTED}@", _NAMED.sub(_hidden, text)) if ":" in text or "=" in text else text
+    text = _NO_SCHEME.sub(rf"\1:{REDACTED}@", text) if "@" in text else text
+    text = _SCHEME.sub(rf"\1 {REDACTED}", text)
     return _IN_QUERY.sub(_hidden_parameter, text) if "=" in text else text
 
 

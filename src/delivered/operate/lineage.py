@@ -22,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 
+from delivered.model.addresses import check_http_url
 from delivered.model.errors import DeliveredError, MissingExtra
 from delivered.model.secrets import without_passwords
 from delivered.model.text import plain
@@ -247,12 +248,14 @@ def configured() -> OpenLineageClient:
     """The client, as OpenLineage's configuration says.
 
     Raises:
-        MissingExtra: it is not installed.
+        MissingExtra: it is not installed. UsageError: nothing can listen at its URL.
     """
     try:
         from openlineage.client import OpenLineageClient
     except ImportError:
         raise MissingExtra("lineage") from None
+    if url := os.environ.get("OPENLINEAGE_URL"):
+        check_http_url("OPENLINEAGE_URL", url, "OPENLINEAGE_URL=http://localhost:5000")
     made = OpenLineageClient()
     if made.transport.kind == "console":
         log.warning(

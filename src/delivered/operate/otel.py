@@ -8,12 +8,14 @@ as attributes. Beside them, `messaging.client.sent.messages` counts the records 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from delivered.model.addresses import check_http_url
 from delivered.model.errors import MissingExtra
 from delivered.operate.metrics import StatusCollector
 from delivered.operate.state import Status
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Observation
     from opentelemetry.sdk.metrics.export import MetricReader
 
+_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 SENT, CONSUMED = "messaging.client.sent.messages", "messaging.client.consumed.messages"
 _UNITS = {"seconds": "s", "bytes": "By", "ratio": "1"}
 _FRESH_S = 1.0
@@ -60,8 +63,11 @@ def reader(endpoint: str | None, every_s: float) -> MetricReader:
         endpoint: its base address; None: of OTEL_EXPORTER_OTLP_ENDPOINT, else http://localhost:4318.
 
     Raises:
-        MissingExtra: the extra `otel` is not installed.
+        UsageError: nothing can listen there. MissingExtra: the extra `otel` is not installed.
     """
+    for name, value in {"--otlp": endpoint, _ENDPOINT: None if endpoint else os.environ.get(_ENDPOINT)}.items():
+        if value is not None:
+            check_http_url(name, value, "--otlp http://localhost:4318")
     try:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader

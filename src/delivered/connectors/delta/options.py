@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from delivered.kits.options import PATH, sink_name
 from delivered.kits.table.options import FileTableOptions, compression_option
+from delivered.model.addresses import check_endpoints
 from delivered.model.errors import Refused, UsageError
 from delivered.model.options import OptionType, Unfit, option, prefixed, resolve_secrets
 
@@ -48,8 +49,8 @@ class DeltaOptions(FileTableOptions, owner="delivered_delta sink"):
     storage: Mapping[str, str] = prefixed("storage.")
 
     def check(self, owner: str) -> None:
-        """Raise UsageError for a path that Delta's client cannot open, and Refused for a storage option that disables
-        the protection against concurrent drivers."""
+        """Raise UsageError for a path or endpoint that Delta's client cannot open, and Refused for a storage option
+        that disables the protection against concurrent drivers."""
         if _NO_PATH.search(self.path):
             raise UsageError(
                 "OPTION_VALUE",
@@ -57,6 +58,8 @@ class DeltaOptions(FileTableOptions, owner="delivered_delta sink"):
                 "character.",
                 next_step="choose another folder",
             )
+        store = "AWS" if self.path.startswith(("s3://", "s3a://")) else ""
+        check_endpoints(owner, "storage.", self.storage, store)
         for key, unsafe in _UNSAFE.items():
             if self.storage.get(key, "").lower() == unsafe:
                 raise Refused(

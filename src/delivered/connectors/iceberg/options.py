@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from delivered.kits.options import absolute, sink_name
 from delivered.kits.table.options import FileTableOptions, compression_option
-from delivered.model.addresses import split_url
+from delivered.model.addresses import check_endpoints, split_url
 from delivered.model.errors import UsageError
 from delivered.model.options import Option, OptionType, Unfit, choice, option, resolve_secret, several
 
@@ -109,6 +109,7 @@ def _catalog(owner: str, values: Mapping[str, str]) -> dict[str, str]:
         embedded = {"type": "sql", "uri": f"sqlite:///{folder}/{DATABASE}", "warehouse": f"file://{folder}"}
         catalog = {**embedded, **catalog}
     _URI.parse(owner, catalog["uri"])
+    check_endpoints(owner, "catalog.", catalog, "AWS" if catalog.get("warehouse", "").startswith("s3") else "")
     kind = catalog.get("type", "rest" if catalog["uri"].startswith(("http://", "https://")) else "sql")
     return {**catalog, "type": CATALOGS.parse(owner, "catalog.type", kind)}
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
 
-from delivered.model.errors import BadRecord, MissingExtra, Unreachable
+from delivered.model.addresses import check_http_url
+from delivered.model.errors import BadRecord, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import SAGA_DATA_BYTES_MAX
-from delivered.model.options import resolve_secret
+from delivered.model.options import REFERENCES, resolve_secret
 from delivered.model.secrets import without_passwords
 from delivered.patterns.saga.definition import Call, Rejected, Verb
 from delivered.patterns.saga.tables import stored_result
@@ -58,6 +59,15 @@ class Http:
     headers: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 20.0
     takes_key: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.url.startswith(REFERENCES) or "{" in self.url.partition("://")[2].partition("/")[0]:
+            raise UsageError(
+                "OPTION_VALUE",
+                f"The URL of a step is {self.url!r:.200}; its host must be written there.",
+                next_step="write Http('https://host/path/{id}'): whoever writes ids would choose another host",
+            )
+        check_http_url("The URL of a step", self.url, "Http('https://host/path')")
 
     def __call__(self, call: Call) -> Any:
         own = {name: resolve_secret(name, value) for name, value in self.headers.items()}
