@@ -37,7 +37,7 @@ from delivered.kits.schemas.codec import Decoder
 from delivered.kits.schemas.options import Format
 from delivered.kits.schemas.registry import Registered
 from delivered.model.errors import BadRecord, InvariantBroken
-from delivered.saga import NO_UNDO, Saga, Step, begin, ddl
+from delivered.patterns.saga import NO_UNDO, Saga, Step, begin, ddl
 
 SEEDS: dict[str, Any] = json.loads((Path(__file__).parent / "seeds.json").read_text())
 """By format: a schema, and records in hexadecimal that it reads, or that broke a decoder once."""

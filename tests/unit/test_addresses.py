@@ -10,10 +10,10 @@ from delivered.kits.schemas.options import FormatOptions
 from delivered.model.addresses import parse_address, parse_addresses
 from delivered.model.errors import UsageError
 from delivered.model.options import Unfit
-from delivered.observe.otel import reader
-from delivered.pipeline.lineage import configured
+from delivered.operate.lineage import configured
+from delivered.operate.otel import reader
+from delivered.patterns.saga.http import Http
 from delivered.pipeline.registry import connectors
-from delivered.saga.http import Http
 
 BAD = [
     "", "   ", ":9092", "host:", "host:0", "host:-1", "host:99999", "host:999999", "host:9092x", "host:+1",

@@ -13,7 +13,8 @@ REDACTED = "*****"
 _WORDS = (
     *("password", "passwd", "passphrase", "passcode", "pwd", "secret", "jaas", "token", "credential", "private"),
     *("authorization", "bearer", "cookie", "user.info", "key.pem", "keystore.key", "connection.string", "conn.string"),
-    *("account.key", "access.key", "api.key", "sas.key", "signing.key", "encryption.key", "customer.key"),
+    *("account.key", "access_key", "access-key", "sharedaccesskey", "api.key", "sas.key", "signing.key"),
+    *("encryption.key", "customer.key"),
 )
 """A dot stands for any separator, or none: account.key is AccountKey, account_key, account-key."""
 _TEXT = "|".join(word.replace(".", "[._-]?") for word in _WORDS)
