@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from delivered.spark.pipeline import Pipeline
 from tests.broker.outbox_help import Shop, Table, shop
 from tests.support.sweeps import sweep
 
+from delivered.entry import Pipeline
 from delivered.operate.dead_letters import dead_letters
 from delivered_lab.supervisor import kill_tree
 

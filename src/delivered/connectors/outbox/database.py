@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
-from delivered.connectors.outbox.raw_text import raw_texts
+from delivered.connectors.outbox.raw_text import beyond_python, raw_texts
 from delivered.kits.mysql.tls import tls_of_url
 from delivered.kits.sql.text_forms import pin_postgres
 from delivered.model import patience
@@ -179,6 +179,7 @@ def _postgres(options: OutboxOptions, **more: Any) -> psycopg.Connection[Any]:
     try:
         pin_postgres(connection, options.system)
         raw_texts(connection)
+        beyond_python(connection)
     except BaseException:
         connection.close()
         raise

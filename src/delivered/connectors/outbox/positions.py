@@ -280,11 +280,8 @@ class Positions:
             for id_ in ids:
                 caller.execute(f"DELETE FROM {self._rows} WHERE {self._columns[0]} = ?", [id_])
         elif ids:
-            # SQLite's client takes no text that is not UTF-8.
-            raw = [caller.dialect == "sqlite" and isinstance(id_, str) and not _is_utf8(id_) for id_ in ids]
-            marks = ", ".join("CAST(? AS TEXT)" if cast else "?" for cast in raw)
-            given = [id_bytes(id_) if cast else id_ for id_, cast in zip(ids, raw, strict=True)]
-            caller.execute(f"DELETE FROM {self._rows} WHERE {self._columns[0]} IN ({marks})", given)
+            marks = ", ".join("?" * len(ids))
+            caller.execute(f"DELETE FROM {self._rows} WHERE {self._columns[0]} IN ({marks})", ids)
 
     def delete_until(self, caller: Caller, number: int) -> bool:
         """Delete the first rows up to this number from the outbox, and their numbers, but the last one, by which the
@@ -296,7 +293,14 @@ class Positions:
             f"SELECT number, id FROM {self._table} WHERE lsn = 0 AND number <= ? ORDER BY number LIMIT {DELETED_MAX}",
             [number],
         ).rows
-        self.delete(caller, [row[1] for row in found])
+        if caller.dialect == "mysql":
+            self.delete(caller, [row[1] for row in found])
+        elif found:  # not by their values: the client may read a type that it cannot write
+            caller.execute(
+                f"DELETE FROM {self._rows} WHERE {self._columns[0]} IN "
+                f"(SELECT id FROM {self._table} WHERE lsn = 0 AND number <= ?)",
+                [found[-1][0]],
+            )
         if found:
             caller.execute(f"DELETE FROM {self._table} WHERE lsn <= 0 AND number < ?", [found[-1][0]])
             caller.execute(f"UPDATE {self._table} SET lsn = {_DELETED} WHERE lsn = 0 AND number = ?", [found[-1][0]])
@@ -340,7 +344,3 @@ def text(value: Any) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return f"0x{data.hex()}"
-
-
-def _is_utf8(id_: str) -> bool:
-    return text(id_) == id_

@@ -1,6 +1,7 @@
-"""Texts of a database with the encoding SQL_ASCII: any bytes, which PostgreSQL refuses to send as UTF-8.
+"""What PostgreSQL's client cannot read: texts that are not UTF-8, and times that Python has not.
 
-They are read and written as they are: bytes that are not UTF-8 become lone surrogates in Python, and back.
+Texts of a database with the encoding SQL_ASCII are any bytes, which the server refuses to send as UTF-8. They are read
+and written as they are: bytes that are not UTF-8 become lone surrogates in Python, and back.
 """
 
 from __future__ import annotations
@@ -43,3 +44,26 @@ def raw_texts(connection: psycopg.Connection[Any]) -> None:
         for loader in (Load, LoadBinary):
             connection.adapters.register_loader(name, loader)
     connection.adapters.register_dumper(str, Dump)
+
+
+def beyond_python(connection: psycopg.Connection[Any]) -> None:
+    """Read dates and times that Python has not, such as infinity, as text."""
+    from psycopg import DataError
+    from psycopg.types import datetime as times
+
+    def reading(kind: type[Any]) -> type[Any]:
+        class Load(kind):  # type: ignore[misc]
+            def load(self, data: Any) -> Any:
+                try:
+                    return super().load(data)
+                except DataError:
+                    return bytes(data).decode()
+
+        return Load
+
+    loaders = {
+        "date": times.DateLoader, "time": times.TimeLoader, "timetz": times.TimetzLoader,
+        "timestamp": times.TimestampLoader, "timestamptz": times.TimestamptzLoader, "interval": times.IntervalLoader,
+    }  # fmt: skip
+    for name, kind in loaders.items():
+        connection.adapters.register_loader(name, reading(kind))
