@@ -53,6 +53,49 @@ def test_a_value_that_is_too_long_is_a_bad_row(system: str, column: str, limit: 
             writer._messages(row(system, **{column: text}))
 
 
+@pytest.mark.parametrize(
+    ("kind", "words", "limit"),
+    [
+        ("normal", {"message_id": "i", "key": "k" * 16_380, "tag": "ttt"}, None),
+        ("normal", {"message_id": "i", "key": "k" * 16_380, "tag": "tttt"}, "'key' has 16380 bytes.*16385.*16384"),
+        ("normal", {"key": "k" * 16_129, "tag": ""}, None),
+        ("normal", {"key": "k" * 16_130, "tag": ""}, "'key' has 16130 bytes.*16385.*16384"),
+        ("normal", {"message_id": "i" * 16_001, "key": None, "tag": ""}, "'message_id' has 16001.*32002.*32000"),
+        ("normal", {"message_id": "i i" * 5_400, "key": None, "tag": "t"}, None),  # no such id is among the keys
+        ("transaction", {"message_id": "é" * 5_333, "key": "k", "tag": "t"}, None),
+        ("transaction", {"message_id": "é" * 5_333, "key": "k", "tag": "ttt"}, "'message_id' has 10666.*32002.*32000"),
+        ("transaction", {"message_id": "i", "key": "k", "tag": "t" * 31_997}, "'tag' has 31997.*32001.*32000"),
+    ],
+)
+def test_words_of_rocketmq_have_a_limit_together(kind: str, words: dict[str, str | None], limit: str | None) -> None:
+    more = {"nameServers": "h:1"} if kind == "transaction" else {}
+    options = RocketmqSinkOptions.parse({**ROCKETMQ, "messageType": kind, **more})
+    writer = RocketmqWriter(options, WORK, gives_up=False)
+    rows = pa.record_batch({"value": [b"v"], **{n: pa.array([v], pa.string()) for n, v in words.items()}})
+    if limit is None:
+        assert len(writer._messages(rows)) == 1
+    else:
+        with pytest.raises(BadRecord, match=limit):
+            writer._messages(rows)
+
+
+def test_an_id_of_our_own_has_room_everywhere() -> None:
+    """Each dot of a name takes three bytes in it."""
+    ids = set()
+    for pipeline in ("a." * 32, "b." * 32):
+        writer = RabbitmqWriter(
+            RabbitmqSinkOptions.parse(RABBITMQ),
+            Work(Scope(pipeline, "." * 64, "i" * 36), 10**12, 9_999),
+            gives_up=False,
+        )
+        writer._rows = 10**15
+        ids |= {
+            m.properties.message_id for m in writer._messages(pa.record_batch({"value": [b"v"] * 2, "key": ["k"] * 2}))
+        }
+    assert len(ids) == 4
+    assert max(map(len, ids)) <= 255
+
+
 @pytest.mark.parametrize("column", ["key", "message_id"])
 def test_a_zero_byte_does_not_end_a_stomp_frame(column: str) -> None:
     with pytest.raises(BadRecord, match=f"in column '{column}'; STOMP's headers cannot hold a zero byte"):
@@ -78,11 +121,12 @@ def test_a_message_that_rabbitmq_calls_too_large_is_a_bad_record() -> None:
 
 def test_headers_count_towards_the_size_of_a_kafka_record() -> None:
     headers = [[{"key": "h", "value": b"x" * 1_000}], None, [], [{"key": "h" * 995, "value": None}]]
+    # A length below 64 takes one byte, a longer one two.
     rows = pa.record_batch({"value": [b"v"] * 4, "headers": pa.array(headers, HEADERS.type)})
-    assert invalid_rows(rows, "t", 1_012) is None
-    reasons = invalid_rows(rows, "t", 1_011)
+    assert invalid_rows(rows, "t", 1_005) is None
+    reasons = invalid_rows(rows, "t", 1_004)
     assert reasons is not None
-    why = "1012 bytes in 'key', 'value' and 'headers'; the limit (kafka.message.max.bytes) is 1011 for them"
+    why = "1005 bytes in 'key', 'value' and 'headers'; the limit (kafka.message.max.bytes) is 1004 for them"
     assert reasons.to_pylist() == [why, None, None, None]
 
 

@@ -1,7 +1,7 @@
 """Lengths that RabbitMQ, ActiveMQ and RocketMQ accept: the one place that knows. A longer value is a bad row.
 
-Where an administrator can set a limit, it is the default; a lower one is reported by the broker. Kafka's and Pulsar's
-limits are options of their sinks.
+The size of a value can be configured: RabbitMQ and RocketMQ are asked for it (`kits/queue/sizes.py`). Kafka's and
+Pulsar's limits are options of their sinks.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ from delivered.model.errors import BadRecord
 
 BYTES_MAX: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
-        # AMQP 0-9-1: a short string has one byte for its length. max_message_size is at most 512 MiB.
+        # AMQP 0-9-1: a short string has one byte for its length. max_message_size cannot be set above 512 MiB.
         "rabbitmq": {"key": 255, "message_id": 255, "value": 512 << 20},
-        # Classic's STOMP reads header lines of 10 KiB. Artemis keeps all headers of a message in one journal record.
+        # Classic's STOMP reads header lines of 10 KiB. Artemis stores headers as UTF-16: together 490 KiB
+        # (journal-buffer-size), and 100 KiB with a value of 100 KiB and more (minLargeMessageSize).
         "activemq": {"key": 10_000, "message_id": 10_000, "value": 2**31 - 1},
-        # maxMessageSize of proxy and broker; the properties of a message share 32,767 bytes.
-        "rocketmq": {"key": 8_000, "message_id": 8_000, "tag": 8_000, "message_group": 64, "value": 4 << 20},
+        # The proxy says that 64 bytes are the limit, and refuses them.
+        "rocketmq": {"message_group": 63, "value": 2**31 - 1},
     }
 )
 """By system, by column of the sink, in bytes of UTF-8."""
+
+ROCKETMQ_WORDS_BYTES_MAX = 16 << 10
+"""Of a message's keys, with the id among them, and its tag: the proxy's maxUserPropertySize."""
+ROCKETMQ_PROPERTIES_BYTES_MAX = 32_000
+"""Of all that a broker stores of a message except the value: 32,767, minus what proxy and broker add themselves."""
 
 
 def check_lengths(system: str, **columns: str | bytes | None) -> None:
@@ -37,10 +43,18 @@ def check_lengths(system: str, **columns: str | bytes | None) -> None:
         # A text has at most four bytes for each character.
         if value is None or len(value) * 4 <= limits[name]:
             continue
-        length = len(value if isinstance(value, bytes) else value.encode())
+        length = bytes_of(value)
         if length > limits[name]:
-            raise BadRecord(
-                "VALUE_TOO_LONG",
-                f"A row's column {name!r} has {length} bytes; {system} accepts at most {limits[name]}.",
-                next_step="shorten the column, or filter such rows; on_bad_row: dead_letter keeps them",
-            )
+            raise too_long(system, name, length, limits[name])
+
+
+def bytes_of(value: str | bytes | None) -> int:
+    return 0 if value is None else len(value if isinstance(value, bytes) else value.encode())
+
+
+def too_long(system: str, column: str, length: int, limit: int) -> BadRecord:
+    return BadRecord(
+        "VALUE_TOO_LONG",
+        f"A row's column {column!r} has {length} bytes; {system} accepts at most {limit}.",
+        next_step="shorten the column, or filter such rows; on_bad_row: dead_letter keeps them",
+    )

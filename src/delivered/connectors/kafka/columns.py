@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -203,7 +204,7 @@ def invalid_rows(
     """For each row, why the client would reject it, or null; None: no row is rejected.
 
     Args:
-        bytes_max: of key, value and headers together.
+        bytes_max: of key, value and headers together, with the id as one of them.
         ids_required: a null message_id is a reason.
     """
     n, nothing = batch.num_rows, pa.scalar(None, pa.string())
@@ -213,7 +214,10 @@ def invalid_rows(
     size = pc.add(size, _header_bytes(batch, n))
     found, too_long = [pa.nulls(n, pa.string())], pc.greater(size, bytes_max)
     if pc.any(too_long).as_py():
-        why = f" bytes in 'key', 'value' and 'headers'; the limit (kafka.message.max.bytes) is {bytes_max} for them"
+        ids = ", 'message_id'" if "message_id" in batch.schema.names else ""
+        why = (
+            f" bytes in 'key', 'value'{ids} and 'headers'; the limit (kafka.message.max.bytes) is {bytes_max} for them"
+        )
         found.append(pc.if_else(too_long, pc.binary_join_element_wise(size.cast(pa.string()), why, ""), nothing))
     names = batch.schema.names
     not_utf8 = {name: _not_utf8(batch, name) for name in ("topic", "message_id", "headers")}
@@ -243,23 +247,34 @@ def invalid_rows(
 
 
 def _header_bytes(batch: pa.RecordBatch, n: int) -> pa.Array:
-    """Bytes of names and values of each row's headers, and of their lengths at most."""
-    at = batch.schema.get_field_index("headers")
-    if at < 0 or not pa.types.is_list(batch.column(at).type):
-        return pa.array(np.zeros(n, np.int64))
-    column = batch.column(at)
+    """Bytes of names and values of each row's headers, and of their lengths, as a record holds them."""
+    names, found = batch.schema.names, np.zeros(n, np.int64)
+    if "message_id" in names:
+        ids = batch.column("message_id")
+        length = np.asarray(pc.fill_null(pc.binary_length(ids), 0)).astype(np.int64)
+        found += np.where(np.asarray(pc.is_valid(ids)), 1 + len(ID) + _encoded(length) + length, 0)
+    if "headers" not in names or not pa.types.is_list(batch.column("headers").type):
+        return pa.array(found)
+    column = batch.column("headers")
     entries = pc.list_flatten(column)
-    lengths = np.full(len(entries), 2 * _LENGTH_BYTES_MAX, np.int64)
+    lengths = np.zeros(len(entries), np.int64)
     for part in (0, 1):
         text = pc.struct_field(entries, [part])
         if pa.types.is_null(text.type):  # headers whose values are all NULL
             text = text.cast(pa.binary())
-        lengths += np.asarray(pc.fill_null(pc.binary_length(text), 0))
-    return pa.array(np.bincount(np.asarray(pc.list_parent_indices(column)), lengths, n).astype(np.int64))
+        length = np.asarray(pc.fill_null(pc.binary_length(text), 0)).astype(np.int64)
+        lengths += _encoded(length) + length
+    return pa.array(found + np.bincount(np.asarray(pc.list_parent_indices(column)), lengths, n).astype(np.int64))
 
 
-_LENGTH_BYTES_MAX = 5
-"""Of a number of 32 bits in a record."""
+def _encoded(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Bytes that a record needs for each length: seven bits in each, one of them for the sign."""
+    return np.searchsorted(_LENGTHS, lengths, side="right") + 1
+
+
+_LENGTHS = np.array([1 << bits for bits in (6, 13, 20, 27)])
+
+
 _HEADERS_TYPE = "array<struct<key: string, value: binary>>"
 _CASTS = {
     "integer": "CAST(partition AS INT)",

@@ -235,8 +235,8 @@ class PulsarSinkOptions(Place, owner=SINK):
         ),
         Option(
             "messageBytesMax",
-            "Without chunking, larger messages (bytes of key, value and properties) are rejected; not above the "
-            "brokers' maxMessageSize.",
+            "Without chunking, larger messages (bytes of value and properties, and twice those of the key) are "
+            "rejected; not above the brokers' maxMessageSize.",
             str(BYTES_MAX),
             type=_COUNT,
         ),

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from delivered.connectors.pulsar.admin import Admin
 from delivered.connectors.pulsar.client import explained, pulsar, registers, warm_client
 from delivered.connectors.pulsar.encode import Encoder, Settled, settle, settled
-from delivered.connectors.pulsar.options import SINK, PulsarSinkOptions
+from delivered.connectors.pulsar.options import BYTES_MAX, SINK, PulsarSinkOptions
 from delivered.kits.queue.columns import ID, column, text
 from delivered.kits.queue.writer import SendingWriter
 from delivered.kits.schemas.values import BadValue
@@ -30,6 +30,9 @@ IN_FLIGHT_MAX = 2_000
 """Unacknowledged messages per task and partition."""
 _BATCH_ROWS = 1_000
 _BATCH_BYTES = 1 << 20
+"""Of the values in a batch; the client does not count keys and properties, which are a batch's too."""
+_WORDS_BYTES = 2 << 20
+"""Of keys and properties in a batch."""
 
 Message = dict[str, Any]
 """Arguments of the client's send."""
@@ -80,6 +83,8 @@ class Publisher:
         self._answered = 0
         self._lost = 0  # of unknown outcome
         self._failed: Any = None  # the first rejection
+        self._words = 0  # bytes of keys and properties that may be in one batch
+        self._words_max = 0 if options.bytes_max is None else min(_WORDS_BYTES, options.bytes_max // 2)
         self._producer: Any = _producer(options, schema)
 
     @property
@@ -92,10 +97,22 @@ class Publisher:
         self._check()
         try:
             for message in messages:
+                if self._words_max:
+                    self._end_batch_before(message)
                 self._sent += 1
                 self._producer.send_async(callback=self._on_answer, **message)
         except pulsar().PulsarException as error:
             raise explained(error, self._options, self._options.label) from None
+
+    def _end_batch_before(self, message: Message) -> None:
+        """Send the open batch, if it would become too large: the broker would refuse all of its messages."""
+        key, properties = message["partition_key"], message["properties"]
+        own = 2 * _room(key or "") + sum(_room(name) + _room(text) + 6 for name, text in properties.items())
+        if self._words and self._words + own > self._words_max:
+            self._producer.flush()
+            self._check()
+            self._words = 0
+        self._words += own
 
     def flush(self) -> None:
         """Wait until every message is acknowledged. Raises if one was rejected, or its outcome is unknown."""
@@ -149,6 +166,11 @@ class Publisher:
                 self._failed = result
 
 
+def _room(text: str) -> int:
+    """Bytes of UTF-8, at most."""
+    return len(text) if text.isascii() else 4 * len(text)
+
+
 def _producer(options: PulsarSinkOptions, schema: tuple[str, str] | None) -> Any:
     library = pulsar()
     kinds = library.CompressionType
@@ -164,7 +186,7 @@ def _producer(options: PulsarSinkOptions, schema: tuple[str, str] | None) -> Any
             block_if_queue_full=True,
             batching_enabled=options.bytes_max is not None,
             batching_max_messages=_BATCH_ROWS,
-            batching_max_allowed_size_in_bytes=_BATCH_BYTES,
+            batching_max_allowed_size_in_bytes=min(_BATCH_BYTES, (options.bytes_max or _BATCH_BYTES) // 4),
             batching_type=library.BatchingType.Default,
             chunking_enabled=options.bytes_max is None,
             message_routing_mode=library.PartitionsRoutingMode.CustomPartition,
@@ -243,8 +265,10 @@ class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
         for value, key, pairs, time, given in zip(*columns, strict=True):
             properties = {h["key"]: text(h["value"] or b"", "column 'headers'") for h in pairs} if pairs else {}
             own = self._next_id()
-            properties[ID] = own if given is None else text(given, "column 'message_id'")
+            properties[ID] = "" if given is None else text(given, "column 'message_id'")
             self._check_size(value, key, properties)
+            if given is None:
+                properties[ID] = own
             messages.append(
                 {
                     "content": value,
@@ -266,19 +290,47 @@ class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
             ) from None
 
     def _check_size(self, value: bytes | None, key: bytes | None, properties: dict[str, str]) -> None:
-        """Check before the client does, so that such a row can be told from the others."""
+        """Check before the client does, so that such a row can be told from the others. Brokers end the connection at a
+        frame that is too long, which the client then sends again.
+
+        Args:
+            properties: with an empty id if it is our own, whose length depends on the batch: brokers take 10 KiB more.
+        """
         longest = self._options.bytes_max
-        if longest is None:
+        lengths = {
+            # Of each chunk, too, and twice in a batch of messages: the client sends the key with the batch as well.
+            "key": len(key or b"") * (1 if longest is None else 2),
+            "headers": sum(_property_bytes(name, text) for name, text in properties.items()),
+        }
+        if longest is not None:
+            lengths["value"] = len(value or b"")
+        size = sum(lengths.values())
+        if size <= (BYTES_MAX if longest is None else longest):
             return
-        size = len(value or b"") + len(key or b"") + sum(len(k) + len(v.encode()) for k, v in properties.items())
-        if size > longest:
-            raise BadRecord(
-                "RECORD_TOO_LARGE",
-                f"A row for {self._options.label} has {size} bytes in 'value', 'key' and 'headers'; the limit is "
-                f"{longest}.",
-                next_step="set the option chunking to true, or write smaller messages; messageBytesMax may be as large "
-                "as the brokers' maxMessageSize",
-            )
+        largest = max(lengths, key=lambda name: lengths[name])
+        parts = (
+            "'key' and 'headers', which each chunk holds" if longest is None else "'value', 'key' (twice) and 'headers'"
+        )
+        chunks = longest is not None and largest == "value"
+        raise BadRecord(
+            "RECORD_TOO_LARGE",
+            f"A row for {self._options.label} has {size} bytes in {parts}, most of them in {largest!r}; the limit is "
+            f"{BYTES_MAX if longest is None else longest}.",
+            next_step=("set the option chunking to true, or " if chunks else "")
+            + "write smaller messages; messageBytesMax may be as large as the brokers' maxMessageSize",
+        )
+
+
+def _property_bytes(name: str, text: str) -> int:
+    """As Protocol Buffers write it: each text, and both together, with a tag and a length."""
+    size = 0
+    for part in (name.encode(), text.encode()):
+        size += 1 + _length_bytes(len(part)) + len(part)
+    return 1 + _length_bytes(size) + size
+
+
+def _length_bytes(length: int) -> int:
+    return max(1, -(-length.bit_length() // 7))
 
 
 def _event_times(rows: pa.RecordBatch) -> list[int | None]:

@@ -142,8 +142,9 @@ def explained(error: Exception, options: Place) -> DeliveredError:
     if code == 406 and "message size" in detail:
         return BadRecord(
             "MESSAGE_TOO_LARGE",
-            f"RabbitMQ at {options.place} rejected a message: {detail}",
-            next_step="write smaller messages, or raise max_message_size in rabbitmq.conf",
+            f"RabbitMQ at {options.place} rejected a message for its column 'value': {detail}",
+            next_step="write smaller messages, or raise max_message_size in rabbitmq.conf; on_bad_row: dead_letter "
+            "keeps such rows",
         )
     return DeliveredError(
         "RABBITMQ_CLIENT",

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from delivered.connectors.rabbitmq.client import connect, explained, pika
 from delivered.connectors.rabbitmq.options import RabbitmqSinkOptions
+from delivered.connectors.rabbitmq.sizes import refused_rows
 from delivered.connectors.rabbitmq.writer import RabbitmqWriter
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Sink
@@ -72,6 +73,10 @@ class RabbitmqSink(MessageSink):
                     f"most {BYTES_MAX['rabbitmq']['key']}.",
                     next_step="correct the option",
                 )
+
+    def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """See `delivered.contract.trial.TriesRows`."""
+        return refused_rows(self.options, batch)
 
     def _writer(self, work: Work, *, gives_up: bool) -> RabbitmqWriter:
         return RabbitmqWriter(self.options, work, gives_up)

@@ -22,7 +22,15 @@ from typing import Any, NoReturn
 
 from delivered.connectors.rocketmq.options import Place
 from delivered.kits.options import trust
-from delivered.model.errors import DeliveredError, MissingExtra, OutcomeUnknown, Refused, Unreachable, UsageError
+from delivered.model.errors import (
+    BadRecord,
+    DeliveredError,
+    MissingExtra,
+    OutcomeUnknown,
+    Refused,
+    Unreachable,
+    UsageError,
+)
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.options import resolve_secret
 
@@ -241,10 +249,11 @@ class Session:
         if code == codes.CONSUMER_GROUP_NOT_FOUND:
             return self._group_missing(text)
         if code in (codes.MESSAGE_BODY_TOO_LARGE, codes.PAYLOAD_TOO_LARGE):
-            return UsageError(
+            return BadRecord(
                 "MESSAGE_TOO_LARGE",
-                f"RocketMQ at {self.options.endpoints} rejected a message: {text}",
-                next_step="raise maxMessageSize of proxies and brokers, or send smaller messages",
+                f"RocketMQ at {self.options.endpoints} rejected a message for its column 'value': {text}",
+                next_step="raise maxMessageSize of proxies and brokers, or send smaller messages; on_bad_row: "
+                "dead_letter keeps such rows",
             )
         if code == codes.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE:
             return UsageError(

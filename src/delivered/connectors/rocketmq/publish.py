@@ -63,6 +63,11 @@ class Publisher:
         """Messages of unknown outcome."""
         return self._in_flight + self._lost
 
+    @property
+    def body_max(self) -> int:
+        """Bytes of a message's value that the proxy accepts."""
+        return int(self._session.granted.publishing.max_body_size)
+
     def takes(self) -> list[str]:
         """Message types that the topic accepts."""
         of = self._session.library.of

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 from delivered.connectors.rocketmq.options import RocketmqSinkOptions
-from delivered.model.errors import DeliveredError, Refused, Unreachable, UsageError
+from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, ROCKETMQ_FRAME_BYTES_MAX, ROCKETMQ_QUEUES_MAX
 from delivered.model.options import resolve_secret
 
@@ -155,10 +155,11 @@ class Peer:
                 next_step="check the options accessKey and secretKey, and the user's permissions",
             )
         if answer.code == ILLEGAL:
-            return UsageError(
+            return BadRecord(
                 "MESSAGE_TOO_LARGE",
-                f"RocketMQ at {self.address} rejected a message: {text}",
-                next_step="raise maxMessageSize of the brokers, or send smaller messages",
+                f"RocketMQ at {self.address} rejected a message for its column 'value', or for all others: {text}",
+                next_step="raise maxMessageSize of the brokers, or send smaller messages; on_bad_row: dead_letter "
+                "keeps such rows",
             )
         return self.unreachable(text)
 

@@ -12,6 +12,7 @@ from delivered.connectors.rocketmq.options import TRANSACTION, RocketmqSinkOptio
 from delivered.connectors.rocketmq.publish import Publisher
 from delivered.connectors.rocketmq.read import RocketmqScan
 from delivered.connectors.rocketmq.remoting import Cluster
+from delivered.connectors.rocketmq.sizes import refused_rows
 from delivered.connectors.rocketmq.writer import HalfWriter, RocketmqWriter
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
@@ -138,6 +139,10 @@ class RocketmqSink(MessageSink):
 
     def committer(self, scope: Scope) -> Committer:
         return RocketmqCommitter(self.options, scope) if self.options.kind == TRANSACTION else _PlainCommitter()
+
+    def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """See `delivered.contract.trial.TriesRows`."""
+        return refused_rows(self.options, batch)
 
     def _writer(self, work: Work, *, gives_up: bool) -> RocketmqWriter:
         return RocketmqWriter(self.options, work, gives_up)

@@ -9,13 +9,17 @@ from delivered.connectors.rocketmq.options import TRANSACTION, RocketmqSinkOptio
 from delivered.connectors.rocketmq.publish import Message, Publisher
 from delivered.connectors.rocketmq.remoting import Cluster
 from delivered.kits.queue.columns import column, text
-from delivered.kits.queue.writer import SendingWriter
+from delivered.kits.queue.writer import OWN_ID_BYTES_MAX, SendingWriter
 from delivered.model.errors import BadRecord
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
-from delivered.model.message_limits import check_lengths
+from delivered.model.message_limits import ROCKETMQ_PROPERTIES_BYTES_MAX as PROPERTIES_BYTES_MAX
+from delivered.model.message_limits import ROCKETMQ_WORDS_BYTES_MAX as WORDS_BYTES_MAX
+from delivered.model.message_limits import bytes_of, check_lengths
 from delivered.model.prepared import Promise
 
+_SHORT = 2_000
+"""Characters that are within every limit."""
 NAMES = ("value", "message_id", "key", "tag", "message_group")
 
 
@@ -37,13 +41,14 @@ class RocketmqWriter(SendingWriter[RocketmqSinkOptions, Message]):
             own = self._next_id()
             message_id = own if given is None else text(given, "column 'message_id'")
             tag, group = text(tagged or b"", "column 'tag'"), text(grouped or b"", "column 'message_group'")
-            check_lengths("rocketmq", key=key, message_id=message_id, tag=tag, message_group=group, value=value)
+            check_lengths("rocketmq", message_group=group, value=value)
             _check_word("message_id", message_id, required=True)
             _check_word("tag", tag)
             _check_word("message_group", group)
             # RocketMQ joins keys with spaces, and takes no control character in them.
             keys = (message_id,) if len(message_id.split()) == 1 and not _controls(message_id) else ()
             keys = keys if key is None else (*keys, _key(key))
+            self._check_together(given is not None, message_id, keys, tag, group)
             if not value:
                 raise BadRecord(
                     "MESSAGE_EMPTY",
@@ -64,6 +69,41 @@ class RocketmqWriter(SendingWriter[RocketmqSinkOptions, Message]):
                 )
             messages.append(Message(message_id, value, keys, tag, group, at))
         return messages
+
+    def _check_together(self, chosen: bool, message_id: str, keys: tuple[str, ...], tag: str, group: str) -> None:
+        """
+        Args:
+            chosen: whether the message id is the row's; one of our own counts with its greatest length, so that a row
+                is judged alike in every shard.
+
+        Raises:
+            BadRecord: the words of a message are longer than proxy or broker accept.
+        """
+        if len(message_id) + sum(map(len, keys)) + len(tag) + len(group) <= _SHORT:
+            return
+        own = bytes_of(message_id) if chosen else OWN_ID_BYTES_MAX
+        lengths = {
+            "message_id": own,
+            "key": sum(map(bytes_of, keys)),
+            "tag": bytes_of(tag),
+            "message_group": bytes_of(group),
+        }
+        if message_id in keys[:1]:
+            lengths["key"] -= bytes_of(message_id)
+        half = self._options.kind == TRANSACTION
+        named = own if message_id in keys[:1] else 0
+        words = named + lengths["key"] + lengths["tag"]
+        # A broker stores the id by itself too, and as the id of a transaction.
+        stored = words + own * (2 if half else 1) + lengths["message_group"]
+        for size, limit in ((words, None if half else WORDS_BYTES_MAX), (stored, PROPERTIES_BYTES_MAX)):
+            if limit is not None and size > limit:
+                longest = max(lengths, key=lambda name: lengths[name])
+                raise BadRecord(
+                    "VALUE_TOO_LONG",
+                    f"A row's column {longest!r} has {lengths[longest]} bytes; with its other words, the message has "
+                    f"{size}, and rocketmq accepts at most {limit} of them.",
+                    next_step="shorten message_id, key or tag, or filter such rows; on_bad_row: dead_letter keeps them",
+                )
 
 
 class HalfWriter(RocketmqWriter):

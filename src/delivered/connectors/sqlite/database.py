@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -93,7 +94,7 @@ def writing(connection: sqlite3.Connection, path: str, timeout_s: float | None =
 
 
 def explained(error: Exception, path: str) -> DeliveredError:
-    name = getattr(error, "sqlite_errorname", None) or type(error).__name__
+    name = _name(error)
     detail = f"{error} ({name})"
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return Unreachable(
@@ -121,13 +122,40 @@ def explained(error: Exception, path: str) -> DeliveredError:
             f"{path!r} is not a valid SQLite database: {detail}.",
             next_step=f"check it: sqlite3 {path} 'PRAGMA integrity_check'; restore a backup with its ledger tables",
         )
-    if name.startswith(("SQLITE_CONSTRAINT", "SQLITE_MISMATCH", "SQLITE_TOOBIG")):
-        return BadRecord(
-            "ROW_REFUSED",
-            f"The table in {path!r} rejected a row: {detail}.",
-            next_step="filter such rows, or change the table's constraint",
-        )
+    if refuses_a_row(error):
+        return row_refused(path, "a row", error)
     return Unreachable("DATABASE_ERROR", f"The database {path!r} failed: {detail}.", "check the disk and the file")
+
+
+def _name(error: Exception) -> str:
+    """Python knows the names of older codes alone."""
+    name = getattr(error, "sqlite_errorname", None)
+    return type(error).__name__ if name in (None, "unknown") else str(name)
+
+
+_OF_VALUES = re.compile(r"JSON|integer overflow|too complex|cannot store|too big")
+
+
+def refuses_a_row(error: Exception) -> bool:
+    """Whether SQLite refused a row: for a constraint, its length, or what an expression of the table makes of it."""
+    if isinstance(error, sqlite3.IntegrityError | sqlite3.DataError):
+        return True
+    name = getattr(error, "sqlite_errorname", None)
+    return name == "SQLITE_ERROR" and _OF_VALUES.search(str(error)) is not None
+
+
+def row_refused(path: str, row: str, error: Exception) -> BadRecord:
+    """
+    Args:
+        row: which one.
+    """
+    detail = f"{error} ({_name(error)})"
+    return BadRecord(
+        "ROW_REFUSED",
+        f"The table in {path!r} rejected {row}: {detail}.",
+        next_step="filter such rows, or change the table; onConstraint: dead_letter keeps rows that break a "
+        "constraint, on_bad_row: dead_letter those with a value that the table cannot take",
+    )
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class SqliteSink(DatabaseSink):
         scan="read:SqliteScan",
         store="store:SqliteStore",
         committer="committer:SqliteCommitter",
+        refused_rows="trial:refused_rows",
     )
 
     def capability(self) -> SinkCapability:
@@ -113,6 +114,11 @@ class SqliteSink(DatabaseSink):
             raise no_unique_index(write, self.options.table, self.options.where)
         else:
             yield from table_findings(self.options, definition.read(connection, self.options))
+
+    def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """See `delivered.contract.trial.TriesRows`."""
+        found: pa.Array | None = self.parts["refused_rows"](self.options, batch)
+        return found
 
     def checked_target(self) -> Sequence[str]:
         """See `delivered.contract.powers.ChecksTarget`."""

@@ -241,7 +241,9 @@ class Merging:
     def add(self, shard: int, batches: Iterable[pa.RecordBatch]) -> int:
         """Return the number of rows."""
         self._shards.add(shard)
-        return target.insert(self._connection, f"INSERT INTO {STAGED}", batches, {SHARD: shard})[0]
+        return target.insert(
+            self._connection, f"INSERT INTO {STAGED}", batches, {SHARD: shard}, path=self._options.path
+        )[0]
 
     def finish(self, work: Work) -> None:
         """Merge the rows into the table, inside a read-write transaction.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
+from operator import length_hint
 
 import pyarrow as pa
 
 from delivered.connectors.sqlite import types
+from delivered.connectors.sqlite.database import refuses_a_row, row_refused
 from delivered.connectors.sqlite.definition import SqliteMerge, check_kind
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.types import TYPES
@@ -156,7 +158,8 @@ def insert_rows(
     connection: sqlite3.Connection, options: SqliteOptions, found: Definition, batches: Iterable[pa.RecordBatch]
 ) -> tuple[int, int]:
     """As `insert`, into the user's table."""
-    return insert(connection, SqliteMerge(options.write, quoted(options.table), (), found.clauses).insert_into, batches)
+    into = SqliteMerge(options.write, quoted(options.table), (), found.clauses).insert_into
+    return insert(connection, into, batches, path=options.path)
 
 
 def insert(
@@ -164,6 +167,8 @@ def insert(
     into: str,
     batches: Iterable[pa.RecordBatch],
     also: Mapping[str, int] | None = None,
+    *,
+    path: str,
 ) -> tuple[int, int]:
     """Insert rows inside the open transaction, in bounded chunks of Python objects.
 
@@ -172,6 +177,10 @@ def insert(
     Args:
         into: "INSERT INTO" and the table, quoted for SQL.
         also: columns with a constant value.
+        path: of the database, for errors.
+
+    Raises:
+        BadRecord: SQLite refused a row.
     """
     statement, sent, kept = "", 0, 0
     more = also or {}
@@ -182,6 +191,21 @@ def insert(
             statement = f"{into} ({', '.join(map(quoted, names))}) VALUES ({', '.join(values)})"
         for start in range(0, batch.num_rows, CHUNK_ROWS):
             chunk = batch.slice(start, CHUNK_ROWS)
-            kept += connection.executemany(statement, zip(*map(types.to_sql, chunk.columns), strict=True)).rowcount
+            columns = [iter(types.to_sql(column)) for column in chunk.columns]
+            try:
+                kept += connection.executemany(statement, zip(*columns, strict=True)).rowcount
+            except sqlite3.Error as error:
+                if not refuses_a_row(error):
+                    raise
+                at = chunk.num_rows - length_hint(columns[-1]) - 1  # the last one that was taken
+                raise row_refused(path, f"the row {_shown(chunk.slice(at, 1))}", error) from error
             sent += chunk.num_rows
     return sent, kept
+
+
+def _shown(row: pa.RecordBatch) -> str:
+    """Columns and values of a row, each shortened, for an error."""
+    values = (
+        f"{name} = {types.to_sql(column)[0]!r:.60}" for name, column in zip(row.schema.names, row.columns, strict=True)
+    )
+    return f"({', '.join(values):.600})"

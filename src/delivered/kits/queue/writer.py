@@ -3,6 +3,7 @@ detect duplicates."""
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -17,6 +18,10 @@ from delivered.model.identity import Work
 from delivered.model.prepared import Promise
 
 _ROWS = 1_000
+OWN_ID_BYTES_MAX = 255
+"""Of a generated message id: what RabbitMQ accepts."""
+_PREFIX_BYTES_MAX = OWN_ID_BYTES_MAX - 20
+"""A row's number, and a dot, have at most 20 digits."""
 
 M = TypeVar("M", contravariant=True)
 
@@ -62,7 +67,7 @@ class SendingWriter(ABC, Generic[Given, M]):
         scope = work.scope
         # Names may contain dots, but no "%": two scopes never make the same id (P33).
         names = (n.replace(".", "%2E") for n in (scope.pipeline, scope.sink, scope.incarnation))
-        self._id = ".".join((*names, str(work.batch), str(work.shard)))
+        self._id = _short(".".join((*names, str(work.batch), str(work.shard))))
         self._rows = 0
         self._publisher: Publisher[M] | None = None
 
@@ -140,3 +145,11 @@ class SendingWriter(ABC, Generic[Given, M]):
         Raises:
             BadRecord: a row cannot be a message. The text names its column, and no number of the row.
         """
+
+
+def _short(prefix: str) -> str:
+    """The same for every run of a batch; a long one ends with its hash, so that two never become one (P33)."""
+    if len(prefix) <= _PREFIX_BYTES_MAX:
+        return prefix
+    digest = hashlib.sha256(prefix.encode()).hexdigest()
+    return f"{prefix[: _PREFIX_BYTES_MAX - len(digest) - 1]}#{digest}"
