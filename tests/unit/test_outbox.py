@@ -96,3 +96,31 @@ def _ids_are_unique(file: Path, column: str) -> str | None:
     found = [f for f in SOURCE.source(options).preflight() if f.refuses]
     assert {f.code for f in found} <= {"OUTBOX_ID_NOT_UNIQUE"}
     return found[0].next_step if found else None
+
+
+@pytest.mark.parametrize(
+    ("url", "given", "said"),
+    [
+        ("postgresql://h/d", {"dbtable": "é" * 32}, "'é+' has 64 bytes; postgres allows 63.*'dbtable'"),
+        ("postgresql://h/d", {"table": "s" * 64 + ".orders"}, "64 bytes.*'table'"),
+        ("postgresql://h/d", {"publication": "p" * 64}, "64 bytes.*'publication'"),
+        ("postgresql://h/d", {"columns": "payload=" + "c" * 64}, "64 bytes.*'columns'"),
+        ("postgresql://h/d", {"orderColumn": "c" * 64}, "64 bytes.*'orderColumn'"),
+        ("postgresql://h/d", {"dbtable": "o" * 54, "method": "poll"}, "'o+_positions' has 64 bytes.*'positionsTable'"),
+        ("mysql://h/d", {"dbtable": "é" * 65}, "65 characters; mysql allows 64.*'dbtable'"),
+        ("mysql://h/d", {"dbtable": "é" * 55}, "65 characters.*'positionsTable'"),
+    ],
+)
+def test_names_that_a_database_would_cut_are_refused_at_the_start(url: str, given: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=f"NAME_TOO_LONG.*{said}"):
+        SOURCE.source({"url": url, **given})
+
+
+def test_the_longest_names_are_accepted() -> None:
+    for url, given in (
+        ("postgresql://h/d", {"dbtable": f"{'s' * 63}.{'o' * 63}", "publication": "p" * 63}),
+        ("postgresql://h/d", {"dbtable": "o" * 53, "method": "poll"}),
+        ("mysql://h/d", {"dbtable": "é" * 54}),
+        ("sqlite:///x.db", {"dbtable": "o" * 300}),
+    ):
+        SOURCE.source({"url": url, **given})

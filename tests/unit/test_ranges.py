@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from delivered.model.errors import BadRecord, UsageError
-from delivered.model.ranges import INT64, RANGES, check, of_values, unstorable
+from delivered.model.ranges import INT64, RANGES, Range, check, of_values, unstorable
 
 US_10000 = 253_402_300_800_000_000
 
@@ -131,3 +131,22 @@ def test_other_errors_stay_what_they_are(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught, of_values("its client"):
         raise error
     assert caught.value is error
+
+
+def test_a_row_that_is_longer_than_the_system_holds_names_its_longest_column() -> None:
+    rows = pa.record_batch(
+        {
+            "a": pa.array(["x" * 60, "é" * 30, None, "x"]),
+            "b": pa.array([b"y" * 40, b"y" * 41, b"y" * 101, b"y"], pa.large_binary()),
+            "n": pa.array([1, 2, 3, 4], pa.int64()),
+        }
+    )
+    found = unstorable(Range(row_bytes=100), rows)
+    assert found is not None
+    assert found.to_pylist() == [
+        None,
+        "column 'a': 60 bytes, and 101 with the row's other columns; a row holds 100",
+        "column 'b': 101 bytes, and 101 with the row's other columns; a row holds 100",
+        None,
+    ]
+    assert unstorable(Range(row_bytes=101), rows) is None

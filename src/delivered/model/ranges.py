@@ -40,6 +40,7 @@ class Range:
         said: these bounds, for a reason.
         finite: neither NaN nor infinity.
         zero_byte: whether a text may have one.
+        row_bytes: of a row's texts and bytes together; None: as many as Arrow has.
     """
 
     days: Bounds = INT32
@@ -47,6 +48,7 @@ class Range:
     said: str = "outside the years -290308 to 294247"
     finite: bool = False
     zero_byte: bool = True
+    row_bytes: int | None = None
 
 
 _YEARS_OF_FOUR_DIGITS = ((YEAR_1, YEAR_10000 - 1), (YEAR_1 * _DAY_US, YEAR_10000 * _DAY_US - 1))
@@ -66,6 +68,8 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "postgres": Range(
             (-2_440_588, 2_145_042_905), (-2_440_588 * _DAY_US, INT64[1]), "before 4714-11-24 BC, or after the "
             "greatest date of PostgreSQL", zero_byte=False,
+            # The server holds a row in one piece of memory, of at most 0x3fffffff bytes: less what it adds itself.
+            row_bytes=0x3FFF0000,
         ),
         # Partition values are also written as text: in Delta's log, and in the summary of Iceberg's snapshots.
         "delta partition": _FOUR_DIGITS,
@@ -81,7 +85,26 @@ def unstorable(limits: Range, batch: pa.RecordBatch) -> pa.Array | None:
     for field, column in zip(batch.schema, batch.columns, strict=True):
         for path, mask, why in _outside(limits, column, field.name):
             reasons = because(reasons, pa.array(mask), f"column {path!r}: {why}")
+    if limits.row_bytes is not None and batch.nbytes > limits.row_bytes:
+        reasons = first_of(reasons, _too_long(batch, limits.row_bytes))
     return reasons
+
+
+def _too_long(batch: pa.RecordBatch, limit: int) -> pa.Array | None:
+    """Names the longest column of such a row."""
+    t, lengths = pa.types, dict[str, npt.NDArray[np.int64]]()
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if any(is_one(column.type) for is_one in (t.is_string, t.is_binary, t.is_large_string, t.is_large_binary)):
+            lengths[name] = np.asarray(pc.fill_null(pc.binary_length(column), 0)).astype(np.int64)
+    total = sum(lengths.values(), np.zeros(batch.num_rows, np.int64))
+    reasons: list[str | None] = [None] * batch.num_rows
+    for at in map(int, np.flatnonzero(total > limit)):
+        longest = max(lengths, key=lambda name: lengths[name][at])
+        reasons[at] = (
+            f"column {longest!r}: {lengths[longest][at]} bytes, and {total[at]} with the row's other columns; a row "
+            f"holds {limit}"
+        )
+    return pa.array(reasons, pa.string()) if any(reasons) else None
 
 
 def because(reasons: pa.Array | None, mask: pa.Array, text: str | pa.Array) -> pa.Array | None:

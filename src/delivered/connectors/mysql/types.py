@@ -45,7 +45,7 @@ _SQL = {"datetime": "datetime(6)", "time": "time(6)"}
 class MysqlTypes(ServerTypes):
     system = "MySQL"
     columns_max = 1_017  # InnoDB's own limit
-    name_bytes_max = 64
+    name_max = (64, "characters")
     folds_case = True
     range = RANGES["mysql"]
 

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from delivered.kits import in_clear
+from delivered.kits.caller import NAME_LENGTHS_MAX
 from delivered.kits.mysql.tls import parse_tls
 from delivered.kits.options import password_in_url, rows_max_option
 from delivered.model.addresses import names_database
@@ -220,6 +221,24 @@ class OutboxOptions(Options, owner=OWNER, ignored=("path",)):
                 f"{owner}: option 'table' needs method log: polling sees no updates and no deletes.",
                 next_step="remove the option 'method'",
             )
+        self._check_names(owner)
+
+    def _check_names(self, owner: str) -> None:
+        """PostgreSQL would cut a name that is too long, and read or make another table."""
+        limit, given = NAME_LENGTHS_MAX.get(self.dialect), [("table" if self.changes else "dbtable", self.table)]
+        given += [("columns", name) for names in self.names for name in names]
+        given += [("orderColumn", self.order)] if self.order is not None else []
+        given.append(("publication", self.publication) if self.by_log else ("positionsTable", self.positions))
+        for option_name, name in given:
+            for part in name.split(".") if "able" in option_name else (name,):
+                length = len(part) if self.dialect == "mysql" else len(part.encode())
+                if limit is not None and length > limit:
+                    unit = "characters" if self.dialect == "mysql" else "bytes"
+                    raise UsageError(
+                        "NAME_TOO_LONG",
+                        f"{owner}: the name {part!r} has {length} {unit}; {self.dialect} allows {limit}.",
+                        next_step=f"set the option {option_name!r} to a shorter name",
+                    )
 
     @property
     def dialect(self) -> str:

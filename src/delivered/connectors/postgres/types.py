@@ -41,7 +41,7 @@ _SQL = {
 class PostgresTypes(ServerTypes):
     system = "PostgreSQL"
     columns_max = 1_600  # PostgreSQL's own limits
-    name_bytes_max = 63
+    name_max = (63, "bytes")
     range = RANGES["postgres"]
     nested_hint = "; a jsonb column accepts JSON texts"
 

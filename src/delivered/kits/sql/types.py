@@ -19,7 +19,8 @@ class Types(ABC):
     system: ClassVar[str]
     """Display name of the system."""
     columns_max: ClassVar[int]
-    name_bytes_max: ClassVar[int | None] = None
+    name_max: ClassVar[tuple[int, str] | None] = None
+    """Length of a column's name, in bytes or characters."""
     folds_case: ClassVar[bool] = False
     """Names are case-insensitive."""
     nested_hint: ClassVar[str] = ""
@@ -104,9 +105,10 @@ class Types(ABC):
                 next_step=f'rename one: df.withColumnRenamed("{name}", ...)',
             )
         seen[known] = name
-        limit = self.name_bytes_max
-        if not name or "\0" in name or (limit is not None and len(name.encode()) > limit):
-            bound = f": {self.system} allows 1 to {limit} bytes" if limit is not None else ""
+        limit, unit = self.name_max or (None, "")
+        length = len(name.encode()) if unit == "bytes" else len(name)
+        if not name or "\0" in name or (limit is not None and length > limit):
+            bound = f": {self.system} allows 1 to {limit} {unit}" if limit is not None else ""
             raise UsageError(
                 "COLUMN_NAME",
                 f"{name!r} is not a valid column name{bound}.",
