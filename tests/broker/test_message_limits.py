@@ -198,9 +198,9 @@ def rocketmq_limits(rocketmq: Rocketmq, folder: Path, kind: str, rows: dict[str,
     for message in rocketmq.rest(topic, group):
         name = name_of(bytes(message.body))
         keys = [k for k in message.keys if k != message.message_id]
-        whole = {"value": bytes(message.body), "key": keys[0] if keys else None, "tag": message.tag or None}
-        whole |= {"message_id": message.message_id, "message_group": message.message_group or None}
-        seen[name] = {k: v for k, v in whole.items() if k != "message_id" or k in rows[name]}
+        found = {"value": bytes(message.body), "key": keys[0] if keys else None, "tag": message.tag or None}
+        found |= {"message_id": message.message_id, "message_group": message.message_group or None}
+        seen[name] = {k: v for k, v in found.items() if k != "message_id" or k in rows[name]}
     check(rows, bad, refused, seen)
 
 

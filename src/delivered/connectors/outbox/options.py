@@ -8,12 +8,12 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from delivered.kits import in_clear
-from delivered.kits.caller import NAME_LENGTHS_MAX
 from delivered.kits.mysql.tls import parse_tls
 from delivered.kits.options import password_in_url, rows_max_option
 from delivered.model.addresses import names_database
 from delivered.model.errors import UsageError
 from delivered.model.options import FLAG, Options, OptionType, Unfit, choice, option, resolve_secret, whole
+from delivered.patterns.caller import NAME_LENGTHS_MAX
 
 OWNER = "delivered_outbox source"
 EARLIEST, LATEST = "earliest", "latest"
