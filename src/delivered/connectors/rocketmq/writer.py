@@ -15,7 +15,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
 from delivered.model.message_limits import ROCKETMQ_PROPERTIES_BYTES_MAX as PROPERTIES_BYTES_MAX
 from delivered.model.message_limits import ROCKETMQ_WORDS_BYTES_MAX as WORDS_BYTES_MAX
-from delivered.model.message_limits import bytes_of, check_lengths
+from delivered.model.message_limits import bytes_of, check_lengths, too_long
 from delivered.model.prepared import Promise
 
 _SHORT = 2_000
@@ -27,11 +27,14 @@ class RocketmqWriter(SendingWriter[RocketmqSinkOptions, Message]):
     def __init__(self, options: RocketmqSinkOptions, work: Work, gives_up: bool) -> None:
         super().__init__(options, work, gives_up)
         self._scope = work.scope
+        self._value_max: int | None = None  # as the proxy reports it
 
     def _connect(self) -> Publisher | HalfPublisher:
         if self._options.kind == TRANSACTION:
             return HalfPublisher(Cluster(self._options), new_name(self._scope), holds=False)
-        return Publisher(self._options)
+        publisher = Publisher(self._options)
+        self._value_max = publisher.body_max or None
+        return publisher
 
     def _messages(self, rows: pa.RecordBatch) -> list[Message]:
         columns = [column(rows, name, pa.binary()) for name in NAMES]
@@ -42,6 +45,8 @@ class RocketmqWriter(SendingWriter[RocketmqSinkOptions, Message]):
             message_id = own if given is None else text(given, "column 'message_id'")
             tag, group = text(tagged or b"", "column 'tag'"), text(grouped or b"", "column 'message_group'")
             check_lengths("rocketmq", message_group=group, value=value)
+            if self._value_max is not None and bytes_of(value) > self._value_max:
+                raise too_long("rocketmq", "value", bytes_of(value), self._value_max)
             _check_word("message_id", message_id, required=True)
             _check_word("tag", tag)
             _check_word("message_group", group)
