@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import importlib
 import json
 import re
@@ -12,10 +13,12 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from delivered.clients.kafka.outcomes import CredentialsRefused, NoCredentials
+from delivered.model.answers import TimedAnswer
 from delivered.model.errors import UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 
@@ -111,6 +114,29 @@ def _from_function(client: Mapping[str, str]) -> tuple[str, float, Mapping[str, 
     return parts[0], lifetime_s, extensions
 
 
+def _timed(kind: Any) -> Any:
+    def connection(*args: Any, **more: Any) -> Any:
+        made = kind(*args, **more)
+        made.response_class = TimedAnswer
+        return made
+
+    return connection
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def __init__(self, trusted: ssl.SSLContext) -> None:
+        super().__init__(context=trusted)
+        self._trusted = trusted
+
+    def https_open(self, request: Any) -> Any:
+        return self.do_open(_timed(http.client.HTTPSConnection), request, context=self._trusted)
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, request: Any) -> Any:
+        return self.do_open(_timed(http.client.HTTPConnection), request)
+
+
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """The client's secret goes to the server that the user named, and to no other."""
 
@@ -135,19 +161,21 @@ def _from_server(client: Mapping[str, str]) -> tuple[str, float, Mapping[str, st
         trusted = ssl.create_default_context(
             cafile=client.get("https.ca.location"), cadata=client.get("https.ca.pem") or None
         )
-        opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=trusted), _NoRedirect)
+        opener = urllib.request.build_opener(_Https(trusted), _Http, _NoRedirect)
         with opener.open(request, timeout=CONNECT_TIMEOUT_S) as answer:
             found = json.loads(answer.read(_ANSWER_BYTES_MAX))
         text = found["access_token"]
         lifetime_s = float(found["expires_in"]) if "expires_in" in found else None
     except urllib.error.HTTPError as error:
-        with error:
-            why = f"the token server {url} answered {error.code}: {_reason(error.read(_ANSWER_BYTES_MAX))}"
+        body = b""
+        with error, suppress(OSError, http.client.HTTPException):
+            body = error.read(_ANSWER_BYTES_MAX)
+        why = f"the token server {url} answered {error.code}: {_reason(body)}"
         # Too many requests, and errors of the server, pass.
         raise (NoCredentials if error.code >= 500 or error.code in (408, 429) else CredentialsRefused)(why) from None
     except (ValueError, KeyError, TypeError):
         raise CredentialsRefused(f"the token server {url} answered without an access_token in JSON") from None
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         kind = CredentialsRefused if isinstance(reason, ssl.SSLCertVerificationError) else NoCredentials
         raise kind(f"no answer from the token server {url}: {reason}") from None

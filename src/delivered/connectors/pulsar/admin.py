@@ -19,12 +19,15 @@ from delivered.connectors.pulsar.options import Place
 from delivered.connectors.pulsar.positions import Position, short_name
 from delivered.connectors.pulsar.tokens import hidden, not_permitted, secret
 from delivered.connectors.pulsar.trust import untrusted
+from delivered.model.answers import AnswerTooLarge, TimedAnswer
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, SOURCE_PATIENCE_S
 
 _PAUSE_S = 0.3
 _REDIRECTS_MAX = 5
 _DETAIL_MAX = 200
+_ANSWER_BYTES_MAX = 64 << 20
+"""More than any entry, or the statistics of any topic."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class Admin:
         self._patient = patient
         checks = options.tls_context() if options.admin_url.startswith("https") else None
         self._pool = urllib3.PoolManager(timeout=CONNECT_TIMEOUT_S, retries=False, ssl_context=checks)
+        self._pool.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}
 
     def partitions(self, topic: str) -> int:
         """Number of partitions; 0: the topic has none, or does not exist."""
@@ -228,8 +232,11 @@ class Admin:
         for _ in range(_REDIRECTS_MAX):
             try:
                 # Redirects are followed here: the library would send the token to any host, or to none.
-                reply = self._pool.request(method, url, json=body, headers=headers, redirect=False)
-            except urllib3.exceptions.HTTPError as error:
+                reply = self._pool.request(
+                    method, url, json=body, headers=headers, redirect=False, preload_content=False, decode_content=False
+                )
+                data = _body(reply)
+            except (urllib3.exceptions.HTTPError, AnswerTooLarge) as error:
                 reason = error.args[-1] if error.args else error
                 if isinstance(reason, ssl.SSLCertVerificationError):
                     parts = urlsplit(url)
@@ -238,9 +245,9 @@ class Admin:
             if reply.status in (307, 308) and _is_http(reply.headers.get("Location", "")):
                 url = self._followed(url, reply.headers["Location"])
             elif reply.status >= 300:
-                raise self._explained(reply.status, url, reply.data)
+                raise self._explained(reply.status, url, data)
             else:
-                return reply.headers, reply.data
+                return reply.headers, data
         raise self._unreachable(f"it sent {_REDIRECTS_MAX} redirects for {url}")
 
     def _followed(self, url: str, location: str) -> str:
@@ -284,6 +291,38 @@ class Admin:
             f"The HTTP service of Pulsar at {self._options.admin_url} did not answer: {detail}",
             next_step="check adminUrl, and that the brokers are running and reachable from here",
         )
+
+
+class _Connection(urllib3.connection.HTTPConnection):
+    response_class = TimedAnswer
+
+
+class _SecureConnection(urllib3.connection.HTTPSConnection):
+    response_class = TimedAnswer
+
+
+class _Pool(urllib3.HTTPConnectionPool):
+    ConnectionCls = _Connection
+
+
+class _SecurePool(urllib3.HTTPSConnectionPool):
+    ConnectionCls = _SecureConnection
+
+
+def _body(reply: urllib3.BaseHTTPResponse) -> bytes:
+    """As it was sent: an answer that is compressed although nobody asked for it is not unpacked.
+
+    Raises:
+        AnswerTooLarge
+    """
+    try:
+        body = reply.read(_ANSWER_BYTES_MAX + 1, decode_content=False)
+        if len(body) > _ANSWER_BYTES_MAX:
+            reply.close()
+            raise AnswerTooLarge(f"its answer has more than {_ANSWER_BYTES_MAX:,} bytes")
+        return body
+    finally:
+        reply.release_conn()
 
 
 def _words(answer: bytes) -> str:

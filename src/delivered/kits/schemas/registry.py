@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from delivered.kits.options import distrusted, trust
 from delivered.kits.schemas.options import LOGIN, PREFIX, TRUSTED, URL, Format
+from delivered.model.answers import AnswerTooLarge, bounded
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.options import resolve_secrets
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 _KINDS = {"AVRO": Format.AVRO, "PROTOBUF": Format.PROTOBUF, "JSON": Format.JSON_SCHEMA}
 _NAMES = {v: k for k, v in _KINDS.items()}
 _REFERENCES_MAX = 100
+_ANSWER_BYTES_MAX = 16 << 20
 _NOT_FOUND, _CONFLICT, _INVALID = 404, 409, 422
 _BUSY = (408, 429, 500, 502, 503, 504)
 
@@ -81,6 +84,9 @@ class Registry:
                 f"The client of the schema registry {self.url} refuses its options: {str(error)[:200]}",
                 next_step=f"correct the options that begin with {PREFIX} (docs/schemas.md)",
             ) from None
+        session = self._client._rest_client.session
+        session.headers["Accept-Encoding"] = "identity"
+        session.event_hooks = {"response": [_read]}
         self._by_id: dict[int, Registered | None] = {}
 
     def find(self, subject: str, version: int | None) -> Registered | None:
@@ -208,6 +214,20 @@ class Registry:
         if _bad_certificate(error) is not None:
             return False
         return any("TransportError" in c.__name__ for c in type(error).__mro__)  # of httpx or its successor
+
+
+def _read(response: Any) -> None:
+    """Read an answer's body, before the client does without a bound. What is compressed unasked is no answer."""
+    from confluent_kafka.schema_registry.common._httpx_compat import httpx
+
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    try:
+        if response.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
+            raise AnswerTooLarge("its answer is compressed, although it was asked not to")
+        response._content = bounded(response.iter_raw(), _ANSWER_BYTES_MAX, deadline)
+    except OSError as error:
+        response.close()
+        raise httpx.ReadError(str(error), request=response.request) from None
 
 
 def _bad_references(what: str) -> BadSchema:
