@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from delivered.contract.source import RAW, REJECTED
 from delivered.engine.dead_letters import of_source, split_rejected
-from delivered.engine.isolate import isolated, reason_of, rejecting_schema, with_rejected
-from delivered.model.bad_row import OnBadRow
+from delivered.engine.isolate import isolated, rejecting_schema, with_rejected
+from delivered.model.bad_row import OnBadRow, reason_of
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.source.columns import COLUMNS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from delivered.contract.source import REJECTED
 from delivered.contract.trial import TriesRows
 from delivered.model.bad_row import as_json_text, plain_rows
 from delivered.model.identity import Scope
+
+log = logging.getLogger(__name__)
 
 _COORDINATES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
 
@@ -37,6 +40,17 @@ def rejections(sink: Sink, rows: pa.RecordBatch) -> pa.Array | None:
     if refused is None or reasons is None:
         return reasons if refused is None else refused
     return pc.replace_with_mask(reasons.cast(pa.string()), pc.is_null(reasons), refused)
+
+
+def refused_row(sink: Sink, rows: pa.RecordBatch) -> tuple[int, str] | None:
+    """The first row that the sink or its server rejects, and why; None: there is none, or it cannot be found now."""
+    try:
+        reasons = rejections(sink, rows)
+    except Exception as error:
+        log.warning("which row is to blame could not be found: %s", error)
+        return None
+    at = -1 if reasons is None else pc.index(pc.is_valid(reasons), True).as_py()
+    return None if reasons is None or at < 0 else (at, reasons[at].as_py())
 
 
 def dead_letters(

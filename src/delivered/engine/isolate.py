@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping
 
 import pyarrow as pa
 
 from delivered.contract.sink import TRANSFORM_LETTERS
 from delivered.contract.source import RAW, REJECTED
-from delivered.model.bad_row import as_json_text, plain_rows
-from delivered.model.errors import DeliveredError
+from delivered.model.bad_row import NOT_OF_A_ROW, as_json_text, plain_rows, reason_of
 
 log = logging.getLogger(__name__)
-
-NOT_OF_A_ROW = (OSError, MemoryError, ImportError, DeliveredError)
-"""What a function raises because of the machine or a server, not of the row: the task fails."""
-
-_ADDRESS = re.compile(r"(?<= at )0x[0-9a-fA-F]+(?=>)")
-_REASON_LENGTH_MAX = 1_000
 
 
 def isolated(
@@ -54,13 +46,6 @@ def isolated(
     if bad:
         log.warning("the transform failed for %d of %d rows: %s", len(bad), rows.num_rows, next(iter(bad.values())))
         yield only_rejected(_records(batch, bad))
-
-
-def reason_of(error: Exception) -> str:
-    """Type and message, the same whenever a row fails in the same way; as text that every system stores."""
-    text = ": ".join(filter(None, (type(error).__qualname__, " ".join(str(error).split()))))
-    text = _ADDRESS.sub("0x...", text).replace("\0", "\\x00")[:_REASON_LENGTH_MAX]
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def only_rejected(records: pa.Array) -> pa.RecordBatch:

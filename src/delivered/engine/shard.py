@@ -5,27 +5,30 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import pyarrow as pa
 
 from delivered.contract.sink import DEAD_LETTERS, Member, Sink, SinkGroup, Writer
-from delivered.engine.dead_letters import dead_letters, of_source, split_rejected, validated
+from delivered.engine.dead_letters import dead_letters, of_source, refused_row, split_rejected, validated
 from delivered.model.bad_row import OnBadRow
-from delivered.model.errors import InvariantBroken
+from delivered.model.errors import BadRecord, InvariantBroken
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import SHARDS_MAX
 from delivered.model.mechanism import parts
 from delivered.model.prepared import Prepared
-from delivered.model.ranges import of_values
+from delivered.model.ranges import ROW_UNWRITABLE, of_values, unwritable
 from delivered.model.step import Moment, reach
 from delivered.model.work import Action, BatchPlan, ShardMessage
 
 log = logging.getLogger(__name__)
+
+RECENT_BYTES_MAX = 16 << 20
+"""Of a sink's last rows, which most writers hold, too, until they write them."""
 
 
 def fingerprint_seed(scope: Scope) -> int:
@@ -117,6 +120,7 @@ class _Line:
     Attributes:
         wanted: rows are written; otherwise they are only checked for dead letters.
         dropped: invalid rows, which are left out.
+        recent: the last rows, with the index of their first one, to find what a library failed for.
     """
 
     member: Member
@@ -129,6 +133,7 @@ class _Line:
     total: Fingerprint = Fingerprint()
     dropped: Fingerprint = Fingerprint()
     writer: Writer | None = None
+    recent: list[tuple[int, pa.RecordBatch]] = field(default_factory=list)
 
     def open(self, plan: BatchPlan, shard: int, attempt: int, schema: pa.Schema) -> None:
         unrouted = DEAD_LETTERS if self.member.dead_letters else schema
@@ -144,6 +149,32 @@ class _Line:
         self.total += fingerprint(self.member.sink.records(rows), self.seed)
         self.bytes += rows.nbytes
         return rows
+
+    @contextmanager
+    def naming_the_row(self, rows: pa.RecordBatch | None = None) -> Iterator[None]:
+        """Within, an error about values is one of the row that has them, if it is among the last ones.
+
+        Args:
+            rows: those that are written; counted.
+
+        Raises:
+            BadRecord: such an error.
+        """
+        if rows is not None:
+            self.recent.append((self.total.count - rows.num_rows, rows))
+            while len(self.recent) > 1 and sum(r.nbytes for _, r in self.recent) > RECENT_BYTES_MAX:
+                self.recent.pop(0)
+        try:
+            with of_values(f"The sink {self.scope.sink!r}"):
+                yield
+        except BadRecord as error:
+            if error.code != ROW_UNWRITABLE:
+                raise
+            for first, some in reversed(self.recent):
+                if (found := refused_row(self.member.sink, some)) is not None:
+                    at, reason = found
+                    raise unwritable(f"Row {first + at} of the shard, {reason}") from error
+            raise
 
     def abort(self) -> None:
         if self.writer is not None:
@@ -230,7 +261,7 @@ def _stage(
     for batch in batches:
         for line, rows in _split(lines, batch, plan.batch, shard):
             if line.writer is not None:
-                with of_values(f"The sink {line.scope.sink!r}"):
+                with line.naming_the_row(rows):
                     line.writer.stage(rows)
                 reach(write, Moment.AFTER, rows=line.total.count, sink=line.scope.sink, **facts)
 
@@ -243,7 +274,7 @@ def _prepare(lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int) 
             reach(step, Moment.BEFORE, sink=line.scope.sink, **facts)
             # Only now is the fingerprint complete: sinks that store it with the rows write it last.
             work = Work(line.scope, plan.batch, shard, attempt, plan.epoch)
-            with of_values(f"The sink {line.scope.sink!r}"):
+            with line.naming_the_row():
                 prepared = Prepared.of(work, line.total, line.writer.prepare(line.total))
             yield line, prepared
             reach(step, Moment.AFTER, sink=line.scope.sink, **facts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -12,6 +13,13 @@ from typing import Any
 
 import pyarrow as pa
 
+from delivered.model.errors import DeliveredError
+
+NOT_OF_A_ROW = (OSError, MemoryError, ImportError, DeliveredError)
+"""What code raises because of the machine or a server, not of the row."""
+
+_ADDRESS = re.compile(r"(?<= at )0x[0-9a-fA-F]+(?=>)")
+_REASON_LENGTH_MAX = 1_000
 _BASE64 = "base64"
 _MICROSECOND = timedelta(microseconds=1)
 _NUMBERS = {32: pa.int32(), 64: pa.int64()}
@@ -26,6 +34,13 @@ class OnBadRow(StrEnum):
     """The row goes to the dead-letter sink, in the same batch, with the reason and its source coordinates."""
     DROP = "drop"
     """at_most_once: the row is dropped and counted as given up."""
+
+
+def reason_of(error: Exception) -> str:
+    """Type and message, the same whenever a row fails in the same way; as text that every system stores."""
+    text = ": ".join(filter(None, (type(error).__qualname__, " ".join(str(error).split()))))
+    text = _ADDRESS.sub("0x...", text).replace("\0", "\\x00")[:_REASON_LENGTH_MAX]
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def as_json_text(row: Mapping[str, Any]) -> str:

@@ -20,8 +20,11 @@ import pyarrow.compute as pc
 
 from delivered.model.errors import BadRecord, DeliveredError
 
+ROW_UNWRITABLE = "DELIVERED_ROW_UNWRITABLE"
+"""Code of the error when a library fails for a value."""
 Bounds = tuple[int, int]
 """Least and greatest value."""
+_Mask = npt.NDArray[np.bool_]
 
 _DAY_US = 86_400_000_000
 INT32: Bounds = (-(1 << 31), (1 << 31) - 1)
@@ -156,16 +159,20 @@ def of_values(writer: str) -> Iterator[None]:
     except (DeliveredError, OSError):
         raise
     except (ValueError, ArithmeticError, pa.ArrowException) as error:
-        raise BadRecord(
-            "ROW_UNWRITABLE",
-            f"{writer} failed for a value of the rows: {type(error).__name__}: {str(error)[:500]}. Nothing of its "
-            "batch counts.",
-            next_step="find the row in the batch (the driver's log has the trace), and filter or correct it in the "
-            "transform",
-        ) from error
+        raise unwritable(f"{writer} failed for a value of the rows: {type(error).__name__}: {str(error)[:500]}") from error
 
 
-_Mask = npt.NDArray[np.bool_]
+def unwritable(what: str) -> BadRecord:
+    """
+    Args:
+        what: failed for which value, without a full stop.
+    """
+    return BadRecord(
+        "ROW_UNWRITABLE",
+        f"{what}. Nothing of its batch counts.",
+        next_step="correct or filter such rows in the transform; or set on_bad_row: dead_letter with a dead_letter "
+        "sink (docs/dead-letters.md)",
+    )
 
 
 def _outside(limits: Range, column: pa.Array, path: str) -> Iterator[tuple[str, _Mask, str]]:
@@ -188,24 +195,30 @@ def _outside(limits: Range, column: pa.Array, path: str) -> Iterator[tuple[str, 
             yield from _outside(limits, pc.struct_field(column, [at]), f"{path}.{field.name}")
     elif t.is_map(kind):
         for part, child in (("key", column.keys), ("value", column.items)):
-            yield from _within(limits, column, child, np.int32, f"{path}.{part}")
+            yield from _within(limits, column, child, f"{path}.{part}")
     elif t.is_list(kind) or t.is_large_list(kind):
-        yield from _within(limits, column, column.values, np.int64 if t.is_large_list(kind) else np.int32, f"{path}[]")
+        yield from _within(limits, column, column.values, f"{path}[]")
 
 
-def _within(
-    limits: Range, column: pa.Array, child: pa.Array, width: type[np.signedinteger], path: str
-) -> Iterator[tuple[str, _Mask, str]]:
+def rows_of_values(column: pa.Array, mask: _Mask) -> _Mask:
+    """The rows of a list's or map's column that have a value of `mask`.
+
+    Args:
+        mask: of its `values`, or of a map's `items` or `keys`.
+    """
+    width = np.int64 if pa.types.is_large_list(column.type) else np.int32
+    offsets = np.frombuffer(column.buffers()[1], width)[column.offset : column.offset + len(column) + 1]
+    before = np.concatenate([[0], np.cumsum(mask)])
+    found: _Mask = (before[offsets[1:]] > before[offsets[:-1]]) & np.asarray(column.is_valid())
+    return found
+
+
+def _within(limits: Range, column: pa.Array, child: pa.Array, path: str) -> Iterator[tuple[str, _Mask, str]]:
     """What does not fit of a list's or map's values, by its rows."""
-    found = list(_outside(limits, child, path))
-    if found:
-        offsets = np.frombuffer(column.buffers()[1], width)[column.offset : column.offset + len(column) + 1]
-        valid = np.asarray(column.is_valid())
-        for inner, mask, why in found:
-            before = np.concatenate([[0], np.cumsum(mask)])
-            rows = (before[offsets[1:]] > before[offsets[:-1]]) & valid
-            if rows.any():
-                yield inner, rows, why
+    for inner, mask, why in _outside(limits, child, path):
+        rows = rows_of_values(column, mask)
+        if rows.any():
+            yield inner, rows, why
 
 
 def _beyond(numbers: pa.Array, bounds: Bounds, path: str, why: str) -> Iterator[tuple[str, _Mask, str]]:

@@ -19,9 +19,9 @@ from delivered.contract.sink import SOURCE_LETTERS, TRANSFORM_LETTERS
 from delivered.contract.source import COORDINATES, Source
 from delivered.engine.dead_letters import split_rejected, validated
 from delivered.engine.direct import ArrowTransform
-from delivered.engine.isolate import isolated, reason_of
+from delivered.engine.isolate import isolated
 from delivered.group import Group
-from delivered.model.bad_row import from_json_texts
+from delivered.model.bad_row import from_json_texts, reason_of
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.operate.dead_letter_batches import RECORDS, DeadLetter, Desk
 from delivered.pipeline.definition import Definition

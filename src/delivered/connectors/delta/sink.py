@@ -26,6 +26,7 @@ class DeltaSink(FileTableSink):
         check="target:check",
         ready="target:ready",
         writer="writer:writer",
+        trial="trial:DeltaTrial",
         scan="read:DeltaScan",
         store="store:DeltaStore",
         committer="committer:DeltaCommitter",

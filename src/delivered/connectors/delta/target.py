@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from delivered.connectors.delta.client import Store, delta, explained, open_table, require_table, sync_versions
 from delivered.connectors.delta.commit import RETRIES_MAX, DataFile
@@ -14,7 +16,7 @@ from delivered.connectors.delta.options import DeltaOptions
 from delivered.kits.table import target
 from delivered.kits.table.columns import TableTypes, canonical
 from delivered.model.capability import APPEND
-from delivered.model.errors import Refused, UsageError
+from delivered.model.errors import BadRecord, Refused, UsageError
 from delivered.model.ranges import RANGES
 
 _FEATURES = frozenset(
@@ -145,23 +147,30 @@ def same_columns(options: DeltaOptions, table: Any, schema: pa.Schema) -> None:
 def required(options: DeltaOptions, table: Any, files: Sequence[DataFile]) -> None:
     """
     Raises:
-        UsageError: a NOT NULL column contains nulls.
+        BadRecord: a NOT NULL column contains nulls.
     """
     columns = [f.name for f in table_schema(table) if not f.nullable]
     for file in files if columns else ():
         counts = json.loads(file.statistics).get("nullCount", {})
-        null = [
-            n
-            for n in columns
-            if (n not in file.partition and counts.get(n, 1)) or (n in file.partition and file.partition[n] is None)
-        ]
-        if null:
-            raise UsageError(
-                "COLUMN_REQUIRED",
-                f"Columns {null} of the table at {options.path!r} are NOT NULL, but rows of this batch contain nulls "
-                "there, or have too many columns to check.",
-                next_step="filter these rows, or fill in a value",
-            )
+        for name in columns:
+            if name in file.partition and file.partition[name] is None:
+                raise _null(options, name, 0, file)
+            if name in file.partition or counts.get(name) == 0:
+                continue
+            with Store(options).fs.open_input_file(file.path) as source:
+                row = pc.index(pc.is_null(pq.read_table(source, columns=[name])[name]), True).as_py()
+            if row >= 0:
+                raise _null(options, name, row, file)
+
+
+def _null(options: DeltaOptions, column: str, row: int, file: DataFile) -> BadRecord:
+    return BadRecord(
+        "COLUMN_REQUIRED",
+        f"Row {row} of the {file.rows} that a task wrote to one file is null in column {column!r}, which is NOT NULL in "
+        f"the table at {options.path!r}. Nothing of its batch counts.",
+        next_step="filter such rows, or fill in a value; or set on_bad_row: dead_letter with a dead_letter sink "
+        "(docs/dead-letters.md)",
+    )
 
 
 def _create(options: DeltaOptions, schema: pa.Schema) -> Any:

@@ -13,7 +13,8 @@ import decimal
 import json
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -25,7 +26,9 @@ from delivered.connectors.delta.partition import Part, folder_of, text, unstorab
 from delivered.connectors.delta.target import TYPES, required, same_columns
 from delivered.contract.sink import Writer
 from delivered.kits.sql.merge import check_rows
+from delivered.connectors.delta.required import Required
 from delivered.kits.table import stage
+from delivered.kits.table import store as storage
 from delivered.kits.table.parquet import PartFiles, split
 from delivered.kits.table.shard import shard_writer
 from delivered.kits.table.target import but_gone
@@ -117,14 +120,28 @@ def _milliseconds(value: dt.datetime) -> str:
 
 def writer(options: DeltaOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
     exactly_once = guarantee is Guarantee.EXACTLY_ONCE
-    return shard_writer(work, guarantee, DeltaFiles(options, work, schema, direct=not exactly_once))
+    return shard_writer(work, guarantee, DeltaFiles(options, work, schema, not exactly_once, Required(options)))
 
 
 class DeltaFiles:
-    """See `delivered.kits.table.shard.ShardFiles`. Adding a file to the log twice has no effect."""
+    """See `delivered.kits.table.shard.ShardFiles`. Adding a file to the log twice has no effect.
 
-    def __init__(self, options: DeltaOptions, work: Work, schema: pa.Schema, direct: bool) -> None:
+    Args:
+        requires: checks nulls within the columns of rows.
+        into: what keeps the files; default: the table's folder.
+    """
+
+    def __init__(
+        self,
+        options: DeltaOptions,
+        work: Work,
+        schema: pa.Schema,
+        direct: bool,
+        requires: Required | None = None,
+        into: Callable[[], storage.Store] | None = None,
+    ) -> None:
         self._options = options
+        self._requires = requires
         self._schema = TYPES.canonical_schema(schema)
         # An upsert's rows are staged unchanged: the driver writes the table's files.
         partitions = () if options.write.upserts else options.partition_by or ()
@@ -132,7 +149,7 @@ class DeltaFiles:
         self._stored = pa.schema([f for f in self._schema if f.name not in self._partitions])
         self._place = stage.new_place(work, direct)
         self._files: PartFiles[Part] = PartFiles(
-            lambda: Store(options), self._place, self._stored, {"compression": options.compression},
+            into or partial(Store, options), self._place, self._stored, {"compression": options.compression},
             folder_of,
         )  # fmt: skip
         self._done: list[DataFile] = []
@@ -143,6 +160,8 @@ class DeltaFiles:
         check(TYPES.system, batch, unstorable_parts(self._options.partition_by or (), batch))
         batch = fitted(batch, self._schema)
         check_rows(self._options.write, batch)
+        if self._requires is not None:
+            self._requires.check(batch)
         with but_gone(explained(self._options)):
             if not self._partitions:
                 self._files.write((), batch)

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.connectors.files.disk import failed, identity_file, schema_file
-from delivered.connectors.files.formats import TYPES, check
+from delivered.connectors.files.formats import TYPES, check, encoder
 from delivered.connectors.files.options import FilesOptions
 from delivered.connectors.files.read import stored_schema
 from delivered.contract.finding import Finding
 from delivered.kits.sink import Parts, StoreSink
 from delivered.kits.table.durable import make_folder, put, put_first
+from delivered.kits.table.trial import unwritable
 from delivered.model import ranges
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted
@@ -94,6 +95,17 @@ class FilesSink(StoreSink):
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         """See `delivered.contract.powers.ValidatesRows`."""
         return ranges.unstorable(self.options.range, batch)
+
+    def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """See `delivered.contract.trial.TriesRows`."""
+        schema = TYPES.canonical_schema(batch.schema)
+
+        def write(rows: pa.RecordBatch) -> None:
+            made = encoder(self.options.format, pa.MockOutputStream(), schema)
+            made.write(fitted(rows, schema))
+            made.close()
+
+        return unwritable(batch, write)
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return fitted(batch, TYPES.canonical_schema(batch.schema))

@@ -136,13 +136,17 @@ def _with_counts(plan: dict[int, Any], columns: Collection[int]) -> dict[int, An
     return {n: replace(c, mode=counts) if n in columns and c.mode.type not in without else c for n, c in plan.items()}
 
 
-def put(table: Any, path: str, files: Sequence[Any]) -> int:
-    """Write a manifest of these files; return its size in bytes."""
+def put(table: Any, output: Any, files: Sequence[Any]) -> int:
+    """Write a manifest of these files; return its size in bytes.
+
+    Args:
+        output: the client's output file.
+    """
     with write_manifest(
         format_version=table.metadata.format_version,
         spec=table.spec(),
         schema=table.schema(),
-        output_file=table.io.new_output(path),
+        output_file=output,
         snapshot_id=_NO_SNAPSHOT,
         avro_compression="deflate",
     ) as writer:

@@ -31,6 +31,7 @@ class IcebergSink(FileTableSink):
         check="target:check",
         ready="target:ready",
         writer="writer:writer",
+        trial="trial:IcebergTrial",
         scan="read:IcebergScan",
         store="store:IcebergStore",
         committer="committer:IcebergCommitter",

@@ -10,10 +10,11 @@ import pyarrow as pa
 from delivered.connectors.iceberg.client import data_path, require_table, store, writing
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.partition import parts_of, unstorable_parts
+from delivered.connectors.iceberg.required import unfilled
 from delivered.connectors.iceberg.target import check_features, compare
 from delivered.connectors.iceberg.types import TYPES
 from delivered.kits.sql.merge import check_rows, stored
-from delivered.kits.table import stage
+from delivered.kits.table import required, stage
 from delivered.kits.table.parquet import PartFiles, Written
 from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
@@ -63,6 +64,7 @@ class StagedRows:
         check_rows(self._options.write, batch)
         with writing(self._options):
             files = self._begun()
+            required.check(self._options.where, batch, unfilled(self._options.write, self._table, batch))
             check(TYPES.system, batch, unstorable_parts(parts_of(self._table), batch))
             files.write((), batch)
 

@@ -12,16 +12,17 @@ from delivered.connectors.iceberg.client import data_path, require_table, store,
 from delivered.connectors.iceberg.commit import TableChange, commit
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.partition import parts_of, unstorable_parts
+from delivered.connectors.iceberg.required import unfilled
 from delivered.connectors.iceberg.staged import StagedFiles
 from delivered.connectors.iceberg.target import check_features, compare, same_columns
 from delivered.connectors.iceberg.types import TYPES, to_arrow
 from delivered.contract.sink import Writer
-from delivered.kits.table import stage
+from delivered.kits.table import required, stage
 from delivered.kits.table.parquet import PartFiles
 from delivered.kits.table.shard import shard_writer
+from delivered.kits.table.store import Store
 from delivered.kits.table.target import but_gone
 from delivered.model.columns import fitted
-from delivered.model.errors import BadRecord
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
@@ -34,14 +35,20 @@ def writer(options: IcebergOptions, work: Work, guarantee: Guarantee, schema: pa
         from delivered.connectors.iceberg.staged import StagedRows
 
         return shard_writer(work, guarantee, StagedRows(options, work, schema))
-    return shard_writer(work, guarantee, IcebergFiles(options, work, schema, direct=not exactly_once))
+    return shard_writer(work, guarantee, IcebergFiles(options, work, schema, direct=not exactly_once, requires=True))
 
 
 class IcebergFiles:
-    """See `delivered.kits.table.shard.ShardFiles`. Reads the table on the first row."""
+    """See `delivered.kits.table.shard.ShardFiles`. Reads the table on the first row.
 
-    def __init__(self, options: IcebergOptions, work: Work, schema: pa.Schema, direct: bool) -> None:
+    Args:
+        requires: whether nulls are checked that the table refuses.
+    """
+
+
+    def __init__(self, options: IcebergOptions, work: Work, schema: pa.Schema, direct: bool, requires: bool = False) -> None:
         self._options = options
+        self._requires = requires
         self._work = work
         self._schema = TYPES.canonical_schema(schema)
         self._place = stage.new_place(work, direct)
@@ -56,13 +63,8 @@ class IcebergFiles:
             files, stored = self._begun()
             check(TYPES.system, batch, unstorable_parts(parts_of(self._table), batch))
             plain = fitted(batch, self._schema)
-            for field in stored:
-                if not field.nullable and plain.column(field.name).null_count:
-                    raise BadRecord(
-                        "COLUMN_REQUIRED",
-                        f"Column {field.name!r} of the table {self._options.where} is required, but a row has null.",
-                        next_step="filter these rows, or fill in a value",
-                    )
+            if self._requires:
+                required.check(self._options.where, plain, unfilled(self._options.write, self._table, plain))
             for part, rows in manifest.parts(self._table, plain, fitted(plain, stored)):
                 files.write(part, rows)
 
@@ -89,7 +91,8 @@ class IcebergFiles:
             return None
         with but_gone(writing(self._options)):
             name = self._place.sibling("manifest.avro")
-            size = manifest.put(self._table, f"{data_path(self._table)}/{name}", self._done)
+            output = self._table.io.new_output(f"{data_path(self._table)}/{name}")
+            size = manifest.put(self._table, output, self._done)
         now = self._table.metadata
         columns = tuple(self._columns())
         return StagedFiles(self.writer, len(self._done), size, now.current_schema_id, now.default_spec_id, columns)
@@ -122,14 +125,24 @@ class IcebergFiles:
 
     def _begun(self) -> tuple[PartFiles[manifest.Part], pa.Schema]:
         if self._files is None or self._stored is None:
-            table = self._table = require_table(self._options)
+            table = self._table = self._opened()
             check_features(self._options, table)
             compare(self._options, table, self._schema)
             columns = {f.name: f for f in to_arrow(table.schema())}
-            self._stored = pa.schema([columns[name] for name in self._schema.names])
+            self._stored = pa.schema([self._column(columns[name]) for name in self._schema.names])
             options = {"compression": self._options.compression, "store_decimal_as_integer": True}
-            self._files = PartFiles(lambda: store(table, data_path(table)), self._place, self._stored, options)
+            self._files = PartFiles(self._store, self._place, self._stored, options)
         return self._files, self._stored
+
+    def _column(self, field: pa.Field) -> pa.Field:
+        """A column in the files."""
+        return field
+
+    def _opened(self) -> Any:
+        return require_table(self._options)
+
+    def _store(self) -> Store:
+        return store(self._table, data_path(self._table))
 
     def _fits(self, now: Any) -> None:
         written = self._table.metadata
