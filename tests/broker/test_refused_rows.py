@@ -107,6 +107,18 @@ def test_mysql(mysql: Mysql, case: str, mechanism: str, mode: str) -> None:
     check(mysql, table, rig, letters, good, bad, said)
 
 
+def test_a_key_that_the_new_table_cannot_hold(mysql: Mysql, postgres: Postgres) -> None:
+    """The table is created by the batch that has it."""
+    for server, reason in ((postgres, "maximum 2704"), (mysql, "holds 255")):
+        table = server.table(None)
+        rig, letters = grouped(server, table, "two_phase", mode="upsert", keyColumns="text", ifNotExists="true")
+        rig.run_rows(0, [batch("a", LONG, "b")])
+        assert sorted(server.execute(f"SELECT id FROM {table}")) == [(0,), (2,)]
+        [(found,)] = server.execute(f"SELECT reason FROM {letters}")
+        assert "'text'" in found
+        assert reason in found
+
+
 @pytest.mark.parametrize("how", ["load", "insert"])
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_mysql_packets(mysql: Mysql, postgres: Postgres, mechanism: str, how: str) -> None:

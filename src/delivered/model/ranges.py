@@ -156,10 +156,12 @@ def of_values(writer: str) -> Iterator[None]:
     """
     try:
         yield
-    except (DeliveredError, OSError):
+    except (DeliveredError, OSError, MemoryError):
         raise
     except (ValueError, ArithmeticError, pa.ArrowException) as error:
-        raise unwritable(f"{writer} failed for a value of the rows: {type(error).__name__}: {str(error)[:500]}") from error
+        raise unwritable(
+            f"{writer} failed for a value of the rows: {type(error).__name__}: {str(error)[:500]}"
+        ) from error
 
 
 def unwritable(what: str) -> BadRecord:
@@ -196,6 +198,7 @@ def _outside(limits: Range, column: pa.Array, path: str) -> Iterator[tuple[str, 
     elif t.is_map(kind):
         for part, child in (("key", column.keys), ("value", column.items)):
             yield from _within(limits, column, child, f"{path}.{part}")
+        yield from _any(pa.array(_with_key_twice(column)), path, "a map has a key twice")
     elif t.is_list(kind) or t.is_large_list(kind):
         yield from _within(limits, column, column.values, f"{path}[]")
 
@@ -210,6 +213,28 @@ def rows_of_values(column: pa.Array, mask: _Mask) -> _Mask:
     offsets = np.frombuffer(column.buffers()[1], width)[column.offset : column.offset + len(column) + 1]
     before = np.concatenate([[0], np.cumsum(mask)])
     found: _Mask = (before[offsets[1:]] > before[offsets[:-1]]) & np.asarray(column.is_valid())
+    return found
+
+
+def _with_key_twice(column: pa.Array) -> _Mask:
+    """The rows of a map's column that no reader gives back: each would keep another entry of the key."""
+    found = np.zeros(len(column), np.bool_)
+    if len(column.keys) < 2:
+        return found
+    offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
+    sizes = np.diff(offsets)
+    if sizes.max(initial=0) < 2:
+        return found
+    keys = column.keys.slice(offsets[0], offsets[-1] - offsets[0])
+    rows = np.repeat(np.arange(len(column), dtype=np.int64), sizes)
+    if pa.types.is_nested(keys.type):
+        numbers: dict[str, int] = {}
+        codes = np.array([numbers.setdefault(repr(key), len(numbers)) for key in keys.to_pylist()], np.int64)
+    else:
+        codes = np.asarray(keys.dictionary_encode().indices, np.int64)
+    pairs = np.sort(rows * (codes.max(initial=0) + 1) + codes)
+    found[pairs[1:][pairs[1:] == pairs[:-1]] // (codes.max(initial=0) + 1)] = True
+    found &= np.asarray(column.is_valid())
     return found
 
 

@@ -33,6 +33,27 @@ TABLES: dict[str, Make] = {
     "iceberg upsert": partial(tables.iceberg, **UPSERT),
     **{f"files {kind}": partial(tables.files, kind=kind) for kind in ("parquet", "json", "csv")},
 }
+KEY = {"mode": "upsert", "keyColumns": "v"}
+ROLES: dict[str, Make] = {
+    **{
+        f"{make.__name__} upsert key": tables.by_value(make, twice=True, **KEY)
+        for make in (tables.sqlite, tables.delta, tables.iceberg)
+    },
+    **{
+        f"{make.__name__} {mechanism} upsert key": tables.by_value(make, twice=True, mechanism=mechanism, **KEY)
+        for make in (tables.postgres, tables.mysql)
+        for mechanism in ("one_transaction", "two_phase")
+    },
+    "delta partition": tables.by_value(tables.delta, partitionBy="v"),
+    **{
+        f"iceberg partition by {name}": tables.by_value(tables.iceberg, partitionBy=text)
+        for name, text in {
+            "value": "v", "bucket": "bucket(4, v)", "truncate": "truncate(7, v)", "years": "years(v)",
+            "months": "months(v)", "days": "days(v)", "hours": "hours(v)",
+        }.items()
+    },
+}  # fmt: skip
+"""The value is a key, or says into which partition a row goes."""
 MESSAGES: dict[str, Make] = {
     **{f"kafka {part}": partial(kafka.part, column=part) for part in ("value", "key", "header", "name")},
     **{
@@ -46,4 +67,4 @@ MESSAGES: dict[str, Make] = {
         for part in ("value", "key", "message_id")
     },
 }
-PATHS = {**TABLES, **MESSAGES}
+PATHS = {**TABLES, **ROLES, **MESSAGES}

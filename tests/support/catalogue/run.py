@@ -55,6 +55,7 @@ class Path:
         named: in the reason of a bad row; empty: the column.
         guarantee: the strongest one that the path gives.
         nothing: what null becomes, by the system's documentation.
+        twice: whether a second batch with the same rows must change nothing.
     """
 
     make: Callable[..., tuple[Sink, Read]]
@@ -63,6 +64,7 @@ class Path:
     named: str = ""
     guarantee: Guarantee = Guarantee.EXACTLY_ONCE
     nothing: Any = None
+    twice: bool = False
 
 
 Place = tuple[Kind, str]
@@ -166,8 +168,14 @@ def _outcomes(path: Path, places: Sequence[Place], *target: str) -> list[str]:
     decision = commit_batch(context, 0, "{}", [message])
     assert decision is not None
     total = sum((p.fingerprint for p in decision.participants if p.sink == "sink"), Fingerprint())
+    if path.twice:
+        message = write_shard(group, rig.plan(context, 1, first=False), 0, 0, iter([batch]), batch.schema)
+        assert commit_batch(context, 1, '{"0": 2}', [message]) is not None
     rejected = _rejected(name)
-    there = {row["id"]: row for row in read(batch.schema)}
+    found = read(batch.schema) if len(rejected) < len(places) else []
+    there = {row["id"]: row for row in found}
+    if len(there) < len(found):
+        raise Fault("a row is there twice")
     outcomes = []
     for i, (kind, label) in enumerate(places):
         column = path.column or kind.column
@@ -181,6 +189,8 @@ def _outcomes(path: Path, places: Sequence[Place], *target: str) -> list[str]:
             seen = there[i][column]
             sent = path.nothing if sent is None else sent
             outcomes.append(EXACT if same(seen, sent) else f"{seen!r:.100} instead of {sent!r:.100}")
+    if "lost" in outcomes and path.twice and len(places) > 1:
+        raise Fault("two values are one key")  # each is tried alone
     if all(o in OUTCOMES for o in outcomes) and _can_be_read_back(settled):
         kept = batch.filter(pa.array([i not in rejected for i in range(len(places))]))
         audited(settled, Scope(rig.pipeline, "sink", "i0"), kept, total, path.guarantee)

@@ -9,6 +9,7 @@ import json
 import sqlite3
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from functools import partial
 from pathlib import Path as Folder
@@ -23,6 +24,7 @@ from tests.support.catalogue.values import DIGITS, canonical, number
 from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.files import CONNECTOR as FILES
 from delivered.connectors.iceberg import CONNECTOR as ICEBERG
+from delivered.connectors.iceberg.nulls import keep_nulls
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract.sink import Sink
 
@@ -193,6 +195,27 @@ def sqlite(request: pytest.FixtureRequest, **options: str) -> Path:
     return Path(make)
 
 
+# Columns with a role
+
+Make = Callable[[pytest.FixtureRequest], Path]
+
+
+def by_value(make: Callable[..., Path], twice: bool = False, **options: str) -> Make:
+    """A path whose options give the column `v` a role: all values of a type go into it.
+
+    Args:
+        twice: see `Path`.
+    """
+
+    def role(request: pytest.FixtureRequest) -> Path:
+        def rows(ids: pa.Array, values: pa.Array) -> pa.RecordBatch:
+            return pa.RecordBatch.from_arrays([ids, values], names=["id", "v"])
+
+        return replace(make(request, **options), rows=rows, column="v", twice=twice)
+
+    return role
+
+
 # Delta, Iceberg, files
 
 
@@ -217,6 +240,7 @@ def iceberg(request: pytest.FixtureRequest, **options: str) -> Path:
         table = f"c{next(_names)}" if name is None else name
 
         def read(_: pa.Schema) -> list[Row]:
+            keep_nulls()  # the client would read null lists and maps of structs as empty ones
             catalog = SqlCatalog(
                 "default", uri=f"sqlite:///{folder}/lake/catalog.db", warehouse=f"file://{folder}/lake"
             )

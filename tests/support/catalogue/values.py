@@ -229,11 +229,23 @@ KINDS: tuple[Kind, ...] = (
     _kind(
         "map", "map<string, double>", pa.map_(pa.string(), pa.float64()),
         {"empty": [], "null and NaN": [("", None), ("a.b", math.nan)],
-         "keys differing in case": [("a", 1.0), ("A", 2.0)]},
+         "keys differing in case": [("a", 1.0), ("A", 2.0)], "a key twice": [("a", 1.0), ("a", 2.0)]},
     ),
     _kind(
         "map of numbers", "map<bigint, string>", pa.map_(pa.int64(), pa.string()),
         {"sentinels": [(_MIN, ""), (_MAX, None)]},
+    ),
+    _kind(
+        "array of structs", "array<struct<a: bigint, b: string>>", pa.list_(_PLACES),
+        {"empty": [], "of null": [None], "of nulls and sentinels": [{"a": None, "b": None}, {"a": _MAX, "b": "\0"}]},
+    ),
+    _kind(
+        "map of structs", "map<string, struct<a: bigint, b: string>>", pa.map_(pa.string(), _PLACES),
+        {"null and nulls": [("", None), ("a.b", {"a": None, "b": None}), ("c", {"a": _MIN, "b": "ä"})]},
+    ),
+    _kind(
+        "map of lists of structs", "map<string, array<struct<a: bigint, b: string>>>",
+        pa.map_(pa.string(), pa.list_(_PLACES)), {"empty, null": [("a", []), ("b", None), ("c", [None])]},
     ),
     _kind(
         "map of maps", "map<string, map<string, bigint>>", pa.map_(pa.string(), pa.map_(pa.string(), pa.int64())),

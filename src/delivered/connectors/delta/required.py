@@ -22,7 +22,9 @@ class Required:
         """Raises BadRecord for a null within a column. Nulls of columns themselves are found by the files' statistics
         when they are committed, which reads the table anyway."""
         if required.has_nested_nulls(batch):
-            required.check(self._options.where, batch, self._within(batch, [f.with_nullable(True) for f in self._schema]))
+            required.check(
+                self._options.where, batch, self._within(batch, [f.with_nullable(True) for f in self._schema])
+            )
 
     def reasons(self, batch: pa.RecordBatch) -> pa.Array | None:
         """For each row, why the table refuses a null of it."""

@@ -25,5 +25,8 @@ class DeltaTrial:
 
     def _write(self, rows: pa.RecordBatch) -> None:
         files = DeltaFiles(self._options.appending, nobody(), self._schema, direct=False, into=Nowhere)
-        files.write(rows)
-        files.finish()
+        try:
+            files.write(rows)
+            files.finish()
+        finally:
+            files.discard()

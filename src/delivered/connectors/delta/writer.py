@@ -23,10 +23,10 @@ from delivered.connectors.delta.client import Store, explained, require_table
 from delivered.connectors.delta.commit import DataFile, StagedFiles, TableChange, commit
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.partition import Part, folder_of, text, unstorable_parts
+from delivered.connectors.delta.required import Required
 from delivered.connectors.delta.target import TYPES, required, same_columns
 from delivered.contract.sink import Writer
 from delivered.kits.sql.merge import check_rows
-from delivered.connectors.delta.required import Required
 from delivered.kits.table import stage
 from delivered.kits.table import store as storage
 from delivered.kits.table.parquet import PartFiles, split

@@ -40,11 +40,14 @@ class IcebergTrial:
     def _write(self, rows: pa.RecordBatch) -> None:
         files = _Files(self._options.appending, nobody(), self._stored, direct=False)
         files.table = self._table
-        files.write(rows)
-        files.finish()
-        manifest.put(self._table, _Uncounted(), files.done)
-        for file in files.done:  # for the snapshot's summary
-            self._table.spec().partition_to_path(file.partition, self._table.schema())
+        try:
+            files.write(rows)
+            files.finish()
+            manifest.put(self._table, _Uncounted(), files.done)
+            for file in files.done:  # for the snapshot's summary
+                self._table.spec().partition_to_path(file.partition, self._table.schema())
+        finally:
+            files.discard()
 
 
 class _Files(IcebergFiles):

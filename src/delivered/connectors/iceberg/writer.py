@@ -45,8 +45,9 @@ class IcebergFiles:
         requires: whether nulls are checked that the table refuses.
     """
 
-
-    def __init__(self, options: IcebergOptions, work: Work, schema: pa.Schema, direct: bool, requires: bool = False) -> None:
+    def __init__(
+        self, options: IcebergOptions, work: Work, schema: pa.Schema, direct: bool, requires: bool = False
+    ) -> None:
         self._options = options
         self._requires = requires
         self._work = work

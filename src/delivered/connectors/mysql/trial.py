@@ -32,18 +32,21 @@ _TIMESTAMPS_US = (1_000_000, (2**31 - 1) * 1_000_000)
 def refused_rows(session: Session, options: MysqlOptions, batch: pa.RecordBatch) -> pa.Array | None:
     """See `delivered.contract.trial.TriesRows`. Outside a transaction.
 
-    Loads suspicious rows into an empty temporary table like the target, with its generated columns but without its
-    constraints, except MariaDB's on JSON columns.
+    Creates the table first if the options request it. Loads suspicious rows into an empty temporary table like the
+    target, with its generated columns but without its constraints, except MariaDB's on JSON columns.
 
     Raises:
         UsageError, MySQLError: the table cannot take rows of this schema at all.
     """
     schema = TYPES.plain_schema(batch.schema)
     batch, found = fitted(batch, schema), target.find(session, options)
-    if found is None:
+    if found is None and not options.create:
         return None
     migrate(session, options.ledger_schema)
     target.ready(session, options, schema)
+    found = found or target.find(session, options)
+    if found is None:
+        return None
     columns = _columns(session, found)
     names = stored(options.write, schema).names
     widths: dict[str, dict[str, int]] = {"characters": {}, "bytes": {}}

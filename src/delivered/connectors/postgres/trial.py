@@ -33,19 +33,23 @@ def refused_rows(
 ) -> pa.Array | None:
     """See `delivered.contract.trial.TriesRows`. Outside a transaction.
 
-    Loads suspicious rows into an empty table like the target, with its indexes but without its constraints, in a
-    transaction that is rolled back: no row of the target is locked, and none of other shards is met.
+    Creates the table first if the options request it. Loads suspicious rows into an empty table like the target, with
+    its indexes but without its constraints, in a transaction that is rolled back: no row of the target is locked, and
+    none of other shards is met.
 
     Raises:
         UsageError, psycopg.Error: the table cannot take rows of this schema at all.
     """
     schema = TYPES.plain_schema(batch.schema)
     batch, found = fitted(batch, schema), target.find(connection, options)
-    if found is None:
+    if found is None and not options.create:
         return None
     migrate(connection, options.ledger_schema)
-    relation = found[0]
     ready = target.ready(connection, options, schema)
+    found = found or target.find(connection, options)
+    if found is None:
+        return None
+    relation = found[0]
     reasons = too_long(batch, ready.widths, "characters")
     names = stored(options.write, schema).names
     indexes = _indexes(connection, relation)

@@ -50,9 +50,9 @@ class SqliteScan(TableScan):
         connection = self.database.connect("read", writes=False)
         try:
             rowid = rowid_name(connection, self.options.table)
-            where = f" WHERE {rowid} >= ? AND {rowid} < ? ORDER BY {rowid}" if rowid else ""
+            where = f" WHERE {rowid} BETWEEN ? AND ? ORDER BY {rowid}" if rowid else ""
             statement = f"SELECT {columns} FROM {quoted(self.options.table)}{where}"  # noqa: S608 - identifiers quoted
-            cursor = connection.execute(statement, (piece.data["start"], piece.data["end"]) if rowid else ())
+            cursor = connection.execute(statement, (piece.data["start"], piece.data["end"] - 1) if rowid else ())
             while rows := cursor.fetchmany(target.CHUNK_ROWS):
                 values = zip(*rows, strict=True)
                 arrays = [_array(list(v), f) for v, f in zip(values, schema, strict=True)]
@@ -70,9 +70,9 @@ class SqliteScan(TableScan):
             if rowid is None:
                 return 0, 1
             row = connection.execute(
-                f"SELECT min({rowid}), max({rowid}) + 1 FROM {quoted(self.options.table)}"  # noqa: S608
+                f"SELECT min({rowid}), max({rowid}) FROM {quoted(self.options.table)}"  # noqa: S608
             ).fetchone()
-            return (0, 0) if row[0] is None else (row[0], row[1])
+            return (0, 0) if row[0] is None else (row[0], row[1] + 1)  # in Python: SQLite would make a float of 2^63
 
         return self.database.ask(ask)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from delivered.kits.schemas.bounds import Unreadable
+
 _WIDER = {
     pa.int8(): (pa.int32(), pa.int64()),
     pa.int16(): (pa.int32(), pa.int64()),
@@ -135,13 +137,20 @@ def _numbers(kind: pa.DataType) -> pa.DataType:
 
 
 def _maps(value: Any, kind: pa.DataType) -> Any:
-    """Maps as dicts: Arrow gives them as lists of pairs."""
+    """Maps as dicts: Arrow gives them as lists of pairs.
+
+    Raises:
+        Unreadable: a map has a key twice.
+    """
     if value is None:
         return None
     if pa.types.is_struct(kind):
         return {f.name: _maps(value[f.name], f.type) for f in kind}
     if pa.types.is_map(kind):
-        return {k: _maps(v, kind.item_type) for k, v in value}
+        found = {k: _maps(v, kind.item_type) for k, v in value}
+        if len(found) < len(value):
+            raise Unreadable("a map has a key twice")
+        return found
     if pa.types.is_list(kind):
         return [_maps(v, kind.value_type) for v in value]
     return value

@@ -84,6 +84,14 @@ def check_columns(mode: WriteMode, schema: pa.Schema, types: Types) -> None:
             f"keyColumns has {floats[0]!r}, a floating-point column: NaN and -0 cannot be keys.",
             next_step=f'cast it: col("{floats[0]}").cast("string")',
         )
+    nested = [k for k in mode.keys if pa.types.is_nested(schema.field(k).type)]
+    if nested:
+        raise UsageError(
+            "COLUMN_TYPE",
+            f"keyColumns has {nested[0]!r}, which is {schema.field(nested[0]).type}: arrays, structs and maps "
+            "cannot be keys.",
+            next_step=f'use fields of it, or to_json(col("{nested[0]}"))',
+        )
 
 
 def check_rows(mode: WriteMode, batch: pa.RecordBatch) -> None:

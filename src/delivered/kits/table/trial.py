@@ -82,7 +82,7 @@ class _Tries:
         try:
             self.write(rows)
         except BadRecord as error:
-            return error.message
+            return reason_of(error.__cause__) if isinstance(error.__cause__, Exception) else error.message
         except NOT_OF_A_ROW:
             raise
         except Exception as error:
