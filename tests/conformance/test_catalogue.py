@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from docs import value_types as types
-from tests.support.catalogue.paths import MESSAGES, PATHS, TABLES
+from tests.support.catalogue.paths import MESSAGES, PATHS, ROLES, TABLES
 from tests.support.catalogue.run import cells, name_cells
 from tests.support.catalogue.stored import NOT_STORED, compare
 from tests.support.catalogue.values import COLUMNS, KINDS, NAMES
@@ -16,7 +16,7 @@ from tests.support.sweeps import sweep
 QUICK = (
     "sqlite append", "postgres one_transaction append", "postgres two_phase upsert", "mysql one_transaction append",
     "mysql two_phase upsert", "delta append", "iceberg append", "files parquet", "files json", "files csv",
-    "kafka value", "kafka name", "rabbitmq key",
+    "delta partition", "kafka value", "kafka name", "rabbitmq key",
 )  # fmt: skip
 """One path to each encoder. The others share it with one of these."""
 QUICK_NAMES = ("sqlite append",)
@@ -34,7 +34,7 @@ def test_each_name_is_taken_or_refused(request: pytest.FixtureRequest, path: str
 
 def test_the_catalogue_is_complete() -> None:
     stored = types.stored()
-    assert set(stored["values"]) | NOT_STORED["values"] == set(PATHS) == {*TABLES, *MESSAGES}
+    assert set(stored["values"]) | NOT_STORED["values"] == set(PATHS) == {*TABLES, *ROLES, *MESSAGES}
     assert set(stored["names"]) | NOT_STORED["names"] == set(TABLES)
     for kinds in stored["values"].values():
         assert list(kinds) == [k.name for k in KINDS]

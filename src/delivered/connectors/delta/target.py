@@ -166,8 +166,8 @@ def required(options: DeltaOptions, table: Any, files: Sequence[DataFile]) -> No
 def _null(options: DeltaOptions, column: str, row: int, file: DataFile) -> BadRecord:
     return BadRecord(
         "COLUMN_REQUIRED",
-        f"Row {row} of the {file.rows} that a task wrote to one file is null in column {column!r}, which is NOT NULL in "
-        f"the table at {options.path!r}. Nothing of its batch counts.",
+        f"Row {row} of the {file.rows} that a task wrote to one file is null in column {column!r}, which is NOT NULL "
+        f"in the table at {options.path!r}. Nothing of its batch counts.",
         next_step="filter such rows, or fill in a value; or set on_bad_row: dead_letter with a dead_letter sink "
         "(docs/dead-letters.md)",
     )

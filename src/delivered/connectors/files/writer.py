@@ -65,9 +65,10 @@ class StagingWriter:
             return Promise(self._keep(self._path, size))
 
     def abort(self) -> None:
-        with contextlib.suppress(Exception):
-            if self._file is not None:
-                self._file.close()
+        for each in (self._encoder, self._file):
+            with contextlib.suppress(Exception):
+                if each is not None:
+                    each.close()
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
