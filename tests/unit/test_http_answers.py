@@ -149,3 +149,10 @@ def test_credentials_follow_no_redirection(ask: Callable[[str], object], status:
         with service(answer) as made, pytest.raises(REFUSED):
             ask(made.url)
         assert other.requests == 0
+
+
+@pytest.mark.parametrize("ask", [token, schema])
+@pytest.mark.parametrize("body", [b"<p>hello</p>", b"[]", b"7", b'{"id": "x"', b"\xff"])
+def test_a_body_that_is_no_answer(ask: Callable[[str], object], body: bytes) -> None:
+    with service(head(f"Content-Length: {len(body)}") + body) as made, pytest.raises(REFUSED):
+        ask(made.url)

@@ -177,7 +177,10 @@ class Registry:
                 raise distrusted(
                     self.url.rpartition(",")[2].strip(), bad, TRUSTED, self._trusted_words(), URL
                 ) from None
-            if not self._is_away(error):
+            unreadable = isinstance(
+                error, ValueError | TypeError | KeyError | AttributeError
+            )  # no JSON, or another shape
+            if not unreadable and not self._is_away(error):
                 raise
             raise Unreachable(
                 "REGISTRY_UNREACHABLE",
