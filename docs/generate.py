@@ -23,8 +23,8 @@ from docs import (
 )
 
 from delivered.model.options import OptionTable
+from delivered.pipeline.entries import as_text
 from delivered.pipeline.registry import connectors
-from delivered.pipeline.schema import as_text
 from delivered.pipeline.spec import PIPELINE_OPTIONS
 
 DOCS = Path(__file__).parent

@@ -15,7 +15,7 @@ import pytest
 from tests.broker.source_help import cut_log, positions, produce, source
 from tests.support.three_brokers import ThreeBrokers
 
-from delivered.checkpoint.offset_metadata import FILE, PlainDriver, stream_driver
+from delivered.checkpoint.positions import METADATA_FILE, PlainDriver, stream_driver
 from delivered.contract.landmarks import HasLandmarks
 from delivered.contract.source import Offsets, Source, SourceDriver
 from delivered.engine.direct import ArrowTransform, Direct, pack
@@ -140,7 +140,7 @@ def test_checkpoints_without_epochs_are_read_on_from(kafka: Any, tmp_path: Path)
     """They have them from the first batch on."""
     read = Read(kafka, tmp_path)
     read.running.close()
-    sidecar = Path(read.checkpoint) / FILE
+    sidecar = Path(read.checkpoint) / METADATA_FILE
     record = json.loads(sidecar.read_text())
     for entry in record["entries"]:
         del entry["metadata"]["#epochs"]

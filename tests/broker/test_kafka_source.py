@@ -20,7 +20,7 @@ from tests.broker.source_help import Transactions, positions, produce, read_all,
 from tests.kafka_tools import read_committed
 from tests.support.sweeps import KAFKA_CLIENTS
 
-from delivered.checkpoint.offset_metadata import FILE, stream_driver
+from delivered.checkpoint.positions import METADATA_FILE, stream_driver
 from delivered.connectors.kafka import reader
 from delivered.contract.powers import DatesRecords
 from delivered.contract.source import Slice, Source
@@ -624,7 +624,7 @@ def test_a_stream_knows_its_topic_again_while_sparks_log_holds_plain_offsets(kaf
     with closing(stream_driver(src, str(tmp_path))) as replays, again:
         replays.slices({topic: {"0": 0}}, at)
     # As an earlier version logged it.
-    ids = json.loads((tmp_path / FILE).read_text())["entries"][0]["metadata"]
+    ids = json.loads((tmp_path / METADATA_FILE).read_text())["entries"][0]["metadata"]
     with closing(stream_driver(src, None)) as old, pytest.raises(InvariantBroken, match="deleted and recreated"):
         old.latest({**at, **ids}, None)
     # Neither sidecar nor memory: as in Spark's own connector.

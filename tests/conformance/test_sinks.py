@@ -12,7 +12,7 @@ from delivered.contract.powers import KnowsTarget
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
 from delivered.engine.target import same_target
-from delivered.model.account import Account
+from delivered.model.archive import Account
 from delivered.model.capability import Commit
 from delivered.model.errors import Fenced, LedgerBehind, Refused, TargetChanged
 from delivered.model.fingerprint import Fingerprint

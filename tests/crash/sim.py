@@ -34,14 +34,13 @@ from delivered.engine.decide import abort_batch, commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import fingerprint_seed, write_shard
 from delivered.model import step
-from delivered.model.arbiter import Arbiter
 from delivered.model.capability import Commit, SourceCapability
 from delivered.model.errors import DeliveredError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId
-from delivered.model.work import BatchPlan, CheckpointView, Decision, Owner, ShardMessage, Tolerance
+from delivered.model.work import Arbiter, BatchPlan, CheckpointView, Decision, Owner, ShardMessage, Tolerance
 from delivered.planner import CheckpointFacts, Plan, Request, SinkFacts, SourceFacts, make_plan
 
 T = TypeVar("T")

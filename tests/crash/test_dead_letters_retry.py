@@ -25,8 +25,7 @@ from delivered.connectors.log import append
 from delivered.entry import Pipeline
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.guarantee import Guarantee
-from delivered.model.mechanism import RECOVERY, STEPS, Mechanism
-from delivered.model.step import Moment, StepId
+from delivered.model.step import RECOVERY, STEPS, Mechanism, Moment, StepId
 from delivered.operate import dead_letter_batches as module
 from delivered.operate.dead_letter_batches import Status
 from delivered.operate.dead_letters import dead_letters, drop, retry

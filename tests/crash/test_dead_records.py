@@ -23,8 +23,7 @@ from typer.testing import CliRunner
 from delivered.cli.main import app
 from delivered.connectors.log import append
 from delivered.model.guarantee import Guarantee
-from delivered.model.mechanism import RECOVERY, STEPS, Mechanism
-from delivered.model.step import Moment, StepId
+from delivered.model.step import RECOVERY, STEPS, Mechanism, Moment, StepId
 from delivered_lab.verify.loop import Loop
 
 CLEAN = """

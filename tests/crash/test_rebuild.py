@@ -19,14 +19,13 @@ import pytest
 import yaml
 from tests.support.sweeps import sweep
 
-from delivered.checkpoint import first_offsets
+from delivered.checkpoint import positions
 from delivered.connectors.log import append
 from delivered.engine import owner
 from delivered.entry import Pipeline
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.guarantee import Guarantee
-from delivered.model.mechanism import RECOVERY, STEPS, Mechanism
-from delivered.model.step import Moment, StepId
+from delivered.model.step import RECOVERY, STEPS, Mechanism, Moment, StepId
 from delivered.operate.rebuild import Rebuild
 from delivered_lab.verify.loop import Loop
 
@@ -89,7 +88,7 @@ def execute(folder: Path, statement: str) -> None:
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ran")
     loop = Loop(described(folder))
-    first_offsets.keep(loop.pipeline.checkpoint, loop.source.driver().initial)  # as Spark's reader does
+    positions.keep_first(loop.pipeline.checkpoint, loop.source.driver().initial)  # as Spark's reader does
     loop.run(takeover=False)
     return folder
 

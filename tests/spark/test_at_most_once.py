@@ -22,9 +22,9 @@ from tests.support.halted import killed
 import delivered
 from delivered.connectors.sqlite import CONNECTOR
 from delivered.crash import HIT_SUFFIX
-from delivered.model.arbiter import DriverAddress
 from delivered.model.errors import Unreachable
 from delivered.model.identity import Scope
+from delivered.model.work import DriverAddress
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -20,7 +20,7 @@ from tests.broker.source_help import cut_log
 from tests.kafka_tools import produce, read_committed
 
 import delivered
-from delivered.checkpoint.offset_metadata import FILE
+from delivered.checkpoint.positions import METADATA_FILE
 from delivered.machine import java_home
 from delivered_lab.brokers.fetch import fetch_jars
 from delivered_lab.supervisor import run
@@ -105,9 +105,9 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(kafka: Any, spark: SparkSess
     produce(kafka.bootstrap, source, ((None, str(i).encode()) for i in range(10)))
     made.start(spark).awaitTermination(WAIT_S)
     assert logged(checkpoint) == {0: {source: {"0": 10}}}
-    metadata = json.loads((checkpoint / FILE).read_text())["entries"][0]["metadata"]
+    metadata = json.loads((checkpoint / METADATA_FILE).read_text())["entries"][0]["metadata"]
     assert set(metadata) == {"#topic ids", "#epochs"}
-    (checkpoint / FILE).unlink()
+    (checkpoint / METADATA_FILE).unlink()
     newest = checkpoint / "offsets" / "0"
     old = json.dumps({source: {"0": 10}, "#topic ids": metadata["#topic ids"]})
     newest.write_text("\n".join([*newest.read_text().splitlines()[:2], old]))

@@ -19,11 +19,10 @@ from delivered.engine import granting as driver_side
 from delivered.engine import grants
 from delivered.engine.grants import may_send
 from delivered.engine.owner import new_owner
-from delivered.model.arbiter import Arbiter, DriverAddress
 from delivered.model.errors import Unreachable
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
-from delivered.model.work import Action, BatchPlan, Owner
+from delivered.model.work import Action, Arbiter, BatchPlan, DriverAddress, Owner
 
 SCOPE = Scope("orders", "ids", "inc-1")
 LOCAL = DriverAddress("127.0.0.1")

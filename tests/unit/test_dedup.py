@@ -9,7 +9,7 @@ import pytest
 
 import delivered
 from delivered.audit.dedup import STRETCHES_MAX, Stretch, stretches
-from delivered.checkpoint import dedup as dedup_kept
+from delivered.checkpoint import sidecar as dedup_kept
 from delivered.entry import Pipeline
 from delivered.model.dedup import TABLE, Dedup
 from delivered.model.errors import InvariantBroken, Refused, UsageError
@@ -96,23 +96,23 @@ def test_the_plan_says_what_is_forgotten_and_is_refused_where_nobody_knows() -> 
 def test_what_a_checkpoint_began_with(tmp_path: Path) -> None:
     place = str(tmp_path)
     other = delivered.dedup("key", within="2 hours")
-    assert dedup_kept.changed(place, None) is None
-    assert dedup_kept.changed(place, HOUR) == "no dedup"
-    dedup_kept.keep(place, HOUR, fresh=True)
+    assert dedup_kept.changed_dedup(place, None) is None
+    assert dedup_kept.changed_dedup(place, HOUR) == "no dedup"
+    dedup_kept.keep_dedup(place, HOUR, fresh=True)
     known = delivered.dedup("key", within="60 minutes", late="drop")
-    assert dedup_kept.changed(place, known) is None, "what is said of late records changes no state"
-    assert dedup_kept.changed(place, other) == "dedup by key within 1 hour of timestamp"
-    assert dedup_kept.changed(place, None) is not None
+    assert dedup_kept.changed_dedup(place, known) is None, "what is said of late records changes no state"
+    assert dedup_kept.changed_dedup(place, other) == "dedup by key within 1 hour of timestamp"
+    assert dedup_kept.changed_dedup(place, None) is not None
     with pytest.raises(Refused, match="DEDUP_CHANGED"):
-        dedup_kept.keep(place, other, fresh=False)
+        dedup_kept.keep_dedup(place, other, fresh=False)
     # Left behind by a start that failed before its query ran.
-    dedup_kept.keep(place, other, fresh=True)
-    assert dedup_kept.kept(place) == other
-    dedup_kept.keep(place, None, fresh=True)
-    assert dedup_kept.kept(place) is None
-    (tmp_path / dedup_kept.FILE).write_text('{"dedup": {"kind": "table"}}')
+    dedup_kept.keep_dedup(place, other, fresh=True)
+    assert dedup_kept.kept_dedup(place) == other
+    dedup_kept.keep_dedup(place, None, fresh=True)
+    assert dedup_kept.kept_dedup(place) is None
+    (tmp_path / dedup_kept.DEDUP_FILE).write_text('{"dedup": {"kind": "table"}}')
     with pytest.raises(InvariantBroken, match="DEDUP_DAMAGED"):
-        dedup_kept.kept(place)
+        dedup_kept.kept_dedup(place)
 
 
 def at(offset: int) -> dict[str, int]:
@@ -146,9 +146,9 @@ def test_a_table_in_a_file() -> None:
 
 def test_a_table_is_told_from_state_and_from_a_table_elsewhere(tmp_path: Path) -> None:
     table = delivered.dedup("key", within="1 hour", memory="table")
-    dedup_kept.keep(str(tmp_path), table, fresh=True, sink="orders")
-    assert dedup_kept.kept(str(tmp_path)) == table
-    assert dedup_kept.changed(str(tmp_path), table, "orders") is None
-    assert "sink 'orders'" in str(dedup_kept.changed(str(tmp_path), table, "copies"))
-    assert dedup_kept.changed(str(tmp_path), HOUR, "orders") is not None
-    assert dedup_kept.changed(str(tmp_path), None, "orders") is not None
+    dedup_kept.keep_dedup(str(tmp_path), table, fresh=True, sink="orders")
+    assert dedup_kept.kept_dedup(str(tmp_path)) == table
+    assert dedup_kept.changed_dedup(str(tmp_path), table, "orders") is None
+    assert "sink 'orders'" in str(dedup_kept.changed_dedup(str(tmp_path), table, "copies"))
+    assert dedup_kept.changed_dedup(str(tmp_path), HOUR, "orders") is not None
+    assert dedup_kept.changed_dedup(str(tmp_path), None, "orders") is not None

@@ -13,13 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from delivered.model.errors import DeliveredError, UsageError
-from delivered.model.secrets import redacted, shown, without_passwords
-from delivered.model.text import one_line, plain
+from delivered.model.secrets import one_line, plain, redacted, shown, without_passwords
 from delivered.model.translate import translated
 from delivered.operate.replay import parse_sink
 from delivered.pipeline.definition import Definition
-from delivered.pipeline.file import load_text, parse_override
-from delivered.pipeline.yaml_text import DEPTH_MAX, load_yaml
+from delivered.pipeline.file import DEPTH_MAX, load_text, load_yaml, parse_override
 from delivered.terminal import printer
 
 PIPELINE = "pipeline: p\nguarantee: exactly_once\ncheckpoint: c\nsource: {format: log, path: l}\n"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from delivered.checkpoint import decider, dedup, first_offsets, offset_metadata, sources
+from delivered.checkpoint import positions, sidecar
 from delivered.clients.kafka.transactions import Transaction
 from delivered.connectors.delta import commit as delta
 from delivered.connectors.files.disk import StagedFile
@@ -46,7 +46,7 @@ def progress(text: str, folder: Path) -> Any:
     return read_progress(str(folder), {}, "reader")
 
 
-def sidecar(file: str, read: Callable[[str], Any]) -> Callable[[str, Path], Any]:
+def sidecar_file(file: str, read: Callable[[str], Any]) -> Callable[[str, Path], Any]:
     def reader(text: str, folder: Path) -> Any:
         (folder / file).parent.mkdir(exist_ok=True)
         (folder / file).write_text(text)
@@ -57,7 +57,7 @@ def sidecar(file: str, read: Callable[[str], Any]) -> Callable[[str, Path], Any]
 
 def metadata(location: str) -> Any:
     keys = frozenset({"#topic ids"})
-    return offset_metadata.OffsetMetadata(location, keys, keys).find({"orders": {"0": 17}})
+    return positions.OffsetMetadata(location, keys, keys).find({"orders": {"0": 17}})
 
 
 READERS: dict[str, Callable[[str, Path], Any]] = {
@@ -67,11 +67,13 @@ READERS: dict[str, Callable[[str, Path], Any]] = {
     "owner_iceberg": lambda text, _: Owner.from_json(text),
     "begun": lambda text, _: Begun.from_json(text),
     "marker": lambda text, _: read_marker(text.encode()),
-    "first_offsets": sidecar(first_offsets.FILE, first_offsets.kept),
-    "offset_metadata": sidecar(offset_metadata.FILE, metadata),
-    "deciding_sink": sidecar(decider.FILE, decider.decider),
-    "dedup": sidecar(dedup.FILE, lambda location: (dedup.kept(location), dedup.changed(location, None))),
-    "removed_sources": sidecar(sources.FILE, sources.removed),
+    "first_offsets": sidecar_file(positions.FIRST_FILE, positions.kept_first),
+    "offset_metadata": sidecar_file(positions.METADATA_FILE, metadata),
+    "deciding_sink": sidecar_file(sidecar.DECIDER_FILE, sidecar.decider),
+    "dedup": sidecar_file(
+        sidecar.DEDUP_FILE, lambda location: (sidecar.kept_dedup(location), sidecar.changed_dedup(location, None))
+    ),
+    "removed_sources": sidecar_file(sidecar.REMOVED_FILE, sidecar.removed),
     "log_progress": progress,
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from delivered.checkpoint import history
-from delivered.model.batch_report import BatchReport
+from delivered.model.work import BatchReport
 
 
 def report(batch: int, rewritten: int = 0) -> BatchReport:

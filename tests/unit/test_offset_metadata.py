@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delivered.checkpoint.offset_metadata import FILE, OffsetMetadata
+from delivered.checkpoint.positions import METADATA_FILE, OffsetMetadata
 from delivered.connectors.kafka.offsets import LASTING, METADATA
 from delivered.model.errors import InvariantBroken
 from delivered.model.limits import OFFSET_METADATA_MAX
@@ -37,11 +37,11 @@ def test_a_new_process_knows_what_the_one_before_kept(tmp_path: Path) -> None:
 def test_nothing_is_written_while_nothing_changes(tmp_path: Path) -> None:
     kept = opened(tmp_path)
     kept.keep(at(5), {IDS: {"t": "A"}})
-    (tmp_path / FILE).unlink()
+    (tmp_path / METADATA_FILE).unlink()
     kept.keep(at(6), {IDS: {"t": "A"}}, start=at(5))
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / METADATA_FILE).exists()
     opened(tmp_path, writes=False).keep(at(6), {IDS: {"t": "A"}})
-    assert not (tmp_path / FILE).exists(), "an audit changes nothing"
+    assert not (tmp_path / METADATA_FILE).exists(), "an audit changes nothing"
 
 
 def test_what_belongs_to_one_offset_is_not_told_of_another(tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_offsets_of_an_earlier_version_hold_their_metadata_themselves(tmp_path: 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     for text in ("", "{", '{"format": 1}', '{"format": 1, "entries": [{"offsets": 5}]}'):
-        (tmp_path / FILE).parent.mkdir(exist_ok=True)
-        (tmp_path / FILE).write_text(text)
+        (tmp_path / METADATA_FILE).parent.mkdir(exist_ok=True)
+        (tmp_path / METADATA_FILE).write_text(text)
         with pytest.raises(InvariantBroken, match="OFFSET_METADATA_DAMAGED"):
             opened(tmp_path).find(at(5))
 
@@ -95,7 +95,7 @@ def test_it_is_bounded(tmp_path: Path) -> None:
     kept = opened(tmp_path)
     for n in range(OFFSET_METADATA_MAX + 20):
         kept.keep(at(n), {IDS: {"t": str(n)}})
-    assert len(json.loads((tmp_path / FILE).read_text())["entries"]) == OFFSET_METADATA_MAX
+    assert len(json.loads((tmp_path / METADATA_FILE).read_text())["entries"]) == OFFSET_METADATA_MAX
     assert opened(tmp_path).find(at(OFFSET_METADATA_MAX + 19)) == {IDS: {"t": str(OFFSET_METADATA_MAX + 19)}}
 
 

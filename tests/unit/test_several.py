@@ -24,14 +24,14 @@ from delivered.engine.shard import write_shard
 from delivered.entry import Pipeline
 from delivered.group import Columns, Group
 from delivered.model import step
-from delivered.model.account import Account
+from delivered.model.archive import Account
 from delivered.model.errors import PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.prepared import Prepared
 from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner
-from delivered.pipeline.projection import Item, parse_projection
+from delivered.pipeline.endpoint import Item, parse_projection
 from delivered.pipeline.spec import GROUP, OPTION, PipelineSpec
 from delivered.planner import Plan, Refusal
 

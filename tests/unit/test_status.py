@@ -25,15 +25,14 @@ from delivered.cli.main import app
 from delivered.connectors.log.produce import append
 from delivered.contract.queue import DedupWindow
 from delivered.engine.owner import _at
-from delivered.model.batch_report import BatchReport
-from delivered.model.work import Owner
+from delivered.model.work import BatchReport, Owner
 from delivered.operate.metrics import serving, text
 from delivered.operate.page import Way, page
 from delivered.operate.problems import hanging_transactions, of_receivers, old_transactions
 from delivered.operate.state import Driver, Status
 from delivered.operate.status import status
 from delivered.operate.transactions import Open
-from delivered.pipeline.presence import Presence, is_gone
+from delivered.pipeline.receive import Presence, is_gone
 
 YAML = """
 pipeline: orders
@@ -124,7 +123,7 @@ def test_a_receiver_that_died_is_gone_until_another_one_takes_its_place(tmp_path
     )  # fmt: skip
     pipeline(tmp_path)  # makes the log
     code = (
-        "import os, sys; from delivered.pipeline.presence import Presence as P; P(sys.argv[1], {}).join(); os._exit(9)"
+        "import os, sys; from delivered.pipeline.receive import Presence as P; P(sys.argv[1], {}).join(); os._exit(9)"
     )
     for _ in range(2):
         subprocess.run([sys.executable, "-c", code, str(tmp_path / "in")], check=False)

@@ -18,16 +18,15 @@ from hypothesis import strategies as st
 from tests.support.requests import ASKED
 
 from delivered.audit.versions import earlier, version_ranges
-from delivered.model.account import Account, TransformVersion
+from delivered.model.archive import Account, TransformVersion
 from delivered.model.bad_row import OnBadRow
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.limits import TRANSFORM_VERSIONS_BYTES_MAX, TRANSFORM_VERSIONS_KEPT
 from delivered.model.prepared import Prepared
-from delivered.model.transforms import MIXED, transforms_after
-from delivered.model.work import Decision
-from delivered.pipeline.projection import parse_projection
+from delivered.model.work import MIXED, Decision, transforms_after
+from delivered.pipeline.endpoint import parse_projection
 from delivered.pipeline.transform import NO_TRANSFORM, Transform, as_transform, version_of
 from delivered.planner import CheckpointFacts, Plan, make_plan
 

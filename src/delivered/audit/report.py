@@ -17,7 +17,7 @@ from delivered.audit.classes import Counts, Damage, DedupCounts, Fingerprints, P
 from delivered.audit.ledger import History
 from delivered.audit.versions import Earlier
 from delivered.model.guarantee import Guarantee
-from delivered.model.text import one_line
+from delivered.model.secrets import one_line
 from delivered.terminal import printer
 
 FORMAT = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from delivered.model.account import Account
+from delivered.model.archive import Account
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.work import Decision
 

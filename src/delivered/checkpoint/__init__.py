@@ -1,8 +1,8 @@
 """A query's checkpoint: Spark's own files, and this package's sidecar files in its folder `delivered`.
 
-folder.py           location, state of the batch about to run, sidecar files
-first_offsets.py    where batch 0 started
-offset_metadata.py  offset metadata that Spark's log cannot hold
-landmarks.py        what stands right before a source's position
-dedup.py            the dedup that created the state
+folder.py     location, state of the batch about to run, sidecar files
+positions.py  of its sources: where batch 0 started, metadata that Spark cannot log, what precedes a position
+sidecar.py    of its query: deciding sink, dedup, shards, removed sources, registered schemas
+rejected.py   records that a batch's source could not turn into rows
+history.py    what batches took and audits found
 """

@@ -17,7 +17,7 @@ from typing import Any
 from pyarrow import fs
 
 from delivered.checkpoint.folder import open_folder
-from delivered.model.batch_report import BatchReport
+from delivered.model.work import BatchReport
 
 log = logging.getLogger(__name__)
 

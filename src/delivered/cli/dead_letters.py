@@ -15,7 +15,7 @@ from delivered.cli.output import Output, OutputOption, command, console, note, s
 from delivered.entry import Pipeline
 from delivered.model.errors import UsageError
 from delivered.model.limits import DEAD_LETTERS_MAX
-from delivered.model.text import one_line
+from delivered.model.secrets import one_line
 
 if TYPE_CHECKING:
     from delivered.operate.dead_letter_batches import Settlement

@@ -16,7 +16,7 @@ from rich.table import Table
 from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, tell_warnings
 from delivered.model.errors import UsageError
 from delivered.model.options import is_reference
-from delivered.model.text import one_line
+from delivered.model.secrets import one_line
 
 if TYPE_CHECKING:
     from delivered.patterns.saga import Log

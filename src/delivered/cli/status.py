@@ -23,7 +23,7 @@ from delivered.cli.output import Output, OutputOption, command, console, note, s
 from delivered.operate.look import files, look, seen
 from delivered.operate.ready import not_ready, unanswered
 from delivered.operate.state import Driver, Status
-from delivered.pipeline.presence import is_gone
+from delivered.pipeline.receive import is_gone
 
 PathsArgument = Annotated[
     list[Path], typer.Argument(help="Pipeline files, or folders of them. Default: this folder.", show_default=False)

@@ -23,8 +23,8 @@ from typing import Any
 import psutil
 
 from delivered.engine.owner import is_start_of
-from delivered.model.arbiter import NO, YES
 from delivered.model.limits import CONNECT_TIMEOUT_S, GRANT_WAIT_S
+from delivered.model.work import NO, YES
 
 _WATCH_S = 1.0
 _REQUEST_BYTES_MAX = 4096

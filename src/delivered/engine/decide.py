@@ -23,8 +23,7 @@ from delivered.engine.messages import (
 from delivered.engine.orphans import abort_orphans
 from delivered.engine.repair import repaired
 from delivered.engine.target import decided_targets, known_targets
-from delivered.model.account import Account
-from delivered.model.batch_report import BatchReport
+from delivered.model.archive import Account
 from delivered.model.errors import (
     DeliveredError,
     Fenced,
@@ -35,13 +34,11 @@ from delivered.model.errors import (
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import CONNECT_TIMEOUT_S, DECISION_BYTES_MAX, OUTAGE_PATIENCE_S
-from delivered.model.mechanism import parts
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.patience import within
 from delivered.model.prepared import Prepared
-from delivered.model.step import Moment, reach
-from delivered.model.transforms import transforms_after
-from delivered.model.work import Action, Decision, LedgerState, ShardMessage
+from delivered.model.step import Moment, parts, reach
+from delivered.model.work import Action, BatchReport, Decision, LedgerState, ShardMessage, transforms_after
 
 log = logging.getLogger(__name__)
 

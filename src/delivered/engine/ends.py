@@ -10,10 +10,9 @@ from delivered.engine.apply import apply_decided, work_of
 from delivered.engine.context import Context
 from delivered.model.errors import OutcomeUnknown, PromiseBroken
 from delivered.model.identity import Work
-from delivered.model.mechanism import RECOVERY
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.prepared import Prepared
-from delivered.model.step import StepId
+from delivered.model.step import RECOVERY, StepId
 from delivered.model.work import Decision, LedgerState
 
 log = logging.getLogger(__name__)

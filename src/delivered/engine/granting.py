@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import IO, cast
 
 from delivered.engine.owner import located
-from delivered.model.arbiter import PORT, YES, Arbiter, DriverAddress
 from delivered.model.errors import Unreachable
 from delivered.model.identity import Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S
-from delivered.model.work import Owner
+from delivered.model.work import PORT, YES, Arbiter, DriverAddress, Owner
 
 _LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
 _ALL = "0.0.0.0"  # noqa: S104 - only if Spark binds there

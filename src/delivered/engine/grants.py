@@ -12,10 +12,9 @@ import socket
 import time
 import uuid
 
-from delivered.model.arbiter import NO, PORT, YES, Arbiter
 from delivered.model.errors import Unreachable
 from delivered.model.limits import CONNECT_TIMEOUT_S, GRANT_WAIT_S, REQUEST_TIMEOUT_S
-from delivered.model.work import BatchPlan
+from delivered.model.work import NO, PORT, YES, Arbiter, BatchPlan
 
 _RETRY_S = 0.2
 

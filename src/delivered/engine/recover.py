@@ -13,15 +13,14 @@ from delivered.engine.orphans import abort_late_orphans, abort_orphans
 from delivered.engine.rules import ArchivedRun, BegunBatch, DecidedBatch, NewBatch, Verdict, judge
 from delivered.engine.target import check_targets, known_targets
 from delivered.ledger.ledger import Ledger
-from delivered.model.dialect import shown
 from delivered.model.errors import DeliveredError, LedgerAhead, LedgerBehind, OutcomeUnknown, PromiseBroken, Refused
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger
 from delivered.model.limits import OUTAGE_PATIENCE_S
-from delivered.model.mechanism import RECOVERY, parts
+from delivered.model.options import shown
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.patience import within
-from delivered.model.step import Moment, StepId, reach
+from delivered.model.step import RECOVERY, Moment, StepId, parts, reach
 from delivered.model.work import Action, BatchPlan, Begun, CheckpointView, Decision, LedgerState
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from delivered.engine.context import Context
 from delivered.engine.messages import written
-from delivered.model.account import Account
-from delivered.model.dialect import shown
+from delivered.model.archive import Account
 from delivered.model.errors import DeliveredError, InvariantBroken, ReplayDiffers
+from delivered.model.options import shown
 from delivered.model.work import Decision, ShardMessage
 
 LOST = "source"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from urllib.parse import parse_qs, urlsplit
 
-from delivered.model.hosts import is_loopback
+from delivered.model.addresses import is_loopback
 
 _NOT_REQUIRED = ("disable", "allow", "prefer")
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
-from delivered.model.addresses import is_netloc
+from delivered.model.addresses import is_loopback, is_netloc
 from delivered.model.capability import APPEND, OnConflict, WriteMode
 from delivered.model.errors import UsageError
-from delivered.model.hosts import is_loopback
 from delivered.model.identity import fitted_name
 from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.model.options import (

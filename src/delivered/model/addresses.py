@@ -149,3 +149,16 @@ def names_database(parts: SplitResult) -> bool:
     listed += [h for h in ",".join(given.get("host", ())).split(",") if several and h and not h.startswith("/")]
     listed += [f":{p}" for p in ",".join(given.get("port", ())).split(",") if several and p]
     return all(is_netloc(f"localhost{x}" if x.startswith(":") or not x else x) for x in listed)
+
+
+# Names and addresses of hosts.
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether a host is this machine. None, or a path: a socket file."""
+    if not host or host.startswith("/") or host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

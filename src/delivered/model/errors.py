@@ -25,8 +25,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from delivered.model.secrets import without_passwords
-from delivered.model.text import one_line
+from delivered.model.secrets import one_line, without_passwords
 
 
 class DeliveredError(Exception):

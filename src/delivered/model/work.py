@@ -1,21 +1,67 @@
-"""Messages between driver and tasks: the checkpoint's view, a batch's plan, a shard's message, a decision."""
+"""Messages between driver and tasks: the checkpoint's view, a batch's plan, a shard's message, a decision, a report."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 from delivered.model import record_format
-from delivered.model.account import Account, TransformVersion
-from delivered.model.arbiter import Arbiter
-from delivered.model.archive import Archived
+from delivered.model.archive import Account, Archived, TransformVersion
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
+from delivered.model.limits import TRANSFORM_VERSIONS_BYTES_MAX, TRANSFORM_VERSIONS_KEPT
 from delivered.model.prepared import Prepared
+
+# Where executors ask the driver whether they may send (`engine/grants.py`).
+
+PORT = "spark.delivered.arbiter.port"
+YES, NO = b"yes\n", b"no\n"
+"""Answers of the arbiter."""
+
+
+@dataclass(frozen=True)
+class Arbiter:
+    """
+    Attributes:
+        host, port: as executors reach it.
+        token: of one plan; void once another plan of the pipeline and sink is made.
+    """
+
+    host: str
+    port: int
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class DriverAddress:
+    """Where executors reach the driver, from Spark's settings.
+
+    Attributes:
+        host: spark.driver.host; empty: unknown.
+        bind: spark.driver.bindAddress; empty: the host.
+        port: of the arbiter; 0: any.
+    """
+
+    host: str = ""
+    bind: str = ""
+    port: int = 0
+
+    @classmethod
+    def of(cls, setting: Callable[[str, str], str | None]) -> DriverAddress:
+        """
+        Args:
+            setting: a session's setting of this name, or the default.
+        """
+        host = setting("spark.driver.host", "") or ""
+        port = setting(PORT, "0") or "0"
+        return cls(host, setting("spark.driver.bindAddress", "") or "", int(port) if port.isdigit() else 0)
+
+
+# Messages between driver and tasks: the checkpoint's view, a batch's plan, a shard's message, a decision.
 
 
 @dataclass(frozen=True)
@@ -381,3 +427,67 @@ class Tolerance:
     repeated_batch: bool = False
     new_target: bool = False
     lost_records: bool = False
+
+
+# What a batch took, step by step, for those who operate a pipeline. Proves nothing: a crash may leave none behind.
+
+STEPS = ("plan", "stage", "prepare", "decide", "apply")
+"""Of a batch, in order. `stage` includes reading the source and the transform."""
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """
+    Attributes:
+        decided_at_ms: since 1970.
+        records: delivered by this batch, by sink.
+        rewritten: shards whose prepared rows were gone when the decided batch was finished.
+        seconds: by step; of `stage` and `prepare`, the slowest task's.
+        bytes: of the rows written by this batch, in memory, at all sinks.
+    """
+
+    batch: int
+    decided_at_ms: int
+    records: Mapping[str, int]
+    shards: int
+    rewritten: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "seconds": {step: round(s, 4) for step, s in self.seconds.items()}}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
+
+
+# Which versions of the transform a pipeline's batches ran with; every decision carries the list.
+
+MIXED = "mixed"
+"""Several versions of a transform that a ledger no longer distinguishes."""
+
+
+def transforms_after(last: Decision | None, fingerprint: str, batch: int) -> tuple[TransformVersion, ...]:
+    """`Decision.transforms` of a batch.
+
+    Args:
+        last: the decision before it, of the same incarnation; None: this is the first.
+        fingerprint: of the transform that the batch ran with; empty: unknown.
+    """
+    if last is None:
+        return (TransformVersion(fingerprint, batch),) if fingerprint else ()
+    if last.transform == fingerprint:
+        return last.transforms
+    sink = last.scope.sink
+    accounts = {sink: Account(last.total, last.given_up), **last.others}
+    known = [
+        *(last.transforms or (TransformVersion(""),)),
+        TransformVersion(fingerprint, batch, last.offsets, accounts),
+    ]
+    while len(known) > 1 and (
+        len(known) > TRANSFORM_VERSIONS_KEPT
+        or len(json.dumps([t.to_json(sink) for t in known])) > TRANSFORM_VERSIONS_BYTES_MAX
+    ):
+        known[:2] = [replace(known[0], fingerprint=MIXED)]
+    return tuple(known)

@@ -18,8 +18,8 @@ from delivered.model.secrets import shown
 from delivered.operate.state import SinkStatus, Status
 from delivered.operate.status import ASK_S_MAX, of_ledger
 from delivered.pipeline.endpoint import Endpoint, as_text
+from delivered.pipeline.file import load_yaml
 from delivered.pipeline.spec import NO_INCARNATION
-from delivered.pipeline.yaml_text import load_yaml
 
 KEY = "ledger"
 _NOBODY = "-"

@@ -24,8 +24,7 @@ import pyarrow as pa
 
 from delivered.model.addresses import check_http_url
 from delivered.model.errors import DeliveredError, MissingExtra
-from delivered.model.secrets import without_passwords
-from delivered.model.text import plain
+from delivered.model.secrets import plain, without_passwords
 from delivered.model.translate import from_our_code
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint

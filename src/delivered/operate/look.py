@@ -17,7 +17,7 @@ from delivered.operate.page import Way, way_of
 from delivered.operate.state import Problem, Status
 from delivered.operate.status import status
 from delivered.pipeline.definition import Definition
-from delivered.pipeline.yaml_text import load_yaml
+from delivered.pipeline.file import load_yaml
 
 T = TypeVar("T")
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from delivered.model.batch_report import STEPS
 from delivered.model.errors import MissingExtra, UsageError
+from delivered.model.work import STEPS
 from delivered.operate.ready import unanswered
 from delivered.operate.state import Driver, Status
-from delivered.pipeline.presence import MESSAGES, is_gone
+from delivered.pipeline.receive import MESSAGES, is_gone
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

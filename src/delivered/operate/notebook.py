@@ -14,8 +14,7 @@ from delivered import html
 from delivered.checkpoint.folder import is_done, logged
 from delivered.model.errors import DeliveredError
 from delivered.model.translate import translated
-from delivered.pipeline.changed import changes
-from delivered.pipeline.definition import Definition
+from delivered.pipeline.definition import Definition, changes
 from delivered.pipeline.progress import Progress, watch
 from delivered.planner import Plan, Refusal
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from delivered import html
 from delivered.checkpoint.history import audits, batches
 from delivered.contract.powers import HasDedupWindow
-from delivered.model.batch_report import STEPS, BatchReport
 from delivered.model.errors import DeliveredError
+from delivered.model.work import STEPS, BatchReport
 from delivered.operate.state import Status, summary
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from delivered.model.batch_report import BatchReport
-from delivered.model.duration import duration
+from delivered.model.dedup import duration
+from delivered.model.work import BatchReport
 from delivered.operate.state import Driver, Problem, Status
 from delivered.pipeline.definition import Definition
-from delivered.pipeline.presence import is_gone
+from delivered.pipeline.receive import is_gone
 from delivered.planner import Trigger
 
 _CLOCKS_S = 5.0

@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import psutil
 
-from delivered.checkpoint import first_offsets
+from delivered.checkpoint import positions
 from delivered.checkpoint.folder import logged
 from delivered.contract.powers import HoldsTransactions, KnowsTarget, planned
 from delivered.contract.sink import BoundedScan
@@ -220,7 +220,7 @@ def rebuild(pipeline: P, into: str, start: str | None = None) -> Rebuild[P]:
         check_target(pipeline, target)
         for name, source in made.sources.items():
             check_replayable(name, source)
-            first_offsets.keep(made.checkpoint, lambda n=name, s=source: _first(pipeline, n, s, start), name)  # type: ignore[misc]
+            positions.keep_first(made.checkpoint, lambda n=name, s=source: _first(pipeline, n, s, start), name)  # type: ignore[misc]
     return Rebuild(made, table, done, pipeline, swap)
 
 
@@ -262,7 +262,7 @@ def _store(pipeline: Definition, context: Context) -> _Swapping:
 
 def _first(pipeline: Definition, name: str, source: Endpoint, start: str | None) -> Offsets:
     """Where the source's first batch began; or as the user says: where a snapshot in the new table ends."""
-    found = first_offsets.kept(pipeline.checkpoint, name) if start is None else offsets_at(source, start, name)
+    found = positions.kept_first(pipeline.checkpoint, name) if start is None else offsets_at(source, start, name)
     if found is None:
         raise Refused(
             "REBUILD_START",

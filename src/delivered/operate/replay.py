@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from delivered.checkpoint import first_offsets
+from delivered.checkpoint import positions
 from delivered.checkpoint.folder import read_record, write_record
 from delivered.contract.powers import HasOffsetMetadata, KnowsTarget, planned
 from delivered.contract.source import Offsets
@@ -31,9 +31,9 @@ from delivered.model.secrets import without_passwords
 from delivered.pipeline.definition import AVAILABLE_NOW, Definition, endpoint_of
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.entries import SinkEntry
+from delivered.pipeline.file import load_yaml
 from delivered.pipeline.registry import connector
 from delivered.pipeline.spec import NO_INCARNATION
-from delivered.pipeline.yaml_text import load_yaml
 from delivered.source.ranges import backwards
 
 P = TypeVar("P", bound=Definition)
@@ -61,7 +61,7 @@ def replay(pipeline: P, start: str, end: str, into: Endpoint | str, sink: str | 
     made.new_checkpoint = made.missing_ledger = made.new_target = made.lost_records = False
     begin, made.until = _range(made, start, end)
     for name in made.sources:
-        first_offsets.keep(made.checkpoint, lambda name=name: begin[name], name)  # type: ignore[misc]
+        positions.keep_first(made.checkpoint, lambda name=name: begin[name], name)  # type: ignore[misc]
     return made
 
 

@@ -12,10 +12,10 @@ from typing import Any
 from delivered import html
 from delivered.checkpoint.history import Totals
 from delivered.contract.queue import DedupWindow, ReceiverReport
-from delivered.model.batch_report import BatchReport
 from delivered.model.offsets import SOURCE
+from delivered.model.work import BatchReport
 from delivered.operate.transactions import Open
-from delivered.pipeline.presence import is_gone
+from delivered.pipeline.receive import is_gone
 
 
 class Driver(StrEnum):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from delivered.checkpoint import first_offsets
+from delivered.checkpoint import positions
 from delivered.checkpoint.folder import holds_state, logged, read_view
 from delivered.contract.powers import Adopts, Resumption
 from delivered.engine.context import open_ledger
@@ -145,7 +145,7 @@ def _finished(location: str) -> CheckpointView:
             next_step="correct the path: the folder with metadata, offsets and commits",
         )
     view = read_view(location)
-    if first_offsets.is_ours(location):
+    if positions.is_ours(location):
         raise Refused(
             "ADOPT_OURS",
             f"The checkpoint {location!r} belongs to a source of delivered.",
@@ -186,9 +186,9 @@ def _keep(pipeline: Definition, source: str, resumption: Resumption, *, write: b
     Raises:
         Refused: the checkpoint keeps another start.
     """
-    stored = first_offsets.kept(pipeline.checkpoint, source)
+    stored = positions.kept_first(pipeline.checkpoint, source)
     if stored is None and write:
-        stored = first_offsets.keep(pipeline.checkpoint, lambda: resumption.offsets, source)
+        stored = positions.keep_first(pipeline.checkpoint, lambda: resumption.offsets, source)
     if stored is not None and stored != resumption.offsets:
         raise Refused(
             "ADOPT_STARTED",

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
+from delivered.contract.connector import Connector
 from delivered.contract.source import Offsets
 from delivered.model.bad_row import OnBadRow
 from delivered.model.dedup import Dedup
-from delivered.model.errors import UsageError
+from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import checked_name
 from delivered.model.limits import NAME_LENGTH_MAX
@@ -21,12 +22,10 @@ from delivered.model.offsets import NAME, SOURCE
 from delivered.model.options import choice
 from delivered.model.secrets import shown
 from delivered.model.work import Tolerance
-from delivered.pipeline.dedup import dedup as make_dedup
-from delivered.pipeline.endpoint import Endpoint, as_text, refuse_passwords
+from delivered.pipeline.endpoint import Endpoint, as_text, parse_projection, refuse_passwords
 from delivered.pipeline.entries import AuditEntry, DedupEntry, PipelineFile, SinkEntry, SourceEntry, TransformEntry
 from delivered.pipeline.file import load_file
-from delivered.pipeline.output_mode import for_output_mode
-from delivered.pipeline.projection import parse_projection
+from delivered.pipeline.registry import connector, connectors
 from delivered.pipeline.spec import PipelineSpec, SinkSpec
 from delivered.pipeline.transform import (
     NO_TRANSFORM,
@@ -37,8 +36,79 @@ from delivered.pipeline.transform import (
     reads_all,
     version_of,
 )
+from delivered.pipeline.transform import dedup as make_dedup
 from delivered.pipeline.transform import transform as declare
 from delivered.planner import Trigger
+
+# What a query's output mode does to its sinks: upserts by the grouping keys, or replacement of all rows.
+
+_GROUP_BY = re.compile(
+    r"\bgroup\s+by\s+(.+?)(?:\bhaving\b.*|\border\s+by\b.*|\blimit\b.*|;|$)", re.IGNORECASE | re.DOTALL
+)
+_COLUMN = re.compile(r"(?:[A-Za-z_]\w*\.)?([A-Za-z_]\w*)|(?:[A-Za-z_]\w*\.)?`([^`]+)`")
+
+
+def for_output_mode(sink: Endpoint, mode: str, transform: Transform) -> Endpoint:
+    """The sink as this output mode writes to it.
+
+    Raises:
+        UsageError: an upsert without keys, or a contradicting mode of the sink.
+        Refused: the sink cannot replace all its rows.
+    """
+    if mode == "append" or sink.is_spark_own:
+        return sink
+    values = {k.lower(): v for k, v in sink.options.items()}
+    is_table = _has_table(connector(sink.system))
+    required = "complete" if mode == "complete" else "upsert"
+    if mode == "complete" and not is_table:
+        raise Refused(
+            "OUTPUT_MODE_COMPLETE",
+            "output_mode complete delivers all rows of the result with every batch, and "
+            f"delivered_{sink.system} cannot replace what earlier batches delivered.",
+            next_step="choose output_mode update, which delivers the rows that changed; or a sink with tables "
+            f"({', '.join(c.name for c in connectors().values() if _has_table(c))})",
+        )
+    if not is_table or (mode == "update" and values.get("mode") == "append"):
+        return sink
+    if values.get("mode", required) != required:
+        raise UsageError(
+            "OUTPUT_MODE",
+            f"output_mode is {mode!r}, and the sink {sink.label} has mode {values['mode']!r}; it must be {required!r}.",
+            next_step="remove the sink's mode, or choose another output_mode",
+        )
+    options = {**sink.options, **({} if "mode" in values else {"mode": required})}
+    if mode == "update" and not values.get("keycolumns", "").strip():
+        options["keyColumns"] = ",".join(_keys(sink, transform))
+    return replace(sink, options=options)
+
+
+def _has_table(of: Connector) -> bool:
+    """Whether its sinks write rows that have a key."""
+    return of.sink_options is not None and any(o.name == "keyColumns" for o in of.sink_options.options)
+
+
+def grouping_columns(sql: str) -> list[str]:
+    """The columns of the SQL's one GROUP BY, if they are plain columns; else none."""
+    parts = _GROUP_BY.findall(sql)
+    nested = re.search(r"\bgroup\s+by\b.*\bgroup\s+by\b", sql, re.I | re.S)
+    columns = [_COLUMN.fullmatch(part.strip()) for part in parts[0].split(",")] if len(parts) == 1 else []
+    return [m.group(1) or m.group(2) for m in columns if m is not None] if None not in columns and not nested else []
+
+
+def _keys(sink: Endpoint, transform: Transform) -> list[str]:
+    columns = grouping_columns(transform.sql)
+    if not columns:
+        groupings = [re.sub(r"\s+", " ", text).strip() for text in _GROUP_BY.findall(transform.sql)]
+        why = f"its SQL groups by {groupings[0]!r}" if len(groupings) == 1 else "the transform does not tell them"
+        raise UsageError(
+            "OUTPUT_MODE_KEYS",
+            f"output_mode update writes upserts into {sink.label}, which needs the columns that identify a row: "
+            f"{why}, and the sink names no keyColumns.",
+            next_step='add .option("keyColumns", "...") with the columns that the query groups by, as its result names '
+            "them",
+        )
+    return columns
+
 
 _INTERVAL = re.compile(r"\d+(\.\d+)?\s*[a-zA-Z]+")
 _SPARK_NAMES = {
@@ -398,3 +468,26 @@ def _transform(entry: TransformEntry | None, folder: Path) -> Transform:
         return arrow(load_function(entry.arrow, folder) if entry.arrow else None, select=entry.select or ())
     definition = entry.sql if entry.sql is not None else load_function(str(entry.python), folder)
     return declare(definition, stateful=entry.stateful, deterministic=entry.deterministic)
+
+
+# What differs between two definitions of a pipeline, and what their checkpoint makes of it (docs/checkpoint.md).
+
+
+def changes(before: Definition, now: Definition) -> Iterator[str]:
+    """A line for each. What the checkpoint refuses, and a stateless transform that changed, are the plan's to say."""
+    if before.guarantee is not now.guarantee:
+        yield f"the guarantee is {now.guarantee.value} from the next batch on; it was {before.guarantee.value}"
+    if before.transform_version != now.transform_version and now.transform.facts().stateful:
+        yield "the transform changed and keeps state: Spark continues with the same operators and keys, else refuses it"
+    for name in before.sources.keys() & now.sources.keys():
+        if before.sources[name] != now.sources[name]:
+            what = "the source" if name == SOURCE else f"the source {name}"
+            yield f"{what} changed: from the next batch on; startingOffsets count on a new checkpoint alone"
+    sinks = [dict(zip(d.sink_names, d.sinks, strict=True)) for d in (before, now)]
+    for name in sinks[1].keys() - sinks[0].keys():
+        yield f"the sink {name} is new: it gets the rows from the next batch on"
+    for name in sinks[0].keys() - sinks[1].keys():
+        yield f"the sink {name} is removed: what it has stays"
+    for name in sinks[0].keys() & sinks[1].keys():
+        if sinks[0][name] != sinks[1][name]:
+            yield f"the sink {name} changed: from the next batch on"

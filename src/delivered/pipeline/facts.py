@@ -8,28 +8,28 @@ from typing import Any
 
 import psutil
 
-from delivered.checkpoint.decider import decider
-from delivered.checkpoint.dedup import changed
+from delivered.checkpoint import sidecar
 from delivered.checkpoint.folder import is_done, logged, newest_offsets, read_view, repartitions_before, unwritable
-from delivered.checkpoint.sources import removed
+from delivered.checkpoint.sidecar import changed_dedup, decider, removed
 from delivered.contract.finding import Finding
-from delivered.contract.powers import ChecksTarget, ValidatesRows, check_ledger
+from delivered.contract.powers import ChecksTarget, ValidatesRows, check_ledger, planned
+from delivered.contract.schemas import ReadsBySchema, WritesBySchema
 from delivered.contract.sink import Sink, SinkGroup
+from delivered.contract.source import NamesRows
 from delivered.engine.context import open_ledger
 from delivered.engine.owner import living
 from delivered.engine.recover import other_ledgers
 from delivered.engine.rules import judge
-from delivered.model.capability import SourceCapability
-from delivered.model.errors import MissingExtra, Refused, UsageError, missing_extra
+from delivered.model.capability import SourceCapability, WriteMode
+from delivered.model.errors import DeliveredError, MissingExtra, Refused, UsageError, missing_extra
 from delivered.model.identity import Scope
 from delivered.model.offsets import SOURCE
 from delivered.model.work import CheckpointView, LedgerState
-from delivered.pipeline.change_key import check_change_key
-from delivered.pipeline.changing import changing_in_sql
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import alternatives
 from delivered.pipeline.spec import NO_INCARNATION, PipelineSpec
+from delivered.pipeline.transform import changing_in_sql
 from delivered.planner import (
     CheckpointFacts,
     EarlierFacts,
@@ -41,6 +41,38 @@ from delivered.planner import (
     TransformFacts,
     make_plan,
 )
+
+# Whether a sink upserts by the key that changes of its source name their rows by.
+
+
+def check_change_key(pipeline: Definition, sink: Endpoint, mode: WriteMode) -> Iterator[Finding]:
+    """A refusal if the sink gets the source's own columns; a warning after SQL, which may give others their names."""
+    endpoints = list(pipeline.sources.values())
+    if not mode.upserts or len(endpoints) != 1 or endpoints[0].is_spark_own:
+        return
+    if pipeline.transform.kind not in ("none", "sql"):
+        return
+    source = endpoints[0].source()
+    if not isinstance(source, NamesRows):
+        return
+    try:
+        source = planned(source)
+        key, wanted = source.row_key(), {name.lower() for name in mode.keys}
+        columns = {name.lower() for name in source.schema().names}
+    except DeliveredError:
+        return  # said by the source's preflight
+    if not key or wanted == {name.lower() for name in key} or not wanted <= columns:
+        return
+    refuses = pipeline.transform.kind == "none" and sink.projection.is_all
+    yield Finding(
+        "CHANGE_KEY",
+        f"{sink.label} upserts by {', '.join(mode.keys)}, but changes of {endpoints[0].label} name their row by "
+        f"{', '.join(key)}: deletes, and changes of {', '.join(mode.keys)}, would leave rows behind",
+        refuses,
+        f'set keyColumns to "{",".join(key)}"'
+        + ("" if refuses else "; or ignore this, if the transform gives other columns these names"),
+    )
+
 
 ASYNC_PROGRESS = "asyncprogresstrackingenabled"
 ASYNC_CONF = f"spark.sql.streaming.{ASYNC_PROGRESS}"
@@ -223,7 +255,7 @@ def _checkpoint(pipeline: Definition, session: SessionFacts | None, takeover: bo
         unfinished=newest is not None and not done,
         other_decider=_other_decider(pipeline, state, newest, done),
         removed=removed(pipeline.checkpoint),
-        other_dedup=changed(pipeline.checkpoint, pipeline.dedup, scope.sink) if incarnation is not None else None,
+        other_dedup=changed_dedup(pipeline.checkpoint, pipeline.dedup, scope.sink) if incarnation is not None else None,
     )
 
 
@@ -331,3 +363,72 @@ def _next_batch(checkpoint: str) -> CheckpointView:
     if view.logged == view.batch:
         view = replace(view, batch=view.batch + 1, offsets="")
     return replace(view, repartitions=repartitions_before(checkpoint, view.batch))
+
+
+# The registered schemas that a pipeline's sources are read with, and its sinks written with.
+
+
+def as_started(pipeline: Definition) -> dict[str, Endpoint]:
+    """Sources by name, with the versions of the newest start; those of the registry, if there was none."""
+    kept = sidecar.read_schemas(pipeline.checkpoint)
+    return {name: _with(endpoint, kept.get(name, {})) for name, endpoint in pipeline.sources.items()}
+
+
+def sink_as_started(pipeline: Definition, endpoint: Endpoint) -> Sink:
+    """A sink that tells which rows it accepts as in the newest batches; as declared, if none was planned."""
+    sink = endpoint.sink()
+    newest = logged(pipeline.checkpoint)[1]
+    if not isinstance(sink, WritesBySchema) or newest is None:
+        return sink
+    name, known = endpoint.name or sink.name, sidecar.written_schemas(pipeline.checkpoint, newest) or {}
+    ids = {c: known[f"{name}.{c}"] for c in sink.columns if f"{name}.{c}" in known}
+    return sink.by_ids(ids) if len(ids) == len(sink.columns) else sink
+
+
+def for_start(pipeline: Definition) -> dict[str, Endpoint]:
+    """Sources by name, with the newest versions, which are stored.
+
+    A batch that is logged and not finished runs again with the versions that it was planned with, and so does this
+    start of the query: other columns could give other rows. The next start takes the newest.
+    """
+    newest = logged(pipeline.checkpoint)[1]
+    unfinished = newest is not None and not is_done(pipeline.checkpoint, newest)
+    kept = sidecar.read_schemas(pipeline.checkpoint) if unfinished else {}
+    found: dict[str, dict[str, int]] = {}
+    for name, endpoint in pipeline.sources.items():
+        source = None if endpoint.is_spark_own else endpoint.source()
+        if isinstance(source, ReadsBySchema):
+            before = kept.get(name, {})
+            found[name] = {c: before.get(c, v) for c, v in source.newest_versions().items()}
+    if found:
+        sidecar.keep_read_schemas(pipeline.checkpoint, found)
+    return {name: _with(endpoint, found.get(name, {})) for name, endpoint in pipeline.sources.items()}
+
+
+def unfit_for_unfinished(pipeline: Definition, why: str) -> UsageError | None:
+    """The error of a transform that does not fit the columns of an unfinished batch; None: there is no such batch, or
+    no registered schema.
+
+    Args:
+        why: Spark's, as one line.
+    """
+    newest, kept = logged(pipeline.checkpoint)[1], sidecar.read_schemas(pipeline.checkpoint)
+    if newest is None or not kept or is_done(pipeline.checkpoint, newest):
+        return None
+    versions = ", ".join(f"{c} of {name} in version {v}" for name, found in kept.items() for c, v in found.items())
+    return UsageError(
+        "TRANSFORM_UNFINISHED_BATCH",
+        f"Batch {newest} is not finished and must run again with the columns that it was planned with ({versions}), "
+        f"which the transform does not fit: {why}. Nothing was changed.",
+        next_step="start once with the previous transform and the trigger available_now, which finishes the batch; "
+        "then start with the new one, which gets the newest columns",
+    )
+
+
+def _with(endpoint: Endpoint, versions: dict[str, int]) -> Endpoint:
+    source = endpoint.source() if versions else None
+    if not isinstance(source, ReadsBySchema):
+        return endpoint
+    given = {name.lower() for name in endpoint.options}
+    options = {n: v for n, v in source.by_versions(versions).items() if n not in given}
+    return endpoint.with_options(**options)

@@ -17,14 +17,13 @@ from typing import Any
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import Offsets
 from delivered.group import Columns, Group
-from delivered.model.arbiter import DriverAddress
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, checked_name, fitted_name
 from delivered.model.offsets import SOURCE
 from delivered.model.options import Option, OptionTable, choice
-from delivered.model.work import Owner, Tolerance
+from delivered.model.work import DriverAddress, Owner, Tolerance
 from delivered.pipeline.registry import PREFIX, find_sink
 
 OPTION = "delivered.spec.secret"

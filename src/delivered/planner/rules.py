@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit
-from delivered.model.dialect import shown, starting_at, without_newest
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import BROKER_TRANSACTION_TIMEOUT_S_DEFAULT
+from delivered.model.options import shown, starting_at, without_newest
 from delivered.planner.answer import Reason, seconds
 from delivered.planner.group import decider_kept
 from delivered.planner.request import Request, Trigger

@@ -1,4 +1,4 @@
-"""The steps of a plan: those of its mechanism (model/mechanism.py), what each does, and what a crash after it costs."""
+"""The steps of a plan: those of its mechanism (model/step.py), what each does, and what a crash after it costs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from delivered.model.capability import SinkCapability
 from delivered.model.guarantee import Guarantee
-from delivered.model.mechanism import MECHANISMS, RECOVERY, Mechanism, steps_of
-from delivered.model.step import Step, StepId
+from delivered.model.step import MECHANISMS, RECOVERY, Mechanism, Step, StepId, steps_of
 from delivered.planner import group
 from delivered.planner.request import Request, SinkFacts, SourceFacts
 

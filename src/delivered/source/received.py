@@ -16,7 +16,7 @@ from delivered.contract.queue import DedupWindow, NamesIds, Queue, ReceiverRepor
 from delivered.contract.source import Slice, Source, SourceDriver
 from delivered.model import limits
 from delivered.model.capability import SourceCapability
-from delivered.model.duration import DURATION_MS, duration
+from delivered.model.dedup import DURATION_MS, duration
 from delivered.model.options import Option, Options, OptionType, choice, option, prefixed, several, whole
 from delivered.source.receive import ReceiveLimits
 

@@ -16,9 +16,9 @@ from delivered.contract.powers import planned
 from delivered.contract.schemas import WritesBySchema
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.offsets import SOURCE
-from delivered.pipeline.changing import changing_in_sql
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
+from delivered.pipeline.transform import changing_in_sql
 from delivered.spark.jvm import jvm_of
 from delivered.spark.quick_start import advice
 from delivered.spark.rows import apply_transform, own_views, projected

@@ -21,9 +21,8 @@ from delivered.contract.schemas import rejecting
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import REJECTED, Source
 from delivered.engine.direct import SLICE_COLUMN, SLICE_SCHEMA, Direct
-from delivered.model.arbiter import DriverAddress
 from delivered.model.errors import Refused, UsageError
-from delivered.model.work import Owner
+from delivered.model.work import DriverAddress, Owner
 from delivered.pipeline.registry import PREFIX, find_source
 from delivered.pipeline.spec import PipelineSpec, Reading, is_start_check
 from delivered.spark import tables

@@ -13,9 +13,9 @@ from functools import partial
 
 from pyspark.sql import SparkSession
 
-from delivered.model.arbiter import PORT, Arbiter, DriverAddress
 from delivered.model.errors import Unreachable
 from delivered.model.guarantee import Guarantee
+from delivered.model.work import PORT, Arbiter, DriverAddress
 from delivered.spark.jvm import is_connect
 from delivered.spark.owners import owners
 

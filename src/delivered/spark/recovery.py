@@ -30,7 +30,7 @@ from delivered.spark.task import arm, running_task
 
 if TYPE_CHECKING:
     from delivered.engine.context import Context
-    from delivered.model.arbiter import Arbiter
+    from delivered.model.work import Arbiter
     from delivered.pipeline.spec import PipelineSpec
 
 # The engine's driver code is imported where it is called: tasks unpickle writers, and must not load it.
@@ -176,10 +176,10 @@ def with_schemas(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema, 
     formatted = [(name, each, rows) for name, each, rows in own if isinstance(each, WritesBySchema)]
     if not formatted or (plan.action is Action.SKIP and not plan.rewrite):
         return sink
-    from delivered.checkpoint import schemas
+    from delivered.checkpoint import sidecar
 
     where, decided = spec.checkpoint, is_decided(plan)
-    known = schemas.written(where, plan.batch) if decided and where is not None else None
+    known = sidecar.written_schemas(where, plan.batch) if decided and where is not None else None
     made: dict[str, WritesBySchema]
     if known is not None and all(f"{name}.{c}" in known for name, each, _ in formatted for c in each.columns):
         made = {name: each.by_ids({c: known[f"{name}.{c}"] for c in each.columns}) for name, each, _ in formatted}
@@ -191,7 +191,7 @@ def with_schemas(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema, 
         made = _settled[key]
         if where is not None and not decided:
             ids = {f"{n}.{c}": i for n, s in made.items() for c, i in s.schema_ids().items()}
-            schemas.keep_written(where, plan.batch, ids)
+            sidecar.keep_written_schemas(where, plan.batch, ids)
     return group.with_sinks(made) if group is not None else next(iter(made.values()))
 
 

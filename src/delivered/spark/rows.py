@@ -24,7 +24,7 @@ from delivered.engine.isolate import isolated, rejecting_schema, with_rejected
 from delivered.group import Columns
 from delivered.model.columns import backquoted
 from delivered.model.errors import UsageError
-from delivered.pipeline.projection import Projection
+from delivered.pipeline.endpoint import Projection
 from delivered.pipeline.transform import Transform
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from pyspark.sql import SparkSession
 
 from delivered.engine.owner import new_owner
 from delivered.machine import java_home
-from delivered.model.arbiter import DriverAddress
 from delivered.model.logs import FORMAT, as_json
+from delivered.model.work import DriverAddress
 from delivered.pipeline.registry import connectors
 from delivered.pipeline.spec import GROUP
 from delivered.spark.formats import DeliveredDataSource

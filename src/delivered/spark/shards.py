@@ -14,7 +14,7 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from delivered.checkpoint import shards
+from delivered.checkpoint import sidecar
 from delivered.model.translate import worker_death
 from delivered.pipeline.registry import PREFIX
 from delivered.pipeline.spec import CHECKPOINT, OPTION
@@ -50,7 +50,7 @@ def same_shards(spark: SparkSession, checkpoint: str | None) -> Iterator[None]:
         held.enter_context(with_setting(spark, _ADAPTIVE_STREAMS, "false"))
         if checkpoint is not None and not is_connect(spark):
             now = _now(spark)
-            for name, value in shards.keep(checkpoint, now).items():
+            for name, value in sidecar.keep_shards(checkpoint, now).items():
                 if name == _SHUFFLES or value == now.get(name):
                     held.enter_context(with_setting(spark, name, value))
                 else:

@@ -23,10 +23,9 @@ from pyspark.cloudpickle import dumps
 from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 
-from delivered.checkpoint import dedup, first_offsets
-from delivered.checkpoint.decider import keep_decider
+from delivered.checkpoint import positions, sidecar
 from delivered.checkpoint.folder import logged
-from delivered.checkpoint.sources import keep_removed
+from delivered.checkpoint.sidecar import keep_decider, keep_removed
 from delivered.contract.powers import planned
 from delivered.contract.schemas import RejectsRecords
 from delivered.contract.sink import SinkGroup
@@ -39,7 +38,7 @@ from delivered.model.offsets import SOURCE
 from delivered.model.translate import translated
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.registered import for_start, unfit_for_unfinished
+from delivered.pipeline.facts import for_start, unfit_for_unfinished
 from delivered.pipeline.registry import PREFIX
 from delivered.pipeline.spec import OPTION, PipelineSpec
 from delivered.spark.check import cannot_restart
@@ -217,7 +216,7 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Path) -> Streamin
     sources = {n: None if e.is_spark_own else planned(e.source()) for n, e in endpoints.items()}
     for name, source in sources.items():
         if source is not None:
-            first_offsets.keep(pipeline.checkpoint, partial(_initial, source), name)
+            positions.keep_first(pipeline.checkpoint, partial(_initial, source), name)
     only = next(iter(sources.values())) if len(sources) == 1 else None
     if only is not None and _is_direct(pipeline, spec):
         made = Direct if spec.on_bad_row is OnBadRow.FAIL else Direct.rejecting
@@ -335,4 +334,4 @@ def _once(spark: SparkSession, frame: DataFrame, dedup: Dedup, spec: PipelineSpe
 
 def _keep_dedup(pipeline: Definition, spec: PipelineSpec) -> None:
     fresh = logged(pipeline.checkpoint)[0] is None
-    dedup.keep(pipeline.checkpoint, pipeline.dedup, fresh=fresh, sink=spec.scope(spec.open()).sink)
+    sidecar.keep_dedup(pipeline.checkpoint, pipeline.dedup, fresh=fresh, sink=spec.scope(spec.open()).sink)

@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 
-from delivered.checkpoint.offset_metadata import stream_driver
+from delivered.checkpoint.positions import stream_driver
 from delivered.contract.powers import planned, ready_target
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import Slice
@@ -44,13 +44,12 @@ from delivered.engine.granting import registered
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.entry import Pipeline
-from delivered.model.account import Account
-from delivered.model.arbiter import DriverAddress
+from delivered.model.archive import Account
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage
+from delivered.model.work import BatchPlan, CheckpointView, DriverAddress, Owner, ShardMessage
 from delivered_lab.verify.services import STAGE_RERUNS
 
 WORKERS = 2

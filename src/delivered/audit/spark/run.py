@@ -43,10 +43,9 @@ from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import APPEND
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.identity import Scope
-from delivered.pipeline.definition import Definition
+from delivered.pipeline.definition import Definition, grouping_columns
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.output_mode import grouping_columns
-from delivered.pipeline.registered import as_started, sink_as_started
+from delivered.pipeline.facts import as_started, sink_as_started
 from delivered.source.ranges import backwards
 from delivered.spark.frames import SliceRows, batches_fit_for, beyond_rows, kept_plain, shuffles_fit_for
 from delivered.spark.rows import Failing, accepted, apply_transform, own_views, projected

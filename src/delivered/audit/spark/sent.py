@@ -19,8 +19,8 @@ from delivered.audit.sources import Positions, SourceSet, of_source
 from delivered.audit.spark.dedup import Judged, Once
 from delivered.audit.spark.reconcile import Slots, hashed
 from delivered.audit.upserts import id_sql
-from delivered.checkpoint import first_offsets
-from delivered.checkpoint.offset_metadata import stream_driver
+from delivered.checkpoint import positions
+from delivered.checkpoint.positions import stream_driver
 from delivered.contract.source import Slice, Source
 from delivered.engine.shard import fingerprint_seed
 from delivered.model.capability import WriteMode
@@ -84,7 +84,7 @@ class SentRange:
         at = request.checkpoint
         self.sources = SourceSet(
             {n: stream_driver(s, at, writes=False, name=n) for n, s in request.sources.items()},
-            {n: first_offsets.kept(at, n) for n in request.sources},
+            {n: positions.kept_first(at, n) for n in request.sources},
         )
         self.slots = Slots()
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from delivered.clients.kafka import jaas, logins
 from delivered.clients.kafka.sasl import MECHANISMS, mechanism_of
-from delivered.model.addresses import parse_addresses
+from delivered.model.addresses import is_loopback, parse_addresses
 from delivered.model.errors import UsageError
-from delivered.model.hosts import is_loopback
 from delivered.model.options import REFERENCES, OptionType, choice, option, resolve_secret
 
 PREFIX = "kafka."

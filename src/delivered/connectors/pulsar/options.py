@@ -24,9 +24,8 @@ from delivered.kits.options import (
     rows_max_option,
 )
 from delivered.kits.tls import TlsOptions
-from delivered.model.addresses import check_netloc
+from delivered.model.addresses import check_netloc, is_loopback
 from delivered.model.errors import UsageError
-from delivered.model.hosts import is_loopback
 from delivered.model.options import (
     FLAG,
     Option,

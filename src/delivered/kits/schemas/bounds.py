@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from delivered.model.limits import RECORD_VALUES_MAX, SCHEMA_DEPTH_MAX, SCHEMA_TYPES_MAX
-from delivered.model.text import one_line
+from delivered.model.secrets import one_line
 
 _REASON_LENGTH_MAX = 300
 

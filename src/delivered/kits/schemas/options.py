@@ -11,9 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from delivered.kits.options import password_in_url
-from delivered.model.addresses import split_url
+from delivered.model.addresses import is_loopback, split_url
 from delivered.model.errors import UsageError
-from delivered.model.hosts import is_loopback
 from delivered.model.options import (
     Option,
     Options,

@@ -1,13 +1,11 @@
-"""Offset metadata that Spark's own connector cannot read, stored in the checkpoint sidecar.
-
-So Spark's offset log has the format of Spark's own connector, and either can continue from a checkpoint (decision 032).
-The metadata of an end offset is durable before Spark gets the offset: it never lags behind the log. It may lead: an
-offset that Spark never logged is superseded by the next one.
-"""
+"""What a checkpoint remembers of its sources: first offsets, their metadata, and what precedes a position."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +13,153 @@ from delivered.checkpoint import folder
 from delivered.contract.landmarks import HasLandmarks
 from delivered.contract.powers import HasOffsetMetadata
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver
+from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.limits import OFFSET_METADATA_MAX
-from delivered.model.offsets import SOURCE, is_ahead
+from delivered.model.offsets import SOURCE, by_source, is_ahead
 
-FILE = "delivered/offset-metadata.json"
+# A source's first offsets, stored in the checkpoint sidecar.
+#
+# Spark logs where a batch ends, but asks the source where batch 0 starts, also on a rerun. With startingOffsets
+# "latest" the answer would change, and records in between would be lost. So the source's first start stores the
+# offsets, and every later one uses them. The audit reads from there.
+
+FIRST_FILE = "delivered/source-offsets.json"
+
+_SPARKS_OWN = "sources/0/0"
+"""First offsets of Spark's own Kafka source: a zero byte, a version line, the offsets as JSON."""
+
+
+def kept_first(location: str, source: str = SOURCE) -> Offsets | None:
+    """The first offsets stored by an earlier start, or by Spark's own Kafka source; None: none.
+
+    Raises:
+        InvariantBroken: the file is damaged.
+        Unreachable: the checkpoint cannot be read.
+    """
+    file = folder.sidecar(FIRST_FILE, source)
+    found = folder.read_record(
+        location, file, "a source's first offsets", lambda found: dict(found["offsets"]), "SOURCE_OFFSETS_DAMAGED"
+    )
+    return _first_by_spark(location) if found is None and source == SOURCE else found
+
+
+def is_ours(location: str) -> bool:
+    """Whether a source of this package has stored first offsets here, under any name."""
+    return folder.holds(location, "delivered", FIRST_FILE.rsplit("/", 1)[1])
+
+
+def _first_by_spark(location: str) -> Offsets | None:
+    text = folder.read(location, _SPARKS_OWN)
+    if text is None:
+        return None
+    try:
+        found = json.loads(text.lstrip(b"\0").split(b"\n", 1)[1])
+    except (ValueError, IndexError):
+        return None  # another source's, in its own format
+    return found if isinstance(found, dict) else None
+
+
+def keep_first(location: str, initial: Callable[[], Offsets], source: str = SOURCE) -> Offsets | None:
+    """The start of a source's first batch, as stored by the first start; stored now if this is the first.
+
+    Runs on the driver, before Spark logs that batch. May be called again: the first call wins. None: the checkpoint has
+    batches of the source but no stored start, which may have changed since.
+
+    Args:
+        initial: asks the source.
+    """
+    found = kept_first(location, source)
+    if found is not None or source in by_source(folder.newest_offsets(location)):
+        return found
+    offsets = initial()
+    folder.write_record(location, folder.sidecar(FIRST_FILE, source), {"offsets": offsets}, first=True)
+    # Another start may have been faster: the file's content counts.
+    return kept_first(location, source) or offsets
+
+
+# What stands right before a stream's position, kept in the checkpoint sidecar and compared at each start.
+#
+# A source that was restored from an older copy, or deleted and recreated, may have grown past the position: offsets
+# alone do not show that the records before it are others. Landmarks are kept now and then, so an ordinary batch costs
+# nothing.
+
+LANDMARKS_FILE = "delivered/landmarks.json"
+
+log = logging.getLogger("delivered")
+
+
+class Landmarks:
+    """Of one stream, in one process.
+
+    Args:
+        location: of the checkpoint; None: unknown, and nothing is kept.
+        name: of the source.
+    """
+
+    def __init__(self, location: str | None, name: str = SOURCE) -> None:
+        self._location = location
+        self._file = folder.sidecar(LANDMARKS_FILE, name)
+        self._checked = False
+        self._known: tuple[Offsets, dict[str, str]] | None = None
+        self._kept_s = float("-inf")
+
+    def check(self, driver: SourceDriver, position: Offsets) -> None:
+        """Compare, once in a process. Nothing is compared if the checkpoint was restored to an earlier position.
+
+        Raises:
+            InvariantBroken: the source has other records before the position now, and the user wants to be stopped.
+        """
+        if self._checked or self._location is None or not isinstance(driver, HasLandmarks):
+            return
+        record = folder.read_record(
+            self._location, self._file, "the landmarks of a source's offsets", _fields, "LANDMARKS_DAMAGED",
+            without="without it, a source that was restored from an older copy may not be detected",
+        )  # fmt: skip
+        if record is not None and not is_ahead(record[0], position):
+            driver.check_landmarks(*record)
+            self._known = record
+        self._checked = True
+
+    def keep(self, driver: SourceDriver, position: Offsets, every_s: float) -> None:
+        """Keep those of a position that Spark has logged, unless it did so less than `every_s` ago.
+
+        The earlier ones are compared for the last time.
+
+        Raises:
+            InvariantBroken: as `check`.
+        """
+        if self._location is None or not isinstance(driver, HasLandmarks):
+            return
+        if self._known is not None and self._known[0] == position:
+            return
+        if time.monotonic() - self._kept_s < every_s:
+            return
+        self._kept_s = time.monotonic()
+        try:
+            if self._known is not None:
+                driver.check_landmarks(*self._known)
+            found = dict(driver.landmarks(position))
+            if found:
+                folder.write_record(self._location, self._file, {"offsets": position, "landmarks": found})
+            self._known = position, found
+        except InvariantBroken:
+            raise
+        except DeliveredError as error:
+            # Without them the stream is as correct as before, and a later position has others.
+            log.warning("landmarks of the source's position were not kept: %s", error)
+
+
+def _fields(found: dict[str, Any]) -> tuple[Offsets, dict[str, str]]:
+    return dict(found["offsets"]), {str(k): str(v) for k, v in found["landmarks"].items()}
+
+
+# Offset metadata that Spark's own connector cannot read, stored in the checkpoint sidecar.
+#
+# So Spark's offset log has the format of Spark's own connector, and either can continue from a checkpoint (decision
+# 032). The metadata of an end offset is durable before Spark gets the offset: it never lags behind the log. It may
+# lead: an offset that Spark never logged is superseded by the next one.
+
+METADATA_FILE = "delivered/offset-metadata.json"
 
 
 @dataclass(frozen=True)
@@ -46,7 +187,7 @@ class OffsetMetadata:
         writes: bool = True,
         name: str = SOURCE,
     ) -> None:
-        self._file = folder.sidecar(FILE, name)
+        self._file = folder.sidecar(METADATA_FILE, name)
         self._location = location
         self._writes = writes and location is not None
         self._keys = keys
