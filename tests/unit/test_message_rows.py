@@ -79,11 +79,19 @@ def test_values_that_a_schema_of_pulsar_cannot_hold(kind: str, tmp_path: Path) -
     assert [r is None for r in found] == ([True] * 3 if kind == "avro" else [True, False, True])
 
 
-def test_headers_of_pulsar_are_text(tmp_path: Path) -> None:
-    pairs = [[("a", b"v")], [("a", b"\xff")], None]
-    found = reasons("pulsar", tmp_path, {"value": [b"v"] * 3, "headers": pa.array(pairs, HEADERS.type)})
-    assert [r is None for r in found] == [True, False, True]
-    assert "column 'headers'" in str(found[1])
+def test_headers_of_pulsar_are_text_and_named_once(tmp_path: Path) -> None:
+    pairs = [
+        [("a", b"v")],
+        [("a", b"\xff")],
+        None,
+        [("a", b"1"), ("b", b"1"), ("a", b"1")],
+        [(None, b"v")],
+        [("", None)],
+    ]
+    found = reasons("pulsar", tmp_path, {"value": [b"v"] * len(pairs), "headers": pa.array(pairs, HEADERS.type)})
+    assert [r is None for r in found] == [True, False, True, False, False, True]
+    assert all("column 'headers'" in str(r) for r in found if r is not None)
+    assert "two headers named 'a'" in str(found[3])
 
 
 def test_what_rocketmq_needs(tmp_path: Path) -> None:

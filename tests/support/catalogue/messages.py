@@ -27,7 +27,8 @@ def _path(
 ) -> Path:
     """
     Args:
-        column: value, key or message_id; another one has the number of the row.
+        column: value, key or message_id; another one has the number of the row. Or header (the value of one), name (of
+            one), which `make` reads as the key.
         make: of the system's server: options of a sink on a fresh target, but for its ledger, and what takes the
             messages from there.
         nothing: what null becomes.
@@ -40,7 +41,7 @@ def _path(
         def read(_: pa.Schema) -> list[Row]:
             rows = []
             for message_id, key, body in take():
-                parts = {"message_id": message_id, "key": key, "value": body}
+                parts = {"message_id": message_id, "key": key, "value": body, "header": key, "name": key}
                 seen = None if column == "message_id" and _GENERATED.match(str(message_id)) else parts[column]
                 number = body if column != "value" else str(message_id)
                 rows.append({"id": int(number), column: seen.encode() if isinstance(seen, str) else seen})
@@ -51,9 +52,16 @@ def _path(
     def rows(ids: pa.Array, values: pa.Array) -> pa.RecordBatch:
         texts = ids.cast(pa.string())
         number = "message_id" if column == "value" else "value"
+        if column in ("header", "name"):
+            fixed = pa.array(["h"] * len(values))
+            pair = (fixed, values) if column == "header" else (values, fixed.cast(pa.binary()))
+            entries = pa.StructArray.from_arrays(pair, names=["key", "value"])
+            headers = pa.ListArray.from_arrays(pa.array(range(len(values) + 1), pa.int32()), entries)
+            return pa.RecordBatch.from_arrays([headers, texts], names=["headers", number])
         return pa.RecordBatch.from_arrays([values, texts], names=[column, number])
 
-    return Path(sink, rows, column, guarantee=Guarantee.AT_LEAST_ONCE, nothing=nothing)
+    place = "header" if column in ("header", "name") else column
+    return Path(sink, rows, column, place, guarantee=Guarantee.AT_LEAST_ONCE, nothing=nothing)
 
 
 def rabbitmq(request: pytest.FixtureRequest, column: str) -> Path:
@@ -109,13 +117,17 @@ def pulsar(request: pytest.FixtureRequest, column: str) -> Path:
             while reader.has_message_available():
                 message = reader.read_next(60_000)
                 body = None if message.has_null_value() else message.data()
-                found.append((message.properties().get("delivered.id"), message.partition_key(), body))
+                properties = message.properties()
+                message_id = properties.pop("delivered.id", None)
+                of_header = next(iter(properties.values() if column == "header" else properties), None)
+                part = of_header if column in ("header", "name") else message.partition_key()
+                found.append((message_id, part, body))
             reader.close()
             return found
 
         return {**server.options, "topic": topic}, take
 
-    return _path(request, "pulsar", column, make, b"" if column == "key" else None)
+    return _path(request, "pulsar", column, make, b"" if column in ("key", "header") else None)
 
 
 def rocketmq(request: pytest.FixtureRequest, column: str) -> Path:

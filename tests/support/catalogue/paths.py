@@ -61,6 +61,7 @@ MESSAGES: dict[str, Make] = {
         for part in ("value", "key", "header", "name")
     },
     **{f"kafka {name}": partial(formats.formatted, format=name) for name in ("avro", "protobuf", "json_schema")},
+    **{f"pulsar {part}": partial(messages.pulsar, column=part) for part in ("header", "name")},
     **{
         f"{make.__name__} {part}": partial(make, column=part)
         for make in (messages.rabbitmq, messages.activemq, messages.pulsar, messages.rocketmq)

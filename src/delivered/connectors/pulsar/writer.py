@@ -7,7 +7,7 @@ sequence numbers, and would drop rows that come in another order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -263,7 +263,7 @@ class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
         )
         messages = []
         for value, key, pairs, time, given in zip(*columns, strict=True):
-            properties = {h["key"]: text(h["value"] or b"", "column 'headers'") for h in pairs} if pairs else {}
+            properties = _properties(pairs or ())
             own = self._next_id()
             properties[ID] = "" if given is None else text(given, "column 'message_id'")
             self._check_size(value, key, properties)
@@ -331,6 +331,27 @@ def _property_bytes(name: str, text: str) -> int:
 
 def _length_bytes(length: int) -> int:
     return max(1, -(-length.bit_length() // 7))
+
+
+def _properties(pairs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """The properties of a row's headers; a header without a value has an empty one.
+
+    Raises:
+        BadRecord: a header without a name; two of one name, of which Pulsar would keep one; a value that is no text.
+    """
+    properties: dict[str, str] = {}
+    for header in pairs:
+        name = header["key"]
+        if name is None or name in properties:
+            raise BadRecord(
+                "HEADERS",
+                "A row has a header without a name in column 'headers'; a property of Pulsar has one."
+                if name is None
+                else f"A row has two headers named {name!r:.100} in column 'headers'; Pulsar would keep one of them.",
+                next_step="filter, name or join such headers in the transform",
+            )
+        properties[name] = text(header["value"] or b"", "column 'headers'")
+    return properties
 
 
 def _event_times(rows: pa.RecordBatch) -> list[int | None]:
