@@ -15,7 +15,6 @@ import pyarrow as pa
 
 from delivered.contract.connector import Connector, Made
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Sink
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.options import PATH, external_ledger, sink_name
 from delivered.kits.table.durable import make_folder, put_first, sync
@@ -30,7 +29,7 @@ from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.prepared import Handle, Prepared, Promise
 
 if TYPE_CHECKING:  # executors do without
-    from delivered.ledger.store import Store
+    from delivered.ledger.store import Ledgers, Store
 
 ROWS = pa.schema([("key", pa.string()), ("value", pa.string())])
 FOLDER = OptionType(lambda text: Path(PATH.read(text)))
@@ -149,7 +148,7 @@ class ToyScan:
 @dataclass(frozen=True)
 class ToySink:
     options: ToyOptions
-    ledger_sink: Sink
+    ledgers: Ledgers
 
     @property
     def name(self) -> str:
@@ -192,7 +191,7 @@ class ToySink:
         return ToyScan(self.options.path)
 
     def store(self, scope: Scope) -> Store:
-        return self.ledger_sink.store(scope)
+        return self.ledgers.store(scope)
 
     def committer(self, scope: Scope) -> ToyCommitter:
         return ToyCommitter(self.options.path, scope)

@@ -11,13 +11,16 @@ import sqlite3
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+from delivered.connectors.postgres.client import ledger_dialect
 from delivered.connectors.postgres.migrate import migrate
 from delivered.connectors.sqlite import CONNECTOR
+from delivered.connectors.sqlite.database import DIALECT
 from delivered.engine.context import open_ledger
+from delivered.kits.sql.ledger import Records
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
@@ -60,12 +63,12 @@ def test_a_million_batches_and_two_thousand_restarts_in_sqlite(tmp_path: Path) -
             if restart == 0:
                 ledger.claim(Owner("owner-0"))
             connection.execute("BEGIN IMMEDIATE")
-            store: Any = ledger._store  # type: ignore[attr-defined]
-            store._take(connection, partial(ledger._successor, Owner(f"owner-{restart}"), batch=None))  # type: ignore[attr-defined]
+            records = Records(connection, DIALECT, scope)
+            records.claim(partial(ledger._successor, Owner(f"owner-{restart}"), batch=None))  # type: ignore[attr-defined]
             text = text_of(scope)
             first = restart % (restarts // checkpoints) * per_restart
             for batch in range(first, first + per_restart):
-                store._record(connection, batch, text.replace("987654321", str(batch)))
+                records.record(batch, text.replace("987654321", str(batch)))
             connection.execute("COMMIT")
             ledger.close()
             if restart % 100 == 99:
@@ -89,12 +92,12 @@ def test_markers_and_decisions_of_many_batches_in_postgres(postgres: Postgres) -
     import psycopg
 
     schema, scope, batches = "horizon", Scope("p", "t", "i"), 20_000
-    ledger = open_ledger(postgres.sink("t", ledgerSchema=schema), scope)
     text = text_of(scope)
     began = time.monotonic()
     sizes: list[int] = []
     with psycopg.connect(postgres.url, autocommit=True) as connection:
         migrate(connection, schema)
+        records = Records(connection, ledger_dialect(schema), scope)
         for first in range(0, batches, 1_000):
             with connection.transaction(), connection.pipeline():
                 for batch in range(first, first + 1_000):
@@ -102,7 +105,7 @@ def test_markers_and_decisions_of_many_batches_in_postgres(postgres: Postgres) -
                         f"INSERT INTO {schema}.marker VALUES ('p', 't', 'i', %s, %s, 'g', 'f')",
                         [(batch, shard) for shard in range(SHARDS)],
                     )
-                    ledger._store._record(connection, batch, text)
+                    records.record(batch, text)
             connection.execute(f"VACUUM {schema}.marker, {schema}.decision")
             [(size,)] = postgres.execute(
                 f"SELECT pg_total_relation_size('{schema}.decision') + pg_total_relation_size('{schema}.marker')"

@@ -23,10 +23,12 @@ from tests.support.sinks import Rig, offsets, rows
 from tests.support.sweeps import sweep
 
 from delivered.connectors.mysql import CONNECTOR, client, encode
+from delivered.connectors.mysql.client import MysqlDatabase, ledger_dialect
 from delivered.connectors.mysql.migrate import MIGRATIONS, migrate
 from delivered.engine.context import open_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
+from delivered.kits.sql.ledger import Records
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
@@ -517,8 +519,8 @@ def test_p4_ledger_stays_small(mysql: Mysql) -> None:
     """P4: decisions and markers of 1,250 batches leave 1,000 decisions and the markers of one batch."""
     schema, count = "small_ledger", 1_250
     sink = mysql.sink("t", ledgerSchema=schema)
-    ledger = open_ledger(sink, Scope("p", "s", "i"))
-    session = ledger._store._server.connect("test")
+    session = MysqlDatabase(sink.options).connect("test")
+    records = Records(session, ledger_dialect(schema), Scope("p", "s", "i"))
     migrate(session, schema)
     for first in range(0, count, 250):
         session.execute("START TRANSACTION")
@@ -527,7 +529,7 @@ def test_p4_ledger_stays_small(mysql: Mysql) -> None:
                 f"INSERT INTO {schema}.marker (pipeline, sink, incarnation, batch, shard, gid, fingerprint) VALUES "
                 + ", ".join(f"('p', 's', 'i', {batch}, {shard}, 'g', 'f')" for shard in range(2))
             )
-            ledger._store._record(session, batch, "{}")
+            records.record(batch, "{}")
         session.execute("COMMIT")
     session.close()
     assert mysql.execute(f"SELECT count(*), min(batch) FROM {schema}.decision") == [

@@ -250,7 +250,8 @@ def test_a_claim_ends_a_session_that_holds_the_owners_row(mysql: Mysql, rig: Rig
     paused.claim(rig.context("first").owner)
     store: Any = paused._store  # type: ignore[attr-defined]
     session = store._open()
-    store._begin(session)
+    store._database.begin(session)
+    store._signed(session)
     began = time.monotonic()
     later = rig.context("later")
     owner = later.ledger.claim(later.owner).owner
@@ -262,9 +263,9 @@ def test_a_claim_ends_a_session_that_holds_the_owners_row(mysql: Mysql, rig: Rig
 
 
 def test_a_foreign_lock_on_the_ledger_is_told(mysql: Mysql, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from delivered.kits.sql import server_store
+    from delivered.kits.sql import ledger as ledgers
 
-    monkeypatch.setattr(server_store, "CONNECT_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(ledgers, "CONNECT_TIMEOUT_S", 1.5)
     rig.run(0)
     with closing(mysql.connect(autocommit=False)) as foreign:
         foreign.cursor().execute("SELECT * FROM delivered.owner WHERE pipeline = %s FOR UPDATE", [rig.pipeline])

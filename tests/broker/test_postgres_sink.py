@@ -24,6 +24,7 @@ from delivered.connectors.postgres.migrate import MIGRATIONS, migrate
 from delivered.engine.context import open_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
+from delivered.kits.sql.ledger import Records
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
@@ -466,9 +467,9 @@ def test_p4_ledger_stays_small(postgres: Postgres) -> None:
     import psycopg
 
     schema = "small_ledger"
-    ledger = open_ledger(postgres.sink("t", ledgerSchema=schema), Scope("p", "s", "i"))
     with psycopg.connect(postgres.url, autocommit=True) as connection:
         migrate(connection, schema)
+        records = Records(connection, client.ledger_dialect(schema), Scope("p", "s", "i"))
         for first in range(0, 6_000, 1_000):
             with connection.transaction(), connection.pipeline():
                 for batch in range(first, first + 1_000):
@@ -476,7 +477,7 @@ def test_p4_ledger_stays_small(postgres: Postgres) -> None:
                         connection.execute(
                             f"INSERT INTO {schema}.marker VALUES ('p', 's', 'i', %s, %s, 'g', 'f')", [batch, shard]
                         )
-                    ledger._store._record(connection, batch, "{}")
+                    records.record(batch, "{}")
             connection.execute(f"VACUUM {schema}.marker, {schema}.decision")
     assert postgres.execute(f"SELECT count(*), min(batch) FROM {schema}.decision") == [
         (LEDGER_HISTORY_BATCHES, 6_000 - LEDGER_HISTORY_BATCHES)

@@ -16,7 +16,7 @@ from tests.support.embedded_pipeline import PIPELINE, TABLE
 from tests.support.sweeps import sweep
 from tests.support.zygote import Zygote
 
-from delivered.connectors.sqlite import CONNECTOR, database, store
+from delivered.connectors.sqlite import CONNECTOR, database
 from delivered.engine.context import open_ledger
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
@@ -137,7 +137,6 @@ def test_zombie_driver_is_fenced(world: World, stop_at: str) -> None:
 def test_zombie_inside_the_transaction_blocks_with_a_clear_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stopped process holds SQLite's write lock: the new one says so in time; then both end well."""
     zombie = world.stop("commit.apply:after")
-    monkeypatch.setattr(store, "CONNECT_TIMEOUT_S", 0.5)
     monkeypatch.setattr(database, "CONNECT_TIMEOUT_S", 0.5)
     sink = CONNECTOR.sink({"path": str(world.database), "table": TABLE})
     with pytest.raises(DeliveredError, match="DELIVERED_DATABASE_LOCKED"):

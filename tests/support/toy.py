@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 from examples.toy_sink import CONNECTOR, ToyCommitter, ToySink, ToyWriter
 
-from delivered.connectors.sqlite import CONNECTOR as SQLITE
+from delivered.connectors.sqlite.ledger import SqliteLedgers
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Ok, Outcome
@@ -20,7 +20,7 @@ from delivered.model.prepared import Prepared
 def toy(folder: Path) -> ToySink:
     """Files in `orders`, the ledger in `ledger.db`."""
     options = {"path": str(folder / "orders"), "ledger": str(folder / "ledger.db")}
-    made: ToySink = CONNECTOR.sink(options, SQLITE.sink({"path": options["ledger"], "table": "delivered_unused"}))
+    made: ToySink = CONNECTOR.sink(options, SqliteLedgers(options["ledger"]))
     return made
 
 
@@ -46,7 +46,7 @@ class ShowsAtOnce(ToySink):
 
 
 def _as(kind: type[ToySink]) -> Callable[[Path], ToySink]:
-    return lambda folder: kind(toy(folder).options, toy(folder).ledger_sink)
+    return lambda folder: kind(toy(folder).options, toy(folder).ledgers)
 
 
 TOYS: dict[str, Callable[[Path], ToySink]] = {

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from delivered.contract.queue import Queue
     from delivered.contract.sink import Sink
     from delivered.contract.source import Source
+    from delivered.ledger.store import Ledgers
 
 
 @dataclass(frozen=True)
@@ -107,21 +108,21 @@ class Connector:
             )
         return self.queues
 
-    def sink(self, options: Mapping[str, str], ledger_sink: Sink | None = None) -> Sink:
+    def sink(self, options: Mapping[str, str], ledgers: Ledgers | None = None) -> Sink:
         """As `source`, for a sink.
 
         Args:
-            ledger_sink: holds the ledger, if `external_ledger`.
+            ledgers: hold the sink's, if `external_ledger`.
         """
         if self.sinks is None:
             raise UsageError(
                 "NOT_A_SINK", f"delivered_{self.name} is not a sink.", self.instead or "write to another system"
             )
-        if self.external_ledger and ledger_sink is None:
+        if self.external_ledger and ledgers is None:
             raise Refused(
                 "LEDGER_ELSEWHERE",
                 f"delivered_{self.name} cannot hold a ledger that one driver owns; it needs an external one.",
                 next_step=f"create the sink with delivered.endpoint({self.name!r}, ...), which adds an external ledger",
             )
-        made: Sink = self.sinks(options, ledger_sink) if self.external_ledger else self.sinks(options)
+        made: Sink = self.sinks(options, ledgers) if self.external_ledger else self.sinks(options)
         return made

@@ -85,7 +85,8 @@ def headers_option(doc: str) -> Any:
 
 
 def external_ledger() -> Any:
-    return option("ledger", "SQLite file on the driver that holds the ledger.", example="/data/ledger.db")
+    doc = "SQLite file on the driver that holds the ledger."
+    return option("ledger", doc, DATABASE_FILE, example="/data/ledger.db")
 
 
 def message_id_columns() -> Any:
@@ -249,6 +250,16 @@ def _path(text: str) -> str:
 
 PATH = OptionType(_path)
 """A local path, made absolute, or a URL."""
+
+
+def _database_file(text: str) -> str:
+    if not text.strip() or text == ":memory:" or text.startswith("file:"):
+        raise Unfit(f"is {text!r}; it must be a file: tasks and driver are different processes")
+    return str(Path(text).expanduser().absolute())
+
+
+DATABASE_FILE = OptionType(_database_file)
+"""A SQLite file, made absolute."""
 
 
 def names(what: str) -> OptionType[tuple[str, ...]]:

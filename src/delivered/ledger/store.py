@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from delivered.model.identity import OtherLedger
+from delivered.model.identity import OtherLedger, Scope
 from delivered.model.outcome import Outcome
 from delivered.model.prepared import Prepared
 from delivered.model.work import Begun, Decision, LedgerState, Owner
@@ -115,3 +115,10 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Release connections. May be called again."""
+
+
+class Ledgers(Protocol):
+    """A place of ledgers, for sinks whose system cannot hold one. Picklable."""
+
+    def store(self, scope: Scope) -> Store:
+        """Storage for the ledger of this scope. Connects on first use."""

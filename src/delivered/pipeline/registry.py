@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from delivered.contract.connector import Connector
 from delivered.contract.sink import Sink
@@ -122,7 +122,9 @@ def find_sink(system: str, options: Mapping[str, str]) -> Sink:
 
 
 def _sink(found: Connector, options: Mapping[str, str]) -> Sink:
-    if not found.external_ledger or found.sink_options is None:
+    if not found.external_ledger or found.sinks is None:
         return found.sink(options)
-    restored = found.sink_options.restore(options)
-    return found.sink(restored, find_sink("sqlite", {"path": restored["ledger"], "table": "delivered_unused"}))
+    from delivered.connectors.sqlite.ledger import SqliteLedgers
+
+    parsed: Any = found.sinks.options.parse(options)
+    return found.sink(options, SqliteLedgers(parsed.ledger))

@@ -22,8 +22,7 @@ import pyarrow as pa
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.sink import SqliteSink
 from delivered.contract.connector import Connector, Made
-from delivered.contract.sink import Sink
-from delivered.ledger.store import Change, Head
+from delivered.ledger.store import Change, Head, Ledgers
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope, Work
@@ -250,7 +249,7 @@ class BrokenSink(SqliteSink):
 class SendsInEveryAttempt(Connector):
     """Its tasks take the number 0 for a first attempt, and ask nobody."""
 
-    def sink(self, options: Mapping[str, str], ledger_sink: Sink | None = None) -> SqliteSink:
+    def sink(self, options: Mapping[str, str], ledgers: Ledgers | None = None) -> SqliteSink:
         from delivered.engine import grants
 
         grants.may_send = lambda plan, shard: True
@@ -258,7 +257,7 @@ class SendsInEveryAttempt(Connector):
 
 
 class BrokenConnector(Connector):
-    def sink(self, options: Mapping[str, str], ledger_sink: Sink | None = None) -> BrokenSink:
+    def sink(self, options: Mapping[str, str], ledgers: Ledgers | None = None) -> BrokenSink:
         return BrokenSink(SqliteOptions.parse(options), "" if self.name == "honest" else self.name)
 
 

@@ -16,7 +16,7 @@ from broken_sinks import BrokenSink, Put, Row
 
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.contract.connector import Connector, Made
-from delivered.contract.sink import Sink
+from delivered.ledger.store import Ledgers
 from delivered.model.options import Option, Options, option, several
 
 
@@ -64,7 +64,7 @@ def put(system: str, given: Mapping[str, str]) -> Put:
 class NaiveConnector(Connector):
     """Named for its flaw and for the system that it writes to: "forgets_delta"."""
 
-    def sink(self, options: Mapping[str, str], ledger_sink: Sink | None = None) -> BrokenSink:
+    def sink(self, options: Mapping[str, str], ledgers: Ledgers | None = None) -> BrokenSink:
         flaw, _, system = self.name.partition("_")
         given = NaiveOptions.parse(options)
         state = SqliteOptions.parse({"path": given.state, "table": "effects"})

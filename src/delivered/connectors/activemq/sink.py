@@ -12,9 +12,10 @@ from delivered.connectors.activemq.manage import findings
 from delivered.connectors.activemq.options import DUPLICATE_ID, ActivemqSinkOptions
 from delivered.connectors.activemq.writer import ActivemqWriter
 from delivered.contract.finding import Finding
-from delivered.contract.sink import BoundedScan, Sink
+from delivered.contract.sink import BoundedScan
 from delivered.kits.queue.columns import COLUMNS, check_names, check_types
 from delivered.kits.queue.sink import MessageSink, sends
+from delivered.ledger.store import Ledgers
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import Refused
 from delivered.model.guarantee import Guarantee
@@ -29,7 +30,7 @@ _DROPS = (
 @dataclass(frozen=True)
 class ActivemqSink(MessageSink):
     options: ActivemqSinkOptions
-    ledger_sink: Sink
+    ledgers: Ledgers
 
     def capability(self) -> SinkCapability:
         options = self.options

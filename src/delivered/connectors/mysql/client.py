@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from delivered.connectors.mysql import errors
-from delivered.connectors.mysql.migrate import migrate, version_of
+from delivered.connectors.mysql import errors, sessions
+from delivered.connectors.mysql.migrate import migrate, version_of, with_values
 from delivered.connectors.mysql.options import MysqlOptions
-from delivered.kits.sql.database import Server
+from delivered.kits.sql.database import CLAIM_WAIT_S, LEDGER_TABLES, Connection, Dialect, Server
 from delivered.kits.sql.definition import Definition
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
+    from delivered.kits.sql.ledger import Records
 
 CONNECT_TRY_S = 5.0
 """Timeout of connecting, and of each reply during login. Errors must be raised within 15 s."""
@@ -119,6 +124,44 @@ def _check_version(session: Session, options: MysqlOptions) -> None:
 
 
 @dataclass(frozen=True)
+class MysqlDialect(Dialect):
+    """A DELETE by a condition scans a short table whatever its indexes, and waits for locked rows: another pipeline's
+    decision, or, forever, a marker of a prepared transaction. So nothing here does that."""
+
+    def known(self, keys: str, column: str | None) -> str:
+        first = column or keys.partition(",")[0]
+        return f"ON DUPLICATE KEY UPDATE {first} = VALUES({first})"
+
+    def delete(self, connection: Connection, table: str, where: str, values: Mapping[str, Any]) -> None:
+        """Deletes only rows that a non-locking read sees, which excludes prepared ones; each by its id, the only form
+        for which the server never scans."""
+        for (number,) in connection.execute(self(f"SELECT n FROM {{{table}}} WHERE {where}"), values).fetchall():
+            connection.execute(self(f"DELETE d FROM {{{table}}} AS d WHERE n = :n"), {"n": int(number)})
+
+    def forget(self, connection: Connection, table: str, index: str, where: str) -> None:
+        """Forces the index: a scan would wait for rows of other pipelines' decisions."""
+        connection.execute(self(f"DELETE d FROM {{{table}}} AS d FORCE INDEX ({index}) WHERE {where}"), {})
+
+
+@cache
+def ledger_dialect(schema: str) -> MysqlDialect:
+    """Dialect of a ledger in this database."""
+    s = with_values(schema)
+    return MysqlDialect(
+        tables={name: f"{s}.{name}" for name in LEDGER_TABLES},
+        value=lambda statement: re.sub(r":(\w+)", r"%(\1)s", statement),
+        written={"decision": "n", "begun": "n"},
+        hold=" FOR UPDATE",
+        pack=lambda names: json.dumps(list(names)),
+        unpack=json.loads,
+        hash=lambda value: f"x'{value.hex()}'",
+        snapshot=("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ", "START TRANSACTION READ ONLY"),
+        see_holders="find the session: SELECT * FROM information_schema.innodb_trx; then KILL its trx_mysql_thread_id",
+        sign="UPDATE {owner} SET session = :session WHERE pipeline = :pipeline AND sink = :sink",
+    )
+
+
+@dataclass(frozen=True)
 class MysqlDatabase(Server["Session"]):
     """The user's database."""
 
@@ -128,6 +171,43 @@ class MysqlDatabase(Server["Session"]):
     @property
     def where(self) -> str:
         return self.options.where
+
+    @property
+    def dialect(self) -> Dialect:
+        return ledger_dialect(self.options.ledger_schema)
+
+    def begin(self, connection: Session) -> None:
+        check_writable(connection, self.options)
+        if not connection.nonce:
+            sessions.register(connection)
+        connection.execute("START TRANSACTION")
+
+    @contextlib.contextmanager
+    def claiming(self, connection: Session) -> Iterator[None]:
+        connection.execute(f"SET SESSION innodb_lock_wait_timeout = {CLAIM_WAIT_S}")
+        try:
+            self.begin(connection)
+            yield
+        except BaseException:
+            self.discard(connection)
+            raise
+        connection.execute("COMMIT")
+        connection.execute(f"SET SESSION innodb_lock_wait_timeout = {self.options.lock_timeout_s}")
+
+    def may_commit(self, error: Exception) -> bool:
+        """Always: only a claim, which waits for the transaction to end, can tell."""
+        del error
+        return True
+
+    def end_holders(self, connection: Session, role: str, records: Records) -> str:
+        del role
+        connection.execute("SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED")
+        connection.execute("START TRANSACTION READ ONLY")
+        row = records.run("SELECT session FROM {owner} WHERE pipeline = :pipeline AND sink = :sink").fetchone()
+        connection.execute("COMMIT")
+        if row is not None and row[0] and row[0] != connection.nonce:
+            sessions.end(connection, row[0])
+        return ""
 
     def _connect(self, role: str, writes: bool) -> Session:
         return connect(self.options, role, writes)
@@ -160,6 +240,12 @@ class MysqlDatabase(Server["Session"]):
 
         del columns  # they are read for the keys' collations anyway
         return read(connection, self.options)
+
+    def table(self, connection: Session) -> str | None:
+        from delivered.connectors.mysql.target import find
+
+        found = find(connection, self.options)
+        return None if found is None else found.full
 
     def version(self, connection: Session) -> int:
         return version_of(connection, self.options.ledger_schema)

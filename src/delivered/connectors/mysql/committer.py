@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from delivered.connectors.mysql import sessions, stage, target, transactions
 from delivered.connectors.mysql.options import MysqlOptions
-from delivered.connectors.mysql.store import staging
 from delivered.kits.sql.committer import ServerCommitter
 from delivered.kits.sql.transactions import OpenTransaction, PreparedRows
 from delivered.model.errors import DeliveredError
@@ -22,7 +21,7 @@ class MysqlCommitter(ServerCommitter["Session"]):
     """XA COMMIT and XA ROLLBACK, from any session of the server."""
 
     def __init__(self, options: MysqlOptions, scope: Scope) -> None:
-        super().__init__(staging(options), transactions.names_of(scope, options.ledger_schema))
+        super().__init__(stage.build_staging(options), transactions.names_of(scope, options.ledger_schema))
         self._options = options
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:

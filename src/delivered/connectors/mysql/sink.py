@@ -21,10 +21,9 @@ class MysqlSink(ServerSink):
         add_columns="target:add_columns",
         writer="writer:LoadWriter",
         scan="read:MysqlScan",
-        store="store:MysqlStore",
+        store="stage:build_store",
         committer="committer:MysqlCommitter",
         database="client:MysqlDatabase",
-        dialect="store:dialect",
         refused_rows="trial:refused_rows",
     )
     words = Words(

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from delivered.connectors.mysql.client import MysqlDatabase
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.target import MysqlMerge, Target
 from delivered.kits.sql.database import quoted
+from delivered.kits.sql.ledger import SqlLedger
 from delivered.kits.sql.merge import ORDER, ROUND, Merge
 from delivered.kits.sql.names import Names
 from delivered.kits.sql.stage import Staging
 from delivered.kits.sql.transactions import PreparedRows
+from delivered.model.identity import Scope
 from delivered.model.prepared import Prepared
 
 if TYPE_CHECKING:
@@ -25,6 +28,15 @@ class MysqlStaging(Staging):
     def _merge(self, prepared: Prepared) -> Merge:
         handle = PreparedRows.of(prepared)
         return MysqlMerge(self.options.write, handle.target, handle.stored, handle.index)
+
+
+def build_staging(options: MysqlOptions) -> MysqlStaging:
+    return MysqlStaging(options, MysqlDatabase(options))
+
+
+def build_store(options: MysqlOptions, scope: Scope) -> SqlLedger[Session]:
+    """The ledger of a pipeline and sink, on the server that holds the rows."""
+    return SqlLedger(MysqlDatabase(options), scope, build_staging(options))
 
 
 def create(session: Session, options: MysqlOptions, table: str, target: Target) -> None:

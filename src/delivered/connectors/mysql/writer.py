@@ -11,7 +11,6 @@ import pyarrow as pa
 
 from delivered.connectors.mysql import encode, errors, sessions, stage, target, transactions
 from delivered.connectors.mysql.options import MysqlOptions
-from delivered.connectors.mysql.store import staging
 from delivered.connectors.mysql.types import TYPES
 from delivered.kits.sql.database import give, take
 from delivered.kits.sql.definition import Definition
@@ -142,7 +141,7 @@ class LoadWriter:
         """Args: left: what earlier writers of this task may have left at the server."""
         self._options = options
         self._left = left
-        self._staging = staging(options)
+        self._staging = stage.build_staging(options)
         self._server = self._staging.server
         self._work = work
         exactly_once = guarantee is Guarantee.EXACTLY_ONCE

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.postgres.migrate import migrate, version_of
 from delivered.connectors.postgres.options import PostgresOptions
-from delivered.kits.sql.database import Server
+from delivered.kits.sql.database import CLAIM_WAIT_S, LEDGER_TABLES, Dialect, Server, quoted
 from delivered.kits.sql.definition import Definition
 from delivered.kits.sql.text_forms import POSTGRES, check_postgres, setting_refused
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     import psycopg
 
     from delivered.connectors.postgres.session import Session
+    from delivered.kits.sql.ledger import Records
 
 CONNECT_TRY_S = 5
 """Per address; a name may resolve to two. Errors must be raised within 15 s."""
@@ -128,6 +132,28 @@ def read_only_server(options: PostgresOptions) -> Unreachable:
     )
 
 
+@cache
+def ledger_dialect(schema: str) -> Dialect:
+    """Dialect of a ledger in this schema."""
+    s = quoted(schema).replace("%", "%%")
+    return Dialect(
+        tables={name: f"{s}.{name}" for name in LEDGER_TABLES},
+        value=lambda statement: re.sub(r":(\w+)", r"%(\1)s", statement),
+        written={"decision": "decided_at", "begun": "begun_at"},
+        hold=" FOR UPDATE",
+        pack=list,
+        unpack=lambda names: names,
+        hash=lambda value: f"decode('{value.hex()}', 'hex')",
+        snapshot=("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY",),
+        see_holders="find the session: SELECT pid, usename, application_name, state FROM pg_stat_activity WHERE "
+        "xact_start IS NOT NULL; then SELECT pg_terminate_backend(pid)",
+        # A server's clock may be set back, or a standby's be behind: never before an earlier row. The owner's row is
+        # locked meanwhile.
+        now="greatest(now(), (SELECT max(begun_at) + interval '1 microsecond' FROM {begun} "
+        "WHERE pipeline = :pipeline AND sink = :sink))",
+    )
+
+
 @dataclass(frozen=True)
 class PostgresDatabase(Server["psycopg.Connection[Any]"]):
     """The user's database."""
@@ -138,6 +164,36 @@ class PostgresDatabase(Server["psycopg.Connection[Any]"]):
     @property
     def where(self) -> str:
         return self.options.where
+
+    @property
+    def dialect(self) -> Dialect:
+        return ledger_dialect(self.options.ledger_schema)
+
+    def begin(self, connection: psycopg.Connection[Any]) -> None:
+        """Pins synchronous_commit once more: behind a pooler, this may be another session than the one that set it."""
+        level = getattr(connection, "settings", {}).get("synchronous_commit", "on")
+        connection.execute(f"BEGIN; SET LOCAL synchronous_commit = '{level}'")
+
+    @contextlib.contextmanager
+    def claiming(self, connection: psycopg.Connection[Any]) -> Iterator[None]:
+        with connection.transaction():
+            connection.execute(f"SET LOCAL lock_timeout = {CLAIM_WAIT_S * 1000}")
+            yield
+
+    def may_commit(self, error: Exception) -> bool:
+        return is_lost(error)  # the server may still be committing: only a claim can find out
+
+    def end_holders(self, connection: psycopg.Connection[Any], role: str, records: Records) -> str:
+        from delivered.connectors.postgres.session import standbys
+
+        del records
+        ended = connection.execute(
+            "SELECT CASE WHEN wait_event = 'SyncRep' THEN NULL ELSE pg_terminate_backend(pid) END "
+            "FROM pg_stat_activity WHERE datname = current_database() "
+            "AND application_name = %s AND xact_start IS NOT NULL AND pid <> pg_backend_pid()",
+            [f"delivered {role}"],
+        ).fetchall()
+        return standbys(connection) if (None,) in ended else ""
 
     def _connect(self, role: str, writes: bool) -> psycopg.Connection[Any]:
         return connect(self.options, role, writes)
@@ -175,6 +231,12 @@ class PostgresDatabase(Server["psycopg.Connection[Any]"]):
         from delivered.connectors.postgres.definition import read
 
         return read(connection, self.options, columns=columns)
+
+    def table(self, connection: psycopg.Connection[Any]) -> str | None:
+        from delivered.connectors.postgres.target import find
+
+        found = find(connection, self.options)
+        return None if found is None else found[1]
 
     def version(self, connection: psycopg.Connection[Any]) -> int:
         return version_of(connection, self.options.ledger_schema)

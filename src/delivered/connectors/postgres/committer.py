@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.postgres import stage, target, transactions
 from delivered.connectors.postgres.options import PostgresOptions
-from delivered.connectors.postgres.store import staging
 from delivered.kits.sql.committer import ServerCommitter
 from delivered.kits.sql.names import Names
 from delivered.kits.sql.transactions import OpenTransaction
@@ -20,7 +19,7 @@ class PostgresCommitter(ServerCommitter["psycopg.Connection[Any]"]):
     """COMMIT PREPARED and ROLLBACK PREPARED, from any session of the database."""
 
     def __init__(self, options: PostgresOptions, scope: Scope) -> None:
-        super().__init__(staging(options), Names(scope, options.ledger_schema))
+        super().__init__(stage.build_staging(options), Names(scope, options.ledger_schema))
         self._options = options
 
     def _list(self, connection: psycopg.Connection[Any]) -> list[OpenTransaction]:

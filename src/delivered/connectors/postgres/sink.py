@@ -21,10 +21,9 @@ class PostgresSink(ServerSink):
         add_columns="target:add_columns",
         writer="writer:CopyWriter",
         scan="read:PostgresScan",
-        store="store:PostgresStore",
+        store="stage:build_store",
         committer="committer:PostgresCommitter",
         database="client:PostgresDatabase",
-        dialect="store:dialect",
         refused_rows="trial:refused_rows",
     )
     words = Words(

@@ -13,7 +13,6 @@ from delivered.connectors.postgres import encode, stage, target, transactions
 from delivered.connectors.postgres.client import explained
 from delivered.connectors.postgres.migrate import migrate
 from delivered.connectors.postgres.options import PostgresOptions
-from delivered.connectors.postgres.store import staging
 from delivered.connectors.postgres.types import TYPES
 from delivered.kits.sql.database import give, take
 from delivered.kits.sql.definition import Definition
@@ -58,7 +57,7 @@ class CopyWriter:
         """Args: left: what earlier writers of this task may have left at the server."""
         self._options = options
         self._left = left
-        self._staging = staging(options)
+        self._staging = stage.build_staging(options)
         self._server = self._staging.server
         self._work = work
         self._exactly_once = guarantee is Guarantee.EXACTLY_ONCE

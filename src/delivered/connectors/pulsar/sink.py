@@ -14,11 +14,12 @@ from delivered.connectors.pulsar.encode import check_type
 from delivered.connectors.pulsar.options import SINK, PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
 from delivered.contract.finding import Finding
-from delivered.contract.sink import BoundedScan, Sink
+from delivered.contract.sink import BoundedScan
 from delivered.kits.queue.columns import TEXT, check_names, identified
 from delivered.kits.queue.sink import MessageSink, sends
 from delivered.kits.queue.writer import SendingWriter
 from delivered.kits.schemas.values import canonical
+from delivered.ledger.store import Ledgers
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
@@ -32,7 +33,7 @@ _COLUMNS = ("key", "value", "headers", "event_time", "message_id")
 @dataclass(frozen=True)
 class PulsarSink(MessageSink):
     options: PulsarSinkOptions
-    ledger_sink: Sink
+    ledgers: Ledgers
 
     def capability(self) -> SinkCapability:
         return sends(

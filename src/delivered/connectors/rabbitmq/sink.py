@@ -12,9 +12,10 @@ from delivered.connectors.rabbitmq.options import RabbitmqSinkOptions
 from delivered.connectors.rabbitmq.sizes import refused_rows
 from delivered.connectors.rabbitmq.writer import RabbitmqWriter
 from delivered.contract.finding import Finding
-from delivered.contract.sink import BoundedScan, Sink
+from delivered.contract.sink import BoundedScan
 from delivered.kits.queue.columns import COLUMNS, check_names, check_types
 from delivered.kits.queue.sink import MessageSink, sends
+from delivered.ledger.store import Ledgers
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
@@ -25,7 +26,7 @@ from delivered.model.message_limits import BYTES_MAX
 @dataclass(frozen=True)
 class RabbitmqSink(MessageSink):
     options: RabbitmqSinkOptions
-    ledger_sink: Sink
+    ledgers: Ledgers
 
     def capability(self) -> SinkCapability:
         where = self.options.label

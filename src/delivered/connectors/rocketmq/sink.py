@@ -15,9 +15,10 @@ from delivered.connectors.rocketmq.remoting import Cluster
 from delivered.connectors.rocketmq.sizes import refused_rows
 from delivered.connectors.rocketmq.writer import HalfWriter, RocketmqWriter
 from delivered.contract.finding import Finding
-from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
+from delivered.contract.sink import BoundedScan, Committer, Writer
 from delivered.kits.queue.columns import COLUMNS, TEXT, check_names, check_types
 from delivered.kits.queue.sink import MessageSink, Nothing, sends
+from delivered.ledger.store import Ledgers
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
@@ -33,7 +34,7 @@ HALF_MESSAGES_KEPT_S = 72 * 3_600.0
 @dataclass(frozen=True)
 class RocketmqSink(MessageSink):
     options: RocketmqSinkOptions
-    ledger_sink: Sink
+    ledgers: Ledgers
 
     def capability(self) -> SinkCapability:
         options = self.options

@@ -10,9 +10,10 @@ import pyarrow as pa
 from delivered.connectors.saga.options import SagaOptions
 from delivered.connectors.saga.writer import SagaWriter, log_of
 from delivered.contract.finding import Finding
-from delivered.contract.sink import BoundedScan, Sink, Writer
+from delivered.contract.sink import BoundedScan, Writer
 from delivered.kits.queue.columns import TEXT, check_names, column
 from delivered.kits.queue.sink import SendingSink, sends
+from delivered.ledger.store import Ledgers
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import BadRecord, Refused, UsageError
 from delivered.model.guarantee import Guarantee
@@ -24,7 +25,7 @@ from delivered.patterns.saga.tables import checked
 @dataclass(frozen=True)
 class SagaSink(SendingSink):
     options: SagaOptions
-    ledger_sink: Sink
+    ledgers: Ledgers
 
     def capability(self) -> SinkCapability:
         options = self.options

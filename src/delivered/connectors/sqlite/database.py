@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from delivered.kits.sql.database import Database, Dialect, is_newest
+from delivered.kits.sql.database import LEDGER_TABLES, Database, Dialect, is_newest
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 
@@ -160,9 +160,14 @@ def row_refused(path: str, row: str, error: Exception) -> BadRecord:
 
 @dataclass(frozen=True)
 class SqliteDatabase(Database[sqlite3.Connection]):
-    """The file that the user named."""
+    """The file that the user named.
+
+    Attributes:
+        foreign_keys: check them; SQLite does not by default.
+    """
 
     path: str
+    foreign_keys: bool = False
 
     @property
     def where(self) -> str:
@@ -170,7 +175,39 @@ class SqliteDatabase(Database[sqlite3.Connection]):
 
     def connect(self, role: str, *, writes: bool = True) -> sqlite3.Connection:
         del role
-        return connect(self.path, mode="rwc" if writes else "ro")
+        connection = connect(self.path, mode="rwc" if writes else "ro")
+        if self.foreign_keys:
+            connection.execute("PRAGMA foreign_keys=ON")
+        return connection
+
+    @property
+    def dialect(self) -> Dialect:
+        return DIALECT
+
+    def exists(self) -> bool:
+        return Path(self.path).exists()
+
+    def version(self, connection: sqlite3.Connection) -> int:
+        return version_of(connection)
+
+    def migrate(self, connection: sqlite3.Connection) -> None:
+        migrate(connection, self.path)
+
+    def begin(self, connection: sqlite3.Connection) -> None:
+        begin(connection)
+
+    def claiming(self, connection: sqlite3.Connection) -> contextlib.AbstractContextManager[None]:
+        return writing(connection, self.path, CONNECT_TIMEOUT_S)
+
+    def idle(self, connection: sqlite3.Connection) -> bool:
+        try:
+            return not connection.in_transaction
+        except sqlite3.ProgrammingError:  # closed
+            return False
+
+    def may_commit(self, error: Exception) -> bool:
+        del error
+        return False
 
     def errors(self) -> type[Exception]:
         return sqlite3.Error
@@ -185,7 +222,8 @@ class SqliteDatabase(Database[sqlite3.Connection]):
 DIALECT = Dialect(
     tables={
         name: f"_delivered_{name}"
-        for name in ("owner", "decision", "begun", "memory", "noted", "seen", "archive", "left_out", "dead_letter")
+        for name in LEDGER_TABLES
+        if name != "marker"  # there are no prepared transactions
     },
     value=lambda statement: statement,
     written={"decision": "rowid", "begun": "rowid"},
@@ -193,6 +231,7 @@ DIALECT = Dialect(
     pack=lambda names: json.dumps(list(names)),
     unpack=json.loads,
     hash=lambda value: f"x'{value.hex()}'",
+    snapshot=("BEGIN",),
 )
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (

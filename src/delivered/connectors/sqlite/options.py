@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from delivered.kits.options import if_not_exists
+from delivered.kits.options import DATABASE_FILE, if_not_exists
 from delivered.kits.sql.options import TableOptions
 from delivered.model.options import OptionType, Unfit, option
 
 RESERVED_PREFIX = "_delivered_"
-
-
-def _path(text: str) -> str:
-    if not text.strip() or text == ":memory:" or text.startswith("file:"):
-        raise Unfit(f"is {text!r}; it must be a file: tasks and driver are different processes")
-    return str(Path(text).expanduser().absolute())
 
 
 def _table(text: str) -> str:
@@ -29,7 +23,7 @@ class SqliteOptions(TableOptions, owner="delivered_sqlite sink"):
         path: absolute.
     """
 
-    path: str = option("path", "Database file; created if missing.", OptionType(_path), example="/data/orders.db")
+    path: str = option("path", "Database file; created if missing.", DATABASE_FILE, example="/data/orders.db")
     table: str = option("table", "Table to write to.", OptionType(_table), example="orders")
     create: bool = if_not_exists(default=True)
 

@@ -46,7 +46,7 @@ class SqliteSink(DatabaseSink):
         __package__,
         writer="writer:writer",
         scan="read:SqliteScan",
-        store="store:SqliteStore",
+        store="ledger:build_store",
         committer="committer:SqliteCommitter",
         refused_rows="trial:refused_rows",
     )
@@ -150,7 +150,7 @@ class SqliteSink(DatabaseSink):
                 yield connection
 
     def key_memory(self, scope: Scope) -> KeyMemory:
-        from delivered.connectors.sqlite.store import key_table
+        from delivered.connectors.sqlite.ledger import key_table
 
         return key_table(self.options, scope)
 

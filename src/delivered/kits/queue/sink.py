@@ -9,10 +9,10 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Committer, Sink, Writer
+from delivered.contract.sink import Committer, Writer
 from delivered.kits.queue.columns import as_bytes, identified, identified_schema
 from delivered.kits.queue.writer import SendingWriter
-from delivered.ledger.store import Store
+from delivered.ledger.store import Ledgers, Store
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
@@ -26,11 +26,11 @@ class SendingSink(ABC):
 
     Attributes:
         options: with `sink_name`.
-        ledger_sink: the sink that holds the ledger.
+        ledgers: hold the sink's, elsewhere.
     """
 
     options: Any
-    ledger_sink: Sink
+    ledgers: Ledgers
 
     @property
     def name(self) -> str:
@@ -59,7 +59,7 @@ class SendingSink(ABC):
         """See `kits.queue.writer`."""
 
     def store(self, scope: Scope) -> Store:
-        return self.ledger_sink.store(scope)
+        return self.ledgers.store(scope)
 
     def committer(self, scope: Scope) -> Committer:
         del scope

@@ -19,8 +19,24 @@ from delivered.model.patience import query_patience_s, wait_out
 
 if TYPE_CHECKING:
     from delivered.kits.sql.definition import Definition
+    from delivered.kits.sql.ledger import Records
+    from delivered.model.identity import Scope
 
 T = TypeVar("T")
+CLAIM_WAIT_S = 1
+"""How long a claim waits for a decision in flight before it terminates the session."""
+LEDGER_TABLES = (
+    "owner",
+    "decision",
+    "begun",
+    "marker",
+    "memory",
+    "noted",
+    "seen",
+    "archive",
+    "left_out",
+    "dead_letter",
+)
 
 
 class Connection(Protocol):
@@ -67,6 +83,74 @@ class Database(ABC, Generic[C]):
         del error
         return False
 
+    @property
+    @abstractmethod
+    def dialect(self) -> Dialect:
+        """Of the ledger in this database."""
+
+    @abstractmethod
+    def version(self, connection: C) -> int:
+        """Version of the ledger's tables; 0: they do not exist. Raises the client's error."""
+
+    @abstractmethod
+    def migrate(self, connection: C) -> None:
+        """Create or migrate the ledger's tables; does nothing if they are up to date. Outside a transaction.
+
+        Raises:
+            UsageError: a newer version of this package created them.
+            The client's error: the server rejected it.
+        """
+
+    @abstractmethod
+    def begin(self, connection: C) -> None:
+        """Begin a read-write transaction, durable once committed. Raises the client's error."""
+
+    @abstractmethod
+    def claiming(self, connection: C) -> contextlib.AbstractContextManager[None]:
+        """One read-write transaction that waits at most `CLAIM_WAIT_S` for a lock, or, in a database without sessions
+        to end, as long as a claim may; committed at its end, or rolled back."""
+
+    @abstractmethod
+    def idle(self, connection: C) -> bool:
+        """Whether the connection is open and outside any transaction, by the client's state; no round trip."""
+
+    @abstractmethod
+    def may_commit(self, error: Exception) -> bool:
+        """Whether a transaction may still be committed whose COMMIT raised this."""
+
+    def is_locked(self, error: BaseException) -> bool:
+        """Whether a lock wait timed out: the statement had no effect and may be retried."""
+        del error
+        return False
+
+    def end_holders(self, connection: C, role: str, records: Records) -> str:
+        """Terminate idle sessions of this ledger that hold the owner's row: drivers paused mid-decision. Their
+        transactions are rolled back, so they are fenced.
+
+        Never terminates one that waits for a standby: it has committed locally, and readers would see rows that a
+        fail-over loses. Returns what it waits for; empty: there is none.
+
+        Args:
+            role: of those sessions.
+        """
+        del connection, role, records
+        return ""
+
+    def exists(self) -> bool:
+        """False: connecting would create it."""
+        return True
+
+    def waiting(self, ask: Callable[[], T], *, kept: bool = False) -> T:
+        """See `Server.waiting`."""
+        del kept
+        return ask()
+
+    def discard(self, connection: C | None) -> None:
+        """Close a connection, which rolls back its open transaction. Never raises."""
+        if connection is not None:
+            with contextlib.suppress(Exception):
+                connection.close()
+
     def at_once(self, connection: C) -> None:
         """Make the open transaction check deferred constraints immediately."""
         del connection
@@ -87,6 +171,11 @@ class Database(ABC, Generic[C]):
                 return question(connection)
         finally:
             connection.close()
+
+
+def scope_values(scope: Scope) -> dict[str, Any]:
+    """Values of a ledger's rows."""
+    return {"pipeline": scope.pipeline, "sink": scope.sink, "incarnation": scope.incarnation}
 
 
 def quoted(name: str) -> str:
@@ -180,14 +269,6 @@ class Server(Database[C]):
         """Whether the connection was lost, so that the outcome of the last statement is unknown."""
 
     @abstractmethod
-    def is_locked(self, error: BaseException) -> bool:
-        """Whether a lock wait timed out: the statement had no effect and may be retried."""
-
-    @abstractmethod
-    def idle(self, connection: C) -> bool:
-        """Whether the connection is open and outside any transaction, by the client's state; no round trip."""
-
-    @abstractmethod
     def definition(self, connection: C, *, columns: bool = False) -> Definition:
         """What the target's definition does to rows. Raises the client's error.
 
@@ -196,23 +277,8 @@ class Server(Database[C]):
         """
 
     @abstractmethod
-    def version(self, connection: C) -> int:
-        """Version of the ledger's tables; 0: they do not exist. Raises the client's error."""
-
-    @abstractmethod
-    def migrate(self, connection: C) -> None:
-        """Create or migrate the ledger's tables; does nothing if they are up to date. Outside a transaction.
-
-        Raises:
-            UsageError: a newer version of this package created them.
-            The client's error: the server rejected it.
-        """
-
-    def discard(self, connection: C | None) -> None:
-        """Close a connection, which rolls back its open transaction. Never raises."""
-        if connection is not None:
-            with contextlib.suppress(Exception):
-                connection.close()
+    def table(self, connection: C) -> str | None:
+        """Full name of the target, quoted; None: there is none. Raises the client's error."""
 
 
 _READ_ONLY = "DELIVERED_READ_ONLY"
@@ -263,6 +329,10 @@ class Dialect:
         tables: the ledger's table names -> the database's, quoted for SQL.
         value: ":name" in the client's notation.
         written: table -> column that increases with each insert.
+        snapshot: statements that begin a read-only transaction on a consistent snapshot.
+        see_holders: how a user ends the session that holds a lock.
+        sign: statement that locks the owner's row and writes the session's nonce to it; others can read it before the
+            commit. Empty: the server shows which session holds it.
         now: SQL of that column in a new row of `begun`, if the database does not number rows by itself.
         hold: suffix of a SELECT that locks the row until the transaction ends.
         pack, unpack: convert a list of names to and from the client's form.
@@ -276,7 +346,15 @@ class Dialect:
     pack: Callable[[Sequence[str]], Any]
     unpack: Callable[[Any], Sequence[str]]
     hash: Callable[[bytes], str]
+    snapshot: tuple[str, ...]
+    see_holders: str = ""
+    sign: str = ""
     now: str = ""
+
+    @property
+    def marks(self) -> bool:
+        """Whether prepared transactions leave markers next to the ledger."""
+        return "marker" in self.tables
 
     def __call__(self, statement: str) -> str:
         return self.value(statement).format(**self.tables)

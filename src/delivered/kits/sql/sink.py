@@ -245,5 +245,6 @@ class ServerSink(DatabaseSink):
         from delivered.kits.sql.keys import KeyTable
 
         database = self.parts["database"](self.options)
-        dialect = self.parts["dialect"](self.options.ledger_schema)
-        return KeyTable(dialect, scope, partial(from_warm, database), waiting=partial(database.waiting, kept=True))
+        return KeyTable(
+            database.dialect, scope, partial(from_warm, database), waiting=partial(database.waiting, kept=True)
+        )

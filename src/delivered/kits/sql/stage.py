@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from delivered.kits.sql import stored
 from delivered.kits.sql.conditional import Conditional
@@ -13,9 +13,12 @@ from delivered.kits.sql.definition import Definition
 from delivered.kits.sql.merge import Merge, key_in_two_shards
 from delivered.kits.sql.options import ServerOptions, TableOptions
 from delivered.kits.sql.transactions import PreparedRows
+from delivered.ledger.store import Swap
 from delivered.model.errors import InvariantBroken
-from delivered.model.identity import Work
+from delivered.model.identity import Scope, Work
 from delivered.model.prepared import Prepared
+from delivered.model.step import Moment, StepId, reach
+from delivered.model.work import Decision
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,17 @@ class Staging:
 
     options: ServerOptions
     server: Server[Any]
-    dialect: Dialect
+    drops: ClassVar[bool] = False
+    """The decision's transaction can drop staging tables."""
+
+    @property
+    def dialect(self) -> Dialect:
+        return self.server.dialect
+
+    @property
+    def conditional(self) -> bool:
+        """See `delivered.kits.sql.ledger.DecidedTable`."""
+        return self.options.write.conditional
 
     def full(self, table: str) -> str:
         """The qualified name, quoted for SQL."""
@@ -51,7 +64,7 @@ class Staging:
         return rows - int(connection.execute(merge.reduce(self.full(table))).rowcount)
 
     def add(self, connection: Connection, table: str, merge: Merge, work: Work, found: Definition) -> None:
-        """Merge reduced rows into the target, except deletes (see `delete`).
+        """Merge reduced rows into the target, except deletes (see `_delete`).
 
         Raises:
             UsageError: the database did not store what it was given.
@@ -66,7 +79,29 @@ class Staging:
             return
         upsert(connection, self.options, merge, name, found)
 
-    def move(self, connection: Connection, prepared: Prepared, work: Work, found: Definition) -> None:
+    def move(self, connection: Any, scope: Scope, decision: Decision, staged: Sequence[Prepared]) -> None:
+        """See `delivered.kits.sql.ledger.DecidedTable`."""
+        if not staged and not self.options.write.complete:
+            return
+        self._check_keys(connection, staged)
+        found = self.server.definition(connection)
+        if self.options.write.complete and not decision.revision:
+            table = self.server.table(connection)
+            if table is not None:
+                stored.check_rules(self.options, found)
+                connection.execute(f"DELETE FROM {table}")
+                stored.check_emptied(connection, self.options, table, found)
+        for prepared in staged:
+            work = Work(scope, decision.batch, prepared.shard, prepared.attempt)
+            reach(StepId.COMMIT_APPLY, Moment.BEFORE, batch=work.batch, shard=work.shard)
+            self._move_shard(connection, prepared, work, found)
+            reach(StepId.COMMIT_APPLY, Moment.AFTER, batch=work.batch, shard=work.shard)
+        self._delete(connection, staged, found)
+        if self.drops:
+            for prepared in staged:
+                self.drop(connection, PreparedRows.of(prepared).staged)
+
+    def _move_shard(self, connection: Connection, prepared: Prepared, work: Work, found: Definition) -> None:
         """Move a shard's rows into the target.
 
         Raises:
@@ -99,8 +134,8 @@ class Staging:
                 next_step="start the pipeline again, which repeats the batch",
             )
 
-    def check_keys(self, connection: Connection, staged: Sequence[Prepared]) -> None:
-        """Check the shards of a batch, before the first `move`.
+    def _check_keys(self, connection: Connection, staged: Sequence[Prepared]) -> None:
+        """Check the shards of a batch, before the first one is moved.
 
         Raises:
             UsageError: a key is in two shards, so their order is undefined.
@@ -112,9 +147,9 @@ class Staging:
             if duplicate_key is not None:
                 raise key_in_two_shards(write, duplicate_key, self.options.table_text)
 
-    def delete(self, connection: Connection, staged: Sequence[Prepared], found: Definition) -> None:
-        """Apply the deletes of all shards, after the last `move`: with a version, a delete must find older rows of any
-        shard."""
+    def _delete(self, connection: Connection, staged: Sequence[Prepared], found: Definition) -> None:
+        """Apply the deletes of all shards, after the last one is moved: with a version, a delete must find older rows
+        of any shard."""
         if self.options.write.delete is not None:
             for prepared in staged:
                 table = self.full(PreparedRows.of(prepared).staged)
@@ -123,6 +158,15 @@ class Staging:
     def _merge(self, prepared: Prepared) -> Merge:
         handle = PreparedRows.of(prepared)
         return Merge(self.options.write, handle.target, handle.stored)
+
+    def swap(self, connection: Any, swap: Swap) -> None:
+        raise NotImplementedError  # the server commits each DDL statement by itself
+
+    def has_swapped(self, swap: Swap) -> bool:
+        raise NotImplementedError
+
+    def cannot_swap(self) -> str | None:
+        raise NotImplementedError
 
 
 def upsert(connection: Connection, options: TableOptions, merge: Merge, staged: str, found: Definition) -> None:
