@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, Us
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
-    from delivered.kits.sql.ledger import Records
 
 CONNECT_TRY_S = 5.0
 """Timeout of connecting, and of each reply during login. Errors must be raised within 15 s."""
@@ -199,14 +198,14 @@ class MysqlDatabase(Server["Session"]):
         del error
         return True
 
-    def end_holders(self, connection: Session, role: str, records: Records) -> str:
+    def end_holders(self, connection: Session, role: str, signature: Callable[[], str]) -> str:
         del role
         connection.execute("SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED")
         connection.execute("START TRANSACTION READ ONLY")
-        row = records.run("SELECT session FROM {owner} WHERE pipeline = :pipeline AND sink = :sink").fetchone()
+        nonce = signature()
         connection.execute("COMMIT")
-        if row is not None and row[0] and row[0] != connection.nonce:
-            sessions.end(connection, row[0])
+        if nonce and nonce != connection.nonce:
+            sessions.end(connection, nonce)
         return ""
 
     def _connect(self, role: str, writes: bool) -> Session:

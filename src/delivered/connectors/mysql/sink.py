@@ -22,7 +22,7 @@ class MysqlSink(ServerSink):
         writer="writer:LoadWriter",
         scan="read:MysqlScan",
         store="stage:build_store",
-        committer="committer:MysqlCommitter",
+        committer="transactions:build_committer",
         database="client:MysqlDatabase",
         refused_rows="trial:refused_rows",
     )

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import re
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
-from delivered.connectors.mysql import errors, sessions
+from delivered.connectors.mysql import errors, sessions, stage, target
 from delivered.connectors.mysql.options import MysqlOptions
+from delivered.kits.sql.committer import ServerCommitter, Shards
 from delivered.kits.sql.names import Names, new_nonce
 from delivered.kits.sql.transactions import OpenTransaction
 from delivered.model.errors import Refused
@@ -123,6 +125,38 @@ def end(session: Session, gid: str, commit: bool) -> bool:
             # MariaDB 10.11 may acknowledge a commit while the killed session still ends, and then roll back.
             sessions.gone(session, nonce_of(gid), KILLED_S)
     raise AssertionError("not reached")
+
+
+def build_committer(options: MysqlOptions, scope: Scope) -> ServerCommitter[Session]:
+    """XA COMMIT and XA ROLLBACK, from any session of the server.
+
+    A staging table is dropped afterwards: the server cannot drop tables inside a transaction. It may acknowledge a
+    commit and lose it: seen with MariaDB 10.11, in 1 of 30 commits right after the session that prepared was killed.
+    """
+    schema, names = options.ledger_schema, names_of(scope, options.ledger_schema)
+    staging = stage.build_staging(options)
+
+    def drop(session: Session, table: str) -> None:
+        """Terminates the session of a hanging task, whose locks on the table would block the drop."""
+        nonce = stage.nonce_of(table)
+        if not sessions.gone(session, nonce, 0):
+            sessions.end(session, nonce)
+            sessions.gone(session, nonce, KILLED_S)
+        staging.drop(session, table)
+
+    shards = Shards(
+        id_prefix(scope, schema),
+        partial(is_ours, scope, schema),
+        open=lambda session: listed(session, scope, options),
+        end=end,
+        staged=lambda session: stage.listed(session, names),
+        drop=drop,
+        identity=lambda session: target.identity(session, options),
+        staging_of=lambda gid: staging_of(names, gid) if options.write.merges else None,
+        tables_remain=True,
+        loses_commits=True,
+    )
+    return ServerCommitter(staging.server, options, scope, shards)
 
 
 def check_allowed(session: Session, options: MysqlOptions) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import psycopg
 
     from delivered.connectors.postgres.session import Session
-    from delivered.kits.sql.ledger import Records
 
 CONNECT_TRY_S = 5
 """Per address; a name may resolve to two. Errors must be raised within 15 s."""
@@ -183,10 +182,10 @@ class PostgresDatabase(Server["psycopg.Connection[Any]"]):
     def may_commit(self, error: Exception) -> bool:
         return is_lost(error)  # the server may still be committing: only a claim can find out
 
-    def end_holders(self, connection: psycopg.Connection[Any], role: str, records: Records) -> str:
+    def end_holders(self, connection: psycopg.Connection[Any], role: str, signature: Callable[[], str]) -> str:
         from delivered.connectors.postgres.session import standbys
 
-        del records
+        del signature
         ended = connection.execute(
             "SELECT CASE WHEN wait_event = 'SyncRep' THEN NULL ELSE pg_terminate_backend(pid) END "
             "FROM pg_stat_activity WHERE datname = current_database() "

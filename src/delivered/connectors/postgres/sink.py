@@ -22,7 +22,7 @@ class PostgresSink(ServerSink):
         writer="writer:CopyWriter",
         scan="read:PostgresScan",
         store="stage:build_store",
-        committer="committer:PostgresCommitter",
+        committer="transactions:build_committer",
         database="client:PostgresDatabase",
         refused_rows="trial:refused_rows",
     )

@@ -8,9 +8,12 @@ ledger's schema, distinguishes them. The nonce is new for each attempt: ids are 
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from delivered.connectors.postgres import stage, target
 from delivered.connectors.postgres.options import PostgresOptions
+from delivered.kits.sql.committer import ServerCommitter, Shards
 from delivered.kits.sql.names import Names, new_nonce
 from delivered.kits.sql.transactions import OpenTransaction
 from delivered.model.errors import Refused
@@ -86,6 +89,27 @@ def end(connection: psycopg.Connection[Any], gid: str, commit: bool) -> bool:
             raise
         return False
     return True
+
+
+def build_committer(options: PostgresOptions, scope: Scope) -> ServerCommitter[psycopg.Connection[Any]]:
+    """COMMIT PREPARED and ROLLBACK PREPARED, from any session of the database."""
+    schema, names = options.ledger_schema, Names(scope, options.ledger_schema)
+
+    def identity(connection: psycopg.Connection[Any]) -> str | None:
+        found = target.find(connection, options)
+        return None if found is None else str(found[0])
+
+    staging = stage.build_staging(options)
+    shards = Shards(
+        id_prefix(scope, schema),
+        partial(is_ours, scope, schema),
+        open=lambda connection: listed(connection, scope, options),
+        end=end,
+        staged=lambda connection: stage.listed(connection, names),
+        drop=staging.drop,
+        identity=identity,
+    )
+    return ServerCommitter(staging.server, options, scope, shards)
 
 
 def slots(connection: psycopg.Connection[Any], options: PostgresOptions) -> int:

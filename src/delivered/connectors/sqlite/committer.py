@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import sqlite3
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from delivered.connectors.sqlite import stage, target
-from delivered.connectors.sqlite.database import DIALECT, SqliteDatabase, connect, explained, version_of
+from delivered.connectors.sqlite.database import DIALECT, SqliteDatabase, version_of
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.contract.powers import LeftOutRow
+from delivered.kits.sql.committer import decided
 from delivered.kits.sql.conditional import LEFT_OUT_VERSION, counted, kept
-from delivered.kits.sql.database import Dialect
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
-from delivered.model.work import Decision
 
 T = TypeVar("T")
 
@@ -35,23 +32,7 @@ class SqliteCommitter:
         return self.abort(prepared)
 
     def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - with the decision
-        if not Path(self._options.path).exists():
-            return False
-        connection = connect(self._options.path, mode="ro")
-        try:
-            if version_of(connection) == 0:
-                return False
-            row = connection.execute(
-                "SELECT decision FROM _delivered_decision WHERE pipeline = ? AND sink = ? AND incarnation = ? "
-                "AND batch = ?",
-                (work.scope.pipeline, work.scope.sink, work.scope.incarnation, work.batch),
-            ).fetchone()
-        except sqlite3.Error as error:
-            raise explained(error, self._options.path) from error
-        finally:
-            connection.close()
-        participants = Decision.from_json(row[0]).of(work.scope.sink) if row is not None else ()
-        return any(p.shard == work.shard for p in participants)
+        return self._ask(1, lambda c: any(p.shard == work.shard for p in decided(c, DIALECT, work)), default=False)
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
         if not prepared.handle:
@@ -76,35 +57,23 @@ class SqliteCommitter:
 
     def targets(self) -> dict[str, Target]:
         """See `delivered.contract.powers.KnowsTarget`; only for tables that this package created."""
-        if not Path(self._options.path).exists():
-            return {}
-        connection = connect(self._options.path, mode="ro")
-        try:
-            known = target.identity(connection, self._options.table)
-        except sqlite3.Error as error:
-            raise explained(error, self._options.path) from error
-        finally:
-            connection.close()
+        known = self._ask(0, lambda c: target.identity(c, self._options.table), default=None)
         return {} if known is None else {self._scope.sink: Target(f"table {self._options.table}", known)}
 
     def left_out(self) -> dict[str, int]:
         """See `delivered.contract.powers.CountsLeftOut`."""
-        return self._ask(counted, {})
+        return self._ask(LEFT_OUT_VERSION, lambda c: counted(c, DIALECT, self._scope), default={})
 
     def dead_letters(self) -> list[LeftOutRow]:
         """See `delivered.contract.powers.KeepsDeadLetters`."""
-        return self._ask(kept, [])
+        return self._ask(LEFT_OUT_VERSION, lambda c: kept(c, DIALECT, self._scope), default=[])
 
-    def _ask(self, question: Callable[[sqlite3.Connection, Dialect, Scope], T], nothing: T) -> T:
-        """What the ledger's tables say of rows that were left out; `nothing`: there are no such tables."""
-        if not Path(self._options.path).exists():
-            return nothing
-        with (
-            contextlib.closing(connect(self._options.path, mode="ro")) as connection,
-            SqliteDatabase(self._options.path).explaining(),
-        ):
-            is_there = version_of(connection) >= LEFT_OUT_VERSION
-            return question(connection, DIALECT, self._scope) if is_there else nothing
+    def _ask(self, version: int, question: Callable[[sqlite3.Connection], T], *, default: T) -> T:
+        """Ask the database; `default`: it does not exist, or its ledger's tables are older than this version."""
+        database = SqliteDatabase(self._options.path)
+        if not database.exists():
+            return default
+        return database.ask(lambda connection: question(connection) if version_of(connection) >= version else default)
 
     def close(self) -> None:
         """Nothing to close."""

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from delivered.contract.powers import LeftOutRow
-from delivered.kits.sql import stage
 from delivered.kits.sql.conditional import LEFT_OUT_VERSION, counted, fold, kept
-from delivered.kits.sql.database import C, Server
-from delivered.kits.sql.names import Names
+from delivered.kits.sql.database import C, Connection, Dialect, Server, scope_values
+from delivered.kits.sql.options import ServerOptions
 from delivered.kits.sql.transactions import OpenTransaction, PreparedRows
 from delivered.model.errors import DeliveredError, UsageError
-from delivered.model.identity import Target, Work
+from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
 from delivered.model.work import Decision
@@ -27,66 +26,66 @@ CONNECTIONS_MAX = 4
 _BATCHES = "pipeline = :pipeline AND sink = :sink AND incarnation = :incarnation AND batch"
 
 
-class ServerCommitter(ABC, Generic[C]):
+@dataclass(frozen=True)
+class Shards(Generic[C]):
+    """Prepared shards of one pipeline and sink at a server. Functions of a connection raise the client's errors.
+
+    Attributes:
+        id_prefix: of the ids of its transactions, of any incarnation.
+        is_ours: whether an id belongs to one of them.
+        open: every prepared transaction, oldest first.
+        end: commit (True) or roll back a prepared transaction, by its id. May be called again: ids are never reused.
+            Returns whether it existed; if not, nothing will ever be prepared under this id.
+        staged: every staging table. drop: drops one if it exists.
+        identity: the table's at the server; None: it has none.
+        staging_of: the staging table of the transaction of this id; None: the transaction dropped it.
+        tables_remain: a staging table outlives the transaction that moved its rows.
+        loses_commits: the server may acknowledge a commit and roll back, so the marker is looked up afterwards.
+    """
+
+    id_prefix: str
+    is_ours: Callable[[str], bool]
+    open: Callable[[C], list[OpenTransaction]]
+    end: Callable[[C, str, bool], bool]
+    staged: Callable[[C], list[str]]
+    drop: Callable[[C, str], None]
+    identity: Callable[[C], str | None]
+    staging_of: Callable[[str], str | None] = lambda gid: None  # noqa: ARG005
+    tables_remain: bool = False
+    loses_commits: bool = False
+
+
+class ServerCommitter(Generic[C]):
     """See `delivered.contract.sink.Committer`. Also serves `delivered transactions`.
 
     The mechanism is read from the participant's handle: a pipeline may change it between starts.
     """
 
-    def __init__(self, staging: stage.Staging, names: Names) -> None:
-        self._server: Server[C] = staging.server
-        self._staging = staging
-        self._sql = staging.dialect
-        self._names = names
-        self._scope = names.scope
+    def __init__(self, server: Server[C], options: ServerOptions, scope: Scope, shards: Shards[C]) -> None:
+        self._server = server
+        self._options = options
+        self._sql = server.dialect
+        self._scope = scope
+        self._shards = shards
         self._pool: queue.LifoQueue[C | None] = queue.LifoQueue()
         for _ in range(CONNECTIONS_MAX):
             self._pool.put(None)
 
-    @abstractmethod
-    def _list(self, connection: C) -> list[OpenTransaction]:
-        """Every prepared transaction of this sink, oldest first. Raises the client's error."""
-
-    @abstractmethod
-    def _end_prepared(self, connection: C, gid: str, commit: bool) -> bool:
-        """Commit or roll back a prepared transaction. May be called again: ids are never reused.
-
-        Returns whether it existed; if not, nothing will ever be prepared under this id. Raises the client's error.
-        """
-
-    @property
-    @abstractmethod
-    def _id_prefix(self) -> str:
-        """Prefix of the ids of this sink's transactions, of any incarnation."""
-
-    @abstractmethod
-    def _is_ours(self, gid: str) -> bool:
-        """Whether an id belongs to a shard of this pipeline and sink."""
-
-    @abstractmethod
-    def _target(self, connection: C) -> Target | None:
-        """The table's identity at the server; None: it has none. Raises the client's error."""
-
-    @abstractmethod
-    def _staged(self, connection: C) -> list[str]:
-        """Every staging table of this pipeline and sink. Raises the client's error."""
-
-    def _drop(self, connection: C, table: str) -> None:
-        """Drop a staging table if it exists. Raises the client's error."""
-        self._staging.drop(connection, table)
-
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """Commit a prepared transaction. Staged rows became visible with the decision."""
-        gid = PreparedRows.of(prepared).gid
-        if not gid:
-            return Ok(None)
-        outcome = self._end(gid, commit=True)
-        if isinstance(outcome, Failed):
-            try:
-                return Ok(None) if self._has_marker(work, gid) else outcome
-            except DeliveredError as error:
-                return Unknown(str(error))
-        return outcome
+        rows = PreparedRows.of(prepared)
+        if rows.gid:
+            outcome = self._end(rows.gid, commit=True)
+            if isinstance(outcome, Unknown):
+                return outcome
+            if isinstance(outcome, Failed) or self._shards.loses_commits:
+                try:
+                    if not self._has_marker(work, rows.gid):
+                        lost = f"the server acknowledged the commit of {rows.gid}, and lost it"
+                        return outcome if isinstance(outcome, Failed) else Failed(lost)
+                except DeliveredError as error:
+                    return Unknown(str(error))
+        return self._drop_staged(rows) if self._shards.tables_remain else Ok(None)
 
     def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - marked in the ledger
         """Whether a committed marker, or a decision that moved the rows itself, names this shard of this batch; or a
@@ -95,13 +94,8 @@ class ServerCommitter(ABC, Generic[C]):
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
         rows = PreparedRows.of(prepared)
-        if rows.gid:
-            match self._end(rows.gid, commit=False):
-                case Failed():
-                    return Ok(None)  # dropped already
-                case other:
-                    return other
-        return self._drop_staged(rows)
+        outcome = self._end(rows.gid, commit=False) if rows.gid else Ok(None)  # Failed: rolled back already
+        return outcome if isinstance(outcome, Unknown) else self._drop_staged(rows)
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         """Roll back prepared transactions, and drop staging tables, that `keep` does not name."""
@@ -111,13 +105,13 @@ class ServerCommitter(ABC, Generic[C]):
 
         def once(connection: C) -> None:
             nonlocal count
-            for transaction in self._list(connection):
+            for transaction in self._shards.open(connection):
                 gid = transaction.transactional_id
-                if gid not in gids and self._end_prepared(connection, gid, commit=False):
+                if gid not in gids and self._shards.end(connection, gid, False):
                     count += 1
-            for table in self._staged(connection):
+            for table in self._shards.staged(connection):
                 if table not in tables:
-                    self._drop(connection, table)
+                    self._shards.drop(connection, table)
                     count += 1
 
         try:
@@ -140,8 +134,8 @@ class ServerCommitter(ABC, Generic[C]):
 
     def targets(self) -> dict[str, Target]:
         """See `delivered.contract.powers.KnowsTarget`."""
-        known = self._ask(self._target)
-        return {} if known is None else {self._scope.sink: known}
+        known = self._ask(self._shards.identity)
+        return {} if known is None else {self._scope.sink: Target(f"table {self._options.table_text}", known)}
 
     def set_up(self) -> None:
         """Create the table for markers. See `delivered.contract.powers.SetsUp`."""
@@ -149,9 +143,9 @@ class ServerCommitter(ABC, Generic[C]):
 
     def forget(self, batch: int) -> None:
         """Delete markers of earlier batches, as a decision in this database would have."""
-        values = {**self._key, "batch": batch}
+        values = {**scope_values(self._scope), "batch": batch}
         self._ask(lambda c: self._sql.delete(c, "marker", f"{_BATCHES} < :batch", values))
-        if self._staging.options.write.conditional:
+        if self._options.write.conditional:
             self._ask(lambda c: fold(c, self._sql, self._scope, batch))
 
     def open_transactions(self) -> list[OpenTransaction]:
@@ -160,7 +154,7 @@ class ServerCommitter(ABC, Generic[C]):
         Raises:
             Unreachable: the server did not answer.
         """
-        return self._ask(self._list)
+        return self._ask(self._shards.open)
 
     def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:
         """Manually commit or roll back a prepared transaction.
@@ -168,11 +162,11 @@ class ServerCommitter(ABC, Generic[C]):
         Raises:
             UsageError: the id is not ours, or there is no prepared transaction with this id.
         """
-        if not self._is_ours(transactional_id):
+        if not self._shards.is_ours(transactional_id):
             raise UsageError(
                 "TRANSACTION_FOREIGN",
                 f"{transactional_id!r} is not a transaction of pipeline {self._scope.pipeline!r}, sink "
-                f"{self._scope.sink!r}: their ids start with {self._id_prefix!r}.",
+                f"{self._scope.sink!r}: their ids start with {self._shards.id_prefix!r}.",
                 next_step="list them with `delivered transactions list`",
             )
         if all(t.transactional_id != transactional_id for t in self.open_transactions()):
@@ -190,18 +184,14 @@ class ServerCommitter(ABC, Generic[C]):
         while self._pool.qsize() < CONNECTIONS_MAX:
             self._pool.put(None)
 
-    @property
-    def _key(self) -> dict[str, Any]:
-        scope = self._scope
-        return {"pipeline": scope.pipeline, "sink": scope.sink, "incarnation": scope.incarnation}
-
     def _drop_staged(self, rows: PreparedRows) -> Outcome[None]:
-        """Drop the staging table of a handle, if it has one."""
-        return self._try(lambda connection: self._drop(connection, rows.staged)) if rows.staged else Ok(None)
+        """Drop the staging table that remains of a handle, if there is one."""
+        table = (self._shards.staging_of(rows.gid) if rows.gid else rows.staged) or ""
+        return self._try(lambda connection: self._shards.drop(connection, table)) if table else Ok(None)
 
     def _end(self, gid: str, commit: bool) -> Outcome[None]:
         """Failed: no transaction is prepared under this id, nor ever will be."""
-        match self._try(lambda connection: self._end_prepared(connection, gid, commit)):
+        match self._try(lambda connection: self._shards.end(connection, gid, commit)):
             case Ok(prepared):
                 return Ok(None) if prepared else Failed(f"there is no prepared transaction {gid}")
             case other:
@@ -223,14 +213,13 @@ class ServerCommitter(ABC, Generic[C]):
         def question(connection: C) -> bool:
             if self._server.version(connection) == 0:
                 return False
-            later = connection.execute(
-                self._sql(f"SELECT 1 FROM {{decision}} WHERE {_BATCHES} > :batch LIMIT 1"), _values(work)
-            ).fetchone()
-            if later is not None:  # its decision deleted the markers of this one
-                return True
+            values = {**scope_values(work.scope), "batch": work.batch}
+            later = f"SELECT 1 FROM {{decision}} WHERE {_BATCHES} > :batch LIMIT 1"
+            if connection.execute(self._sql(later), values).fetchone() is not None:
+                return True  # its decision deleted the markers of this one
             markers = connection.execute(
                 self._sql(f"SELECT gid FROM {{marker}} WHERE {_BATCHES} = :batch AND shard = :shard"),
-                {**_values(work), "shard": work.shard},
+                {**values, "shard": work.shard},
             ).fetchall()
             return bool(markers) if gid is None else gid in {row[0] for row in markers}
 
@@ -242,10 +231,7 @@ class ServerCommitter(ABC, Generic[C]):
         def question(connection: C) -> bool:
             if self._server.version(connection) == 0:
                 return False
-            row = connection.execute(
-                self._sql(f"SELECT decision FROM {{decision}} WHERE {_BATCHES} = :batch"), _values(work)
-            ).fetchone()
-            participants = Decision.from_json(row[0]).of(work.scope.sink) if row else ()
+            participants = decided(connection, self._sql, work)
             return any(p.shard == work.shard and PreparedRows.of(p).staged for p in participants)
 
         return self._ask(question)
@@ -275,6 +261,10 @@ class ServerCommitter(ABC, Generic[C]):
             self._pool.put(connection if healthy else None)
 
 
-def _values(work: Work) -> dict[str, Any]:
-    scope = work.scope
-    return {"pipeline": scope.pipeline, "sink": scope.sink, "incarnation": scope.incarnation, "batch": work.batch}
+def decided(connection: Connection, sql: Dialect, work: Work) -> Sequence[Prepared]:
+    """The participants of this sink that the decision of a batch names."""
+    row = connection.execute(
+        sql(f"SELECT decision FROM {{decision}} WHERE {_BATCHES} = :batch"),
+        {**scope_values(work.scope), "batch": work.batch},
+    ).fetchone()
+    return Decision.from_json(row[0]).of(work.scope.sink) if row else ()

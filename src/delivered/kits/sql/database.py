@@ -19,7 +19,6 @@ from delivered.model.patience import query_patience_s, wait_out
 
 if TYPE_CHECKING:
     from delivered.kits.sql.definition import Definition
-    from delivered.kits.sql.ledger import Records
     from delivered.model.identity import Scope
 
 T = TypeVar("T")
@@ -123,7 +122,7 @@ class Database(ABC, Generic[C]):
         del error
         return False
 
-    def end_holders(self, connection: C, role: str, records: Records) -> str:
+    def end_holders(self, connection: C, role: str, signature: Callable[[], str]) -> str:
         """Terminate idle sessions of this ledger that hold the owner's row: drivers paused mid-decision. Their
         transactions are rolled back, so they are fenced.
 
@@ -132,8 +131,9 @@ class Database(ABC, Generic[C]):
 
         Args:
             role: of those sessions.
+            signature: reads the one in the owner's row (`Dialect.sign`).
         """
-        del connection, role, records
+        del connection, role, signature
         return ""
 
     def exists(self) -> bool:

@@ -95,6 +95,11 @@ class Records:
         owner = Owner(name, host, process, started_ms, tuple(self.sql.unpack(superseded)))
         return owner if name else None, epoch
 
+    def signature(self) -> str:
+        """Nonce of the session that last held the owner's row; see `Dialect.sign`."""
+        row = self.run(f"SELECT session FROM {{owner}} WHERE {_SINK}").fetchone()
+        return str(row[0]) if row else ""
+
     def last(self) -> Decision | None:
         row = self.run(f"SELECT decision FROM {{decision}} WHERE {_SCOPE} ORDER BY batch DESC LIMIT 1").fetchone()
         return Decision.from_json(row[0]) if row else None
@@ -369,7 +374,8 @@ class SqlLedger(Generic[C]):
         """See `Database.end_holders`; never raises."""
         with contextlib.suppress(DeliveredError, self._database.errors()):
             connection = self._open()
-            return self._database.end_holders(connection, self._role, Records(connection, self._sql, self._scope))
+            records = Records(connection, self._sql, self._scope)
+            return self._database.end_holders(connection, self._role, records.signature)
         return ""
 
     def _signed(self, connection: C) -> Records:
