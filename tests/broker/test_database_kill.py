@@ -119,7 +119,7 @@ class World:
         sink = self.server.sink(self.table)
         committer = sink.committer(Scope(PIPELINE, sink.name, "judge"))
         found = committer.open_transactions()
-        tables = committer._ask(committer._staged)
+        tables = committer._ask(committer._shards.staged)
         committer.close()
         return [*found, *tables]
 

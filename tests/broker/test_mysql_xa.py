@@ -91,7 +91,9 @@ def test_a_commit_that_is_acknowledged_and_lost_is_not_taken_for_done(
     context, end = rig.context(), transactions.end
     (message, *_) = rig.write(rig.plan(context, 0))
     monkeypatch.setattr(transactions, "end", lambda session, gid, commit: end(session, gid, False))
-    outcome = context.committer.commit(Work(rig.scope, 0, message.shard), message.participants[0])
+    committer = rig.sink.committer(rig.scope)
+    outcome = committer.commit(Work(rig.scope, 0, message.shard), message.participants[0])
+    committer.close()
     assert isinstance(outcome, Failed) and "lost it" in outcome.reason
 
 

@@ -20,7 +20,7 @@ from delivered.connectors.postgres import transactions as postgres
 from delivered.connectors.rocketmq.half_messages import group_of
 from delivered.kits.options import queue_sink_name
 from delivered.kits.queue.writer import SendingWriter
-from delivered.kits.sql.names import Names
+from delivered.kits.sql.transactions import Names
 from delivered.kits.table.stage import sink_folder
 from delivered.model.errors import UsageError
 from delivered.model.identity import Scope, Work, checked_name, derived_name, fitted_name

@@ -20,8 +20,8 @@ from tests.support.interpreter import fresh
 from tests.support.scans import scanned_table
 
 from delivered.connectors.sqlite import CONNECTOR, database
-from delivered.connectors.sqlite.committer import SqliteCommitter
 from delivered.connectors.sqlite.database import MIGRATIONS, migrate
+from delivered.connectors.sqlite.ledger import SqliteCommitter
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.sink import SqliteSink
 from delivered.connectors.sqlite.stage import folder_of

@@ -235,10 +235,10 @@ class MysqlDatabase(Server["Session"]):
         return connection.idle
 
     def definition(self, connection: Session, *, columns: bool = False) -> Definition:
-        from delivered.connectors.mysql.definition import read
+        from delivered.connectors.mysql.target import read_definition
 
         del columns  # they are read for the keys' collations anyway
-        return read(connection, self.options)
+        return read_definition(connection, self.options)
 
     def table(self, connection: Session) -> str | None:
         from delivered.connectors.mysql.target import find

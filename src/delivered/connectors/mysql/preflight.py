@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from delivered.connectors.mysql import definition, errors, target, transactions
+from delivered.connectors.mysql import errors, target, transactions
 from delivered.connectors.mysql.client import read_only
 from delivered.connectors.mysql.migrate import migrate
 from delivered.connectors.mysql.options import MysqlOptions
@@ -135,7 +135,7 @@ def _table(session: Session, options: MysqlOptions) -> Iterator[Finding]:
     elif write.upserts and target.unique_index(session, found, write.keys) is None:
         raise no_unique_index(write, options.table_text, options.where)
     else:
-        yield from findings(options, definition.read(session, options))
+        yield from findings(options, target.read_definition(session, options))
 
 
 def _denied(session: Session, options: MysqlOptions, found: target.Found) -> list[str]:

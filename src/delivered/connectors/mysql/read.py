@@ -15,8 +15,7 @@ from delivered.connectors.mysql.options import MysqlOptions
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql import csv
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.table import TableScan, steps
-from delivered.kits.sql.target import never_written, text_of
+from delivered.kits.sql.target import TableScan, never_written, steps, text_of
 from delivered.model.errors import InvariantBroken, UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ _WHOLE = {"start": None, "end": None}
 
 @dataclass(frozen=True)
 class MysqlScan(TableScan):
-    """See `delivered.kits.sql.table.TableScan`. Rows must not be changed, added or deleted meanwhile."""
+    """See `delivered.kits.sql.target.TableScan`. Rows must not be changed, added or deleted meanwhile."""
 
     options: MysqlOptions
 

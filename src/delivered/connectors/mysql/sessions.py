@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from delivered.kits.sql.names import new_nonce
+from delivered.kits.sql.transactions import new_nonce
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session

@@ -14,9 +14,8 @@ from delivered.connectors.mysql.target import MysqlMerge, Target
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.ledger import SqlLedger
 from delivered.kits.sql.merge import ORDER, ROUND, Merge
-from delivered.kits.sql.names import Names
 from delivered.kits.sql.stage import Staging
-from delivered.kits.sql.transactions import PreparedRows
+from delivered.kits.sql.transactions import Names, PreparedRows
 from delivered.model.identity import Scope
 from delivered.model.prepared import Prepared
 

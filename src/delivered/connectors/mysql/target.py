@@ -1,4 +1,5 @@
-"""The user's table: creation, checks, and its stored Arrow schema."""
+"""The user's table: creation, checks, its stored Arrow schema, and what its definition does to rows: triggers,
+keys under a loose collation."""
 
 from __future__ import annotations
 
@@ -14,10 +15,21 @@ from delivered.connectors.mysql import errors
 from delivered.connectors.mysql.migrate import alone, with_values
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.types import CHARSETS, TYPES
-from delivered.kits.sql.columns import Column, check_typed, compare
 from delivered.kits.sql.database import quoted
+from delivered.kits.sql.definition import Definition, events
 from delivered.kits.sql.merge import ORDER, ROUND, Merge, no_unique_index, stored
-from delivered.kits.sql.target import absent, check_known, extended, marked, missing_at_server, new_mark, text_of
+from delivered.kits.sql.target import (
+    Column,
+    absent,
+    check_known,
+    check_typed,
+    compare,
+    extended,
+    marked,
+    missing_at_server,
+    new_mark,
+    text_of,
+)
 from delivered.model.errors import UsageError
 
 if TYPE_CHECKING:
@@ -396,3 +408,30 @@ def stored_schema(session: Session, options: MysqlOptions, found: Found) -> pa.S
         [found.base, found.name],
     ).fetchone()
     return None if row is None else pa.ipc.read_schema(pa.py_buffer(row[0]))
+
+
+def read_definition(session: Session, options: MysqlOptions) -> Definition:
+    """Raises MySQLError. The server shows triggers only to users with the privilege TRIGGER."""
+    found = find(session, options)
+    if found is None:
+        return Definition(exists=False)
+    runs = events(options.write)
+    rows = session.execute(
+        "SELECT trigger_name, action_timing, event_manipulation FROM information_schema.triggers "
+        "WHERE event_object_schema = %s AND event_object_table = %s ORDER BY event_manipulation, action_order",
+        [found.base, found.name],
+    ).fetchall()
+    columns = table_columns(session, found)
+    lower = {name.lower(): column for name, column in columns.items()}
+    keys = {k: lower[k.lower()] for k in options.write.keys if k.lower() in lower}
+    return Definition(
+        tuple(f"{name} ({timing} {event})" for name, timing, event in rows if event in runs),
+        loose={k: f"collation {c.collation}" for k, c in keys.items() if not exact(c.collation)},
+        widths=tuple(f"{n} {c.shown}" for n, c in columns.items() if c.width is not None or c.precision is not None),
+        filled=tuple(
+            f"{n} ({'generated' if c.computed else 'from null'})"
+            for n, c in columns.items()
+            if c.computed or c.fills_null
+        ),
+        computed=tuple(n for n, c in columns.items() if c.computed),
+    )

@@ -16,7 +16,7 @@ from delivered.connectors.mysql.wire import ERRORS
 from delivered.connectors.mysql.writer import Loading, packet_of
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import stored
-from delivered.kits.sql.names import new_nonce
+from delivered.kits.sql.transactions import new_nonce
 from delivered.kits.sql.trial import bytes_of, refused, too_long
 from delivered.model.columns import fitted
 from delivered.model.errors import BadRecord

@@ -15,10 +15,9 @@ from delivered.connectors.mysql.types import TYPES
 from delivered.kits.sql.database import give, take
 from delivered.kits.sql.definition import Definition
 from delivered.kits.sql.merge import check_rows
-from delivered.kits.sql.names import new_nonce
 from delivered.kits.sql.options import Mechanism
 from delivered.kits.sql.stage import delete
-from delivered.kits.sql.transactions import PreparedRows, mark
+from delivered.kits.sql.transactions import PreparedRows, mark, new_nonce
 from delivered.kits.sql.trial import long_values
 from delivered.kits.sql.types import check_nulls
 from delivered.model.columns import fitted
@@ -278,7 +277,7 @@ class LoadWriter:
             delete(session, self._options, merge, self._staging.full(self._staged), found)
 
     def _promise(self, session: Session, fingerprint: Fingerprint) -> str:
-        mark(session, self._staging.dialect, self._work, self._gid, fingerprint)
+        mark(session, self._server.dialect, self._work, self._gid, fingerprint)
         session.execute(f"XA END {transactions.xid(self._gid)}")
         session.execute(f"XA PREPARE {transactions.xid(self._gid)}")
         return self._gid

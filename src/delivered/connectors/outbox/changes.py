@@ -16,7 +16,7 @@ from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.connectors.outbox.pgoutput import UNCHANGED, Begin, Change, Op, Relation, Row, Value
 from delivered.connectors.outbox.rejecting import CHANGE, Rejected, Rejecting, of_change
 from delivered.connectors.outbox.server import lsn_text
-from delivered.kits.sql.moments import days, micros
+from delivered.kits.sql.text_forms import days, micros
 from delivered.model.errors import BadRecord
 
 _ROWS_MAX = 8_192

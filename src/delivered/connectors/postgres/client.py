@@ -56,8 +56,7 @@ def connect(options: PostgresOptions, role: str = "task", writes: bool = True) -
     try:
         import psycopg
 
-        from delivered.connectors.postgres import loaders
-        from delivered.connectors.postgres.session import Session
+        from delivered.connectors.postgres.session import Session, register_loaders
     except ImportError:
         raise MissingExtra("postgres") from None
     credentials: dict[str, Any] = {"user": options.user, "password": options.password_resolved()}
@@ -78,7 +77,7 @@ def connect(options: PostgresOptions, role: str = "task", writes: bool = True) -
     except psycopg.Error as error:
         raise explained(error, options) from None
     try:
-        loaders.register(connection)
+        register_loaders(connection)
         connection.watch("PostgreSQL", options.url, given)
         if connection.info.server_version < VERSION_MIN:
             raise UsageError(
@@ -227,9 +226,9 @@ class PostgresDatabase(Server["psycopg.Connection[Any]"]):
         return not connection.closed and connection.info.transaction_status == TransactionStatus.IDLE
 
     def definition(self, connection: psycopg.Connection[Any], *, columns: bool = False) -> Definition:
-        from delivered.connectors.postgres.definition import read
+        from delivered.connectors.postgres.target import read_definition
 
-        return read(connection, self.options, columns=columns)
+        return read_definition(connection, self.options, columns=columns)
 
     def table(self, connection: psycopg.Connection[Any]) -> str | None:
         from delivered.connectors.postgres.target import find

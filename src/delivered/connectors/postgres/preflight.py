@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from delivered.connectors.postgres import definition, target
+from delivered.connectors.postgres import target
 from delivered.connectors.postgres.migrate import migrate
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.transactions import slots
@@ -139,7 +139,7 @@ def _table(connection: psycopg.Connection[Any], options: PostgresOptions, guaran
             f"ALTER TABLE {options.table_text} SET LOGGED",
         )
     copies = not options.write.merges and not _staged(options, guarantee)
-    known = definition.read(connection, options, copies=copies)
+    known = target.read_definition(connection, options, copies=copies)
     yield from findings(options, known, loads=copies)
     check_rules(options, known)
 

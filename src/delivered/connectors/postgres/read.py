@@ -16,8 +16,7 @@ from delivered.contract.powers import Address
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql import csv
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.table import TableScan, steps
-from delivered.kits.sql.target import never_written
+from delivered.kits.sql.target import TableScan, never_written, steps
 from delivered.model.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ SLICE_PAGES = 8_192
 
 @dataclass(frozen=True)
 class PostgresScan(TableScan):
-    """See `delivered.kits.sql.table.TableScan`. Rows must not be changed, deleted or moved (VACUUM FULL) meanwhile."""
+    """See `delivered.kits.sql.target.TableScan`. Rows must not be changed, deleted or moved (VACUUM FULL) meanwhile."""
 
     options: PostgresOptions
 

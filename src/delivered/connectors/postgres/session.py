@@ -1,15 +1,25 @@
-"""A connection whose waits are watched. The only module that imports psycopg before it is used."""
+"""A connection whose waits are watched. The only module that imports psycopg before it is used.
+
+Dates and times that Python has not are read as numbers, and infinity as text: they are for dead letters and messages
+(`model.bad_row.plain_rows`).
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import psycopg
+from psycopg.types.datetime import DateLoader, TimestampLoader, TimestamptzLoader
 
+from delivered.kits.sql.text_forms import days, micros
 from delivered.kits.sql.watch import Peer, watched
+
+if TYPE_CHECKING:
+    from psycopg.abc import AdaptContext, Loader
+
 
 STANDBYS = (
     "SELECT current_setting('synchronous_standby_names'), "
@@ -87,3 +97,30 @@ def standbys(connection: psycopg.Connection[Any]) -> str:
     """The synchronous standbys, in words. Raises psycopg.Error."""
     wanted, there = connection.execute(STANDBYS).fetchone() or ("", "none")
     return f"a synchronous standby (synchronous_standby_names = '{wanted}'; connected: {there})"
+
+
+def register_loaders(context: AdaptContext) -> None:
+    for name, loader in _LOADERS.items():
+        context.adapters.register_loader(name, loader)
+
+
+def _loader(base: type[Any], parse: Callable[[str], int]) -> type[Loader]:
+    class Beyond(base):  # type: ignore[misc]
+        def load(self, data: Any) -> Any:
+            try:
+                return super().load(data)
+            except psycopg.DataError:
+                text = bytes(data).decode()
+                try:
+                    return parse(text)
+                except ValueError:
+                    return text
+
+    return Beyond
+
+
+_LOADERS: dict[str, type[Loader]] = {
+    "date": _loader(DateLoader, days),
+    "timestamp": _loader(TimestampLoader, lambda text: micros(text, zoned=False)),
+    "timestamptz": _loader(TimestamptzLoader, lambda text: micros(text, zoned=True)),
+}

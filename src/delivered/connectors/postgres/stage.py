@@ -17,9 +17,9 @@ from delivered.connectors.postgres.target import Target, find
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.ledger import SwappingLedger
 from delivered.kits.sql.merge import ORDER, ROUND
-from delivered.kits.sql.names import Names
 from delivered.kits.sql.stage import Staging
 from delivered.kits.sql.target import missing_at_server
+from delivered.kits.sql.transactions import Names
 from delivered.ledger.store import Swap
 from delivered.model.identity import Scope
 

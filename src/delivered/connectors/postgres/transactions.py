@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from delivered.connectors.postgres import stage, target
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.kits.sql.committer import ServerCommitter, Shards
-from delivered.kits.sql.names import Names, new_nonce
-from delivered.kits.sql.transactions import OpenTransaction
+from delivered.kits.sql.transactions import Names, OpenTransaction, new_nonce
 from delivered.model.errors import Refused
 from delivered.model.identity import Scope, Work
 

@@ -16,7 +16,7 @@ from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.types import TYPES
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import stored
-from delivered.kits.sql.names import new_nonce
+from delivered.kits.sql.transactions import new_nonce
 from delivered.kits.sql.trial import LONG_BYTES, bytes_of, refused, too_long
 from delivered.model.columns import fitted
 from delivered.model.ranges import first_of

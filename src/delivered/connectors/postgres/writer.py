@@ -17,11 +17,10 @@ from delivered.connectors.postgres.types import TYPES
 from delivered.kits.sql.database import give, take
 from delivered.kits.sql.definition import Definition
 from delivered.kits.sql.merge import check_rows
-from delivered.kits.sql.names import Names, new_nonce
 from delivered.kits.sql.options import Mechanism
 from delivered.kits.sql.stage import delete
 from delivered.kits.sql.stored import check_count
-from delivered.kits.sql.transactions import PreparedRows, mark
+from delivered.kits.sql.transactions import Names, PreparedRows, mark, new_nonce
 from delivered.kits.sql.types import check_widths
 from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
@@ -189,6 +188,6 @@ class CopyWriter:
         from psycopg import sql
 
         self._gid = gid = transactions.new_id(self._work, self._options.ledger_schema)
-        mark(connection, self._staging.dialect, self._work, gid, fingerprint)
+        mark(connection, self._server.dialect, self._work, gid, fingerprint)
         connection.execute(sql.SQL("PREPARE TRANSACTION {}").format(sql.Literal(gid)))
         return gid

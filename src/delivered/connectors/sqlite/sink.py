@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from delivered.connectors.sqlite import definition, target
+from delivered.connectors.sqlite import target
 from delivered.connectors.sqlite.database import (
     WAL_RACE_FIXED,
     SqliteDatabase,
@@ -47,7 +47,7 @@ class SqliteSink(DatabaseSink):
         writer="writer:writer",
         scan="read:SqliteScan",
         store="ledger:build_store",
-        committer="committer:SqliteCommitter",
+        committer="ledger:SqliteCommitter",
         refused_rows="trial:refused_rows",
     )
 
@@ -106,14 +106,14 @@ class SqliteSink(DatabaseSink):
 
     def _check_table(self, connection: sqlite3.Connection) -> Iterator[Finding]:
         write = self.options.write
-        definition.check_kind(connection, self.options)
+        target.check_kind(connection, self.options)
         if not target.table_columns(connection, self.options.table):
             if not self.options.create:
                 raise target.missing_table(self.options)
         elif write.upserts and not target.has_unique_index(connection, self.options.table, write.keys):
             raise no_unique_index(write, self.options.table, self.options.where)
         else:
-            yield from table_findings(self.options, definition.read(connection, self.options))
+            yield from table_findings(self.options, target.read_definition(connection, self.options))
 
     def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         """See `delivered.contract.trial.TriesRows`."""
@@ -124,7 +124,9 @@ class SqliteSink(DatabaseSink):
         """See `delivered.contract.powers.ChecksTarget`."""
         if not Path(self.options.path).exists():
             return ()
-        found = SqliteDatabase(self.options.path).ask(lambda connection: definition.read(connection, self.options))
+        found = SqliteDatabase(self.options.path).ask(
+            lambda connection: target.read_definition(connection, self.options)
+        )
         return checked(self.options, found)
 
     def ready_target(self, schema: pa.Schema) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.sqlite import definition, target
-from delivered.connectors.sqlite.database import DIALECT, SqliteDatabase
+from delivered.connectors.sqlite import target
+from delivered.connectors.sqlite.database import SqliteDatabase
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.types import TYPES
 from delivered.kits.sql.conditional import Conditional
@@ -227,9 +227,9 @@ class Merging:
         self._connection = connection
         self._mode = options.write
         self._options = options
-        self._found = definition.read(connection, options)
+        self._found = target.read_definition(connection, options)
         columns = tuple(stored(options.write, schema).names)
-        self._merge = definition.SqliteMerge(options.write, quoted(options.table), columns, self._found.clauses)
+        self._merge = target.SqliteMerge(options.write, quoted(options.table), columns, self._found.clauses)
         self._shards: set[int] = set()
         body = "".join(f"{quoted(f.name)} {TYPES.declared(f.type)}, " for f in schema)
         connection.execute(f"DROP TABLE IF EXISTS {STAGED}")
@@ -266,7 +266,7 @@ class Merging:
         connection, options, merge = self._connection, self._options, self._merge
         if mode.conditional:
             Conditional(
-                connection, SqliteDatabase(options.path), DIALECT, merge, STAGED, work, quoted(SHARD), options,
+                connection, SqliteDatabase(options.path), merge, STAGED, work, quoted(SHARD), options,
                 self._found,
             ).run()  # fmt: skip
         else:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from delivered.connectors.sqlite import definition, target
+from delivered.connectors.sqlite import target
 from delivered.connectors.sqlite.database import SqliteDatabase, connect, explained, migrate, rollback, writing
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.stage import Merging, StagedFile
@@ -67,7 +67,7 @@ class StagingWriter:
         connection = connect(self._options.path, mode="ro")
         try:
             columns = target.table_columns(connection, self._options.table)
-            filled = definition.filled(connection, self._options.table, self._schema.names)
+            filled = target.filled(connection, self._options.table, self._schema.names)
         except sqlite3.Error as error:
             raise explained(error, self._options.path) from error
         finally:
@@ -137,8 +137,8 @@ class DirectWriter:
                 migrate(connection, self._options.path)
                 with writing(connection, self._options.path):
                     target.ready(connection, self._options, self._schema)
-                    self._found = definition.read(connection, self._options)
-                    self._filled = definition.filled(connection, self._options.table, self._schema.names)
+                    self._found = target.read_definition(connection, self._options)
+                    self._filled = target.filled(connection, self._options.table, self._schema.names)
                 if self._options.write.merges:
                     with self._explaining():
                         self._merging = Merging(connection, self._options, self._schema)

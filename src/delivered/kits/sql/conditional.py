@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic
 
 from delivered.contract.powers import LeftOutRow
-from delivered.kits.sql.database import C, Connection, Database, Dialect, quoted
+from delivered.kits.sql.database import C, Connection, Database, Dialect, quoted, scope_values
 from delivered.kits.sql.definition import Definition
 from delivered.kits.sql.merge import ORDER, ROUND, Merge
 from delivered.kits.sql.options import TableOptions
@@ -58,7 +58,6 @@ class Conditional(Generic[C]):
 
     connection: C
     database: Database[C]
-    dialect: Dialect
     merge: Merge
     staged: str
     work: Work
@@ -83,7 +82,7 @@ class Conditional(Generic[C]):
             self._write(f"s.{quoted(ROUND)} = {number}", low, high)
         if mode.upserts:
             check_keys_stored(self.connection, self.options, self.merge, self.staged, self.found)
-        note(self.connection, self.dialect, self.work, self.left_out)
+        note(self.connection, self.database.dialect, self.work, self.left_out)
 
     def _round_after(self, number: int) -> tuple[int, int, int] | None:
         """The next round with rows, and the bounds of their `ORDER`."""
@@ -97,8 +96,8 @@ class Conditional(Generic[C]):
     def _resolve(self, only: str) -> int:
         """Remove conflicts from the staging table; return their number."""
         mode = self.merge.mode
-        if mode.expected is not None and self.dialect.hold:
-            rows = f"SELECT 1 {self.merge.found(self.staged)} AND {only}{self.dialect.hold}"
+        if mode.expected is not None and self.database.dialect.hold:
+            rows = f"SELECT 1 {self.merge.found(self.staged)} AND {only}{self.database.dialect.hold}"
             self.connection.execute(f"SELECT count(*) FROM ({rows}) AS locked").fetchone()
         conflicts = f"{self.merge.conflicts(self.staged)} AND {only}"
         if mode.on_conflict is OnConflict.SKIP:
@@ -192,7 +191,7 @@ class Conditional(Generic[C]):
         return moved
 
     def _send(self, letters: Sequence[tuple[int, str, str]]) -> None:
-        own = {**_scope(self.work.scope), "batch": self.work.batch}
+        own = {**scope_values(self.work.scope), "batch": self.work.batch}
         for start in range(0, len(letters), _INSERT_ROWS):
             rows, values = [], dict[str, Any](own)
             for i, letter in enumerate(letters[start : start + _INSERT_ROWS]):
@@ -200,7 +199,7 @@ class Conditional(Generic[C]):
                 values.update(zip(names, letter, strict=True))
                 rows.append(f"(:pipeline, :sink, :incarnation, :batch, {', '.join(f':{n}' for n in names)})")
             self.connection.execute(
-                self.dialect(
+                self.database.dialect(
                     "INSERT INTO {dead_letter} (pipeline, sink, incarnation, batch, shard, reason, record) VALUES "
                     + ", ".join(rows)
                 ),
@@ -239,7 +238,7 @@ def note(connection: Connection, dialect: Dialect, work: Work, left_out: Mapping
 
 def fold(connection: Connection, dialect: Dialect, scope: Scope, batch: int) -> None:
     """Sum up the counts of earlier batches, all of which are visible. Inside an open transaction."""
-    values = {**_scope(scope), "batch": batch}
+    values = {**scope_values(scope), "batch": batch}
     where = f"{_SCOPE} AND batch < :batch"
     rows = connection.execute(dialect(f"SELECT kind, total FROM {{left_out}} WHERE {where}"), values).fetchall()
     if len(rows) < _FOLD_ROWS:
@@ -251,14 +250,14 @@ def fold(connection: Connection, dialect: Dialect, scope: Scope, batch: int) -> 
 
 def counted(connection: Connection, dialect: Dialect, scope: Scope) -> dict[str, int]:
     """Skipped rows of this incarnation, by kind."""
-    rows = connection.execute(dialect(f"SELECT kind, total FROM {{left_out}} WHERE {_SCOPE}"), _scope(scope))
+    rows = connection.execute(dialect(f"SELECT kind, total FROM {{left_out}} WHERE {_SCOPE}"), scope_values(scope))
     return dict(_summed(rows.fetchall()))
 
 
 def kept(connection: Connection, dialect: Dialect, scope: Scope) -> list[LeftOutRow]:
     """Dead letters of this incarnation."""
     columns = "SELECT batch, shard, reason, record FROM {dead_letter} WHERE "
-    rows = connection.execute(dialect(f"{columns}{_SCOPE} ORDER BY batch, shard"), _scope(scope)).fetchall()
+    rows = connection.execute(dialect(f"{columns}{_SCOPE} ORDER BY batch, shard"), scope_values(scope)).fetchall()
     return [LeftOutRow(int(batch), int(shard), reason, record) for batch, shard, reason, record in rows]
 
 
@@ -275,9 +274,5 @@ def _insert(connection: Connection, dialect: Dialect, scope: Scope, batch: int, 
             "INSERT INTO {left_out} (pipeline, sink, incarnation, batch, kind, total) "
             "VALUES (:pipeline, :sink, :incarnation, :batch, :kind, :total)"
         ),
-        {**_scope(scope), "batch": batch, "kind": kind, "total": total},
+        {**scope_values(scope), "batch": batch, "kind": kind, "total": total},
     )
-
-
-def _scope(scope: Scope) -> dict[str, Any]:
-    return {"pipeline": scope.pipeline, "sink": scope.sink, "incarnation": scope.incarnation}

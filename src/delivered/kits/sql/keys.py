@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Generic
 
-from delivered.kits.sql.database import C, Connection, Dialect
+from delivered.kits.sql.database import C, Connection, Dialect, scope_values
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.limits import KEY_MEMORIES_KEPT
@@ -45,7 +45,7 @@ def open_memory(sql: Dialect, connection: Connection, scope: Scope, *, fresh: bo
     Args:
         fresh: this checkpoint has no decided batch, so no memory can be missing.
     """
-    key = {"pipeline": scope.pipeline, "sink": scope.sink, "incarnation": scope.incarnation}
+    key = scope_values(scope)
     number = number_of(scope)
     sql.forget(connection, "noted", "PRIMARY", f"number = {number}")
     if fresh:

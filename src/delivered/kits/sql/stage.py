@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from delivered.kits.sql import stored
 from delivered.kits.sql.conditional import Conditional
-from delivered.kits.sql.database import Connection, Dialect, Server, quoted
+from delivered.kits.sql.database import Connection, Server, quoted
 from delivered.kits.sql.definition import Definition
 from delivered.kits.sql.merge import Merge, key_in_two_shards
 from delivered.kits.sql.options import ServerOptions, TableOptions
@@ -29,10 +29,6 @@ class Staging:
     server: Server[Any]
     drops: ClassVar[bool] = False
     """The decision's transaction can drop staging tables."""
-
-    @property
-    def dialect(self) -> Dialect:
-        return self.server.dialect
 
     @property
     def conditional(self) -> bool:
@@ -72,9 +68,7 @@ class Staging:
         stored.check_rules(self.options, found)
         name = self.full(table)
         if self.options.write.conditional:
-            judge = Conditional(
-                connection, self.server, self.dialect, merge, name, work, str(int(work.shard)), self.options, found
-            )
+            judge = Conditional(connection, self.server, merge, name, work, str(int(work.shard)), self.options, found)
             judge.run()
             return
         upsert(connection, self.options, merge, name, found)
