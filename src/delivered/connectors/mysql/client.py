@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from delivered.connectors.mysql import errors, sessions
 from delivered.connectors.mysql.migrate import migrate, version_of, with_values
 from delivered.connectors.mysql.options import MysqlOptions
+from delivered.kits.mysql.server import address
 from delivered.kits.sql.database import CLAIM_WAIT_S, LEDGER_TABLES, Connection, Dialect, Server
 from delivered.kits.sql.definition import Definition
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
@@ -63,13 +64,8 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
     except ImportError:
         raise MissingExtra("mysql") from None
     password = options.password_resolved()
-    credentials = {"user": options.login, "password": None if password is None else password.encode()}
-    given = {
-        "host": options.host,
-        "port": options.port,
-        "database": options.database,
-        **{k: v for k, v in credentials.items() if v is not None},
-    }
+    given = {**address(options.url, options.user), "password": None if password is None else password.encode()}
+    given = {k: v for k, v in given.items() if v is not None}
     try:
         session = Session(CONNECT_TRY_S, options.tls, **given)
     except ERRORS as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from delivered.connectors.mysql.options import MysqlOptions
+from delivered.kits.mysql.server import DENIED, LOGIN, LOST
 from delivered.kits.sql.target import no_right_to_alter
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError
 
@@ -15,12 +16,8 @@ LOCK_TIMEOUT, DEADLOCK = 1205, 1213
 NO_TABLE, NO_DATABASE = 1146, 1049
 XA_UNKNOWN = 1397
 """No such XA transaction: it has ended, or (MariaDB) the session that prepared it is still alive."""
-DENIED = frozenset({1044, 1142, 1143, 1227, 1370, 1401, 1410})
 
-_LOGIN = frozenset({1045, 1130, 1251, 1698, 1820, 2059, 3118, 3955, 4151})
 _FULL = frozenset({1040, 1203, 1226})
-_LOST = frozenset({0, 1053, 1077, 1079, 1080, 1152, 1158, 1159, 1160, 1161, 1184, 1927, 2002, 2003, 2006, 2013, 2014,
-                   2055, 3032, 3169, 4031})  # fmt: skip
 _READ_ONLY = frozenset({1290, 1792, 1836, 3989})
 _DISK = frozenset({1021, 1114})
 _FILE = frozenset({3, 20, 1026, 1030})
@@ -68,7 +65,7 @@ def number_of(error: BaseException) -> int:
 
 def is_lost(error: BaseException) -> bool:
     """Whether the connection was lost, so that the outcome of the last statement is unknown."""
-    return number_of(error) in _LOST
+    return number_of(error) in LOST
 
 
 def about_a_row(error: BaseException) -> bool:
@@ -80,14 +77,14 @@ def explained(error: Exception, options: MysqlOptions) -> DeliveredError:
     """Translate an error. The client's messages never contain passwords."""
     number = number_of(error)
     text, where = message_of(error), f"MySQL at {options.place}"
-    if number in _LOGIN:
+    if number in LOGIN:
         return Unreachable(
             "MYSQL_LOGIN",
             f"{where} rejected the login: {text}",
             next_step="check the options user and password (a reference like env:NAME is resolved where the task "
             "runs), and from which hosts the user may connect",
         )
-    if number in _LOST:
+    if number in LOST:
         return Unreachable(
             "MYSQL_UNREACHABLE",
             f"{where} is unreachable, or closed the connection: {text}",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs
 
 from delivered.kits import in_clear
+from delivered.kits.mysql.server import address
 from delivered.kits.mysql.tls import Tls, parse_tls, tls_of_url
 from delivered.kits.sql.options import (
     LEDGER_SCHEMA_DEFAULT,
@@ -17,7 +18,6 @@ from delivered.kits.sql.options import (
 from delivered.model.options import option
 
 IDENTIFIER_LENGTH_MAX = 64
-PORT_DEFAULT = 3306
 
 _NAME = identifier(
     lambda name: len(name) <= IDENTIFIER_LENGTH_MAX and not name.endswith(" "),
@@ -63,22 +63,16 @@ class MysqlOptions(ServerOptions, owner="delivered_mysql sink"):
 
     @property
     def host(self) -> str:
-        return urlsplit(self.url).hostname or "localhost"
+        return str(address(self.url)["host"])
 
     @property
     def port(self) -> int:
-        return urlsplit(self.url).port or PORT_DEFAULT
+        return int(address(self.url)["port"])
 
     @property
     def database(self) -> str:
         """The database of the url."""
-        return unquote(urlsplit(self.url).path.strip("/"))
-
-    @property
-    def login(self) -> str | None:
-        """User to log in as: from the option, or the url."""
-        named = urlsplit(self.url).username
-        return self.user or (unquote(named) if named else None)
+        return str(address(self.url)["database"])
 
     @property
     def tls(self) -> Tls | None:

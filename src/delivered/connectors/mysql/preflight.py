@@ -10,6 +10,7 @@ from delivered.connectors.mysql.client import read_only
 from delivered.connectors.mysql.migrate import migrate
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.contract.finding import Finding
+from delivered.kits.mysql.server import DENIED
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import no_unique_index
 from delivered.kits.sql.options import Mechanism
@@ -157,6 +158,6 @@ def _denied(session: Session, options: MysqlOptions, found: target.Found) -> lis
         except Exception as error:
             if errors.is_lost(error):
                 raise
-            if errors.number_of(error) in errors.DENIED:
+            if errors.number_of(error) in DENIED:
                 denied.append(right)
     return denied

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from delivered.connectors.mysql import errors, sessions, stage, target
 from delivered.connectors.mysql.options import MysqlOptions
+from delivered.kits.mysql.server import DENIED
 from delivered.kits.sql.committer import ServerCommitter, Shards
 from delivered.kits.sql.transactions import Names, OpenTransaction, new_nonce
 from delivered.model.errors import Refused
@@ -169,7 +170,7 @@ def check_allowed(session: Session, options: MysqlOptions) -> None:
     try:
         session.execute("XA RECOVER")
     except ERRORS as error:
-        if errors.number_of(error) not in errors.DENIED:
+        if errors.number_of(error) not in DENIED:
             raise
         raise Refused(
             "XA_DENIED",

@@ -6,10 +6,10 @@ import contextlib
 import sqlite3
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import unquote, urlsplit
 
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.connectors.outbox.raw_text import beyond_python, raw_texts
+from delivered.kits.mysql.server import DENIED, LOGIN, LOST, address
 from delivered.kits.mysql.tls import tls_of_url
 from delivered.kits.sql.text_forms import pin_postgres
 from delivered.model import patience
@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _CONNECT_TRY_S = 5
+_NO_DATABASE_RIGHT = 1044
 _SQL_MODE = "NO_AUTO_VALUE_ON_ZERO,NO_ENGINE_SUBSTITUTION,STRICT_ALL_TABLES"
 """Whatever the server's: under PAD_CHAR_TO_FULL_LENGTH a value would be read with blanks that nobody wrote."""
-_LOST_MYSQL = frozenset({0, 1053, 1158, 1159, 1160, 1161, 1927, 2002, 2003, 2006, 2013, 2014, 2055})
-_LOGIN_MYSQL = frozenset({1044, 1045, 1698})
-_DENIED_MYSQL = frozenset({1142, 1143, 1227})
 
 
 def connect(options: OutboxOptions) -> Any:
@@ -127,10 +125,8 @@ def explained(error: Exception, options: OutboxOptions) -> DeliveredError | None
                 next_step="correct the option url: sqlite:///folder/file.db; the file must exist",
             )
         return Unreachable("OUTBOX_ERROR", f"{OWNER}: {where} failed: {text} ({name}).", "run the pipeline again")
-    lost = (
-        (code is None or str(code).startswith(("08", "57P", "53300"))) if library == "psycopg" else code in _LOST_MYSQL
-    )
-    login = str(code).startswith("28") or code in _LOGIN_MYSQL or "password authentication" in text
+    lost = (code is None or str(code).startswith(("08", "57P", "53300"))) if library == "psycopg" else code in LOST
+    login = str(code).startswith("28") or code in (*LOGIN, _NO_DATABASE_RIGHT) or "password authentication" in text
     if login:
         return Unreachable(
             "OUTBOX_LOGIN", f"{OWNER}: {where} rejected the login: {text}", "check the options user and password"
@@ -139,7 +135,7 @@ def explained(error: Exception, options: OutboxOptions) -> DeliveredError | None
         return Unreachable(
             "OUTBOX_UNREACHABLE", f"{OWNER}: {where} is unreachable, or closed the connection: {text}", "start it"
         )
-    if code == "42501" or code in _DENIED_MYSQL:
+    if code == "42501" or code in DENIED:
         return UsageError(
             "PERMISSION",
             f"{OWNER}: {where} denied a statement: {text}",
@@ -196,14 +192,10 @@ def _mysql(options: OutboxOptions) -> Any:
         from delivered.kits.mysql.connection import Connection
     except ImportError:
         raise MissingExtra("outbox") from None
-    parts = urlsplit(options.url)
     connection = Connection(
         tls_of_url(options.url),
-        host=parts.hostname or "localhost",
-        port=parts.port or 3306,
-        user=options.user or (unquote(parts.username) if parts.username else None),
+        **address(options.url, options.user),
         password=options.password_resolved() or "",
-        database=unquote(parts.path.strip("/")),
         charset="utf8mb4",
         autocommit=False,
         connect_timeout=_CONNECT_TRY_S,

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
+from delivered.kits.mysql.server import address
 from delivered.kits.mysql.tls import tls_of_url
 from delivered.model.errors import Fenced, MissingExtra, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
@@ -168,14 +169,10 @@ def is_lost(error: BaseException) -> bool:
 def _mysql(url: str, password: str | None) -> Any:
     from delivered.kits.mysql.connection import Connection
 
-    parts = urlsplit(url)
     return Connection(
         tls_of_url(url),
-        host=parts.hostname or "localhost",
-        port=parts.port or 3306,
-        user=unquote(parts.username) if parts.username else None,
+        **address(url),
         password=password or "",
-        database=unquote(parts.path.strip("/")),
         charset="utf8mb4",
         connect_timeout=int(CONNECT_TIMEOUT_S),
         read_timeout=REQUEST_TIMEOUT_S,
