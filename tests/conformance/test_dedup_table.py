@@ -92,7 +92,7 @@ class Once:
     def rows(self, table: str) -> int:
         """Rows of this checkpoint, queried from the database."""
         memory: KeyTable[Any] = self.sink.key_memory(self.scope)
-        with memory._borrowed() as connection:
+        with memory._database.borrow(writes=False) as connection:
             sql = memory._sql(f"SELECT count(*) FROM {{{table}}} WHERE number = {memory._number}")
             return int(connection.execute(sql, {}).fetchone()[0])
 
@@ -204,7 +204,7 @@ def test_memories_of_old_checkpoints_go_and_a_missing_one_stops_the_batch(once_:
 def test_a_memory_that_was_lost_is_not_begun_anew(once_: Once) -> None:
     once_.run(0, [("a", 0, "a")])
     memory: KeyTable[Any] = once_.sink.key_memory(once_.scope)
-    with memory._writing() as connection:
+    with memory._database.borrow(writes=True) as connection:
         connection.execute(memory._sql(f"DELETE FROM {{memory}} WHERE number = {memory._number}"), {})
     once_.start()
     with pytest.raises(DeliveredError, match="DEDUP_MEMORY_GONE"):

@@ -184,6 +184,15 @@ class SqliteDatabase(Database[sqlite3.Connection]):
     def dialect(self) -> Dialect:
         return DIALECT
 
+    @contextlib.contextmanager
+    def borrow(self, *, writes: bool) -> Iterator[sqlite3.Connection]:
+        with contextlib.closing(self.connect("task", writes=writes)) as connection, self.explaining():
+            if writes:
+                begin(connection)
+            yield connection
+            if writes:
+                connection.execute("COMMIT")
+
     def exists(self) -> bool:
         return Path(self.path).exists()
 

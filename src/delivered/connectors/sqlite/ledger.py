@@ -5,14 +5,13 @@ Staged files are deleted after the decision.
 
 from __future__ import annotations
 
-import contextlib
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from delivered.connectors.sqlite import stage, target
-from delivered.connectors.sqlite.database import DIALECT, SqliteDatabase, version_of, writing
+from delivered.connectors.sqlite.database import DIALECT, SqliteDatabase, version_of
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.stage import Merging, StagedRows, read_staged, staged_schema
 from delivered.contract.powers import LeftOutRow
@@ -20,7 +19,6 @@ from delivered.kits.sql.committer import decided
 from delivered.kits.sql.conditional import LEFT_OUT_VERSION, counted, kept
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.definition import Definition
-from delivered.kits.sql.keys import KeyTable
 from delivered.kits.sql.ledger import SqlLedger, SwappingLedger
 from delivered.kits.sql.stored import check_count, check_emptied
 from delivered.ledger.store import Store, Swap
@@ -30,6 +28,8 @@ from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,11 @@ class SqliteLedgers:
 
 
 def build_store(options: SqliteOptions, scope: Scope) -> SwappingLedger[sqlite3.Connection]:
-    database = SqliteDatabase(options.path, options.write.conditional)
-    return SwappingLedger(database, scope, SqliteTable(options))
+    return SwappingLedger(build_database(options), scope, SqliteTable(options))
+
+
+def build_database(options: SqliteOptions) -> SqliteDatabase:
+    return SqliteDatabase(options.path, foreign_keys=options.write.conditional)
 
 
 @dataclass(frozen=True)
@@ -118,25 +121,6 @@ class SqliteTable:
                 next_step="start the pipeline again; the batch runs again",
             )
         check_count(self.options, rows, kept, found, f"shard {prepared.shard}")
-
-
-def key_table(options: SqliteOptions, scope: Scope) -> KeyTable[sqlite3.Connection]:
-    database = SqliteDatabase(options.path)
-
-    @contextlib.contextmanager
-    def reading() -> Iterator[sqlite3.Connection]:
-        with contextlib.closing(database.connect("keys", writes=False)) as connection, database.explaining():
-            yield connection
-
-    @contextlib.contextmanager
-    def alone() -> Iterator[sqlite3.Connection]:
-        with contextlib.closing(database.connect("keys")) as connection, writing(connection, options.path):
-            yield connection
-
-    return KeyTable(DIALECT, scope, reading, alone)
-
-
-T = TypeVar("T")
 
 
 class SqliteCommitter:

@@ -24,7 +24,6 @@ from delivered.connectors.sqlite.database import (
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.types import TYPES
 from delivered.contract.finding import Finding
-from delivered.contract.powers import KeyMemory
 from delivered.kits.sink import Parts
 from delivered.kits.sql.merge import no_unique_index
 from delivered.kits.sql.sink import HISTORY, DatabaseSink
@@ -33,7 +32,6 @@ from delivered.kits.sql.stored import findings as table_findings
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S
 
 
@@ -48,6 +46,7 @@ class SqliteSink(DatabaseSink):
         scan="read:SqliteScan",
         store="ledger:build_store",
         committer="ledger:SqliteCommitter",
+        database="ledger:build_database",
         refused_rows="trial:refused_rows",
     )
 
@@ -150,11 +149,6 @@ class SqliteSink(DatabaseSink):
             migrate(connection, self.options.path)
             with writing(connection, self.options.path, CONNECT_TIMEOUT_S):
                 yield connection
-
-    def key_memory(self, scope: Scope) -> KeyMemory:
-        from delivered.connectors.sqlite.ledger import key_table
-
-        return key_table(self.options, scope)
 
 
 def _wal_race(path: str) -> Finding:

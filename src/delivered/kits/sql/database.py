@@ -140,6 +140,10 @@ class Database(ABC, Generic[C]):
         """False: connecting would create it."""
         return True
 
+    @abstractmethod
+    def borrow(self, *, writes: bool) -> contextlib.AbstractContextManager[C]:
+        """A connection outside any transaction, for one statement, committed at its end. Translates errors."""
+
     def waiting(self, ask: Callable[[], T], *, kept: bool = False) -> T:
         """See `Server.waiting`."""
         del kept
@@ -170,7 +174,7 @@ class Database(ABC, Generic[C]):
             with self.explaining():
                 return question(connection)
         finally:
-            connection.close()
+            self.discard(connection)
 
 
 def scope_values(scope: Scope) -> dict[str, Any]:
@@ -255,6 +259,19 @@ class Server(Database[C]):
             return isinstance(error, Unreachable) and (error.may_come_back or error.code == _READ_ONLY)
         return isinstance(error, self.errors()) and self.is_away(self.explained(error))
 
+    @contextlib.contextmanager
+    def borrow(self, *, writes: bool = True) -> Iterator[C]:
+        """A connection from `take`, and back."""
+        del writes
+        connection = take(self)
+        try:
+            with self.explaining():
+                yield connection
+        except BaseException:
+            self.discard(connection)
+            raise
+        give(self, connection)
+
     @abstractmethod
     def check_writable(self, connection: C) -> None:
         """Check that the connection works, and leads to a server that accepts writes: a fail-over may have demoted it.
@@ -307,19 +324,6 @@ def give(server: Server[C], connection: C) -> None:
         _idle.give(server, connection)
     else:
         server.discard(connection)
-
-
-@contextlib.contextmanager
-def from_warm(server: Server[C]) -> Iterator[C]:
-    """A connection from `take`, and back; translates errors."""
-    connection = take(server)
-    try:
-        with server.explaining():
-            yield connection
-    except BaseException:
-        server.discard(connection)
-        raise
-    give(server, connection)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Generic
 
-from delivered.kits.sql.database import C, Connection, Dialect, scope_values
+from delivered.kits.sql.database import C, Connection, Database, Dialect, scope_values
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.limits import KEY_MEMORIES_KEPT
@@ -114,37 +113,22 @@ def keep(sql: Dialect, connection: Connection, decision: Decision, epoch: int) -
 
 
 class KeyTable(Generic[C]):
-    """See `delivered.contract.powers.KeyMemory`.
+    """See `delivered.contract.powers.KeyMemory`."""
 
-    Args:
-        borrowed: a connection outside any transaction, for one query; translates errors.
-        writing: the same, for one statement, committed at its end.
-        waiting: waits while the database is away. See `delivered.kits.sql.database.Server.waiting`.
-    """
-
-    def __init__(
-        self,
-        sql: Dialect,
-        scope: Scope,
-        borrowed: Callable[[], AbstractContextManager[C]],
-        writing: Callable[[], AbstractContextManager[C]] | None = None,
-        waiting: Callable[[Callable[[], Any]], Any] = lambda ask: ask(),
-    ) -> None:
-        self._sql = sql
+    def __init__(self, database: Database[C], scope: Scope) -> None:
+        self._database = database
+        self._sql = database.dialect
         self._scope = scope
         self._number = number_of(scope)
-        self._borrowed = borrowed
-        self._writing = writing or borrowed
-        self._waiting = waiting
         self._epoch: int | None = None
 
     def known(self, batch: int, keys: Sequence[bytes]) -> dict[bytes, list[int]]:
-        found: dict[bytes, list[int]] = self._waiting(lambda: self._known(batch, keys))
+        found: dict[bytes, list[int]] = self._database.waiting(lambda: self._known(batch, keys), kept=True)
         return found
 
     def _known(self, batch: int, keys: Sequence[bytes]) -> dict[bytes, list[int]]:
         found: dict[bytes, list[int]] = {}
-        with self._borrowed() as connection:
+        with self._database.borrow(writes=False) as connection:
             newest = self._opened(connection, batch)
             for part in _parts(list(keys)):
                 hashes = ", ".join(self._sql.hash(k) for k in part)
@@ -169,11 +153,11 @@ class KeyTable(Generic[C]):
                 f"INSERT INTO {{noted}} (number, epoch, batch, hash, at_us, until_us) VALUES {rows} "
                 + self._sql.known("number, epoch, batch, hash, at_us", None)
             )
-            self._waiting(partial(self._insert, statement))
+            self._database.waiting(partial(self._insert, statement), kept=True)
 
     def _insert(self, statement: str) -> None:
         """Idempotent: keys that are there stay."""
-        with self._writing() as connection:
+        with self._database.borrow(writes=True) as connection:
             connection.execute(statement, {})
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from delivered.contract.finding import Finding
 from delivered.contract.powers import KeyMemory
 from delivered.contract.sink import Writer
 from delivered.kits.sink import StoreSink
-from delivered.kits.sql.database import Server, from_warm
+from delivered.kits.sql.database import Server
 from delivered.kits.sql.merge import check_columns, stored, without_key
 from delivered.kits.sql.options import Mechanism, ServerOptions, TableOptions
 from delivered.kits.sql.redo import RedoWriter
@@ -48,6 +48,11 @@ class TableSink(StoreSink):
 
 class DatabaseSink(TableSink):
     options: TableOptions
+
+    def key_memory(self, scope: Scope) -> KeyMemory:
+        from delivered.kits.sql.keys import KeyTable
+
+        return KeyTable(self.parts["database"](self.options), scope)
 
     @property
     def _into(self) -> str:
@@ -205,7 +210,7 @@ class ServerSink(DatabaseSink):
         server: Server[Any] = self.parts["database"](self.options)
 
         def once() -> pa.Array | None:
-            with from_warm(server) as connection:
+            with server.borrow() as connection:
                 return self.parts["refused_rows"](connection, self.options, batch)
 
         return server.waiting(once, kept=True)
@@ -240,11 +245,3 @@ class ServerSink(DatabaseSink):
                 server.discard(connection)
 
         server.waiting(once)
-
-    def key_memory(self, scope: Scope) -> KeyMemory:
-        from delivered.kits.sql.keys import KeyTable
-
-        database = self.parts["database"](self.options)
-        return KeyTable(
-            database.dialect, scope, partial(from_warm, database), waiting=partial(database.waiting, kept=True)
-        )
