@@ -240,7 +240,7 @@ def test_messages_that_the_broker_holds_for_nobody_are_told(activemq: Activemq) 
     session.wait(lambda: len(session.arrived) == 2, 30, "hand out two messages")
     asking = Session(options)
     management = Management(asking)
-    counts = [management.attribute(f"queue.{queue}", n) for n in ("deliveringCount", "consumerCount")]
+    counts = [management.attribute(f"queue.{queue}", n).value(int) for n in ("deliveringCount", "consumerCount")]
     asking.close()
     assert counts == [2, 1]
     assert ActivemqQueue(options).preflight() == []

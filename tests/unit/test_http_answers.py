@@ -8,14 +8,19 @@ import socket
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from delivered.clients.kafka import tokens
 from delivered.clients.kafka.outcomes import CredentialsRefused, NoCredentials
+from delivered.connectors.activemq import manage
 from delivered.connectors.pulsar import admin
 from delivered.connectors.pulsar.options import SourceOptions
 from delivered.kits.schemas import registry
+from delivered.kits.schemas.options import Format
 from delivered.model import answers
 from delivered.model.errors import DeliveredError
 from delivered.model.patience import within
@@ -29,7 +34,7 @@ class Service:
 
     def __init__(self, answer: bytes, drips: bytes = b"") -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._answer, self._drips = answer, drips
+        self.answer, self._drips = answer, drips
         self.requests = 0
         self.ended = threading.Event()
         threading.Thread(target=self._serve, daemon=True).start()
@@ -48,7 +53,7 @@ class Service:
         with client, contextlib.suppress(OSError):
             client.recv(65536)
             self.requests += 1
-            client.sendall(self._answer)
+            client.sendall(self.answer)
             while self._drips and not self.ended.wait(0.02):
                 client.sendall(self._drips)
 
@@ -121,9 +126,10 @@ def test_a_body_that_drips_is_given_up(
         ask(made.url)
 
 
-@pytest.mark.parametrize("ask", [token, partitions])
+@pytest.mark.parametrize("ask", CLIENTS)
 def test_a_head_that_drips_is_given_up(ask: Callable[[str], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "CONNECT_TIMEOUT_S", 0.3)
+    for module in (answers, registry):
+        monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.3)
     with service(b"HTTP/1.1 200 OK\r\nX-Slow: ", b"x") as made, pytest.raises(REFUSED):
         ask(made.url)
 
@@ -156,3 +162,85 @@ def test_credentials_follow_no_redirection(ask: Callable[[str], object], status:
 def test_a_body_that_is_no_answer(ask: Callable[[str], object], body: bytes) -> None:
     with service(head(f"Content-Length: {len(body)}") + body) as made, pytest.raises(REFUSED):
         ask(made.url)
+
+
+TOPIC = "persistent://public/default/t"
+
+
+def pulsar(ask: Callable[[admin.Admin], object]) -> Callable[[str], Callable[[], object]]:
+    def to(url: str) -> Callable[[], object]:
+        made = SourceOptions.parse({"topics": "t", "url": "pulsar://127.0.0.1:1", "adminUrl": url})
+        return partial(ask, admin.Admin(made))
+
+    return to
+
+
+def registered(ask: Callable[[registry.Registry], object]) -> Callable[[str], Callable[[], object]]:
+    return lambda url: partial(ask, registry.Registry((("url", url),)))
+
+
+EVERY: dict[str, Callable[[str], Callable[[], object]]] = {
+    "token": lambda url: partial(token, url),
+    "partitions": pulsar(lambda a: a.partitions(TOPIC)),
+    "bounds": pulsar(lambda a: a.bounds(TOPIC)),
+    "before": pulsar(lambda a: a.before(TOPIC, 1)),
+    "deduplicates": pulsar(lambda a: a.deduplicates(TOPIC)),
+    "schema of a topic": pulsar(lambda a: a.schema(TOPIC)),
+    "consumers": pulsar(lambda a: a.consumers(TOPIC, "s")),
+    "subject": registered(lambda r: r.find("s", None)),
+    "by id": registered(lambda r: r.by_id(7)),
+    "accepts": registered(lambda r: r.accepts("s", Format.AVRO, '"string"')),
+    "register": registered(lambda r: r.register("s", Format.AVRO, '"string"')),
+}
+SHAPES = [
+    "[]", "7", "null", "true", '"text"', "1e999", "NaN", "9" * 5000, "[" * 100_000, "{}", '{"id": null}', '{"x": 1}',
+    '{"partitions": "3"}', '{"partitions": -1}', '{"partitions": 4611686018427387904}', '{"partitions": true}',
+    '{"ledgers": 7, "cursors": [], "lastConfirmedEntry": 7}',
+    '{"ledgers": [7], "cursors": {}, "lastConfirmedEntry": "1:1", "currentLedgerEntries": 1}',
+    '{"ledgers": [], "cursors": {"s": null}, "lastConfirmedEntry": "1:1"}',
+    '{"ledgers": [], "cursors": {}, "lastConfirmedEntry": "evil"}', '{"ledgerId": "1", "entryId": {}}',
+    '{"version": "1", "type": 7, "data": null}', '{"version": 1, "type": "AVRO", "data": {}}',
+    '{"deduplicationStatus": 7, "subscriptions": []}', '{"deduplicationStatus": {}, "subscriptions": {"s": 7}}',
+    '{"deduplicationStatus": [], "subscriptions": {"s": {"consumers": 7}}}',
+    '{"schema": null, "id": 1, "version": 1}', '{"schema": {}, "id": 1, "version": 1}',
+    '{"schema": "1", "id": "x", "version": [], "schemaType": 7}',
+    '{"schema": "1", "id": 1, "version": 1, "references": 7}',
+    '{"schema": "1", "id": 1, "version": 1, "references": [7]}',
+    '{"schema": "1", "id": 1, "version": 1, "references": [{"name": "a", "subject": {}, "version": "z"}]}',
+    '{"is_compatible": "false"}', '{"access_token": 7}', '{"access_token": "a", "expires_in": "soon"}',
+    '{"access_token": "a", "expires_in": NaN}', '{"access_token": "a", "expires_in": [1]}',
+    '{"access_token": "a\\r\\nb", "expires_in": 60}', '{"access_token": "", "expires_in": 60}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_json_of_another_shape(name: str) -> None:
+    accepted = []
+    with service(b"") as made, within(0.0):
+        ask = EVERY[name](made.url)
+        for shape in SHAPES:
+            made.answer = head(f"Content-Length: {len(shape)}", "Connection: close") + shape.encode()
+            try:
+                ask()
+                accepted.append(shape)
+            except REFUSED as why:
+                assert made.url in str(why) or "bearer" in str(why), shape
+    fitting = [s for s in SHAPES if s.startswith("{") and "deduplicationStatus" not in s]
+    assert accepted == (fitting if name == "deduplicates" else []), "each of its fields may be missing"
+
+
+@pytest.mark.parametrize(
+    "body", [b"7", b"{}", b"[]", b"[[7]]", b'["{"]', b'["7"]', b'["[]"]', b"[1, 2]", b"[" * 100_000]
+)
+def test_a_management_answer_of_another_shape(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked(manage.Management):
+        def __init__(self, session: object) -> None:
+            pass
+
+        def _ask(self, headers: dict[str, str], body_sent: str) -> answers.JsonAnswer:
+            return answers.JsonAnswer.read(body).only()
+
+    monkeypatch.setattr(manage, "Management", Asked)
+    place: Any = SimpleNamespace(queue="q", place="localhost:61613")
+    (finding,) = manage.findings(SimpleNamespace(is_artemis=True), place, receives=True)  # type: ignore[arg-type]
+    assert finding.code == "ACTIVEMQ_SETTINGS_UNKNOWN"

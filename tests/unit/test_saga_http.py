@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from delivered.model.answers import limited
 from delivered.patterns.saga import http
 from delivered.patterns.saga.definition import Call, Rejected, Verb
 from delivered.patterns.saga.http import Http
@@ -134,7 +135,7 @@ def test_a_reply_whose_head_does_not_end_is_given_up_after_the_timeout(
         if through_a_proxy:
             monkeypatch.setenv("HTTP_PROXY", url)
             monkeypatch.setenv("NO_PROXY", "")
-        made = functools.cache(lambda _: http.limited(httpx.Client()))  # it knows the proxy
+        made = functools.cache(lambda _: limited(httpx.Client()))  # it knows the proxy
         monkeypatch.setattr(http, "_client", made)
         with pytest.raises(httpx.ReadTimeout):
             Http("http://service.invalid/" if through_a_proxy else url, timeout_s=0.5)(CALL)

@@ -6,6 +6,7 @@ import base64
 import http.client
 import importlib
 import json
+import math
 import re
 import ssl
 import time
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from delivered.clients.kafka.outcomes import CredentialsRefused, NoCredentials
-from delivered.model.answers import TimedAnswer
+from delivered.model.answers import JsonAnswer, TimedAnswer, UnexpectedAnswer
 from delivered.model.errors import UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 
@@ -163,9 +164,9 @@ def _from_server(client: Mapping[str, str]) -> tuple[str, float, Mapping[str, st
         )
         opener = urllib.request.build_opener(_Https(trusted), _Http, _NoRedirect)
         with opener.open(request, timeout=CONNECT_TIMEOUT_S) as answer:
-            found = json.loads(answer.read(_ANSWER_BYTES_MAX))
-        text = found["access_token"]
-        lifetime_s = float(found["expires_in"]) if "expires_in" in found else None
+            found = JsonAnswer.read(answer.read(_ANSWER_BYTES_MAX))
+        text = found.take("access_token", str)
+        lifetime_s = found.seconds("expires_in")
     except urllib.error.HTTPError as error:
         body = b""
         with error, suppress(OSError, http.client.HTTPException):
@@ -173,14 +174,15 @@ def _from_server(client: Mapping[str, str]) -> tuple[str, float, Mapping[str, st
         why = f"the token server {url} answered {error.code}: {_reason(body)}"
         # Too many requests, and errors of the server, pass.
         raise (NoCredentials if error.code >= 500 or error.code in (408, 429) else CredentialsRefused)(why) from None
-    except (ValueError, KeyError, TypeError):
-        raise CredentialsRefused(f"the token server {url} answered without an access_token in JSON") from None
+    except UnexpectedAnswer as why:
+        # How the answer starts is not shown: it may be a token.
+        raise CredentialsRefused(
+            f"the token server {url} answered without an access_token in JSON, or with an expires_in that is no number"
+        ) from why
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         kind = CredentialsRefused if isinstance(reason, ssl.SSLCertVerificationError) else NoCredentials
         raise kind(f"no answer from the token server {url}: {reason}") from None
-    if not isinstance(text, str):
-        raise CredentialsRefused(f"the token server {url} answered with an access_token that is no text")
     if lifetime_s is None:
         expires_s = _expiry(text)
         lifetime_s = 0.0 if expires_s is None else expires_s - time.time()
@@ -189,11 +191,11 @@ def _from_server(client: Mapping[str, str]) -> tuple[str, float, Mapping[str, st
 
 def _reason(body: bytes) -> str:
     try:
-        found = json.loads(body)
-        said = [str(found[k]) for k in ("error", "error_description") if k in found]
-    except (ValueError, TypeError):
+        found = JsonAnswer.read(body)
+        said = [found.take(k, str, "") for k in ("error", "error_description")]
+    except UnexpectedAnswer:
         said = []
-    return "; ".join(said)[:300] or "no reason"
+    return "; ".join(filter(None, said))[:300] or "no reason"
 
 
 def _expiry(token: str) -> float | None:
@@ -201,9 +203,10 @@ def _expiry(token: str) -> float | None:
     parts = token.split(".")
     try:
         claims = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
-        return float(claims["exp"])
-    except (IndexError, ValueError, KeyError, TypeError):
+        expires_s = float(claims["exp"])
+    except (IndexError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+    return expires_s if math.isfinite(expires_s) else None
 
 
 def _extensions(client: Mapping[str, str]) -> Mapping[str, str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from delivered.connectors.activemq.client import Session
 from delivered.connectors.activemq.options import Place
 from delivered.contract.finding import Finding
+from delivered.model.answers import JsonAnswer, UnexpectedAnswer
 from delivered.model.errors import DeliveredError, Unreachable
 
 _ADDRESS = "activemq.management"
@@ -26,15 +28,15 @@ class Management:
         session.transmit(session.frames.subscribe, self._replies, "replies", headers=headers)
         session.settle("answer the subscription")
 
-    def attribute(self, resource: str, name: str) -> Any:
-        """None: the resource does not exist."""
+    def attribute(self, resource: str, name: str) -> JsonAnswer:
+        """Null: the resource does not exist."""
         return self._ask({"_AMQ_ResourceName": resource, "_AMQ_Attribute": name}, "")
 
-    def call(self, resource: str, operation: str, *parameters: str) -> Any:
-        """None: the resource does not exist, or rejected the call."""
+    def call(self, resource: str, operation: str, *parameters: str) -> JsonAnswer:
+        """Null: the resource does not exist, or rejected the call."""
         return self._ask({"_AMQ_ResourceName": resource, "_AMQ_OperationName": operation}, json.dumps(parameters))
 
-    def _ask(self, headers: dict[str, str], body: str) -> Any:
+    def _ask(self, headers: dict[str, str], body: str) -> JsonAnswer:
         session = self._session
         session.frames.auto_content_length = False  # the broker only reads text messages here
         sent = {**headers, "reply-to": self._replies}
@@ -42,9 +44,32 @@ class Management:
         session.wait(lambda: bool(session.arrived), _ANSWER_S, "answer a management request")
         answer = session.arrived.popleft()
         if answer.headers.get("_AMQ_OperationSucceeded") != "true":
-            return None
-        (found,) = json.loads(answer.body or b"[null]")
-        return found
+            return JsonAnswer.of(None)
+        return JsonAnswer.read(answer.body or b"[null]").only()
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """
+    Attributes:
+        creates: the broker creates the address's queues on first use.
+        attempts: deliveries of a message.
+        dead_letters: where it goes after them.
+    """
+
+    creates: bool
+    attempts: int
+    dead_letters: str
+    when_full: str
+
+
+def _settings(answer: JsonAnswer) -> _Settings:
+    return _Settings(
+        answer.take("autoCreateQueues", bool, True),
+        answer.take("maxDeliveryAttempts", int, 10),
+        answer.take("deadLetterAddress", str, ""),
+        answer.take("addressFullMessagePolicy", str, ""),
+    )
 
 
 def findings(session: Session, place: Place, receives: bool) -> Iterator[Finding]:
@@ -55,12 +80,13 @@ def findings(session: Session, place: Place, receives: bool) -> Iterator[Finding
         management = Management(session)
         address, _, queue = place.queue.partition("::")
         queue = queue or address
-        durable = management.attribute(f"queue.{queue}", "durable")
-        kinds = management.attribute(f"address.{address}", "routingTypes")
-        settings = json.loads(management.call("broker", "getAddressSettingsAsJSON", address) or "{}")
-        readers = management.attribute(f"queue.{queue}", "consumerCount")
-        held = management.attribute(f"queue.{queue}", "deliveringCount")
-    except (DeliveredError, ValueError) as error:
+        durable = management.attribute(f"queue.{queue}", "durable").value(bool, None)
+        kinds = management.attribute(f"address.{address}", "routingTypes").value(list, None)
+        text = management.call("broker", "getAddressSettingsAsJSON", address).value(str, None)
+        settings = _settings(JsonAnswer.read((text or "{}").encode()))
+        readers = management.attribute(f"queue.{queue}", "consumerCount").value(int, None)
+        held = management.attribute(f"queue.{queue}", "deliveringCount").value(int, None)
+    except (DeliveredError, UnexpectedAnswer) as error:
         detail = error.message if isinstance(error, DeliveredError) else str(error)
         yield Finding(
             "ACTIVEMQ_SETTINGS_UNKNOWN",
@@ -93,7 +119,7 @@ def held_by_nobody(queue: str, held: int | None, readers: int | None) -> Iterato
 
 
 def _judge(
-    name: str, queue: str, durable: bool | None, kinds: list[str] | None, settings: dict[str, Any], receives: bool
+    name: str, queue: str, durable: bool | None, kinds: list[Any] | None, settings: _Settings, receives: bool
 ) -> Iterator[Finding]:
     if "::" not in name and kinds == ["MULTICAST"]:
         yield Finding(
@@ -102,7 +128,7 @@ def _judge(
             True,
             "use a queue of it (address::queue), or an anycast address",
         )
-    elif durable is None and not settings.get("autoCreateQueues", True):
+    elif durable is None and not settings.creates:
         yield Finding(
             "QUEUE_MISSING",
             f"The queue {queue!r} does not exist, and the broker does not create queues automatically.",
@@ -122,8 +148,8 @@ def _judge(
             False,
             "make it durable",
         )
-    tries = int(settings.get("maxDeliveryAttempts", 10))
-    if receives and tries > 0 and not settings.get("deadLetterAddress"):
+    tries = settings.attempts
+    if receives and tries > 0 and not settings.dead_letters:
         yield Finding(
             "QUEUE_DROPS",
             f"{queue!r} has no dead-letter-address, so a message is dropped after {tries} failed deliveries "
@@ -131,7 +157,7 @@ def _judge(
             True,
             "set a dead-letter-address for it, or max-delivery-attempts to -1",
         )
-    if not receives and settings.get("addressFullMessagePolicy") == "DROP":
+    if not receives and settings.when_full == "DROP":
         yield Finding(
             "QUEUE_DROPS",
             f"{queue!r} acknowledges messages and drops them when it is full (address-full-policy DROP).",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import urllib3
@@ -19,13 +18,16 @@ from delivered.connectors.pulsar.options import Place
 from delivered.connectors.pulsar.positions import Position, short_name
 from delivered.connectors.pulsar.tokens import hidden, not_permitted, secret
 from delivered.connectors.pulsar.trust import untrusted
-from delivered.model.answers import AnswerTooLarge, TimedAnswer
+from delivered.model.answers import AnswerTooLarge, JsonAnswer, TimedAnswer, UnexpectedAnswer
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, SOURCE_PATIENCE_S
+
+T = TypeVar("T")
 
 _PAUSE_S = 0.3
 _REDIRECTS_MAX = 5
 _DETAIL_MAX = 200
+_PARTITIONS_MAX = 100_000
 _ANSWER_BYTES_MAX = 64 << 20
 """More than any entry, or the statistics of any topic."""
 
@@ -105,26 +107,22 @@ class Admin:
     def partitions(self, topic: str) -> int:
         """Number of partitions; 0: the topic has none, or does not exist."""
         try:
-            response = self._json("GET", self._path(topic) + "/partitions?checkAllowAutoCreation=false")
+            return self._read(
+                self._path(topic) + "/partitions?checkAllowAutoCreation=false",
+                lambda a: a.number("partitions", 0, _PARTITIONS_MAX),
+            )
         except Missing:
             return 0
-        return int(response["partitions"])
 
     def bounds(self, physical: str) -> Bounds:
         """Raises UsageError if the topic does not exist. Unlike the client, this does not create it."""
         try:
-            response = self._json("GET", self._path(physical) + "/internalStats")
-            newest = self._json("GET", self._path(physical) + "/lastMessageId")
+            ledgers, confirmed, cursors = self._read(self._path(physical) + "/internalStats", _stored)
+            dispatchable = self._read(self._path(physical) + "/lastMessageId", _message_id)
         except Missing:
             raise self._missing(physical) from None
-        ledgers = [(int(x["ledgerId"]), int(x["entries"])) for x in response["ledgers"]]
-        confirmed = Position.from_text(response["lastConfirmedEntry"])
-        if ledgers:  # the open ledger's count is a separate field
-            ledgers[-1] = (ledgers[-1][0], max(ledgers[-1][1], int(response["currentLedgerEntries"])))
-        dispatchable = Position(int(newest["ledgerId"]), int(newest["entryId"]))
         if dispatchable.entry >= 0 and dispatchable.order < confirmed.order:
             confirmed = dispatchable
-        cursors = {n: Position.from_text(c["markDeletePosition"]) for n, c in response["cursors"].items()}
         return Bounds(tuple(ledgers), confirmed, cursors)
 
     def entry(self, physical: str, ledger: int, entry: int) -> Entry | None:
@@ -153,16 +151,16 @@ class Admin:
 
     def before(self, physical: str, ms: int) -> Position:
         """The last entry published before a time."""
-        response = self._json("GET", f"{self._path(physical)}/messageid/{ms}")
-        return Position(int(response["ledgerId"]), int(response["entryId"]) - 1)
+        found = self._read(f"{self._path(physical)}/messageid/{ms}", _message_id)
+        return Position(found.ledger, found.entry - 1)
 
     def deduplicates(self, physical: str) -> bool | None:
         """Whether deduplication is enabled on this topic; None: unknown."""
         try:
-            response = self._json("GET", self._path(physical) + "/stats").get("deduplicationStatus")
+            status = self._read(self._path(physical) + "/stats", lambda a: a.take("deduplicationStatus", str, ""))
         except Missing:
             raise self._missing(physical) from None
-        return None if response is None else response == "Enabled"
+        return status == "Enabled" if status else None
 
     def schema(self, topic: str, version: int | None = None) -> Registered | None:
         """A topic's schema; None: it has none, or not this version.
@@ -173,15 +171,22 @@ class Admin:
         _, _, rest = topic.partition("://")
         path = "/admin/v2/schemas/" + "/".join(quote(part, safe="") for part in rest.split("/")) + "/schema"
         try:
-            response = self._json("GET", path if version is None else f"{path}/{version}")
+            return self._read(
+                path if version is None else f"{path}/{version}",
+                lambda a: Registered(a.take("version", int), a.take("type", str), a.take("data", str)),
+            )
         except Missing:
             return None
-        return Registered(int(response["version"]), response["type"], response["data"])
 
     def consumers(self, physical: str, subscription: str) -> int:
         """Number of connected consumers."""
-        response = self._json("GET", self._path(physical) + "/stats")["subscriptions"].get(subscription, {})
-        return len(response.get("consumers", ()))
+
+        def count(answer: JsonAnswer) -> int:
+            return len(
+                JsonAnswer.of(answer.take("subscriptions", dict).get(subscription, {})).take("consumers", list, [])
+            )
+
+        return self._read(self._path(physical) + "/stats", count)
 
     def move(self, physical: str, subscription: str, to: Position, exists: bool) -> None:
         """Move a subscription's cursor to `to`, which counts as acknowledged; create the subscription if needed."""
@@ -204,12 +209,12 @@ class Admin:
             next_step="create the topic, or correct its name",
         )
 
-    def _json(self, method: str, path: str) -> Any:
-        data = self._ask(method, path)[1]
+    def _read(self, path: str, read: Callable[[JsonAnswer], T]) -> T:
+        data = self._ask("GET", path)[1]
         try:
-            return json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise self._unreachable(f"an answer to {path} that is not JSON: {str(error)[:100]}") from None
+            return read(JsonAnswer.read(data))
+        except UnexpectedAnswer as why:
+            raise self._unreachable(f"of {path}, {hidden(self._options, str(why))}") from None
 
     def _ask(self, method: str, path: str, body: Any = None) -> tuple[Mapping[str, str], bytes]:
         deadline = time.monotonic() + (SOURCE_PATIENCE_S if self._patient else 0)
@@ -293,6 +298,27 @@ class Admin:
         )
 
 
+def _stored(answer: JsonAnswer) -> tuple[list[tuple[int, int]], Position, dict[str, Position]]:
+    """Ledgers, last entry and cursors in a partition's internal statistics."""
+    ledgers = [(x.number("ledgerId", 0), x.number("entries", 0)) for x in answer.at("ledgers").each()]
+    if ledgers:  # the open ledger's count is a separate field
+        ledgers[-1] = (ledgers[-1][0], max(ledgers[-1][1], answer.number("currentLedgerEntries", 0)))
+    cursors = {n: _position(c, "markDeletePosition") for n, c in answer.at("cursors").named().items()}
+    return ledgers, _position(answer, "lastConfirmedEntry"), cursors
+
+
+def _position(answer: JsonAnswer, name: str) -> Position:
+    text = answer.take(name, str)
+    try:
+        return Position.from_text(text)
+    except ValueError:
+        raise UnexpectedAnswer(f"{name} is {ascii(text)[:_DETAIL_MAX]}, not the position of a message") from None
+
+
+def _message_id(answer: JsonAnswer) -> Position:
+    return Position(answer.number("ledgerId", -1), answer.number("entryId", -1))
+
+
 class _Connection(urllib3.connection.HTTPConnection):
     response_class = TimedAnswer
 
@@ -329,8 +355,8 @@ def _words(answer: bytes) -> str:
     """Reason of an error: brokers send JSON, or an HTML page with the reason in its title."""
     text = answer.decode(errors="replace")
     try:
-        return str(json.loads(text)["reason"])[:_DETAIL_MAX]
-    except (ValueError, KeyError, TypeError):
+        return JsonAnswer.read(answer).take("reason", str)[:_DETAIL_MAX]
+    except UnexpectedAnswer:
         title = re.search(r"<title>(.*?)</title>", text, re.DOTALL | re.IGNORECASE)
         return " ".join((title[1] if title else text).split())[:_DETAIL_MAX]
 

@@ -103,7 +103,7 @@ def _claims(token: str) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

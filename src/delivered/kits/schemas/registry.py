@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from delivered.kits.options import distrusted, trust
 from delivered.kits.schemas.options import LOGIN, PREFIX, TRUSTED, URL, Format
-from delivered.model.answers import AnswerTooLarge, bounded
+from delivered.model.answers import AnswerTooLarge, JsonAnswer, UnexpectedAnswer, bounded, limited, starts
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.options import resolve_secrets
@@ -25,6 +26,10 @@ _NAMES = {v: k for k, v in _KINDS.items()}
 _REFERENCES_MAX = 100
 _ANSWER_BYTES_MAX = 16 << 20
 _NOT_FOUND, _CONFLICT, _INVALID = 404, 409, 422
+_PATH = re.compile(
+    "(?P<by_id>/schemas/ids/[0-9]+)$|(?P<compatibility>/compatibility/subjects/[^/]+/versions/[^/]+)$"
+    "|/subjects/[^/]+(?:(?P<new>/versions)|/versions/[^/]+)?$"
+)
 _BUSY = (408, 429, 500, 502, 503, 504)
 
 T = TypeVar("T")
@@ -84,9 +89,9 @@ class Registry:
                 f"The client of the schema registry {self.url} refuses its options: {str(error)[:200]}",
                 next_step=f"correct the options that begin with {PREFIX} (docs/schemas.md)",
             ) from None
-        session = self._client._rest_client.session
+        session = limited(self._client._rest_client.session)
         session.headers["Accept-Encoding"] = "identity"
-        session.event_hooks = {"response": [_read]}
+        session.event_hooks = {"request": [lambda _: starts(CONNECT_TIMEOUT_S)], "response": [self._read]}
         self._by_id: dict[int, Registered | None] = {}
 
     def find(self, subject: str, version: int | None) -> Registered | None:
@@ -189,6 +194,20 @@ class Registry:
                 "or https",
             ) from None
 
+    def _read(self, response: Any) -> None:
+        body = _body(response)
+        if response.status_code >= 300:
+            return
+        path = response.request.url.raw_path.decode().partition("?")[0]
+        try:
+            _check(path, JsonAnswer.read(body))
+        except UnexpectedAnswer as why:
+            raise Unreachable(
+                "REGISTRY_UNREACHABLE",
+                f"The schema registry {self.url} answers {path} with something else than asked for: {why}",
+                next_step=f"check that {URL} names a schema registry",
+            ) from None
+
     def _trusted_words(self) -> str:
         return f"those in {self._trusted}" if self._trusted else "those of certifi, or in SSL_CERT_FILE or SSL_CERT_DIR"
 
@@ -219,18 +238,42 @@ class Registry:
         return any("TransportError" in c.__name__ for c in type(error).__mro__)  # of httpx or its successor
 
 
-def _read(response: Any) -> None:
-    """Read an answer's body, before the client does without a bound. What is compressed unasked is no answer."""
+def _body(response: Any) -> bytes:
+    """Read an answer, before the client does without a bound. What is compressed unasked is no answer."""
     from confluent_kafka.schema_registry.common._httpx_compat import httpx
 
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     try:
         if response.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
             raise AnswerTooLarge("its answer is compressed, although it was asked not to")
-        response._content = bounded(response.iter_raw(), _ANSWER_BYTES_MAX, deadline)
+        body = response._content = bounded(response.iter_raw(), _ANSWER_BYTES_MAX, deadline)
     except OSError as error:
         response.close()
         raise httpx.ReadError(str(error), request=response.request) from None
+    return body
+
+
+def _check(path: str, answer: JsonAnswer) -> None:
+    """The fields that the client takes without a look. Raises UnexpectedAnswer."""
+    kind = _PATH.search(path)
+    if kind is None:
+        return
+    if kind["compatibility"]:
+        answer.take("is_compatible", bool)
+        return
+    if not kind["by_id"]:
+        answer.number("id", 0)
+        if kind["new"]:
+            return
+        answer.number("version", 0)
+    answer.take("schema", str)
+    answer.take("schemaType", str, "")
+    if not answer.take("references", list, []):
+        return
+    for reference in answer.at("references").each():
+        reference.take("name", str)
+        reference.take("subject", str)
+        reference.number("version", -1)
 
 
 def _bad_references(what: str) -> BadSchema:

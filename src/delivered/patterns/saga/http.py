@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
-import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
 
 from delivered.model.addresses import check_http_url
+from delivered.model.answers import ends_within, limited
 from delivered.model.errors import BadRecord, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import SAGA_DATA_BYTES_MAX
 from delivered.model.options import REFERENCES, resolve_secret
@@ -77,10 +76,12 @@ class Http:
             url = url.replace("{" + name + "}", quote(value, safe=""))
         # Compressed replies are no use here, and a client that unpacks them has no bound.
         headers = {"Accept-Encoding": "identity", **own, "Idempotency-Key": key}
-        deadline = _running.deadline = time.monotonic() + self.timeout_s
-        with _client(os.getpid()).stream(
-            self.method, url, json=self.body(call), headers=headers, timeout=self.timeout_s
-        ) as reply:
+        with (
+            ends_within(self.timeout_s) as deadline,
+            _client(os.getpid()).stream(
+                self.method, url, json=self.body(call), headers=headers, timeout=self.timeout_s
+            ) as reply,
+        ):
             status, encoding = reply.status_code, reply.encoding or "utf-8"
             done = 200 <= status < 300
             body = _body(reply, deadline, _RESULT_BYTES_MAX if done else _REASON_BYTES_MAX)
@@ -148,69 +149,5 @@ def _client(process: int) -> httpx.Client:
         import httpx
     except ImportError:
         raise MissingExtra("saga") from None
-    return limited(httpx.Client())
-
-
-def limited(client: httpx.Client) -> httpx.Client:
-    """The same; its waits end at the deadline of the call that waits."""
-    for transport in (client._transport, *client._mounts.values()):  # the mounts are the environment's proxies
-        if transport is not None:
-            pool = transport._pool  # type: ignore[attr-defined]
-            pool._network_backend = _limited(pool._network_backend)
-    return client
-
-
-class _Running(threading.local):
-    """The call that this thread makes."""
-
-    deadline: float | None = None
-
-
-_running = _Running()
-
-
-def _left_s(timeout_s: float | None) -> float:
-    """How long the next wait may take: httpx bounds each wait alone, so a service that sends a byte a second would
-    never be given up."""
-    import httpcore
-
-    left_s = math.inf if _running.deadline is None else _running.deadline - time.monotonic()
-    if left_s <= 0:
-        raise httpcore.ReadTimeout("the call took too long")
-    return min(left_s, math.inf if timeout_s is None else timeout_s)
-
-
-def _limited(inner: Any) -> Any:
-    """A network backend of httpcore whose waits end at the deadline of the call."""
-    import httpcore
-
-    class Stream(httpcore.NetworkStream):
-        def __init__(self, stream: httpcore.NetworkStream) -> None:
-            self._stream = stream
-
-        def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-            return self._stream.read(max_bytes, _left_s(timeout))
-
-        def write(self, buffer: bytes, timeout: float | None = None) -> None:
-            self._stream.write(buffer, _left_s(timeout))
-
-        def close(self) -> None:
-            self._stream.close()
-
-        def start_tls(self, ssl_context: Any, server_hostname: Any = None, timeout: float | None = None) -> Any:
-            return Stream(self._stream.start_tls(ssl_context, server_hostname, _left_s(timeout)))
-
-        def get_extra_info(self, info: str) -> Any:
-            return self._stream.get_extra_info(info)
-
-    class Backend(httpcore.NetworkBackend):
-        def connect_tcp(self, host: str, port: int, timeout: float | None = None, *args: Any, **more: Any) -> Any:
-            return Stream(inner.connect_tcp(host, port, _left_s(timeout), *args, **more))
-
-        def connect_unix_socket(self, path: str, timeout: float | None = None, *args: Any, **more: Any) -> Any:
-            return Stream(inner.connect_unix_socket(path, _left_s(timeout), *args, **more))
-
-        def sleep(self, seconds: float) -> None:
-            inner.sleep(seconds)
-
-    return Backend()
+    made: httpx.Client = limited(httpx.Client())
+    return made
