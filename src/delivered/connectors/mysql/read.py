@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SLICE_KEYS = 250_000
 """Minimum range of primary keys per slice."""
 ROWS_AT_ONCE = 1_000
-_WHOLE = {"start": None, "end": None}
+_ALL = {"start": None, "end": None}
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class MysqlScan(TableScan):
         """Args: since: {"at": n}: the first value of the primary key. A table without such a key is one slice."""
         found = self._range()
         if found is None:
-            return [Slice(_WHOLE)]
+            return [Slice(_ALL)]
         key, first, stop = found
         pieces = steps(int((since or {}).get("at", first)), stop, SLICE_KEYS)
         return [Slice({"key": key, "start": at, "end": until}) for at, until in pieces]

@@ -28,7 +28,7 @@ def release(session: Session) -> None:
     session.nonce = ""
 
 
-def gone(session: Session, nonce: str, wait_s: float) -> bool:
+def has_ended(session: Session, nonce: str, wait_s: float) -> bool:
     """Wait until the session with this nonce, and its transaction, has ended. Raises MySQLError."""
     row = session.execute("SELECT GET_LOCK(%s, %s)", [_name(nonce), wait_s]).fetchone()
     if row[0] != 1:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.types import TYPES
 from delivered.kits.sink import Parts
-from delivered.kits.sql.sink import ServerSink, Words
+from delivered.kits.sql.sink import ServerSink, ServerTerms
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class MysqlSink(ServerSink):
         database="client:MysqlDatabase",
         refused_rows="trial:refused_rows",
     )
-    words = Words(
+    terms = ServerTerms(
         load="LOAD DATA",
         transaction="an XA transaction",
         prepare="XA PREPARE, durable; the session ends",

@@ -90,8 +90,8 @@ class MysqlMerge(Merge):
         )
 
     def delete(self, staged: str) -> str:
-        gone = f"s.{quoted(str(self.mode.delete))} IS TRUE"
-        return f"DELETE t FROM {self._found(staged)} WHERE {gone}{self._if_newer('AND', 's')}"
+        deleted = f"s.{quoted(str(self.mode.delete))} IS TRUE"
+        return f"DELETE t FROM {self._found(staged)} WHERE {deleted}{self._if_newer('AND', 's')}"
 
     def exact(self, key: str) -> str:
         return f"CAST({key} AS BINARY)"
@@ -135,11 +135,11 @@ class Found:
 class ServerColumn(Column):
     """
     Attributes:
-        made: the type in CREATE TABLE, with charset and collation.
+        declared: the type in CREATE TABLE, with charset and collation.
         collation: of a text.
     """
 
-    made: str = ""
+    declared: str = ""
     collation: str | None = None
 
 
@@ -208,11 +208,11 @@ def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
             raise missing_at_server(options)
         check_typed(options, schema)
         with alone(session):
-            made = find(session, options) is None
+            created = find(session, options) is None
             body = f"({_body(options, kept)}) {_end(session)} COMMENT = '{new_mark()}'"
             session.execute(f"CREATE TABLE IF NOT EXISTS {text_of(options)} {body}")
             found = find(session, options)
-            if found is not None and made:  # a schema stored for an earlier table of this name is obsolete
+            if found is not None and created:  # a schema stored for an earlier table of this name is obsolete
                 session.execute(
                     f"DELETE FROM {with_values(options.ledger_schema)}.target WHERE base = %s AND name = %s",
                     [found.base, found.name],
@@ -231,7 +231,7 @@ def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
     return Target(
         found.full,
         ", ".join(quoted(n) for n in schema.names),
-        {n: columns[n].made for n in kept.names},
+        {n: columns[n].declared for n in kept.names},
         MysqlMerge(options.write, found.full, tuple(kept.names), index),
         tuple(n for n in kept.names if columns[n].fills_null),
     )
@@ -256,7 +256,7 @@ def add_columns(session: Session, options: MysqlOptions, schema: pa.Schema) -> N
             errors.alter(session, options, f"ALTER TABLE {found.full} {added}")
         known = stored_schema(session, options, found)
         if known is not None:
-            now = extended(options, known, TYPES.canonical_schema(kept), _way_out(options, found))
+            now = extended(options, known, TYPES.canonical_schema(kept), _recovery_action(options, found))
             session.execute(
                 f"UPDATE {with_values(options.ledger_schema)}.target SET arrow_schema = %s "
                 "WHERE base = %s AND name = %s",
@@ -270,7 +270,7 @@ def _declared(field: pa.Field) -> str:
     return f"{TYPES.declared(field.type)}{charset}"
 
 
-def _way_out(options: MysqlOptions, found: Found) -> str:
+def _recovery_action(options: MysqlOptions, found: Found) -> str:
     return (
         "restore the rows' columns and types, or write to another table; or, if the existing rows need no audit, "
         f"DELETE FROM {options.ledger_schema}.target WHERE base = '{found.base}' AND name = '{found.name}'"
@@ -347,7 +347,7 @@ def table_columns(session: Session, found: Found) -> dict[str, ServerColumn]:
             width=int(width) if kind == "varchar" else None,
             # Without explicit_defaults_for_timestamp, null becomes the current time.
             fills_null=bool(not_null) and ("auto_increment" in extra.lower() or kind == "timestamp"),
-            made=text,
+            declared=text,
             collation=collation,
         )
     return columns
@@ -398,7 +398,7 @@ def _remember(session: Session, options: MysqlOptions, found: Found, schema: pa.
         )
         known = stored_schema(session, options, found)
     if known is not None:
-        check_known(options, known, canonical, _way_out(options, found))
+        check_known(options, known, canonical, _recovery_action(options, found))
 
 
 def stored_schema(session: Session, options: MysqlOptions, found: Found) -> pa.Schema | None:

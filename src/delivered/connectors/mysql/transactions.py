@@ -120,10 +120,10 @@ def end(session: Session, gid: str, commit: bool) -> bool:
             if not wait_s:
                 raise
         # Its session is closing, or hangs: a paused task, a lost machine.
-        if not sessions.gone(session, nonce_of(gid), wait_s):
+        if not sessions.has_ended(session, nonce_of(gid), wait_s):
             sessions.end(session, nonce_of(gid))
             # MariaDB 10.11 may acknowledge a commit while the killed session still ends, and then roll back.
-            sessions.gone(session, nonce_of(gid), KILLED_S)
+            sessions.has_ended(session, nonce_of(gid), KILLED_S)
     raise AssertionError("not reached")
 
 
@@ -139,9 +139,9 @@ def build_committer(options: MysqlOptions, scope: Scope) -> ServerCommitter[Sess
     def drop(session: Session, table: str) -> None:
         """Terminates the session of a hanging task, whose locks on the table would block the drop."""
         nonce = stage.nonce_of(table)
-        if not sessions.gone(session, nonce, 0):
+        if not sessions.has_ended(session, nonce, 0):
             sessions.end(session, nonce)
-            sessions.gone(session, nonce, KILLED_S)
+            sessions.has_ended(session, nonce, KILLED_S)
         staging.drop(session, table)
 
     shards = Shards(

@@ -65,7 +65,7 @@ def refused_rows(session: Session, options: MysqlOptions, batch: pa.RecordBatch)
         return reasons
     own = f"try_{new_nonce()}"
     table = f"{quoted(options.ledger_schema)}.{quoted(own)}"
-    body = [f"{quoted(c.name)} {c.made}" for c in columns.values()]
+    body = [f"{quoted(c.name)} {c.declared}" for c in columns.values()]
     body += [f"CHECK ({clause})" for clause in valid]
     session.execute(f"CREATE TEMPORARY TABLE {table} ({', '.join(body)}) ENGINE = InnoDB")
     into = ", ".join(map(quoted, names))
@@ -97,7 +97,7 @@ class _Column:
     Attributes:
         width: of texts and bytes, unless more than an Arrow value has.
         computed: an expression.
-        made: its declaration, without constraints.
+        declared: its declaration, without constraints.
     """
 
     name: str
@@ -105,7 +105,7 @@ class _Column:
     charset: str | None
     width: int | None
     computed: str | None
-    made: str
+    declared: str
 
 
 def _columns(session: Session, found: target.Found) -> dict[str, _Column]:
@@ -118,10 +118,10 @@ def _columns(session: Session, found: target.Found) -> dict[str, _Column]:
     ).fetchall()
     columns = {}
     for name, kind, shown, charset, collation, width, computed in rows:
-        made = f"{shown} CHARACTER SET {charset} COLLATE {collation}" if charset else shown
-        made += f" AS ({computed}) STORED" if computed else " NULL"
+        declared = f"{shown} CHARACTER SET {charset} COLLATE {collation}" if charset else shown
+        declared += f" AS ({computed}) STORED" if computed else " NULL"
         known = None if width is None or kind in ("longtext", "longblob") else int(width)
-        columns[name.lower()] = _Column(name, kind, charset, known, computed, made)
+        columns[name.lower()] = _Column(name, kind, charset, known, computed, declared)
     return columns
 
 

@@ -142,8 +142,8 @@ def _holes(values: Bytes2D, valid: npt.NDArray[np.bool_]) -> pa.Array:
 
 def _big(values: npt.NDArray[np.generic], dtype: str) -> Bytes2D:
     """Numbers in network order, one row of bytes each."""
-    made = np.ascontiguousarray(values.astype(dtype))
-    return made.view(np.uint8).reshape(len(values), made.dtype.itemsize)
+    packed = np.ascontiguousarray(values.astype(dtype))
+    return packed.view(np.uint8).reshape(len(values), packed.dtype.itemsize)
 
 
 _NUMBERS = {"int2": ">i2", "int4": ">i4", "int8": ">i8", "float4": ">f4", "float8": ">f8"}
@@ -170,8 +170,8 @@ def _numeric(column: pa.Array, precision: int, scale: int) -> Bytes2D:
     """Decimals in base 10,000, with the type's maximum number of digits: the server drops leading zeros."""
     n = len(column)
     fraction = -(-max(scale, 0) // 4)
-    whole = max(1, -(-(precision - scale) // 4))
-    digits = fraction + whole
+    integers = max(1, -(-(precision - scale) // 4))
+    digits = fraction + integers
     pairs = np.frombuffer(column.buffers()[1], np.uint64)[2 * column.offset : 2 * (column.offset + n)].reshape(n, 2)
     negative = pairs[:, 1].view(np.int64) < 0
     # Base 10,000 needs fractional digits in groups of four.
@@ -187,7 +187,7 @@ def _numeric(column: pa.Array, precision: int, scale: int) -> Bytes2D:
         for i in range(digits - 1, -1, -1):
             out[:, i] = _divide(limbs, 10_000)
     head = np.empty((n, 4), np.int64)
-    head[:, 0], head[:, 1], head[:, 2], head[:, 3] = digits, whole - 1, np.where(negative, 0x4000, 0), max(scale, 0)
+    head[:, 0], head[:, 1], head[:, 2], head[:, 3] = digits, integers - 1, np.where(negative, 0x4000, 0), max(scale, 0)
     words = np.concatenate([head, out], axis=1).astype(">u2")
     return words.view(np.uint8).reshape(n, 2 * words.shape[1])
 

@@ -57,11 +57,11 @@ class PostgresScan(TableScan):
     def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
         """Args: since: {"<partition>": n}: the first page."""
         pages, first = self._pages(), since or {}
-        whole = sum(pages.values())
+        total = sum(pages.values())
         return [
             Slice({"relation": relation, "start": at, "end": until}, partition=relation)
             for relation, stop in pages.items()
-            for at, until in steps(int(first.get(relation, 0)), stop, SLICE_PAGES, whole)
+            for at, until in steps(int(first.get(relation, 0)), stop, SLICE_PAGES, total)
         ]
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:

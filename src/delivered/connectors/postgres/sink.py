@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.types import TYPES
 from delivered.kits.sink import Parts
-from delivered.kits.sql.sink import ServerSink, Words
+from delivered.kits.sql.sink import ServerSink, ServerTerms
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class PostgresSink(ServerSink):
         database="client:PostgresDatabase",
         refused_rows="trial:refused_rows",
     )
-    words = Words(
+    terms = ServerTerms(
         load="COPY",
         transaction="a transaction",
         prepare="PREPARE TRANSACTION, durable",

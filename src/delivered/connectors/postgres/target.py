@@ -157,14 +157,14 @@ def add_columns(connection: psycopg.Connection[Any], options: PostgresOptions, s
             _alter(connection, options, f"ALTER TABLE {name} {added}")
         known = stored_schema(connection, options, relation)
         if known is not None:
-            now = extended(options, known, TYPES.canonical_schema(kept), _way_out(options, relation))
+            now = extended(options, known, TYPES.canonical_schema(kept), _recovery_action(options, relation))
             connection.execute(
                 f"UPDATE {quoted(options.ledger_schema)}.target SET arrow_schema = %s WHERE relation = %s",  # noqa: S608
                 [now.serialize().to_pybytes(), relation],
             )
 
 
-def _way_out(options: PostgresOptions, relation: int) -> str:
+def _recovery_action(options: PostgresOptions, relation: int) -> str:
     return (
         "restore the rows' columns and types, or write to another table; or, if the existing rows need no audit, "  # noqa: S608
         f"DELETE FROM {quoted(options.ledger_schema)}.target WHERE relation = {relation}"
@@ -224,7 +224,7 @@ def _remember(connection: psycopg.Connection[Any], options: PostgresOptions, rel
         )
         known = stored_schema(connection, options, relation)
     if known is not None:
-        check_known(options, known, canonical, _way_out(options, relation))
+        check_known(options, known, canonical, _recovery_action(options, relation))
 
 
 def stored_schema(connection: psycopg.Connection[Any], options: PostgresOptions, relation: int) -> pa.Schema | None:

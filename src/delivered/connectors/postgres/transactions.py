@@ -21,7 +21,7 @@ from delivered.model.identity import Scope, Work
 if TYPE_CHECKING:
     import psycopg
 
-GONE = "42704"
+NO_SUCH_TRANSACTION = "42704"
 """SQLSTATE: no prepared transaction with this id: it was committed, rolled back, or never existed."""
 
 
@@ -84,7 +84,7 @@ def end(connection: psycopg.Connection[Any], gid: str, commit: bool) -> bool:
     try:
         connection.execute(sql.SQL(verb).format(sql.Literal(gid)))
     except psycopg.Error as error:
-        if error.sqlstate != GONE:
+        if error.sqlstate != NO_SUCH_TRANSACTION:
             raise
         return False
     return True

@@ -161,10 +161,10 @@ def ready(connection: sqlite3.Connection, options: SqliteOptions, schema: pa.Sch
             (options.table, canonical.serialize().to_pybytes()),
         )
     else:
-        check_known(options, known, canonical, _WAY_OUT)
+        check_known(options, known, canonical, _RECOVERY_ACTION)
 
 
-_WAY_OUT = "write to another table, or restore the rows' columns and types"
+_RECOVERY_ACTION = "write to another table, or restore the rows' columns and types"
 
 
 def add_columns(connection: sqlite3.Connection, options: SqliteOptions, schema: pa.Schema, *, alter: bool) -> None:
@@ -182,7 +182,7 @@ def add_columns(connection: sqlite3.Connection, options: SqliteOptions, schema: 
     compare(options, pa.schema([f for f in schema if f not in missing]), columns)
     known = stored_schema(connection, options.table)
     canonical = TYPES.canonical_schema(schema)
-    now = canonical if known is None else extended(options, known, canonical, _WAY_OUT)
+    now = canonical if known is None else extended(options, known, canonical, _RECOVERY_ACTION)
     if alter:
         for field in missing:
             kind = TYPES.declared(field.type)
@@ -201,8 +201,8 @@ def compare(options: SqliteOptions, schema: pa.Schema, columns: dict[str, str | 
     for field in schema:
         wanted = TYPES.declared(field.type)
         if field.name.lower() not in columns:
-            way_out = f"ALTER TABLE {quoted(options.table)} ADD COLUMN {quoted(field.name)} {wanted}"
-            raise column_missing(options, field.name, sorted(columns), way_out)
+            action = f"ALTER TABLE {quoted(options.table)} ADD COLUMN {quoted(field.name)} {wanted}"
+            raise column_missing(options, field.name, sorted(columns), action)
         sql_type = columns[field.name.lower()]
         if sql_type is None:
             raise column_computed(options.table, field.name)

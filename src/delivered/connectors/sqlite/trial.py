@@ -44,8 +44,8 @@ def refused_rows(options: SqliteOptions, batch: pa.RecordBatch) -> pa.Array | No
         if not Path(options.path).exists():
             return reasons
         database, floats = SqliteDatabase(options.path), any(map(pa.types.is_floating, batch.schema.types))
-        made = database.ask(lambda connection: _definition(connection, options.table, floats))
-        if not made or not _copied(copy, made):
+        statements = database.ask(lambda connection: _definition(connection, options.table, floats))
+        if not statements or not _copied(copy, statements):
             return reasons
         return first_of(reasons, _tried(copy, options.table, batch.select(names), reasons))
 
@@ -85,7 +85,7 @@ def _definition(connection: sqlite3.Connection, table: str, floats: bool) -> lis
 
 
 def _copied(copy: sqlite3.Connection, statements: Sequence[str]) -> bool:
-    """Whether the table could be made: another client may have defined a function or a collation for it."""
+    """Whether the table could be created: another client may have defined a function or a collation for it."""
     try:
         for statement in statements:
             copy.execute(statement)

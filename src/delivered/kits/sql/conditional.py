@@ -82,7 +82,7 @@ class Conditional(Generic[C]):
             self._write(f"s.{quoted(ROUND)} = {number}", low, high)
         if mode.upserts:
             check_keys_stored(self.connection, self.options, self.merge, self.staged, self.found)
-        note(self.connection, self.database.dialect, self.work, self.left_out)
+        record_skipped(self.connection, self.database.dialect, self.work, self.left_out)
 
     def _round_after(self, number: int) -> tuple[int, int, int] | None:
         """The next round with rows, and the bounds of their `ORDER`."""
@@ -228,7 +228,7 @@ class _Dropped(Exception):
     """A statement stored fewer rows than it was given."""
 
 
-def note(connection: Connection, dialect: Dialect, work: Work, left_out: Mapping[str, int]) -> None:
+def record_skipped(connection: Connection, dialect: Dialect, work: Work, left_out: Mapping[str, int]) -> None:
     """Record a batch's skipped rows, in the transaction of its rows."""
     for kind, rows in left_out.items():
         if rows:

@@ -96,12 +96,12 @@ def _from_hex(column: pa.Array) -> pa.Array:
     digits = np.frombuffer(b"" if data is None else data, np.uint8)[offsets[0] : offsets[-1]]
     halves = np.where(digits >= ord("a"), digits - (ord("a") - 10), digits - ord("0")).astype(np.uint8)
     values = (halves[0::2] << 4 | halves[1::2]).astype(np.uint8)
-    made = pa.Array.from_buffers(
+    texts = pa.Array.from_buffers(
         pa.binary(),
         len(column),
         [None, pa.py_buffer(((offsets - offsets[0]) // 2).astype(np.int32)), pa.py_buffer(values)],
     )
-    return made if column.null_count == 0 else pc.if_else(column.is_valid(), made, pa.scalar(None, pa.binary()))
+    return texts if column.null_count == 0 else pc.if_else(column.is_valid(), texts, pa.scalar(None, pa.binary()))
 
 
 class _Text(io.RawIOBase):

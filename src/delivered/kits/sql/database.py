@@ -251,8 +251,8 @@ class Server(Database[C]):
             waited_s = time.monotonic() - began
             if query_patience_s() == 0.0 or waited_s < 1.0 or not self.is_away(error):
                 raise
-            told = error if isinstance(error, DeliveredError) else self.explained(error)
-            raise told.after(waited_s) from error
+            explained = error if isinstance(error, DeliveredError) else self.explained(error)
+            raise explained.after(waited_s) from error
 
     def is_away(self, error: BaseException) -> bool:
         if isinstance(error, DeliveredError):

@@ -183,14 +183,14 @@ def table_name(
         hint: the next step if the text is not a table name.
     """
     part = "|".join([rf"{q}(?:[^{q}\0]|{q}{q})+{q}" for q in quotes] + [r"[^\W\d][\w$]*"])
-    whole_name = re.compile(rf"(?:({part})\s*\.\s*)?({part})")
+    qualified = re.compile(rf"(?:({part})\s*\.\s*)?({part})")
 
     def plain(text: str) -> str:
         quote = text[0]
         return name.read(text[1:-1].replace(quote * 2, quote) if quote in quotes else fold(text))
 
     def read(text: str) -> TableName:
-        match = whole_name.fullmatch(text.strip())
+        match = qualified.fullmatch(text.strip())
         if match is None:
             raise Unfit(f"is {text!r}; it must be a table name, with or without its {outer}", hint)
         schema, table = match.groups()

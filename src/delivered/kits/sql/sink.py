@@ -109,7 +109,7 @@ _ENDS = {
 
 
 @dataclass(frozen=True)
-class Words:
+class ServerTerms:
     """How a server carries out the steps of a plan.
 
     Attributes:
@@ -132,14 +132,14 @@ class Words:
 
 class ServerSink(DatabaseSink):
     options: ServerOptions
-    words: ClassVar[Words]
+    terms: ClassVar[ServerTerms]
 
     def capability(self) -> SinkCapability:
-        words, into = self.words, self._into
+        terms, into = self.terms, self._into
         two_phase = self.options.mechanism is Mechanism.TWO_PHASE
         common: dict[str, Any] = {
             "system": self.parts.folder.rpartition(".")[2],
-            "send": f"{words.load} into {into}, one transaction per shard, visible when it commits",
+            "send": f"{terms.load} into {into}, one transaction per shard, visible when it commits",
             "remembers": True,
             "write": self.options.write,
             "adds_columns": self.options.merge_schema,
@@ -148,32 +148,32 @@ class ServerSink(DatabaseSink):
             return SinkCapability(
                 commit=Commit.ONE_TRANSACTION,
                 mechanism="ledger row in the sink's transaction",
-                stage=f"{words.load} into one staging table per shard",
+                stage=f"{terms.load} into one staging table per shard",
                 prepare="the staging table is committed, durable",
                 decide=f"one transaction: rows of all shards into {into}, and the ledger row",
-                apply=words.moved,
+                apply=terms.moved,
                 batch_atomic=True,
-                assumes=(*words.assumes, *self._assumed),
+                assumes=(*terms.assumes, *self._assumed),
                 limits=("rows are written twice: staged, then moved", HISTORY, *self._bounds),
                 **common,
             )
         return SinkCapability(
             commit=Commit.TWO_PHASE,
             mechanism="two-phase commit",
-            stage=f"{words.load} into {into}, {words.transaction} per shard, invisible",
-            prepare=f"a marker in the same transaction; {words.prepare}",
+            stage=f"{terms.load} into {into}, {terms.transaction} per shard, invisible",
+            prepare=f"a marker in the same transaction; {terms.prepare}",
             decide="one row in the ledger, by the driver that owns it",
-            apply=f"{words.commit} for each shard, from the driver",
+            apply=f"{terms.commit} for each shard, from the driver",
             batch_atomic=False,
             assumes=(
-                *words.assumes,
+                *terms.assumes,
                 "no two shards of a batch write the same value of a unique key",
                 *self._assumed,
             ),
             limits=(
-                *words.limits,
+                *terms.limits,
                 "readers may see some shards of a batch a few ms before the others",
-                f"prepared rows of a pipeline that never restarts {words.holds}: `delivered transactions list` "
+                f"prepared rows of a pipeline that never restarts {terms.holds}: `delivered transactions list` "
                 "shows them and their age",
                 HISTORY,
                 *self._bounds,

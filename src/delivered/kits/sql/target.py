@@ -40,13 +40,13 @@ class TableScan(ABC):
     def _never_written(self) -> UsageError: ...
 
 
-def steps(first: int, stop: int, at_least: int, whole: int | None = None) -> list[tuple[int, int]]:
+def steps(first: int, stop: int, at_least: int, total: int | None = None) -> list[tuple[int, int]]:
     """Split a range into at most `SLICES_MAX` pieces, the last one shorter.
 
     Args:
-        whole: total length of all ranges; None: this is the only one.
+        total: total length of all ranges; None: this is the only one.
     """
-    step = max(at_least, -(-(stop - first if whole is None else whole) // SLICES_MAX))
+    step = max(at_least, -(-(stop - first if total is None else total) // SLICES_MAX))
     return [(at, min(at + step, stop)) for at in range(first, stop, step)]
 
 
@@ -71,8 +71,8 @@ def missing(table: str, where: str, next_step: str) -> UsageError:
 
 
 def missing_at_server(options: ServerOptions) -> UsageError:
-    way_out = 'create the table, correct the option dbtable, or add .option("ifNotExists", "true")'
-    return missing(options.table_text, options.where, way_out)
+    action = 'create the table, correct the option dbtable, or add .option("ifNotExists", "true")'
+    return missing(options.table_text, options.where, action)
 
 
 def text_of(options: ServerOptions) -> str:
@@ -123,11 +123,11 @@ def column_computed(table: str, column: str) -> UsageError:
 
 
 def column_missing(options: TableOptions, field: str, has: Collection[str], next_step: str) -> UsageError:
-    way_out = f'add it with .option("mergeSchema", "true"), or {next_step}; or drop the column from the rows'
+    action = f'add it with .option("mergeSchema", "true"), or {next_step}; or drop the column from the rows'
     return UsageError(
         "COLUMN_MISSING",
         f"Table {options.table_text!r} {options.where} has no column {field!r}; it has {', '.join(has)}.",
-        next_step="start the pipeline again, which adds it" if options.merge_schema else way_out,
+        next_step="start the pipeline again, which adds it" if options.merge_schema else action,
     )
 
 
@@ -240,8 +240,8 @@ def compare(
         column = columns.get(f.name)
         if column is None:
             wanted = "..." if untyped(f) else types.declared(f.type)
-            way_out = f"ALTER TABLE {table} ADD COLUMN {quoted(f.name)} {wanted}"
-            raise column_missing(options, f.name, columns, way_out)
+            action = f"ALTER TABLE {table} ADD COLUMN {quoted(f.name)} {wanted}"
+            raise column_missing(options, f.name, columns, action)
         if column.computed:
             raise column_computed(table, f.name)
         if not _fits(types, f.type, column):

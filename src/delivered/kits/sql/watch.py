@@ -57,7 +57,7 @@ _lock = threading.Lock()
 _in_flight: set[InFlight] = set()
 _silent: dict[str, float] = {}
 """Label -> since when new connections get no answer."""
-_told: dict[str, float] = {}
+_reported: dict[str, float] = {}
 _watcher: tuple[int, threading.Thread] | None = None
 
 
@@ -92,10 +92,10 @@ def _watch() -> None:
         with _lock:
             due: dict[str, list[InFlight]] = {}
             for call in _in_flight:
-                if now - call.since >= TELL_AFTER_S and now - _told.get(call.peer.label, 0.0) >= TELL_EVERY_S:
+                if now - call.since >= TELL_AFTER_S and now - _reported.get(call.peer.label, 0.0) >= TELL_EVERY_S:
                     due.setdefault(call.peer.label, []).append(call)
             for label in due:
-                _told[label] = now
+                _reported[label] = now
         for label, calls in due.items():
             try:
                 _look(label, calls)
