@@ -27,6 +27,7 @@ import yaml
 
 from benchmarks.__main__ import create_topic
 from delivered.crash import CRASH, CRASH_DIR, HIT_SUFFIX, release
+from delivered.engine.sinks import Sinks
 from delivered_lab import brokers
 
 LAYOUTS = ((2, 2), (2, 8), (4, 8))
@@ -194,17 +195,17 @@ def decide(sink: Any, batches: int) -> None:
 
     rows = pa.RecordBatch.from_pydict({"key": [b"k"], "value": [b"v"]})
     ready_target(sink, rows.schema)
-    context = Context.open(sink, Scope("orders", sink.name, uuid.uuid4().hex), Guarantee.EXACTLY_ONCE, Owner("driver"))
+    sinks, scope = Sinks.one(sink), Scope("orders", sink.name, uuid.uuid4().hex)
+    context = Context.open(sinks, scope, Guarantee.EXACTLY_ONCE, Owner("driver"))
     since = None
     for batch in range(batches):
         offsets = json.dumps({"orders": {"0": batch, "1": batch}})
         view = CheckpointView(context.scope.incarnation, batch, offsets, batch - 1 if batch else None)
         plan = plan_batch(context, view, first=batch == 0, since=since)
         since = plan.epoch
-        said = [write_shard(sink, plan, n, 0, iter([rows]), rows.schema) for n in range(_LEDGER_SHARDS)]
+        said = [write_shard(sinks, plan, n, 0, iter([rows]), rows.schema) for n in range(_LEDGER_SHARDS)]
         commit_batch(context, batch, offsets, said)
-    context.ledger.close()
-    context.committer.close()
+    context.close()
 
 
 def files(folder: Path, pattern: str) -> dict[str, int]:

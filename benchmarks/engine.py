@@ -22,23 +22,24 @@ def exactly_once() -> Callable[[Path, Any], None]:
         from delivered.engine.context import Context
         from delivered.engine.decide import commit_batch
         from delivered.engine.recover import plan_batch
+        from delivered.engine.sinks import Sinks
         from delivered.model.guarantee import Guarantee
         from delivered.model.identity import Scope
         from delivered.model.work import CheckpointView, Owner
 
         ready_target(sink, pq.read_schema(files(folder)[0]))
         scope = Scope(uuid.uuid4().hex, sink.name, "i")
-        context = Context.open(sink, scope, Guarantee.EXACTLY_ONCE, Owner("o"))
+        context = Context.open(Sinks.one(sink, scope.sink), scope, Guarantee.EXACTLY_ONCE, Owner("o"))
         plan = plan_batch(context, CheckpointView("i", 0, "{}", None), first=True)
         said = pool.starmap(_shard, [(sink, plan, i, share) for i, share in enumerate(shares(folder))], chunksize=1)
         commit_batch(context, 0, "{}", said)
-        context.ledger.close()
-        context.committer.close()
+        context.close()
 
     return run
 
 
 def _shard(sink: Any, plan: Any, shard: int, share: Sequence[str]) -> Any:
     from delivered.engine.shard import write_shard
+    from delivered.engine.sinks import Sinks
 
-    return write_shard(sink, plan, shard, 0, batches(share), pq.read_schema(share[0]))
+    return write_shard(Sinks.one(sink, plan.scope.sink), plan, shard, 0, batches(share), pq.read_schema(share[0]))

@@ -29,7 +29,7 @@ from delivered.connectors.mysql import CONNECTOR
 from delivered.connectors.mysql.client import connect
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.writer import Loading
-from delivered.engine.context import open_ledger
+from delivered.engine.sinks import Sinks
 
 parse = MysqlOptions.parse
 
@@ -97,7 +97,7 @@ def _shard(sink: Any, plan: Any, shard: int, first: int, count: int) -> tuple[An
 
     data = rows(first, count)
     since = Since()
-    message = write_shard(sink, plan, shard, 0, iter(data.to_batches(BATCH_ROWS)), data.schema)
+    message = write_shard(Sinks.one(sink), plan, shard, 0, iter(data.to_batches(BATCH_ROWS)), data.schema)
     return message, since.span()
 
 
@@ -116,13 +116,13 @@ def engine(pool: Any, url: str, table: str, count: int, mechanism: str) -> Span:
 
     sink, each = CONNECTOR.sink({"url": url, "dbtable": table, "mechanism": mechanism}), count // TASKS
     scope = Scope(uuid.uuid4().hex, sink.name, "i")
-    context = Context(scope, Guarantee.EXACTLY_ONCE, Owner("o"), open_ledger(sink, scope), sink.committer(scope))
+    context = Context.open(Sinks.one(sink), scope, Guarantee.EXACTLY_ONCE, Owner("o"))
     plan = plan_batch(context, CheckpointView("i", 0, "{}", None), first=True)
     said = pool.starmap(_shard, [(sink, plan, i, i * each, each) for i in range(TASKS)], chunksize=1)
     since = Since()
     commit_batch(context, 0, "{}", [message for message, _ in said])
     context.ledger.close()
-    context.committer.close()
+    context.committers.close()
     return together([span for _, span in said]) + since.span()
 
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from delivered.contract.connector import Connector, Made
 from delivered.contract.finding import Finding
+from delivered.contract.sink import Committer
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.options import PATH, external_ledger, sink_name
 from delivered.kits.table.durable import make_folder, put_first, sync
@@ -93,7 +94,7 @@ class ToyWriter:
 
 
 @dataclass(frozen=True)
-class ToyCommitter:
+class ToyCommitter(Committer):
     folder: Path
     scope: Scope
 

@@ -50,7 +50,7 @@ class Driver:
         finally:
             for each in (context, deciding):
                 each.ledger.close()
-                each.committer.close()
+                each.committers.close()
 
     def start(self) -> None:
         self._thread.start()

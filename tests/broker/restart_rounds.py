@@ -33,7 +33,7 @@ from tests.support.servers import Kafka
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import Transaction, end_request
 from delivered.connectors.kafka import committer, evidence, ledger_trust, store
-from delivered.connectors.kafka.committer import KafkaCommitter
+from delivered.engine.committers import Committers
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.model.errors import DeliveredError
@@ -59,7 +59,7 @@ class Halt(BaseException):
 class Halting:
     """A committer whose driver dies before it sends anything."""
 
-    def __init__(self, inner: KafkaCommitter) -> None:
+    def __init__(self, inner: Committers) -> None:
         self._inner = inner
 
     def commit_all(self, shards: Sequence[tuple[Work, Prepared]]) -> Sequence[Outcome[None]]:
@@ -129,7 +129,7 @@ class Pipeline:
     def forget_driver(self) -> None:
         if self.context is not None:
             self.context.ledger.close()
-            self.context.committer.close()
+            self.context.committers.close()
         self.context = None
 
     def until_killed(self, phase: str) -> None:
@@ -140,7 +140,7 @@ class Pipeline:
         try:
             context = self.opened()
             if phase in ("decided", "applying"):
-                self.commit(replace(context, committer=Halting(context.committer)))  # type: ignore[arg-type]
+                self.commit(replace(context, committers=Halting(context.committers)))  # type: ignore[arg-type]
             else:
                 self.commit()
                 self.committed = True

@@ -16,6 +16,7 @@ from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
+from delivered.engine.sinks import Sinks
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage, Tolerance
@@ -61,10 +62,10 @@ class Running(threading.Thread):
         self._incarnation, self._until = incarnation, None if batches is None else self.batch + batches
         self._stopping = threading.Event()
         self._since: int | None = None
+        self._sinks = Sinks.one(sink)
         scope = Scope(self.rig.pipeline, sink.name, incarnation)
         owner = Owner(f"owner-{next(self._starts)}")
-        self.context = Context.open(sink, scope, Guarantee.EXACTLY_ONCE, owner, tolerance or Tolerance())
-        self._sink = sink
+        self.context = Context.open(self._sinks, scope, Guarantee.EXACTLY_ONCE, owner, tolerance or Tolerance())
         self.start()
 
     def run(self) -> None:
@@ -85,7 +86,7 @@ class Running(threading.Thread):
         self.decide(plan, self.write(plan))
 
     def write(self, plan: BatchPlan) -> list[ShardMessage]:
-        return [write_shard(self._sink, plan, shard, 0, self._pieces(shard), SCHEMA) for shard in range(self.SHARDS)]
+        return [write_shard(self._sinks, plan, shard, 0, self._pieces(shard), SCHEMA) for shard in range(self.SHARDS)]
 
     def decide(self, plan: BatchPlan, shards: list[ShardMessage]) -> None:
         commit_batch(self.context, plan.batch, plan.offsets, shards)

@@ -27,7 +27,9 @@ from delivered.engine.context import Context, open_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
+from delivered.engine.sinks import Sinks
 from delivered.ledger.ledger import Ledger
+from delivered.model.archive import Account
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
@@ -62,6 +64,10 @@ class Rig:
         return made
 
     @property
+    def sinks(self) -> Sinks:
+        return Sinks.one(self.sink)
+
+    @property
     def scope(self) -> Scope:
         return Scope(self.pipeline, self.sink.name, self.incarnation)
 
@@ -75,7 +81,7 @@ class Rig:
         return KafkaCommitter(self.sink.options, self.scope)
 
     def context(self, owner: str = "first", guarantee: Guarantee = EXACT) -> Context:
-        return Context.open(self.sink, self.scope, guarantee, Owner(owner))
+        return Context.open(self.sinks, self.scope, guarantee, Owner(owner))
 
     def plan(self, context: Context, batch: int, first: bool = True) -> BatchPlan:
         view = CheckpointView(self.incarnation, batch, f"o{batch}", batch - 1 if batch else None)
@@ -87,7 +93,7 @@ class Rig:
 
     def write(self, plan: BatchPlan, shards: Iterable[int] = (0, 1), attempt: int = 0) -> list[ShardMessage]:
         return [
-            write_shard(self.sink, plan, s, attempt, iter([rows(self.values_of(plan.batch, s))]), SCHEMA)
+            write_shard(self.sinks, plan, s, attempt, iter([rows(self.values_of(plan.batch, s))]), SCHEMA)
             for s in shards
         ]
 
@@ -120,8 +126,7 @@ def decision(scope: Scope, batch: int, owner: str = "first", participants: int =
         participants=tuple(
             Prepared(s, 0, Fingerprint(1, s, batch), handle, sink=scope.sink) for s in range(participants)
         ),
-        total=Fingerprint(batch + 1, 5, 6),
-        given_up=Fingerprint(),
+        accounts={scope.sink: Account(Fingerprint(batch + 1, 5, 6))},
         decided_at_ms=time.time_ns() // 1_000_000,
     )
 

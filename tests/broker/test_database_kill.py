@@ -26,6 +26,7 @@ from tests.support.zygote import Child, Zygote
 from delivered.connectors.log import append
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
+from delivered.model.archive import Account
 from delivered.model.errors import DeliveredError, Unreachable
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -240,12 +241,12 @@ def test_task_killed_and_run_again(server: Server, tmp_path: Path, mechanism: st
     )
     assert died.returncode == -signal.SIGKILL, died.stderr
     messages = [
-        write_shard(rig.sink, plan, shard, attempt, iter([rows(0, shard)]), SCHEMA)
+        write_shard(rig.sinks, plan, shard, attempt, iter([rows(0, shard)]), SCHEMA)
         for shard, attempt in ((0, 1), (1, 0))
     ]
     assert commit_batch(context, 0, offsets(0), messages) is not None
     assert rig.visible() == rig.expected(0)
-    assert context.committer.abort_orphans(()) == Ok(0), "the driver gave back what the dead attempt had promised"
+    assert context.committers.abort_orphans(()) == Ok(0), "the driver gave back what the dead attempt had promised"
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
@@ -269,14 +270,16 @@ def test_server_killed_with_shards_prepared(new_server: Callable[..., Server], m
     plan = rig.plan(context, 1, first=False)
     prepared = tuple(m.prepared for m in rig.write(plan) if m.prepared is not None)
     total = decision.total + sum((p.fingerprint for p in prepared), Fingerprint())
-    second = Decision(rig.scope, "first", Guarantee.EXACTLY_ONCE, 1, plan.offsets, prepared, total, Fingerprint(), 1)
+    second = Decision(
+        rig.scope, "first", Guarantee.EXACTLY_ONCE, 1, plan.offsets, prepared, {rig.scope.sink: Account(total)}, 1
+    )
     assert context.ledger.decide(second) == Ok(None)
     server.broker.kill()
     server.broker.restart()
     again = rig.context("second")
     assert rig.plan(again, 1).action is Action.SKIP
     assert rig.visible() == rig.expected(0, 1)
-    assert all(again.committer.was_committed(Work(rig.scope, 1, p.shard), p) for p in prepared)
+    assert all(again.committers.was_committed(Work(rig.scope, 1, p.shard), p) for p in prepared)
     assert len(prepared) == SHARDS
 
 

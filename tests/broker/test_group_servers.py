@@ -17,11 +17,11 @@ from tests.support.sweeps import sweep
 from tests.support.zygote import Zygote
 
 from delivered.connectors.log import append
-from delivered.engine.context import Context, open_ledger
+from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.group import Group
+from delivered.engine.sinks import Sinks
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.outcome import Ok
@@ -95,25 +95,25 @@ class World:
             connection.close()
 
     @property
-    def opened(self) -> Group:
-        return Group.of([(s["name"], find_sink(s["format"], s["options"]), None) for s in self.sinks])
+    def opened(self) -> Sinks:
+        return Sinks.of([(s["name"], find_sink(s["format"], s["options"]), None) for s in self.sinks])
 
     @property
     def scope(self) -> Scope:
         incarnation = (self.folder / "checkpoint" / "metadata").read_text()
-        return Scope(self.pipeline, self.opened.name, incarnation)
+        return Scope(self.pipeline, self.opened.decider.name, incarnation)
 
     def decided(self) -> list[Decision]:
         if not (self.folder / "checkpoint" / "metadata").exists():
             return []
-        ledger = open_ledger(self.opened, self.scope)
+        ledger = self.opened.ledger(self.scope)
         try:
             return list(ledger.history()) if ledger.look().last is not None else []
         finally:
             ledger.close()
 
     def abort_orphans(self) -> object:
-        committer = self.opened.committer(self.scope)
+        committer = self.opened.committers(self.scope)
         try:
             return committer.abort_orphans(())
         finally:
@@ -201,10 +201,10 @@ def test_p4_markers_of_a_sink_beside_the_ledger_stay_bounded(
     kafka: Kafka, postgres: Postgres, zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P4: Kafka decides, so no decision in PostgreSQL forgets the markers there."""
-    monkeypatch.setattr("delivered.group.store.FORGET_EVERY", 2)
+    monkeypatch.setattr("delivered.engine.store.FORGET_EVERY", 2)
     world = World(kafka, postgres, tmp_path, zygote, GROUPS["kafka and postgres, both prepare"])
     sink = world.opened
-    scope = Scope("bounded", sink.name, "i")
+    scope = Scope("bounded", sink.decider.name, "i")
     context = Context.open(sink, scope, Guarantee.EXACTLY_ONCE, Owner("o"))
     postgres.execute(f"ALTER TABLE {world.table} ADD COLUMN key text, ADD COLUMN value bytea")
     schema = pa.schema([pa.field("key", pa.string()), pa.field("value", pa.binary())])
@@ -219,4 +219,4 @@ def test_p4_markers_of_a_sink_beside_the_ledger_stay_bounded(
     assert [b for (b,) in markers] == [6, 6]
     assert postgres.execute(f"SELECT count(*) FROM {world.table}") == [(14,)]
     context.ledger.close()
-    context.committer.close()
+    context.committers.close()

@@ -31,7 +31,7 @@ def test_an_expired_shard_with_a_forged_marker_is_written_again(rig: Rig, transa
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
     expired = prepared(messages[1])
-    assert context.committer.abort(expired) == Ok(None)  # as the broker does on a time-out
+    assert context.committers.abort(expired) == Ok(None)  # as the broker does on a time-out
     forge(rig, Forger(rig, transactional), 1, marker_value(rig.work(0, 1), expired.fingerprint))
     with pytest.raises(PromiseBroken, match="PROMISE_EXPIRED"):
         rig.commit(context, 0, messages)
@@ -51,9 +51,9 @@ def test_what_others_write_under_a_markers_key_does_not_hide_it(rig: Rig) -> Non
     later = marker_value(rig.work(7), Fingerprint(1, 2, 3))
     values = (b"\xff", b"[" * 100_000, None, later, later.replace(b'"format":2', b'"format":99'))
     forge(rig, forger, 0, *values)
-    assert context.committer.commit(rig.work(0), kept) == Ok(None)
+    assert context.committers.commit(rig.work(0), kept) == Ok(None)
     forge(rig, forger, 0, *values)
-    assert context.committer.was_committed(rig.work(0), kept)
+    assert context.committers.was_committed(rig.work(0), kept)
     forger.hold(marker_partition(rig.scope), (marker_key(rig.scope, 0), later))
     assert rig.committer().was_committed(rig.work(0), kept), "behind a transaction that another application leaves open"
 
@@ -68,7 +68,7 @@ def test_a_marker_that_may_have_been_overwritten_is_unknown(rig: Rig) -> None:
         taken = initialise(wire, lost.handle["transactional_id"], 60_000, time.monotonic() + 30)
         assert isinstance(taken, Ok)
     wire.close()
-    committer = context.committer
+    committer = context.committers
     assert isinstance(committer.commit(rig.work(0), lost), Failed)
     assert not committer.was_committed(rig.work(0), lost)
     forge(rig, Forger(rig, True), 0, None)

@@ -130,7 +130,7 @@ def test_p28_a_start_makes_a_logged_batch_visible_whose_markers_are_missing(rig:
 def test_p28_a_running_query_looks_once_a_connection_broke(rig: Rig, losing: Lose) -> None:
     context = rig.context()
     committed_without_markers(rig, losing, context)
-    context.committer.close()
+    context.committers.close()
     rig.plan(context, 2, first=False)
     assert rig.visible() == rig.expected([0, 1])
 
@@ -142,7 +142,7 @@ def test_p28_a_decided_batch_is_confirmed_before_it_may_be_logged_if_its_coordin
     plan = rig.plan(context, 0)
     with losing(in_data(rig)):
         messages = rig.write(plan)
-    context.committer.close()
+    context.committers.close()
     rig.commit(context, 0, messages)
     assert rig.visible() == rig.expected([0])
 
@@ -165,7 +165,7 @@ def test_p28_an_expired_promise_is_not_torn_by_committing_where_its_abort_is_mis
     plan = rig.plan(context, 0)
     with losing(in_data(rig)):
         messages = rig.write(plan)
-    assert context.committer.abort(prepared(messages[1])) == Ok(None)  # as the broker does on a time-out
+    assert context.committers.abort(prepared(messages[1])) == Ok(None)  # as the broker does on a time-out
     with pytest.raises(DeliveredError, match="PROMISE_EXPIRED"):
         rig.commit(context, 0, messages)
     again = rig.context("second")
@@ -183,7 +183,7 @@ def test_p28_a_task_refuses_an_id_whose_last_transaction_is_open_in_a_partition(
     rig.plan(context, 0)
     with losing(in_data(rig)):
         [message] = rig.write(rig.bare_plan(0), [0], attempt=1)
-    assert context.committer.abort(prepared(message)) == Ok(None)
+    assert context.committers.abort(prepared(message)) == Ok(None)
     rig.options["client"] = client
     with pytest.raises(DeliveredError, match="TRANSACTION_HANGING"):
         rig.write(rig.bare_plan(2), [0], attempt=1)
@@ -203,7 +203,7 @@ def test_p28_rows_that_name_their_topics(kafka: Any, losing: Lose) -> None:
     batch = rows([b"a", b"b"])
     batch = batch.append_column("topic", pa.array([rig.topic] * 2))
     with losing(in_data(rig)):
-        message = write_shard(rig.sink, plan, 0, 0, iter([batch]), batch.schema)
+        message = write_shard(rig.sinks, plan, 0, 0, iter([batch]), batch.schema)
     assert open_in_data(rig, [message]) > 0
     rig.plan(rig.context("second"), 0)
     assert open_in_data(rig, [message]) == 0
@@ -216,8 +216,8 @@ def test_p28_the_marker_of_an_expired_promise_is_looked_up_behind_its_lost_abort
     marker = ledger_topic(rig.scope, None), marker_partition(rig.scope)
     with losing(lambda topic, partition: (topic, partition) == marker):
         messages = rig.write(plan)
-    assert context.committer.abort(prepared(messages[0])) == Ok(None)  # as the broker does on a time-out
-    assert not context.committer.was_committed(rig.work(0, 0), prepared(messages[0]))
+    assert context.committers.abort(prepared(messages[0])) == Ok(None)  # as the broker does on a time-out
+    assert not context.committers.was_committed(rig.work(0, 0), prepared(messages[0]))
 
 
 # -- the ledger's own transactions -----------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def test_p28_undisturbed_batches_are_not_looked_for(rig: Rig, monkeypatch: pytes
     for batch in range(1, 5):
         rig.run(context, batch)
     assert asked == []
-    context.committer.close()
+    context.committers.close()
     rig.run(context, 5)
     assert asked
 

@@ -344,7 +344,7 @@ def test_at_most_once_a_broker_that_dies_doubles_nothing_and_the_loss_is_counted
         kafka.broker.kill()
         yield rows(values[30_000:])
 
-    message = write_shard(rig.sink, plan, 0, 0, batches(), SCHEMA)
+    message = write_shard(rig.sinks, plan, 0, 0, batches(), SCHEMA)
     kafka.broker.restart()
     found = Counter(rig.visible())
     assert max(found.values()) == 1, "no record twice"

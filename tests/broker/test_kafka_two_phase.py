@@ -14,6 +14,7 @@ import pytest
 from tests.broker.cluster_help import Driver
 from tests.broker.sink_help import EXACT, SCHEMA, Child, Rig, prepared, rows, wait_for
 from tests.kafka_tools import read_committed
+from tests.support.sinks import alone
 from tests.support.sweeps import KAFKA_CLIENTS
 
 from delivered.clients.kafka.protocol import Wire
@@ -60,7 +61,7 @@ def test_batches_are_visible_once_and_only_after_their_decision(rig: Rig) -> Non
     assert rig.visible() == rig.expected([0])
     rig.run(context, 1)
     assert rig.visible() == rig.expected([0, 1])
-    assert context.committer.open_transactions() == []
+    assert context.committers.open_transactions() == []
 
 
 @either_client
@@ -70,7 +71,7 @@ def test_a_task_may_die_after_prepare_and_another_process_applies(rig: Rig) -> N
     with Child("write", rig.sink, plan, 0, [rows(rig.values_of(0, 0))], SCHEMA) as task:
         message = task.say()
         task.kill()
-    assert [t.state for t in context.committer.open_transactions()] == ["Ongoing"]
+    assert [t.state for t in context.committers.open_transactions()] == ["Ongoing"]
     assert rig.visible() == []
     with Child("apply", rig.sink, rig.scope, rig.work(0), prepared(message)) as driver:
         assert driver.say() == Ok(None)
@@ -81,10 +82,10 @@ def test_a_writer_that_is_garbage_or_whose_process_ends_in_order_leaves_its_tran
     context = rig.context()
     message = rig.write(rig.plan(context, 0), [0])[0]
     warm.close_all()
-    assert [t.transactional_id for t in context.committer.open_transactions()] == [
+    assert [t.transactional_id for t in context.committers.open_transactions()] == [
         prepared(message).handle["transactional_id"]
     ]
-    assert context.committer.commit(rig.work(0), prepared(message)) == Ok(None)
+    assert context.committers.commit(rig.work(0), prepared(message)) == Ok(None)
     assert rig.visible() == rig.expected([0], [0])
 
 
@@ -92,8 +93,8 @@ def test_p16_apply_may_be_called_again(rig: Rig) -> None:
     context = rig.context()
     message = rig.write(rig.plan(context, 0), [0])[0]
     for _ in range(3):
-        assert context.committer.commit(rig.work(0), prepared(message)) == Ok(None)
-    assert context.committer.was_committed(rig.work(0), prepared(message))
+        assert context.committers.commit(rig.work(0), prepared(message)) == Ok(None)
+    assert context.committers.was_committed(rig.work(0), prepared(message))
     assert rig.visible() == rig.expected([0], [0])
 
 
@@ -123,10 +124,10 @@ def test_many_participants_of_a_dead_broker_have_unknown_outcomes_and_end_after_
     context = rig.context()
     messages = rig.write(rig.plan(context, 0), range(4))
     committed = [(rig.work(0, s), prepared(m)) for s, m in enumerate(messages)]
-    assert isinstance(context.committer.abort_orphans([p for _, p in committed]), Ok)  # connected
+    assert isinstance(context.committers.abort_orphans([p for _, p in committed]), Ok)  # connected
     kafka.broker.kill()
     with within(2):
-        outcomes = context.committer.commit_all(committed)
+        outcomes = context.committers.commit_all(committed)
     assert all(isinstance(o, Unknown) for o in outcomes)
     kafka.broker.restart()
     rig.commit(context, 0, messages)
@@ -137,7 +138,7 @@ def test_apply_after_the_id_was_taken_again_fails_and_the_marker_tells(rig: Rig)
     context = rig.context()
     context.ledger.claim(context.owner)
     first, second = rig.write(rig.bare_plan(0))
-    committer = context.committer
+    committer = context.committers
     assert committer.commit(rig.work(0), prepared(first)) == Ok(None)
     wire = Wire(rig.sink.options.resolved())
     for message in (first, second):
@@ -155,7 +156,7 @@ def test_p5_an_expired_participant_is_found_by_its_missing_marker_and_written_ag
     rig.options["transactionTimeout"] = "4"  # under load, two shards take seconds
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
-    wait_for(lambda: not context.committer.open_transactions())
+    wait_for(lambda: not context.committers.open_transactions())
     with pytest.raises(PromiseBroken, match="PROMISE_EXPIRED"):
         rig.commit(context, 0, messages)
     assert rig.visible() == []
@@ -172,7 +173,7 @@ def test_p5_an_expired_participant_is_found_by_its_missing_marker_and_written_ag
 def test_p5_one_expired_participant_of_two_is_written_again_alone(rig: Rig) -> None:
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
-    assert context.committer.abort(prepared(messages[1])) == Ok(None)  # as the broker does on a timeout
+    assert context.committers.abort(prepared(messages[1])) == Ok(None)  # as the broker does on a timeout
     with pytest.raises(PromiseBroken):
         rig.commit(context, 0, messages)
     again = rig.context()
@@ -190,10 +191,10 @@ def test_p6_p7_a_lost_answer_is_unknown_and_asking_again_settles_it(mortal_kafka
     rig = Rig(kafka, kafka.topic(2), options={"client": client})
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
-    assert isinstance(context.committer.abort_orphans([prepared(m) for m in messages]), Ok)
+    assert isinstance(context.committers.abort_orphans([prepared(m) for m in messages]), Ok)
     kafka.broker.kill()
     with within(2):
-        assert isinstance(context.committer.commit(rig.work(0), prepared(messages[0])), Unknown)
+        assert isinstance(context.committers.commit(rig.work(0), prepared(messages[0])), Unknown)
     kafka.broker.restart()
     rig.commit(context, 0, messages)
     assert rig.visible() == rig.expected([0])
@@ -225,7 +226,7 @@ def test_a_broker_killed_while_a_shard_is_sent_stores_it_once_and_in_order(
             kafka.broker.kill()
             kafka.broker.restart()
     promise = writer.prepare(Fingerprint())
-    assert context.committer.commit(work, Prepared.of(work, Fingerprint(), promise)) == Ok(None)
+    assert context.committers.commit(work, Prepared.of(work, Fingerprint(), promise)) == Ok(None)
     assert [m.value() for m in read_committed(kafka.bootstrap, rig.topic)] == values
 
 
@@ -247,8 +248,8 @@ def test_p9_an_attempt_that_gives_up_with_a_request_unanswered_ends_its_epoch(ka
         writer.abort()
     finally:
         proxy.close()
-    wait_for(lambda: not context.committer.open_transactions())
-    now = describe(context.committer._wire, held.transactional_id)
+    wait_for(lambda: not context.committers.open_transactions())
+    now = describe(alone(context.committers)._wire, held.transactional_id)
     assert now is not None and now.participant != held
     assert rig.visible() == []
 
@@ -264,9 +265,9 @@ def test_p9_every_batch_has_an_epoch_of_its_own_and_a_late_end_hits_nothing(rig:
     assert third.handle["transactional_id"] == first.handle["transactional_id"]
     assert (third.handle["producer_id"], third.handle["epoch"]) != (first.handle["producer_id"], first.handle["epoch"])
     # Late requests of batch 0, both kinds, while the same id holds batch 2.
-    assert isinstance(end(context.committer._wire, Transaction.of(first), commit=True), Failed)
-    assert isinstance(end(context.committer._wire, Transaction.of(first), commit=False), Failed)
-    assert [t.participant for t in context.committer.open_transactions()] == [Transaction.of(third)]
+    assert isinstance(end(alone(context.committers)._wire, Transaction.of(first), commit=True), Failed)
+    assert isinstance(end(alone(context.committers)._wire, Transaction.of(first), commit=False), Failed)
+    assert [t.participant for t in context.committers.open_transactions()] == [Transaction.of(third)]
     rig.commit(context, 2, [third_message])
     assert rig.visible() == sorted(rig.expected([0, 2], [0]) + rig.expected([1]))
 
@@ -318,7 +319,7 @@ def test_p10_ids_are_bounded_over_claims(rig: Rig) -> None:
     for owner in range(2 * CLAIMS_APART + 1):
         context = rig.context(f"owner{owner}")
         rig.write(rig.plan(context, 0), [0])
-    assert context.committer.abort_orphans(()) == Ok(1)
+    assert context.committers.abort_orphans(()) == Ok(1)
     wire = Wire(rig.sink.options.resolved())
     found = listed(wire, partial(transactions.is_ours, rig.scope), [], time.monotonic() + 10)
     wire.close()
@@ -334,13 +335,13 @@ def test_tasks_of_a_superseded_driver_fence_none_of_its_successor(rig: Rig, monk
     assert rig.commit(newer, 0, messages) is not None
     with pytest.raises(Fenced):
         rig.commit(older, 0, late)
-    assert len(newer.committer.open_transactions()) == 2  # type: ignore[attr-defined]
+    assert len(newer.committers.open_transactions()) == 2  # type: ignore[attr-defined]
     # Their driver has died: the running one aborts what they left open.
     rig.plan(newer, 1, first=False)
-    assert len(newer.committer.open_transactions()) == 2  # type: ignore[attr-defined]
+    assert len(newer.committers.open_transactions()) == 2  # type: ignore[attr-defined]
     monkeypatch.setattr(orphans, "SWEEP_EVERY_S", 0.0)
     rig.run(newer, 1)
-    wait_for(lambda: not newer.committer.open_transactions())  # type: ignore[attr-defined]
+    wait_for(lambda: not newer.committers.open_transactions())  # type: ignore[attr-defined]
     assert rig.visible() == rig.expected([0, 1])
 
 
@@ -414,7 +415,7 @@ def test_p11_hanging_transactions_of_the_dead_are_shown_and_aborted(rig: Rig) ->
     with Child("write", rig.sink, plan, 0, [rows([b"orphan"])], SCHEMA) as task:
         task.say()
         task.kill()
-    shown = context.committer.open_transactions()
+    shown = context.committers.open_transactions()
     assert [(t.transactional_id, t.state, t.timeout_ms) for t in shown] == [
         (transactions.transactional_id(rig.work(0)), "Ongoing", 600_000)
     ]
@@ -424,7 +425,7 @@ def test_p11_hanging_transactions_of_the_dead_are_shown_and_aborted(rig: Rig) ->
     # A new checkpoint, hence another incarnation: the pipeline's own start unblocks readers.
     rig.incarnation = "i1"
     assert rig.committer().abort_orphans(()) == Ok(1)
-    assert context.committer.open_transactions() == []
+    assert context.committers.open_transactions() == []
     assert rig.visible() == []
 
 
@@ -432,14 +433,14 @@ def test_p11_a_person_may_abort_or_apply_what_is_open_and_nothing_else(rig: Rig)
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
     ids = [prepared(m).handle["transactional_id"] for m in messages]
-    assert context.committer.end_by_id(ids[0], commit=True) == Ok(None)
-    assert context.committer.end_by_id(ids[1], commit=False) == Ok(None)
-    wait_for(lambda: not context.committer.open_transactions())
+    assert alone(context.committers).end_by_id(ids[0], commit=True) == Ok(None)
+    assert alone(context.committers).end_by_id(ids[1], commit=False) == Ok(None)
+    wait_for(lambda: not context.committers.open_transactions())
     assert rig.visible() == rig.expected([0], [0])
     with pytest.raises(UsageError, match="TRANSACTION_NOT_OPEN"):
-        context.committer.end_by_id(ids[0], commit=True)
+        alone(context.committers).end_by_id(ids[0], commit=True)
     with pytest.raises(UsageError, match="TRANSACTION_FOREIGN"):
-        context.committer.end_by_id("somebody.else.0.0", commit=False)
+        alone(context.committers).end_by_id("somebody.else.0.0", commit=False)
 
 
 @either_client
@@ -448,22 +449,22 @@ def test_a_zombie_that_was_aborted_cannot_write_on(rig: Rig) -> None:
     rig.plan(context, 0)
     zombie = begun(rig, b"zombie")
     zombie.stage(rows([bytes(900_000)] * 4))  # more than is held back
-    wait_for(context.committer.open_transactions)
-    assert context.committer.abort_orphans(()) == Ok(1)
+    wait_for(context.committers.open_transactions)
+    assert context.committers.abort_orphans(()) == Ok(1)
     with pytest.raises(Fenced):
         zombie.stage(rows([b"zombie again"]))
         zombie.prepare(Fingerprint())
     zombie.abort()
-    assert context.committer.open_transactions() == []
+    assert context.committers.open_transactions() == []
     assert rig.visible() == []
 
 
 def test_abort_orphans_keeps_what_was_decided(rig: Rig) -> None:
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
-    assert context.committer.abort_orphans([prepared(messages[0])]) == Ok(1)
-    assert context.committer.commit(rig.work(0), prepared(messages[0])) == Ok(None)
-    assert isinstance(context.committer.commit(rig.work(0, 1), prepared(messages[1])), Failed)
+    assert context.committers.abort_orphans([prepared(messages[0])]) == Ok(1)
+    assert context.committers.commit(rig.work(0), prepared(messages[0])) == Ok(None)
+    assert isinstance(context.committers.commit(rig.work(0, 1), prepared(messages[1])), Failed)
     assert rig.visible() == rig.expected([0], [0])
 
 
@@ -496,7 +497,7 @@ def test_p15_two_shards_in_one_process_have_nothing_in_common(rig: Rig) -> None:
         writer.stage(rows(rig.values_of(0, s)))
     writers[0].abort()
     prepared = Prepared.of(rig.work(0, 1), Fingerprint(), writers[1].prepare(Fingerprint()))
-    assert context.committer.commit(rig.work(0, 1), prepared) == Ok(None)
+    assert context.committers.commit(rig.work(0, 1), prepared) == Ok(None)
     assert rig.visible() == rig.expected([0], [1])
 
 
@@ -530,7 +531,7 @@ def test_p24_a_shard_without_rows_opens_no_transaction(rig: Rig) -> None:
     writer = rig.sink.writer(rig.work(0), EXACT, SCHEMA)
     writer.stage(rows([]))
     assert writer.prepare(Fingerprint()) == Promise()
-    assert context.committer.open_transactions() == []
+    assert context.committers.open_transactions() == []
 
 
 def test_p27_the_window_between_the_first_and_the_last_shard_is_measured(rig: Rig, record_property: Any) -> None:
@@ -563,7 +564,7 @@ def test_recovery_of_a_decided_batch_whose_driver_died(rig: Rig) -> None:
         step.install(None)
     assert rig.visible() == []
     context.ledger.close()
-    context.committer.close()
+    context.committers.close()
     later = rig.context("second")
     plan = rig.plan(later, 0)
     assert (plan.action, plan.rewrite) == (Action.SKIP, {})
@@ -577,5 +578,5 @@ def test_records_of_one_key_keep_their_order(rig: Rig) -> None:
 
     values = [b"%05d" % i for i in range(40_000)]
     batches = [rows(values[i : i + 7000], key=b"one") for i in range(0, len(values), 7000)]
-    rig.commit(context, 0, [write_shard(rig.sink, plan, 0, 0, iter(batches), SCHEMA)])
+    rig.commit(context, 0, [write_shard(rig.sinks, plan, 0, 0, iter(batches), SCHEMA)])
     assert [m.value() for m in read_committed(rig.kafka.bootstrap, rig.topic)] == values

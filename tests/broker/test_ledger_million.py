@@ -40,9 +40,7 @@ def text_of(scope: Scope) -> str:
     prepared = tuple(
         Prepared(i, 0, Fingerprint(1_000, 1 << 60, 1 << 60), {"path": "x" * 60}, sink="t") for i in range(SHARDS)
     )
-    made = Decision(
-        scope, "owner", Guarantee.EXACTLY_ONCE, 987_654_321, "{}", prepared, Fingerprint(), Fingerprint(), 1
-    )
+    made = Decision(scope, "owner", Guarantee.EXACTLY_ONCE, 987_654_321, "{}", prepared, {}, 1)
     return made.to_json()
 
 

@@ -16,7 +16,7 @@ import pytest
 from tests.support.servers import Activemq, Kafka, Pulsar, Rabbitmq, Rocketmq
 from tests.support.sinks import Rig
 
-from delivered.group import Group
+from delivered.engine.sinks import Sinks
 from delivered.model.bad_row import OnBadRow
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink
@@ -33,7 +33,7 @@ def write(system: str, folder: Path, rows: Sequence[Row], **options: str) -> dic
     """Write rows with dead letters. Value of each dead letter -> its reason."""
     ledger = {} if system == "kafka" else {"ledger": str(folder / "ledger.db")}
     letters = folder / f"letters{next(_names)}.db"
-    made = Group.of(
+    made = Sinks.of(
         [("rows", find_sink(system, {**options, **ledger}), None)],
         OnBadRow.DEAD_LETTER,
         ("letters", find_sink("sqlite", {"path": str(letters), "table": "letters"})),

@@ -229,11 +229,11 @@ def test_a_row_that_would_be_changed_or_left_out_is_refused(
                     rig.context(guarantee=guarantee),
                     0,
                     offsets(0),
-                    [write_shard(rig.sink, plan, 0, 0, iter([batch]), batch.schema)],
+                    [write_shard(rig.sinks, plan, 0, 0, iter([batch]), batch.schema)],
                 )
             assert caught.value.next_step
             assert mysql.execute(f"SELECT count(*) FROM {table}") == [(0,)]
-            rig.context("next").committer.abort_orphans(())
+            rig.context("next").committers.abort_orphans(())
 
 
 @pytest.mark.parametrize(
@@ -485,7 +485,7 @@ def test_names_that_need_quotes(mysql: Mysql, mechanism: str) -> None:
     context = rig.context()
     plan = rig.plan(context, 0)
     batch = pa.record_batch({'k "ey': pa.array([1, 2], pa.int32()), "{x}": pa.array([3, 4], pa.int32())})
-    message = write_shard(rig.sink, plan, 0, 0, iter([batch]), batch.schema)
+    message = write_shard(rig.sinks, plan, 0, 0, iter([batch]), batch.schema)
     commit_batch(context, 0, offsets(0), [message])
     assert mysql.execute(f'SELECT * FROM `{base}`.`T``ab"le`') == [(1, 3), (2, 4)]
     assert read(rig.sink).num_rows == 2

@@ -8,12 +8,13 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.sinks import SCHEMA, Rig, offsets, rows
+from tests.support.sinks import SCHEMA, Rig, alone, offsets, rows
 
 from delivered.connectors.mysql import transactions
 from delivered.connectors.mysql.writer import LoadWriter
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
+from delivered.model.archive import Account
 from delivered.model.errors import UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -69,7 +70,7 @@ def hanging(rig: Rig, batch: int = 0, shard: int = 0) -> tuple[Hanging, Prepared
 def test_a_preparer_that_hangs_is_ended(mysql: Mysql, rig: Rig, commit: bool) -> None:
     """F7: while its session lives, no other can end its transaction: the session is killed."""
     writer, prepared = hanging(rig)
-    committer = rig.context().committer
+    committer = rig.context().committers
     began = time.monotonic()
     if commit:
         assert committer.commit(Work(rig.scope, 0, 0), prepared) == Ok(None)
@@ -105,7 +106,7 @@ def test_1397_of_a_preparer_that_cannot_be_ended_is_neither_done_nor_lost(
     monkeypatch.setattr(transactions, "KILLED_S", 0.1)
     monkeypatch.setattr("delivered.connectors.mysql.sessions.end", lambda session, nonce: None)
     writer, prepared = hanging(rig)
-    committer, work = rig.context().committer, Work(rig.scope, 0, 0)
+    committer, work = rig.context().committers, Work(rig.scope, 0, 0)
     outcome = committer.commit(work, prepared)
     assert isinstance(outcome, Unknown)
     assert "1397" in outcome.reason
@@ -125,10 +126,10 @@ def test_1397_of_one_that_was_rolled_back_is_lost_and_of_one_that_is_in_is_done(
     for p, verb in zip(prepared, ("ROLLBACK", "COMMIT"), strict=True):
         mysql.execute(f"XA {verb} {transactions.xid(p.handle['gid'])}")
     lost, done = prepared
-    assert isinstance(context.committer.commit(Work(rig.scope, 0, lost.shard), lost), Failed)
-    assert context.committer.commit(Work(rig.scope, 0, done.shard), done) == Ok(None)
-    assert not context.committer.was_committed(Work(rig.scope, 0, lost.shard), lost)
-    assert context.committer.was_committed(Work(rig.scope, 0, done.shard), done)
+    assert isinstance(context.committers.commit(Work(rig.scope, 0, lost.shard), lost), Failed)
+    assert context.committers.commit(Work(rig.scope, 0, done.shard), done) == Ok(None)
+    assert not context.committers.was_committed(Work(rig.scope, 0, lost.shard), lost)
+    assert context.committers.was_committed(Work(rig.scope, 0, done.shard), done)
 
 
 def test_p5_rolled_back_by_hand_is_written_again_alone(mysql: Mysql, rig: Rig) -> None:
@@ -136,7 +137,7 @@ def test_p5_rolled_back_by_hand_is_written_again_alone(mysql: Mysql, rig: Rig) -
     plan = rig.plan(context, 0)
     prepared = tuple(m.prepared for m in rig.write(plan) if m.prepared is not None)
     total = sum((p.fingerprint for p in prepared), Fingerprint())
-    decision = Decision(rig.scope, "dies", EXACT, 0, plan.offsets, prepared, total, Fingerprint(), 1)
+    decision = Decision(rig.scope, "dies", EXACT, 0, plan.offsets, prepared, {rig.scope.sink: Account(total)}, 1)
     assert context.ledger.decide(decision) == Ok(None)
     mysql.execute(f"XA ROLLBACK {transactions.xid(prepared[1].handle['gid'])}")
     again = rig.context("second")
@@ -170,7 +171,7 @@ def test_p13_p20_abort_orphans_touches_only_its_own_and_shows_their_age(
                 cursor.execute(statement)
         client.close()
     rig.write(rig.plan(rig.context("dead"), 0))
-    committer = rig.context("next").committer
+    committer = rig.context("next").committers
     listed = committer.open_transactions()
     assert [(t.batch, t.shard, t.state) for t in listed] == [(0, 0, "Prepared"), (0, 1, "Prepared")]
     assert all(0 <= t.age_s() < 60 for t in listed)
@@ -181,9 +182,9 @@ def test_p13_p20_abort_orphans_touches_only_its_own_and_shows_their_age(
     assert len(prepared_ids(mysql)) == before - 2
     foreign = "delivered.0123456789abcdef.5.0:0123456789a.0123456789abcdef.p.s"
     with pytest.raises(UsageError, match="TRANSACTION_FOREIGN"):
-        committer.end_by_id(foreign, commit=False)
+        alone(committer).end_by_id(foreign, commit=False)
     with pytest.raises(UsageError, match="TRANSACTION_NOT_OPEN"):
-        committer.end_by_id(listed[0].transactional_id, commit=False)
+        alone(committer).end_by_id(listed[0].transactional_id, commit=False)
     for xid in others:
         mysql.execute(f"XA ROLLBACK {xid}")  # each still exists
     assert rig.visible() == Fingerprint()
@@ -208,9 +209,9 @@ def test_what_a_zombie_left_prepared_holds_up_no_decision(mysql: Mysql) -> None:
     rig = Rig(mysql.sink(mechanism="two_phase", lockTimeout="90"))
     context = rig.context()
     plan = rig.plan(context, 0)
-    zombie = write_shard(rig.sink, plan, 0, 0, iter([rows(0, 0)]), SCHEMA).prepared
+    zombie = write_shard(rig.sinks, plan, 0, 0, iter([rows(0, 0)]), SCHEMA).prepared
     assert zombie is not None
-    messages = [write_shard(rig.sink, plan, s, 0, iter([rows(0, s)]), SCHEMA) for s in (0, 1)]
+    messages = [write_shard(rig.sinks, plan, s, 0, iter([rows(0, s)]), SCHEMA) for s in (0, 1)]
     assert commit_batch(context, 0, offsets(0), messages) is not None
     other = Rig(mysql.sink(mechanism="two_phase"))  # its ledger rows are adjacent, and open too
     left_open = other.write(other.plan(other.context(), 0))
@@ -223,7 +224,7 @@ def test_what_a_zombie_left_prepared_holds_up_no_decision(mysql: Mysql) -> None:
     assert rig.visible() == rig.expected(0, 1, 2)
     marked = "SELECT DISTINCT batch FROM delivered.marker WHERE pipeline = %s"
     assert mysql.execute(marked, rig.pipeline) == [(2,)]
-    assert context.committer.abort(zombie) == Ok(None)
+    assert context.committers.abort(zombie) == Ok(None)
     assert commit_batch(other.context(), 0, offsets(0), left_open) is not None
 
 
@@ -237,7 +238,7 @@ def test_a_task_that_hangs_with_its_staging_table_open_holds_up_no_start(mysql: 
     paused = rig.sink.writer(Work(rig.scope, 0, 0), EXACT, SCHEMA)
     paused.stage(full)
     began = time.monotonic()
-    assert rig.context("later").committer.abort_orphans(()) == Ok(1)
+    assert rig.context("later").committers.abort_orphans(()) == Ok(1)
     assert time.monotonic() - began < 60
     with pytest.raises(Exception, match="MYSQL_UNREACHABLE"):
         paused.prepare(Fingerprint(full.num_rows))
@@ -295,7 +296,7 @@ def test_shards_of_one_batch_upsert_side_by_side(mysql: Mysql) -> None:
     def run(shard: int) -> None:
         ids = [i for i in range(30) if i % 3 == shard]
         batch = pa.record_batch({"id": ids, "other": [f"o{i}" for i in ids], "v": [1] * len(ids)})
-        said[shard] = write_shard(rig.sink, plan, shard, 0, iter([batch]), batch.schema)
+        said[shard] = write_shard(rig.sinks, plan, shard, 0, iter([batch]), batch.schema)
 
     tasks = [threading.Thread(target=run, args=(s,)) for s in range(3)]
     for task in tasks:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.databases import EVERY_TYPE, MECHANISMS, VALUES, read, write
-from tests.support.sinks import SCHEMA, Rig, offsets, rows
+from tests.support.sinks import SCHEMA, Rig, alone, offsets, rows
 
 from delivered.connectors.postgres import CONNECTOR, client, encode
 from delivered.connectors.postgres.migrate import MIGRATIONS, migrate
@@ -25,6 +25,7 @@ from delivered.engine.context import open_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
 from delivered.kits.sql.ledger import Records
+from delivered.model.archive import Account
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
@@ -218,7 +219,7 @@ def test_prepared_transactions_exhausted(new_postgres: Callable[..., Postgres]) 
     assert "max_prepared_transactions" in str(caught.value.next_step)
     assert [f.code for f in rig.sink.preflight(EXACT) if f.refuses] == ["PREPARED_TRANSACTIONS_FULL"]
     assert rig.visible() == Fingerprint()
-    assert context.committer.abort_orphans(()) == Ok(1)
+    assert context.committers.abort_orphans(()) == Ok(1)
 
 
 def test_replica_and_read_only_are_refused(new_postgres: Callable[..., Postgres]) -> None:
@@ -387,7 +388,7 @@ def test_names_that_need_quotes(postgres: Postgres) -> None:
         context = rig.context()
         plan = rig.plan(context, 0)
         batch = pa.record_batch({'k "ey': pa.array([1, 2], pa.int32())})
-        message = write_shard(rig.sink, plan, 0, 0, iter([batch]), batch.schema)
+        message = write_shard(rig.sinks, plan, 0, 0, iter([batch]), batch.schema)
         commit_batch(context, 0, offsets(0), [message])
     assert postgres.execute('SELECT count(*) FROM "Or ders"."T""able"') == [(4,)]
 
@@ -410,7 +411,7 @@ def test_p13_p20_abort_orphans_touches_only_its_own_and_shows_their_age(
     assert not rig.sink.preflight(EXACT)
     monkeypatch.setattr("delivered.connectors.postgres.preflight.OPEN_TRANSACTION_OLD_S", 0.0)
     assert [(f.code, f.refuses) for f in rig.sink.preflight(EXACT)] == [("PREPARED_TRANSACTION_OLD", False)]
-    committer = rig.context("next").committer
+    committer = rig.context("next").committers
     listed = committer.open_transactions()
     assert [(t.batch, t.shard, t.state) for t in listed] == [(0, 0, "Prepared"), (0, 1, "Prepared")]
     assert all(0 <= t.age_s() < 60 for t in listed)
@@ -419,9 +420,9 @@ def test_p13_p20_abort_orphans_touches_only_its_own_and_shows_their_age(
     left = [gid for (gid,) in postgres.execute("SELECT gid FROM pg_prepared_xacts")]
     assert sorted(g for g in left if g in others or g.startswith(rig.scope.prefix)) == sorted(others)
     with pytest.raises(UsageError, match="TRANSACTION_FOREIGN"):
-        committer.end_by_id(others[1], commit=False)
+        alone(committer).end_by_id(others[1], commit=False)
     with pytest.raises(UsageError, match="TRANSACTION_NOT_OPEN"):
-        committer.end_by_id(listed[0].transactional_id, commit=False)
+        alone(committer).end_by_id(listed[0].transactional_id, commit=False)
     for gid in others:
         postgres.execute(f"ROLLBACK PREPARED '{gid}'")
     assert rig.visible() == Fingerprint()
@@ -449,7 +450,7 @@ def test_p5_rolled_back_by_hand_is_written_again_alone(postgres: Postgres) -> No
 
     total = sum((p.fingerprint for p in prepared), Fingerprint())
     assert context.ledger.decide(
-        Decision(rig.scope, "dies", EXACT, 0, plan.offsets, prepared, total, Fingerprint(), 1)
+        Decision(rig.scope, "dies", EXACT, 0, plan.offsets, prepared, {rig.scope.sink: Account(total)}, 1)
     ) == Ok(None)
     postgres.execute(f"ROLLBACK PREPARED '{prepared[1].handle['gid']}'")
     again = rig.context("second")

@@ -16,7 +16,7 @@ from tests.support.sweeps import sweep
 
 from delivered.contract.sink import Sink
 from delivered.engine.dead_letters import rejections
-from delivered.group import Group
+from delivered.engine.sinks import Sinks
 from delivered.model.bad_row import OnBadRow
 
 MECHANISMS = ("one_transaction", "two_phase")
@@ -53,7 +53,7 @@ def grouped(server: Any, table: str, mechanism: str, other: Any = None, **option
     letters = (other or server).table(None)
     rows = server.sink(table, mechanism=mechanism, **options)
     into: Sink = (other or server).sink(letters, mechanism="two_phase", ifNotExists="true")
-    return Rig(Group.of([("rows", rows, None)], OnBadRow.DEAD_LETTER, ("letters", into))), letters  # type: ignore[arg-type]
+    return Rig(Sinks.of([("rows", rows, None)], OnBadRow.DEAD_LETTER, ("letters", into))), letters  # type: ignore[arg-type]
 
 
 def batch(*texts: str | None) -> pa.RecordBatch:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from delivered.audit.ledger import read_ledger
 from delivered.cli.main import app
+from delivered.model.archive import Account
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.outcome import Ok
 from delivered.model.work import Decision
@@ -85,7 +86,7 @@ def test_decided_is_hidden_to_the_audit_not_aborted_and_applied(rig: Rig, file: 
     plan = rig.plan(context, 0)
     prepared = tuple(m.prepared for m in rig.write(plan) if m.prepared is not None)
     total = sum((p.fingerprint for p in prepared), Fingerprint())
-    decision = Decision(rig.scope, "first", EXACT, 0, plan.offsets, prepared, total, Fingerprint(), 1)
+    decision = Decision(rig.scope, "first", EXACT, 0, plan.offsets, prepared, {rig.scope.sink: Account(total)}, 1)
     assert context.ledger.decide(decision) == Ok(None)  # and the driver dies before it applies
     account = read_ledger(rig.sink, rig.scope, EXACT)
     assert account.visible is None

@@ -390,8 +390,8 @@ def test_task_killed_after_its_promise_is_run_again(
     )
     assert died.returncode == -signal.SIGKILL, died.stderr
     began = time.monotonic()
-    message = write_shard(rig.sink, plan, 0, 1, iter([batch]), batch.schema)
+    message = write_shard(rig.sinks, plan, 0, 1, iter([batch]), batch.schema)
     assert time.monotonic() - began < 15
     assert commit_batch(context, 0, offsets(0), [message]) is not None
     assert dict(server.execute(f"SELECT id, version FROM {name}")) == {i: 40 + i for i in range(10)}
-    assert context.committer.abort_orphans(()) == Ok(0)
+    assert context.committers.abort_orphans(()) == Ok(0)

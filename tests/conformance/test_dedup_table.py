@@ -19,8 +19,11 @@ from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
+from delivered.engine.sinks import Sinks
 from delivered.kits.sql.keys import KeyTable
+from delivered.model.archive import Account
 from delivered.model.errors import DeliveredError
+from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.limits import KEY_MEMORIES_KEPT
@@ -43,6 +46,7 @@ class Once:
 
     def __init__(self, sink: Any, guarantee: Guarantee = Guarantee.EXACTLY_ONCE) -> None:
         self.sink, self.guarantee, self.owners = sink, guarantee, 0
+        self.sinks = Sinks.one(sink)
         self.scope = Scope("once", sink.name, "inc-1")
         self.ends: dict[int, str] = {}
         self.logged: int | None = None
@@ -53,7 +57,7 @@ class Once:
         self.owners += 1
         owner = Owner(f"o{self.owners}")
         self.first = True
-        self.context = Context.open(self.sink, self.scope, self.guarantee, owner)
+        self.context = Context.open(self.sinks, self.scope, self.guarantee, owner)
         return self.context
 
     def plan(self, batch: int, end: str) -> BatchPlan:
@@ -68,7 +72,9 @@ class Once:
         times = [None if m is None else BEGAN + m * MINUTE for _, m, _ in records]
         parts = by_key(with_helpers(rows, columns[0], times), SHARDS)
         return [
-            write_shard(self.sink, plan, s, 0, once(self.sink, self.scope, plan.batch, WITHIN, [part]), SCHEMA)
+            write_shard(
+                Sinks.one(self.sink), plan, s, 0, once(self.sink, self.scope, plan.batch, WITHIN, [part]), SCHEMA
+            )
             for s, part in enumerate(parts)
         ]
 
@@ -226,11 +232,10 @@ def test_a_promise_that_is_gone_is_written_again_with_the_same_rows(name: str, r
     prepared = [p for m in messages for p in m.participants]
     decision = Decision(
         once_.scope, once_.context.owner.id, Guarantee.EXACTLY_ONCE, 2, plan.offsets, tuple(prepared),
-        sum((p.fingerprint for p in prepared), prepared[0].fingerprint.__class__()),
-        prepared[0].fingerprint.__class__(), 1_800_000_000_000,
+        {once_.scope.sink: Account(sum((p.fingerprint for p in prepared), Fingerprint()))}, 1_800_000_000_000,
     )  # fmt: skip
     assert once_.context.ledger.decide(decision) == Ok(None)
-    once_.context.committer.abort(prepared[0])
+    once_.context.committers.abort(prepared[0])
     once_.start()
     again = once_.plan(2, "2")
     assert again.action_for(prepared[0].shard) is Action.WRITE

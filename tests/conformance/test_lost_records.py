@@ -24,7 +24,7 @@ GONE = 20
 
 def run(rig: Rig, context: Context, shards: list[pa.RecordBatch]) -> Decision | None:
     plan = rig.plan(context, 0)
-    messages = [write_shard(rig.sink, plan, i, 0, iter([rows]), SCHEMA) for i, rows in enumerate(shards)]
+    messages = [write_shard(rig.sinks, plan, i, 0, iter([rows]), SCHEMA) for i, rows in enumerate(shards)]
     return commit_batch(context, 0, offsets(0), messages)
 
 
@@ -38,7 +38,7 @@ def test_what_is_left_is_written_and_the_rest_given_up(
         killed.setattr(decide, "_apply", lambda *_: None)
         decision = run(rig, rig.context(), shards)
     assert decision is not None
-    committer = rig.context().committer
+    committer = rig.context().committers
     for prepared in decision.participants:  # as if they had timed out
         assert committer.abort(prepared) == Ok(None)
     left = [shards[0].slice(GONE), shards[1]]

@@ -61,7 +61,7 @@ def run(rig: Rig, batch: int, given: pa.RecordBatch) -> None:
     context = rig.context()
     plan = rig.plan(context, batch)
     parts = iter([given.slice(0, 3), given.slice(3)])
-    commit_batch(context, batch, offsets(batch), [write_shard(rig.sink, plan, 0, 0, parts, given.schema)])
+    commit_batch(context, batch, offsets(batch), [write_shard(rig.sinks, plan, 0, 0, parts, given.schema)])
 
 
 def there(rig: Rig) -> dict[int, dict[str, Any]]:
@@ -134,7 +134,7 @@ def test_a_fenced_driver_that_alters_the_table_hurts_nobody(store: Store) -> Non
     rig.schema = KNOWN
     plan = rig.plan(context, 1)
     zombie.sink.add_columns(zombie.schema)
-    message = write_shard(rig.sink, plan, 0, 0, iter([rows(range(5, 8), 1)]), KNOWN)
+    message = write_shard(rig.sinks, plan, 0, 0, iter([rows(range(5, 8), 1)]), KNOWN)
     commit_batch(context, 1, offsets(1), [message])
     assert {i: r["small"] for i, r in there(rig).items()} == dict.fromkeys(range(8))
 

@@ -21,7 +21,7 @@ from delivered.connectors.files import CONNECTOR as FILES
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.memory.world import make_world, world
 from delivered.contract.sink import Sink
-from delivered.group.sinks import Group
+from delivered.engine.sinks import Sinks
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import BadRecord, DeliveredError
 
@@ -99,7 +99,7 @@ def written(sink: Sink, rows: pa.RecordBatch, name: str) -> Written:
     """What became of a batch with dead letters."""
     make_world(name)
     letters = MEMORY.sink({"world": name, "commit": "two_phase"})
-    group = Group.of([("sink", sink, None)], OnBadRow.DEAD_LETTER, ("letters", letters))
+    group = Sinks.of([("sink", sink, None)], OnBadRow.DEAD_LETTER, ("letters", letters))
     rig = Rig(group, schema=rows.schema)  # type: ignore[arg-type]
     rig.run_rows(0, [rows])
     found = [json.loads(v) for _, batch in world(name).visible for v in batch.column("value").to_pylist()]
@@ -237,7 +237,7 @@ def test_what_the_machine_raises_is_of_no_row(
     failing(error)
     make_world(repr((make.__name__, error)))
     letters = MEMORY.sink({"world": repr((make.__name__, error)), "commit": "two_phase"})
-    for one in (sink, Group.of([("sink", sink, None)], OnBadRow.DEAD_LETTER, ("letters", letters))):
+    for one in (sink, Sinks.of([("sink", sink, None)], OnBadRow.DEAD_LETTER, ("letters", letters))):
         rig = Rig(one, schema=rows.schema)  # type: ignore[arg-type]
         with pytest.raises((OSError, MemoryError, DeliveredError)) as caught:
             rig.run_rows(0, [rows])
@@ -265,7 +265,7 @@ def test_what_fails_for_every_row_is_of_none(
         monkeypatch.setattr(owner, name, broken)
     make_world(make.__name__ + " broken")
     letters = MEMORY.sink({"world": make.__name__ + " broken", "commit": "two_phase"})
-    rig = Rig(Group.of([("sink", sink, None)], OnBadRow.DEAD_LETTER, ("letters", letters)), schema=rows.schema)  # type: ignore[arg-type]
+    rig = Rig(Sinks.of([("sink", sink, None)], OnBadRow.DEAD_LETTER, ("letters", letters)), schema=rows.schema)  # type: ignore[arg-type]
     with pytest.raises((ValueError, DeliveredError), match="broken"):
         rig.run_rows(0, [rows])
     assert world(make.__name__ + " broken").visible == []

@@ -19,6 +19,7 @@ from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.ledger import ledger as rules
+from delivered.model.archive import Account
 from delivered.model.capability import Commit
 from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint
@@ -60,7 +61,7 @@ class Run:
         )
 
     def write(self, plan: BatchPlan, rows: list[pa.RecordBatch]) -> list[ShardMessage]:
-        messages = [write_shard(self.rig.sink, plan, i, 0, iter([b]), SCHEMA) for i, b in enumerate(rows)]
+        messages = [write_shard(self.rig.sinks, plan, i, 0, iter([b]), SCHEMA) for i, b in enumerate(rows)]
         found: list[ShardMessage] = pickle.loads(pickle.dumps(messages))
         return found
 
@@ -143,7 +144,7 @@ def decided_and_killed(rig: Rig, name: str, number: int) -> None:
     prepared = tuple(p for m in run.write(plan, rows_of(rig, number)) for p in m.participants)
     total = sum((p.fingerprint for p in prepared), Fingerprint())
     decision = Decision(
-        run.rig.scope, run.context.owner.id, EXACT, 0, run.offsets, prepared, total, Fingerprint(), 0,
+        run.rig.scope, run.context.owner.id, EXACT, 0, run.offsets, prepared, {run.rig.scope.sink: Account(total)}, 0,
         sequence=run.context.ledger.look().next_sequence,
     )  # fmt: skip
     assert run.context.ledger.decide(decision) == Ok(None)
@@ -194,7 +195,7 @@ def test_p30_a_killed_run_is_not_taken_for_older_than_one_of_a_host_whose_clock_
     assert Run(rig, "r1")(rows_of(rig, 1)) is None
     assert visible_at_last(rig, rig.expected(0, 1, 2))
     ahead("r3", 3)
-    committer = Run(rig, "r4").context.committer
+    committer = Run(rig, "r4").context.committers
     for prepared in killed("r4", 4).participants:  # as if they had timed out
         assert committer.abort(prepared) == Ok(None)
     rewritten = Run(rig, "r4")(rows_of(rig, 4))

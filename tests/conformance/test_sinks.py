@@ -8,7 +8,6 @@ import pytest
 from tests.support.sinks import EXACT, SCHEMA, SHARDS, SINKS, Rig, offsets
 from tests.support.sweeps import sweep
 
-from delivered.contract.powers import KnowsTarget
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
 from delivered.engine.target import same_target
@@ -88,7 +87,7 @@ def test_nothing_is_visible_before_the_decision(rig: Rig) -> None:
     assert state.last.batch == 0
     for m in messages:
         assert m.prepared is not None
-        assert isinstance(context.committer.abort(m.prepared), Ok)
+        assert isinstance(context.committers.abort(m.prepared), Ok)
     assert rig.visible() == rig.expected(0)
 
 
@@ -103,8 +102,8 @@ def test_p16_commit_and_apply_again_change_nothing(rig: Rig) -> None:
     for _ in range(2):
         for p in decision.participants:
             work = Work(rig.scope, 0, p.shard, p.attempt)
-            assert isinstance(context.committer.commit(work, p), Ok)
-            assert context.committer.was_committed(work, p)
+            assert isinstance(context.committers.commit(work, p), Ok)
+            assert context.committers.was_committed(work, p)
     assert rig.visible() == rig.expected(0)
 
 
@@ -114,13 +113,13 @@ def test_recovery_finishes_a_decided_batch(rig: Rig) -> None:
     plan = rig.plan(context, 0)
     prepared = tuple(m.prepared for m in rig.write(plan) if m.prepared is not None)
     total = sum((p.fingerprint for p in prepared), Fingerprint())
-    decision = Decision(rig.scope, "dies", EXACT, 0, plan.offsets, prepared, total, Fingerprint(), 1)
+    decision = Decision(rig.scope, "dies", EXACT, 0, plan.offsets, prepared, {rig.scope.sink: Account(total)}, 1)
     assert context.ledger.decide(decision) == Ok(None)  # the process dies before it applies
     again = rig.context("second")
     assert rig.plan(again, 0).action is Action.SKIP
     assert rig.visible() == rig.expected(0)
-    assert all(again.committer.was_committed(Work(rig.scope, 0, p.shard, p.attempt), p) for p in prepared)
-    assert not again.committer.was_committed(Work(rig.scope, 1, 0), prepared[0])
+    assert all(again.committers.was_committed(Work(rig.scope, 0, p.shard, p.attempt), p) for p in prepared)
+    assert not again.committers.was_committed(Work(rig.scope, 1, 0), prepared[0])
 
 
 def test_participants_of_other_sinks_are_recorded_and_left_alone(rig: Rig) -> None:
@@ -132,16 +131,16 @@ def test_participants_of_other_sinks_are_recorded_and_left_alone(rig: Rig) -> No
     total = sum((p.fingerprint for p in own), Fingerprint())
     accounts = {"elsewhere": Account(other.fingerprint)}
     decision = Decision(
-        rig.scope, "first", EXACT, 0, plan.offsets, (*own, other), total, Fingerprint(), 1, others=accounts
+        rig.scope, "first", EXACT, 0, plan.offsets, (*own, other), {rig.scope.sink: Account(total), **accounts}, 1
     )
     assert context.ledger.decide(decision) == Ok(None)
     for p in own:
-        assert context.committer.commit(Work(rig.scope, 0, p.shard, p.attempt), p) == Ok(None)
+        assert context.committers.commit(Work(rig.scope, 0, p.shard, p.attempt), p) == Ok(None)
     replaced = replace(decision, participants=(*own, replace(other, handle={"only": "again"})), revision=1)
     assert context.ledger.decide(replaced) == Ok(None)
     assert context.ledger.look().last == replaced
     assert rig.visible() == rig.expected(0)
-    assert all(context.committer.was_committed(Work(rig.scope, 0, p.shard, p.attempt), p) for p in own)
+    assert all(context.committers.was_committed(Work(rig.scope, 0, p.shard, p.attempt), p) for p in own)
 
 
 @OVER_HTTP
@@ -165,10 +164,10 @@ def test_abort_orphans_leaves_others_and_the_decided_alone(rig: Rig) -> None:
     keep, drop = (m.prepared for m in mine)
     assert keep is not None
     assert drop is not None
-    assert context.committer.abort_orphans([keep]) == Ok(1)
-    assert context.committer.abort_orphans([keep]) == Ok(0)
+    assert context.committers.abort_orphans([keep]) == Ok(1)
+    assert context.committers.abort_orphans([keep]) == Ok(0)
     assert commit_batch(theirs, 0, offsets(0), their_messages) is not None
-    assert context.committer.abort_orphans(()) == Ok(1)
+    assert context.committers.abort_orphans(()) == Ok(1)
     their_seed_total = other.expected(0)
     assert other.visible() == their_seed_total
 
@@ -177,13 +176,13 @@ def test_abort_orphans_leaves_others_and_the_decided_alone(rig: Rig) -> None:
 def test_abort_orphans_reaches_earlier_incarnations(rig: Rig) -> None:
     rig.write(rig.plan(rig.context(), 0))
     later = Rig(rig.sink, pipeline=rig.pipeline, incarnation="i1")
-    assert later.context().committer.abort_orphans(()) == Ok(SHARDS)
+    assert later.context().committers.abort_orphans(()) == Ok(SHARDS)
 
 
 def test_a_decision_whose_rows_are_gone_is_not_taken_for_visible(rig: Rig) -> None:
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
-    assert isinstance(context.committer.abort_orphans(()), Ok)
+    assert isinstance(context.committers.abort_orphans(()), Ok)
     before = rig.visible() if rig.sink.capability().commit is Commit.TWO_PHASE else None
     with pytest.raises(Exception, match="DELIVERED_") as caught:
         commit_batch(context, 0, offsets(0), messages)
@@ -205,7 +204,7 @@ def test_claim_fences_every_earlier_owner(rig: Rig) -> None:
     with pytest.raises(Fenced):
         old.ledger.claim(old.owner)
     prepared = tuple(m.prepared for m in messages if m.prepared is not None)
-    decision = Decision(rig.scope, "old", EXACT, 0, plan.offsets, prepared, Fingerprint(), Fingerprint(), 1)
+    decision = Decision(rig.scope, "old", EXACT, 0, plan.offsets, prepared, {}, 1)
     assert isinstance(old.ledger.decide(decision), Failed)
     state = new.ledger.resume("new")
     assert state.last is None
@@ -284,7 +283,7 @@ def test_empty_batch_and_empty_shards(rig: Rig) -> None:
     rig.run(0)
     context = rig.context()
     plan = rig.plan(context, 1)
-    messages = [write_shard(rig.sink, plan, s, 0, iter(()), SCHEMA) for s in range(SHARDS)]
+    messages = [write_shard(rig.sinks, plan, s, 0, iter(()), SCHEMA) for s in range(SHARDS)]
     decision = commit_batch(context, 1, offsets(1), messages)
     assert decision is not None
     assert decision.fingerprint == Fingerprint()
@@ -304,8 +303,7 @@ def test_a_target_that_was_made_anew_is_not_taken_for_the_former(rig: Rig) -> No
     if rig.sink.capability().system in ("rocketmq", "mysql"):  # topics have no id; a table created by others
         assert decided.targets == {}
         return
-    assert isinstance(context.committer, KnowsTarget)
-    assert decided.targets == {sink: target.id for sink, target in context.committer.targets().items()} != {}
+    assert decided.targets == {sink: target.id for sink, target in context.committers.targets().items()} != {}
     rig.run(1)  # the same target: continues
     dropped = replace(decided, batch=2, offsets=offsets(2), participants=(), targets={rig.scope.sink: "another"})
     rig.plan(context, 2)

@@ -191,7 +191,7 @@ def test_the_weaker_guarantees_count_too(made: Made, database: str, guarantee: G
     rig.schema = given.schema
     plan = rig.plan(rig.context(guarantee=guarantee), 0)
     with pytest.raises(DeliveredError, match="ROWS_NOT_STORED"):
-        write_shard(rig.sink, plan, 0, 0, iter([given]), given.schema)
+        write_shard(rig.sinks, plan, 0, 0, iter([given]), given.schema)
     assert state(store, name) == []
 
 

@@ -23,6 +23,7 @@ from delivered.engine.context import open_ledger
 from delivered.ledger import ledger as rules
 from delivered.ledger.ledger import Ledger
 from delivered.model import identity, record_format
+from delivered.model.archive import Account
 from delivered.model.errors import DeliveredError, Fenced, Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -195,7 +196,8 @@ class StoreMachine(RuleBasedStateMachine):
                 self.model.sequence += 1
                 return Decision(
                     self.scope, "driver", Guarantee.EXACTLY_ONCE, batch, f'{{"0":{batch}}}', (),
-                    Fingerprint(batch + 1, 1, 2), Fingerprint(), next(_moments), sequence=self.model.sequence,
+                    {self.scope.sink: Account(Fingerprint(batch + 1, 1, 2))}, next(_moments),
+                    sequence=self.model.sequence,
                 )  # fmt: skip
 
     def current(self, d: int, p: int) -> bool:
@@ -241,7 +243,14 @@ def test_ledger_of_a_later_version_is_refused(
     sink, scope = SINKS[name](request), Scope(f"store{next(_pipelines)}", "sink", "i")
     ready_target(sink, SCHEMA)
     decision = Decision(
-        scope, "a", Guarantee.EXACTLY_ONCE, 0, '{"0":0}', (), Fingerprint(1, 1, 2), Fingerprint(), next(_moments)
+        scope,
+        "a",
+        Guarantee.EXACTLY_ONCE,
+        0,
+        '{"0":0}',
+        (),
+        {scope.sink: Account(Fingerprint(1, 1, 2))},
+        next(_moments),
     )
     ledger = open_ledger(sink, scope)
     with monkeypatch.context() as later:
@@ -272,7 +281,7 @@ def test_records_of_an_earlier_release_precede_later_ones(name: str, request: py
         ledger.claim(Owner(incarnation, "host", 1, 2))
         fingerprint = Fingerprint(1, 1, 2)
         decision = Decision(
-            scope, incarnation, Guarantee.EXACTLY_ONCE, 0, '{"0":0}', (), fingerprint, Fingerprint(), at_ms,
+            scope, incarnation, Guarantee.EXACTLY_ONCE, 0, '{"0":0}', (), {scope.sink: Account(fingerprint)}, at_ms,
             sequence=sequence,
         )  # fmt: skip
         assert ledger.decide(decision) == Ok(None)
@@ -315,7 +324,7 @@ def test_p33_pipelines_in_one_place_do_not_touch_each_others_ledgers(
     def decision(of: Scope, batch: int, sequence: int) -> Decision:
         total = Fingerprint(batch + 1, 1, 2)
         return Decision(
-            of, "d", Guarantee.EXACTLY_ONCE, batch, of.pipeline, (), total, Fingerprint(), 0, sequence=sequence
+            of, "d", Guarantee.EXACTLY_ONCE, batch, of.pipeline, (), {of.sink: Account(total)}, 0, sequence=sequence
         )
 
     for number, incarnation in enumerate(("i0", "i1", "i2")):

@@ -233,7 +233,7 @@ def test_null_in_key_or_version_is_a_bad_record(store: Store, column: str) -> No
     plan = rig.plan(rig.context(), 0)
     bad = pa.RecordBatch.from_pylist([row], schema=rows([], False).schema)
     with pytest.raises(BadRecord, match="_NULL"):
-        write_shard(rig.sink, plan, 0, 0, iter([bad]), bad.schema)
+        write_shard(rig.sinks, plan, 0, 0, iter([bad]), bad.schema)
     assert state(store, name) == {}
 
 
@@ -255,7 +255,7 @@ def test_nothing_is_left_behind(store: Store) -> None:
     rig = Rig(store.sink(**options(name, version=True)))
     run(rig, 0, [[("r", i, 1, "a", None) for i in range(9)], [("q", i, 1, "a", None) for i in range(9)]], delete=False)
     context = rig.context("next")
-    assert context.committer.abort_orphans(()) == Ok(0)
+    assert context.committers.abort_orphans(()) == Ok(0)
     assert staging() <= before
 
 

@@ -11,9 +11,8 @@ import pyarrow.compute as pc
 from tests.crash.sim import Sim
 
 from delivered.connectors.memory import CONNECTOR
-from delivered.contract.sink import SinkGroup
 from delivered.engine.shard import fingerprint_seed
-from delivered.group import Group
+from delivered.engine.sinks import Sinks
 from delivered.model.capability import Commit
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
@@ -44,10 +43,10 @@ class GroupSim(Sim):
 
     commits: tuple[Commit, ...] = BOTH_PREPARE
 
-    def make_sink(self) -> SinkGroup:
+    def make_sinks(self) -> Sinks:
         sinks = [CONNECTOR.sink({"world": self.name, "commit": c.value}) for c in self.commits]
         routes = [even_rows if i == 1 else None for i in range(len(sinks))]
-        return Group.of(list(zip(NAMES, sinks, routes, strict=False)))
+        return Sinks.of(list(zip(NAMES, sinks, routes, strict=False)))
 
     def watch(self, point: str) -> None:
         if self.guarantee is not Guarantee.EXACTLY_ONCE or self.change or self.tolerance != Tolerance():

@@ -11,8 +11,7 @@ from typing import Any
 from tests.crash.group_sim import GroupSim
 
 from delivered.connectors.memory import CONNECTOR
-from delivered.contract.sink import SinkGroup
-from delivered.group import Group
+from delivered.engine.sinks import Sinks
 from delivered.model.bad_row import OnBadRow
 from delivered.model.guarantee import Guarantee
 
@@ -32,11 +31,11 @@ class LetterSim(GroupSim):
             [(k, (v or b"") + b"-long" * (i % 3 == 1)) for i, (k, v) in enumerate(rows)] for rows in self.world.inputs
         ]
 
-    def make_sink(self) -> SinkGroup:
+    def make_sinks(self) -> Sinks:
         first = CONNECTOR.sink({"world": self.name, "commit": self.commits[0].value, "valueBytesMax": "5"})
         letters = CONNECTOR.sink({"world": self.name, "commit": self.commits[1].value})
         dead_letter = ("letters", letters) if self.on_bad_row is OnBadRow.DEAD_LETTER else None
-        return Group.of([("first", first, None)], self.on_bad_row, dead_letter)
+        return Sinks.of([("first", first, None)], self.on_bad_row, dead_letter)
 
     def watch(self, point: str) -> None:
         decided = {(d.scope.incarnation, d.batch) for d in self.decisions()}

@@ -27,12 +27,11 @@ import pyarrow as pa
 
 from delivered.connectors.memory import CONNECTOR
 from delivered.connectors.memory.world import ROWS, Answer, State, make_world
-from delivered.contract.sink import Member, Sink, SinkGroup
 from delivered.engine.arbiter import Grants
 from delivered.engine.context import Context
-from delivered.engine.decide import abort_batch, commit_batch
-from delivered.engine.recover import plan_batch
+from delivered.engine.runner import Runner
 from delivered.engine.shard import fingerprint_seed, write_shard
+from delivered.engine.sinks import Sinks
 from delivered.model import step
 from delivered.model.capability import Commit, SourceCapability
 from delivered.model.errors import DeliveredError
@@ -117,56 +116,57 @@ class Driver:
         self.sim = sim
         sim.hold()
         self.process = Process(owner)
-        scope = Scope("p", sim.sink.name, sim.checkpoint.incarnation)
+        scope = Scope("p", sim.sinks.decider.name, sim.checkpoint.incarnation)
         self.planner, self.committer = (
-            Context.open(sim.sink, scope, sim.guarantee, Owner(owner), sim.tolerance) for _ in range(2)
+            Runner(
+                sim.sinks,
+                Context.open(sim.sinks, scope, sim.guarantee, Owner(owner), sim.tolerance),
+                self._register,
+            )
+            for _ in range(2)
         )
         self.grants = sim.arbiters.setdefault(owner, Grants())
         self.before: int | None = None
-        self.epoch: int | None = None
+
+    def _register(self) -> Arbiter:
+        arbiter = Arbiter("", 0, uuid.uuid4().hex)
+        self.grants.plan("p/memory", arbiter.token)
+        return arbiter
 
     def run(self) -> None:
         """One start of the query: batches until the source is empty."""
         while (view := self.sim.next_batch()) is not None:
-            first = self.before is None or self.before != view.batch - 1 or view.logged != self.before
-            if not first:
-                step.reach(StepId.LOG, Moment.AFTER, batch=self.before)
             self.before = None
-            keeps_state = lambda: self.sim.keeps_state  # noqa: E731
-            arbiter = Arbiter("", 0, uuid.uuid4().hex)
-            self.grants.plan("p/memory", arbiter.token)
-            plan = plan_batch(self.planner, view, first=first, since=self.epoch, keeps_state=keeps_state)
-            plan = _travel(replace(plan, arbiter=arbiter))
-            self.before, self.epoch = view.batch, plan.epoch
-            messages = self.sim.tasks(self, plan)
-            self._commit(view, messages)
+            plan = _travel(self.planner.plan(view, ROWS, keeps_state=lambda: self.sim.keeps_state))
+            self.before = view.batch
+            self._commit(view, plan)
             step.reach(StepId.LOG, Moment.BEFORE, batch=view.batch)
             self.sim.gate()
             self.sim.checkpoint.commits.add(view.batch)
         if self.before is not None:
             step.reach(StepId.LOG, Moment.AFTER, batch=self.before)
 
-    def _commit(self, view: CheckpointView, messages: list[ShardMessage | None]) -> None:
-        if any(m is None for m in messages):
-            abort_batch(self.committer, messages)
-            raise Failure("a task failed too often")
+    def _commit(self, view: CheckpointView, plan: BatchPlan) -> None:
+        done: list[ShardMessage | None] = []
+
+        def tasks(messages: list[ShardMessage | None]) -> None:
+            messages += done or self.sim.tasks(self, plan)
+            done[:] = messages
+            if None in messages:
+                raise Failure("a task failed too often")
+
         for _ in range(1 + self.sim.commit_again):
-            try:
-                commit_batch(self.committer, view.batch, view.offsets, messages, run=view.run)
-            except Exception:
-                abort_batch(self.committer, messages)
-                raise
+            self.committer.finish(plan, tasks, run=view.run)
 
 
-def planned(sink: Sink | SinkGroup, guarantee: Guarantee) -> Plan:
-    """The plan of a pipeline with this sink."""
-    members = sink.members if isinstance(sink, SinkGroup) else [Member(sink.name, sink)]
+def planned(sinks: Sinks, guarantee: Guarantee) -> Plan:
+    """The plan of a pipeline with these sinks."""
     plan = make_plan(
         Request(
             pipeline="orders",
             guarantee=guarantee,
             sources=(SourceFacts("log in", SourceCapability("log", replayable=True)),),
-            sinks=tuple(SinkFacts(m.name, "sink", m.sink.capability()) for m in members),
+            sinks=tuple(SinkFacts(m.name, "sink", m.sink.capability()) for m in sinks.members),
             checkpoint=CheckpointFacts("/checkpoint"),
         )
     )
@@ -227,7 +227,7 @@ class Sim:
         self.world.inputs = [
             [(b"k", f"{p}-{i}".encode()) for i in range(self.batches * self.rows)] for p in range(self.shards)
         ]
-        self.sink: Sink | SinkGroup = self.make_sink()
+        self.sinks = self.make_sinks()
         self.source = CONNECTOR.source({"world": self.name})
         self._local = threading.local()
         self._pauses: list[tuple[Crash, Pause]] = []
@@ -235,14 +235,14 @@ class Sim:
         self._decided: tuple[int, list[Decision]] = (0, [])
         self._tasks = itertools.count()
 
-    def make_sink(self) -> Sink | SinkGroup:
-        return CONNECTOR.sink({"world": self.name, "commit": self.commit.value})
+    def make_sinks(self) -> Sinks:
+        return Sinks.one(CONNECTOR.sink({"world": self.name, "commit": self.commit.value}))
 
     def hold(self) -> None:
         """From here on, the steps of this guarantee's plan may be reached. A decided batch is finished under its own
         guarantee."""
         if self.guarantee not in self.guarantees:
-            plan = planned(self.sink, self.guarantee)
+            plan = planned(self.sinks, self.guarantee)
             self.guarantees.add(self.guarantee)
             self.held |= {step.id.value for step in (*plan.steps, *plan.recovery)}
 
@@ -368,7 +368,7 @@ class Sim:
 
         number = next(self._tasks)
         try:
-            message = write_shard(self.sink, plan, shard, attempt, self._read(piece), ROWS, may_send)
+            message = write_shard(self.sinks, plan, shard, attempt, self._read(piece), ROWS, may_send)
             found.append(replace(message, task=number))
         except Dead:
             if not task.dead:

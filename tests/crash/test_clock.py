@@ -17,6 +17,7 @@ from tests.crash.sim import Checkpoint, Crash, Sim, again, codes, points
 from tests.support.sweeps import sweep
 
 from delivered.ledger.ledger import state_of
+from delivered.model.archive import Account
 from delivered.model.capability import Commit
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -160,7 +161,7 @@ def _listed(args: tuple[Any, ...]) -> list[Any]:
 def decided(incarnation: str, at_ms: int, sequence: int) -> Decision:
     none = Fingerprint()
     return Decision(
-        Scope("p", "s", incarnation), "a", EXACTLY, 0, "{}", (), none, none, at_ms, sequence=sequence
+        Scope("p", "s", incarnation), "a", EXACTLY, 0, "{}", (), {"s": Account(none, none)}, at_ms, sequence=sequence
     )  # fmt: skip
 
 

@@ -22,11 +22,11 @@ from typer.testing import CliRunner
 
 from delivered.cli.main import app
 from delivered.connectors.log import append
+from delivered.engine import runner
 from delivered.entry import Pipeline
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import RECOVERY, STEPS, Mechanism, Moment, StepId
-from delivered.operate import dead_letter_batches as module
 from delivered.operate.dead_letter_batches import Status
 from delivered.operate.dead_letters import dead_letters, drop, retry
 from delivered_lab.verify.loop import Loop
@@ -184,14 +184,14 @@ def test_killed_under_a_weaker_guarantee(tmp_path: Path, guarantee: str, point: 
 def test_a_retry_that_was_fenced_changes_nothing(ran: Pipeline, tmp_path: Path, monkeypatch: Any) -> None:
     """F7: another process retries the same letters between the choice and the batch of this one."""
     mended(tmp_path)
-    honest = module.plan_batch
+    honest = runner.plan_batch
 
     def late(*given: Any, **more: Any) -> Any:
-        monkeypatch.setattr(module, "plan_batch", honest)
+        monkeypatch.setattr(runner, "plan_batch", honest)
         assert command(tmp_path, "retry", str(tmp_path / "shop.yaml"), "--all")[0] == 0
         return honest(*given, **more)
 
-    monkeypatch.setattr(module, "plan_batch", late)
+    monkeypatch.setattr(runner, "plan_batch", late)
     with pytest.raises(DeliveredError, match="FENCED"):
         retry(ran)
     assert values(tmp_path) == Counter({**dict.fromkeys(KEPT, 1), b"a": 3, b"b": 3})

@@ -23,10 +23,9 @@ from tests.support.sweeps import sweep
 from delivered.connectors.log import append
 from delivered.connectors.memory import CONNECTOR
 from delivered.connectors.memory.world import ROWS
-from delivered.contract.sink import SinkGroup
 from delivered.engine import isolate
+from delivered.engine.sinks import Sinks
 from delivered.entry import Pipeline
-from delivered.group import Group
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
@@ -44,10 +43,10 @@ class TransformSim(LetterSim):
 
     mended: int = 99
 
-    def make_sink(self) -> SinkGroup:
+    def make_sinks(self) -> Sinks:
         first, letters = (CONNECTOR.sink({"world": self.name, "commit": c.value}) for c in self.commits)
         dead_letter = ("letters", letters) if self.on_bad_row is OnBadRow.DEAD_LETTER else None
-        return Group.of([("first", first, None)], self.on_bad_row, dead_letter)
+        return Sinks.of([("first", first, None)], self.on_bad_row, dead_letter)
 
     def _read(self, piece: object) -> Iterator[pa.RecordBatch]:
         for batch in super()._read(piece):

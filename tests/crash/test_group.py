@@ -14,8 +14,8 @@ from tests.crash.sim import HOWS, Checkpoint, Crash, Driver, again, codes, other
 from tests.support.sweeps import sweep
 
 from delivered.engine import shard
-from delivered.group import Group
-from delivered.group.committer import GroupCommitter
+from delivered.engine.committers import Committers
+from delivered.engine.sinks import Sinks
 from delivered.model.capability import Commit
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
@@ -133,7 +133,7 @@ def test_another_sink_and_with_it_another_ledger(stop: str) -> None:
     def change(sim: GroupSim, start: int) -> None:
         if start:
             sim.commits = (*BOTH_PREPARE, Commit.ONE_TRANSACTION)
-            sim.sink = sim.make_sink()
+            sim.sinks = sim.make_sinks()
 
     sim.on_start = change  # type: ignore[assignment]
     sim.run()
@@ -154,7 +154,7 @@ def test_sinks_that_change_places_and_change_back(stop: str) -> None:
     sim = GroupSim(Guarantee.EXACTLY_ONCE, batches=3, crashes=(Crash("log:after"), Crash(stop, nth)))
 
     def change(sim: GroupSim, start: int) -> None:
-        sim.sink = Group(tuple(reversed(sim.make_sink().members))) if start == 1 else sim.make_sink()
+        sim.sinks = Sinks(tuple(reversed(sim.make_sinks().members))) if start == 1 else sim.make_sinks()
 
     sim.on_start = change  # type: ignore[assignment]
     sim.run()
@@ -170,7 +170,7 @@ def test_a_sink_left_out_while_its_part_is_open_is_refused() -> None:
     def leave_out(sim: GroupSim, start: int) -> None:
         if start:
             sim.commits = BOTH_PREPARE[:1]
-            sim.sink = sim.make_sink()
+            sim.sinks = sim.make_sinks()
 
     sim.on_start = leave_out  # type: ignore[assignment]
     sim.run()
@@ -178,7 +178,7 @@ def test_a_sink_left_out_while_its_part_is_open_is_refused() -> None:
     assert sum(sim.visible().values()) == 0
     assert len(sim.world.unsettled()) == 4  # nothing was touched
     sim.commits = BOTH_PREPARE
-    sim.sink = sim.make_sink()
+    sim.sinks = sim.make_sinks()
     again(sim, on_start=None)
     assert sim.verdict() == []
     assert sim.visible() == sim.expected()
@@ -191,7 +191,7 @@ def test_a_driver_with_the_former_sinks_is_fenced() -> None:
     def change(sim: GroupSim, start: int) -> None:
         if start:
             sim.commits = LAST_RESOURCE
-            sim.sink = sim.make_sink()
+            sim.sinks = sim.make_sinks()
 
     sim.on_start = change  # type: ignore[assignment]
     sim.run()
@@ -216,23 +216,21 @@ def test_p2_new_checkpoint_of_several_sinks(group: str) -> None:
 def test_two_sinks_of_one_name_are_refused() -> None:
     sim = GroupSim(Guarantee.EXACTLY_ONCE)
     with pytest.raises(UsageError, match="SINK_NAME_TWICE"):
-        Group.of([("a", m.sink, None) for m in sim.make_sink().members])
+        Sinks.of([("a", m.sink, None) for m in sim.make_sinks().members])
 
 
 # -- the verifier verified: break one thing at a time; a run above must find it ---------------------------------------
 
 
 def second_sink_not_applied(patch: pytest.MonkeyPatch) -> None:
-    honest = GroupCommitter.commit
+    honest = Committers.commit
     patch.setattr(
-        GroupCommitter, "commit", lambda self, w, p: Ok(None) if p.sink != self._scope.sink else honest(self, w, p)
+        Committers, "commit", lambda self, w, p: Ok(None) if p.sink != self._scope.sink else honest(self, w, p)
     )
 
 
 def second_sink_not_aborted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        GroupCommitter, "abort_orphans", lambda self, keep: self._by_name[self._scope.sink].abort_orphans(keep)
-    )
+    patch.setattr(Committers, "abort_orphans", lambda self, keep: self.by_name[self._scope.sink].abort_orphans(keep))
 
 
 def every_sink_written_again(patch: pytest.MonkeyPatch) -> None:
@@ -261,9 +259,9 @@ def first_sink_alone_gives_up(patch: pytest.MonkeyPatch) -> None:
 
 def marker_of_the_deciding_sink_for_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        GroupCommitter,
+        Committers,
         "was_committed",
-        lambda self, w, p: self._by_name[self._scope.sink].was_committed(
+        lambda self, w, p: self.by_name[self._scope.sink].was_committed(
             replace(w, scope=replace(w.scope, sink="first")), p
         ),
     )

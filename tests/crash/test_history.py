@@ -303,7 +303,7 @@ def test_new_checkpoint_finishes_what_the_earlier_one_decided(guarantee: Guarant
 def test_p11_p13_abort_orphans_leaves_others_alone() -> None:
     """P11, P13: what a dead driver left is aborted; what belongs to another pipeline is not."""
     sim = Sim(EXACTLY, crashes=(Crash("write.prepare:after", 2),))
-    foreign = Driver(sim, "other").planner
+    foreign = Driver(sim, "other").planner.context
     work = type(foreign.scope)("q", "memory", "inc-9")
     from delivered.model.identity import Work
 

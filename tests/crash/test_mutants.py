@@ -91,7 +91,7 @@ def apply_before_decide(patch: pytest.MonkeyPatch) -> None:
 def retry_decide(patch: pytest.MonkeyPatch) -> None:
     def again(context: Any, decision: Any, unknown: Unknown) -> Any:
         text = decision.to_json()
-        context.ledger._store._room.decisions.append(text)
+        context.ledger._store._deciding._room.decisions.append(text)
         return Ok(None)
 
     patch.setattr(decide, "_look", again)
@@ -174,7 +174,9 @@ def epoch_of_plan_ignored(patch: pytest.MonkeyPatch) -> None:
     every_attempt_may_send(patch)
     patch.setattr(decide, "_same_claim", lambda *args: None)
     honest = recover.plan_batch
-    patch.setattr("tests.crash.sim.plan_batch", lambda context, view, first, **rest: honest(context, view, first=first))
+    patch.setattr(
+        "delivered.engine.runner.plan_batch", lambda context, view, first, **rest: honest(context, view, first=first)
+    )
 
 
 def unknown_is_ok(patch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,8 @@ from tests.crash.letter_sim import EXACTLY, NTH_MAX, LetterSim
 from tests.crash.sim import Crash, points
 
 from delivered.connectors.memory.sink import MemorySink
-from delivered.contract.sink import SinkGroup
 from delivered.engine import dead_letters
-from delivered.group import Group
+from delivered.engine.sinks import Sinks
 from delivered.kits.table.trial import unwritable
 from delivered.model.capability import Commit
 
@@ -40,11 +39,11 @@ class TriedSink(MemorySink):
 
 @dataclass
 class TriedSim(LetterSim):
-    def make_sink(self) -> SinkGroup:
-        group = super().make_sink()
+    def make_sinks(self) -> Sinks:
+        group = super().make_sinks()
         first, letters = (member.sink for member in group.members)
         assert isinstance(first, MemorySink)
-        return Group.of([("first", TriedSink(first.options), None)], self.on_bad_row, ("letters", letters))
+        return Sinks.of([("first", TriedSink(first.options), None)], self.on_bad_row, ("letters", letters))
 
 
 @pytest.mark.matrix

@@ -17,6 +17,7 @@ from delivered.engine.context import Context
 from delivered.engine.decide import abort_batch, commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
+from delivered.engine.sinks import Sinks
 from delivered.model.capability import Commit
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
@@ -51,7 +52,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _driver(self) -> Driver:
         name = f"d{next(self.names)}"
-        return Driver(name, Context.open(self.sink, self.scope, self.guarantee, Owner(name)))
+        return Driver(name, Context.open(Sinks.one(self.sink), self.scope, self.guarantee, Owner(name)))
 
     def _batch(self) -> int:
         return max(self.logged, default=-1) + 1
@@ -81,7 +82,7 @@ class LedgerMachine(RuleBasedStateMachine):
         rows = [{"key": None, "value": f"{driver.plan.batch}/{shard}/{n}".encode()} for n in range(2)]
         for attempt in range(2 if retried else 1):
             batches = iter([pa.RecordBatch.from_pylist(rows, schema=ROWS)])
-            message = write_shard(self.sink, driver.plan, shard, attempt, batches, ROWS)
+            message = write_shard(Sinks.one(self.sink), driver.plan, shard, attempt, batches, ROWS)
         driver.messages.append(message)
 
     @rule(i=st.integers(0, 1))

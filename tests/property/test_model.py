@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delivered.model import errors
+from delivered.model.archive import Account
 from delivered.model.errors import DeliveredError, MissingExtra, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -116,7 +117,7 @@ def test_decisions_read_back_the_same(
     participants: list[Prepared], offsets: str, total: Fingerprint, guarantee: Guarantee
 ) -> None:
     made = Decision(
-        Scope("p", "s", "i"), "me", guarantee, 3, offsets, tuple(participants), total, Fingerprint(), 1, revision=2
+        Scope("p", "s", "i"), "me", guarantee, 3, offsets, tuple(participants), {"s": Account(total)}, 1, revision=2
     )
     copy = Decision.from_json(made.to_json())
     assert copy == made

@@ -120,7 +120,7 @@ def test_pipelines_whose_sinks_have_one_name_share_a_ledger_topic(
             assert values(kafka, topic) == Counter(b"%d" % i for i in range(start + ROWS))
     for name in topics:
         scope = pipeline(name).spec.scope(pipeline(name).spec.open(), "other")
-        look = open_ledger(pipeline(name).spec.open(), scope)
+        look = pipeline(name).spec.open().ledger(scope)
         state = look.look()
         look.close()
         assert [d.scope.pipeline for d in state.earlier] == [name]

@@ -14,7 +14,6 @@ import pytest
 from tests.spark.log_to_sqlite import produce, rows, until
 
 import delivered
-from delivered.engine.context import open_ledger
 from delivered.model.translate import translated
 from delivered.spark.template import TASKS
 
@@ -78,8 +77,8 @@ def test_a_query_restarts_beside_its_own_orphans(spark: SparkSession, tmp_path: 
     until(lambda: rows(second) == 20 or not query.isActive)
     query.stop()
     spec = other.spec
-    sink = spec.open()
-    ledger = open_ledger(sink, spec.scope(sink, str(query.id)))
+    sinks = spec.open()
+    ledger = sinks.ledger(spec.scope(sinks, str(query.id)))
     owner = ledger.look().owner
     ledger.close()
     assert owner is not None and owner.process == jvm(spark).pid

@@ -13,6 +13,7 @@ from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
+from delivered.engine.sinks import Sinks
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import CheckpointView, Owner
@@ -34,15 +35,14 @@ def pipeline(tmp_path: Path, checkpoint: str = "checkpoint", **options: object) 
 
 def decide(made: delivered.Pipeline, batches: int, owner: Owner, incarnation: str = "incarnation-1") -> None:
     sink = made.sinks[0].sink()
-    scope = Scope(made.name, sink.name, incarnation)
-    context = Context.open(sink, scope, Guarantee.EXACTLY_ONCE, owner)
+    sinks, scope = Sinks.one(sink), Scope(made.name, sink.name, incarnation)
+    context = Context.open(sinks, scope, Guarantee.EXACTLY_ONCE, owner)
     for batch in range(batches):
         offsets = json.dumps({"version": batch, "offsets": {"0": batch + 1}})
         plan = plan_batch(context, CheckpointView(incarnation, batch, offsets, None), first=batch == 0)
         rows = pa.record_batch([pa.array([b"v"])], schema=ROWS)
-        commit_batch(context, batch, offsets, [write_shard(sink, plan, 0, 0, iter([rows]), ROWS)])
-    context.ledger.close()
-    context.committer.close()
+        commit_batch(context, batch, offsets, [write_shard(sinks, plan, 0, 0, iter([rows]), ROWS)])
+    context.close()
 
 
 def checkpoint(made: delivered.Pipeline, batches: int, incarnation: str = "incarnation-1") -> None:

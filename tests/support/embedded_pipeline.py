@@ -31,14 +31,13 @@ from delivered.connectors.iceberg import CONNECTOR as ICEBERG
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.outbox import CONNECTOR as OUTBOX
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract.powers import add_columns, ready_target
-from delivered.contract.sink import Sink, SinkGroup
+from delivered.contract.sink import Sink
 from delivered.crash import install_from_environment
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.group import Columns, Group
+from delivered.engine.sinks import Columns, Sinks
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
@@ -109,31 +108,34 @@ def write(path: Path, text: str) -> None:
     draft.rename(path)
 
 
+def _sink(spec: dict[str, Any], upsert: dict[str, str]) -> Sink:
+    if "delta" in spec:
+        return DELTA.sink({**spec["delta"], **upsert})
+    if "iceberg" in spec:
+        return ICEBERG.sink({**spec["iceberg"], **upsert})
+    if "files" in spec:
+        return FILES.sink(spec["files"])
+    if "postgres" in spec or "mysql" in spec:
+        system = "postgres" if "postgres" in spec else "mysql"
+        return find_sink(system, {**spec[system], **upsert})
+    if "kafka" in spec:
+        return find_sink("kafka", spec["kafka"])
+    if "toy" in spec:
+        return TOYS[spec["toy"]](Path(spec["folder"]))
+    return SQLITE.sink({"path": spec["database"], "table": TABLE, **upsert})
+
+
 def run(spec: dict[str, Any]) -> None:
     source = OUTBOX.source(spec["outbox"]) if "outbox" in spec else LOG.source({"path": spec["log"]})
     upsert: dict[str, str] = spec.get("upsert", {})
-    sink: Sink | SinkGroup
     if "sinks" in spec:
-        sink = Group.of(
+        sinks = Sinks.of(
             [(s["name"], find_sink(s["format"], s["options"]), ROUTES.get(s["format"])) for s in spec["sinks"]]
         )
-    elif "delta" in spec:
-        sink = DELTA.sink({**spec["delta"], **upsert})
-    elif "iceberg" in spec:
-        sink = ICEBERG.sink({**spec["iceberg"], **upsert})
-    elif "files" in spec:
-        sink = FILES.sink(spec["files"])
-    elif "postgres" in spec or "mysql" in spec:
-        system = "postgres" if "postgres" in spec else "mysql"
-        sink = find_sink(system, {**spec[system], **upsert})
-    elif "kafka" in spec:
-        sink = find_sink("kafka", spec["kafka"])
-    elif "toy" in spec:
-        sink = TOYS[spec["toy"]](Path(spec["folder"]))
     else:
-        sink = SQLITE.sink({"path": spec["database"], "table": TABLE, **upsert})
+        sinks = Sinks.one(_sink(spec, upsert))
     checkpoint = Checkpoint(Path(spec["checkpoint"]))
-    scope = Scope(spec.get("pipeline", PIPELINE), sink.name, checkpoint.incarnation)
+    scope = Scope(spec.get("pipeline", PIPELINE), sinks.decider.name, checkpoint.incarnation)
     owner, guarantee = Owner(spec["owner"], process=os.getpid()), Guarantee(spec["guarantee"])
 
     def made(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -145,10 +147,10 @@ def run(spec: dict[str, Any]) -> None:
         return changes(batch).drop_columns([*unused, *spec.get("without", ())])
 
     schema = made(pa.RecordBatch.from_pylist([], schema=source.schema())).schema
-    sink.check_schema(schema)
-    ready_target(sink, schema)
+    sinks.check_schema(schema)
+    sinks.ready_target(schema)
     # As in Spark, one process plans, another commits. Here each has its own ledger and committer.
-    planning, committing = (Context.open(sink, scope, guarantee, owner) for _ in range(2))
+    planning, committing = (Context.open(sinks, scope, guarantee, owner) for _ in range(2))
     driver = source.driver()
     for turn in itertools.count():
         planned, logged = checkpoint.newest("offsets"), checkpoint.newest("commits")
@@ -165,7 +167,7 @@ def run(spec: dict[str, Any]) -> None:
             start, end = entry["start"], entry["end"]
         text = json.dumps(end)
         view = CheckpointView(scope.incarnation, batch, text, logged)
-        plan = plan_batch(planning, view, first=turn == 0, add_columns=partial(add_columns, sink, schema))
+        plan = plan_batch(planning, view, first=turn == 0, add_columns=partial(sinks.add_columns, schema))
         pieces = driver.slices(start, end)
 
         def rows(piece: Any) -> Iterator[pa.RecordBatch]:
@@ -175,8 +177,15 @@ def run(spec: dict[str, Any]) -> None:
 
         shards = [rows(piece) for piece in pieces]
         if "dedup" in spec:
-            shards = _once(spec["dedup"], sink, scope, batch, [b for piece in pieces for b in source.read(piece)], made)
-        prepared = [write_shard(sink, plan, i, 0, shard, schema) for i, shard in enumerate(shards)]
+            shards = _once(
+                spec["dedup"],
+                sinks.decider.sink,
+                scope,
+                batch,
+                [b for piece in pieces for b in source.read(piece)],
+                made,
+            )
+        prepared = [write_shard(sinks, plan, i, 0, shard, schema) for i, shard in enumerate(shards)]
         commit_batch(committing, batch, text, prepared)
         reach(StepId.LOG, Moment.BEFORE, batch=batch)
         write(checkpoint.folder / "commits" / str(batch), "{}")

@@ -21,12 +21,14 @@ from delivered.connectors.files import CONNECTOR as FILES
 from delivered.connectors.iceberg import CONNECTOR as ICEBERG
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract.powers import HoldsTransactions, add_columns, ready_target
+from delivered.contract.powers import HoldsTransactions
 from delivered.contract.sink import Sink
+from delivered.engine.committers import Committers
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import fingerprint_seed, write_shard
+from delivered.engine.sinks import Sinks
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
@@ -46,6 +48,12 @@ EXACT = Guarantee.EXACTLY_ONCE
 _names = itertools.count()
 
 
+def alone(committers: Committers) -> Any:
+    """The committer of the only sink."""
+    (committer,) = committers.by_name.values()
+    return committer
+
+
 @dataclass
 class Rig:
     """A sink, driven as by Spark: each call of `context` acts as a separate process."""
@@ -60,21 +68,25 @@ class Rig:
         return rows(batch, shard, 1 if self.sink.capability().system == "rocketmq" else 0)
 
     @property
+    def sinks(self) -> Sinks:
+        return self.sink if isinstance(self.sink, Sinks) else Sinks.one(self.sink)
+
+    @property
     def scope(self) -> Scope:
-        return Scope(self.pipeline, self.sink.name, self.incarnation)
+        return Scope(self.pipeline, self.sinks.decider.name, self.incarnation)
 
     def context(self, owner: str = "first", guarantee: Guarantee = EXACT) -> Context:
-        sink = pickle.loads(pickle.dumps(self.sink))
-        return Context.open(sink, self.scope, guarantee, Owner(owner))
+        sinks = pickle.loads(pickle.dumps(self.sinks))
+        return Context.open(sinks, self.scope, guarantee, Owner(owner))
 
     def plan(self, context: Context, batch: int, first: bool = True) -> BatchPlan:
-        ready_target(self.sink, self.schema)
+        self.sinks.ready_target(self.schema)
         view = CheckpointView(self.incarnation, batch, offsets(batch), batch - 1 if batch else None)
-        return plan_batch(context, view, first=first, add_columns=partial(add_columns, self.sink, self.schema))
+        return plan_batch(context, view, first=first, add_columns=partial(self.sinks.add_columns, self.schema))
 
     def write(self, plan: BatchPlan, attempt: int = 0) -> list[ShardMessage]:
         messages = [
-            write_shard(self.sink, plan, shard, attempt, iter([self.rows(plan.batch, shard)]), SCHEMA)
+            write_shard(self.sinks, plan, shard, attempt, iter([self.rows(plan.batch, shard)]), SCHEMA)
             for shard in range(SHARDS)
         ]
         return pickle.loads(pickle.dumps(messages))
@@ -89,7 +101,7 @@ class Rig:
         context, self.schema = context or self.context(), shards[0].schema
         plan = self.plan(context, batch)
         messages = [
-            write_shard(self.sink, plan, i, 0, iter([s.slice(a, 5) for a in range(0, s.num_rows, 5)]), self.schema)
+            write_shard(self.sinks, plan, i, 0, iter([s.slice(a, 5) for a in range(0, s.num_rows, 5)]), self.schema)
             for i, s in enumerate(shards)
         ]
         commit_batch(context, batch, offsets(batch), messages)

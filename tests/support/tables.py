@@ -11,6 +11,7 @@ import pyarrow as pa
 from delivered.connectors.delta.sink import DeltaSink
 from delivered.engine.context import open_ledger
 from delivered.ledger.ledger import Ledger
+from delivered.model.archive import Account
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
@@ -56,7 +57,7 @@ def staged(sink: DeltaSink, rows: pa.Table, batch: int = 0, scope: Scope = SCOPE
 
 def decision(batch: int, *prepared: Prepared, owner: str = "o") -> Decision:
     total = sum((p.fingerprint for p in prepared), Fingerprint())
-    return Decision(SCOPE, owner, EXACT, batch, "{}", prepared, total, Fingerprint(), batch + 1)
+    return Decision(SCOPE, owner, EXACT, batch, "{}", prepared, {SCOPE.sink: Account(total)}, batch + 1)
 
 
 def claimed(sink: DeltaSink, rows: pa.Table = ROWS) -> Ledger:

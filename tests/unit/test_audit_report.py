@@ -13,6 +13,7 @@ import pytest
 from delivered.audit.classes import Counts, Damage, Fingerprints, PartitionLine, Sample
 from delivered.audit.ledger import check_history
 from delivered.audit.report import AuditReport, as_text
+from delivered.model.archive import Account
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
@@ -93,8 +94,7 @@ def chain(*counts: int, guarantee: Guarantee = Guarantee.EXACTLY_ONCE) -> list[D
                 batch,
                 "{}",
                 (Prepared(0, 0, own, sink="s"),),
-                total,
-                Fingerprint(),
+                {"s": Account(total)},
                 0,
             )
         )

@@ -19,6 +19,7 @@ from delivered.connectors.files.disk import Places
 from delivered.connectors.files.sink import FilesSink
 from delivered.engine.context import open_ledger
 from delivered.ledger.ledger import Ledger
+from delivered.model.archive import Account
 from delivered.model.errors import Fenced, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
@@ -72,7 +73,7 @@ def staged(sink: FilesSink, rows: pa.Table, batch: int = 0, shard: int = 0, guar
 
 def decision(batch: int, *prepared: Prepared) -> Decision:
     total = sum((p.fingerprint for p in prepared), Fingerprint())
-    return Decision(SCOPE, "o", EXACT, batch, "{}", prepared, total, Fingerprint(), batch + 1)
+    return Decision(SCOPE, "o", EXACT, batch, "{}", prepared, {SCOPE.sink: Account(total)}, batch + 1)
 
 
 def claimed(sink: FilesSink, rows: pa.Table = ROWS) -> Ledger:

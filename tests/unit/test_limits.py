@@ -49,9 +49,7 @@ def test_a_usual_batch_is_far_below_the_limit_of_a_decision() -> None:
     handle = {"transactional_id": "delivered.pipeline.sink.0000.0", "producer_id": 2**40, "epoch": 32_000}
     shards = tuple(Prepared(i, 0, Fingerprint(10**9, 2**64 - 1, 2**64 - 1), handle, sink="s") for i in range(1000))
     offsets = json.dumps({"topic": {str(p): 10**12 for p in range(1000)}})
-    decision = Decision(
-        Scope("p", "s", "i"), "o", Guarantee.EXACTLY_ONCE, 1, offsets, shards, Fingerprint(), Fingerprint(), 0
-    )
+    decision = Decision(Scope("p", "s", "i"), "o", Guarantee.EXACTLY_ONCE, 1, offsets, shards, {}, 0)
     assert len(decision.to_json()) < limits.DECISION_BYTES_MAX / 2
 
 

@@ -236,7 +236,7 @@ def test_no_sink_is_refused() -> None:
     assert refusal.code == "SINKS_NONE"
 
 
-@pytest.mark.parametrize("name", [n for n, r in PLANS.items() if r.is_group])
+@pytest.mark.parametrize("name", [n for n, r in PLANS.items() if len(r.sinks) > 1])
 def test_order_of_several_sinks_is_told(name: str) -> None:
     """P27: which sink decides, and that readers of two sinks do not see a batch at one moment."""
     plan = make_plan(PLANS[name])

@@ -14,12 +14,12 @@ from tests.crash.sim import planned
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.memory.world import ROWS, make_world
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract.sink import Sink, SinkGroup
-from delivered.engine.context import Context, open_ledger
+from delivered.contract.sink import Sink
+from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.group import Group
+from delivered.engine.sinks import Sinks
 from delivered.model import step
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
@@ -48,14 +48,14 @@ def memory(tmp_path: Path, commit: str) -> Sink:
     return MEMORY.sink({"world": world, "commit": commit})
 
 
-def group(*sinks: Sink) -> Group:
-    return Group.of([(f"sink-{i}", s, None) for i, s in enumerate(sinks)])
+def group(*sinks: Sink) -> Sinks:
+    return Sinks.of([(f"sink-{i}", s, None) for i, s in enumerate(sinks)])
 
 
-SINKS: dict[str, Callable[[Path], Sink | SinkGroup]] = {
-    "memory two_phase": lambda tmp: memory(tmp, "two_phase"),
-    "memory one_transaction": lambda tmp: memory(tmp, "one_transaction"),
-    "sqlite": lambda tmp: SQLITE.sink({"path": str(tmp / "out.db"), "table": "orders"}),
+SINKS: dict[str, Callable[[Path], Sinks]] = {
+    "memory two_phase": lambda tmp: Sinks.one(memory(tmp, "two_phase")),
+    "memory one_transaction": lambda tmp: Sinks.one(memory(tmp, "one_transaction")),
+    "sqlite": lambda tmp: Sinks.one(SQLITE.sink({"path": str(tmp / "out.db"), "table": "orders"})),
     "two that prepare": lambda tmp: group(memory(tmp, "two_phase"), memory(tmp, "two_phase")),
     "memory and sqlite as the last resource": lambda tmp: group(
         memory(tmp, "two_phase"), SQLITE.sink({"path": str(tmp / "out.db"), "table": "orders"})
@@ -63,17 +63,16 @@ SINKS: dict[str, Callable[[Path], Sink | SinkGroup]] = {
 }
 
 
-def run_one_batch(sink: Sink | SinkGroup, guarantee: Guarantee, shards: int = 2) -> None:
-    scope = Scope("orders", sink.name, "incarnation-1")
-    context = Context.open(sink, scope, guarantee, Owner("driver-1"))
+def run_one_batch(sinks: Sinks, guarantee: Guarantee, shards: int = 2) -> None:
+    scope = Scope("orders", sinks.decider.name, "incarnation-1")
+    context = Context.open(sinks, scope, guarantee, Owner("driver-1"))
     plan = plan_batch(context, CheckpointView("incarnation-1", 0, '{"0":2}', None), first=True)
     messages = []
     for shard in range(shards):
         rows = pa.record_batch([pa.array([b"k"]), pa.array([f"v{shard}".encode()])], schema=ROWS)
-        messages.append(write_shard(sink, plan, shard, 0, iter([rows]), ROWS))
+        messages.append(write_shard(sinks, plan, shard, 0, iter([rows]), ROWS))
     commit_batch(context, 0, '{"0":2}', messages)
-    context.ledger.close()
-    context.committer.close()
+    context.close()
 
 
 @pytest.mark.parametrize("guarantee", Guarantee)
@@ -81,11 +80,11 @@ def run_one_batch(sink: Sink | SinkGroup, guarantee: Guarantee, shards: int = 2)
 def test_the_engine_meets_the_steps_in_the_order_of_the_plan(
     name: str, guarantee: Guarantee, tmp_path: Path, reached: list[str]
 ) -> None:
-    sink = SINKS[name](tmp_path)
-    run_one_batch(sink, guarantee)
+    sinks = SINKS[name](tmp_path)
+    run_one_batch(sinks, guarantee)
     after = [point.removesuffix(":after") for point in reached if point.endswith(":after")]
     first_time = list(dict.fromkeys(after))
-    plan = planned(sink, guarantee)
+    plan = planned(sinks, guarantee)
     recovery = [s.id for s in plan.recovery if s.id is not StepId.RECOVER_APPLY]
     batch = list(dict.fromkeys(s.id for s in plan.steps if s.id not in SPARK_OWN))
     assert first_time == [*recovery, *batch]
@@ -93,13 +92,13 @@ def test_the_engine_meets_the_steps_in_the_order_of_the_plan(
 
 @pytest.mark.parametrize("name", SINKS)
 def test_the_deciding_step_is_the_one_after_which_the_ledger_knows_the_batch(name: str, tmp_path: Path) -> None:
-    sink = SINKS[name](tmp_path)
-    scope = Scope("orders", sink.name, "incarnation-1")
+    sinks = SINKS[name](tmp_path)
+    scope = Scope("orders", sinks.decider.name, "incarnation-1")
     known: dict[str, bool] = {}
 
     def look(point: str, facts: dict[str, Any]) -> None:
         try:
-            ledger = open_ledger(sink, scope)
+            ledger = sinks.ledger(scope)
             known.setdefault(point, ledger.look().last is not None)
             ledger.close()
         except Exception:  # the ledger does not exist yet, or is being written
@@ -107,9 +106,9 @@ def test_the_deciding_step_is_the_one_after_which_the_ledger_knows_the_batch(nam
 
     step.install(look)
     try:
-        run_one_batch(sink, Guarantee.EXACTLY_ONCE)
+        run_one_batch(sinks, Guarantee.EXACTLY_ONCE)
     finally:
         step.install(None)
-    deciding = planned(sink, Guarantee.EXACTLY_ONCE).deciding.id
+    deciding = planned(sinks, Guarantee.EXACTLY_ONCE).deciding.id
     assert not known[f"{deciding}:before"]
     assert known[f"{deciding}:after"]

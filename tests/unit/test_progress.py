@@ -14,29 +14,24 @@ from tests.support.sinks import Rig, offsets
 import delivered
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
+from delivered.model.archive import Account
+from delivered.model.fingerprint import Fingerprint
 from delivered.pipeline import progress
 from delivered.pipeline.progress import Progress
 from delivered.source.lag import lag
 
 
 @dataclass
-class Total:
-    count: int
-
-
-@dataclass
 class Last:
     batch: int
-    total: Total
-    given_up: Total
-    others: dict[str, Any]
+    accounts: dict[str, Account]
 
 
 class Ledger:
     batch, records = 0, 0
 
     def look(self) -> Any:
-        last = Last(self.batch, Total(self.records), Total(0), {})
+        last = Last(self.batch, {"s": Account(Fingerprint(self.records))})
         return type("State", (), {"last": last})()
 
 
@@ -87,7 +82,7 @@ def test_rows_that_the_table_did_not_take_are_counted(tmp_path: Path) -> None:
     def run(batch: int, keys: range) -> None:
         context, rows = rig.context(), pa.record_batch({"key": list(keys)})
         rig.schema = rows.schema
-        message = write_shard(rig.sink, rig.plan(context, batch), 0, 0, iter([rows]), rows.schema)
+        message = write_shard(rig.sinks, rig.plan(context, batch), 0, 0, iter([rows]), rows.schema)
         commit_batch(context, batch, offsets(batch), [message])
 
     run(0, range(5))

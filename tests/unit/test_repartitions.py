@@ -11,7 +11,6 @@ import pytest
 from delivered.checkpoint.folder import repartitions_before
 from delivered.engine.rules import NewBatch, judge
 from delivered.model.errors import LedgerBehind
-from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import CheckpointView, Decision, LedgerState, Tolerance
@@ -42,9 +41,7 @@ def test_a_batch_that_ran_is_none(batch: tuple[int, int, int], tmp_path: Path) -
 
 
 def test_the_ledger_may_lack_them_and_no_other() -> None:
-    state = LedgerState(
-        last=Decision(SCOPE, "me", Guarantee.EXACTLY_ONCE, 1, "{}", (), Fingerprint(), Fingerprint(), 0)
-    )
+    state = LedgerState(last=Decision(SCOPE, "me", Guarantee.EXACTLY_ONCE, 1, "{}", (), {}, 0))
     view = CheckpointView("i", 4, '{"0": 30}', 3, repartitions=2)
     assert judge(state, view, SCOPE, Guarantee.EXACTLY_ONCE, Tolerance()) == NewBatch()
     for repartitions in (0, 1):

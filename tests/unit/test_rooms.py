@@ -34,14 +34,15 @@ import pickle, sys
 sink, plan, schema = (pickle.loads(bytes.fromhex(a)) for a in sys.argv[1:])
 from delivered.connectors.memory.world import make_world
 from delivered.engine.shard import write_shard
+from delivered.engine.sinks import Sinks
 make_world("executor")
-assert write_shard(sink, plan, 0, 0, iter(()), schema).prepared is not None
+assert write_shard(Sinks.one(sink, "s"), plan, 0, 0, iter(()), schema).prepared is not None
 """
     loaded = fresh(code, *(pickle.dumps(x) for x in (sink, plan, ROWS)))
     ours = {m.removeprefix("delivered.") for m in loaded if m.startswith("delivered.")}
     allowed = ("model", "contract", "engine", "connectors")
     assert {m for m in ours if m.split(".")[0] not in allowed} == set()
-    assert {m.split(".")[1] for m in ours if m.startswith("engine.")} == {"shard", "dead_letters"}
+    assert {m.split(".")[1] for m in ours if m.startswith("engine.")} == {"shard", "dead_letters", "sinks"}
     assert {m.split(".")[1] for m in ours if m.startswith("connectors.")} == {"memory"}
     assert loaded.isdisjoint({"pyspark", "confluent_kafka", "kafka", "deltalake", "pydantic", "typer", "rich", "yaml"})
 

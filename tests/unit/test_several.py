@@ -21,8 +21,8 @@ from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
+from delivered.engine.sinks import Columns, Sinks
 from delivered.entry import Pipeline
-from delivered.group import Columns, Group
 from delivered.model import step
 from delivered.model.archive import Account
 from delivered.model.errors import PromiseBroken, UsageError
@@ -32,7 +32,7 @@ from delivered.model.identity import Scope
 from delivered.model.prepared import Prepared
 from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner
 from delivered.pipeline.endpoint import Item, parse_projection
-from delivered.pipeline.spec import GROUP, OPTION, PipelineSpec
+from delivered.pipeline.spec import OPTION, PipelineSpec
 from delivered.planner import Plan, Refusal
 
 FILE = """\
@@ -48,20 +48,20 @@ sinks:
 EXACTLY = Guarantee.EXACTLY_ONCE
 
 
-def group(name: str, *commits: str) -> Group:
+def group(name: str, *commits: str) -> Sinks:
     """Independent sinks, each in its own world."""
     for i in range(len(commits)):
         make_world(f"{name}-{i}")
     sinks = [MEMORY.sink({"world": f"{name}-{i}", "commit": c}) for i, c in enumerate(commits)]
-    return Group.of([(f"s{i}", s, None) for i, s in enumerate(sinks)])
+    return Sinks.of([(f"s{i}", s, None) for i, s in enumerate(sinks)])
 
 
-def context(sink: Group, owner: str = "o") -> Context:
-    scope = Scope("p", sink.name, "i")
+def context(sink: Sinks, owner: str = "o") -> Context:
+    scope = Scope("p", sink.decider.name, "i")
     return Context.open(sink, scope, EXACTLY, Owner(owner))
 
 
-def run(sink: Group, batch: int, on: Context) -> Decision | None:
+def run(sink: Sinks, batch: int, on: Context) -> Decision | None:
     plan = plan_batch(on, CheckpointView("i", batch, f"o{batch}", batch - 1 if batch else None), first=True)
     rows = pa.record_batch([[b"k"] * 3, [b"v%d" % i for i in range(3)]], schema=ROWS)
     return commit_batch(on, batch, f"o{batch}", [write_shard(sink, plan, 0, 0, iter([rows]), ROWS)])
@@ -142,7 +142,7 @@ def travelled(pipeline: Pipeline) -> PipelineSpec:
     """What a Spark worker parses from the options set by `start`."""
     routed = zip(pipeline.spec.sinks, (s.projection.route for s in pipeline.sinks), strict=True)
     spec = replace(pipeline.spec, sinks=tuple(replace(s, route=r) for s, r in routed), start="1", drain="/tmp/d")
-    found = PipelineSpec.parse(GROUP, {OPTION: spec.to_option(), "checkpointlocation": spec.checkpoint or ""})
+    found = PipelineSpec.parse("kafka", {OPTION: spec.to_option(), "checkpointlocation": spec.checkpoint or ""})
     assert found == spec
     return found
 
@@ -154,13 +154,11 @@ def test_what_travels_in_the_option_is_the_same_group(tmp_path: Path) -> None:
     pipeline = Pipeline.from_file(tmp_path / "p.yaml")
     spec = travelled(pipeline)
     made = spec.open()
-    assert isinstance(made, Group)
+    assert isinstance(made, Sinks)
     assert [m.name for m in made.members] == ["events", "large"]
-    assert (made.name, made.others) == ("large", {"events"})
-    assert made.name == pipeline.spec.scope(made, "i").sink == "large"
+    assert made.names == {"events", "large"}
+    assert made.decider.name == pipeline.spec.scope(made, "i").sink == "large"
     assert pickle.loads(pickle.dumps(made)) == made
-    with pytest.raises(UsageError, match="SINKS_OPTION"):
-        PipelineSpec.parse(GROUP, {})
 
 
 def test_a_route_leaves_out_what_is_not_true() -> None:
@@ -190,8 +188,8 @@ def test_dead_letters_in_a_file(tmp_path: Path) -> None:
     assert any("a row that is invalid for events or large goes to bad" in line for line in plan.limits)
     assert "bad decides for all" in " ".join(plan.order)
     group_ = travelled(pipeline).open()
-    assert isinstance(group_, Group)
-    assert group_.name == "bad"
+    assert isinstance(group_, Sinks)
+    assert group_.decider.name == "bad"
     assert group_.members[-1].dead_letters
     assert group_.members[-1].route is None  # SQLite accepts dead letters as columns
 
@@ -228,7 +226,7 @@ def test_drop_is_for_at_most_once(tmp_path: Path, guarantee: Guarantee) -> None:
 
 def test_an_executor_loads_the_group_and_its_connectors_alone() -> None:
     sink = group("executor-group", "two_phase", "one_transaction")
-    plan = BatchPlan(Scope("p", sink.name, "i"), "o", EXACTLY, 0, "{}", Action.WRITE)
+    plan = BatchPlan(Scope("p", sink.decider.name, "i"), "o", EXACTLY, 0, "{}", Action.WRITE)
     code = """
 import pickle, sys
 sink, plan, schema = (pickle.loads(bytes.fromhex(a)) for a in sys.argv[1:])
@@ -240,24 +238,24 @@ assert len(write_shard(sink, plan, 0, 0, iter(()), schema).participants) == 2
 """
     loaded = fresh(code, *(pickle.dumps(x) for x in (sink, plan, ROWS)))
     rooms = {m.split(".")[1] for m in loaded if m.startswith("delivered.")}
-    assert rooms <= {"model", "contract", "engine", "group", "connectors"}
-    assert {m.split(".")[2] for m in loaded if m.startswith("delivered.engine.")} == {"shard", "dead_letters"}
+    assert rooms <= {"model", "contract", "engine", "connectors"}
+    assert {m.split(".")[2] for m in loaded if m.startswith("delivered.engine.")} == {"shard", "dead_letters", "sinks"}
     assert loaded.isdisjoint({"pyspark", "confluent_kafka", "kafka", "deltalake", "pydantic", "yaml"})
 
 
 def test_a_decision_is_the_same_text_for_one_sink_and_keeps_all_for_several() -> None:
     own = Prepared(0, 0, Fingerprint(1, 2, 3), {"id": 1}, sink="a")
-    one = Decision(Scope("p", "a", "i"), "o", EXACTLY, 4, "x", (own,), Fingerprint(9, 9, 9), Fingerprint(), 7)
+    one = Decision(Scope("p", "a", "i"), "o", EXACTLY, 4, "x", (own,), {"a": Account(Fingerprint(9, 9, 9))}, 7)
     assert "others" not in json.loads(one.to_json())
     assert "sink" not in json.loads(one.to_json())["participants"][0]
     account = Account(Fingerprint(5, 5, 5), Fingerprint(1, 0, 0))
-    two = replace(one, participants=(own, replace(own, sink="b")), others={"b": account})
+    two = replace(one, participants=(own, replace(own, sink="b")), accounts={**one.accounts, "b": account})
     assert Decision.from_json(two.to_json()) == two
     assert two.fingerprint == own.fingerprint
     assert two.to_move == (own,)
     assert replace(two, revision=1).to_move == ()
     told = two.for_sink("b")
-    assert (told.scope.sink, told.total, told.others["a"].total) == ("b", account.total, one.total)
+    assert (told.scope.sink, told.total, told.account("a").total) == ("b", account.total, one.total)
     assert [p.sink for p in told.participants] == ["a", "b"]
     assert told.for_sink("a") == two
     assert two.projected("b").total == account.total
@@ -284,7 +282,7 @@ def test_an_audit_reads_each_sink_from_the_one_ledger() -> None:
     assert stopped
     for member, visible in zip(sink.members, (1, 0), strict=True):
         scope = Scope("p", member.name, "i")
-        account = read_ledger(member.sink, scope, EXACTLY, (sink.name, sink))
+        account = read_ledger(member.sink, scope, EXACTLY, sink)
         assert account.history.faults == ()
         assert account.visible is not None
         assert (account.visible.batch, account.visible.scope.sink) == (visible, member.name)

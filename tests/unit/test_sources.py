@@ -17,6 +17,7 @@ from delivered.checkpoint import positions, sidecar
 from delivered.checkpoint.positions import OffsetMetadata
 from delivered.connectors.log import append
 from delivered.engine.rules import judge
+from delivered.model.archive import Account
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, LedgerAhead, LedgerBehind, UsageError
 from delivered.model.fingerprint import Fingerprint
@@ -225,7 +226,7 @@ def test_where_a_removed_source_ended_is_kept(tmp_path: Path) -> None:
 def test_a_batch_with_other_offsets_of_one_source_is_another_batch() -> None:
     scope = Scope("shop", "out", "i")
     none = Fingerprint()
-    decided = Decision(scope, "driver", Guarantee.EXACTLY_ONCE, 4, LOGGED, (), none, none, 0)
+    decided = Decision(scope, "driver", Guarantee.EXACTLY_ONCE, 4, LOGGED, (), {scope.sink: Account(none, none)}, 0)
     view = CheckpointView("i", 4, LOGGED.replace("2", "3"), 3)
     with pytest.raises(LedgerAhead) as caught:
         judge(LedgerState(last=decided), view, scope, Guarantee.EXACTLY_ONCE, Tolerance())

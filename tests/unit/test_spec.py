@@ -13,7 +13,7 @@ from tests.support.interpreter import fresh
 import delivered
 from delivered.connectors.memory import CONNECTOR
 from delivered.connectors.memory.world import ROWS
-from delivered.group import Columns
+from delivered.engine.sinks import Columns, Sinks
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
@@ -89,7 +89,6 @@ def test_a_source_learns_what_concerns_it() -> None:
 @pytest.mark.parametrize(
     ("system", "options", "code"),
     [
-        ("sinks", {}, "SINKS_OPTION"),
         ("sqlite", {OPTION: FULL.to_option(), "path": "x"}, "SINKS_OPTION"),
         ("sqlite", {OPTION: json.dumps({"version": VERSION + 1, "pipeline": "p"})}, "SPEC_VERSION"),
         ("sqlite", {"path": "x"}, "GUARANTEE_MISSING"),
@@ -109,12 +108,17 @@ def test_what_cannot_be_parsed_is_refused(system: str, options: dict[str, str], 
 def test_a_task_loads_neither_the_spec_nor_the_drivers_half_of_the_engine() -> None:
     from delivered.spark.writers import StreamWriter
 
-    writer = StreamWriter(FULL, CONNECTOR.sink({"world": "thin"}), ROWS)
+    writer = StreamWriter(FULL, Sinks.one(CONNECTOR.sink({"world": "thin"})), ROWS)
     writer._plan = BatchPlan(Scope("p", "s", "i"), "o", Guarantee.EXACTLY_ONCE, 0, "{}", Action.WRITE)
     code = "import pickle, sys; assert pickle.loads(bytes.fromhex(sys.argv[1]))._spec is None"
     loaded = fresh(code, pickle.dumps(writer))
     ours = {m.removeprefix("delivered.") for m in loaded if m.startswith("delivered.")}
     assert {m.split(".")[0] for m in ours} == {"model", "contract", "engine", "connectors", "spark"}
-    assert {m for m in ours if m.startswith("engine.")} == {"engine.shard", "engine.dead_letters", "engine.grants"}
+    assert {m for m in ours if m.startswith("engine.")} == {
+        "engine.shard",
+        "engine.sinks",
+        "engine.dead_letters",
+        "engine.grants",
+    }
     assert {m for m in ours if m.startswith("spark.")} == {"spark.writers", "spark.recovery", "spark.task"}
     assert loaded.isdisjoint({"pydantic", "yaml", "typer", "rich"})

@@ -80,7 +80,7 @@ def stage(sink: SqliteSink, table: pa.Table, shard: int = 0, scope: Scope = SCOP
 
 
 def decision(*prepared: Prepared, owner: str = "me", batch: int = 0, scope: Scope = SCOPE) -> Decision:
-    return Decision(scope, owner, EXACT, batch, "{}", prepared, Fingerprint(), Fingerprint(), 1)
+    return Decision(scope, owner, EXACT, batch, "{}", prepared, {}, 1)
 
 
 def claimed(sink: SqliteSink, owner: str = "me", scope: Scope = SCOPE) -> Ledger:
@@ -479,8 +479,7 @@ def test_p26_a_large_shard_takes_no_more_memory_than_a_small_one(tmp_path: Path)
             writer.stage(pa.record_batch([pa.array([i.to_bytes(4, "big") * 256] * 1024)], schema=schema))
         prepared = Prepared.of(Work(scope, 0, 0), Fingerprint(rows), writer.prepare(Fingerprint()))
         print(peak_mib())
-        outcome = ledger.decide(Decision(scope, "me", Guarantee.EXACTLY_ONCE, 0, "{}", (prepared,), Fingerprint(),
-                                         Fingerprint(), 1))
+        outcome = ledger.decide(Decision(scope, "me", Guarantee.EXACTLY_ONCE, 0, "{}", (prepared,), {}, 1))
         print(type(outcome).__name__, peak_mib())
     """
     peaks = []

@@ -94,11 +94,11 @@ def test_objects_that_answer_to_any_name_do_no_harm() -> None:
 def decision(last: Decision | None, transform: str, count: int = 10, offsets: str = "") -> Decision:
     batch = last.batch + 1 if last else 0
     own = Fingerprint(count, count * 17 + batch, count * 31 + batch)
+    accounts = {n: Account((last.account(n).total if last else Fingerprint()) + own) for n in (SCOPE.sink, "b")}
     return Decision(
         SCOPE, "owner", Guarantee.EXACTLY_ONCE, batch, offsets or json.dumps({"t": {"0": batch}}),
         (Prepared(0, 0, own, sink=SCOPE.sink), Prepared(0, 0, own, sink="b")),
-        (last.total if last else Fingerprint()) + own,
-        Fingerprint(), 0, others={"b": Account((last.others["b"].total if last else Fingerprint()) + own)},
+        accounts, 0,
         transforms=transforms_after(last, transform, batch),
     )  # fmt: skip
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from delivered.contract.ends import EndLost
-from delivered.contract.powers import CountsLeftOut, HoldsTransactions, OpenTransaction
-from delivered.contract.sink import Committer, Sink, SinkGroup
-from delivered.engine.context import open_ledger
+from delivered.contract.powers import HoldsTransactions, OpenTransaction
+from delivered.contract.sink import Committer, Sink
+from delivered.engine.sinks import Sinks
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
@@ -137,12 +137,12 @@ def read_ledger(
     sink: Sink,
     scope: Scope,
     guarantee: Guarantee,
-    decided_by: tuple[str, Sink | SinkGroup] | None = None,
+    decided_by: Sinks | None = None,
     dead_letters: str | None = None,
 ) -> LedgerAccount:
     """Read the ledger and the state of its newest decision. Claims nothing and fences nobody."""
-    name, ledger_sink = decided_by or (scope.sink, sink)
-    ledger = open_ledger(ledger_sink, replace(scope, sink=name))
+    sinks = decided_by or Sinks.one(sink, scope.sink)
+    ledger = sinks.ledger(replace(scope, sink=sinks.decider.name))
     ends: list[tuple[int, str]] = []
     try:
         last = ledger.look().last if dead_letters is not None else None
@@ -159,8 +159,7 @@ def read_ledger(
     try:
         still_open = _still_open(committer)
         hidden = _hidden(committer, history.last, still_open)
-        if isinstance(committer, CountsLeftOut):
-            found.left_out = committer.left_out()
+        found.left_out = committer.left_out()
     finally:
         committer.close()
     found.transactions = tuple(_shown(t) for t in still_open or ())

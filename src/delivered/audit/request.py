@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.audit.recompute import Recompute
-from delivered.contract.sink import Sink, SinkGroup
+from delivered.contract.sink import Sink
 from delivered.contract.source import Offsets, Source
+from delivered.engine.sinks import Sinks
 from delivered.model.dedup import Dedup
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
@@ -38,7 +39,7 @@ class AuditRequest:
             every batch is assumed to have run with it.
         dead_letters: name of the sink that gets dead letters; rows that this sink refuses are not expected here then.
         recompute: compare with the transform over the whole range as one batch; None: account for every record.
-        decided_by: the name under which, and the sinks among which, its batches are decided. None: it decides itself.
+        decided_by: the sinks among which its batches are decided. None: it decides itself.
     """
 
     pipeline: str
@@ -54,7 +55,7 @@ class AuditRequest:
     own: str | None = None
     samples_max: int = SAMPLES_MAX
     sink_from: Offsets | None = None
-    decided_by: tuple[str, Sink | SinkGroup] | None = None
+    decided_by: Sinks | None = None
     dead_letters: str | None = None
     transform_version: str = ""
     recompute: Recompute | None = None

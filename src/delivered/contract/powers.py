@@ -10,12 +10,12 @@ import pyarrow as pa
 
 from delivered.contract.finding import Finding
 from delivered.contract.queue import DedupWindow, ReceiverReport
-from delivered.contract.sink import Sink, SinkGroup
+from delivered.contract.sink import Sink
 from delivered.contract.source import Offsets
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, Target, Work
+from delivered.model.identity import Scope
 from delivered.model.outcome import Outcome
-from delivered.model.prepared import Handle, Prepared
+from delivered.model.prepared import Handle
 
 S = TypeVar("S")
 
@@ -33,7 +33,7 @@ class NeedsTarget(Protocol):
         """
 
 
-def ready_target(sink: Sink | SinkGroup, schema: pa.Schema) -> None:
+def ready_target(sink: Sink, schema: pa.Schema) -> None:
     """Prepare the target of any sink, before a claim."""
     if isinstance(sink, NeedsTarget):
         sink.ready_target(schema)
@@ -52,7 +52,7 @@ class AddsColumns(Protocol):
         """
 
 
-def add_columns(sink: Sink | SinkGroup, schema: pa.Schema) -> None:
+def add_columns(sink: Sink, schema: pa.Schema) -> None:
     """Extend the target of any sink, after recovery."""
     if isinstance(sink, AddsColumns):
         sink.add_columns(schema)
@@ -67,20 +67,6 @@ class ChecksTarget(Protocol):
 
         Called after a preflight without refusals. Changes nothing.
         """
-
-
-@runtime_checkable
-class SetsUp(Protocol):
-    """A committer whose tasks write markers to a topic or table of their own.
-
-    Claiming a ledger in the same sink creates it; with the ledger in another sink, `set_up` does.
-    """
-
-    def set_up(self) -> None:
-        """Create it if missing. Runs on the driver at recovery, before orphans are aborted; may be called again."""
-
-    def forget(self, batch: int) -> None:
-        """Delete this incarnation's markers before `batch`, which are no longer needed. May be called again."""
 
 
 @runtime_checkable
@@ -203,29 +189,6 @@ class DatesRecords(Protocol):
         since 1970; a partition without one is absent. Read-only. Raises Unreachable."""
 
 
-@runtime_checkable
-class KnowsTarget(Protocol):
-    """A committer that can detect that its target was dropped and recreated."""
-
-    def targets(self) -> Mapping[str, Target]:
-        """Targets by sink name; empty: they have no identity in this system, or do not exist yet.
-
-        A target's id is constant while it exists, however the options spell its name; a recreated target has a new one.
-        Runs on the driver at recovery, after the claim. May be called again. Read-only.
-        """
-
-
-@runtime_checkable
-class CommitsMany(Protocol):
-    """A committer that commits many participants in fewer round trips."""
-
-    def commit_all(self, shards: Sequence[tuple[Work, Prepared]]) -> Sequence[Outcome[None]]:
-        """`Committer.commit` for each, with the outcomes in the same order.
-
-        Runs on the driver; may be called again. For each Unknown, `commit` is called next.
-        """
-
-
 class OpenTransaction(Protocol):
     """One open transaction at a sink, for display and for the audit."""
 
@@ -339,36 +302,6 @@ class HoldsBackWal(Protocol):
 
     def wal_held_back(self) -> int | None:
         """In bytes; None: nothing is held back. Read-only. Raises Unreachable."""
-
-
-@runtime_checkable
-class CountsLeftOut(Protocol):
-    """Implemented by a `Committer` with conditional writes (`WriteMode.conditional`)."""
-
-    def left_out(self) -> Mapping[str, int]:
-        """Rows of this incarnation that visible batches skipped, by kind: "conflict", "constraint". Read-only."""
-
-
-@dataclass(frozen=True)
-class LeftOutRow:
-    """A row that the table did not accept, kept in its database.
-
-    Attributes:
-        record: as `model.bad_row.as_json_text` writes it.
-    """
-
-    batch: int
-    shard: int
-    reason: str
-    record: str
-
-
-@runtime_checkable
-class KeepsDeadLetters(Protocol):
-    """Implemented by a `Committer` with conditional writes."""
-
-    def dead_letters(self) -> Sequence[LeftOutRow]:
-        """Dead letters of this incarnation's visible batches. Read-only."""
 
 
 @runtime_checkable

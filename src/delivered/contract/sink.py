@@ -8,22 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import pyarrow as pa
 
 from delivered.contract.finding import Finding
 from delivered.contract.source import Offsets, Slice
-from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import SinkCapability
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, Work
-from delivered.model.outcome import Outcome
+from delivered.model.identity import Scope, Target, Work
+from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared, Promise
 
 if TYPE_CHECKING:  # not needed on executors
     from delivered.ledger.store import Store
+
+
+Shards = Sequence[tuple[Work, Prepared]]
+"""Participants, each with its unit of work."""
 
 
 class Writer(Protocol):
@@ -55,7 +58,11 @@ class Writer(Protocol):
 
 
 class Committer(Protocol):
-    """Commits and aborts participants; the tasks that prepared them may be gone. Runs on the driver."""
+    """Commits and aborts participants; the tasks that prepared them may have ended. Runs on the driver.
+
+    A committer derives from this class and implements `commit`, `was_committed`, `abort`, `abort_orphans` and `close`.
+    It inherits the rest, which then says that its system has nothing of the kind.
+    """
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """Make a decided participant visible. Idempotent: may be called again, by another process.
@@ -88,6 +95,83 @@ class Committer(Protocol):
 
     def close(self) -> None:
         """Release connections. May be called again."""
+
+    def commit_all(self, shards: Shards) -> Sequence[Outcome[None]]:
+        """`commit` for each, in fewer round trips, with the outcomes in the same order.
+
+        May be called again. For each Unknown, `commit` is called next.
+        """
+        return [Unknown("not asked yet")] * len(shards)
+
+    def targets(self) -> Mapping[str, Target]:
+        """Targets by sink name; empty: they have no identity in this system, or do not exist yet.
+
+        A target's id is constant while it exists, however the options spell its name; a recreated target has a new one.
+        Called at recovery, after the claim. May be called again. Read-only.
+        """
+        return {}
+
+    def set_up(self) -> None:
+        """Create the topic or table of markers that tasks write, if missing.
+
+        Claiming a ledger in the same sink creates it; called only if the ledger is in another sink, at recovery, before
+        orphans are aborted. May be called again.
+        """
+        return
+
+    def forget(self, batch: int) -> None:  # noqa: ARG002
+        """Delete this incarnation's markers before `batch`, which are no longer needed. May be called again."""
+        return
+
+    def settle_ends(self, decided: Shards, earlier: Callable[[], Sequence[Prepared]]) -> Outcome[int]:  # noqa: ARG002
+        """End transactions whose confirmed end their system lost in a crash: by evidence beside the rows, never by the
+        system's word alone. Their rows stay hidden, and may get the outcome of a later one.
+
+        Called at recovery, before orphans are aborted, and before a batch if `ends_hold` is False.
+
+        Args:
+            decided: participants of the newest decision. What no decision names is aborted.
+            earlier: those of older ones, which were applied and logged; called only if something was lost.
+
+        Returns:
+            How many were lost.
+
+        Raises:
+            DeliveredError: one cannot be ended. Nothing may be written before that.
+        """
+        return Ok(0)
+
+    def ends_hold(self, applied: Sequence[Prepared]) -> bool:  # noqa: ARG002
+        """Whether these participants, applied since the last call, are certainly visible.
+
+        Called before every batch, and has to be cheap.
+        """
+        return True
+
+    def left_out(self) -> Mapping[str, int]:
+        """Rows of this incarnation that visible batches skipped, by kind: "conflict", "constraint".
+
+        Of conditional writes (`WriteMode.conditional`). Read-only.
+        """
+        return {}
+
+    def dead_letters(self) -> Sequence[LeftOutRow]:
+        """Those of the skipped rows that their database keeps. Read-only."""
+        return ()
+
+
+@dataclass(frozen=True)
+class LeftOutRow:
+    """A row that the table did not accept, kept in its database.
+
+    Attributes:
+        record: as `model.bad_row.as_json_text` writes it.
+    """
+
+    batch: int
+    shard: int
+    reason: str
+    record: str
 
 
 class BoundedScan(Protocol):
@@ -168,59 +252,3 @@ the record's key and value."""
 
 TRANSFORM_LETTERS = "(transform)"
 """As SOURCE_LETTERS, of a row for which the transform raised. Its `record` has the columns of the source, undecoded."""
-
-
-Route = Callable[[pa.RecordBatch], pa.RecordBatch]
-"""Selects a sink's rows and columns of a batch. Picklable; deterministic."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """One of several sinks that a batch is written to atomically.
-
-    Attributes:
-        name: unique in the pipeline; `Prepared.sink` refers to it.
-        route: None: all rows, all columns.
-        dead_letters: receives only the dead letters of the other members, through its route.
-    """
-
-    name: str
-    sink: Sink
-    route: Route | None = None
-    dead_letters: bool = False
-
-
-@runtime_checkable
-class SinkGroup(Protocol):
-    """Several sinks that share every batch. One ledger decides for all; the committer finds a participant's sink by
-    `Prepared.sink`, or by the scope of a `Work`. Picklable."""
-
-    @property
-    def name(self) -> str:
-        """Name of the member that holds the ledger."""
-
-    @property
-    def members(self) -> Sequence[Member]:
-        """In the order in which they are prepared and applied."""
-
-    @property
-    def on_bad_row(self) -> OnBadRow:
-        """What happens to rows that a member rejects (`ValidatesRows`)."""
-
-    @property
-    def others(self) -> frozenset[str]:
-        """Names of the members that do not hold the ledger."""
-
-    def check_schema(self, schema: pa.Schema) -> None:
-        """As for a single sink; the schema is that of the rows before routing."""
-
-    def own_schemas(self, schema: pa.Schema) -> Iterator[tuple[Member, pa.Schema]]:
-        """Each member with the schema of its rows, which have `schema` before routing."""
-
-    def with_sinks(self, sinks: Mapping[str, Sink]) -> Self:
-        """A copy with these sinks in place of the members' of the same names."""
-
-    def store(self, scope: Scope) -> Store:
-        """Storage of the member that holds the ledger."""
-
-    def committer(self, scope: Scope) -> Committer: ...

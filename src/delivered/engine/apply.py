@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import tenacity
 
-from delivered.contract.powers import CommitsMany
 from delivered.engine.context import Context
 from delivered.model.errors import OutcomeUnknown
 from delivered.model.identity import Work
@@ -54,8 +53,8 @@ def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Pr
                 )
 
     failed: list[Prepared] = []
-    if not armed() and len(pending) > 1 and isinstance(context.committer, CommitsMany):
-        outcomes = context.committer.commit_all([(work_of(decision, p), p) for p in pending])
+    if not armed() and len(pending) > 1:
+        outcomes = context.committers.commit_all([(work_of(decision, p), p) for p in pending])
         failed = [p for p, o in zip(pending, outcomes, strict=True) if isinstance(o, Failed)]
         pending = [p for p, o in zip(pending, outcomes, strict=True) if isinstance(o, Unknown)]
     if armed() or len(pending) < 2:
@@ -75,5 +74,5 @@ def _settle(context: Context, work: Work, prepared: Prepared) -> Outcome[None]:
         retry_error_callback=lambda state: state.outcome.result() if state.outcome else Unknown("never asked"),
     )
     with within(APPLY_TIMEOUT_S):
-        outcome: Outcome[None] = asking(context.committer.commit, work, prepared)
+        outcome: Outcome[None] = asking(context.committers.commit, work, prepared)
     return outcome

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from delivered.contract.sink import Committer, Sink, SinkGroup
+from delivered.contract.sink import Sink
+from delivered.engine.committers import Committers
+from delivered.engine.sinks import Sinks
 from delivered.ledger.ledger import Ledger
 from delivered.model.capability import LedgerPlace
 from delivered.model.guarantee import Guarantee
@@ -28,9 +30,9 @@ class Swept:
 class Context:
     """
     Attributes:
-        ledger, committer: the sink's, opened for `scope`.
+        ledger, committers: of the sinks, opened for `scope`.
+        sinks: their names, as in `Prepared.sink`.
         owner: this driver. Two processes of one driver share its id.
-        others: the other sinks of the same batches, as `Prepared.sink` names them.
         transform: fingerprint of the transform that produces the rows; empty: unknown.
     """
 
@@ -38,16 +40,16 @@ class Context:
     guarantee: Guarantee
     owner: Owner
     ledger: Ledger
-    committer: Committer
+    committers: Committers
+    sinks: frozenset[str]
     tolerance: Tolerance = Tolerance()
-    others: frozenset[str] = frozenset()
     transform: str = ""
     swept: Swept = field(default_factory=Swept, compare=False)
 
     @classmethod
     def open(
         cls,
-        sink: Sink | SinkGroup,
+        sinks: Sinks,
         scope: Scope,
         guarantee: Guarantee,
         owner: Owner,
@@ -55,13 +57,14 @@ class Context:
         transform: str = "",
     ) -> Context:
         """Connects on first use."""
-        others = sink.others if isinstance(sink, SinkGroup) else frozenset[str]()
-        ledger, committer = open_ledger(sink, scope), sink.committer(scope)
-        return cls(scope, guarantee, owner, ledger, committer, tolerance, others, transform)
+        ledger, committers = sinks.ledger(scope), sinks.committers(scope)
+        return cls(scope, guarantee, owner, ledger, committers, sinks.names, tolerance, transform)
+
+    def close(self) -> None:
+        self.ledger.close()
+        self.committers.close()
 
 
-def open_ledger(sink: Sink | SinkGroup, scope: Scope) -> Ledger:
-    """The ledger, at the sink that holds it according to the plan."""
-    sinks = [m.sink for m in sink.members] if isinstance(sink, SinkGroup) else [sink]
-    place = LedgerPlace.among([s.capability() for s in sinks])
-    return Ledger(sink.store(scope), scope, carries_rows=place.carries_rows)
+def open_ledger(sink: Sink, scope: Scope) -> Ledger:
+    """The ledger at one sink."""
+    return Ledger(sink.store(scope), scope, carries_rows=LedgerPlace.among([sink.capability()]).carries_rows)

@@ -120,9 +120,9 @@ def commit_batch(
     decided = time.monotonic()
     _apply(context, decision)
     applied = time.monotonic()
-    if context.others and parts(decision.guarantee).apply is not None:
+    if len(context.sinks) > 1 and parts(decision.guarantee).apply is not None:
         ms = (applied - decided) * 1000
-        log.info("batch %d: visible at all %d sinks %.1f ms after its decision", batch, 1 + len(context.others), ms)
+        log.info("batch %d: visible at all %d sinks %.1f ms after its decision", batch, len(context.sinks), ms)
     _tidy(context, decision, shards, run)
     report(_report(decision, shards, decided - began, applied - decided))
     return decision
@@ -194,12 +194,12 @@ def _decision(
 ) -> Decision:
     participants, last = written(shards), state.last
 
-    def account(sink: str, before: Account) -> Account:
+    def account(sink: str) -> Account:
+        before = last.account(sink) if last else Account()
         total = sum((p.fingerprint for p in participants if p.sink == sink), before.total)
         return Account(total, sum((m.given_up.get(sink, Fingerprint()) for m in shards), before.given_up))
 
-    own = account(context.scope.sink, Account(last.total, last.given_up) if last else Account())
-    before = last.others if last else {}
+    sinks = {*context.sinks, *(last.accounts if last else ())}
     return Decision(
         scope=context.scope,
         owner=context.owner.id,
@@ -207,10 +207,8 @@ def _decision(
         batch=batch,
         offsets=shards[0].plan.offsets if shards else offsets,
         participants=participants,
-        total=own.total,
-        given_up=own.given_up,
+        accounts={sink: account(sink) for sink in sorted(sinks)},
         decided_at_ms=time.time_ns() // 1_000_000,
-        others={s: account(s, before.get(s, Account())) for s in sorted({*context.others, *before})},
         targets=decided_targets(context, last, shards[0].plan.targets) if shards else known_targets(context, last),
         transforms=transforms_after(last, context.transform, batch),
         sequence=state.next_sequence,
@@ -312,7 +310,7 @@ def _abort(context: Context, participants: Sequence[Prepared]) -> None:
     with within(OUTAGE_PATIENCE_S):
         for p in participants:
             if p.handle:
-                context.committer.abort(p)
+                context.committers.abort(p)
 
 
 def _apply(context: Context, decision: Decision) -> None:
@@ -323,7 +321,7 @@ def _apply(context: Context, decision: Decision) -> None:
     expired = [
         (p.shard, decision.scope_of(p).sink)
         for p in broken
-        if not context.committer.was_committed(work_of(decision, p), p)
+        if not context.committers.was_committed(work_of(decision, p), p)
     ]
     if expired:
         text = ", ".join(f"{shard} at {sink!r}" for shard, sink in expired[:50])

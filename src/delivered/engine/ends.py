@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from delivered.contract.ends import LosesEnds
 from delivered.engine.apply import apply_decided, work_of
 from delivered.engine.context import Context
 from delivered.model.errors import OutcomeUnknown, PromiseBroken
@@ -27,10 +26,9 @@ def settle_ends(context: Context, state: LedgerState, *, first: bool) -> None:
     Raises:
         OutcomeUnknown: the sink did not answer. DeliveredError: a transaction hangs and cannot be ended.
     """
-    committer = context.committer
-    if not isinstance(committer, LosesEnds):
-        return
-    if not first and (state.last is None or committer.ends_hold([p for _, p in _participants(context, state.last)])):
+    if not first and (
+        state.last is None or context.committers.ends_hold([p for _, p in _participants(context, state.last)])
+    ):
         return
     *older, newest = [None, *state.oldest_first]
 
@@ -38,7 +36,7 @@ def settle_ends(context: Context, state: LedgerState, *, first: bool) -> None:
         decisions = [*filter(None, older), *(d for d in context.ledger.history() if d != newest)]
         return [p for d in decisions for _, p in _participants(context, d)]
 
-    match committer.settle_ends([] if newest is None else _participants(context, newest), earlier):
+    match context.committers.settle_ends([] if newest is None else _participants(context, newest), earlier):
         case Ok(lost):
             if lost:
                 log.warning("%d transactions were still open although their end was confirmed; ended them", lost)
@@ -66,7 +64,7 @@ def confirm_logged(context: Context, logged: Decision) -> None:
         {
             p.shard
             for p in apply_decided(context, replace(logged, participants=known), StepId.RECOVER_APPLY)
-            if not context.committer.was_committed(work_of(logged, p), p)
+            if not context.committers.was_committed(work_of(logged, p), p)
         }
     )
     if missing and not context.tolerance.missing_ledger:
@@ -83,5 +81,4 @@ def confirm_logged(context: Context, logged: Decision) -> None:
 
 def _participants(context: Context, decision: Decision) -> list[tuple[Work, Prepared]]:
     """Those of present sinks: others could be changed since the batch was finished."""
-    sinks = {context.scope.sink, *context.others}
-    return [(work_of(decision, p), p) for p in decision.participants if p.handle and p.sink in sinks]
+    return [(work_of(decision, p), p) for p in decision.participants if p.handle and p.sink in context.sinks]

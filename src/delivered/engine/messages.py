@@ -151,7 +151,7 @@ def complete(context: Context, batch: int, messages: Sequence[ShardMessage]) -> 
     Raises:
         InvariantBroken: a decision would lose a shard's records.
     """
-    sinks = sorted((context.scope.sink, *context.others))
+    sinks = sorted(context.sinks)
     for m in messages:
         sinks_written = sorted(p.sink for p in m.participants if p.shard == m.shard)
         wrote = m.did is Action.WRITE and sinks_written == sinks and len(m.participants) == len(sinks)

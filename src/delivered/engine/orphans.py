@@ -31,7 +31,7 @@ def abort_orphans(context: Context, *keep: Decision) -> None:
     reach(StepId.RECOVER_ABORT_ORPHANS, Moment.BEFORE)
     context.ledger.check_claim()
     context.swept.at_s = time.monotonic()
-    match context.committer.abort_orphans([p for decision in keep for p in decision.participants]):
+    match context.committers.abort_orphans([p for decision in keep for p in decision.participants]):
         case Ok(count):
             if count:
                 log.info("aborted %d orphaned participants", count, extra={"step": StepId.RECOVER_ABORT_ORPHANS})

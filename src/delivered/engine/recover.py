@@ -169,7 +169,7 @@ def _finish(
     abort_orphans(context, *keep)
     lost: dict[int, frozenset[str]] = {}
     for p in () if followed else broken:
-        if not context.committer.was_committed(work_of(decision, p), p):
+        if not context.committers.was_committed(work_of(decision, p), p):
             lost[p.shard] = lost.get(p.shard, frozenset()) | {p.sink}
     if lost:
         log.warning(
@@ -181,12 +181,12 @@ def _finish(
 
 def _known_sinks(context: Context, decision: Decision) -> None:
     """Participants at a sink removed since then can be neither applied nor queried."""
-    removed = sorted({p.sink for p in decision.participants if p.handle} - {context.scope.sink, *context.others})
+    removed = sorted({p.sink for p in decision.participants if p.handle} - context.sinks)
     if removed:
         raise Refused(
             "SINK_LEFT_OUT",
             f"Batch {decision.batch} of incarnation {decision.scope.incarnation} was also decided for sinks {removed}, "
-            f"but the pipeline now has {sorted((context.scope.sink, *context.others))}. Their part of the batch may or "
+            f"but the pipeline now has {sorted(context.sinks)}. Their part of the batch may or "
             "may not be visible; nothing was changed.",
             next_step="start once with the previous sinks, let one batch finish, stop, then change them",
         )

@@ -43,9 +43,9 @@ def repaired(context: Context, last: Decision, messages: Sequence[ShardMessage])
     except InvariantBroken:
         for p in new.values():
             if p.handle:
-                context.committer.abort(p)
+                context.committers.abort(p)
         raise
-    accounts = {last.scope.sink: Account(last.total, last.given_up), **last.others}
+    accounts = dict(last.accounts)
     participants = []
     for before in last.participants:
         now = new.get((before.shard, before.sink), before)
@@ -59,14 +59,11 @@ def repaired(context: Context, last: Decision, messages: Sequence[ShardMessage])
             )  # fmt: skip
         given_up = Counter(before.given_up) + Counter({LOST: lost.count})
         participants.append(replace(now, given_up={**now.given_up, **given_up}))
-    own = accounts.pop(last.scope.sink)
     return replace(
         last,
         owner=context.owner.id,
         participants=tuple(participants),
-        total=own.total,
-        given_up=own.given_up,
-        others=accounts,
+        accounts=accounts,
         decided_at_ms=time.time_ns() // 1_000_000,
         revision=last.revision + 1,
     )

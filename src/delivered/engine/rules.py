@@ -91,7 +91,7 @@ def judge(
             f"The checkpoint is about to run batch {view.batch}, but the ledger's newest decided batch is "
             f"{last.batch if last else 'none'}: the sink is missing the batches in between. The sink or its ledger "
             "was restored from an older copy, or a fail-over lost its last transactions.",
-            next_step=without_newest(last.offsets if last else "", last.others if last else ()),
+            next_step=without_newest(last.offsets if last else "", last.other_sinks if last else ()),
         )
     if last is not None and last.guarantee is Guarantee.AT_LEAST_ONCE:
         # Under at_least_once, a batch leaves no record until it is done.

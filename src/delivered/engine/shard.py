@@ -11,8 +11,9 @@ from itertools import chain
 
 import pyarrow as pa
 
-from delivered.contract.sink import DEAD_LETTERS, Member, Sink, SinkGroup, Writer
+from delivered.contract.sink import DEAD_LETTERS, Writer
 from delivered.engine.dead_letters import dead_letters, of_source, refused_row, split_rejected, validated
+from delivered.engine.sinks import Member, Sinks
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import BadRecord, InvariantBroken
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
@@ -36,7 +37,7 @@ def fingerprint_seed(scope: Scope) -> int:
 
 
 def write_shard(
-    sink: Sink | SinkGroup,
+    sinks: Sinks,
     plan: BatchPlan,
     shard: int,
     attempt: int,
@@ -71,7 +72,7 @@ def write_shard(
         if some and not (may_send() if may_send is not None else attempt == 0):
             # Another attempt of this shard may have sent records; sending again could duplicate them.
             action = Action.GIVE_UP
-    lines = _lines(sink, plan, shard)
+    lines = _lines(sinks, plan, shard)
     if action is Action.COMPARE:
         for batch in batches:
             for _ in _split(lines, batch, plan.batch, shard):
@@ -205,18 +206,16 @@ def _fingerprints(lines: Sequence[_Line]) -> dict[str, Fingerprint]:
     return {n.scope.sink: Fingerprint(n.total.count) if n.member.dead_letters else n.total for n in read}
 
 
-def _lines(sink: Sink | SinkGroup, plan: BatchPlan, shard: int) -> list[_Line]:
+def _lines(sinks: Sinks, plan: BatchPlan, shard: int) -> list[_Line]:
     """One per sink that this shard is written to; with dead letters, also those that reject rows; all sinks if the
     batch's rows are compared."""
-    members = sink.members if isinstance(sink, SinkGroup) else (Member(plan.scope.sink, sink),)
-    on_bad_row = sink.on_bad_row if isinstance(sink, SinkGroup) else OnBadRow.FAIL
     rewritten = plan.rewrite.get(shard)
-    written = [m for m in members if rewritten is None or m.name in rewritten]
+    written = [m for m in sinks.members if rewritten is None or m.name in rewritten]
     lines = []
     every = plan.action is Action.COMPARE or any(m.dead_letters for m in written)
-    for member in members if every else written:
+    for member in sinks.members if every else written:
         scope = replace(plan.scope, sink=member.name)
-        lines.append(_Line(member, scope, fingerprint_seed(scope), on_bad_row, member in written))
+        lines.append(_Line(member, scope, fingerprint_seed(scope), sinks.on_bad_row, member in written))
     return lines
 
 

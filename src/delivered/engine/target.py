@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from delivered.contract.powers import KnowsTarget
 from delivered.engine.context import Context
 from delivered.model.errors import TargetChanged
 from delivered.model.identity import Target
@@ -41,7 +40,7 @@ def check_targets(context: Context, last: Decision | None) -> Mapping[str, str]:
     now = _now(context)
     if last is None or context.tolerance.new_target:
         return _ids(now)
-    sinks = {context.scope.sink, *context.others}
+    sinks = context.sinks
     for sink, before in sorted(last.targets.items()):
         if sink in sinks and not (sink in now and same_target(before, now[sink])):
             written_to = before if _IN_WORDS.fullmatch(before) else f"a target with id {before}"
@@ -49,8 +48,8 @@ def check_targets(context: Context, last: Decision | None) -> Mapping[str, str]:
             raise TargetChanged(
                 "TARGET_CHANGED",
                 f"Sink {sink!r} of pipeline {context.scope.pipeline!r}: batch {last.batch} was written to "
-                f"{written_to}, but {state}. It was dropped or recreated, and lacks the {last.total_of(sink).count} "
-                "records delivered before. Nothing was written.",
+                f"{written_to}, but {state}. It was dropped or recreated, and lacks the "
+                f"{last.account(sink).total.count} records delivered before. Nothing was written.",
                 next_step="restore the original target; or redeliver everything with a new checkpoint; or continue "
                 'with the new target as it is: accept it once with .option("newTarget", "accept")',
             )
@@ -69,5 +68,4 @@ def _ids(targets: Mapping[str, Target]) -> Mapping[str, str]:
 
 
 def _now(context: Context) -> Mapping[str, Target]:
-    committer = context.committer
-    return dict(committer.targets()) if isinstance(committer, KnowsTarget) else {}
+    return context.committers.targets()

@@ -172,15 +172,12 @@ class Decision:
         scope: of the sink that keeps the ledger.
         offsets: the sources' offsets of the batch; a replay must have the same.
         participants: every written shard at every sink, ordered by shard, then by sink.
-        total: running fingerprint of all decided batches of this incarnation, including this one, at the sink that
-            keeps the ledger.
-        given_up: running fingerprint of what was given up there: by at_most_once (an upper bound of its loss), or by
-            `Tolerance.lost_records`.
+        accounts: by sink name: running fingerprints of all decided batches of this incarnation, including this one, and
+            of what was given up: by at_most_once (an upper bound of its loss), or by `Tolerance.lost_records`.
         decided_at_ms: by the clock of the driver's host, for display. Clocks of hosts differ: it orders nothing.
         revision: 0, plus one for each rewrite of shards after the decision.
         sequence: place in the ledger's order, see `LedgerState.next_sequence`; a revision keeps it. 0: an earlier
             release, which ordered by `decided_at_ms`, made the decision.
-        others: the same two for every other sink of the batch, by name.
         targets: sink name -> identity of its target (see `contract.powers`), if it has one.
         transforms: the versions of the transform that this incarnation's batches ran with, oldest first, this batch's
             last. Empty: never known. Bounded: the oldest ones are merged.
@@ -192,11 +189,9 @@ class Decision:
     batch: int
     offsets: str
     participants: tuple[Prepared, ...]
-    total: Fingerprint
-    given_up: Fingerprint
+    accounts: Mapping[str, Account]
     decided_at_ms: int
     revision: int = 0
-    others: Mapping[str, Account] = field(default_factory=dict)
     targets: Mapping[str, str] = field(default_factory=dict)
     transforms: tuple[TransformVersion, ...] = ()
     sequence: int = 0
@@ -205,6 +200,16 @@ class Decision:
     def transform(self) -> str:
         """Fingerprint of the transform that this batch ran with; empty: unknown."""
         return self.transforms[-1].fingerprint if self.transforms else ""
+
+    @property
+    def total(self) -> Fingerprint:
+        """Running fingerprint at the sink that keeps the ledger."""
+        return self.account(self.scope.sink).total
+
+    @property
+    def given_up(self) -> Fingerprint:
+        """Running fingerprint of what was given up there."""
+        return self.account(self.scope.sink).given_up
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -229,31 +234,25 @@ class Decision:
     def scope_of(self, prepared: Prepared) -> Scope:
         return replace(self.scope, sink=prepared.sink)
 
-    def total_of(self, sink: str) -> Fingerprint:
-        """Running fingerprint at the sink of this name."""
-        return self.total if sink == self.scope.sink else self.others.get(sink, Account()).total
+    @property
+    def other_sinks(self) -> tuple[str, ...]:
+        """Sinks of the batch but the one that keeps the ledger."""
+        return tuple(sorted(n for n in self.accounts if n != self.scope.sink))
+
+    def account(self, sink: str) -> Account:
+        return self.accounts.get(sink, Account())
 
     def for_sink(self, sink: str) -> Decision:
         """The same decision as another sink's ledger would hold it."""
-        if sink == self.scope.sink:
-            return self
-        accounts = {**self.others, self.scope.sink: Account(self.total, self.given_up)}
-        own = accounts.pop(sink, Account())
-
-        return replace(
-            self,
-            scope=replace(self.scope, sink=sink),
-            total=own.total,
-            given_up=own.given_up,
-            others=accounts,
-        )
+        return replace(self, scope=replace(self.scope, sink=sink))
 
     def projected(self, sink: str) -> Decision:
         """This decision as if only `sink` were written, for an audit of that sink."""
         own = self.for_sink(sink)
-        return replace(own, participants=own.of(sink), others={})
+        return replace(own, participants=own.of(sink), accounts={sink: own.account(sink)})
 
     def to_json(self) -> str:
+        others = {n: a.to_json() for n, a in self.accounts.items() if n != self.scope.sink}
         return json.dumps(
             {
                 record_format.KEY: record_format.FORMAT,
@@ -269,7 +268,7 @@ class Decision:
                 "given_up": str(self.given_up),
                 "decided_at_ms": self.decided_at_ms,
                 "revision": self.revision,
-                **({"others": {n: a.to_json() for n, a in self.others.items()}} if self.others else {}),
+                **({"others": others} if others else {}),
                 **({"targets": dict(self.targets)} if self.targets else {}),
                 **({"sequence": self.sequence} if self.sequence else {}),
                 **({"transforms": [t.to_json(self.scope.sink) for t in self.transforms]} if self.transforms else {}),
@@ -281,6 +280,8 @@ class Decision:
     @classmethod
     def from_json(cls, text: str | bytes) -> Decision:
         data = record_format.known(json.loads(text), "a decision")
+        own = Account.from_json(data)
+        others = {n: Account.from_json(a) for n, a in data.get("others", {}).items()}
         return cls(
             scope=Scope(data["pipeline"], data["sink"], data["incarnation"]),
             owner=data["owner"],
@@ -288,12 +289,10 @@ class Decision:
             batch=data["batch"],
             offsets=data["offsets"],
             participants=tuple(Prepared.from_json(p, data["sink"]) for p in data["participants"]),
-            total=Fingerprint.parse(data["total"]),
-            given_up=Fingerprint.parse(data["given_up"]),
+            accounts={data["sink"]: own, **others},
             decided_at_ms=data["decided_at_ms"],
             revision=data["revision"],
             sequence=data.get("sequence", 0),
-            others={n: Account.from_json(a) for n, a in data.get("others", {}).items()},
             targets=dict(data.get("targets", {})),
             transforms=tuple(TransformVersion.from_json(t, data["sink"]) for t in data.get("transforms", ())),
         )
@@ -480,10 +479,9 @@ def transforms_after(last: Decision | None, fingerprint: str, batch: int) -> tup
     if last.transform == fingerprint:
         return last.transforms
     sink = last.scope.sink
-    accounts = {sink: Account(last.total, last.given_up), **last.others}
     known = [
         *(last.transforms or (TransformVersion(""),)),
-        TransformVersion(fingerprint, batch, last.offsets, accounts),
+        TransformVersion(fingerprint, batch, last.offsets, last.accounts),
     ]
     while len(known) > 1 and (
         len(known) > TRANSFORM_VERSIONS_KEPT

@@ -29,14 +29,14 @@ import pyarrow as pa
 from pyarrow import fs
 
 from delivered.checkpoint.folder import open_folder, read_record, write_record
-from delivered.contract.powers import CountsLeftOut, KeepsDeadLetters, planned
-from delivered.contract.sink import Sink, SinkGroup
+from delivered.contract.powers import planned
+from delivered.contract.sink import Sink
 from delivered.engine.context import Context
 from delivered.engine.dead_letters import rejections
-from delivered.engine.decide import abort_batch, commit_batch
 from delivered.engine.owner import new_owner
-from delivered.engine.recover import plan_batch
+from delivered.engine.runner import Runner
 from delivered.engine.shard import write_shard
+from delivered.engine.sinks import Sinks
 from delivered.model.bad_row import from_json_texts
 from delivered.model.errors import InvariantBroken, Refused
 from delivered.model.identity import Scope, derived_name
@@ -118,7 +118,7 @@ class Desk:
         self.sink_name = self.label = self.folder = name
         self._pipeline = pipeline
         self._sink = sink
-        self._target: Sink | SinkGroup = sink
+        self._sinks = Sinks.one(sink, name)
         self._origin = Scope(pipeline.name, name, incarnation)
         # Another one than the pipeline's, which would be taken for renamed.
         own = uuid.uuid5(uuid.NAMESPACE_OID, incarnation).hex
@@ -133,8 +133,6 @@ class Desk:
         # `again` is a part of ids that settled letters are stored by.
         for scope, again in ((self._origin, False), (self._scope, True), (self._of_records, RECORDS)):
             with closing(self._sink.committer(scope)) as committer:
-                if not isinstance(committer, KeepsDeadLetters):
-                    return None
                 same: Counter[str] = Counter()
                 for row in committer.dead_letters():
                     name = letter_id(self.sink_name, again, row.batch, row.shard, row.reason, row.record)
@@ -194,18 +192,17 @@ class Desk:
 
     def _run(self, context: Context, batch: int, offsets: str, letters: Callable[[], Sequence[DeadLetter]]) -> None:
         view = CheckpointView(self._scope.incarnation, batch, offsets, batch - 1 if batch else None)
-        plan = plan_batch(context, view, first=True)
+        runner = Runner(self._sinks, context)
+        plan = runner.plan(view, None)
         if plan.action is Action.SKIP and not plan.rewrite:
             return
-        messages: list[ShardMessage] = []
-        try:
+
+        def write(messages: list[ShardMessage | None]) -> None:
             if wanted := letters():
                 rows = self._as_rows(wanted)
-                messages.append(write_shard(self._target, plan, 0, 0, iter([rows]), rows.schema))
-            commit_batch(context, batch, offsets, messages)
-        except Exception:
-            abort_batch(context, messages)
-            raise
+                messages.append(write_shard(self._sinks, plan, 0, 0, iter([rows]), rows.schema))
+
+        runner.finish(plan, write)
 
     def _reasons(self, letters: Sequence[DeadLetter]) -> list[str | None]:
         """Why the sink would reject each letter again; None: it would not."""
@@ -250,17 +247,16 @@ class Desk:
         if not self._sink.capability().write.conditional:
             return 0
         with closing(self._sink.committer(self._scope)) as committer:
-            return sum(committer.left_out().values()) if isinstance(committer, CountsLeftOut) else 0
+            return sum(committer.left_out().values())
 
     @contextmanager
     def _opened(self) -> Iterator[Context]:
         owner = new_owner(psutil.Process())
-        context = Context.open(self._target, self._scope, self._pipeline.guarantee, owner)
+        context = Context.open(self._sinks, self._scope, self._pipeline.guarantee, owner)
         try:
             yield context
         finally:
-            context.committer.close()
-            context.ledger.close()
+            context.close()
 
     def _settled(self, state: LedgerState) -> dict[str, Status]:
         if state.last is None:

@@ -13,14 +13,14 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from delivered.contract.powers import CountsLeftOut, planned
+from delivered.contract.powers import planned
 from delivered.contract.schemas import RejectsRecords, WritesBySchema, rejecting
 from delivered.contract.sink import SOURCE_LETTERS, TRANSFORM_LETTERS
 from delivered.contract.source import COORDINATES, Source
 from delivered.engine.dead_letters import split_rejected, validated
 from delivered.engine.direct import ArrowTransform
 from delivered.engine.isolate import isolated
-from delivered.group import Group
+from delivered.engine.sinks import Sinks
 from delivered.model.bad_row import from_json_texts, reason_of
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.operate.dead_letter_batches import RECORDS, DeadLetter, Desk
@@ -35,10 +35,9 @@ class RecordDesk(Desk):
 
     def __init__(self, pipeline: Definition, incarnation: str) -> None:
         ends = zip(pipeline.sink_names, pipeline.sinks, strict=True)
-        group = Group.of([(name, e.sink(), e.projection.route) for name, e in ends])
-        super().__init__(pipeline, group.name, group.decider.sink, incarnation, suffix=RECORDS)
-        self._members = group.members
-        self._target = group if len(group.members) > 1 else group.decider.sink
+        sinks = Sinks.of([(name, e.sink(), e.projection.route) for name, e in ends])
+        super().__init__(pipeline, sinks.decider.name, sinks.decider.sink, incarnation, suffix=RECORDS)
+        self._sinks = sinks
         self.label, self.folder = ", ".join(pipeline.sink_names), "(records)"
         self._made: dict[str, pa.RecordBatch] = {}
         self._columns: pa.Schema | None = None
@@ -58,7 +57,7 @@ class RecordDesk(Desk):
         for name, endpoint in zip(pipeline.sink_names, pipeline.sinks, strict=True):
             if not endpoint.projection.is_plain:
                 return f"the sink {name!r} has expressions in select or where, which run in Spark alone: {_REPLAY}"
-        for member in self._members:
+        for member in self._sinks.members:
             if isinstance(member.sink, WritesBySchema):
                 return f"the sink {member.name!r} writes with a registry's schema, fixed when a query starts: {_REPLAY}"
         return None
@@ -72,7 +71,7 @@ class RecordDesk(Desk):
         rows, why = self._rows_of(letter)
         if rows is None:
             return why
-        for member in self._members:
+        for member in self._sinks.members:
             try:
                 own = rows if member.route is None else member.route(rows)
                 member.sink.check_schema(own.schema)
@@ -127,8 +126,8 @@ class RecordDesk(Desk):
         tables = [pa.Table.from_batches([batch]) for batch in batches]
         table = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
         rows = next(iter(table.to_batches()), batches[0])
-        only = self._members[0]
-        return rows if len(self._members) > 1 or only.route is None else only.route(rows)
+        only = self._sinks.members[0]
+        return rows if len(self._sinks.members) > 1 or only.route is None else only.route(rows)
 
     def _source(self) -> Source:
         if self._source_opened is None:
@@ -138,10 +137,10 @@ class RecordDesk(Desk):
 
     def _left_out(self) -> int:
         total = 0
-        for member in self._members:
+        for member in self._sinks.members:
             if member.sink.capability().write.conditional:
                 with closing(member.sink.committer(replace(self._scope, sink=member.name))) as committer:
-                    total += sum(committer.left_out().values()) if isinstance(committer, CountsLeftOut) else 0
+                    total += sum(committer.left_out().values())
         return total
 
 

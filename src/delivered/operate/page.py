@@ -53,7 +53,7 @@ def way_of(pipeline: Definition) -> Way:
         request = gather(pipeline, None, offline=True, takeover=False)
         plan = make_plan(request)
         mechanism = plan.mechanism if isinstance(plan, Plan) else ""
-        decides = request.decider.name if request.is_group else ""
+        decides = request.by_count("", request.decider.name)
     sources = tuple((e.label if n == "source" else f"{n}: {e.label}", _read(e)) for n, e in pipeline.sources.items())
     return Way(sources, tuple(_written(e, decides) for e in pipeline.all_sinks), mechanism)
 

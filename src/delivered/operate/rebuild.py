@@ -21,7 +21,7 @@ import psutil
 
 from delivered.checkpoint import positions
 from delivered.checkpoint.folder import logged
-from delivered.contract.powers import HoldsTransactions, KnowsTarget, planned
+from delivered.contract.powers import planned
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets
 from delivered.engine.context import Context
@@ -166,7 +166,7 @@ class Rebuild(Generic[P]):
                 "the pipeline decided a batch since.",
                 next_step="run the same command again",
             )
-        if isinstance(context.committer, HoldsTransactions) and (still := context.committer.open_transactions()):
+        if still := context.committers.open_transactions():
             raise Refused(
                 "REBUILD_UNFINISHED",
                 f"{len(still)} prepared transactions of {self._origin.name!r} are open: rows that may count are not "
@@ -287,22 +287,21 @@ def _ends(last: Decision) -> dict[str, Offsets]:
 @contextmanager
 def _ledger(pipeline: Definition) -> Iterator[Context]:
     spec = pipeline.spec
-    sink = spec.open()
+    sinks = spec.open()
     incarnation, _ = logged(pipeline.checkpoint)
     context = Context.open(
-        sink, spec.scope(sink, incarnation or NO_INCARNATION), pipeline.guarantee, new_owner(psutil.Process())
+        sinks, spec.scope(sinks, incarnation or NO_INCARNATION), pipeline.guarantee, new_owner(psutil.Process())
     )
     try:
         yield context
     finally:
-        context.committer.close()
-        context.ledger.close()
+        context.close()
 
 
 def _target_id(pipeline: Definition) -> str | None:
     """Identity of the table that a pipeline writes now."""
     with _ledger(pipeline) as context:
-        found = context.committer.targets() if isinstance(context.committer, KnowsTarget) else {}
+        found = context.committers.targets()
     return next((t.id for t in found.values()), None)
 
 

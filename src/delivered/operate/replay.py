@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from delivered.checkpoint import positions
 from delivered.checkpoint.folder import read_record, write_record
-from delivered.contract.powers import HasOffsetMetadata, KnowsTarget, planned
+from delivered.contract.powers import HasOffsetMetadata, planned
 from delivered.contract.source import Offsets
 from delivered.model.errors import Refused, UsageError
 from delivered.model.identity import Scope, derived_name
@@ -117,7 +117,7 @@ def check_target(pipeline: Definition, target: Endpoint) -> None:
 def _identity(pipeline: str, endpoint: Endpoint) -> set[tuple[str, str]]:
     sink = endpoint.sink()
     with closing(sink.committer(Scope(pipeline, endpoint.name or sink.name, NO_INCARNATION))) as committer:
-        found = committer.targets() if isinstance(committer, KnowsTarget) else {}
+        found = committer.targets()
     return {(endpoint.system, t.id) for t in found.values()}
 
 

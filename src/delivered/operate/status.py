@@ -13,7 +13,6 @@ from delivered.checkpoint.folder import is_done, logged
 from delivered.checkpoint.history import batches, last_audits, totals
 from delivered.contract.powers import DatesRecords, HasDedupWindow, HoldsBackWal, ListsReceivers
 from delivered.contract.source import Rechecks, Source
-from delivered.engine.context import open_ledger
 from delivered.engine.owner import running
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.offsets import by_source
@@ -122,14 +121,11 @@ def _destination(endpoint: Endpoint) -> str:
 def _state(pipeline: Definition, incarnation: str | None) -> tuple[LedgerState, list[SinkStatus]]:
     """The ledger's state; every sink, without counts."""
     spec = pipeline.spec
-    sink = spec.open()
-    scope = spec.scope(sink, incarnation)
-    with contextlib.closing(open_ledger(sink, scope)) as ledger:
+    sinks = spec.open()
+    with contextlib.closing(sinks.ledger(spec.scope(sinks, incarnation))) as ledger:
         state = ledger.look()
-    sinks = [
-        SinkStatus(e.sink_name, e.system, 0, 0, e is pipeline.dead_letter, _destination(e)) for e in pipeline.all_sinks
-    ]
-    return state, sinks if spec.is_group else [replace(sinks[0], name=scope.sink, dead_letters=False)]
+    shown = zip(pipeline.all_sinks, sinks.members, strict=True)
+    return state, [SinkStatus(m.name, e.system, 0, 0, m.dead_letters, _destination(e)) for e, m in shown]
 
 
 def of_ledger(state: LedgerState, last: Decision | None, sinks: Sequence[SinkStatus]) -> dict[str, Any]:

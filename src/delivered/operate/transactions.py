@@ -10,7 +10,6 @@ from delivered.checkpoint.folder import logged
 from delivered.contract.ends import EndLost
 from delivered.contract.powers import HoldsTransactions, OpenTransaction
 from delivered.contract.sink import Committer
-from delivered.engine.context import open_ledger
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
 from delivered.model.identity import Scope
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
@@ -138,8 +137,8 @@ def _sinks(pipeline: Definition) -> list[tuple[_Holder, LedgerState]]:
     found: list[tuple[_Holder, LedgerState]] = []
     incarnation, _ = logged(pipeline.checkpoint)
     spec = pipeline.spec
-    everything = spec.open()
-    ledger = open_ledger(everything, spec.scope(everything, incarnation))
+    sinks = spec.open()
+    ledger = sinks.ledger(spec.scope(sinks, incarnation))
     try:
         state = ledger.look()
     finally:

@@ -11,7 +11,6 @@ from typing import Any
 from delivered.checkpoint import positions
 from delivered.checkpoint.folder import holds_state, logged, read_view
 from delivered.contract.powers import Adopts, Resumption
-from delivered.engine.context import open_ledger
 from delivered.model.errors import Refused, UsageError
 from delivered.model.offsets import by_source
 from delivered.model.work import CheckpointView
@@ -118,7 +117,7 @@ def _not_started(pipeline: Definition) -> None:
         )
     spec = pipeline.spec
     sinks = spec.open()
-    ledger = open_ledger(sinks, spec.scope(sinks))
+    ledger = sinks.ledger(spec.scope(sinks))
     try:
         state = ledger.look()
     finally:

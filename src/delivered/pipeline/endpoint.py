@@ -10,7 +10,7 @@ from typing import Any
 
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
-from delivered.group import Columns
+from delivered.engine.sinks import Columns
 from delivered.model.errors import UsageError
 from delivered.model.options import password_in_url
 from delivered.model.secrets import holds_password, is_secret, redacted, shown

@@ -14,12 +14,12 @@ from delivered.checkpoint.sidecar import changed_dedup, decider, removed
 from delivered.contract.finding import Finding
 from delivered.contract.powers import ChecksTarget, ValidatesRows, check_ledger, planned
 from delivered.contract.schemas import ReadsBySchema, WritesBySchema
-from delivered.contract.sink import Sink, SinkGroup
+from delivered.contract.sink import Sink
 from delivered.contract.source import NamesRows
-from delivered.engine.context import open_ledger
 from delivered.engine.owner import living
 from delivered.engine.recover import other_ledgers
 from delivered.engine.rules import judge
+from delivered.engine.sinks import Member, Sinks
 from delivered.model.capability import SourceCapability, WriteMode
 from delivered.model.errors import DeliveredError, MissingExtra, Refused, UsageError, missing_extra
 from delivered.model.identity import Scope
@@ -28,7 +28,7 @@ from delivered.model.work import CheckpointView, LedgerState
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import alternatives
-from delivered.pipeline.spec import NO_INCARNATION, PipelineSpec
+from delivered.pipeline.spec import NO_INCARNATION, PipelineSpec, SinkSpec
 from delivered.pipeline.transform import changing_in_sql
 from delivered.planner import (
     CheckpointFacts,
@@ -219,12 +219,12 @@ def _execution(pipeline: Definition, session: SessionFacts | None) -> Execution:
 
 def _checkpoint(pipeline: Definition, session: SessionFacts | None, takeover: bool) -> CheckpointFacts:
     spec = pipeline.spec
-    sink = spec.open()
+    sinks = spec.open()
     incarnation, newest = logged(pipeline.checkpoint)
     # Before the ledger, which a running pipeline advances.
     done = newest is not None and is_done(pipeline.checkpoint, newest)
-    scope = spec.scope(sink, incarnation)
-    ledger = open_ledger(sink, scope)
+    scope = spec.scope(sinks, incarnation)
+    ledger = sinks.ledger(scope)
     try:
         state = ledger.look()
     finally:
@@ -237,7 +237,7 @@ def _checkpoint(pipeline: Definition, session: SessionFacts | None, takeover: bo
         newest=newest,
         ledger_newest=_newest(state),
         ledger_offsets="" if state.last is None else state.last.offsets,
-        ledger_others=() if state.last is None else tuple(state.last.others),
+        ledger_others=() if state.last is None else state.last.other_sinks,
         owner=None if connect else living(state.owner, session.jvm if session is not None else None),
         unwritable=unwritable(pipeline.checkpoint),
         ledger_missing=newest is not None
@@ -296,54 +296,56 @@ def _earlier(state: LedgerState) -> EarlierFacts | None:
     return EarlierFacts(earlier.scope.incarnation, earlier.batch, earlier.offsets)
 
 
-def check_start(spec: PipelineSpec, sink: Sink | SinkGroup) -> None:
+def check_start(spec: PipelineSpec, sinks: Sinks) -> None:
     """Check that a query of the Spark idiom can start: options, guarantee, server, checkpoint, ledger.
 
     Runs where the batches will be planned, on the driver. Claims nothing and writes no row; what can change until the
     first batch is checked again there.
 
     Args:
-        sink: opened from the spec, for the query's columns.
+        sinks: opened from the spec, for the query's columns.
 
     Raises:
         UsageError, Refused: the request is invalid or cannot be fulfilled.
         InvariantBroken: ledger and checkpoint do not belong together.
         Unreachable: a server or the checkpoint did not answer.
     """
-    if isinstance(sink, SinkGroup):
-        return  # `Pipeline` plans several sinks
     if spec.checkpoint is None:
         raise UsageError(
             "CHECKPOINT_MISSING",
             "The query has no checkpointLocation; Spark does not pass the session's default to sinks.",
             next_step='add .option("checkpointLocation", "/data/checkpoints/orders")',
         )
-    _refused_by_plan(spec, sink, spec.checkpoint)
-    _refused_by_ledger(spec, sink, spec.checkpoint)
+    _refused_by_plan(spec, sinks, spec.checkpoint)
+    _refused_by_ledger(spec, sinks, spec.checkpoint)
 
 
-def _refused_by_plan(spec: PipelineSpec, sink: Sink, checkpoint: str) -> None:
+def _refused_by_plan(spec: PipelineSpec, sinks: Sinks, checkpoint: str) -> None:
     """By the planner's rules that need only the sink: source and transform are unknown here."""
-    declared = spec.sinks[0]
-    label = Endpoint(declared.system, declared.options).label
-    findings = (*sink.preflight(spec.guarantee), *check_ledger(sink, spec.scope(sink, None)))
-    facts = SinkFacts(declared.name or sink.name, label, sink.capability(), findings)
+    facts = [_sink_facts(spec, s, m) for s, m in zip(spec.sinks, sinks.members, strict=True)]
     source = SourceFacts("the query's source", SourceCapability("spark", replayable=True))
     # A stream appends; what a user's own foreachBatch gets is the user's business.
-    mode = "complete" if facts.capability.write.complete and spec.batch is not None else "append"
+    mode = "complete" if facts[0].capability.write.complete and spec.batch is not None else "append"
     known = CheckpointFacts(checkpoint)
     request = Request(
-        spec.pipeline, spec.guarantee, (source,), (facts,), known, alternatives=alternatives(), output_mode=mode
+        spec.pipeline, spec.guarantee, (source,), tuple(facts), known, alternatives=alternatives(), output_mode=mode
     )
     plan = make_plan(request)
     if isinstance(plan, Refusal):
         raise plan.error
 
 
-def _refused_by_ledger(spec: PipelineSpec, sink: Sink, checkpoint: str) -> None:
+def _sink_facts(spec: PipelineSpec, declared: SinkSpec, member: Member) -> SinkFacts:
+    label = Endpoint(declared.system, declared.options).label
+    ledger = check_ledger(member.sink, Scope(spec.pipeline, member.name, NO_INCARNATION))
+    findings = (*member.sink.preflight(spec.guarantee), *ledger)
+    return SinkFacts(member.name, label, member.sink.capability(), findings)
+
+
+def _refused_by_ledger(spec: PipelineSpec, sinks: Sinks, checkpoint: str) -> None:
     view = _next_batch(checkpoint)
-    scope = spec.scope(sink, view.incarnation)
-    ledger = open_ledger(sink, scope)
+    scope = spec.scope(sinks, view.incarnation)
+    ledger = sinks.ledger(scope)
     try:
         state = ledger.look()
         others = other_ledgers(ledger, view, state)

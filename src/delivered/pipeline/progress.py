@@ -13,9 +13,6 @@ from itertools import takewhile
 from typing import Any
 
 from delivered.checkpoint.folder import is_done
-from delivered.contract.powers import CountsLeftOut
-from delivered.contract.sink import Member, SinkGroup
-from delivered.engine.context import open_ledger
 from delivered.ledger.ledger import Ledger
 from delivered.model.errors import DeliveredError
 from delivered.model.patience import within
@@ -101,8 +98,8 @@ class Progress:
         batch, records, given_up = -1, 0, 0
         if last is not None:  # several sinks: what each of them got
             batch = last.batch
-            records = last.total.count + sum(a.total.count for a in last.others.values())
-            given_up = last.given_up.count + sum(a.given_up.count for a in last.others.values())
+            records = sum(a.total.count for a in last.accounts.values())
+            given_up = sum(a.given_up.count for a in last.accounts.values())
         if self._first is None:
             self._first = (batch, records, given_up, counted)
             self.batch = batch if batch >= 0 else None
@@ -158,15 +155,14 @@ def watch(pipeline: Definition, query: Any) -> Iterator[Progress]:
         query: Spark's StreamingQuery.
     """
     spec = pipeline.spec
-    sink = spec.open()
-    scope = spec.scope(sink, str(query.id))
-    ledger = open_ledger(sink, scope)
-    members = sink.members if isinstance(sink, SinkGroup) else (Member(sink.name, sink),)
-    conditional = [m for m in members if m.sink.capability().write.conditional]
+    sinks = spec.open()
+    scope = spec.scope(sinks, str(query.id))
+    ledger = sinks.ledger(scope)
+    conditional = [m for m in sinks.members if m.sink.capability().write.conditional]
     committers = [m.sink.committer(replace(scope, sink=m.name)) for m in conditional]
 
     def left_out() -> Counter[str]:
-        return sum((Counter(c.left_out()) for c in committers if isinstance(c, CountsLeftOut)), Counter())
+        return sum((Counter(c.left_out()) for c in committers), Counter())
 
     try:
         step = partial(_step, query, pipeline.checkpoint)

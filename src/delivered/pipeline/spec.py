@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from delivered.contract.sink import Sink, SinkGroup
+from delivered.contract.sink import Sink
 from delivered.contract.source import Offsets
-from delivered.group import Columns, Group
+from delivered.engine.sinks import Columns, Sinks
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
@@ -31,9 +31,6 @@ OPTION = "delivered.spec.secret"
 
 VERSION = 2
 """Version of the JSON. Client and server of Spark Connect may run different releases."""
-
-GROUP = "sinks"
-"""The internal format of a pipeline with several sinks is `delivered_sinks`."""
 
 PIPELINE_OPTIONS = OptionTable(
     "delivered",
@@ -156,35 +153,26 @@ class PipelineSpec:
     rejects: bool = False
     raw: bool = False
 
-    @property
-    def is_group(self) -> bool:
-        """Whether the engine sees several sinks that share each batch."""
-        return len(self.sinks) > 1 or self.on_bad_row is not OnBadRow.FAIL
-
-    def open(self) -> Sink | SinkGroup:
-        """The sink, or all of them as one.
-
+    def open(self) -> Sinks:
+        """
         Raises:
             UsageError: bad options, or two sinks with the same name.
         """
-        if not self.is_group:
-            return self.sinks[0].open()
         letters = self.dead_letter
-        return Group.of(
+        return Sinks.of(
             [(s.name, s.open(), s.route) for s in self.sinks],
             self.on_bad_row,
             (letters.name, letters.open()) if letters is not None else None,
         )
 
-    def scope(self, sink: Sink | SinkGroup, incarnation: str | None = None) -> Scope:
+    def scope(self, sinks: Sinks, incarnation: str | None = None) -> Scope:
         """Where the batches of an incarnation are decided.
 
         Args:
-            sink: from `open`.
+            sinks: from `open`.
             incarnation: None: there is none yet.
         """
-        own = None if self.is_group else self.sinks[0].name
-        return Scope(self.pipeline, own or sink.name, incarnation or NO_INCARNATION)
+        return Scope(self.pipeline, sinks.decider.name, incarnation or NO_INCARNATION)
 
     def to_option(self) -> str:
         """For `OPTION`."""
@@ -232,11 +220,11 @@ class PipelineSpec:
         rest = {k: v for k, v in options.items() if k.lower() != OPTION and not k.lower().startswith(_ASYNC)}
         made = "pipeline" in settings
         foreign = sorted(k for k in rest if k.lower() not in _SPARKS_OWN)
-        if (made and foreign) or (system == GROUP and not made):
+        if made and foreign:
             raise UsageError(
                 "SINKS_OPTION",
-                f"The format {PREFIX}{system} was {'' if made else 'not '}started by delivered.Pipeline, which names "
-                f"all options itself; it was given the options {foreign}.",
+                f"The format {PREFIX}{system} was started by delivered.Pipeline, which names all options itself; it "
+                f"was given the options {foreign}.",
                 next_step="name several sinks in delivered.Pipeline(sinks=[...]) or in a pipeline file",
             )
         spec = _from_json(settings) if made else _from_options(system, rest)

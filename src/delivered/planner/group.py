@@ -1,4 +1,4 @@
-"""Several sinks in the plan: which one decides, in which order they are written, what readers may see."""
+"""Sinks in the plan: which one decides, in which order they are written, what readers may see."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from delivered.planner.request import Request, SinkFacts
 
 def mechanism(request: Request) -> str:
     """How exactly_once is kept, as a phrase."""
+    if len(request.sinks) == 1:
+        return request.decider.capability.mechanism
     last = f", {request.decider.name} as the last resource" if _last_resource(request) else ""
     return f"one decision for {len(request.sinks)} sinks{last}"
 
 
 def order(request: Request) -> tuple[str, ...]:
-    """Which sink decides, the order of the others, and why."""
+    """Which sink decides, the order of the others, and why; empty: there is one."""
+    if len(request.sinks) == 1:
+        return ()
     decider = request.decider
     names = ", ".join(s.name for s in request.sinks)
     if request.guarantee is not Guarantee.EXACTLY_ONCE:
@@ -39,6 +43,8 @@ def order(request: Request) -> tuple[str, ...]:
 def limits(request: Request) -> tuple[str, ...]:
     """What readers of several sinks may see (P27)."""
     names = [s.name for s in request.sinks]
+    if len(names) == 1:
+        return ()
     match request.guarantee:
         case Guarantee.EXACTLY_ONCE:
             others = ", ".join(s.name for s in _others(request))

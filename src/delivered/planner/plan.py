@@ -38,7 +38,7 @@ def make_plan(request: Request) -> Plan | Refusal:
         ),
         checked=tuple(line for s in request.sinks for line in s.checked),
         records=tuple(f"{part.label}: {part.capability.records}" for part in _by_choice(request)),
-        order=group.order(request) if request.is_group else (),
+        order=group.order(request),
         dedup=_dedup(request.dedup, request.decider.capability.system) if request.dedup is not None else (),
     )
 
@@ -191,7 +191,7 @@ def _failing_rows(transform: TransformFacts, goes: str) -> list[str]:
 
 
 def _each(request: Request) -> str:
-    return "every sink" if request.is_group else "the sink"
+    return request.by_count("the sink", "every sink")
 
 
 def _limits(request: Request) -> list[str]:
@@ -205,8 +205,7 @@ def _limits(request: Request) -> list[str]:
             limits.append(f"a transaction times out {seconds(min(timeouts))} after its first row{tail}")
         if not all(s.capability.batch_atomic for s in request.sinks):
             limits.append("a reader may see the shards of a batch appear one after another")
-    if request.is_group:
-        limits.extend(group.limits(request))
+    limits.extend(group.limits(request))
     limits.extend(_bad_rows(request))
     for source in request.sources:
         if source.capability.sent_twice and request.dedup is None:

@@ -211,9 +211,9 @@ class Request:
         """The sink that keeps the ledger."""
         return self.sinks[self.ledger.sink]
 
-    @property
-    def is_group(self) -> bool:
-        return len(self.sinks) > 1
+    def by_count(self, one: str, several: str) -> str:
+        """What a sentence says if there is one sink, or if there are several."""
+        return one if len(self.sinks) == 1 else several
 
     @property
     def keeps_state(self) -> bool:

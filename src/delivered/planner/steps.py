@@ -33,14 +33,14 @@ def mechanism_of(request: Request) -> Mechanism:
         return MECHANISMS[request.guarantee][0]
     if not request.ledger.carries_rows:
         return Mechanism.TWO_PHASE
-    return Mechanism.LAST_RESOURCE if request.is_group else Mechanism.ONE_TRANSACTION
+    return Mechanism.ONE_TRANSACTION if len(request.sinks) == 1 else Mechanism.LAST_RESOURCE
 
 
 def mechanism(request: Request) -> str:
     """How the guarantee is kept, as a phrase."""
     match request.guarantee:
         case Guarantee.EXACTLY_ONCE:
-            return group.mechanism(request) if request.is_group else request.sinks[0].capability.mechanism
+            return group.mechanism(request)
         case Guarantee.AT_LEAST_ONCE:
             return "acknowledged sends, repeated after a crash"
         case Guarantee.AT_MOST_ONCE:
@@ -80,11 +80,11 @@ def _each(
 
 
 def _at(request: Request, sink: SinkFacts, does: str) -> str:
-    return f"{sink.name}: {does}" if request.is_group else does
+    return request.by_count(does, f"{sink.name}: {does}")
 
 
 def _given_up(request: Request) -> str:
-    return f"the batch is given up{' at every sink' * request.is_group}, and its records are counted"
+    return f"the batch is given up{request.by_count('', ' at every sink')}, and its records are counted"
 
 
 def _after_read(request: Request) -> str:
@@ -106,7 +106,7 @@ def _begin(request: Request) -> Steps:
                 "nothing was sent; the batch runs again",
             )
         ]
-    before = ", before the first row is sent to any sink" * request.is_group
+    before = request.by_count("", ", before the first row is sent to any sink")
     return [
         Step(StepId.BATCH_BEGIN, f"the batch is recorded as begun{before}", f"nothing was sent; {_given_up(request)}")
     ]
@@ -134,13 +134,13 @@ def _prepare(request: Request) -> Steps:
         request,
         StepId.WRITE_PREPARE,
         lambda sink: sink.prepare,
-        _AGAIN + "; prepared rows are aborted" * request.is_group,
+        _AGAIN + request.by_count("", "; prepared rows are aborted"),
     )
 
 
 def _send(request: Request) -> Steps:
     if request.guarantee is Guarantee.AT_LEAST_ONCE:
-        lost = f"what was sent stays visible and is sent{' to every sink' * request.is_group} again"
+        lost = f"what was sent stays visible and is sent{request.by_count('', ' to every sink')} again"
     else:
         lost = f"what was sent stays visible; {_given_up(request)}"
     return _each(request, StepId.WRITE_SEND, lambda sink: sink.send, lost)
@@ -148,56 +148,49 @@ def _send(request: Request) -> Steps:
 
 def _flush(request: Request) -> Steps:
     if request.guarantee is Guarantee.AT_LEAST_ONCE:
-        one = "the whole batch is visible and is sent again"
-        every = "the batch is sent to every sink again"
-        return _each(
-            request, StepId.WRITE_FLUSH, lambda _: "every row acknowledged", every if request.is_group else one
+        again = request.by_count(
+            "the whole batch is visible and is sent again", "the batch is sent to every sink again"
         )
-    seen = f"{'its' if request.is_group else 'the'} rows are visible; {_given_up(request)}"
+        return _each(request, StepId.WRITE_FLUSH, lambda _: "every row acknowledged", again)
+    seen = f"{request.by_count('the', 'its')} rows are visible; {_given_up(request)}"
     return _each(request, StepId.WRITE_FLUSH, lambda _: "every row acknowledged or counted as given up", seen)
 
 
 def _decide(request: Request) -> Steps:
     sink, at_once = request.decider, mechanism_of(request) is not Mechanism.TWO_PHASE
     does = _at(request, sink, sink.capability.decide)
-    if request.is_group:
-        visibility = (
-            f"and is visible at {sink.name}; recovery makes the rest visible"
-            if at_once
-            else "but is not visible yet; recovery makes it visible"
-        )
-        does += "; it names the participants of every sink"
-        after = f"the batch counts at every sink {visibility}"
-    elif at_once:
-        after = "the batch counts and is visible; Spark's rerun writes nothing"
+    does += request.by_count("", "; it names the participants of every sink")
+    if at_once:
+        one = "the batch counts and is visible; Spark's rerun writes nothing"
+        several = f"and is visible at {sink.name}; recovery makes the rest visible"
     else:
-        after = "the batch counts, and recovery makes all of it visible"
+        one = "the batch counts, and recovery makes all of it visible"
+        several = "but is not visible yet; recovery makes it visible"
+    after = request.by_count(one, f"the batch counts at every sink {several}")
     return [Step(StepId.COMMIT_DECIDE, does, after, decides=True)]
 
 
 def _move(request: Request) -> Steps:
     """The deciding sink's move, in its transaction."""
     does = _at(request, request.decider, "rows of each shard into the open transaction")
-    again = f"the transaction rolls back; the batch runs again{' for every sink' * request.is_group}"
+    again = f"the transaction rolls back; the batch runs again{request.by_count('', ' for every sink')}"
     return [Step(StepId.COMMIT_APPLY, does, again)]
 
 
 def _apply(request: Request) -> Steps:
     rest = "recovery applies the rest, and Spark's rerun writes nothing"
-    if not request.is_group:
-        return _each(request, StepId.COMMIT_APPLY, lambda s: s.apply, f"what is applied is visible; {rest}")
     decider, last = request.decider, mechanism_of(request) is Mechanism.LAST_RESOURCE
-    after = f"visible at {f'{decider.name} and at ' * last}every sink that was applied; {rest}"
+    several = f"visible at {f'{decider.name} and at ' * last}every sink that was applied"
+    after = f"{request.by_count('what is applied is visible', several)}; {rest}"
     others = [s for s in request.sinks if not last or s is not decider]
     return _each(request, StepId.COMMIT_APPLY, lambda s: s.apply, after, others)
 
 
 def _record(request: Request) -> Steps:
-    if request.is_group:
-        does, where = f"counts and fingerprints of every sink into the ledger of {request.decider.name}", " everywhere"
-    else:
-        does, where = "counts and fingerprint into the ledger", ""
-    after = f"nothing; the batch is recorded as delivered{where}, and Spark's rerun writes nothing"
+    several = f"counts and fingerprints of every sink into the ledger of {request.decider.name}"
+    does = request.by_count("counts and fingerprint into the ledger", several)
+    everywhere = request.by_count("", " everywhere")
+    after = f"nothing; the batch is recorded as delivered{everywhere}, and Spark's rerun writes nothing"
     return [Step(StepId.COMMIT_RECORD, does, after, decides=True)]
 
 

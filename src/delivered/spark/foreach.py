@@ -14,7 +14,7 @@ from delivered.model.translate import translated
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import check_start
 from delivered.pipeline.registry import PREFIX
-from delivered.pipeline.spec import GROUP, OPTION, PipelineSpec, SinkSpec
+from delivered.pipeline.spec import OPTION, PipelineSpec, SinkSpec
 from delivered.spark.jvm import is_connect
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ def save_batch(spec: PipelineSpec, df: DataFrame, batch_id: int) -> None:
 
 
 def format_of(spec: PipelineSpec) -> str:
-    return PREFIX + (GROUP if spec.is_group else spec.sinks[0].system)
+    """That of any of its sinks: the spec names all of them."""
+    return PREFIX + spec.sinks[0].system
 
 
 _checked: set[str] = set()

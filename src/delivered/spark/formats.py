@@ -18,9 +18,9 @@ from pyspark.sql.types import BooleanType, StructField, StructType
 
 from delivered.contract.powers import ChecksGuarantee, planned
 from delivered.contract.schemas import rejecting
-from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import REJECTED, Source
 from delivered.engine.direct import SLICE_COLUMN, SLICE_SCHEMA, Direct
+from delivered.engine.sinks import Sinks
 from delivered.model.errors import Refused, UsageError
 from delivered.model.work import DriverAddress, Owner
 from delivered.pipeline.registry import PREFIX, find_source
@@ -66,28 +66,22 @@ class DeliveredDataSource(DataSource):
         rows = _rows(schema)
         options = tables.for_write(schema, self.options, self.system)
         spec = PipelineSpec.parse(self.system, options, self.owner, self.driver)
-        sink = self._sink(spec, rows, overwrite)
+        sinks = self._sinks(spec, rows, overwrite)
         if spec.batch is not None:
-            return ForeachWriter(spec, sink, rows)
-        if isinstance(sink, SinkGroup):
-            raise Refused(
-                "BATCH_GROUP",
-                f"df.write with {self.name()} is not supported: only streams write to several sinks.",
-                next_step="use delivered.Pipeline with several sinks",
-            )
-        if sink.capability().write.complete:
+            return ForeachWriter(spec, sinks, rows)
+        if any(m.sink.capability().write.complete for m in sinks.members):
             raise Refused(
                 "MODE_COMPLETE",
                 f"df.write with {self.name()} appends or upserts; complete is an output mode of streaming queries.",
                 next_step='write delivered.Pipeline(output_mode="complete", ...), or delivered.write_batch',
             )
-        return BatchWriter(spec, sink, rows)
+        return BatchWriter(spec, sinks, rows)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
         spec = PipelineSpec.parse(self.system, self.options, self.owner, self.driver)
         direct = _direct(spec, schema)
         rows = direct.schema() if direct else _rows(schema)
-        return StreamWriter(spec, self._sink(spec, rows, overwrite), rows, direct)
+        return StreamWriter(spec, self._sinks(spec, rows, overwrite), rows, direct)
 
     @property
     def _reading(self) -> Reading:
@@ -103,7 +97,7 @@ class DeliveredDataSource(DataSource):
             self._planned = planned(self._source(schema))
         return self._planned
 
-    def _sink(self, spec: PipelineSpec, rows: pa.Schema, overwrite: bool) -> Sink | SinkGroup:
+    def _sinks(self, spec: PipelineSpec, rows: pa.Schema, overwrite: bool) -> Sinks:
         if overwrite and spec.checkpoint is not None:
             raise _appends_only(self.name(), "complete")
         if overwrite:
@@ -112,11 +106,12 @@ class DeliveredDataSource(DataSource):
                 f"{self.name()} does not overwrite; it only appends.",
                 next_step='use mode("append") with df.write',
             )
-        sink = spec.open()
-        if isinstance(sink, ChecksGuarantee):
-            sink.check_guarantee(spec.guarantee)
-        sink.check_schema(rows)
-        return sink
+        sinks = spec.open()
+        for member in sinks.members:
+            if isinstance(member.sink, ChecksGuarantee):
+                member.sink.check_guarantee(spec.guarantee)
+        sinks.check_schema(rows)
+        return sinks
 
     def _table(self, options: dict[str, str]) -> StructType:
         """The columns of a table in Spark's catalog: those of its source, or those that its sink accepts."""
@@ -140,7 +135,7 @@ class DeliveredDataSource(DataSource):
         if spec.check.output_mode != "append":
             raise _appends_only(self.name(), spec.check.output_mode)
         rows = to_arrow_schema(StructType.fromJson(dict(spec.check.columns)), timezone="UTC")
-        check_start(spec, self._sink(spec, rows, overwrite=False))
+        check_start(spec, self._sinks(spec, rows, overwrite=False))
 
 
 def _appends_only(name: str, mode: str) -> Refused:

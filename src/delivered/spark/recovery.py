@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,24 +12,20 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyspark.sql.datasource import WriterCommitMessage
 
-from delivered.contract.powers import add_columns, ready_target
 from delivered.contract.schemas import WritesBySchema
-from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import REJECTED
 from delivered.engine.grants import may_send
 from delivered.engine.shard import write_shard
+from delivered.engine.sinks import Sinks
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import DeliveredError, InvariantBroken
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.patience import in_query
-from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Action, BatchPlan, CheckpointView, ShardMessage
 from delivered.spark.task import arm, running_task
 
 if TYPE_CHECKING:
-    from delivered.engine.context import Context
-    from delivered.model.work import Arbiter
+    from delivered.engine.runner import Runner
     from delivered.pipeline.spec import PipelineSpec
 
 # The engine's driver code is imported where it is called: tasks unpickle writers, and must not load it.
@@ -57,9 +52,9 @@ class Recovering:
     _stays: tuple[str, ...] = ()
     """Attributes that are not pickled."""
 
-    def __init__(self, spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> None:
+    def __init__(self, spec: PipelineSpec, sinks: Sinks, schema: pa.Schema) -> None:
         self._spec = spec
-        self._sink = sink
+        self._sinks = sinks
         self._schema = schema
         self._plan: BatchPlan | None = None
 
@@ -91,47 +86,31 @@ class Recovering:
         shard, attempt = task.partitionId(), task.attemptNumber()
         plan = self._planned()
         asks = partial(may_send, plan, shard)
-        message = write_shard(self._sink, plan, shard, attempt, batches, self._schema, asks)
+        message = write_shard(self._sinks, plan, shard, attempt, batches, self._schema, asks)
         return ShardCommit(replace(message, task=task.taskAttemptId()))
 
 
-def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> BatchPlan:
+def plan_next(spec: PipelineSpec, sinks: Sinks, schema: pa.Schema) -> BatchPlan:
     """Recover a stream, and plan its next batch according to the checkpoint."""
     from delivered.checkpoint.folder import holds_state, read_view, repartitions_before
-    from delivered.engine.recover import plan_batch
 
     arm(spec.pipeline)
-    began = time.monotonic()
     checkpoint = checkpoint_of(spec)
     view = read_view(checkpoint)
     if view.batch:
         in_query()
-    opened = context(spec, sink, view.incarnation)
-    key = (opened.scope, spec.owner.id)
-    before = _planned.pop(key, None)  # if this plan fails, the next one recovers in full
-    first = before is None or not before.is_followed_by(view, spec.start)
+    own = runner(spec, sinks, view.incarnation)
+    first = own.is_first(view, spec.start)
     if first:
         view = replace(view, repartitions=repartitions_before(checkpoint, view.batch))
-        ready_target(sink, schema)
-    else:
-        reach(StepId.LOG, Moment.AFTER, batch=view.batch - 1)
-    since = before.epoch if before is not None else None
-    arbiter = _arbiter(spec, opened.scope)
     # In foreachBatch the user decides what is written, perhaps twice to one sink: always compared.
-    plan = plan_batch(
-        opened,
-        view,
-        first=first,
-        since=since,
-        keeps_state=lambda: spec.batch is not None or holds_state(checkpoint),
-        add_columns=partial(add_columns, sink, schema),
-    )
-    _planned[key] = _Planned(view.batch, plan.epoch, spec.start)
+    keeps_state = partial(holds_state, checkpoint) if spec.batch is None else lambda: True
+    plan = own.plan(view, schema, start=spec.start, keeps_state=keeps_state)
     if spec.on_bad_row is not OnBadRow.FAIL and (first or spec.rejects):
         from delivered.checkpoint import rejected
 
         rejected.forget(checkpoint, view.batch, decided=is_decided(plan))
-    return replace(plan, seconds=time.monotonic() - began, arbiter=arbiter)
+    return plan
 
 
 def is_decided(plan: BatchPlan) -> bool:
@@ -140,7 +119,7 @@ def is_decided(plan: BatchPlan) -> bool:
 
 
 def rejected_shard(
-    spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema, messages: Sequence[ShardMessage]
+    spec: PipelineSpec, sinks: Sinks, schema: pa.Schema, messages: Sequence[ShardMessage]
 ) -> ShardMessage | None:
     """One more shard of a batch, prepared here: records that its tasks could not turn into rows. None: there are none.
 
@@ -158,24 +137,19 @@ def rejected_shard(
         return None
     only = pa.RecordBatch.from_arrays([records], schema=pa.schema([REJECTED]))
     shard = len(messages)
-    return write_shard(sink, plan, shard, 0, iter([only]), schema, partial(may_send, plan, shard))
+    return write_shard(sinks, plan, shard, 0, iter([only]), schema, partial(may_send, plan, shard))
 
 
-def with_schemas(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema, plan: BatchPlan) -> Sink | SinkGroup:
-    """The sink with the registered schemas that the rows of a planned batch are written with.
+def with_schemas(spec: PipelineSpec, sinks: Sinks, schema: pa.Schema, plan: BatchPlan) -> Sinks:
+    """The sinks with the registered schemas that the rows of a planned batch are written with.
 
     Those of a decided batch are the ones that it was decided with: rows written again must have the same bytes. An
     undecided batch takes what the registry had at the start of the query; that is stored before its tasks start.
     """
-    group = sink if isinstance(sink, SinkGroup) else None
-    own = (
-        [(plan.scope.sink, sink, schema)]
-        if group is None
-        else [(m.name, m.sink, s) for m, s in group.own_schemas(schema)]
-    )
+    own = [(m.name, m.sink, rows) for m, rows in sinks.own_schemas(schema)]
     formatted = [(name, each, rows) for name, each, rows in own if isinstance(each, WritesBySchema)]
     if not formatted or (plan.action is Action.SKIP and not plan.rewrite):
-        return sink
+        return sinks
     from delivered.checkpoint import sidecar
 
     where, decided = spec.checkpoint, is_decided(plan)
@@ -192,49 +166,13 @@ def with_schemas(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema, 
         if where is not None and not decided:
             ids = {f"{n}.{c}": i for n, s in made.items() for c, i in s.schema_ids().items()}
             sidecar.keep_written_schemas(where, plan.batch, ids)
-    return group.with_sinks(made) if group is not None else next(iter(made.values()))
+    return sinks.with_sinks(made)
 
 
-def plan_run(spec: PipelineSpec, sink: Sink | SinkGroup, run: str, schema: pa.Schema) -> BatchPlan:
+def plan_run(spec: PipelineSpec, sinks: Sinks, run: str, schema: pa.Schema) -> BatchPlan:
     """Recover a batch write, and plan it as the only batch of an incarnation that its run id identifies."""
-    from delivered.engine.recover import plan_batch
-
     arm(spec.pipeline)
-    ready_target(sink, schema)
-    view = CheckpointView(run, 0, f"run {run}", None, run=True)
-    opened = context(spec, sink, run)
-    arbiter = _arbiter(spec, opened.scope)
-    plan = plan_batch(opened, view, first=True, add_columns=partial(add_columns, sink, schema))
-    return replace(plan, arbiter=arbiter)
-
-
-def _arbiter(spec: PipelineSpec, scope: Scope) -> Arbiter | None:
-    """Who grants the batch's shards; before the ledger records that the batch may send."""
-    if spec.guarantee is not Guarantee.AT_MOST_ONCE:
-        return None
-    from delivered.engine.granting import registered
-
-    return registered(scope, spec.owner, spec.driver)
-
-
-def commit(
-    opened: Context, batch: int, offsets: str, messages: Sequence[ShardMessage | None], checkpoint: str | None = None
-) -> None:
-    """
-    Args:
-        checkpoint: of a query; its batches are reported there. None: it is a run.
-    """
-    from delivered.checkpoint.history import add
-    from delivered.engine.decide import commit_batch
-
-    report = partial(add, checkpoint) if checkpoint is not None else lambda _: None
-    commit_batch(opened, batch, offsets, messages, run=checkpoint is None, report=report)
-
-
-def abort(opened: Context, messages: Sequence[ShardMessage | None]) -> None:
-    from delivered.engine.decide import abort_batch
-
-    abort_batch(opened, messages)
+    return runner(spec, sinks, run).plan(CheckpointView(run, 0, f"run {run}", None, run=True), schema)
 
 
 def checkpoint_of(spec: PipelineSpec) -> str:
@@ -251,44 +189,27 @@ def messages_of(messages: Sequence[WriterCommitMessage | None]) -> list[ShardMes
     return [m.message if isinstance(m, ShardCommit) else None for m in messages]
 
 
-def context(spec: PipelineSpec, sink: Sink | SinkGroup, incarnation: str) -> Context:
-    """Ledger and committer of a pipeline, opened once per process, which Spark reuses for many batches."""
+def runner(spec: PipelineSpec, sinks: Sinks, incarnation: str) -> Runner:
+    """The runner of a pipeline, opened once per process, which Spark reuses for many batches."""
     from delivered.engine.context import Context
+    from delivered.engine.granting import registered
     from delivered.engine.owner import located
+    from delivered.engine.runner import Runner
 
-    scope = spec.scope(sink, incarnation)
+    scope = spec.scope(sinks, incarnation)
     key = (scope, spec.owner.id, replace(spec, start="", batch=None).to_option())
-    if key in _contexts:
-        _contexts.move_to_end(key)
-        return _contexts[key]
-    _contexts[key] = Context.open(sink, scope, spec.guarantee, located(spec.owner), spec.tolerance, spec.transform)
-    while len(_contexts) > _CONTEXTS_MAX:
-        _, old = _contexts.popitem(last=False)
-        old.ledger.close()
-        old.committer.close()
-    return _contexts[key]
+    if key in _runners:
+        _runners.move_to_end(key)
+        return _runners[key]
+    opened = Context.open(sinks, scope, spec.guarantee, located(spec.owner), spec.tolerance, spec.transform)
+    _runners[key] = Runner(sinks, opened, partial(registered, scope, spec.owner, spec.driver))
+    while len(_runners) > _RUNNERS_MAX:
+        _, old = _runners.popitem(last=False)
+        old.close()
+    return _runners[key]
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """The batch that this process planned last.
-
-    Attributes:
-        epoch: ledger epoch of its plan.
-        start: identifies the start of its query.
-    """
-
-    batch: int
-    epoch: int
-    start: str
-
-    def is_followed_by(self, view: CheckpointView, start: str) -> bool:
-        """Whether Spark logged it and runs the next batch in the same start of the query: no claim is needed."""
-        return self.batch == view.batch - 1 == view.logged and self.start == start
-
-
-_CONTEXTS_MAX = 8
-_contexts: OrderedDict[tuple[Scope, str, str], Context] = OrderedDict()
-_planned: dict[tuple[Scope, str], _Planned] = {}
+_RUNNERS_MAX = 8
+_runners: OrderedDict[tuple[Scope, str, str], Runner] = OrderedDict()
 _settled: dict[tuple[Scope, str], dict[str, WritesBySchema]] = {}
 """Sinks with their schemas, of the start that was planned last."""

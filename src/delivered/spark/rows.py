@@ -21,7 +21,7 @@ from delivered.contract.source import REJECTED, Source
 from delivered.engine.dead_letters import validated
 from delivered.engine.direct import ArrowTransform
 from delivered.engine.isolate import isolated, rejecting_schema, with_rejected
-from delivered.group import Columns
+from delivered.engine.sinks import Columns
 from delivered.model.columns import backquoted
 from delivered.model.errors import UsageError
 from delivered.pipeline.endpoint import Projection

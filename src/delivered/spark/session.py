@@ -22,7 +22,6 @@ from delivered.machine import java_home
 from delivered.model.logs import FORMAT, as_json
 from delivered.model.work import DriverAddress
 from delivered.pipeline.registry import connectors
-from delivered.pipeline.spec import GROUP
 from delivered.spark.formats import DeliveredDataSource
 from delivered.spark.hooks import install
 from delivered.spark.jvm import active, jvm_of, make_active
@@ -81,7 +80,7 @@ def _register(spark: SparkSession, parent: SparkSession | None) -> None:
     owner = (owners.get(parent) if parent is not None else None) or new_owner(jvm_of(spark))
     driver = DriverAddress.of(spark.conf.get)
     with active(spark):  # where Spark checks for existing formats
-        for name in (*connectors(), GROUP):
+        for name in connectors():
             attributes: dict[str, Any] = {"system": name, "owner": owner, "driver": driver}
             # Not importable by name, so that Spark pickles the class by value, id included.
             spark.dataSource.register(type(f"Delivered_{name}", (DeliveredDataSource,), attributes))

@@ -28,7 +28,6 @@ from delivered.checkpoint.folder import logged
 from delivered.checkpoint.sidecar import keep_decider, keep_removed
 from delivered.contract.powers import planned
 from delivered.contract.schemas import RejectsRecords
-from delivered.contract.sink import SinkGroup
 from delivered.contract.source import COORDINATES, Offsets, Source
 from delivered.engine.direct import Direct
 from delivered.model.bad_row import OnBadRow
@@ -234,13 +233,14 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Path) -> Streamin
         writer = writer.outputMode(pipeline.output_mode).foreachBatch(partial(save_batch, by_key))
     _keep_dedup(pipeline, spec)
     keep_removed(pipeline.checkpoint, pipeline.sources)
-    keep_decider(pipeline.checkpoint, spec.scope(spec.open()).sink, several=spec.is_group)
+    sinks = spec.open()
+    keep_decider(pipeline.checkpoint, sinks.decider.name, several=len(sinks.members) > 1)
     with batches_fit_for(spark, frame.schema):
         query = writer.queryName(pipeline.name).trigger(**pipeline.trigger.for_spark()).start()
     if pipeline.lineage:
         from delivered.spark.lineage import follow
 
-        follow(spark, query, pipeline, None if spec.direct or spec.is_group else frame.schema)
+        follow(spark, query, pipeline, frame.schema if spec.direct is None and _spark_projects(spec) else None)
     return query
 
 
@@ -266,9 +266,15 @@ def _initial(source: Source) -> Offsets:
 
 def _is_direct(pipeline: Definition, spec: PipelineSpec) -> bool:
     """Whether no Spark operation lies between source and sinks, so that tasks can read the source themselves."""
-    plain = all(s.projection.is_plain if spec.is_group else s.projection.is_all for s in pipeline.sinks)
+    spark_projects = _spark_projects(spec)
+    plain = all(s.projection.is_all if spark_projects else s.projection.is_plain for s in pipeline.sinks)
     kind = pipeline.transform.kind
     return kind in ("none", "arrow") and plain and pipeline.dedup is None and pipeline.output_mode == "append"
+
+
+def _spark_projects(spec: PipelineSpec) -> bool:
+    """Whether Spark applies select and where: one sink gets every row. Otherwise each task routes its rows."""
+    return len(spec.sinks) == 1 and spec.on_bad_row is OnBadRow.FAIL
 
 
 def _rejecting(spec: PipelineSpec, pipeline: Definition, sources: Iterable[Source | None]) -> PipelineSpec:
@@ -286,7 +292,7 @@ def _rows(
 ) -> tuple[DataFrame, PipelineSpec]:
     """The rows for the sinks, and the spec with each sink's route."""
     projections = [s.projection for s in pipeline.sinks]
-    routes = [p.route if spec.is_group else None for p in projections]
+    routes = [p.route for p in projections]
     frame = next(iter(read.values()))
     if spec.direct is None:
         if pipeline.dedup is not None:
@@ -300,11 +306,11 @@ def _rows(
                 next_step="derive the result from the DataFrame that the function gets, or from the view `source`",
             )
         _check_read(frame, sources)
-        if spec.is_group:
+        if _spark_projects(spec):
+            frame, routes = projected(frame, projections[0]), [None]
+        else:
             keep = COORDINATES if pipeline.on_bad_row is OnBadRow.DEAD_LETTER else ()
             frame, routes = routed(frame, projections, keep)
-        else:
-            frame = projected(frame, projections[0])
     return frame, replace(spec, sinks=tuple(replace(s, route=r) for s, r in zip(spec.sinks, routes, strict=True)))
 
 
@@ -327,11 +333,10 @@ def _once(spark: SparkSession, frame: DataFrame, dedup: Dedup, spec: PipelineSpe
     if not dedup.in_table:
         return without_repeats(frame, dedup)
     sinks = spec.open()
-    sink = next(m.sink for m in sinks.members if m.name == sinks.name) if isinstance(sinks, SinkGroup) else sinks
     shards = int(str(spark.conf.get("spark.sql.shuffle.partitions")))
-    return without_seen_repeats(frame, dedup, sink, spec.scope(sinks), shards)
+    return without_seen_repeats(frame, dedup, sinks.decider.sink, spec.scope(sinks), shards)
 
 
 def _keep_dedup(pipeline: Definition, spec: PipelineSpec) -> None:
     fresh = logged(pipeline.checkpoint)[0] is None
-    sidecar.keep_dedup(pipeline.checkpoint, pipeline.dedup, fresh=fresh, sink=spec.scope(spec.open()).sink)
+    sidecar.keep_dedup(pipeline.checkpoint, pipeline.dedup, fresh=fresh, sink=spec.open().decider.name)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
-from delivered.contract.sink import Sink, SinkGroup
+from delivered.engine.sinks import Sinks
 from delivered.model.errors import InvariantBroken, Refused
 from delivered.model.guarantee import Guarantee
 from delivered.model.patience import in_query
@@ -30,8 +31,8 @@ class BatchOfQuery(Recovering):
     """A batch of a streaming query: of its sink, or of its `foreachBatch`."""
 
     def _recover(self) -> BatchPlan:
-        plan = recovery.plan_next(self._spec, self._sink, self._schema)
-        self._sink = recovery.with_schemas(self._spec, self._sink, self._schema, plan)
+        plan = recovery.plan_next(self._spec, self._sinks, self._schema)
+        self._sinks = recovery.with_schemas(self._spec, self._sinks, self._schema, plan)
         return plan
 
     def _check_running(self, *, outside: bool) -> None:
@@ -58,14 +59,17 @@ class BatchOfQuery(Recovering):
         else:
             view = read_view(recovery.checkpoint_of(self._spec))
             incarnation, offsets = view.incarnation, view.offsets
-        opened, checkpoint = recovery.context(self._spec, self._sink, incarnation), recovery.checkpoint_of(self._spec)
+        from delivered.checkpoint.history import add
+
+        runner, checkpoint = recovery.runner(self._spec, self._sinks, incarnation), recovery.checkpoint_of(self._spec)
         known = [m for m in shards if m is not None]
-        more = recovery.rejected_shard(self._spec, self._sink, self._schema, known)
+        more = recovery.rejected_shard(self._spec, self._sinks, self._schema, known)
         try:
-            recovery.commit(opened, batch, offsets, [*shards, *([more] if more is not None else [])], checkpoint)
+            every = [*shards, *([more] if more is not None else [])]
+            runner.commit(batch, offsets, every, report=partial(add, checkpoint))
         except Exception:
             if more is not None:
-                recovery.abort(opened, [more])
+                runner.abort([more])
             raise
         reach(StepId.LOG, Moment.BEFORE, batch=batch)
 
@@ -73,7 +77,7 @@ class BatchOfQuery(Recovering):
         shards = recovery.messages_of(messages)
         plan = next((m.plan for m in shards if m is not None), None)
         if plan is not None:
-            recovery.abort(recovery.context(self._spec, self._sink, plan.scope.incarnation), shards)
+            recovery.runner(self._spec, self._sinks, plan.scope.incarnation).abort(shards)
 
 
 class StreamWriter(BatchOfQuery, DataSourceStreamArrowWriter):
@@ -81,10 +85,8 @@ class StreamWriter(BatchOfQuery, DataSourceStreamArrowWriter):
 
     _stays = ("_spec",)
 
-    def __init__(
-        self, spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema, direct: Direct | None = None
-    ) -> None:
-        super().__init__(spec, sink, schema)
+    def __init__(self, spec: PipelineSpec, sinks: Sinks, schema: pa.Schema, direct: Direct | None = None) -> None:
+        super().__init__(spec, sinks, schema)
         self._direct = direct
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
@@ -118,7 +120,7 @@ class ForeachWriter(BatchOfQuery, DataSourceArrowWriter):
         if self._spec.one_of_each:
             from delivered.engine.keys import one_of_each_key  # other tasks do not load it
 
-            iterator = one_of_each_key(self._sink, iterator)
+            iterator = one_of_each_key(self._sinks, iterator)
         return self._write(iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
@@ -131,14 +133,14 @@ class ForeachWriter(BatchOfQuery, DataSourceArrowWriter):
 class BatchWriter(Recovering, DataSourceArrowWriter):
     """A run is the only batch of an incarnation that its run id identifies."""
 
-    def __init__(self, spec: PipelineSpec, sink: Sink, schema: pa.Schema) -> None:
+    def __init__(self, spec: PipelineSpec, sinks: Sinks, schema: pa.Schema) -> None:
         # Every run is its own incarnation, on purpose.
-        super().__init__(replace(spec, tolerance=Tolerance(new_checkpoint=True)), sink, schema)
+        super().__init__(replace(spec, tolerance=Tolerance(new_checkpoint=True)), sinks, schema)
         self._run = run_id(spec)
 
     def _recover(self) -> BatchPlan:
-        plan = recovery.plan_run(self._spec, self._sink, self._run, self._schema)
-        self._sink = recovery.with_schemas(self._spec, self._sink, self._schema, plan)
+        plan = recovery.plan_run(self._spec, self._sinks, self._run, self._schema)
+        self._sinks = recovery.with_schemas(self._spec, self._sinks, self._schema, plan)
         return plan
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
@@ -146,11 +148,11 @@ class BatchWriter(Recovering, DataSourceArrowWriter):
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         arm(self._spec.pipeline)
-        opened = recovery.context(self._spec, self._sink, self._run)
-        recovery.commit(opened, 0, f"run {self._run}", recovery.messages_of(messages))
+        runner = recovery.runner(self._spec, self._sinks, self._run)
+        runner.commit(0, f"run {self._run}", recovery.messages_of(messages), run=True)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        recovery.abort(recovery.context(self._spec, self._sink, self._run), recovery.messages_of(messages))
+        recovery.runner(self._spec, self._sinks, self._run).abort(recovery.messages_of(messages))
 
 
 def run_id(spec: PipelineSpec) -> str:

@@ -23,7 +23,6 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
 from functools import partial
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -32,22 +31,19 @@ from typing import Any
 import psutil
 
 from delivered.checkpoint.positions import stream_driver
-from delivered.contract.powers import planned, ready_target
-from delivered.contract.sink import Sink, SinkGroup
+from delivered.contract.powers import planned
 from delivered.contract.source import Slice
 from delivered.crash import install_from_environment
 from delivered.engine import grants
 from delivered.engine.context import Context
-from delivered.engine.decide import abort_batch, commit_batch
 from delivered.engine.direct import ArrowTransform, Direct, pack
 from delivered.engine.granting import registered
-from delivered.engine.recover import plan_batch
+from delivered.engine.runner import Runner
 from delivered.engine.shard import write_shard
+from delivered.engine.sinks import Sinks
 from delivered.entry import Pipeline
-from delivered.model.archive import Account
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import DeliveredError
-from delivered.model.guarantee import Guarantee
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import BatchPlan, CheckpointView, DriverAddress, Owner, ShardMessage
 from delivered_lab.verify.services import STAGE_RERUNS
@@ -90,13 +86,11 @@ class Checkpoint:
         draft.rename(path)
 
 
-def task(
-    sink: Sink | SinkGroup, direct: Direct, plan: BatchPlan, shard: int, attempt: int, piece: Slice
-) -> ShardMessage:
+def task(sinks: Sinks, direct: Direct, plan: BatchPlan, shard: int, attempt: int, piece: Slice) -> ShardMessage:
     """One attempt of a task of a batch, in a worker process."""
     install_from_environment()
     asks = partial(grants.may_send, plan, shard)
-    return write_shard(sink, plan, shard, attempt, direct.rows(iter([pack(piece)])), direct.schema(), asks)
+    return write_shard(sinks, plan, shard, attempt, direct.rows(iter([pack(piece)])), direct.schema(), asks)
 
 
 class NoPandas(MetaPathFinder):
@@ -128,7 +122,7 @@ class Loop:
                 next_step="delivered verify --service spark",
             )
         self.spec = self.pipeline.spec
-        self.sink = self.spec.open()
+        self.sinks = self.spec.open()
         (source,) = self.pipeline.sources.values()
         self.source = planned(source.source())
         made = Direct if self.pipeline.on_bad_row is OnBadRow.FAIL else Direct.rejecting
@@ -139,16 +133,16 @@ class Loop:
         self.attempts_max = int(failures[1]) if failures else 1
         self.stage_reruns = (self.pipeline.conf or {}).get(STAGE_RERUNS) == "true"
 
-    def context(self, checkpoint: Checkpoint) -> Context:
-        scope = self.spec.scope(self.sink, checkpoint.incarnation)
+    def runner(self, checkpoint: Checkpoint) -> Runner:
+        scope = self.spec.scope(self.sinks, checkpoint.incarnation)
         own = psutil.Process()
         owner = Owner(uuid.uuid4().hex, os.uname().nodename, own.pid, int(own.create_time() * 1000))
-        return Context.open(self.sink, scope, self.pipeline.guarantee, owner, self.spec.tolerance)
+        context = Context.open(self.sinks, scope, self.pipeline.guarantee, owner, self.spec.tolerance)
+        return Runner(self.sinks, context, partial(registered, scope, owner, DriverAddress()))
 
     def accounts(self) -> dict[str, int]:
-        context = self.context(Checkpoint(Path(self.pipeline.checkpoint)))
-        last = context.ledger.look().last
-        accounts = [] if last is None else [Account(last.total, last.given_up), *last.others.values()]
+        last = self.runner(Checkpoint(Path(self.pipeline.checkpoint))).context.ledger.look().last
+        accounts = [] if last is None else list(last.accounts.values())
         return {"decided": sum(a.total.count for a in accounts), "given_up": sum(a.given_up.count for a in accounts)}
 
     def run(self, takeover: bool) -> int:
@@ -176,13 +170,11 @@ class Loop:
         error = getattr(refusal, "error", None)
         if error is not None:
             raise error
-        self.sink.check_schema(self.direct.schema())
-        ready_target(self.sink, self.direct.schema())
+        self.sinks.check_schema(self.direct.schema())
         checkpoint = Checkpoint(Path(self.pipeline.checkpoint))
         driver = stream_driver(self.source, str(checkpoint.folder))
         driver.freeze()
-        context = self.context(checkpoint)
-        first, batches = True, 0
+        runner, batches = self.runner(checkpoint), 0
         while True:
             newest, logged = checkpoint.newest("offsets"), checkpoint.newest("commits")
             if newest is not None and newest != logged:
@@ -195,27 +187,28 @@ class Loop:
                 driver.acknowledge(start)
                 end = driver.latest(start, self.source.rows_per_batch_max)
                 if end == start:
+                    if batches:
+                        reach(StepId.LOG, Moment.AFTER, batch=batch - 1)
                     return batches
                 checkpoint.plan(batch, json.dumps(end))
             view = CheckpointView(checkpoint.incarnation, batch, checkpoint.offsets(batch), logged)
-            plan = plan_batch(context, view, first=first)
-            if plan.guarantee is Guarantee.AT_MOST_ONCE:
-                plan = replace(plan, arbiter=registered(context.scope, context.owner, DriverAddress()))
-            self._one(context, plan, pool, driver.slices(start, end))
+            plan = runner.plan(view, self.direct.schema())
+            runner.finish(plan, partial(self._tasks, plan, pool, driver.slices(start, end)))
+            reach(StepId.LOG, Moment.BEFORE, batch=batch)
             checkpoint.log(batch)
-            reach(StepId.LOG, Moment.AFTER, batch=batch)
-            first, batches = False, batches + 1
+            batches += 1
 
     def _end(self, checkpoint: Checkpoint, batch: int, driver: Any) -> dict[str, Any]:
         found: dict[str, Any] = driver.initial() if batch < 0 else json.loads(checkpoint.offsets(batch))
         return found
 
-    def _one(self, context: Context, plan: BatchPlan, pool: ProcessPoolExecutor, pieces: Sequence[Slice]) -> None:
+    def _tasks(
+        self, plan: BatchPlan, pool: ProcessPoolExecutor, pieces: Sequence[Slice], messages: list[ShardMessage | None]
+    ) -> None:
         def attempt(shard: int, number: int) -> Future[ShardMessage]:
-            return pool.submit(task, self.sink, self.direct, plan, shard, number, pieces[shard])
+            return pool.submit(task, self.sinks, self.direct, plan, shard, number, pieces[shard])
 
         tasks = [attempt(n, 0) for n in range(len(pieces))]
-        messages: list[ShardMessage] = []
         failed: Exception | None = None
         for shard, t in enumerate(tasks):
             for number in range(1, self.attempts_max + 1):
@@ -227,15 +220,8 @@ class Loop:
                         failed = failed or error
                         break
                     t = attempt(shard, 0 if self.stage_reruns else number)
-        try:
-            if failed is not None:
-                raise failed
-            commit_batch(context, plan.batch, plan.offsets, messages)
-        except Exception:
-            # Abort what the other tasks prepared. Spark does so for those that succeeded; running ones it kills.
-            abort_batch(context, messages)
-            raise
-        reach(StepId.LOG, Moment.BEFORE, batch=plan.batch)
+        if failed is not None:
+            raise failed  # Spark aborts what tasks prepared that succeeded; running ones it kills
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ from delivered.contract.schemas import WritesBySchema
 from delivered.contract.sink import Sink
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import fingerprint_seed, write_shard
-from delivered.group.sinks import Group
+from delivered.engine.sinks import Sinks
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint, record_hashes
@@ -153,7 +153,7 @@ def _outcomes(path: Path, places: Sequence[Place], *target: str) -> list[str]:
     name = f"letters{next(_count)}"
     make_world(name)
     letters = MEMORY.sink({"world": name, "commit": "two_phase"})
-    group = Group.of([("sink", settled, None)], OnBadRow.DEAD_LETTER, ("letters", letters))
+    group = Sinks.of([("sink", settled, None)], OnBadRow.DEAD_LETTER, ("letters", letters))
     rig = Rig(group)  # type: ignore[arg-type]
     try:
         rig.schema = batch.schema

@@ -36,7 +36,7 @@ from delivered.audit.versions import Earlier, earlier, version_ranges
 from delivered.checkpoint.folder import read_view
 from delivered.contract.powers import planned
 from delivered.contract.schemas import rejecting
-from delivered.contract.sink import BoundedScan, SinkGroup
+from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Source
 from delivered.engine.shard import fingerprint_seed
 from delivered.model.bad_row import OnBadRow
@@ -130,12 +130,10 @@ def request_for(
         own=by.get("own"),
         samples_max=samples_max,
         sink_from=dict(sink_from) if sink_from is not None else None,
-        decided_by=(spec.scope(everything).sink, everything),
+        decided_by=everything,
         transform_version=spec.transform,
         recompute=_recompute(pipeline, chosen) if recompute else None,
-        dead_letters=next((m.name for m in everything.members if m.dead_letters), None)
-        if isinstance(everything, SinkGroup)
-        else None,
+        dead_letters=next((m.name for m in everything.members if m.dead_letters), None),
     )
 
 

@@ -8,6 +8,7 @@ from delivered.connectors.delta.client import Store, explained, open_table
 from delivered.connectors.delta.commit import StagedFiles
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.records import Records, ledger_key
+from delivered.contract.sink import Committer
 from delivered.kits.table import stage
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope, Target, Work
@@ -15,7 +16,7 @@ from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
 
 
-class DeltaCommitter:
+class DeltaCommitter(Committer):
     """See `delivered.contract.sink.Committer`."""
 
     def __init__(self, options: DeltaOptions, scope: Scope) -> None:
@@ -54,7 +55,7 @@ class DeltaCommitter:
             return Unknown(str(error))
 
     def targets(self) -> dict[str, Target]:
-        """The table's id. See `delivered.contract.powers.KnowsTarget`."""
+        """The table's id. See `delivered.contract.sink.Committer`."""
         table = open_table(self._options)
         if table is None:
             return {}

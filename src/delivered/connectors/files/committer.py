@@ -7,12 +7,13 @@ from pathlib import Path
 
 from delivered.connectors.files.disk import RECORD, Places, StagedFile, failed, identity_file, numbered
 from delivered.connectors.files.options import FilesOptions
+from delivered.contract.sink import Committer
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
 
 
-class FilesCommitter:
+class FilesCommitter(Committer):
     """See `delivered.contract.sink.Committer`."""
 
     def __init__(self, options: FilesOptions, scope: Scope) -> None:
@@ -53,7 +54,7 @@ class FilesCommitter:
         return Ok(count)
 
     def targets(self) -> dict[str, Target]:
-        """See `delivered.contract.powers.KnowsTarget`."""
+        """See `delivered.contract.sink.Committer`."""
         options = self._places.options
         try:
             known = identity_file(options).read_text()

@@ -10,6 +10,7 @@ from delivered.connectors.iceberg.client import data_path, explained, metadata_p
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.records import Names, Records, ledger_key
 from delivered.connectors.iceberg.staged import StagedFiles
+from delivered.contract.sink import Committer
 from delivered.kits.table import stage
 from delivered.kits.table.store import Store
 from delivered.model.errors import DeliveredError
@@ -18,7 +19,7 @@ from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
 
 
-class IcebergCommitter:
+class IcebergCommitter(Committer):
     """See `delivered.contract.sink.Committer`."""
 
     def __init__(self, options: IcebergOptions, scope: Scope) -> None:
@@ -63,7 +64,7 @@ class IcebergCommitter:
             return Unknown(str(error))
 
     def targets(self) -> dict[str, Target]:
-        """The table's UUID. See `delivered.contract.powers.KnowsTarget`."""
+        """The table's UUID. See `delivered.contract.sink.Committer`."""
         table = open_table(self._options)
         if table is None:
             return {}

@@ -12,7 +12,7 @@ from delivered.connectors.kafka.markers import find_marker
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import ensure_topic, ledger_topic, topic_id
 from delivered.connectors.kafka.transactions import abort_orphans, id_prefix, is_ours, open_transactions
-from delivered.contract.ends import Shards
+from delivered.contract.sink import Committer, Shards
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.limits import RECOVERY_WAIT_S
@@ -20,7 +20,7 @@ from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
 
 
-class KafkaCommitter:
+class KafkaCommitter(Committer):
     """See `delivered.contract.sink.Committer`. Also serves `delivered transactions`."""
 
     def __init__(self, options: SinkOptions, scope: Scope) -> None:
@@ -43,12 +43,12 @@ class KafkaCommitter:
         return self._ends.believe([handle], [end(self._wire, handle, commit=True)], RECOVERY_WAIT_S)[0]
 
     def commit_all(self, shards: Sequence[tuple[Work, Prepared]]) -> list[Outcome[None]]:
-        """See `delivered.contract.powers.CommitsMany`."""
+        """See `delivered.contract.sink.Committer`."""
         handles = [Transaction.of(p) for _, p in shards]
         return self._ends.believe(handles, end_all(self._wire, handles, commit=True), RECOVERY_WAIT_S)
 
     def settle_ends(self, decided: Shards, earlier: Callable[[], Sequence[Prepared]]) -> Outcome[int]:
-        """See `delivered.contract.ends.LosesEnds`."""
+        """See `delivered.contract.sink.Committer`."""
         try:
             named = {Transaction.of(p): work for work, p in decided if p.handle}
             return Ok(self._ends.settle(named, lambda: map(Transaction.of, earlier()), RECOVERY_WAIT_S))
@@ -56,7 +56,7 @@ class KafkaCommitter:
             return Unknown(str(error))
 
     def ends_hold(self, applied: Sequence[Prepared]) -> bool:
-        """See `delivered.contract.ends.LosesEnds`."""
+        """See `delivered.contract.sink.Committer`."""
         return not any(p.handle for p in applied) or self._ends.are_complete()
 
     def was_committed(self, work: Work, prepared: Prepared) -> bool:
@@ -87,7 +87,7 @@ class KafkaCommitter:
             return Unknown(str(error))
 
     def targets(self) -> dict[str, Target]:
-        """The topic's id, if the sink writes to one topic. See `delivered.contract.powers.KnowsTarget`."""
+        """The topic's id, if the sink writes to one topic. See `delivered.contract.sink.Committer`."""
         topic = self._options.topic
         if topic is None:
             return {}
@@ -102,7 +102,7 @@ class KafkaCommitter:
         return {} if known is None else {self._scope.sink: Target(f"topic {topic}", known)}
 
     def set_up(self) -> None:
-        """Create the topic for markers if another sink keeps the ledger. See `delivered.contract.powers.SetsUp`."""
+        """Create the topic for markers if another sink keeps the ledger. See `delivered.contract.sink.Committer`."""
         ensure_topic(self._wire, self._topic, self._options)
 
     def forget(self, batch: int) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from delivered.connectors.memory.world import Answer, Opened, Participant, State, World
+from delivered.contract.sink import Committer
 from delivered.model.capability import Commit
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
 
 
-class MemoryCommitter:
+class MemoryCommitter(Committer):
     def __init__(self, world: World, scope: Scope, commit: Commit) -> None:
         self._world = world
         self._scope = scope
@@ -60,7 +61,7 @@ class MemoryCommitter:
         return Ok(len(gone))
 
     def targets(self) -> dict[str, Target]:
-        """See `delivered.contract.powers.KnowsTarget`."""
+        """See `delivered.contract.sink.Committer`."""
         return {self._scope.sink: Target("world", "1")}
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from delivered.connectors.rocketmq.half_messages import COMMIT, ROLLBACK, Ending
 from delivered.connectors.rocketmq.options import RocketmqSinkOptions
 from delivered.connectors.rocketmq.remoting import Cluster, Place
 from delivered.connectors.rocketmq.topic import added, open_half_messages
+from delivered.contract.sink import Committer
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
@@ -26,7 +27,7 @@ SETTLE_S = 4.0
 unsent ones are lost with their connection."""
 
 
-class RocketmqCommitter:
+class RocketmqCommitter(Committer):
     """See `delivered.contract.sink.Committer`."""
 
     def __init__(self, options: RocketmqSinkOptions, scope: Scope) -> None:

@@ -14,7 +14,7 @@ from delivered.connectors.sqlite import stage, target
 from delivered.connectors.sqlite.database import DIALECT, SqliteDatabase, version_of
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.stage import Merging, StagedRows, read_staged, staged_schema
-from delivered.contract.powers import LeftOutRow
+from delivered.contract.sink import Committer, LeftOutRow
 from delivered.kits.sql.committer import decided
 from delivered.kits.sql.conditional import LEFT_OUT_VERSION, counted, kept
 from delivered.kits.sql.database import quoted
@@ -123,7 +123,7 @@ class SqliteTable:
         check_count(self.options, rows, kept, found, f"shard {prepared.shard}")
 
 
-class SqliteCommitter:
+class SqliteCommitter(Committer):
     """See `delivered.contract.sink.Committer`."""
 
     def __init__(self, options: SqliteOptions, scope: Scope) -> None:
@@ -160,16 +160,16 @@ class SqliteCommitter:
         return Ok(count)
 
     def targets(self) -> dict[str, Target]:
-        """See `delivered.contract.powers.KnowsTarget`; only for tables that this package created."""
+        """See `delivered.contract.sink.Committer`; only for tables that this package created."""
         known = self._ask(0, lambda c: target.identity(c, self._options.table), default=None)
         return {} if known is None else {self._scope.sink: Target(f"table {self._options.table}", known)}
 
     def left_out(self) -> dict[str, int]:
-        """See `delivered.contract.powers.CountsLeftOut`."""
+        """See `delivered.contract.sink.Committer`."""
         return self._ask(LEFT_OUT_VERSION, lambda c: counted(c, DIALECT, self._scope), default={})
 
     def dead_letters(self) -> list[LeftOutRow]:
-        """See `delivered.contract.powers.KeepsDeadLetters`."""
+        """See `delivered.contract.sink.Committer`."""
         return self._ask(LEFT_OUT_VERSION, lambda c: kept(c, DIALECT, self._scope), default=[])
 
     def _ask(self, version: int, question: Callable[[sqlite3.Connection], T], *, default: T) -> T:

@@ -120,7 +120,7 @@ def sends(
     )
 
 
-class Nothing:
+class Nothing(Committer):
     """Committer without participants: sent messages are visible at once."""
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from delivered.contract.powers import LeftOutRow
+from delivered.contract.sink import Committer, LeftOutRow
 from delivered.kits.sql.conditional import LEFT_OUT_VERSION, counted, fold, kept
 from delivered.kits.sql.database import C, Connection, Dialect, Server, scope_values
 from delivered.kits.sql.options import ServerOptions
@@ -55,7 +55,7 @@ class Shards(Generic[C]):
     loses_commits: bool = False
 
 
-class ServerCommitter(Generic[C]):
+class ServerCommitter(Committer, Generic[C]):
     """See `delivered.contract.sink.Committer`. Also serves `delivered transactions`.
 
     The mechanism is read from the participant's handle: a pipeline may change it between starts.
@@ -121,24 +121,24 @@ class ServerCommitter(Generic[C]):
         return Ok(count)
 
     def left_out(self) -> dict[str, int]:
-        """See `delivered.contract.powers.CountsLeftOut`."""
+        """See `delivered.contract.sink.Committer`."""
 
         return self._ask(lambda c: counted(c, self._sql, self._scope) if self._leaves_out(c) else {})
 
     def dead_letters(self) -> list[LeftOutRow]:
-        """See `delivered.contract.powers.KeepsDeadLetters`."""
+        """See `delivered.contract.sink.Committer`."""
         return self._ask(lambda c: kept(c, self._sql, self._scope) if self._leaves_out(c) else [])
 
     def _leaves_out(self, connection: C) -> bool:
         return self._server.version(connection) >= LEFT_OUT_VERSION
 
     def targets(self) -> dict[str, Target]:
-        """See `delivered.contract.powers.KnowsTarget`."""
+        """See `delivered.contract.sink.Committer`."""
         known = self._ask(self._shards.identity)
         return {} if known is None else {self._scope.sink: Target(f"table {self._options.table_text}", known)}
 
     def set_up(self) -> None:
-        """Create the table for markers. See `delivered.contract.powers.SetsUp`."""
+        """Create the table for markers. See `delivered.contract.sink.Committer`."""
         self._ask(self._server.migrate)
 
     def forget(self, batch: int) -> None:

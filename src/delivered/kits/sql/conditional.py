@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from delivered.contract.powers import LeftOutRow
+from delivered.contract.sink import LeftOutRow
 from delivered.kits.sql.database import C, Connection, Database, Dialect, quoted, scope_values
 from delivered.kits.sql.definition import Definition
 from delivered.kits.sql.merge import ORDER, ROUND, Merge

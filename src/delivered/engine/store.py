@@ -12,8 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from delivered.contract.powers import SetsUp
-from delivered.contract.sink import Member
+from delivered.contract.sink import Sink
 from delivered.ledger.ledger import Ledger, state_of
 from delivered.ledger.store import Change, Head, Store
 from delivered.model.errors import DeliveredError
@@ -27,15 +26,15 @@ FORGET_EVERY = 64
 log = logging.getLogger(__name__)
 
 
-class GroupStore:
+class SharedStore:
     """See `delivered.ledger.store.Store`."""
 
-    def __init__(self, scope: Scope, deciding: Store, others: Sequence[tuple[Member, Scope]]) -> None:
+    def __init__(self, scope: Scope, deciding: Store, others: Sequence[tuple[Sink, Scope]]) -> None:
         self._scope = scope
         self._deciding = deciding
         self._others = others
-        self._ledgers = [Ledger(member.sink.store(theirs), theirs) for member, theirs in others]
-        self._decides = False
+        self._ledgers = [Ledger(sink.store(theirs), theirs) for sink, theirs in others]
+        self._decides = not others
         """The deciding ledger has this incarnation's newest decision, and no ledger one of another incarnation that
         followed it; since a claim, no other one can."""
 
@@ -52,7 +51,7 @@ class GroupStore:
     def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
         """Claims the deciding ledger first: a driver superseded there fences nobody elsewhere."""
         owners: list[Owner] = []
-        self._decides = False
+        self._decides = not self._ledgers
 
         def noted(head: Head) -> Owner:
             owners.append(successor(head))
@@ -82,7 +81,7 @@ class GroupStore:
         return self._deciding.history()
 
     def others(self) -> Sequence[OtherLedger]:
-        """All but this group's own ledgers."""
+        """All but those of this pipeline's sinks."""
         own = {scope.sink for _, scope in self._others}
         found = self._deciding.others()
         return [o for o in found if not (o.pipeline == self._scope.pipeline and o.sink in own)]
@@ -107,13 +106,12 @@ class GroupStore:
 
     def _forget(self, batch: int) -> None:
         """Delete markers of batches before a decided one, which are visible everywhere."""
-        for member, scope in self._others:
-            committer = member.sink.committer(scope)
+        for sink, scope in self._others:
+            committer = sink.committer(scope)
             try:
-                if isinstance(committer, SetsUp):
-                    committer.forget(batch)
+                committer.forget(batch)
             except DeliveredError as error:
-                log.warning("sink %s: markers before batch %d were not forgotten: %s", member.name, batch, error)
+                log.warning("sink %s: markers before batch %d were not forgotten: %s", scope.sink, batch, error)
             finally:
                 committer.close()
 

@@ -1,24 +1,27 @@
-"""Presents a pipeline's sinks to the engine as one ledger and one committer."""
+"""The sinks of a pipeline, one or several: every batch is written to all of them, and one ledger decides for all."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from delivered.contract.powers import add_columns, ready_target
-from delivered.contract.sink import DEAD_LETTERS, Committer, Member, Route, Sink
-from delivered.group.committer import GroupCommitter
+from delivered.contract.sink import DEAD_LETTERS, Sink
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import LedgerPlace
 from delivered.model.errors import UsageError
 from delivered.model.identity import Scope, checked_name
 
-if TYPE_CHECKING:
-    from delivered.ledger.store import Store
+if TYPE_CHECKING:  # not needed on executors
+    from delivered.engine.committers import Committers
+    from delivered.ledger.ledger import Ledger
+
+Route = Callable[[pa.RecordBatch], pa.RecordBatch]
+"""Selects a sink's rows and columns of a batch. Picklable; deterministic."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,37 @@ def as_key_and_value(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 @dataclass(frozen=True)
-class Group:
-    """See `delivered.contract.sink.SinkGroup`. Picklable, no connection."""
+class Member:
+    """One of the sinks that every batch is written to.
+
+    Attributes:
+        name: unique in the pipeline; `Prepared.sink` refers to it.
+        route: None: all rows, all columns.
+        dead_letters: receives only the dead letters of the other members, through its route.
+    """
+
+    name: str
+    sink: Sink
+    route: Route | None = None
+    dead_letters: bool = False
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """The sinks of a pipeline, which share every batch. Picklable, no connection.
+
+    Attributes:
+        members: in the order in which they are prepared and applied.
+        on_bad_row: what happens to rows that a member rejects (`ValidatesRows`).
+    """
 
     members: tuple[Member, ...]
     on_bad_row: OnBadRow = OnBadRow.FAIL
+
+    @classmethod
+    def one(cls, sink: Sink, name: str | None = None) -> Sinks:
+        """A single sink, which gets all rows."""
+        return cls((Member(name or sink.name, sink),))
 
     @classmethod
     def of(
@@ -86,7 +115,7 @@ class Group:
         sinks: Sequence[tuple[str | None, Sink, Route | None]],
         on_bad_row: OnBadRow = OnBadRow.FAIL,
         dead_letter: tuple[str | None, Sink] | None = None,
-    ) -> Group:
+    ) -> Sinks:
         """From (name, sink, route), in the user's order; the dead-letter sink comes last.
 
         Raises:
@@ -113,48 +142,53 @@ class Group:
         )
 
     @property
+    def place(self) -> LedgerPlace:
+        return LedgerPlace.among([m.sink.capability() for m in self.members])
+
+    @property
     def decider(self) -> Member:
-        return self.members[LedgerPlace.among([m.sink.capability() for m in self.members]).sink]
+        """The one that keeps the ledger."""
+        return self.members[self.place.sink]
 
     @property
-    def name(self) -> str:
-        return self.decider.name
-
-    @property
-    def others(self) -> frozenset[str]:
-        return frozenset(m.name for m in self.members) - {self.name}
+    def names(self) -> frozenset[str]:
+        return frozenset(m.name for m in self.members)
 
     def check_schema(self, schema: pa.Schema) -> None:
         for member, own in self.own_schemas(schema):
             member.sink.check_schema(own)
 
     def ready_target(self, schema: pa.Schema) -> None:
-        """See `delivered.contract.powers.NeedsTarget`: for every sink that needs one."""
+        """Prepare every target, before a claim. The schema is that of the rows before routing."""
         for member, own in self.own_schemas(schema):
             ready_target(member.sink, own)
 
     def add_columns(self, schema: pa.Schema) -> None:
-        """See `delivered.contract.powers.AddsColumns`."""
+        """Extend every target, after recovery."""
         for member, own in self.own_schemas(schema):
             add_columns(member.sink, own)
 
-    def with_sinks(self, sinks: Mapping[str, Sink]) -> Group:
+    def with_sinks(self, sinks: Mapping[str, Sink]) -> Sinks:
+        """A copy with these sinks in place of the members' of the same names."""
         return replace(self, members=tuple(replace(m, sink=sinks.get(m.name, m.sink)) for m in self.members))
 
     def own_schemas(self, schema: pa.Schema) -> Iterator[tuple[Member, pa.Schema]]:
+        """Each member with the schema of its rows, which have `schema` before routing."""
         for member in self.members:
             unrouted = pa.RecordBatch.from_pylist([], schema=DEAD_LETTERS if member.dead_letters else schema)
             yield member, unrouted.schema if member.route is None else member.route(unrouted).schema
 
-    def store(self, scope: Scope) -> Store:
-        from delivered.group.store import GroupStore
+    def ledger(self, scope: Scope) -> Ledger:
+        """The ledger of this scope, kept by `decider`. Connects on first use."""
+        from delivered.engine.store import SharedStore
+        from delivered.ledger.ledger import Ledger
 
-        decider = self.decider
-        others = [(m, replace(scope, sink=m.name)) for m in self.members if m is not decider]
-        return GroupStore(scope, decider.sink.store(scope), others)
+        place, decider = self.place, self.decider
+        others = [(m.sink, replace(scope, sink=m.name)) for m in self.members if m is not decider]
+        store = SharedStore(scope, decider.sink.store(scope), others)
+        return Ledger(store, scope, carries_rows=place.carries_rows)
 
-    def committer(self, scope: Scope) -> Committer:
-        return GroupCommitter(
-            {m.name: m.sink.committer(replace(scope, sink=m.name)) for m in self.members},
-            scope,
-        )
+    def committers(self, scope: Scope) -> Committers:
+        from delivered.engine.committers import Committers
+
+        return Committers({m.name: m.sink.committer(replace(scope, sink=m.name)) for m in self.members}, scope)
