@@ -22,7 +22,7 @@ import pyarrow as pa
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.sink import SqliteSink
 from delivered.contract.connector import Connector, Made
-from delivered.ledger.store import Change, Head, Ledgers
+from delivered.contract.sink import Committer
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope, Work
@@ -188,7 +188,7 @@ def xor(rows: Sequence[Row]) -> int:
     return functools.reduce(operator.xor, (hash(r) for r in rows), 0)
 
 
-class Committer:
+class BrokenCommitter(Committer):
     def __init__(self, sink: BrokenSink) -> None:
         self._sink = sink
 
@@ -243,7 +243,7 @@ class BrokenSink(SqliteSink):
         return Store(self, scope)
 
     def committer(self, scope: Scope) -> Any:
-        return Committer(self)
+        return BrokenCommitter(self)
 
 
 class SendsInEveryAttempt(Connector):
