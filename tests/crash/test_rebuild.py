@@ -191,7 +191,7 @@ from pathlib import Path
 from delivered_lab.verify.loop import Checkpoint, Loop
 
 loop = Loop(Path({str(file)!r}))
-context = loop.context(Checkpoint(Path(loop.pipeline.checkpoint)))
+context = loop.runner(Checkpoint(Path(loop.pipeline.checkpoint))).context
 context.ledger.claim(replace(context.owner, host=socket.gethostname()))
 print("claimed", flush=True)
 sys.stdin.read()
