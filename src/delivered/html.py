@@ -13,6 +13,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from delivered.model.errors import MissingExtra
+from delivered.model.secrets import plain
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -88,8 +89,12 @@ class Html(str):
 
 
 def text(value: object) -> Html:
-    """Escaped, unless it is HTML already."""
-    return value if isinstance(value, Html) else Html(escape(str(value)))
+    """Escaped, control characters too, unless it is HTML already."""
+    return value if isinstance(value, Html) else Html(escape(plain(str(value))))
+
+
+def _shown(value: Any) -> Any:
+    return plain(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 def utc(ms: int) -> str:
@@ -171,14 +176,14 @@ _CLASSES = {"green": "held", "red": "broken", "yellow": "unknown", "dim": "soft"
 def _styled(part: Any) -> Html:
     """A Text of rich with its styles as classes; line breaks stay."""
     spans = sorted(getattr(part, "spans", ()), key=lambda s: s.start)
-    plain, done, made = str(part), 0, list[object]()
+    said, done, made = str(part), 0, list[object]()
     for span in spans:
         css = next((c for word, c in _CLASSES.items() if word in str(span.style).split()), "")
-        content = plain[span.start : span.end]
-        made += [plain[done : span.start], element("b" if "bold" in str(span.style) else "span", content, css)]
+        content = said[span.start : span.end]
+        made += [said[done : span.start], element("b" if "bold" in str(span.style) else "span", content, css)]
         done = span.end
     whole = next((c for word, c in _CLASSES.items() if word in str(getattr(part, "style", "")).split()), "")
-    found = Html(joined([*made, plain[done:]]).replace("\n", "<br>"))
+    found = Html(joined([*made, said[done:]]).replace("\n", "<br>"))
     return element("span", found, whole) if whole else found
 
 
@@ -223,4 +228,4 @@ def part(body: str, **values: Any) -> Html:
         import jinja2
     except ImportError:
         raise MissingExtra("report") from None
-    return Html(jinja2.Environment(autoescape=True).from_string(body).render(signs=SIGNS, **values))
+    return Html(jinja2.Environment(autoescape=True, finalize=_shown).from_string(body).render(signs=SIGNS, **values))

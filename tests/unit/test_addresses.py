@@ -8,11 +8,12 @@ import pytest
 
 from delivered.kits.schemas.options import FormatOptions
 from delivered.model.addresses import parse_address, parse_addresses
-from delivered.model.errors import UsageError
+from delivered.model.errors import Refused, UsageError
 from delivered.model.options import Unfit
 from delivered.operate.lineage import configured
 from delivered.operate.otel import reader
 from delivered.patterns.saga.http import Http
+from delivered.patterns.saga.log import Log
 from delivered.pipeline.registry import connectors
 
 BAD = [
@@ -185,3 +186,55 @@ def test_urls_of_a_sagas_steps(value: str) -> None:
 def test_an_endpoint_of_open_telemetry(value: str) -> None:
     with pytest.raises(UsageError, match="--otlp"):
         reader(value, 1)
+
+
+@pytest.mark.parametrize("name", ["storage.AWS_S3_ALLOW_UNSAFE_RENAME", "storage.allow_unsafe_rename"])
+@pytest.mark.parametrize("word", ["true", "TRUE", "1", "on", "yes", "Y", " true ", "env:X", "ture"])
+def test_delta_never_renames_without_a_condition(name: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    delta: Any = connectors()["delta"].sinks
+    with pytest.raises(Refused, match="COMMIT_UNSAFE"):
+        delta.options.parse({"path": "s3://b/t", name: word})
+    delta.options.parse({"path": "s3://b/t", name: "False"})
+    monkeypatch.setenv(name.removeprefix("storage.").upper(), word)
+    with pytest.raises(Refused, match="COMMIT_UNSAFE"):
+        delta.options.parse({"path": "s3://b/t"})
+    delta.options.parse({"path": "/local"})
+
+
+@pytest.mark.parametrize("word", ["disabled", " Disabled", "dynamo:t", "etga", "env:X"])
+def test_delta_never_puts_without_a_condition(word: str) -> None:
+    delta: Any = connectors()["delta"].sinks
+    for name in ("storage.conditional_put", "storage.aws_conditional_put"):
+        with pytest.raises(Refused, match="COMMIT_UNSAFE"):
+            delta.options.parse({"path": "s3://b/t", name: word})
+        delta.options.parse({"path": "s3://b/t", name: "etag"})
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["sslmode=verify_full", "sslmode=Verify-Full", "sslmode=requier", "sslmode=", "sslmode=require%20",
+     "SSLMODE=require", "sslmode=verify-full&sslmode=disable", "channel_binding=required",
+     "gssencmode=on", "sslnegotiation=Direct"],
+)  # fmt: skip
+def test_words_of_libpq_are_checked_where_options_are_parsed(query: str) -> None:
+    url = f"postgresql://h.example/db?{query}"
+    sink, outbox = connectors()["postgres"].sinks, connectors()["outbox"].sources
+    assert sink is not None and outbox is not None
+    for ask in (
+        lambda: sink.options.parse({"url": url, "dbtable": "t"}),
+        lambda: outbox.options.parse({"url": url, "dbtable": "outbox"}),
+        lambda: Log(url),
+    ):
+        with pytest.raises(UsageError) as caught:
+            ask()
+        assert caught.value.next_step is not None and query.partition("=")[0].lower() in caught.value.next_step
+    for right in ("sslmode=verify-full&channel_binding=require", "sslrootcert=/x&sslmode=require", "ssl=true"):
+        sink.options.parse({"url": f"postgresql://h.example/db?{right}", "dbtable": "t"})
+
+
+@pytest.mark.parametrize("query", ["ssl_verify_cert=true&ssl_verify_cert=false", "SSL_CA=/x", "ssl_mode=REQUIRED"])
+def test_parameters_of_mysql_are_known_and_given_once(query: str) -> None:
+    sink = connectors()["mysql"].sinks
+    assert sink is not None
+    with pytest.raises(UsageError):
+        sink.options.parse({"url": f"mysql://h.example/db?{query}", "dbtable": "t"})

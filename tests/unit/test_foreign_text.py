@@ -12,6 +12,8 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
+from delivered import html
+from delivered.html import page
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.secrets import one_line, plain, redacted, shown, without_passwords
 from delivered.model.translate import translated
@@ -71,6 +73,20 @@ def test_yaml_is_bounded(text: str) -> None:
 def test_a_tag_that_does_not_fit_is_no_traceback(text: str) -> None:
     with pytest.raises(UsageError, match="FILE_NOT_YAML"):
         load_text(text)
+
+
+INVISIBLE = ["\u200b", "\u200d", "\u2060", "\ufeff", "\u00ad", "\u202e", "\u2066", "\u200f", "\u180e", "\u3164",
+             "\ufe0f", "\U000e0041", "\u2028", "\x9b31m", "\x1b]8;;http://evil.example\x1b\\", "\r"]  # fmt: skip
+
+
+@pytest.mark.parametrize("mark", INVISIBLE)
+def test_no_output_holds_what_is_not_seen(mark: str) -> None:
+    text = f"order{mark}7"
+    page_of = page("t", "{{ said }} {{ made }}", said=text, made=html.table(["id"], [[text]]))
+    error = str(DeliveredError("X", text, next_step=text))
+    for shown_text in (plain(text), one_line(text), page_of, html.fragment(html.problem("X", text, text)), error):
+        assert mark[0] not in shown_text
+        assert "order\\" in shown_text
 
 
 def test_an_alias_is_still_taken() -> None:

@@ -45,6 +45,47 @@ def test_every_part_is_there_and_made_from_the_least_options(made: Made) -> None
     made.options.parse(least(made.options.TABLE))
 
 
+def misspelt(word: str) -> set[str]:
+    """Near spellings; a choice takes any case and spaces around it."""
+    return {
+        word + "x",
+        word[:-1],
+        "x" + word,
+        f"no-{word}",
+        word.replace("_", ""),
+        f"{word},{word}",
+        word + "\0",
+        word[:1],
+    }
+
+
+@pytest.mark.parametrize("made", PARTS)
+def test_a_misspelt_word_is_refused_where_words_are_declared(made: Made) -> None:
+    table, own = made.options.TABLE, {o.name for _, d in made.options._DECLARED for o in d.options}
+    for one in table.options:
+        words = {str(w).lower() for w in one.type.schema.get("examples", ()) if w}
+        if len(words) == 1:  # an example of free text
+            continue
+        for wrong in sorted({m for w in words for m in misspelt(w)} - words - {""}):
+            with pytest.raises(UsageError) as caught:
+                if one.name in own:
+                    made.options.parse({**least(table), one.name: wrong})
+                one.parse(table.owner, wrong)  # of options that another class reads
+            assert one.name in str(caught.value), (one.name, wrong)
+            assert caught.value.next_step, (one.name, wrong)
+
+
+@pytest.mark.parametrize("made", PARTS)
+def test_a_misspelt_reference_is_not_sent_as_the_secret(made: Made) -> None:
+    table = made.options.TABLE
+    secrets = [o.name for o in table.options if o.secret] + [f"{p}password" for p in table.passthrough]
+    for name in secrets:
+        for wrong in (" env:X", "ENV:X", "Env:X", "env :X", "FILE:/x", "\tfile:/x"):
+            with pytest.raises(UsageError, match="starts like a reference") as caught:
+                made.options.parse({**least(table), name: wrong})
+            assert wrong not in caught.value.message
+
+
 @pytest.mark.parametrize("made", PARTS)
 def test_a_default_means_the_same_as_no_option(made: Made) -> None:
     table = made.options.TABLE

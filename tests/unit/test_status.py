@@ -329,7 +329,27 @@ def test_the_command_line_takes_a_token_by_reference(
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8090", "127.0.0.1.evil.example", "", "[", "localhost@evil"]
+    "host",
+    [
+        "evil.example",
+        "evil.example:8090",
+        "127.0.0.1.evil.example",
+        "",
+        "[",
+        "localhost@evil",
+        "evil@localhost",
+        "evil:80@localhost:80",
+        "localhost/evil",
+        "localhost#evil",
+        "localhost?x",
+        "localhost:evil",
+        "localhost.",
+        "127.0.0.1.",
+        "::1",
+        "[localhost]",
+        "127.1",
+        "0x7f000001",
+    ],
 )
 def test_another_site_that_points_its_name_here_gets_nothing(host: str, tmp_path: Path) -> None:
     from starlette.testclient import TestClient
@@ -343,18 +363,24 @@ def test_another_site_that_points_its_name_here_gets_nothing(host: str, tmp_path
                    client.post("/end/0/abort/x", headers={**headers, "Sec-Fetch-Site": "same-origin"})]  # fmt: skip
         assert {a.status_code for a in answers} == {421}
         assert all(a.headers["x-content-type-options"] == "nosniff" for a in answers)
-    for name in ("localhost:9000", "[::1]:8090", "127.0.0.1"):
+    two = [("Host", "localhost"), ("Host", host), ("Authorization", f"Bearer {SECRET}")]
+    assert client.get("/status.json", headers=two).status_code == 421
+    for name in ("localhost:9000", "LOCALHOST", "[::1]:8090", "[::1]", "127.0.0.1"):
         assert client.get("/status.json", headers={**headers, "Host": name}).status_code == 200
-    known = TestClient(application([], token=SECRET, hosts=("pipelines.example",)), base_url="http://pipelines.example")
+    known = TestClient(application([], token=SECRET, hosts=("Pipelines.example",)), base_url="http://pipelines.example")
     assert known.get("/", headers=headers | {"Host": "pipelines.example"}).status_code == 200
 
 
 @pytest.mark.parametrize("origin", [
     {}, {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}, {"Sec-Fetch-Site": "none"},
     {"Origin": "null"}, {"Origin": "http://127.0.0.1:8091"},
-    {"Origin": "http://127.0.0.1", "Sec-Fetch-Site": "cross-site"},
+    {"Origin": "http://127.0.0.1", "Sec-Fetch-Site": "cross-site"}, {"Origin": "http://["}, {"Origin": ""},
+    {"Origin": "http://evil@127.0.0.1"}, {"Origin": "http://127.0.0.1/x"}, 
+    {"Origin": "null", "Sec-Fetch-Site": "same-origin"},
+    [("Sec-Fetch-Site", "same-origin"), ("Sec-Fetch-Site", "cross-site")],
+    [("Origin", "http://127.0.0.1"), ("Origin", "http://evil.example")],
 ])  # fmt: skip
-def test_a_button_works_from_the_page_alone(origin: dict[str, str], tmp_path: Path) -> None:
+def test_a_button_works_from_the_page_alone(origin: Any, tmp_path: Path) -> None:
     from starlette.testclient import TestClient
 
     from delivered.operate.server import application
@@ -366,7 +392,17 @@ def test_a_button_works_from_the_page_alone(origin: dict[str, str], tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "path", ["/end/0/anything/x", "/end/0/APPLY/x", "/end/99/abort/x", "/end/x/abort/x", "/end/0/abort"]
+    "path",
+    [
+        "/end/" + "9" * 5000 + "/abort/x",
+        "/end/%D9%A0/abort/x",
+        "/end/00/abort/x",
+        "/end/0/anything/x",
+        "/end/0/APPLY/x",
+        "/end/99/abort/x",
+        "/end/x/abort/x",
+        "/end/0/abort",
+    ],
 )
 def test_an_action_that_does_not_exist_ends_nothing(path: str, tmp_path: Path) -> None:
     from starlette.testclient import TestClient

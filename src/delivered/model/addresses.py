@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import os
 import re
@@ -136,6 +137,38 @@ def is_netloc(netloc: str, several: bool = False) -> bool:
     except Unfit:
         return False
     return True
+
+
+_LIBPQ = {
+    "sslmode": ("disable", "allow", "prefer", "require", "verify-ca", "verify-full"),
+    "sslnegotiation": ("postgres", "direct"),
+    "sslcertmode": ("disable", "allow", "require"),
+    "gssencmode": ("disable", "prefer", "require"),
+    "channel_binding": ("disable", "prefer", "require"),
+    "target_session_attrs": ("any", "read-write", "read-only", "primary", "standby", "prefer-standby"),
+}
+
+
+def check_postgres_words(query: str) -> None:
+    """Whether libpq knows the words of a URL's parameters, which it reads only once it connects.
+
+    Raises:
+        Unfit: a word is unknown, or a parameter is given twice.
+    """
+    given = parse_qs(query, keep_blank_values=True)
+    for name, words in _LIBPQ.items():
+        values = given.get(name, [words[0]])
+        wrong = len(values) > 1 or values[0] not in words
+        near = difflib.get_close_matches(values[0].strip().lower().replace("_", "-"), words, n=1)
+        if wrong:
+            raise Unfit(
+                f"has {name}={'&'.join(values)!r:.100}; it must be one of: {', '.join(words)}, once",
+                f"write {name}={near[0] if near else words[-1]}",
+            )
+    known = [*_LIBPQ, "ssl"]
+    odd = next((name for name in given if name not in known and name.lower() in known), None)
+    if odd is not None:
+        raise Unfit(f"has the parameter {odd}; libpq knows {odd.lower()}", f"write {odd.lower()}=...")
 
 
 def names_database(parts: SplitResult) -> bool:

@@ -200,6 +200,13 @@ class OptionTable:
                 )
             if holds_password(str(value)) and not (name in secrets or is_secret(name)):
                 raise password_in_url(self.owner, name)
+            if (name in secrets or is_secret(name)) and (meant := _meant_reference(str(value))):
+                raise UsageError(
+                    "OPTION_VALUE",
+                    f"{self.owner}: option {name!r} starts like a reference to a secret, which is written env:NAME or "
+                    "file:PATH, in small letters and without a space; its text would be sent as the secret.",
+                    next_step=f"write {_call(name, meant)}",
+                )
             restored[name] = str(value)
         for option in self.options:
             if option.required and option.name not in restored:
@@ -363,6 +370,15 @@ REFERENCES = ("env:", "file:")
 def is_reference(value: str) -> bool:
     """Whether `resolve_secret` finds the secret elsewhere; else the value itself may be one."""
     return value.startswith(("env:", "file:"))
+
+
+_LIKE_REFERENCE = re.compile(r"\s*(env|file)\s*:\s*(.*)", re.IGNORECASE | re.DOTALL)
+
+
+def _meant_reference(value: str) -> str | None:
+    """The reference that a misspelt one stands for; None: it is right, or none."""
+    found = None if is_reference(value) else _LIKE_REFERENCE.fullmatch(value)
+    return f"{found[1].lower()}:{'NAME' if found[1].lower() == 'env' else 'PATH'}" if found else None
 
 
 def resolve_secret(name: str, value: str) -> str:

@@ -8,8 +8,13 @@ from typing import Any
 
 # Text from outside (records, names, messages of servers) as it may be shown: nothing in it steers a terminal.
 
-# Controls of C0 and C1, separators of lines, marks that change the direction of writing, and halves of surrogate pairs.
-_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# Controls of C0 and C1, separators of lines, marks that change the direction of writing, halves of surrogate pairs, and
+# what is not seen at all: "order7" with one of them looks like another order's id.
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e"
+    "\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff"
+    "\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
 _BREAKS = re.compile(r"[\t\n]")
 
 

@@ -9,10 +9,11 @@ rebinding), and a button works only from the page itself.
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from delivered.model.errors import DeliveredError, MissingExtra, UsageError
 from delivered.operate.look import look, seen
@@ -29,6 +30,7 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 REFRESH_S = 5.0
 TOKEN_LENGTH_MIN = 16
 _COOKIE = "delivered_token"
+_HOST = re.compile(r"(?P<name>[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 _HEADERS = {
     "Cache-Control": "no-store",
     # Nothing from another host, no script, and in nobody's frame: a click on a button is meant for it.
@@ -83,7 +85,7 @@ def application(
     def address_of(number: int, transaction: str, apply: bool) -> str:
         return f"/end/{number}/{'apply' if apply else 'abort'}/{quote(transaction, safe='')}"
 
-    known_hosts = {*LOCAL, address, *hosts} if address in LOCAL or hosts else None
+    known_hosts = {name.lower() for name in (*LOCAL, address, *hosts)} if address in LOCAL or hosts else None
 
     def is_right(given: str | None) -> bool:
         return token is not None and given is not None and hmac.compare_digest(given.encode(), token.encode())
@@ -93,8 +95,9 @@ def application(
         return given if scheme.lower() == "bearer" else None
 
     def refused(request: Request) -> Response | None:
-        host = request.headers.get("host", "")
-        if known_hosts is not None and _host_name(host) not in known_hosts:
+        given = request.headers.getlist("host")
+        host = ", ".join(given)
+        if known_hosts is not None and (len(given) != 1 or _host_name(host) not in known_hosts):
             known = "A proxy's host name is given by: delivered ui --host NAME"
             return PlainTextResponse(f"This page is not served for the host {host[:100]!r}. {known}\n", 421)
         if token is None or is_right(bearer(request)) or is_right(request.cookies.get(_COOKIE)):
@@ -108,12 +111,13 @@ def application(
 
     def is_own(request: Request) -> bool:
         """Whether our page, or a client that has the token, made a request that changes something."""
-        site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
-        if site is not None and site != "same-origin":
+        sites, origins = request.headers.getlist("sec-fetch-site"), request.headers.getlist("origin")
+        host = request.headers.get("host")
+        if any(site != "same-origin" for site in sites):
             return False
-        if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+        if any(origin not in (f"http://{host}", f"https://{host}") for origin in origins):
             return False
-        return site is not None or origin is not None or is_right(bearer(request))
+        return bool(sites or origins) or is_right(bearer(request))
 
     def answering(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -148,10 +152,11 @@ def application(
     async def end(request: Request) -> Response:
         if not is_own(request):
             return PlainTextResponse("The request came from another page, and without the token.\n", 403)
-        number, how = request.path_params["file"], request.path_params["how"]
-        if how not in ("apply", "abort") or number >= len(paths) or not request.path_params["id"]:
+        files, how = {str(n): path for n, path in enumerate(paths)}, request.path_params["how"]
+        path = files.get(request.path_params["file"])
+        if how not in ("apply", "abort") or path is None or not request.path_params["id"]:
             return PlainTextResponse("There is no such action: POST /end/FILE/apply|abort/TRANSACTION.\n", 404)
-        path, apply = paths[number], how == "apply"
+        apply = how == "apply"
         try:
             pipeline = Definition.from_file(path)
             await run_in_threadpool(end_transaction, pipeline, request.path_params["id"], commit=apply)
@@ -164,7 +169,7 @@ def application(
             Route("/", answering(index)),
             Route("/verified", answering(matrix)),
             Route("/status.json", answering(status)),
-            Route("/end/{file:int}/{how}/{id:path}", answering(end), methods=["POST"]),
+            Route("/end/{file}/{how}/{id:path}", answering(end), methods=["POST"]),
         ]
     )
 
@@ -194,8 +199,6 @@ def serve(
 
 
 def _host_name(host: str) -> str | None:
-    """The name in a Host header, without its port; None: it is none."""
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
+    """The name in a Host header, without its port; None: it is none. Strict: no user, path or query, as in a URL."""
+    found = _HOST.fullmatch(host)
+    return found and found["name"].strip("[]").lower()

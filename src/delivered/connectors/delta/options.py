@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 
@@ -12,13 +13,15 @@ from delivered.model.errors import Refused, UsageError
 from delivered.model.options import OptionType, Unfit, option, prefixed, resolve_secrets
 
 _NO_PATH = re.compile(r"[\\\x00-\x1f\x7f]")
-_UNSAFE = {
-    "aws_s3_allow_unsafe_rename": "true",
-    "allow_unsafe_rename": "true",
-    "aws_conditional_put": "disabled",
-    "conditional_put": "disabled",
+_NO = ("false", "0", "no", "off", "n")
+_SAFE = {
+    "aws_s3_allow_unsafe_rename": _NO,
+    "allow_unsafe_rename": _NO,
+    "aws_conditional_put": ("etag",),
+    "conditional_put": ("etag",),
 }
-"""With these, two drivers could both appear to write the same version of the log."""
+"""With any other value two drivers could both appear to write the same version of the log. The client takes 1, on
+and yes for true, and what is not among its options from the environment."""
 
 
 def _columns(text: str) -> tuple[str, ...]:
@@ -60,13 +63,16 @@ class DeltaOptions(FileTableOptions, owner="delivered_delta sink"):
             )
         store = "AWS" if self.path.startswith(("s3://", "s3a://")) else ""
         check_endpoints(owner, "storage.", self.storage, store)
-        for key, unsafe in _UNSAFE.items():
-            if self.storage.get(key, "").lower() == unsafe:
+        given = {f"option 'storage.{key}'": (key, value) for key, value in self.storage.items()}
+        if store:
+            given |= {f"the environment variable {name!r}": (name.lower(), text) for name, text in os.environ.items()}
+        for what, (key, value) in given.items():
+            if key in _SAFE and value.strip().lower() not in _SAFE[key]:
                 raise Refused(
                     "COMMIT_UNSAFE",
-                    f"{owner}: option 'storage.{key}' is {unsafe!r}: two drivers could write the same version of the "
+                    f"{owner}: {what} is {value!r}: two drivers could write the same version of the "
                     "table's log, and one of them would lose its batch.",
-                    next_step="remove the option; stores without conditional writes are not supported",
+                    next_step="remove it; stores without conditional writes are not supported",
                 )
 
     @property

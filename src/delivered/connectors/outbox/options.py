@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from delivered.kits import in_clear
 from delivered.kits.mysql.tls import parse_tls
 from delivered.kits.options import password_in_url, rows_max_option
-from delivered.model.addresses import names_database
+from delivered.model.addresses import check_postgres_words, names_database
 from delivered.model.errors import UsageError
 from delivered.model.options import FLAG, Options, OptionType, Unfit, choice, option, resolve_secret, whole
 from delivered.patterns.caller import NAME_LENGTHS_MAX
@@ -51,6 +51,8 @@ def _url(text: str) -> str:
         raise password_in_url("env:DATABASE_PASSWORD")
     if DIALECTS[parts.scheme] == "mysql":
         parse_tls(parts.query)
+    if DIALECTS[parts.scheme] == "postgres":
+        check_postgres_words(parts.query)
     return url
 
 

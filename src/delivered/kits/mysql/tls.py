@@ -66,9 +66,12 @@ def parse_tls(query: str) -> Tls | None:
     Raises:
         Unfit: a parameter is unknown, a flag is neither true nor false, or the parameters contradict each other.
     """
-    given = dict(parse_qsl(query, keep_blank_values=True))
+    pairs = parse_qsl(query, keep_blank_values=True)
+    given = dict(pairs)
     if not given:
         return None
+    if len(given) < len(pairs):
+        raise Unfit("has a parameter twice", "keep one of them")
     if unknown := sorted(given.keys() - {*PARAMETERS}):
         raise Unfit(
             f"has the parameter {unknown[0]!r}; supported after ? are {', '.join(PARAMETERS)}",

@@ -10,7 +10,7 @@ from enum import StrEnum
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from delivered.kits.options import if_not_exists, merge_schema, password_in_url, sink_name, write_mode
-from delivered.model.addresses import names_database
+from delivered.model.addresses import check_postgres_words, names_database
 from delivered.model.capability import WriteMode
 from delivered.model.options import Options, OptionType, Unfit, choice, option, resolve_secret, whole
 
@@ -150,6 +150,8 @@ def database_url(
             raise Unfit(f"is not of the form {form}")
         if parts.password is not None or not parse_qs(parts.query).keys().isdisjoint(secret):
             raise password_in_url("env:DATABASE_PASSWORD")
+        if parts.scheme.startswith("postgres"):
+            check_postgres_words(parts.query)
         return url
 
     return OptionType(read)

@@ -17,9 +17,10 @@ from urllib.parse import urlsplit
 
 from delivered.kits.mysql.server import address
 from delivered.kits.mysql.tls import tls_of_url
+from delivered.model.addresses import check_postgres_words
 from delivered.model.errors import Fenced, MissingExtra, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
-from delivered.model.options import password_in_url, resolve_secret
+from delivered.model.options import Unfit, password_in_url, resolve_secret
 from delivered.model.secrets import holds_password
 from delivered.patterns.caller import NOW_MS, Caller
 from delivered.patterns.saga.definition import Saga, Verb
@@ -85,6 +86,11 @@ class Log:
     def __post_init__(self) -> None:
         if isinstance(self.where, str) and holds_password(self.where):
             raise password_in_url("saga log", "log", "remove it and pass password='env:NAME' (--password env:NAME)")
+        if isinstance(self.where, str) and self.where.startswith(("postgresql://", "postgres://")):
+            try:
+                check_postgres_words(urlsplit(self.where).query)
+            except Unfit as why:
+                raise UsageError("SAGA_LOG", f"The URL of the saga log {why.reason}.", why.next_step) from None
 
     def open(self) -> OpenLog:
         """
