@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from importlib import import_module
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.contract.connector import Connector, Made
-from delivered.model.errors import UsageError
+from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.options import Options, OptionTable, option, whole
 from delivered.model.secrets import redacted
 from delivered.pipeline.registry import connectors
@@ -73,6 +74,17 @@ def test_a_misspelt_word_is_refused_where_words_are_declared(made: Made) -> None
                 one.parse(table.owner, wrong)  # of options that another class reads
             assert one.name in str(caught.value), (one.name, wrong)
             assert caught.value.next_step, (one.name, wrong)
+
+
+@pytest.mark.parametrize("made", PARTS)
+def test_a_huge_value_is_an_error_of_bounded_length(made: Made) -> None:
+    text = "[" * 30_000
+    for one in made.options.TABLE.options:
+        try:
+            made.options.parse({**least(made.options.TABLE), one.name: text})
+        except DeliveredError as error:
+            assert len(error.message) <= 20_000, one.name
+            assert pickle.loads(pickle.dumps(error)).message == error.message
 
 
 @pytest.mark.parametrize("made", PARTS)

@@ -27,6 +27,16 @@ from typing import Any
 
 from delivered.model.secrets import one_line, without_passwords
 
+_MESSAGE_LENGTH_MAX = 20_000
+
+
+def _bounded(message: str) -> str:
+    """A message may quote a value of any length, and is copied into logs, progress and pages."""
+    if len(message) <= _MESSAGE_LENGTH_MAX:
+        return message
+    end = f"... ({len(message):,} characters)"
+    return message[: _MESSAGE_LENGTH_MAX - len(end)] + end  # within the bound: unpickled, it stays as it is
+
 
 class DeliveredError(Exception):
     """Base of all errors of this package.
@@ -45,7 +55,7 @@ class DeliveredError(Exception):
         self.code = f"DELIVERED_{code}"
         # On one line: it may quote a record or a server, and the driver reads a worker's error by lines.
         # Without secrets: it becomes text of logs, pages, reports, Spark's own log and lineage events.
-        self.message = without_passwords(one_line(message))
+        self.message = _bounded(without_passwords(one_line(message)))
         self.next_step = without_passwords(one_line(next_step)) if next_step is not None else None
         super().__init__(code, self.message, self.next_step)
 

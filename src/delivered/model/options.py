@@ -349,7 +349,14 @@ class Options:
     @classmethod
     def read(cls, owner: str, values: Mapping[str, str]) -> Self:
         """As `parse`, from options restored by a table, which may have others as well."""
-        found = {name: declared.read(owner, values) for name, declared in cls._DECLARED}
+        try:
+            found = {name: declared.read(owner, values) for name, declared in cls._DECLARED}
+        except RecursionError:
+            raise UsageError(
+                "OPTION_VALUE",
+                f"{owner}: an option's value is JSON that is nested too deep.",
+                next_step="write the offsets of each topic and partition as this format's page shows",
+            ) from None
         made = cls(**{name: value for name, value in found.items() if value is not MISSING})
         made.check(owner)
         return made
