@@ -1,0 +1,85 @@
+"""The runner of batches, in one process: what it aborts, and when it recovers in full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pytest
+
+from delivered.connectors.memory import CONNECTOR
+from delivered.connectors.memory.world import ROWS, State, make_world
+from delivered.engine import runner as module
+from delivered.engine.context import Context
+from delivered.engine.runner import Runner
+from delivered.engine.shard import write_shard
+from delivered.engine.sinks import Sinks
+from delivered.model.errors import InvariantBroken
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope
+from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage
+
+WORLD = "runner"
+
+
+@pytest.fixture
+def runner() -> Iterator[Runner]:
+    make_world(WORLD)
+    sinks = Sinks.one(CONNECTOR.sink({"world": WORLD, "commit": "two_phase"}))
+    made = Runner(sinks, Context.open(sinks, Scope("p", "memory", "i"), Guarantee.EXACTLY_ONCE, Owner("o")))
+    yield made
+    made.close()
+
+
+def view(batch: int, logged: int | None = None) -> CheckpointView:
+    return CheckpointView("i", batch, f"o{batch}", batch - 1 if logged is None and batch else logged)
+
+
+def shard(runner: Runner, plan: BatchPlan, number: int) -> ShardMessage:
+    rows = pa.record_batch([[b"k"], [b"v%d" % number]], schema=ROWS)
+    return write_shard(runner.sinks, plan, number, 0, iter([rows]), ROWS)
+
+
+def states() -> list[State]:
+    from delivered.connectors.memory.world import world
+
+    return [p.state for p in world(WORLD).participants.values()]
+
+
+def test_what_was_prepared_is_aborted_if_a_task_fails(runner: Runner) -> None:
+    plan = runner.plan(view(0), ROWS)
+
+    def write(messages: list[ShardMessage | None]) -> None:
+        messages.append(shard(runner, plan, 0))
+        raise ValueError("a task failed")
+
+    with pytest.raises(ValueError, match="a task failed"):
+        runner.finish(plan, write)
+    assert states() == [State.ABORTED]
+
+
+def test_what_was_prepared_is_aborted_if_the_commit_fails(runner: Runner) -> None:
+    plan = runner.plan(view(0), ROWS)
+    with pytest.raises(InvariantBroken):  # a shard without a message
+        runner.finish(plan, lambda messages: messages.extend([shard(runner, plan, 0), None]))
+    assert states() == [State.ABORTED]
+
+
+def test_only_the_batch_after_the_last_plan_goes_on_without_recovery(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert runner.is_first(view(0))
+    plan = runner.plan(view(0), ROWS, start="a")
+    runner.finish(plan, lambda messages: messages.append(shard(runner, plan, 0)))
+    assert not runner.is_first(view(1), "a")
+    assert runner.is_first(view(1), "b"), "another start of the query"
+    assert runner.is_first(view(2), "a"), "another process planned batch 1"
+    assert runner.is_first(CheckpointView("i", 1, "o1", None), "a"), "batch 0 is not logged"
+
+    def fails(*given: object, **more: object) -> BatchPlan:
+        raise InvariantBroken("TEST", "no plan", next_step="none")
+
+    monkeypatch.setattr(module, "plan_batch", fails)
+    with pytest.raises(InvariantBroken):
+        runner.plan(view(1), ROWS, start="a")
+    assert runner.is_first(view(1), "a"), "the last plan failed"
