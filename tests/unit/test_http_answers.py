@@ -17,6 +17,7 @@ import pytest
 from delivered.clients.kafka import tokens
 from delivered.clients.kafka.outcomes import CredentialsRefused, NoCredentials
 from delivered.connectors.activemq import manage
+from delivered.connectors.iceberg import client as iceberg
 from delivered.connectors.pulsar import admin
 from delivered.connectors.pulsar.options import SourceOptions
 from delivered.kits.schemas import registry
@@ -24,6 +25,7 @@ from delivered.kits.schemas.options import Format
 from delivered.model import answers
 from delivered.model.errors import DeliveredError
 from delivered.model.patience import within
+from delivered.pipeline.registry import connectors
 
 REFUSED = (NoCredentials, CredentialsRefused, DeliveredError)
 OAUTH = "sasl.oauthbearer."
@@ -244,3 +246,19 @@ def test_a_management_answer_of_another_shape(body: bytes, monkeypatch: pytest.M
     place: Any = SimpleNamespace(queue="q", place="localhost:61613")
     (finding,) = manage.findings(SimpleNamespace(is_artemis=True), place, receives=True)  # type: ignore[arg-type]
     assert finding.code == "ACTIVEMQ_SETTINGS_UNKNOWN"
+
+
+def test_a_catalogs_answer_of_another_shape() -> None:
+    sink = connectors()["iceberg"].sinks
+    assert sink is not None
+    shapes = ["[]", "7", "null", "{}", '{"defaults": 7, "overrides": []}', "[" * 100_000,
+              '{"defaults": {}, "overrides": {}, "endpoints": [7]}',
+              '{"defaults": {"uri": 7}, "overrides": {"token": []}}']  # fmt: skip
+    with service(b"") as made, within(0.0):
+        for shape in shapes:
+            made.answer = head(f"Content-Length: {len(shape)}", "Connection: close") + shape.encode()
+            options: Any = sink.options.parse(
+                {"table": "a.b", "catalog.type": "rest", "catalog.uri": f"{made.url}/{len(shape)}"}
+            )
+            with pytest.raises(DeliveredError, match=r"TABLE_UNREACHABLE"):
+                iceberg.open_table(options)

@@ -13,6 +13,7 @@ from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.kits.table import target
 from delivered.kits.table.durable import make_folder, sync
 from delivered.kits.table.store import Store
+from delivered.model.answers import UnexpectedAnswer
 from delivered.model.errors import DeliveredError, MissingExtra
 from delivered.model.patience import query_patience_s, wait_out
 from delivered.model.ranges import of_values
@@ -56,7 +57,8 @@ def _open(options: IcebergOptions) -> Any:
     if options.catalog["type"] == "rest":
         from pyiceberg.catalog.rest import RestCatalog
 
-        return RestCatalog(options.catalog_name, **properties)
+        with _shaped():
+            return RestCatalog(options.catalog_name, **properties)
     from pyiceberg.catalog.sql import SqlCatalog
 
     if options.warehouse is not None:
@@ -77,12 +79,22 @@ def open_table(options: IcebergOptions) -> Any | None:
 
         with explained(options):
             try:
-                return known.load_table(options.identifier)
+                with _shaped():
+                    return known.load_table(options.identifier)
             except (NoSuchTableError, NoSuchNamespaceError):
                 return None
 
     where = options.catalog.get("uri", "").rpartition("@")[2]
     return wait_out(f"the Iceberg catalog {where}", once, _is_away, query_patience_s())
+
+
+@contextlib.contextmanager
+def _shaped() -> Iterator[None]:
+    """Raise UnexpectedAnswer where the client fails over a catalog's answer, which it does not check everywhere."""
+    try:
+        yield
+    except (TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise UnexpectedAnswer(f"the catalog's answer has another shape ({type(error).__name__}: {error})") from error
 
 
 def _is_away(error: BaseException) -> bool:
