@@ -31,7 +31,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from delivered.checkpoint import history
-from delivered.connectors.kafka.transactions import id_prefix
+from delivered.connectors.kafka.topics import id_prefix
 from delivered.machine import cache_folder
 from delivered.pipeline.definition import Definition
 from delivered_lab import brokers

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
 
-from delivered.clients.kafka.announce import Announced
 from delivered.clients.kafka.protocol import NONE
-from delivered.connectors.kafka.ledger_write import LedgerProducer
+from delivered.clients.kafka.sender import Announced
+from delivered.connectors.kafka.store import LedgerProducer
 
 VERIFICATION = "transaction.partition.verification.enable"
 

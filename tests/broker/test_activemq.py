@@ -26,10 +26,8 @@ from tests.support.servers import Activemq
 
 import delivered
 from delivered.connectors.activemq.client import Session
-from delivered.connectors.activemq.manage import Management, held_by_nobody
 from delivered.connectors.activemq.options import ActivemqOptions
-from delivered.connectors.activemq.queue import ActivemqQueue
-from delivered.connectors.activemq.receiver import ActivemqReceiver
+from delivered.connectors.activemq.queue import ActivemqQueue, ActivemqReceiver, Management, held_by_nobody
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.crash import hits
 from delivered.model.errors import BadRecord, Refused, Unreachable, UsageError

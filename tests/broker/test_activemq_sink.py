@@ -17,7 +17,7 @@ from tests.broker.send_help import POINTS, ROWS, exactly_once_is_refused, killed
 from tests.support.servers import Activemq
 
 from delivered.connectors.activemq.options import DUPLICATE_ID, ActivemqOptions
-from delivered.connectors.activemq.receiver import ActivemqReceiver
+from delivered.connectors.activemq.queue import ActivemqReceiver
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee

@@ -15,8 +15,7 @@ from tests.support.servers import Activemq
 
 from delivered.connectors.activemq.client import Session
 from delivered.connectors.activemq.options import DUPLICATE_ID, ActivemqOptions
-from delivered.connectors.activemq.queue import ActivemqQueue
-from delivered.connectors.activemq.receiver import ActivemqReceiver
+from delivered.connectors.activemq.queue import ActivemqQueue, ActivemqReceiver
 from delivered.model.errors import DeliveredError, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee

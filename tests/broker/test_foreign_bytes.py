@@ -23,7 +23,7 @@ import delivered
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.log.journal import LogJournal
 from delivered.connectors.rabbitmq.options import RabbitmqOptions
-from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
+from delivered.connectors.rabbitmq.queue import RabbitmqReceiver
 from delivered.connectors.rabbitmq.stream import CONNECTOR as STREAM
 from delivered.contract.queue import MessageBatch
 from delivered.model.errors import BadRecord

@@ -15,8 +15,9 @@ from kafka.protocol.consumer import FetchRequest
 from kafka.protocol.metadata import MetadataRequest
 from tests.broker.source_help import produce
 
+from delivered.clients.kafka.answers import NoAnswer, NotSent, Rejected
 from delivered.clients.kafka.channel import Channel
-from delivered.clients.kafka.login import NoAnswer, NotSent, Rejected, Security, security
+from delivered.clients.kafka.login import Security, security
 from delivered.clients.kafka.protocol import Wire
 
 

@@ -15,16 +15,15 @@ from kafka.protocol.producer.transaction import EndTxnRequest
 from tests.broker.sink_help import EXACT, FIRST, SCHEMA, SECOND, Child, Rig, decision, rows, store_of
 from tests.kafka_tools import read_committed
 
-from delivered.clients.kafka.login import NoAnswer
+from delivered.clients.kafka.answers import NoAnswer
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import Transaction
-from delivered.connectors.kafka import ledger_trust, transactions
+from delivered.connectors.kafka import ledger_trust, topics
 from delivered.connectors.kafka import store as store_module
 from delivered.connectors.kafka.committed import CommittedReader
-from delivered.connectors.kafka.ledger_keys import Keys
 from delivered.connectors.kafka.markers import find_marker, marker_partition
 from delivered.connectors.kafka.store import KafkaStore
-from delivered.connectors.kafka.topics import STATE_PARTITION, ledger_topic
+from delivered.connectors.kafka.topics import STATE_PARTITION, Keys, ledger_topic
 from delivered.engine.context import open_ledger
 from delivered.ledger import ledger as rules
 from delivered.ledger.ledger import Ledger
@@ -477,8 +476,8 @@ def test_resume_costs_one_request(rig: Rig, opened: Callable[[], Ledger], monkey
 
 def test_producers_of_the_ledger_are_no_shards(rig: Rig) -> None:
     """Aborting orphans must never fence the ledger's own ids."""
-    assert not transactions.is_ours(rig.scope, store_of(rig.ledger())._id("plan"))
-    assert transactions.is_ours(rig.scope, transactions.transactional_id(rig.work(0)))
+    assert not topics.is_ours(rig.scope, store_of(rig.ledger())._id("plan"))
+    assert topics.is_ours(rig.scope, topics.transactional_id(rig.work(0)))
 
 
 def test_ledger_of_the_release_before_is_continued_and_refused_there(

@@ -11,9 +11,8 @@ import pytest
 from tests.broker.sink_help import FIRST, SECOND, Forger, Rig, decision, store_of, wait_for
 
 from delivered.connectors.kafka import committed
-from delivered.connectors.kafka.ledger_keys import Keys
 from delivered.connectors.kafka.ledger_trust import Trust, holders
-from delivered.connectors.kafka.topics import HISTORY_PARTITION, STATE_PARTITION, ledger_topic
+from delivered.connectors.kafka.topics import HISTORY_PARTITION, STATE_PARTITION, Keys, ledger_topic
 from delivered.ledger.ledger import Ledger
 from delivered.model.errors import InvariantBroken
 from delivered.model.outcome import Ok

@@ -15,8 +15,8 @@ from delivered.clients.kafka.partition_state import open_in, partitions_of
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import OpenTransaction, Transaction, describe, describe_all, listed
 from delivered.connectors.kafka import CONNECTOR, ledger_trust
-from delivered.connectors.kafka.ledger_write import Again, LedgerProducer
 from delivered.connectors.kafka.markers import marker_partition
+from delivered.connectors.kafka.store import Again, LedgerProducer
 from delivered.connectors.kafka.topics import STATE_PARTITION, ledger_topic
 from delivered.engine.shard import write_shard
 from delivered.model.errors import DeliveredError, UsageError
@@ -289,7 +289,7 @@ def test_p28_undisturbed_batches_are_not_looked_for(rig: Rig, monkeypatch: pytes
     context = rig.context()
     rig.run(context, 0, first=True)
     asked: list[Any] = []
-    monkeypatch.setattr("delivered.connectors.kafka.evidence.open_in", lambda *a: asked.append(a) or ([], []))
+    monkeypatch.setattr("delivered.connectors.kafka.committer.open_in", lambda *a: asked.append(a) or ([], []))
     for batch in range(1, 5):
         rig.run(context, batch)
     assert asked == []

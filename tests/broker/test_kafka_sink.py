@@ -21,7 +21,8 @@ from tests.support.sweeps import KAFKA_CLIENTS, sweep
 
 from delivered.clients.kafka import sender
 from delivered.clients.kafka.rows import Rows
-from delivered.connectors.kafka import CONNECTOR, warm
+from delivered.connectors.kafka import CONNECTOR
+from delivered.connectors.kafka import writer as warm
 from delivered.engine.shard import write_shard
 from delivered.model import patience
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError

@@ -19,7 +19,8 @@ from tests.support.sweeps import KAFKA_CLIENTS
 
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import Transaction, describe, end, initialise, listed
-from delivered.connectors.kafka import transactions, warm
+from delivered.connectors.kafka import topics
+from delivered.connectors.kafka import writer as warm
 from delivered.contract.sink import Writer
 from delivered.engine import orphans
 from delivered.engine.context import open_ledger
@@ -292,9 +293,9 @@ def test_only_the_running_batch_initialises_its_ids(rig: Rig) -> None:
     """A worker that took the next batch's id ahead, and late, would fence the worker that the shard went to."""
     rig.run(rig.context(), 0, first=True)
     wire = Wire(rig.sink.options.resolved())
-    found = listed(wire, partial(transactions.is_ours, rig.scope), [], time.monotonic() + 10)
+    found = listed(wire, partial(topics.is_ours, rig.scope), [], time.monotonic() + 10)
     wire.close()
-    assert set(found) == {transactions.transactional_id(rig.work(0, shard)) for shard in (0, 1)}
+    assert set(found) == {topics.transactional_id(rig.work(0, shard)) for shard in (0, 1)}
 
 
 def test_p10_ids_are_bounded_over_batches_attempts_and_incarnations(rig: Rig) -> None:
@@ -310,7 +311,7 @@ def test_p10_ids_are_bounded_over_batches_attempts_and_incarnations(rig: Rig) ->
                 writer.abort()
     wire = Wire(rig.sink.options.resolved())
     warm.close_all()
-    found = listed(wire, partial(transactions.is_ours, rig.scope), [], time.monotonic() + 10)
+    found = listed(wire, partial(topics.is_ours, rig.scope), [], time.monotonic() + 10)
     wire.close()
     assert 1 < len(found) <= TRANSACTION_SLOTS
 
@@ -321,7 +322,7 @@ def test_p10_ids_are_bounded_over_claims(rig: Rig) -> None:
         rig.write(rig.plan(context, 0), [0])
     assert context.committers.abort_orphans(()) == Ok(1)
     wire = Wire(rig.sink.options.resolved())
-    found = listed(wire, partial(transactions.is_ours, rig.scope), [], time.monotonic() + 10)
+    found = listed(wire, partial(topics.is_ours, rig.scope), [], time.monotonic() + 10)
     wire.close()
     assert len(found) == CLAIMS_APART, "one slot in each"
 
@@ -396,17 +397,17 @@ def test_a_superseded_driver_aborts_no_transaction_of_its_successor(rig: Rig) ->
 
 
 def test_overlapping_attempts_and_alternating_batches_never_share_an_id() -> None:
-    used = {transactions.slot_of(batch, attempt) for batch in (6, 7) for attempt in (0, 1)}
+    used = {topics.slot_of(batch, attempt) for batch in (6, 7) for attempt in (0, 1)}
     assert len(used) == 4 == TRANSACTION_SLOTS
 
 
 def test_claims_in_a_row_share_no_id_and_ids_of_release_0_1_are_found(rig: Rig) -> None:
-    former = {f"{transactions.id_prefix(rig.scope)}7.{slot}" for slot in range(4)}
+    former = {f"{topics.id_prefix(rig.scope)}7.{slot}" for slot in range(4)}
     works = [[rig.work(b, 7, a, claim) for b in (6, 7) for a in (0, 1)] for claim in range(CLAIMS_APART + 1)]
-    used = [transactions.transactional_id(work) for claim in works for work in claim]
+    used = [topics.transactional_id(work) for claim in works for work in claim]
     assert set(used[:4]) == former
     assert len(set(used)) == 4 * (CLAIMS_APART + 1)
-    assert all(transactions.is_ours(rig.scope, name) for name in used)
+    assert all(topics.is_ours(rig.scope, name) for name in used)
 
 
 def test_p11_hanging_transactions_of_the_dead_are_shown_and_aborted(rig: Rig) -> None:
@@ -417,7 +418,7 @@ def test_p11_hanging_transactions_of_the_dead_are_shown_and_aborted(rig: Rig) ->
         task.kill()
     shown = context.committers.open_transactions()
     assert [(t.transactional_id, t.state, t.timeout_ms) for t in shown] == [
-        (transactions.transactional_id(rig.work(0)), "Ongoing", 600_000)
+        (topics.transactional_id(rig.work(0)), "Ongoing", 600_000)
     ]
     age = shown[0].age_s()
     assert age is not None and 0 <= age < 60
@@ -474,7 +475,7 @@ def test_p13_sinks_whose_names_run_together_do_not_touch_each_other(kafka: Any, 
     other = Rig(kafka, topic, pipeline="a", options={"client": client})
     scopes = (replace(one.scope, sink="c"), replace(other.scope, sink="b.c"))
     assert scopes[0].prefix == scopes[1].prefix
-    assert transactions.id_prefix(scopes[0]) != transactions.id_prefix(scopes[1])
+    assert topics.id_prefix(scopes[0]) != topics.id_prefix(scopes[1])
     works = [replace(one.work(0), scope=s) for s in scopes]
     for scope in scopes:
         open_ledger(one.sink, scope).claim(one.context().owner)
@@ -511,7 +512,7 @@ def test_p24_epochs_run_out_and_the_pipeline_goes_on(mortal_kafka: Any, client: 
     from tests.broker.forged_epoch import force_epoch
 
     warm.close_all()
-    names = [transactions.transactional_id(rig.work(b, s)) for b in (0, 1) for s in (0, 1)]
+    names = [topics.transactional_id(rig.work(b, s)) for b in (0, 1) for s in (0, 1)]
     force_epoch(kafka, names, 32_764)
     seen = []
     for batch in range(2, 12):

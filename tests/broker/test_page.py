@@ -17,7 +17,7 @@ import yaml
 from confluent_kafka import Producer
 from tools.chromium import browser as started
 
-from delivered.connectors.kafka.transactions import id_prefix
+from delivered.connectors.kafka.topics import id_prefix
 from delivered.operate.server import application
 from delivered.operate.status import status
 from delivered.pipeline.definition import Definition

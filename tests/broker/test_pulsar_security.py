@@ -19,7 +19,7 @@ from tests.support.pulsar import batches, read, read_all, values
 from tests.support.scans import scanned_table
 from tests.support.servers import Pulsar
 
-from delivered.connectors.pulsar import CONNECTOR, client, trust
+from delivered.connectors.pulsar import CONNECTOR, client, tokens
 from delivered.connectors.pulsar.admin import Admin
 from delivered.connectors.pulsar.options import PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar.reader import check_connection
@@ -372,5 +372,5 @@ def test_a_redirection_out_of_tls_is_not_followed(guarded: Pulsar) -> None:
 
 def test_a_server_that_is_down_is_unreachable_and_no_question_of_certificates(guarded: Pulsar) -> None:
     options = place(guarded, "both", url="pulsar+ssl://127.0.0.1:1,127.0.0.1:2", adminUrl="https://127.0.0.1:1")
-    assert trust.tls_error(parse({**options, "topics": "t"})) is None
+    assert tokens.tls_error(parse({**options, "topics": "t"})) is None
     refused(source(options, "t").preflight(), "PULSAR_UNREACHABLE")

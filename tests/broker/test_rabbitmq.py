@@ -33,8 +33,7 @@ from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.log.journal import LogJournal
 from delivered.connectors.rabbitmq.client import connect
 from delivered.connectors.rabbitmq.options import RabbitmqOptions
-from delivered.connectors.rabbitmq.queue import RabbitmqQueue
-from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
+from delivered.connectors.rabbitmq.queue import RabbitmqQueue, RabbitmqReceiver
 from delivered.crash import hits, release
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.outcome import Ok

@@ -17,7 +17,7 @@ from tests.support.servers import Rabbitmq
 from tests.support.sweeps import sweep
 
 from delivered.connectors.rabbitmq.options import RabbitmqOptions
-from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
+from delivered.connectors.rabbitmq.queue import RabbitmqReceiver
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee

@@ -17,7 +17,7 @@ import pytest
 from tests.broker.replayed_help import values_over_a_kill
 from tests.support.servers import Rabbitmq
 
-from delivered.connectors.rabbitmq import stream_reader
+from delivered.connectors.rabbitmq import stream as stream_reader
 from delivered.connectors.rabbitmq.stream import CONNECTOR
 from delivered.contract.source import Offsets, Source
 from delivered.model.errors import InvariantBroken, UsageError

@@ -16,8 +16,8 @@ from tests.kafka_tools import read_committed, wait_for_markers
 from tests.support.servers import Kafka
 
 from delivered.clients.kafka import record_batch as rb
-from delivered.clients.kafka.compression import COMPRESSIONS
 from delivered.clients.kafka.protocol import Wire
+from delivered.clients.kafka.record_batch import COMPRESSIONS
 from delivered.machine import java_home
 from delivered.source.columns import HEADERS
 from delivered_lab.brokers.kafka import fetch

@@ -12,8 +12,7 @@ import pytest
 from tests.support.scans import scanned
 
 from delivered.connectors.rocketmq.options import RocketmqOptions, RocketmqSinkOptions
-from delivered.connectors.rocketmq.queue import RocketmqQueue
-from delivered.connectors.rocketmq.receiver import RocketmqReceiver
+from delivered.connectors.rocketmq.queue import RocketmqQueue, RocketmqReceiver
 from delivered.connectors.rocketmq.remoting import Answer, Peer
 from delivered.model.errors import DeliveredError, Refused
 from delivered.model.fingerprint import Fingerprint

@@ -18,7 +18,7 @@ from tests.support.rocketmq import taken
 from tests.support.servers import Rocketmq
 
 from delivered.connectors.rocketmq.options import RocketmqOptions
-from delivered.connectors.rocketmq.receiver import RocketmqReceiver
+from delivered.connectors.rocketmq.queue import RocketmqReceiver
 from delivered.model.errors import BadRecord, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee

@@ -20,8 +20,7 @@ from tests.support.servers import Rocketmq
 
 from delivered.connectors.rocketmq.client import Session
 from delivered.connectors.rocketmq.options import RocketmqOptions
-from delivered.connectors.rocketmq.queue import RocketmqQueue
-from delivered.connectors.rocketmq.receiver import RocketmqReceiver
+from delivered.connectors.rocketmq.queue import RocketmqQueue, RocketmqReceiver
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee

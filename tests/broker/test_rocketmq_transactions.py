@@ -28,8 +28,8 @@ from tests.support.servers import Rocketmq
 from tests.support.zygote import Zygote
 
 from delivered.connectors.log import append
-from delivered.connectors.rocketmq import committer, end_journal
-from delivered.connectors.rocketmq.half_messages import COMMIT, Ending, HalfMessages
+from delivered.connectors.rocketmq import committer
+from delivered.connectors.rocketmq.publish import COMMIT, Ending, HalfMessages
 from delivered.connectors.rocketmq.remoting import BUSY, END, IN_FLIGHT_MAX, Answer, Cluster
 from delivered.connectors.rocketmq.topic import open_half_messages
 from delivered.engine.context import open_ledger
@@ -122,7 +122,7 @@ def test_a_driver_killed_between_two_ends_is_finished_by_the_next(rig: Rig, post
 
 def test_a_driver_paused_between_two_ends_is_not_overtaken(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """F7: the next driver waits, and reports for whom; the paused one resumes, and nothing is visible twice."""
-    monkeypatch.setattr(end_journal, "LOCK_WAIT_S", 1.0)
+    monkeypatch.setattr(committer, "LOCK_WAIT_S", 1.0)
     prepared = rig.prepared()
     paused = rig.child(prepared, 700, signal.SIGSTOP)
     _, status = os.waitpid(paused.pid, os.WUNTRACED)
@@ -202,7 +202,7 @@ def test_what_somebody_else_ended_too_stops_the_query(rig: Rig, monkeypatch: pyt
     for _ in range(2):
         Ending(Cluster(rig.sink.options), "delivered", handle.name).end(handle.by_broker["delivered"], COMMIT)
     assert set(rig.shown().values()) == {2}
-    assert rig.committer._journal.begin(rig.work(), handle.name) is end_journal.State.NEW
+    assert rig.committer._journal.begin(rig.work(), handle.name) is committer.State.NEW
     with pytest.raises(InvariantBroken, match="COMMITTED_TWICE"):
         rig.committer.commit(rig.work(), prepared)
 

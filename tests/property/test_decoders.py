@@ -18,17 +18,17 @@ import pytest
 from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 from kafka.record.util import calc_crc32c
 
-from delivered.clients.kafka.login import NoAnswer
+from delivered.clients.kafka.answers import NoAnswer
 from delivered.connectors.kafka import committed
 from delivered.connectors.outbox import CONNECTOR as OUTBOX
 from delivered.connectors.outbox.changes import Changes
 from delivered.connectors.outbox.events import Events, Reader
 from delivered.connectors.outbox.layout import ADDED, Layout
-from delivered.connectors.outbox.pgoutput import Begin, Change, Op, Relation
-from delivered.connectors.outbox.pgoutput import Decoder as Pgoutput
+from delivered.connectors.outbox.peek import Begin, Change, Op, Relation
+from delivered.connectors.outbox.peek import Decoder as Pgoutput
 from delivered.connectors.pulsar.admin import Registered as OfPulsar
+from delivered.connectors.pulsar.columns import Values
 from delivered.connectors.pulsar.positions import fields
-from delivered.connectors.pulsar.schemas import Values
 from delivered.connectors.rabbitmq.client import _connection_class
 from delivered.connectors.rabbitmq.properties import headers as of_message
 from delivered.connectors.rabbitmq.properties import stream_offset

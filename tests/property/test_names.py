@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delivered.connectors.delta.records import Names as DeltaNames
-from delivered.connectors.iceberg.records import Names as IcebergNames
-from delivered.connectors.kafka import transactions as kafka
-from delivered.connectors.kafka.ledger_keys import Keys
-from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.connectors.delta.store import Names as DeltaNames
+from delivered.connectors.iceberg.store import Names as IcebergNames
+from delivered.connectors.kafka import topics as kafka
+from delivered.connectors.kafka.options import SinkOptions
+from delivered.connectors.kafka.topics import Keys
 from delivered.connectors.mysql import transactions as mysql
 from delivered.connectors.postgres import transactions as postgres
-from delivered.connectors.rocketmq.half_messages import group_of
+from delivered.connectors.rocketmq.publish import group_of
 from delivered.kits.options import queue_sink_name
 from delivered.kits.queue.writer import SendingWriter
 from delivered.kits.sql.transactions import Names

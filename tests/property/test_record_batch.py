@@ -25,8 +25,7 @@ from kafka.record.memory_records import MemoryRecords
 
 from delivered.clients.kafka import record_batch as rb
 from delivered.clients.kafka import record_batch_native as native
-from delivered.clients.kafka.batch_errors import FAULTS
-from delivered.clients.kafka.compression import COMPRESSIONS, scratch
+from delivered.clients.kafka.record_batch import COMPRESSIONS, FAULTS, scratch
 from delivered.model.errors import BadRecord, UsageError
 from delivered.source.columns import HEADERS, micros
 

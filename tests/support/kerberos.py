@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from delivered.clients.kafka.gssapi import LIBRARY
+from delivered.clients.kafka.sasl import LIBRARY
 from delivered.machine import cache_folder
 from delivered.model.errors import DeliveredError
 from delivered_lab.brokers.debian import unpacked

@@ -8,7 +8,7 @@ from tests.broker.receive_help import drained
 from tests.support.servers import Rocketmq
 
 from delivered.connectors.rocketmq.options import RocketmqOptions
-from delivered.connectors.rocketmq.receiver import RocketmqReceiver
+from delivered.connectors.rocketmq.queue import RocketmqReceiver
 
 
 def taken(rocketmq: Rocketmq, topic: str, ordered: bool = False, wait_s: float = 1.0) -> list[tuple[Any, ...]]:

@@ -28,10 +28,9 @@ from tests.support.tables import (
 )
 
 from delivered.connectors.delta import options, store
-from delivered.connectors.delta.client import open_table
-from delivered.connectors.delta.commit import TableChange, commit
-from delivered.connectors.delta.committer import DeltaCommitter
+from delivered.connectors.delta.client import TableChange, commit, open_table
 from delivered.connectors.delta.sink import DeltaSink
+from delivered.connectors.delta.store import DeltaCommitter
 from delivered.engine.context import open_ledger
 from delivered.model.errors import BadRecord, Fenced, InvariantBroken, Refused, UsageError
 from delivered.model.identity import Scope

@@ -14,9 +14,9 @@ import pytest
 from tests.support.scans import scanned
 
 from delivered.connectors.files import CONNECTOR, options, store
-from delivered.connectors.files.committer import FilesCommitter
-from delivered.connectors.files.disk import Places
+from delivered.connectors.files.options import Places
 from delivered.connectors.files.sink import FilesSink
+from delivered.connectors.files.store import FilesCommitter
 from delivered.engine.context import open_ledger
 from delivered.ledger.ledger import Ledger
 from delivered.model.archive import Account

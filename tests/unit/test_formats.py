@@ -12,13 +12,13 @@ import pytest
 
 from delivered.checkpoint import positions, sidecar
 from delivered.clients.kafka.transactions import Transaction
-from delivered.connectors.delta import commit as delta
-from delivered.connectors.files.disk import StagedFile
-from delivered.connectors.iceberg import staged as iceberg
+from delivered.connectors.delta import client as delta
+from delivered.connectors.files.options import StagedFile
+from delivered.connectors.iceberg import writer as iceberg
 from delivered.connectors.kafka.markers import read_marker
 from delivered.connectors.log.produce import append
 from delivered.connectors.log.table import open_table, read_progress
-from delivered.connectors.rocketmq.half_messages import HalfMessages
+from delivered.connectors.rocketmq.publish import HalfMessages
 from delivered.connectors.sqlite.stage import StagedRows
 from delivered.kits.sql.transactions import PreparedRows
 from delivered.model.dedup import Dedup

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from delivered.clients.kafka import tokens
-from delivered.clients.kafka.outcomes import CredentialsRefused, NoCredentials
-from delivered.connectors.activemq import manage
+from delivered.clients.kafka import sasl
+from delivered.clients.kafka.answers import CredentialsRefused, NoCredentials
+from delivered.connectors.activemq import queue
 from delivered.connectors.iceberg import client as iceberg
 from delivered.connectors.pulsar import admin
 from delivered.connectors.pulsar.options import SourceOptions
@@ -72,8 +72,8 @@ def service(answer: bytes, drips: bytes = b"") -> Iterator[Service]:
 
 
 def token(url: str) -> object:
-    tokens._known.clear()
-    return tokens.token_for({f"{OAUTH}token.endpoint.url": url, f"{OAUTH}client.id": "a", f"{OAUTH}client.secret": "b"})
+    sasl._known.clear()
+    return sasl.token_for({f"{OAUTH}token.endpoint.url": url, f"{OAUTH}client.id": "a", f"{OAUTH}client.secret": "b"})
 
 
 def schema(url: str) -> object:
@@ -138,7 +138,7 @@ def test_a_head_that_drips_is_given_up(ask: Callable[[str], object], monkeypatch
 
 @pytest.mark.parametrize("ask", CLIENTS)
 def test_a_body_has_a_bound(ask: Callable[[str], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (tokens, registry, admin):
+    for module in (sasl, registry, admin):
         monkeypatch.setattr(module, "_ANSWER_BYTES_MAX", 1 << 20)
     with service(head("Connection: close") + b" " * (8 << 20)) as made:
         tracemalloc.start()
@@ -235,16 +235,16 @@ def test_json_of_another_shape(name: str) -> None:
     "body", [b"7", b"{}", b"[]", b"[[7]]", b'["{"]', b'["7"]', b'["[]"]', b"[1, 2]", b"[" * 100_000]
 )
 def test_a_management_answer_of_another_shape(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Asked(manage.Management):
+    class Asked(queue.Management):
         def __init__(self, session: object) -> None:
             pass
 
         def _ask(self, headers: dict[str, str], body_sent: str) -> answers.JsonAnswer:
             return answers.JsonAnswer.read(body).only()
 
-    monkeypatch.setattr(manage, "Management", Asked)
+    monkeypatch.setattr(queue, "Management", Asked)
     place: Any = SimpleNamespace(queue="q", place="localhost:61613")
-    (finding,) = manage.findings(SimpleNamespace(is_artemis=True), place, receives=True)  # type: ignore[arg-type]
+    (finding,) = queue.findings(SimpleNamespace(is_artemis=True), place, receives=True)  # type: ignore[arg-type]
     assert finding.code == "ACTIVEMQ_SETTINGS_UNKNOWN"
 
 

@@ -18,10 +18,9 @@ from tests.support.iceberg import NAME, before_commit, others, seen, sink_at, st
 from tests.support.scans import scanned_table
 from tests.support.tables import EVERY_TYPE, EXACT, ROWS, SCOPE, claimed, decision, staged, total
 
-from delivered.connectors.iceberg import CONNECTOR, disk, options
-from delivered.connectors.iceberg.committer import IcebergCommitter
-from delivered.connectors.iceberg.records import Names, Records, ledger_key
+from delivered.connectors.iceberg import CONNECTOR, client, options
 from delivered.connectors.iceberg.sink import IcebergSink
+from delivered.connectors.iceberg.store import IcebergCommitter, Names, Records, ledger_key
 from delivered.engine.context import open_ledger
 from delivered.kits.table import stage
 from delivered.model.errors import BadRecord, Fenced, InvariantBroken, Refused, UsageError
@@ -480,8 +479,8 @@ def test_a_spoiled_record_of_the_ledger_is_told(tmp_path: Path) -> None:
 def test_what_the_catalog_points_to_is_durable_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Local files and their names are synced before the commit; the client itself syncs nothing."""
     synced: set[Path] = set()
-    real = disk.sync
-    monkeypatch.setattr(disk, "sync", lambda paths: (synced.update(paths), real(paths)))
+    real = client.sync
+    monkeypatch.setattr(client, "sync", lambda paths: (synced.update(paths), real(paths)))
     sink = sink_at(tmp_path)
     mine = claimed(sink)
     assert mine.decide(decision(0, staged_in(sink))) == Ok(None)

@@ -13,14 +13,14 @@ import pytest
 from tests.support.certificates import Authority
 from tests.support.token_server import CLIENT, SECRET, TokenServer
 
-from delivered.clients.kafka import jaas, tokens
+from delivered.clients.kafka import jaas, sasl
+from delivered.clients.kafka.answers import CredentialsRefused, NoCredentials
 from delivered.clients.kafka.librdkafka import check_settings
 from delivered.clients.kafka.logins import SETTINGS, check_complete
-from delivered.clients.kafka.outcomes import CredentialsRefused, NoCredentials
 from delivered.clients.kafka.path import SOURCE_SETTINGS, by_arrow
+from delivered.clients.kafka.sasl import token_for
 from delivered.clients.kafka.settings import check_client, client_options
 from delivered.clients.kafka.tls import Tls, build_context, pem
-from delivered.clients.kafka.tokens import token_for
 from delivered.connectors.kafka import CONNECTOR
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
@@ -156,7 +156,7 @@ def server() -> Iterator[TokenServer]:
     made = TokenServer()
     yield made
     made.close()
-    tokens._known.clear()
+    sasl._known.clear()
 
 
 def oidc(server: TokenServer, **more: str) -> dict[str, str]:
@@ -181,7 +181,7 @@ def test_the_lifetime_does_not_depend_on_the_clock(server: TokenServer, monkeypa
     first = token_for(oidc(server))
     now = time.time()
     for hour in (-3600.0, 3600.0):
-        monkeypatch.setattr(tokens.time, "time", lambda at=now + hour: at)
+        monkeypatch.setattr(sasl.time, "time", lambda at=now + hour: at)
         assert token_for(oidc(server)) is first
 
 
@@ -233,7 +233,7 @@ def provided(function: str, config: str) -> dict[str, str]:
 
 
 def test_a_function_gives_tokens() -> None:
-    tokens._known.clear()
+    sasl._known.clear()
     assert token_for(provided("_given", "text")).text == "abc"
     assert token_for(provided("_given", "text")).fresh_until_s <= time.monotonic()  # asked for each connection
     assert token_for(provided("_given", "pair")).left_s > 50

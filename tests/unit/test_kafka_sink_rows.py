@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from delivered.connectors.kafka import CONNECTOR, columns
-from delivered.connectors.kafka.sink_options import producer_config
+from delivered.connectors.kafka.options import producer_config
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.source.columns import HEADER, HEADERS

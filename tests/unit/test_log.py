@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from delivered.connectors.log import CONNECTOR, append
-from delivered.connectors.log import read as reading
+from delivered.connectors.log import source as reading
 from delivered.connectors.log.options import LogOptions
 from delivered.connectors.log.source import LogSource
 from delivered.contract.source import Slice

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delivered.connectors.pulsar.admin import Registered
-from delivered.connectors.pulsar.columns import Rejecting, Rows
+from delivered.connectors.pulsar.columns import Rejecting, Rows, Values
 from delivered.connectors.pulsar.options import SourceOptions
-from delivered.connectors.pulsar.schemas import Values
 from delivered.connectors.pulsar.source import PulsarSource
 from delivered.contract.source import RAW
 from delivered.engine.dead_letters import split_rejected

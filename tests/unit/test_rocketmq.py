@@ -17,14 +17,21 @@ from hypothesis import strategies as st
 
 import delivered
 from delivered.connectors.rocketmq.client import library
-from delivered.connectors.rocketmq.end_journal import EndJournal, State
-from delivered.connectors.rocketmq.half_messages import HalfMessage, HalfMessages, packed, unpacked
-from delivered.connectors.rocketmq.message import content
+from delivered.connectors.rocketmq.committer import EndJournal, State
 from delivered.connectors.rocketmq.options import RocketmqOptions, RocketmqSinkOptions
-from delivered.connectors.rocketmq.publish import BATCH_BYTES_MAX, BATCH_MAX, Message, batches
-from delivered.connectors.rocketmq.receiver import forgetful, renewed
+from delivered.connectors.rocketmq.publish import (
+    BATCH_BYTES_MAX,
+    BATCH_MAX,
+    HalfMessage,
+    HalfMessages,
+    Message,
+    batches,
+    packed,
+    unpacked,
+)
+from delivered.connectors.rocketmq.queue import content, forgetful, renewed
+from delivered.connectors.rocketmq.sink import RocketmqWriter
 from delivered.connectors.rocketmq.topic import joined, parsed
-from delivered.connectors.rocketmq.writer import RocketmqWriter
 from delivered.model.errors import BadRecord, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work

@@ -20,7 +20,7 @@ from tests.support.catalogue.tables import postgres_value
 from tests.support.catalogue.values import BY_NAME, KINDS, NAMES, Kind, canonical
 
 from delivered.connectors.outbox import CONNECTOR
-from delivered.connectors.outbox.server import lsn_text
+from delivered.connectors.outbox.slot import lsn_text
 from delivered.connectors.postgres.types import TYPES
 from delivered.contract.powers import planned
 from delivered.model.errors import BadRecord, UsageError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from delivered.connectors.kafka import CONNECTOR
+from delivered.connectors.kafka.options import SinkOptions
 from delivered.connectors.kafka.sink import KafkaSink
-from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.store import KafkaStore
 from delivered.contract.connector import Made
 from delivered.model.identity import Scope

@@ -8,8 +8,7 @@ from typing import Any
 
 from delivered.connectors.rabbitmq import CONNECTOR
 from delivered.connectors.rabbitmq.options import RabbitmqOptions
-from delivered.connectors.rabbitmq.queue import RabbitmqQueue
-from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
+from delivered.connectors.rabbitmq.queue import RabbitmqQueue, RabbitmqReceiver
 from delivered.contract.connector import Made
 from delivered.contract.queue import MessageBatch
 from delivered.model.outcome import Ok, Outcome

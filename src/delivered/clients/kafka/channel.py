@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from delivered.clients.kafka.answers import complete
-from delivered.clients.kafka.frames import header_bytes
-from delivered.clients.kafka.login import CLIENT_ID, NoAnswer, NotSent, Rejected, Security, authenticate, connected
+from delivered.clients.kafka.answers import NoAnswer, NotSent, Rejected, complete, header_bytes
+from delivered.clients.kafka.login import CLIENT_ID, Security, authenticate, connected
 from delivered.model.limits import KAFKA_RESPONSE_BYTES_MAX
 
 _FRAME = struct.Struct(">ihhi")

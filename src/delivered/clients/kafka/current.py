@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from delivered.clients.kafka.answers import only
-from delivered.clients.kafka.login import NoAnswer
+from delivered.clients.kafka.answers import NoAnswer, only
 
 FATAL = frozenset({47, 48, 49, 90, 105})
 """Error codes that end a transaction, if they are true: invalid epoch, state, or producer id; fenced; id not found."""

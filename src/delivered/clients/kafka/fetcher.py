@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.clients.kafka import protocol
+from delivered.clients.kafka.answers import NoAnswer, varint
 from delivered.clients.kafka.channel import Pending
 from delivered.clients.kafka.errors import explain
-from delivered.clients.kafka.frames import varint
-from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import NoTopic, Wire, name_of
 from delivered.clients.kafka.record_batch import CorruptBatch, Decoded, decode
 from delivered.clients.kafka.rows import Partition

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from delivered.clients.kafka import logins, tls, tokens
+from delivered.clients.kafka import logins, sasl, tls
 from delivered.clients.kafka.errors import config_error
 from delivered.clients.kafka.sasl import mechanism_of
 from delivered.clients.kafka.settings import protocol_of
@@ -76,13 +76,13 @@ def _login(settings: Mapping[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise tls.unusable(str(error)) from None
     if mechanism_of(found, "") == "OAUTHBEARER":
-        found = {n: v for n, v in found.items() if not n.startswith((tokens.PREFIX, "https."))}
+        found = {n: v for n, v in found.items() if not n.startswith((sasl.PREFIX, "https."))}
         found["oauth_cb"] = partial(_token, settings)
     return found
 
 
 def _token(settings: Mapping[str, Any], _: str) -> tuple[str, float, str, dict[str, str]]:
-    token = tokens.token_for(settings)
+    token = sasl.token_for(settings)
     return token.text, time.time() + token.left_s, "", dict(token.extensions)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from delivered.clients.kafka.outcomes import CredentialsRefused, NoAnswer, NoCredentials, NotSent, Rejected
+from delivered.clients.kafka.answers import CredentialsRefused, NoAnswer, NoCredentials, NotSent, Rejected
 from delivered.clients.kafka.sasl import mechanism_of, start_dialog
 from delivered.clients.kafka.settings import PORT, protocol_of
 from delivered.clients.kafka.tls import Tls

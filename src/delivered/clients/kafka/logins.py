@@ -6,9 +6,16 @@ import difflib
 from collections.abc import Mapping
 
 from delivered.clients.kafka import jaas
-from delivered.clients.kafka.sasl import mechanism_of
+from delivered.clients.kafka.sasl import (
+    ENDPOINT,
+    PREFIX,
+    PROVIDER,
+    check_extensions,
+    load_function,
+    mechanism_of,
+    split_extensions,
+)
 from delivered.clients.kafka.tls import VERSIONS
-from delivered.clients.kafka.tokens import ENDPOINT, PREFIX, PROVIDER, check_extensions, load_function, split_extensions
 from delivered.model.addresses import is_loopback, split_url
 from delivered.model.errors import UsageError
 from delivered.model.options import REFERENCES, OptionType, Unfit

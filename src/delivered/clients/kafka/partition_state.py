@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.clients.kafka import protocol
-from delivered.clients.kafka.answers import only
+from delivered.clients.kafka.answers import NoAnswer, only
 from delivered.clients.kafka.channel import Channel, Pending
-from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import NoTopic, Wire, name_of
 from delivered.clients.kafka.rows import Partition, by_topic
 from delivered.model.limits import REQUEST_TIMEOUT_S

@@ -16,10 +16,10 @@ from collections.abc import Callable, Collection, Mapping, Set
 from functools import partial
 from typing import Any, TypeVar
 
-from delivered.clients.kafka.answers import only
+from delivered.clients.kafka.answers import NoAnswer, NotSent, Rejected, only
 from delivered.clients.kafka.channel import Channel, Pending
 from delivered.clients.kafka.current import Confirmation, Leader, leaders_in, left_cluster
-from delivered.clients.kafka.login import NoAnswer, NotSent, Rejected, security, unreachable
+from delivered.clients.kafka.login import security, unreachable
 from delivered.clients.kafka.settings import PORT
 from delivered.model.addresses import parse_addresses
 from delivered.model.errors import MissingExtra

@@ -1,17 +1,284 @@
-"""See `delivered.contract.queue.Queue`."""
+"""A queue of the contract, its receiver, and checks over Artemis' management address."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from delivered.connectors.activemq.client import HEARTBEAT_MS, Session
-from delivered.connectors.activemq.manage import findings
-from delivered.connectors.activemq.options import ActivemqOptions
-from delivered.connectors.activemq.receiver import ActivemqReceiver
+from delivered.connectors.activemq.options import ActivemqOptions, Place
 from delivered.contract.finding import Finding
-from delivered.contract.queue import Receiver
-from delivered.model.errors import DeliveredError
+from delivered.contract.queue import MessageBatch, Receiver
+from delivered.model.answers import JsonAnswer, UnexpectedAnswer
+from delivered.model.errors import DeliveredError, Unreachable, UsageError
+from delivered.model.limits import REQUEST_TIMEOUT_S
+from delivered.model.outcome import Ok, Outcome, Unknown
+from delivered.source.columns import intact, micros
+
+# Checks an Artemis broker's queue over its management address.
+
+_ADDRESS = "activemq.management"
+_ANSWER_S = 5.0
+
+
+class Management:
+    """Management requests. Replies arrive in a temporary queue of this session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._replies = f"delivered.replies.{uuid.uuid4().hex}"  # a second subscription to one name is an error
+        headers = {"subscription-type": "MULTICAST", "receipt": session.receipt()}
+        session.transmit(session.frames.subscribe, self._replies, "replies", headers=headers)
+        session.settle("answer the subscription")
+
+    def attribute(self, resource: str, name: str) -> JsonAnswer:
+        """Null: the resource does not exist."""
+        return self._ask({"_AMQ_ResourceName": resource, "_AMQ_Attribute": name}, "")
+
+    def call(self, resource: str, operation: str, *parameters: str) -> JsonAnswer:
+        """Null: the resource does not exist, or rejected the call."""
+        return self._ask({"_AMQ_ResourceName": resource, "_AMQ_OperationName": operation}, json.dumps(parameters))
+
+    def _ask(self, headers: dict[str, str], body: str) -> JsonAnswer:
+        session = self._session
+        session.frames.auto_content_length = False  # the broker only reads text messages here
+        sent = {**headers, "reply-to": self._replies}
+        session.transmit(session.frames.send, _ADDRESS, body, headers=sent)
+        session.wait(lambda: bool(session.arrived), _ANSWER_S, "answer a management request")
+        answer = session.arrived.popleft()
+        if answer.headers.get("_AMQ_OperationSucceeded") != "true":
+            return JsonAnswer.of(None)
+        return JsonAnswer.read(answer.body or b"[null]").only()
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """
+    Attributes:
+        creates: the broker creates the address's queues on first use.
+        attempts: deliveries of a message.
+        dead_letters: where it goes after them.
+    """
+
+    creates: bool
+    attempts: int
+    dead_letters: str
+    when_full: str
+
+
+def _settings(answer: JsonAnswer) -> _Settings:
+    return _Settings(
+        answer.take("autoCreateQueues", bool, True),
+        answer.take("maxDeliveryAttempts", int, 10),
+        answer.take("deadLetterAddress", str, ""),
+        answer.take("addressFullMessagePolicy", str, ""),
+    )
+
+
+def findings(session: Session, place: Place, receives: bool) -> Iterator[Finding]:
+    """Whether a queue is safe against loss. Nothing for Classic, which has no management over STOMP."""
+    if not session.is_artemis:
+        return
+    try:
+        management = Management(session)
+        address, _, queue = place.queue.partition("::")
+        queue = queue or address
+        durable = management.attribute(f"queue.{queue}", "durable").value(bool, None)
+        kinds = management.attribute(f"address.{address}", "routingTypes").value(list, None)
+        text = management.call("broker", "getAddressSettingsAsJSON", address).value(str, None)
+        settings = _settings(JsonAnswer.read((text or "{}").encode()))
+        readers = management.attribute(f"queue.{queue}", "consumerCount").value(int, None)
+        held = management.attribute(f"queue.{queue}", "deliveringCount").value(int, None)
+    except (DeliveredError, UnexpectedAnswer) as error:
+        detail = error.message if isinstance(error, DeliveredError) else str(error)
+        yield Finding(
+            "ACTIVEMQ_SETTINGS_UNKNOWN",
+            f"ActiveMQ at {place.place} did not return the settings of {place.queue!r}: {detail}",
+            False,
+            "make sure that it is durable and its address has a dead-letter-address; or grant this user `manage`",
+        )
+        if isinstance(error, Unreachable):
+            return
+        return
+    yield from _judge(place.queue, queue, durable, kinds, settings, receives)
+    if receives:
+        yield from held_by_nobody(queue, held, readers)
+
+
+def held_by_nobody(queue: str, held: int | None, readers: int | None) -> Iterator[Finding]:
+    """
+    Args:
+        held: messages in delivery; None: unknown.
+        readers: consumers of the queue; None: unknown.
+    """
+    if held and readers == 0:
+        yield Finding(
+            "MESSAGES_STUCK",
+            f"{queue!r} has {held} messages in delivery but no consumer: Artemis (2.40) may hold the first message of "
+            "a killed receiver until the broker is restarted.",
+            False,
+            "if the number does not fall, restart the broker: the messages are in its journal and are redelivered",
+        )
+
+
+def _judge(
+    name: str, queue: str, durable: bool | None, kinds: list[Any] | None, settings: _Settings, receives: bool
+) -> Iterator[Finding]:
+    if "::" not in name and kinds == ["MULTICAST"]:
+        yield Finding(
+            "QUEUE_IS_TOPIC",
+            f"{name!r} is a topic (multicast), which stores no messages for disconnected consumers.",
+            True,
+            "use a queue of it (address::queue), or an anycast address",
+        )
+    elif durable is None and not settings.creates:
+        yield Finding(
+            "QUEUE_MISSING",
+            f"The queue {queue!r} does not exist, and the broker does not create queues automatically.",
+            True,
+            "create it (anycast, durable), or correct the option queue",
+        )
+    elif durable is None:
+        yield Finding(
+            "QUEUE_NOT_YET",
+            f"The queue {queue!r} does not exist yet; the broker creates it (anycast, durable) on first use.",
+            False,
+        )
+    elif durable is False:
+        yield Finding(
+            "QUEUE_NOT_DURABLE",
+            f"The queue {queue!r} is not durable: it loses its messages when ActiveMQ restarts.",
+            False,
+            "make it durable",
+        )
+    tries = settings.attempts
+    if receives and tries > 0 and not settings.dead_letters:
+        yield Finding(
+            "QUEUE_DROPS",
+            f"{queue!r} has no dead-letter-address, so a message is dropped after {tries} failed deliveries "
+            "(max-delivery-attempts).",
+            True,
+            "set a dead-letter-address for it, or max-delivery-attempts to -1",
+        )
+    if not receives and settings.when_full == "DROP":
+        yield Finding(
+            "QUEUE_DROPS",
+            f"{queue!r} acknowledges messages and drops them when it is full (address-full-policy DROP).",
+            True,
+            "set address-full-policy to PAGE, BLOCK or FAIL",
+        )
+
+
+# Receives messages: one connection, one subscription, individual acknowledgements, a bounded window.
+
+_SUBSCRIPTION = "delivered"
+_FRAME = frozenset(
+    {
+        *("subscription", "message-id", "ack", "destination", "content-length", "redelivered", "expires", "priority"),
+        *("persistent", "timestamp", "destination-type", "ingress-timestamp", "JMSXUserID", "receipt"),
+    }
+)
+"""Headers of the frame and the broker, which are not part of the message."""
+
+
+_DIGITS_MAX = 19
+"""Of a time: a Java long."""
+
+
+class ActivemqReceiver:
+    """Handles are (number of the connection, id for ACK), valid only on that connection."""
+
+    def __init__(self, options: ActivemqOptions) -> None:
+        self._options = options
+        self._number = 0
+        self._session = self._open()
+        # Of two headers of one name the client keeps the first. Artemis writes its own ack, which is the message's id,
+        # after a sender's header of that name.
+        self._handle = "message-id" if self._session.is_artemis else "ack"
+
+    def receive(self, count_max: int, wait_s: float) -> MessageBatch:
+        session = self._session
+        with session.changed:
+            session.changed.wait_for(lambda: session.failed is not None or bool(count_max and session.arrived), wait_s)
+            failed = session.failed
+            messages = [session.arrived.popleft() for _ in range(min(count_max, len(session.arrived)))]
+        if failed is not None:  # these messages are redelivered, and cannot be acknowledged here
+            if isinstance(failed, UsageError | Unreachable):
+                raise failed
+            raise Unreachable("ACTIVEMQ_UNREACHABLE", failed.message, failed.next_step)
+        return self._message_batch(messages)
+
+    def acknowledge(self, handles: Sequence[Any]) -> Outcome[int]:
+        """Ok: the broker confirmed the last acknowledgement; it processes them in order."""
+        session = self._session
+        own = [name for number, name in handles if number == self._number]
+        try:
+            for name in own[:-1]:
+                session.transmit(session.frames.ack, name)
+            if own:
+                receipt = session.receipt()
+                session.transmit(session.frames.ack, own[-1], receipt=receipt)
+                session.wait(lambda: receipt not in session.unconfirmed, REQUEST_TIMEOUT_S, "answer an acknowledgement")
+        except DeliveredError as error:
+            return Unknown(error.message)
+        if len(own) < len(handles):
+            return Unknown(f"{len(handles) - len(own)} messages were requeued when their connection was lost")
+        return Ok(len(handles))
+
+    def give_back(self, handles: Sequence[Any]) -> None:
+        """Requeue all messages by closing the connection: Artemis treats NACK as ACK, which deletes the message."""
+        if any(number == self._number for number, _ in handles):
+            self._session.close()
+            self._session = self._open()
+
+    def close(self) -> None:
+        self._session.close()
+
+    def _open(self) -> Session:
+        options = self._options
+        session = Session(options)
+        self._number += 1
+        headers = {
+            "consumer-window-size": str(options.prefetch_bytes),
+            # If this creates the address, it must be a queue, not a topic.
+            **({} if "::" in options.queue else {"subscription-type": "ANYCAST"}),
+            "receipt": session.receipt(),
+        }
+        try:
+            subscribe = session.frames.subscribe
+            session.transmit(subscribe, options.queue, _SUBSCRIPTION, ack="client-individual", headers=headers)
+            session.settle("answer the subscription")
+        except DeliveredError:
+            session.close()
+            raise
+        return session
+
+    def _message_batch(self, messages: Sequence[Any]) -> MessageBatch:
+        """Column by column: this dominates a receiver's CPU time per message."""
+        number, options = self._number, self._options
+        headers = [frame.headers for frame in messages]
+        id_header, key_header = options.id_header, options.key_header
+        return MessageBatch(
+            ids=[None if id_header is None else intact(h.get(id_header)) for h in headers],
+            keys=[None if key_header is None or (k := h.get(key_header)) is None else k.encode() for h in headers],
+            values=[frame.body for frame in messages],
+            headers=[[(n, v.encode()) for n, v in h.items() if n not in _FRAME] for h in headers],
+            times_us=[_time_us(h.get("timestamp")) for h in headers],
+            handles=[(number, h[self._handle]) for h in headers],
+        )
+
+
+def _time_us(text: str | None) -> int | None:
+    """None: not set, or no number of milliseconds."""
+    if text is None or len(text) > _DIGITS_MAX or not text.isdecimal():
+        return None
+    return micros(int(text), 1_000) or None
+
+
+# See `delivered.contract.queue.Queue`.
 
 
 @dataclass(frozen=True)

@@ -2,24 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from delivered.connectors.activemq.client import Session
-from delivered.connectors.activemq.manage import findings
 from delivered.connectors.activemq.options import DUPLICATE_ID, ActivemqSinkOptions
-from delivered.connectors.activemq.writer import ActivemqWriter
+from delivered.connectors.activemq.queue import findings
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan
-from delivered.kits.queue.columns import COLUMNS, check_names, check_types
+from delivered.kits.queue.columns import COLUMNS, check_names, check_types, column, text
 from delivered.kits.queue.sink import MessageSink, sends
+from delivered.kits.queue.writer import SendingWriter
 from delivered.ledger.store import Ledgers
 from delivered.model.capability import SinkCapability
-from delivered.model.errors import Refused
+from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Refused, Unreachable
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
+from delivered.model.limits import REQUEST_TIMEOUT_S
+from delivered.model.message_limits import check_lengths
+
+# Executor side: rows to messages, many in flight. A receipt means that the broker has the message on disk.
+
+IN_FLIGHT_MAX = 2_000
+"""Unconfirmed messages per task."""
+
+
+@dataclass(frozen=True)
+class Message:
+    body: bytes
+    headers: dict[str, str]
+
+
+class Publisher:
+    """One connection. Any ERROR frame ends it, whichever message it refers to."""
+
+    def __init__(self, options: ActivemqSinkOptions) -> None:
+        self._queue = options.queue
+        self._session = Session(options)
+
+    @property
+    def unconfirmed(self) -> int:
+        """Number of messages sent but not confirmed."""
+        return len(self._session.unconfirmed)
+
+    def send(self, messages: Sequence[Message]) -> None:
+        """Send messages; blocks while too many are in flight. Raises if one was rejected."""
+        session = self._session
+        try:
+            for message in messages:
+                if len(session.unconfirmed) >= IN_FLIGHT_MAX:
+                    self._wait(IN_FLIGHT_MAX // 2)
+                headers = {**message.headers, "receipt": session.receipt()}
+                session.transmit(session.frames.send, self._queue, message.body, headers=headers)
+        except Unreachable as error:
+            raise self._unknown(error) from error
+
+    def flush(self) -> None:
+        """Wait until every message is confirmed. Raises if one was rejected, or its outcome is unknown."""
+        try:
+            self._wait(0)
+        except Unreachable as error:
+            raise self._unknown(error) from error
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._session.close()
+
+    def _wait(self, left: int) -> None:
+        unconfirmed = self._session.unconfirmed
+        self._session.wait(lambda: len(unconfirmed) <= left, REQUEST_TIMEOUT_S, "confirm messages")
+
+    def _unknown(self, error: DeliveredError) -> OutcomeUnknown:
+        return OutcomeUnknown(
+            "ACTIVEMQ_UNCONFIRMED",
+            f"{self.unconfirmed} messages were sent but not confirmed: {error.message}",
+            next_step="start again once the server responds; the batch is handled as its guarantee requires",
+        )
+
+
+class ActivemqWriter(SendingWriter[ActivemqSinkOptions, Message]):
+    def _connect(self) -> Publisher:
+        return Publisher(self._options)
+
+    def _messages(self, rows: pa.RecordBatch) -> list[Message]:
+        options = self._options
+        columns = (column(rows, name, pa.binary()) for name in ("value", "message_id", "key"))
+        kind = {} if "::" in options.queue else {"destination-type": "ANYCAST"}
+        messages = []
+        for value, chosen, key in zip(*columns, strict=True):
+            own = self._next_id()
+            message_id = own if chosen is None else text(chosen, "column 'message_id'")
+            check_lengths("activemq", key=key, message_id=message_id, value=value)
+            check_header(key=key, message_id=message_id)
+            headers = {**kind, "persistent": "true", options.id_header: message_id}
+            if options.key_header is not None and key is not None:
+                headers[options.key_header] = text(key, "column 'key'")
+            # With a length, even 0, it is a bytes message: NUL truncates a text message.
+            content = value or b""
+            headers["content-length"] = str(len(content))
+            messages.append(Message(content, headers))
+        return messages
+
+
+def check_header(**columns: str | bytes | None) -> None:
+    """
+    Raises:
+        BadRecord: a value has a zero byte, which ends a STOMP frame and cannot be escaped.
+    """
+    for name, value in columns.items():
+        if value is not None and ("\0" in value if isinstance(value, str) else 0 in value):
+            raise BadRecord(
+                "ZERO_BYTE",
+                f"A row has {value!r:.80} in column {name!r}; STOMP's headers cannot hold a zero byte.",
+                next_step="encode the column, for example with hex or base64",
+            )
+
 
 _DROPS = (
     "Artemis drops a duplicate while its id is among the newest of its address (id-cache-size, 20,000 by default); "

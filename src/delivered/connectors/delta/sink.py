@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.connectors.delta.options import DeltaOptions
-from delivered.connectors.delta.partition import unstorable_parts
-from delivered.connectors.delta.target import TYPES
+from delivered.connectors.delta.target import TYPES, unstorable_parts
 from delivered.kits.sink import Parts
 from delivered.kits.table.sink import FileTableSink
 from delivered.model.capability import Commit, SinkCapability
@@ -27,9 +26,9 @@ class DeltaSink(FileTableSink):
         ready="target:ready",
         writer="writer:writer",
         trial="trial:DeltaTrial",
-        scan="read:DeltaScan",
+        scan="target:DeltaScan",
         store="store:DeltaStore",
-        committer="committer:DeltaCommitter",
+        committer="store:DeltaCommitter",
     )
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:

@@ -1,47 +1,350 @@
-"""The ledger in the table's own log: one commit adds a batch's files and its decision.
-
-Claims and decisions are commits that set the application transaction `owner`. Concurrent commits that set the same id
-conflict, so a decision in flight never commits after a later claim.
-"""
+"""The ledger in the table's own log: one commit adds a batch's files and its decision; records lie next to the log."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from delivered.connectors.delta.client import Store, explained, open_table, require_table, sync_versions
-from delivered.connectors.delta.commit import (
+from delivered.connectors.delta.client import (
     CHECKPOINT_VERSIONS,
     OVERTAKEN,
     RETRIES_MAX,
     DataFile,
     StagedFiles,
+    Store,
     TableChange,
     commit,
+    explained,
+    open_table,
+    require_table,
+    sync_versions,
     tidy,
 )
 from delivered.connectors.delta.options import DeltaOptions
-from delivered.connectors.delta.partition import text
-from delivered.connectors.delta.read import active_files, whole
-from delivered.connectors.delta.records import Names, Record, Records, claim_of, digest, ledger_key, next_claim
-from delivered.connectors.delta.target import TYPES, required, same_columns, table_schema
+from delivered.connectors.delta.target import TYPES, active_files, required, same_columns, table_schema, text, whole
 from delivered.connectors.delta.writer import DeltaFiles
+from delivered.contract.sink import Committer
 from delivered.kits.sql.merge import stored as kept
 from delivered.kits.table import stage
+from delivered.kits.table.archive import ArchiveFiles
 from delivered.kits.table.merge import BATCH_ROWS, Effect, one_of_each, staged_rows, upsert
 from delivered.ledger.ledger import by_time, outdated, state_of
 from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError, InvariantBroken
-from delivered.model.identity import OtherLedger, Scope, Work, named_first
+from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, OWNERS_REMEMBERED
-from delivered.model.outcome import Failed, Ok, Outcome
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
 from delivered.model.work import Begun, Decision, LedgerState, Owner
+
+# The ledger's records, in files next to the log. The log's application transactions show which are valid.
+#
+#     _delivered/p-<pipeline>/s-<sink>/owner/<claim>.json
+#                                      decided/<incarnation>/<batch>-<hash>.json
+#                                      begun/<incarnation>/<hash>.json
+#                                      archive/<hash>.bin
+#
+#     application transaction                          version
+#     delivered/<pipeline>/<sink>/owner                the newest claim: its count, and 32 random bits
+#     delivered/<pipeline>/<sink>/batch/<incarnation>  the newest decided batch
+#     delivered/<pipeline>/<sink>/record/<incarnation> the hash of its record
+#     delivered/<pipeline>/<sink>/begun/<incarnation>  the hash of the record of the newest begun batch
+#
+# A file is written before the commit that points to it, so unreferenced files never count. Vacuum and readers ignore
+# folders whose names start with `_`. Each decision contains the hash of the previous one: a chain. Old incarnations
+# leave an entry in the archive; the log keeps their application transactions permanently.
+
+T = TypeVar("T")
+_CLAIM_BITS = 32
+
+
+@dataclass(frozen=True)
+class Names:
+    """Application transactions and folders of one pipeline and sink."""
+
+    scope: Scope
+
+    @property
+    def _base(self) -> str:
+        return f"delivered/{self.scope.pipeline}/{self.scope.sink}"
+
+    @property
+    def folder(self) -> str:
+        return f"_delivered/p-{self.scope.pipeline}/s-{self.scope.sink}"
+
+    @property
+    def owner(self) -> str:
+        return f"{self._base}/owner"
+
+    @property
+    def owner_folder(self) -> str:
+        return f"{self.folder}/owner"
+
+    def batch(self, incarnation: str) -> str:
+        return f"{self._base}/batch/{incarnation}"
+
+    def record(self, incarnation: str) -> str:
+        return f"{self._base}/record/{incarnation}"
+
+    def begun(self, incarnation: str) -> str:
+        return f"{self._base}/begun/{incarnation}"
+
+    def owner_file(self, claim: int) -> str:
+        return f"{self.owner_folder}/{claim}.json"
+
+    def decided_folder(self, incarnation: str) -> str:
+        return f"{self.folder}/decided/{incarnation}"
+
+    def decided_file(self, incarnation: str, batch: int, digest: int) -> str:
+        return f"{self.decided_folder(incarnation)}/{batch}-{digest}.json"
+
+    def begun_folder(self, incarnation: str) -> str:
+        return f"{self.folder}/begun/{incarnation}"
+
+    def begun_file(self, incarnation: str, digest: int) -> str:
+        return f"{self.begun_folder(incarnation)}/{digest}.json"
+
+
+def ledger_key(options: DeltaOptions, scope: Scope) -> tuple[str, ...]:
+    """Identifies a ledger in this process."""
+    return ("delta", options.path, scope.pipeline, scope.sink)
+
+
+def next_claim(claim: int) -> int:
+    """A unique number that increases with every claim, even among concurrent drivers."""
+    return ((claim >> _CLAIM_BITS) + 1) << _CLAIM_BITS | secrets.randbits(_CLAIM_BITS)
+
+
+def claim_of(owner_file: str) -> int:
+    """The claim in a file name; 0: not such a file."""
+    digits = owner_file.rpartition("/")[2].removesuffix(".json")
+    return int(digits) if digits.isdigit() else 0
+
+
+@dataclass(frozen=True)
+class Record:
+    """A stored decision.
+
+    Attributes:
+        text: the decision's JSON.
+        previous: (batch, hash) of the previous decision, if any.
+        writer: of the committed files, if they are not the staged ones.
+    """
+
+    text: str
+    previous: tuple[int, int] | None
+    writer: str = ""
+
+    def encode(self) -> bytes:
+        data = {"decision": self.text, "previous": self.previous, **({"writer": self.writer} if self.writer else {})}
+        return json.dumps(data, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Record:
+        found = json.loads(data)
+        previous = found["previous"]
+        before = None if previous is None else (int(previous[0]), int(previous[1]))
+        return cls(found["decision"], before, found.get("writer", ""))
+
+    @property
+    def decision(self) -> Decision:
+        return Decision.from_json(self.text)
+
+
+def digest(data: bytes) -> int:
+    """63 bits, to fit an application transaction's version; never 0."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1 or 1
+
+
+class Records:
+    """Reads the records that the log points to. Files never change, so they are cached."""
+
+    def __init__(self, store: Store, scope: Scope) -> None:
+        self.store = store
+        self.names = Names(scope)
+        self._kept: dict[str, bytes] = {}
+
+    def owner(self, table: Any) -> tuple[Owner | None, int]:
+        """The last owner and its claim; 0: none."""
+        claim = table.transaction_version(self.names.owner)
+        if claim is None:
+            return None, 0
+        return Owner.from_json(self._read(self.names.owner_file(claim)))[0], claim
+
+    def newest(self, table: Any, incarnation: str) -> tuple[int, int] | None:
+        """(batch, hash) of the newest decision."""
+        batch = table.transaction_version(self.names.batch(incarnation))
+        found = table.transaction_version(self.names.record(incarnation))
+        return None if batch is None or found is None else (batch, found)
+
+    def decided(self, incarnation: str, at: tuple[int, int]) -> Record:
+        return Record.decode(self._read(self.names.decided_file(incarnation, *at), at[1]))
+
+    def last(self, table: Any, incarnation: str) -> Decision | None:
+        at = self.newest(table, incarnation)
+        return None if at is None else self.decided(incarnation, at).decision
+
+    def begun(self, table: Any, incarnation: str) -> Begun | None:
+        found = table.transaction_version(self.names.begun(incarnation))
+        if found is None:
+            return None
+        return Begun.from_json(self._read(self.names.begun_file(incarnation, found), found))
+
+    def of(self, table: Any, incarnation: str) -> tuple[Decision | None, Begun | None]:
+        """Newest decision and begun batch of an incarnation; neither if it is archived and its records deleted, even if
+        the log still points to them."""
+        last = self._unless_archived(self.last, table, incarnation)
+        return last, self._unless_archived(self.begun, table, incarnation)
+
+    def _unless_archived(self, read: Callable[[Any, str], T | None], table: Any, incarnation: str) -> T | None:
+        try:
+            return read(table, incarnation)
+        except InvariantBroken:
+            if self.archive.read().find(incarnation) is None:
+                raise
+            return None
+
+    def chain(self, table: Any, incarnation: str) -> Iterator[Decision]:
+        """Newest first, as far back as records are kept."""
+        at = self.newest(table, incarnation)
+        while at is not None:
+            data = self.store.get(self.names.decided_file(incarnation, *at))
+            if data is None:
+                return
+            record = Record.decode(data)
+            yield record.decision
+            at = record.previous
+
+    def positions(self, table: Any, incarnation: str, batch: int) -> Iterator[tuple[int, int]]:
+        """(batch, hash) of the decisions from the newest back to `batch`."""
+        at = self.newest(table, incarnation)
+        while at is not None and at[0] >= batch:
+            yield at
+            at = self.decided(incarnation, at).previous
+
+    def incarnations(self) -> list[str]:
+        """Those with a decision or a begun batch: empty folders remain."""
+        folders = [f"{self.names.folder}/{kind}/" for kind in ("decided", "begun")]
+        return sorted({n.removeprefix(f).partition("/")[0] for f in folders for n in self.store.files(f.rstrip("/"))})
+
+    @property
+    def archive(self) -> ArchiveFiles:
+        return ArchiveFiles(self.store, f"{self.names.folder}/archive")
+
+    def _read(self, name: str, expected: int | None = None) -> bytes:
+        data = self._kept.get(name) or self.store.get(name)
+        if data is None or (expected is not None and digest(data) != expected):
+            raise InvariantBroken(
+                "LEDGER_RECORD_MISSING",
+                f"The table's log points to the ledger's record {name!r}, which is "
+                f"{'missing' if data is None else 'corrupt'}. Without it, the last batch is unknown.",
+                next_step="restore the table and its folder _delivered together from a backup",
+            )
+        if len(self._kept) > 16:
+            self._kept.clear()
+        self._kept[name] = data
+        return data
+
+
+# Aborts staged files. Their rows become visible with the decision.
+
+
+class DeltaCommitter(Committer):
+    """See `delivered.contract.sink.Committer`."""
+
+    def __init__(self, options: DeltaOptions, scope: Scope) -> None:
+        self._options = options
+        self._scope = scope
+        self._opened: Store | None = None
+
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        """The decision has already made the rows visible."""
+        del work, prepared
+        return Ok(None)
+
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - a batch is one commit
+        table = open_table(self._options)
+        if table is None:
+            return False
+        with explained(self._options):
+            newest = Records(self._store, work.scope).newest(table, work.scope.incarnation)
+        return newest is not None and newest[0] >= work.batch
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        if not prepared.handle:
+            return Ok(None)
+        try:
+            with explained(self._options):
+                self._undecided.remove(f.path for f in StagedFiles.of(prepared).files)
+        except DeliveredError as error:
+            return Unknown(str(error))
+        return Ok(None)
+
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        try:
+            with explained(self._options):
+                return Ok(self._undecided.abort_orphans({writer for p in keep for writer in _writers(p)}))
+        except DeliveredError as error:
+            return Unknown(str(error))
+
+    def targets(self) -> dict[str, Target]:
+        """The table's id. See `delivered.contract.sink.Committer`."""
+        table = open_table(self._options)
+        if table is None:
+            return {}
+        return {self._scope.sink: Target(f"table {self._options.path}", str(table.metadata().id))}
+
+    def close(self) -> None:
+        self._opened = None
+
+    @property
+    def _store(self) -> Store:
+        if self._opened is None:
+            self._opened = Store(self._options)
+        return self._opened
+
+    @property
+    def _undecided(self) -> stage.Undecided:
+        return stage.Undecided(
+            self._store, self._scope, ledger_key(self._options, self._scope), self._decided, self._claim
+        )
+
+    def _claim(self) -> int | None:
+        table = open_table(self._options)
+        return None if table is None else Records(self._store, self._scope).owner(table)[1] or None
+
+    def _decided(self, incarnation: str) -> tuple[int | None, set[str]]:
+        """The newest decided batch, and the writers whose files it names."""
+        table = open_table(self._options)
+        records = Records(self._store, self._scope)
+        newest = None if table is None else records.newest(table, incarnation)
+        if newest is None:
+            return None, set()
+        try:
+            record = records.decided(incarnation, newest)
+        except InvariantBroken:  # archived: nothing is open
+            return newest[0] + 1, set()
+        if self._options.write.upserts:  # the staged files themselves are not in the table
+            return newest[0], {record.writer} - {""}
+        return newest[0], {writer for p in record.decision.of(self._scope.sink) for writer in _writers(p)}
+
+
+def _writers(prepared: Prepared) -> set[str]:
+    return {stage.writer_of(f.path) for f in StagedFiles.of(prepared).files} if prepared.handle else set()
+
+
+# The ledger in the table's own log: one commit adds a batch's files and its decision.
+#
+# Claims and decisions are commits that set the application transaction `owner`. Concurrent commits that set the same id
+# conflict, so a decision in flight never commits after a later claim.
 
 
 def effect(options: DeltaOptions, table: Any, store: Store, work: Work, shards: Sequence[Sequence[DataFile]]) -> Effect:

@@ -2,22 +2,86 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote, unquote
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from delivered.connectors.delta.client import Store, delta, explained, open_table, require_table, sync_versions
-from delivered.connectors.delta.commit import RETRIES_MAX, DataFile
+from delivered.connectors.delta.client import (
+    RETRIES_MAX,
+    DataFile,
+    Store,
+    delta,
+    explained,
+    open_table,
+    require_table,
+    sync_versions,
+)
 from delivered.connectors.delta.options import DeltaOptions
+from delivered.contract.source import Offsets, Slice
 from delivered.kits.table import target
 from delivered.kits.table.columns import TableTypes, canonical
+from delivered.kits.table.store import packed
 from delivered.model.capability import APPEND
 from delivered.model.errors import BadRecord, Refused, UsageError
-from delivered.model.ranges import RANGES
+from delivered.model.ranges import RANGES, because, unstorable
+
+# Partition values: as text in the table's log, and as folders.
+
+NULL = "__HIVE_DEFAULT_PARTITION__"
+FOLDER_BYTES_MAX = 200
+"""Of one folder's name: file systems allow 255, object stores about 1,000 for the complete path."""
+
+Part = tuple[tuple[str, str | None], ...]
+"""Partition columns with their values, as in the log."""
+
+
+def unstorable_parts(names: Sequence[str], batch: pa.RecordBatch) -> pa.Array | None:
+    """The reason for each row whose partition values the log cannot hold; None: there are none.
+
+    Args:
+        names: partition columns; the rows may lack some.
+    """
+    names = [n for n in names if n in batch.schema.names]
+    reasons = unstorable(RANGES["delta partition"], batch.select(names))
+    for name in names:
+        column = batch.column(name)
+        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            why = f"column {name!r}: an empty text in a partition column, which Delta would read back as null"
+            reasons = because(reasons, pc.equal(column, ""), why)
+    return reasons
+
+
+def folder_of(part: Part) -> str:
+    """`day=2024-05-01/`, in Hive style. Readers use the log, not this name, so a long one is shortened."""
+    return "".join(
+        f"{_short(f'{quote(k, safe=str())}={NULL if v is None else quote(v, safe=str())}')}/" for k, v in part
+    )
+
+
+def _short(name: str) -> str:
+    if len(name) <= FOLDER_BYTES_MAX:
+        return name
+    return f"{name[:100].rstrip('%')}-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"
+
+
+def text(value: Any) -> str | None:
+    """A partition value, as in the log."""
+    if value is None:
+        return None
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dt.datetime) and value.tzinfo is None:
+        return value.isoformat(" ", "microseconds")  # with a T, the client can no longer open the table
+    return value.isoformat() if isinstance(value, dt.date) else str(value)
+
 
 _FEATURES = frozenset(
     {
@@ -249,3 +313,85 @@ def _add_columns(options: DeltaOptions, table: Any, missing: list[pa.Field]) -> 
             if any(f.name not in table_schema(now).names for f in missing):
                 raise
         sync_versions(options, before + 1, require_table(options).version())
+
+
+# A scan of all rows of the table.
+
+BATCH_ROWS = 65_536
+
+
+@dataclass(frozen=True)
+class DeltaScan:
+    """See `delivered.contract.sink.BoundedScan`. Reads the newest version, which must not be vacuumed meanwhile."""
+
+    options: DeltaOptions
+
+    def schema(self) -> pa.Schema:
+        return table_schema(require_table(self.options))
+
+    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
+        """Args: since: {"version": v}: excludes the files of this version; files compacted later count as new.
+
+        Raises:
+            UsageError: the table has deletion vectors.
+        """
+        table, before = require_table(self.options), int((since or {}).get("version", -1))
+        known: set[str] = set()
+        if before >= 0:
+            known = {file["path"] for file in active_files(self.options, require_table(self.options, before))}
+        fresh = [file for file in active_files(self.options, table) if file["path"] not in known]
+        schema = table_schema(table).serialize().to_pybytes()
+        return [Slice({"files": group, "schema": schema}) for group in packed(fresh, lambda file: int(file["size"]))]
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        import pyarrow.parquet as pq
+
+        schema = pa.ipc.read_schema(pa.py_buffer(piece.data["schema"]))
+        with explained(self.options):
+            store = Store(self.options)
+            for file in piece.data["files"]:
+                with store.fs.open_input_file(file["path"]) as source:
+                    for batch in pq.ParquetFile(source, pre_buffer=False).iter_batches(BATCH_ROWS, use_threads=False):
+                        yield whole(batch, schema, file["partition"])
+
+
+def active_files(options: DeltaOptions, table: Any) -> list[dict[str, Any]]:
+    """Path, size, partition and statistics of every file of the opened table.
+
+    Raises:
+        UsageError: the table has deletion vectors.
+    """
+    with explained(options):
+        if pa.table(table.deletion_vectors()).num_rows:
+            raise UsageError(
+                "TABLE_HAS_DELETIONS",
+                f"The table at {options.path!r} has deletion vectors, which are not supported.",
+                next_step="run REORG TABLE ... APPLY (PURGE) on it, or audit an earlier version",
+            )
+        partitions = table.metadata().partition_columns
+        found = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+    return [
+        {
+            "path": unquote(row["path"]),
+            "size": int(row["size_bytes"]),
+            "partition": {name: row[f"partition.{name}"] for name in partitions},
+            "min": {name.removeprefix("min."): v for name, v in row.items() if name.startswith("min.")},
+            "max": {name.removeprefix("max."): v for name, v in row.items() if name.startswith("max.")},
+        }
+        for row in sorted(found, key=lambda row: str(row["path"]))
+    ]
+
+
+def whole(batch: pa.RecordBatch, schema: pa.Schema, partition: dict[str, Any]) -> pa.RecordBatch:
+    """A file's rows with the table's columns; columns that the file lacks are null."""
+    arrays = []
+    for field in schema:
+        if field.name in partition:
+            value = partition[field.name]
+            arrays.append(pa.repeat(pa.scalar(value, field.type), batch.num_rows))
+        elif field.name in batch.schema.names:
+            column = batch.column(field.name)
+            arrays.append(column if column.type.equals(field.type) else column.cast(field.type))
+        else:
+            arrays.append(pa.nulls(batch.num_rows, field.type))
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema([(f.name, f.type) for f in schema]))

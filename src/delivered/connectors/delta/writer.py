@@ -19,12 +19,18 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.delta.client import Store, explained, require_table
-from delivered.connectors.delta.commit import DataFile, StagedFiles, TableChange, commit
+from delivered.connectors.delta.client import (
+    DataFile,
+    StagedFiles,
+    Store,
+    TableChange,
+    commit,
+    explained,
+    require_table,
+)
 from delivered.connectors.delta.options import DeltaOptions
-from delivered.connectors.delta.partition import Part, folder_of, text, unstorable_parts
 from delivered.connectors.delta.required import Required
-from delivered.connectors.delta.target import TYPES, required, same_columns
+from delivered.connectors.delta.target import TYPES, Part, folder_of, required, same_columns, text, unstorable_parts
 from delivered.contract.sink import Writer
 from delivered.kits.sql.merge import check_rows
 from delivered.kits.table import stage

@@ -1,13 +1,20 @@
-"""Options of `delivered_files`."""
+"""Options of `delivered_files`, and the layout of a sink's folder."""
 
 from __future__ import annotations
 
+import shutil
+import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
 from delivered.kits.options import PATH, sink_name
-from delivered.model.errors import Refused
+from delivered.model.errors import DeliveredError, Refused
+from delivered.model.identity import Scope
 from delivered.model.options import Options, choice, option
+from delivered.model.prepared import Handle
 from delivered.model.ranges import RANGES, Range
+
+# Options of `delivered_files`.
 
 FORMATS = ("parquet", "json", "csv")
 
@@ -47,3 +54,97 @@ class FilesOptions(Options, owner="delivered_files sink"):
     def sink_name(self) -> str:
         """The folder's name. Each folder has its own ledger, whatever the name."""
         return sink_name(self.folder.name)
+
+
+# The layout of a sink's folder.
+#
+#     batch=<incarnation>-<batch>/<shard>.<format>        a decided batch, with its record `_decision.json`
+#     batch=<incarnation>-<batch>.<shard>-<nonce>/        a shard under at_least_once or at_most_once
+#     _delivered/schema.arrow                             columns and types of all files
+#     _delivered/identity                                 identifies this folder: a recreated one has another
+#     _delivered/p-<pipeline>/s-<sink>/owner/<epoch>.json
+#                                      claims/<epoch>-<nonce>/     where a claim assembles its decisions
+#                                      staged/<incarnation>/<batch>-<shard>-<attempt>-<nonce>.staged
+#                                      decided/<incarnation>/<batch>.json
+#                                      begun/<incarnation>.json
+#                                      archive/<hash>.bin          entries of old incarnations
+#
+# Readers ignore names that start with `_` or `.`; Spark shows `batch` as a column.
+
+RECORD = "_decision.json"
+
+
+@dataclass(frozen=True)
+class StagedFile(Handle):
+    """
+    Attributes:
+        file: its name, without its folder.
+    """
+
+    file: str
+    bytes: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Places:
+    """Paths of one pipeline and sink."""
+
+    options: FilesOptions
+    scope: Scope
+
+    @property
+    def root(self) -> Path:
+        # The prefix keeps a pipeline named ".." inside.
+        return self.options.folder / "_delivered" / f"p-{self.scope.pipeline}" / f"s-{self.scope.sink}"
+
+    def batch(self, incarnation: str, batch: int) -> Path:
+        return self.options.folder / f"batch={incarnation}-{batch:010d}"
+
+    def shard(self, incarnation: str, batch: int, shard: int) -> Path:
+        return self.options.folder / f"batch={incarnation}-{batch:010d}.{shard}-{uuid.uuid4().hex}"
+
+    def staged(self, incarnation: str) -> Path:
+        return self.root / "staged" / incarnation
+
+    def decided(self, incarnation: str) -> Path:
+        return self.root / "decided" / incarnation
+
+    def begun(self, incarnation: str) -> Path:
+        return self.root / "begun" / f"{incarnation}.json"
+
+
+def schema_file(options: FilesOptions) -> Path:
+    return options.folder / "_delivered" / "schema.arrow"
+
+
+def identity_file(options: FilesOptions) -> Path:
+    return options.folder / "_delivered" / "identity"
+
+
+def numbered(folder: Path) -> dict[int, Path]:
+    """Files or folders in `folder` by the number that their names start with."""
+    if not folder.is_dir():
+        return {}
+    found = {}
+    for path in folder.iterdir():
+        digits = path.name.partition(".")[0].partition("-")[0]
+        if digits.isdigit():
+            found[int(digits)] = path
+    return found
+
+
+def take_away(path: Path) -> None:
+    """Delete a folder or file if it exists. The next claim finds what could not be deleted."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def failed(options: FilesOptions, error: OSError) -> DeliveredError:
+    return DeliveredError(
+        "FOLDER_STORAGE",
+        f"Files in {options.path!r} cannot be read or written: {error}.",
+        next_step="free disk space, or grant write permission; then start again: the batch runs again",
+    )

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from delivered.connectors.files.disk import failed, identity_file, schema_file
-from delivered.connectors.files.formats import TYPES, check, encoder
-from delivered.connectors.files.options import FilesOptions
-from delivered.connectors.files.read import stored_schema
+from delivered.connectors.files.formats import TYPES, check, encoder, stored_schema
+from delivered.connectors.files.options import FilesOptions, failed, identity_file, schema_file
 from delivered.contract.finding import Finding
 from delivered.kits.sink import Parts, StoreSink
 from delivered.kits.table.durable import make_folder, put, put_first
@@ -31,9 +29,9 @@ class FilesSink(StoreSink):
     parts = Parts(
         __package__,
         writer="writer:writer",
-        scan="read:FolderScan",
+        scan="formats:FolderScan",
         store="store:FilesStore",
-        committer="committer:FilesCommitter",
+        committer="store:FilesCommitter",
     )
 
     def capability(self) -> SinkCapability:

@@ -15,8 +15,17 @@ from pathlib import Path
 
 from pyarrow import fs
 
-from delivered.connectors.files.disk import RECORD, Places, StagedFile, failed, numbered, take_away
-from delivered.connectors.files.options import FilesOptions
+from delivered.connectors.files.options import (
+    RECORD,
+    FilesOptions,
+    Places,
+    StagedFile,
+    failed,
+    identity_file,
+    numbered,
+    take_away,
+)
+from delivered.contract.sink import Committer
 from delivered.kits.table import stage
 from delivered.kits.table.archive import ArchiveFiles
 from delivered.kits.table.durable import make_folder, put, sync, write_new
@@ -24,11 +33,68 @@ from delivered.kits.table.store import Store
 from delivered.ledger.ledger import by_time, outdated, state_of
 from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError
-from delivered.model.identity import OtherLedger, Scope, named_first
+from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
 from delivered.model.work import Begun, Decision, LedgerState, Owner
+
+# Aborts staged files. Their rows become visible with the decision.
+
+
+class FilesCommitter(Committer):
+    """See `delivered.contract.sink.Committer`."""
+
+    def __init__(self, options: FilesOptions, scope: Scope) -> None:
+        self._places = Places(options, scope)
+
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        """Nothing to do: the decision has already moved the staged file and made its rows visible."""
+        del work, prepared
+        return Ok(None)
+
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - a batch is one rename
+        incarnation = work.scope.incarnation
+        if (self._places.batch(incarnation, work.batch) / RECORD).exists():
+            return True
+        return max(numbered(self._places.decided(incarnation)), default=-1) >= work.batch
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        """Only deletes staged files: decided files are no longer staged."""
+        if not prepared.handle:
+            return Ok(None)
+        try:
+            for folder in (self._places.root / "staged").glob("*"):
+                (folder / Path(StagedFile.of(prepared).file).name).unlink(missing_ok=True)
+        except OSError as error:
+            return Unknown(str(error))
+        return Ok(None)
+
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        kept = {StagedFile.of(p).file for p in keep if p.handle}
+        count = 0
+        try:
+            for path in (self._places.root / "staged").glob("*/*"):
+                if path.name not in kept:
+                    path.unlink(missing_ok=True)
+                    count += 1
+        except OSError as error:
+            return Unknown(str(error))
+        return Ok(count)
+
+    def targets(self) -> dict[str, Target]:
+        """See `delivered.contract.sink.Committer`."""
+        options = self._places.options
+        try:
+            known = identity_file(options).read_text()
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise failed(options, error) from error
+        return {self._places.scope.sink: Target(f"folder {options.path}", known)}
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 class FilesStore:

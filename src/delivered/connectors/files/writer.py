@@ -12,8 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.files import formats
-from delivered.connectors.files.disk import Places, StagedFile, failed, take_away
-from delivered.connectors.files.options import FilesOptions
+from delivered.connectors.files.options import FilesOptions, Places, StagedFile, failed, take_away
 from delivered.kits.table.durable import make_folder, sync
 from delivered.kits.table.shard import while_staging
 from delivered.model import ranges

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
+
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.kits.table import target
 from delivered.kits.table.durable import make_folder, sync
@@ -18,7 +20,65 @@ from delivered.model.errors import DeliveredError, MissingExtra
 from delivered.model.patience import query_patience_s, wait_out
 from delivered.model.ranges import of_values
 
-FILE_IO = "delivered.connectors.iceberg.disk.DurableFileIO"
+# Makes the client's files on a local disk durable before anything points to them.
+#
+# The client does not fsync. After a power loss, a durable catalog would point to missing metadata, and the table would
+# be lost (decision 010). The client loads this class by name, from the property `py-io-impl`.
+
+
+class DurableFileIO(PyArrowFileIO):
+    """The client's FileIO, except that a local file and its name are durable once it is closed."""
+
+    def new_output(self, location: str) -> PyArrowFile:
+        file = super().new_output(location)
+        path = local_path(location)
+        return file if path is None else _DurableFile(file, path)
+
+
+class _DurableFile(PyArrowFile):
+    def __init__(self, file: PyArrowFile, path: Path) -> None:
+        super().__init__(file.location, file._path, file._filesystem)
+        self._local = path
+
+    def create(self, overwrite: bool = False) -> Any:
+        make_folder(self._local.parent)
+        return _DurableStream(super().create(overwrite), self._local)
+
+
+class _DurableStream:
+    def __init__(self, stream: Any, path: Path) -> None:
+        self._stream = stream
+        self._path = path
+        self._open = True
+
+    def write(self, data: bytes) -> int:
+        written = self._stream.write(data)
+        return len(data) if written is None else int(written)
+
+    def tell(self) -> int:
+        return int(self._stream.tell())
+
+    def close(self) -> None:
+        self._stream.close()
+        if self._open:
+            self._open = False
+            sync([self._path, self._path.parent])
+
+    def __enter__(self) -> _DurableStream:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.close()
+
+
+def local_path(location: str) -> Path | None:
+    """Path of a file on a local disk; None for an object store."""
+    if location.startswith("file:"):
+        return Path("/" + location.removeprefix("file:").lstrip("/"))
+    return None if "://" in location else Path(location)
+
+
+FILE_IO = "delivered.connectors.iceberg.client.DurableFileIO"
 
 _catalogs: dict[Any, Any] = {}
 _lock = threading.Lock()
@@ -160,15 +220,12 @@ def store(table: Any, path: str) -> Store:
     """The files below a URL, with the credentials that the catalog returned for this table."""
     from pyarrow import fs
 
-    from delivered.connectors.iceberg.disk import local_path
-
     scheme, netloc, root = table.io.parse_location(path)
     return Store(fs.SubTreeFileSystem(root, table.io.fs_by_scheme(scheme, netloc)), local_path(path))
 
 
 def local_store_folders(table: Any) -> None:
     """Make the folder names of a new local table durable: the client does not sync them."""
-    from delivered.connectors.iceberg.disk import local_path
 
     for path in (data_path(table), metadata_path(table)):
         folder = local_path(path)

@@ -1,7 +1,4 @@
-"""The effect of a batch on the table: see `delivered.kits.table.merge`.
-
-It is based on a snapshot, which its commit asserts, and is recomputed if there is a newer one.
-"""
+"""A scan of all rows of the table, and the effect of a batch on it: see `delivered.kits.table.merge`."""
 
 from __future__ import annotations
 
@@ -11,17 +8,102 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.iceberg.client import data_path, store
-from delivered.connectors.iceberg.nulls import keep_nulls
+from delivered.connectors.iceberg.client import data_path, explained, require_table, store
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.target import compare
 from delivered.connectors.iceberg.types import TYPES, plain
 from delivered.connectors.iceberg.writer import IcebergFiles
+from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql.merge import stored
 from delivered.kits.table.merge import Effect, one_of_each, staged_rows, upsert
+from delivered.kits.table.store import packed
 from delivered.model.columns import fitted
 from delivered.model.errors import UsageError
 from delivered.model.identity import Work
+
+# Null lists and maps of structs, which pyiceberg's reader (0.12) makes empty ones: an upsert would store them so.
+
+
+def keep_nulls() -> None:
+    """Mend the reader, once in a process. Call it before a scan."""
+    from pyiceberg.io.pyarrow import ArrowProjectionVisitor
+
+    reader: Any = ArrowProjectionVisitor
+    if getattr(reader, "_keeps_nulls", False):
+        return
+    for name in ("list", "map"):
+        setattr(reader, name, _keeping(getattr(reader, name)))
+    reader._keeps_nulls = True
+
+
+def _keeping(project: Any) -> Any:
+    def projected(self: Any, kind: Any, given: Any, *parts: Any) -> Any:
+        made = project(self, kind, given, *parts)
+        return made if given is None or made is None or made.null_count == given.null_count else _masked(made, given)
+
+    return projected
+
+
+def _masked(made: pa.Array, given: pa.Array) -> pa.Array:
+    # Of a slice, as Arrow reads row groups of more than 131,072 rows: no mask is taken with offsets that are one.
+    offsets, mask = pa.array(made.offsets.to_numpy()), given.is_null()
+    if isinstance(made, pa.MapArray):
+        return pa.MapArray.from_arrays(offsets, made.keys, made.items, made.type, mask=mask)
+    return type(made).from_arrays(offsets, made.values, type=made.type, mask=mask)
+
+
+# A scan of all rows of the table.
+
+NONE = -1
+"""Instead of a snapshot id: no rows."""
+
+
+@dataclass(frozen=True)
+class IcebergScan:
+    """See `delivered.contract.sink.BoundedScan`. Reads the newest snapshot, without deleted rows; it must not expire
+    meanwhile."""
+
+    options: IcebergOptions
+
+    def schema(self) -> pa.Schema:
+        return plain(require_table(self.options).schema())
+
+    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
+        """Args: since: {"snapshot": id}: excludes the files of this snapshot; files compacted later count as new."""
+        table = require_table(self.options)
+        before = self._tasks(table, (since or {}).get("snapshot", NONE))
+        known = {task.file.file_path for task in before}
+        newest = table.metadata.current_snapshot_id
+        fresh = [t for t in self._tasks(table, NONE if newest is None else newest) if t.file.file_path not in known]
+        groups = packed(fresh, lambda task: int(task.file.file_size_in_bytes))
+        return [Slice({"tasks": group, "schema": table.metadata.current_schema_id}) for group in groups]
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        from pyiceberg.expressions import AlwaysTrue
+        from pyiceberg.io.pyarrow import ArrowScan
+
+        keep_nulls()
+        with explained(self.options):
+            table = require_table(self.options)
+            columns = table.schemas()[piece.data["schema"]]
+            schema = plain(columns)
+            scan = ArrowScan(table.metadata, table.io, columns, AlwaysTrue())
+            for task in piece.data["tasks"]:
+                for batch in scan.to_record_batches([task]):
+                    if batch.num_rows:
+                        yield fitted(batch, schema)
+
+    def _tasks(self, table: Any, snapshot: int) -> list[Any]:
+        """Scan tasks of a snapshot, one per data file."""
+        if snapshot == NONE:
+            return []
+        with explained(self.options):
+            return sorted(table.scan(snapshot_id=snapshot).plan_files(), key=lambda task: task.file.file_path)
+
+
+# The effect of a batch on the table: see `delivered.kits.table.merge`.
+#
+# It is based on a snapshot, which its commit asserts, and is recomputed if there is a newer one.
 
 
 def overwritten(options: IcebergOptions, table: Any, files: Sequence[Any]) -> Effect:

@@ -8,8 +8,7 @@ import pyarrow as pa
 
 from delivered.connectors.iceberg.client import need
 from delivered.connectors.iceberg.options import IcebergOptions
-from delivered.connectors.iceberg.partition import unstorable_parts
-from delivered.connectors.iceberg.types import TYPES
+from delivered.connectors.iceberg.types import TYPES, unstorable_parts
 from delivered.kits.sink import Parts
 from delivered.kits.table.sink import FileTableSink
 from delivered.model.capability import Commit, SinkCapability
@@ -32,9 +31,9 @@ class IcebergSink(FileTableSink):
         ready="target:ready",
         writer="writer:writer",
         trial="trial:IcebergTrial",
-        scan="read:IcebergScan",
+        scan="merge:IcebergScan",
         store="store:IcebergStore",
-        committer="committer:IcebergCommitter",
+        committer="store:IcebergCommitter",
     )
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:

@@ -1,37 +1,349 @@
-"""The ledger in the table's own metadata: one commit adds a batch's files and its decision.
-
-A claim is a commit that moves a branch of the table to a new, empty snapshot; every decision asserts the snapshot of
-its claim, and the catalog rejects it if the branch has moved. So a decision in flight never commits after a later
-claim, and concurrent appends by others fence nobody.
-"""
+"""The ledger in the table's own metadata: one commit adds a batch's files and its decision."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import sys
 import uuid
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from delivered.connectors.iceberg import manifest
-from delivered.connectors.iceberg.client import data_path, explained, open_table, require_table, store
+from delivered.connectors.iceberg import writer
+from delivered.connectors.iceberg.client import data_path, explained, metadata_path, open_table, require_table, store
 from delivered.connectors.iceberg.commit import TableChange, commit
-from delivered.connectors.iceberg.committer import claims_folder
 from delivered.connectors.iceberg.merge import overwritten, replaced, upserted
 from delivered.connectors.iceberg.options import IcebergOptions
-from delivered.connectors.iceberg.records import Names, Records, decided_text, ledger_key
-from delivered.connectors.iceberg.staged import StagedFiles
 from delivered.connectors.iceberg.target import check_features, same_columns
+from delivered.connectors.iceberg.writer import StagedFiles
+from delivered.contract.sink import Committer
 from delivered.kits.table import stage
 from delivered.kits.table.merge import Effect
+from delivered.kits.table.store import Store
 from delivered.ledger.ledger import by_time, outdated, state_of
 from delivered.ledger.store import Change, Head
-from delivered.model.errors import DeliveredError
-from delivered.model.identity import OtherLedger, Scope, Work, named_first
+from delivered.model.archive import Archive, Archived
+from delivered.model.errors import DeliveredError, InvariantBroken
+from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.model.outcome import Failed, Ok, Outcome
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
-from delivered.model.work import Decision, LedgerState, Owner
+from delivered.model.work import Begun, Decision, LedgerState, Owner
+
+# The ledger's records, in the table's own metadata.
+#
+#     property                                        value
+#     delivered/<pipeline>/<sink>/owner               the owner and the epoch of its claim, as JSON
+#     delivered/<pipeline>/<sink>/decided/<incarnation>  the newest decision: its batch, the commit's mark, the record
+#     delivered/<pipeline>/<sink>/begun/<incarnation>    the newest begun batch, as JSON
+#     delivered/<pipeline>/<sink>/archive             entries of old incarnations, in base64
+#
+#     branch                                          snapshot
+#     delivered/<pipeline>/<sink>                     of the newest claim; empty, without a parent
+#
+# Properties survive snapshot expiry. A decision is also in the summary of its snapshot, where the audit reads older
+# ones for as long as the table keeps them. A record is deflated JSON in base64.
+
+IN_SUMMARY = "delivered.decision"
+
+
+@dataclass(frozen=True)
+class Names:
+    """Properties and branch of one pipeline and sink."""
+
+    scope: Scope
+
+    @property
+    def branch(self) -> str:
+        return f"delivered/{self.scope.pipeline}/{self.scope.sink}"
+
+    @property
+    def owner(self) -> str:
+        return f"{self.branch}/owner"
+
+    def decided(self, incarnation: str) -> str:
+        return f"{self.branch}/decided/{incarnation}"
+
+    @property
+    def archive(self) -> str:
+        return f"{self.branch}/archive"
+
+    def begun(self, incarnation: str) -> str:
+        return f"{self.branch}/begun/{incarnation}"
+
+    def summary(self, decision: Decision) -> dict[str, str]:
+        """Summary of a decision's snapshot."""
+        return {
+            "delivered.pipeline": self.scope.pipeline,
+            "delivered.sink": self.scope.sink,
+            "delivered.incarnation": decision.scope.incarnation,
+            "delivered.batch": str(decision.batch),
+            IN_SUMMARY: packed(decision.to_json()),
+        }
+
+
+@dataclass(frozen=True)
+class Claim:
+    """
+    Attributes:
+        epoch: grows with every claim.
+        snapshot: of the branch.
+    """
+
+    owner: Owner
+    epoch: int
+    snapshot: int | None
+
+
+def packed(text: str) -> str:
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+def unpacked(where: str, text: str) -> str:
+    """
+    Raises:
+        InvariantBroken: it is corrupt.
+    """
+    try:
+        return zlib.decompress(base64.b64decode(text)).decode()
+    except ValueError as error:
+        raise _spoiled(where, error) from None
+    except zlib.error as error:
+        raise _spoiled(where, error) from None
+
+
+class Records:
+    """Reads the metadata of a loaded table."""
+
+    def __init__(self, table: Any, scope: Scope) -> None:
+        self._table = table
+        self._names = Names(scope)
+        self._properties: Mapping[str, str] = table.properties
+
+    def claim(self) -> Claim | None:
+        text = self._properties.get(self._names.owner)
+        if text is None:
+            return None
+        try:
+            owner, more = Owner.from_json(text)
+            epoch = int(more["epoch"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise _spoiled(self._names.owner, error) from None
+        branch = self._table.metadata.refs.get(self._names.branch)
+        return Claim(owner, epoch, branch.snapshot_id if branch else None)
+
+    def decided(self, incarnation: str) -> Decision | None:
+        name = self._names.decided(incarnation)
+        text = self._properties.get(name)
+        if text is None:
+            return None
+        return Decision.from_json(unpacked(name, text.rpartition(" ")[2]))
+
+    def mark(self, incarnation: str) -> str | None:
+        """Mark of the commit that decided the newest batch; part of its manifests' names."""
+        text = self._properties.get(self._names.decided(incarnation))
+        return None if text is None else text.split(" ")[1]
+
+    def writer(self, incarnation: str) -> str | None:
+        """Writer of the newest batch's files, if they are not the staged ones."""
+        parts = (self._properties.get(self._names.decided(incarnation)) or "").split(" ")
+        return parts[2] if len(parts) == 4 else None
+
+    def newest(self, incarnation: str) -> int | None:
+        """The newest decided batch."""
+        text = self._properties.get(self._names.decided(incarnation))
+        return None if text is None else int(text.partition(" ")[0])
+
+    def begun(self, incarnation: str) -> Begun | None:
+        name = self._names.begun(incarnation)
+        text = self._properties.get(name)
+        if text is None:
+            return None
+        try:
+            return Begun.from_json(text)
+        except (ValueError, KeyError) as error:
+            raise _spoiled(name, error) from None
+
+    def archive(self) -> Archive:
+        name = self._names.archive
+        try:
+            return Archive(base64.b64decode(self._properties.get(name, ""), validate=True), repr(name))
+        except ValueError as error:
+            raise _spoiled(name, error) from None
+
+    def archived(self, incarnation: str) -> Archived | None:
+        return self.archive().find(incarnation)
+
+    def incarnations(self) -> list[str]:
+        """Incarnations that decided or began a batch."""
+        starts = (self._names.decided(""), self._names.begun(""))
+        return sorted({name.removeprefix(s) for s in starts for name in self._properties if name.startswith(s)})
+
+    def history(self, incarnation: str) -> Iterator[Decision]:
+        """Decisions still kept, oldest first; only the newest revision of each."""
+        scope = self._names.scope
+        own = {
+            "delivered.pipeline": scope.pipeline,
+            "delivered.sink": scope.sink,
+            "delivered.incarnation": incarnation,
+        }
+        found: dict[int, Decision] = {}
+        for snapshot in sorted(self._table.metadata.snapshots, key=lambda s: s.sequence_number or 0):
+            properties = snapshot.summary.additional_properties if snapshot.summary is not None else {}
+            if IN_SUMMARY in properties and own.items() <= properties.items():
+                text = unpacked(f"the summary of snapshot {snapshot.snapshot_id}", properties[IN_SUMMARY])
+                decision = Decision.from_json(text)
+                found[decision.batch] = decision
+        last = self.decided(incarnation)
+        if last is not None:
+            found[last.batch] = last
+            yield from (found[batch] for batch in sorted(found) if batch <= last.batch)
+
+
+def decided_text(decision: Decision, mark: uuid.UUID, writer: str = "") -> str:
+    """Args: writer: of files that are not the staged ones. Our names contain no spaces."""
+    return f"{decision.batch} {mark} {writer + ' ' if writer else ''}{packed(decision.to_json())}"
+
+
+def ledger_key(options: IcebergOptions, scope: Scope) -> tuple[str, ...]:
+    """Identifies a ledger in this process."""
+    return ("iceberg", options.catalog["uri"], options.catalog_name, options.table, scope.pipeline, scope.sink)
+
+
+def _spoiled(where: str, error: Exception) -> InvariantBroken:
+    return InvariantBroken(
+        "LEDGER_RECORD_MISSING",
+        f"The ledger's record in {where!r} of the table is corrupt: {error}. Without it, the last batch is unknown.",
+        next_step="restore the property from an earlier metadata file of the table",
+    )
+
+
+# Aborts staged files. Their rows become visible with the decision.
+
+
+class IcebergCommitter(Committer):
+    """See `delivered.contract.sink.Committer`."""
+
+    def __init__(self, options: IcebergOptions, scope: Scope) -> None:
+        self._options = options
+        self._scope = scope
+
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        """The decision has already made the rows visible."""
+        del work, prepared
+        return Ok(None)
+
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - a batch is one commit
+        table = open_table(self._options)
+        newest = None if table is None else Records(table, work.scope).newest(work.scope.incarnation)
+        return newest is not None and newest >= work.batch
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        if not prepared.handle:
+            return Ok(None)
+        staged = StagedFiles.of(prepared)
+        names = [f"{staged.writer}-{n}.parquet" for n in range(staged.files)]
+        try:
+            with explained(self._options):
+                table = require_table(self._options)
+                self._undecided(store(table, data_path(table))).remove([*names, staged.manifest])
+        except DeliveredError as error:
+            return Unknown(str(error))
+        return Ok(None)
+
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        """Data files first, then manifests of failed commits."""
+        try:
+            with explained(self._options):
+                table = open_table(self._options)
+                if table is None:
+                    return Ok(0)
+                undecided = self._undecided(store(table, data_path(table)))
+                count = undecided.abort_orphans(_writers(keep))
+                self._remove_manifests(table, undecided)
+                return Ok(count)
+        except DeliveredError as error:
+            return Unknown(str(error))
+
+    def targets(self) -> dict[str, Target]:
+        """The table's UUID. See `delivered.contract.sink.Committer`."""
+        table = open_table(self._options)
+        if table is None:
+            return {}
+        return {self._scope.sink: Target(f"table {self._options.table}", str(table.metadata.table_uuid))}
+
+    def close(self) -> None:
+        """Catalogs stay open in this process, for later batches."""
+
+    def _undecided(self, files: Store) -> stage.Undecided:
+        return stage.Undecided(
+            files, self._scope, ledger_key(self._options, self._scope), self._decided, lambda: self._epoch()
+        )
+
+    def _decided(self, incarnation: str) -> tuple[int | None, set[str]]:
+        """The newest decided batch, and the writers whose files it names."""
+        table = open_table(self._options)
+        records = None if table is None else Records(table, self._scope)
+        decision = None if records is None else records.decided(incarnation)
+        if records is None or decision is None:
+            # An archived incarnation has nothing open; any of its files may be decided.
+            long_past = records is not None and records.archived(incarnation) is not None
+            return sys.maxsize if long_past else None, set()
+        made = records.writer(incarnation)
+        merged = set() if made is None else {stage.writer_of(f"{made}-")}
+        return decision.batch, _writers(decision.of(self._scope.sink)) | merged
+
+    def _epoch(self) -> int | None:
+        table = open_table(self._options)
+        held = None if table is None else Records(table, self._scope).claim()
+        return None if held is None else held.epoch
+
+    def _remove_manifests(self, table: Any, undecided: stage.Undecided) -> None:
+        """Delete those of undecided batches, of failed attempts at the newest decided one, and of earlier claims."""
+        files = store(table, metadata_path(table))
+        found: list[str] = []
+        for folder in files.folders(stage.sink_folder(self._scope)):
+            if folder.startswith("i-"):
+                incarnation = folder.removeprefix("i-")
+                before = Records(table, self._scope)
+                if before.newest(incarnation) is None and before.archived(incarnation) is not None:
+                    continue
+                newest = before.newest(incarnation)
+                there = stage.newest_files(files, self._scope, incarnation, newest)
+                records = Records(require_table(self._options), self._scope)
+                newest, mark = records.newest(incarnation), records.mark(incarnation) or "none"
+                for name in there:
+                    batch = stage.batch_of(name)
+                    if batch is not None and (
+                        newest is None or batch > newest or (batch == newest and mark not in name)
+                    ):
+                        found.append(name)
+        claims = list(files.files(claims_folder(self._scope)))
+        now = require_table(self._options)
+        held = Records(now, self._scope).claim()
+        branch = now.snapshot_by_name(Names(self._scope).branch)
+        current = branch.manifest_list if branch is not None else ""
+        undecided.check_claim()
+        # Higher numbers may belong to a claim in flight.
+        old = [c for c in claims if held is not None and (stage.batch_of(c) or 0) <= held.epoch]
+        files.remove([*found, *(c for c in old if not current.endswith(c))])
+
+
+def _writers(prepared: Sequence[Prepared]) -> set[str]:
+    return {stage.writer_of(f"{StagedFiles.of(p).writer}-") for p in prepared if p.handle}
+
+
+def claims_folder(scope: Scope) -> str:
+    return f"{stage.sink_folder(scope)}/claims"
+
+
+# The ledger in the table's own metadata: one commit adds a batch's files and its decision.
+#
+# A claim is a commit that moves a branch of the table to a new, empty snapshot; every decision asserts the snapshot of
+# its claim, and the catalog rejects it if the branch has moved. So a decision in flight never commits after a later
+# claim, and concurrent appends by others fence nobody.
 
 Staged = list[tuple[Prepared, list[Any]]]
 """Participants and their data files; for mode upsert, their file names."""
@@ -219,7 +531,7 @@ class IcebergStore:
         stage.check_whole(there, name, size)
         try:
             with explained(self._options):
-                return manifest.get(table, f"{data_path(table)}/{name}", size, handle.spec)
+                return writer.get(table, f"{data_path(table)}/{name}", size, handle.spec)
         except DeliveredError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 stage.check_whole({}, name, size)

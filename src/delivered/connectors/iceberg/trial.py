@@ -8,12 +8,11 @@ from typing import Any
 import pyarrow as pa
 from pyiceberg.io import OutputFile
 
-from delivered.connectors.iceberg import manifest
+from delivered.connectors.iceberg import writer
 from delivered.connectors.iceberg.client import require_table
 from delivered.connectors.iceberg.options import IcebergOptions
-from delivered.connectors.iceberg.partition import parts_of, unstorable_parts
 from delivered.connectors.iceberg.required import unfilled
-from delivered.connectors.iceberg.types import TYPES
+from delivered.connectors.iceberg.types import TYPES, parts_of, unstorable_parts
 from delivered.connectors.iceberg.writer import IcebergFiles
 from delivered.kits.sql.merge import stored
 from delivered.kits.table.store import Store
@@ -43,7 +42,7 @@ class IcebergTrial:
         try:
             files.write(rows)
             files.finish()
-            manifest.put(self._table, _Uncounted(), files.done)
+            writer.put(self._table, _Uncounted(), files.done)
             for file in files.done:  # for the snapshot's summary
                 self._table.spec().partition_to_path(file.partition, self._table.schema())
         finally:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from delivered.connectors.kafka.options import SourceOptions
-from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.connectors.kafka.options import SinkOptions, SourceOptions
 from delivered.contract.connector import Connector, Made
 
 CONNECTOR = Connector(

@@ -1,28 +1,31 @@
-"""The driver's requests of the Kafka source: partitions, offsets, and offsets of a consumer group."""
+"""The driver's requests of the Kafka source: partitions, offsets, where options say to start, where others stopped."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
 from delivered.clients.kafka import listing
+from delivered.clients.kafka.answers import NoAnswer
 from delivered.clients.kafka.errors import explain
 from delivered.clients.kafka.librdkafka import check_settings
 from delivered.clients.kafka.listing import Topic
-from delivered.clients.kafka.outcomes import NoAnswer
 from delivered.clients.kafka.path import SOURCE_SETTINGS
 from delivered.clients.kafka.protocol import NoTopic, Wire
 from delivered.clients.kafka.rows import Partition
 from delivered.clients.kafka.settings import resolved
-from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Place, Timestamp
-from delivered.connectors.kafka.options import OWNER, SourceOptions
-from delivered.connectors.kafka.sink_options import is_internal
-from delivered.model.errors import Unreachable, UsageError
+from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Place, Positions, Timestamp, Where
+from delivered.connectors.kafka.options import OWNER, SourceOptions, is_internal
+from delivered.contract.powers import Resumption
+from delivered.contract.source import Offsets
+from delivered.model.errors import Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.patience import within
+
+# The driver's requests of the Kafka source: partitions, offsets, and offsets of a consumer group.
 
 T = TypeVar("T")
 _TIMES = {EARLIEST: listing.EARLIEST, LATEST: listing.LATEST}
@@ -172,3 +175,168 @@ def joined(partitions: Iterable[Partition]) -> str:
     """The first five partitions, for messages."""
     names = [f"{t}-{n}" for t, n in sorted(partitions)]
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+# Turns the user's starting and ending offsets into offsets of the partitions.
+
+
+def resolve(
+    client: KafkaDriverClient,
+    options: SourceOptions,
+    where: Where,
+    ends: Mapping[Partition, int],
+    missing: int | None,
+) -> dict[Partition, int]:
+    """Resolve a place to an offset per partition.
+
+    Args:
+        ends: of the partitions to read, now.
+        missing: used for a time after the last record; None: that is an error.
+    """
+    places: dict[Partition, Place] = {}
+    silent = [p for p in ends if where.place(p) is None]
+    foreign = [p for p in where.each if p not in ends]
+    if silent or foreign:
+        problem = f"does not name {joined(silent)}" if silent else f"names {joined(foreign)}, not read here"
+        raise UsageError(
+            "OPTION_VALUE",
+            f"{OWNER}: option {where.option!r} {problem}; it must name exactly the partitions that are read.",
+            next_step="name them all; -2 means the earliest offset, -1 the latest",
+        )
+    for partition, end in ends.items():
+        place = where.place(partition)
+        # The end is the snapshot's, so that a batch's start and end, and a frozen stream, agree.
+        places[partition] = end if place == LATEST or place is None else place
+    found = client.offsets(places)
+    late = [p for p, offset in found.items() if offset is None]
+    if late and missing is None:
+        ms = where.place(late[0])
+        raise UsageError(
+            "OPTION_VALUE",
+            f"{OWNER}: option {where.option!r}: {joined(late)} has no record at or after "
+            f"{ms.ms if isinstance(ms, Timestamp) else ms} ms.",
+            next_step='use an earlier time, or .option("startingOffsetsByTimestampStrategy", "latest")',
+        )
+    # Never beyond the snapshot's end: records may have been appended since.
+    at = {p: ends[p] if o is None else o for p, o in found.items()}
+    if options.fail_on_data_loss:
+        _check_range(client, where, at, ends)
+    return {p: min(o, ends[p]) for p, o in at.items()}
+
+
+def _check_range(
+    client: KafkaDriverClient, where: Where, at: Mapping[Partition, int], ends: Mapping[Partition, int]
+) -> None:
+    """Reject offsets of the user's that do not exist."""
+    named = {p: o for p, o in at.items() if where.place(p) == o}
+    if not named:
+        return
+    low = client.offsets(dict.fromkeys(named, EARLIEST))
+    for partition, offset in named.items():
+        first, last = low[partition] or 0, ends[partition]
+        if not first <= offset <= last:
+            raise UsageError(
+                "OFFSET_OUT_OF_RANGE",
+                f"{OWNER}: option {where.option!r} names offset {offset} of {joined([partition])}, which has "
+                f"offsets {first} to {last}.",
+                next_step='name an offset that exists, or .option("failOnDataLoss", "false")',
+            )
+
+
+# Where another reader of the same topics stopped: a consumer group, a time, or offsets that it stored.
+
+
+class KafkaAdopter:
+    """See `delivered.contract.powers.Adopts`."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._options = options
+
+    def of_offsets(self, offsets: Offsets) -> Resumption:
+        at = Positions.from_json(offsets).at
+        with self._connected() as client:
+            return self._resumption(client, at, "was never read by the old job")
+
+    def of_group(self, group: str) -> Resumption:
+        with self._connected() as client:
+            if members := client.group_members(group):
+                raise Refused(
+                    "ADOPT_RUNNING",
+                    f"The consumer group {group!r} has {members} members: the old job is still reading.",
+                    next_step="stop it, wait until the group is empty (kafka-consumer-groups --describe), then repeat",
+                )
+            at = client.committed(group, list(client.partitions()[0]))
+            if not at:
+                raise Refused(
+                    "ADOPT_GROUP_UNKNOWN",
+                    f"The consumer group {group!r} has no committed offset of {self._options.what}.",
+                    next_step="correct the group or the topics; offsets of an empty group expire "
+                    "(offsets.retention.minutes)",
+                )
+            return self._resumption(client, at, None)
+
+    def of_time(self, ms: int) -> Resumption:
+        with self._connected() as client:
+            found = client.offsets(dict.fromkeys(client.partitions()[0], Timestamp(ms)))
+            ends = client.offsets(dict.fromkeys(found, LATEST))
+            at = {p: o if o is not None else ends[p] or 0 for p, o in found.items()}
+            return self._resumption(client, at, None)
+
+    def _resumption(self, client: KafkaDriverClient, at: Mapping[Partition, int], unread: str | None) -> Resumption:
+        """
+        Args:
+            unread: what is known of a partition without an offset; None: nothing, so it must be empty.
+        """
+        partitions, ids = client.partitions()
+        first = {p: o or 0 for p, o in client.offsets(dict.fromkeys(partitions, EARLIEST)).items()}
+        ends = {p: o or 0 for p, o in client.offsets(dict.fromkeys(partitions, LATEST)).items()}
+        if left_out := at.keys() - partitions.keys():
+            raise Refused(
+                "ADOPT_PARTITIONS",
+                f"The old job has offsets of {joined(left_out)}, which the pipeline ({self._options.what}) does not "
+                "read: their further records would be skipped.",
+                next_step="read the same topics as the old job",
+            )
+        missing = partitions.keys() - at.keys()
+        unknown = [p for p in missing if ends[p] > first[p]] if unread is None else []
+        if unknown:
+            raise Refused(
+                "ADOPT_PARTITIONS",
+                f"The old job has no offset of {joined(unknown)}, which hold records: whether it read them is unknown.",
+                next_step="commit an offset of them for the group (kafka-consumer-groups --reset-offsets --to-offset), "
+                "or adopt from a checkpoint",
+            )
+        gone = {p: o for p, o in at.items() if o < first[p]}
+        if gone and self._options.fail_on_data_loss:
+            partition, offset = next(iter(sorted(gone.items())))
+            raise Refused(
+                "ADOPT_RECORDS_GONE",
+                f"The old job stopped at offset {offset} of {joined([partition])}, but Kafka's first record is "
+                f"{first[partition]}: the records between are deleted (retention).",
+                next_step="to go on without them: failOnDataLoss: false",
+            )
+        ahead = {p: o for p, o in at.items() if o > ends[p]}
+        if ahead:
+            partition, offset = next(iter(sorted(ahead.items())))
+            raise Refused(
+                "ADOPT_OFFSETS_AHEAD",
+                f"The old job stopped at offset {offset} of {joined([partition])}, but its last readable record is "
+                f"before {ends[partition]}: the topic was created anew, or a transaction of a producer is still open.",
+                next_step="compare the topic with the old job's; an open transaction ends by itself "
+                "(kafka-transactions find-hanging)",
+            )
+        start = {p: max(at.get(p, first[p]), first[p]) for p in partitions}
+        notes = [f"{joined([p])} {unread or 'is empty'}: it begins at {first[p]}" for p in sorted(missing)]
+        return Resumption(
+            Positions(start, ids).to_json(),
+            {f"{t}-{n}": (o, ends[t, n] - o) for (t, n), o in start.items()},
+            tuple(notes),
+        )
+
+    @contextmanager
+    def _connected(self) -> Iterator[KafkaDriverClient]:
+        client = KafkaDriverClient(self._options)
+        try:
+            yield client
+        finally:
+            client.close()

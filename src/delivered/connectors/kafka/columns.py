@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.kafka.sink_options import OWNER, TOPIC_LENGTH_MAX, is_internal, is_topic
+from delivered.connectors.kafka.options import SINK_OWNER, TOPIC_LENGTH_MAX, is_internal, is_topic
 from delivered.kits.queue.columns import ID
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.ranges import EVERYTHING, Range, check, unstorable
@@ -28,19 +28,19 @@ def check_schema(schema: pa.Schema, topic: str | None) -> None:
     if unknown:
         raise UsageError(
             "COLUMN_UNKNOWN",
-            f"{OWNER}: unknown column {unknown[0]!r}; a Kafka record has the columns {', '.join(KNOWN)}.",
+            f"{SINK_OWNER}: unknown column {unknown[0]!r}; a Kafka record has the columns {', '.join(KNOWN)}.",
             next_step="select the columns, for example selectExpr('key', 'to_json(struct(*)) AS value')",
         )
     if "value" not in schema.names:
         raise UsageError(
             "COLUMN_MISSING",
-            f"{OWNER}: the rows have no column 'value'; they have: {', '.join(schema.names) or 'none'}.",
+            f"{SINK_OWNER}: the rows have no column 'value'; they have: {', '.join(schema.names) or 'none'}.",
             next_step="select one, for example selectExpr('to_json(struct(*)) AS value')",
         )
     if topic is None and "topic" not in schema.names:
         raise UsageError(
             "TOPIC_MISSING",
-            f"{OWNER}: there is no option 'topic' and no column 'topic'.",
+            f"{SINK_OWNER}: there is no option 'topic' and no column 'topic'.",
             next_step='add .option("topic", ...), or a column of that name',
         )
     for name in ("key", "value"):
@@ -287,7 +287,7 @@ def _check(schema: pa.Schema, name: str, fits: bool, wanted: str) -> None:
     if not fits:
         raise UsageError(
             "COLUMN_TYPE",
-            f"{OWNER}: column {name!r} is {schema.field(name).type}; it must be {wanted}.",
+            f"{SINK_OWNER}: column {name!r} is {schema.field(name).type}; it must be {wanted}.",
             next_step=f"cast it, for example {_CASTS.get(wanted, f'CAST({name} AS STRING)')}",
         )
 

@@ -13,11 +13,14 @@ import json
 import time
 from collections.abc import Callable
 
-from delivered.clients.kafka.login import NoAnswer
+from delivered.clients.kafka.answers import NoAnswer
+from delivered.clients.kafka.partition_state import partitions_of
 from delivered.clients.kafka.protocol import Wire
+from delivered.clients.kafka.rows import Partition
 from delivered.clients.kafka.transactions import Transaction, describe
 from delivered.connectors.kafka.committed import HIDDEN_S, NOBODY, CommittedReader, Hidden, Record, barrier, damaged
-from delivered.connectors.kafka.topics import MARKER_PARTITIONS, MARKERS_FROM
+from delivered.connectors.kafka.options import SinkOptions
+from delivered.connectors.kafka.topics import MARKER_PARTITIONS, MARKERS_FROM, ledger_topic
 from delivered.model import record_format
 from delivered.model.errors import OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
@@ -142,3 +145,16 @@ def _overwritten(topic: str, partition: int, foreign: Record, work: Work) -> Out
         next_step=f"take the right to write to {topic!r} from others; compare the shard's rows with the topic by "
         "`delivered audit`; then start under another pipeline name with the startingOffsets that follow from it",
     )
+
+
+# Which partitions a sink's transactions may have written.
+
+
+def written_partitions(wire: Wire, options: SinkOptions, scope: Scope) -> list[Partition]:
+    """Every partition that a transaction of this sink may have written: its topic's and the markers'.
+
+    If rows name their topics: those of all topics, except internal ones.
+    """
+    topics = [options.topic] if options.topic is not None else [t for t in wire.topics() if not t.startswith("__")]
+    marker = ledger_topic(scope, options.ledger_topic), marker_partition(scope)
+    return [*partitions_of(wire, topics), marker]

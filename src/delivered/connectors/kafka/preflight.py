@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from delivered.clients.kafka import protocol
+from delivered.clients.kafka.answers import NoAnswer
 from delivered.clients.kafka.current import ask_member
-from delivered.clients.kafka.login import NoAnswer
 from delivered.clients.kafka.protocol import Wire, name_of
-from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.connectors.kafka.options import SinkOptions
 from delivered.connectors.kafka.topics import COPIES, PARTITIONS, copies_wanted, ledger_topic
 from delivered.contract.finding import Finding
 from delivered.model.errors import Unreachable

@@ -11,7 +11,7 @@ from delivered.clients.kafka.librdkafka import check_settings
 from delivered.clients.kafka.path import SINK_SETTINGS, by_arrow, path
 from delivered.clients.kafka.rows import RECORD_OVERHEAD
 from delivered.connectors.kafka import columns
-from delivered.connectors.kafka.sink_options import OWNER, SinkOptions
+from delivered.connectors.kafka.options import SINK_OWNER, SinkOptions
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Writer
 from delivered.kits.queue.columns import identified, identified_schema
@@ -66,8 +66,8 @@ class KafkaSink:
 
         try:
             self.check_guarantee(guarantee)
-            check_settings(OWNER, self.options.client)
-            by_arrow(OWNER, self.options.through, self.options.client, SINK_SETTINGS)
+            check_settings(SINK_OWNER, self.options.client)
+            by_arrow(SINK_OWNER, self.options.through, self.options.client, SINK_SETTINGS)
         except UsageError as error:
             return [Finding.refusal(error)]
         return preflight(self.options, guarantee)
@@ -82,13 +82,14 @@ class KafkaSink:
         if self.options.acks != "all" and guarantee is not Guarantee.AT_MOST_ONCE:
             raise UsageError(
                 "ACKS",
-                f"{OWNER}: option 'kafka.acks' is {self.options.acks}: records that only the leader has are lost with "
+                f"{SINK_OWNER}: option 'kafka.acks' is {self.options.acks}: records that only the leader has are lost "
+                "with "
                 f"it, and {guarantee.value} cannot hold.",
                 next_step="remove 'kafka.acks', or use the guarantee at_most_once",
             )
 
     def check_schema(self, schema: pa.Schema) -> None:
-        check_settings(OWNER, self.options.client)
+        check_settings(SINK_OWNER, self.options.client)
         columns.check_schema(identified_schema("kafka", schema, self.options.message_id_columns), self.options.topic)
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:

@@ -32,8 +32,8 @@ def open_journal(*args: Any, **kwargs: Any) -> Any:
 
 
 def receivers_of(path: str, storage: Any) -> Any:
-    """See `delivered.connectors.log.receivers.Receivers`."""
-    from delivered.connectors.log.receivers import Receivers
+    """See `delivered.connectors.log.table.Receivers`."""
+    from delivered.connectors.log.table import Receivers
     from delivered.kits.options import absolute
 
     return Receivers(absolute(path), storage)

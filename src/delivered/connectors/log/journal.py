@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from delivered.connectors.log import produce
 from delivered.connectors.log import table as layout
-from delivered.connectors.log.read import RangeReader
+from delivered.connectors.log.source import RangeReader
 from delivered.connectors.log.table import read_progress
 from delivered.contract.queue import Entered, JournalSize, MessageBatch
 from delivered.kits.table.durable import sync

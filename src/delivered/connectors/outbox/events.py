@@ -8,10 +8,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from delivered.connectors.outbox.changes import MESSAGE, Rejected, Rejecting, of_message
 from delivered.connectors.outbox.options import OWNER, ROUTE, OutboxOptions
-from delivered.connectors.outbox.pgoutput import BYTEA, UNCHANGED, Relation, Row, Value, unhexed
+from delivered.connectors.outbox.peek import BYTEA, UNCHANGED, Relation, Row, Value, unhexed
 from delivered.connectors.outbox.positions import text
-from delivered.connectors.outbox.rejecting import MESSAGE, Rejected, Rejecting, of_message
 from delivered.model.errors import BadRecord, InvariantBroken
 from delivered.source.columns import COLUMNS as OF_MESSAGES
 from delivered.source.columns import HEADERS, TIMESTAMP, id_bytes, id_text

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from delivered.connectors.outbox import peek, shape
-from delivered.connectors.outbox.identity import keys_of
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
-from delivered.connectors.outbox.server import State, state
-from delivered.connectors.outbox.shape import Shape
-from delivered.connectors.outbox.slot import check_slot
+from delivered.connectors.outbox.shape import Shape, keys_of
+from delivered.connectors.outbox.slot import State, check_slot, state
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.patterns.caller import quoted
 

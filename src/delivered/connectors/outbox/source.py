@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from delivered.connectors.outbox import changes, events, peek, server, slot
+from delivered.connectors.outbox import changes, events, peek, slot
+from delivered.connectors.outbox.changes import CHANGE, MESSAGE, Rejecting
 from delivered.connectors.outbox.database import connect, explaining, transaction
-from delivered.connectors.outbox.identity import check_identity
 from delivered.connectors.outbox.layout import Layout, layout
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
-from delivered.connectors.outbox.pgoutput import Op
+from delivered.connectors.outbox.peek import Op
 from delivered.connectors.outbox.poll import PollDriver
 from delivered.connectors.outbox.positions import Positions
-from delivered.connectors.outbox.publication import missing_columns
-from delivered.connectors.outbox.rejecting import CHANGE, MESSAGE, Rejecting
+from delivered.connectors.outbox.shape import check_identity
+from delivered.connectors.outbox.slot import missing_columns
 from delivered.connectors.outbox.wal import HISTORY, NUMBERED, WalDriver
 from delivered.contract.finding import Finding
 from delivered.contract.powers import Address
@@ -104,7 +104,7 @@ class OutboxSource:
         if not self.options.by_log:
             return None
         with contextlib.closing(connect(self.options)) as connection, explaining(self.options):
-            return server.state(connection, self.options).held_back
+            return slot.state(connection, self.options).held_back
 
     def planned(self) -> OutboxSource:
         if self.options.changes is None or self.layout is not None:
@@ -209,7 +209,7 @@ class OutboxSource:
             )
         ]
 
-    def _checked_changes(self, connection: psycopg.Connection[Any], now: server.State) -> list[Finding]:
+    def _checked_changes(self, connection: psycopg.Connection[Any], now: slot.State) -> list[Finding]:
         options = self.options
         check_identity(connection, options, published=now.publishes is not None)
         found = []
@@ -244,7 +244,7 @@ class OutboxSource:
 
     def _check_log(self, connection: psycopg.Connection[Any]) -> list[Finding]:
         options = self.options
-        now = server.state(connection, options)
+        now = slot.state(connection, options)
         slot.check_server(now, options)
         found = self._checked_changes(connection, now) if options.changes is not None else []
         able, owns = connection.execute(

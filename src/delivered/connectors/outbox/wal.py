@@ -8,12 +8,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from delivered.connectors.outbox import partitions, peek, server, slot
-from delivered.connectors.outbox.change_shapes import Shapes
+from delivered.connectors.outbox import peek, shape, slot
+from delivered.connectors.outbox.changes import Shapes
 from delivered.connectors.outbox.database import connect, explaining, sqlstate, transaction
 from delivered.connectors.outbox.events import Reader
 from delivered.connectors.outbox.options import EARLIEST, LATEST, OWNER, OutboxOptions
-from delivered.connectors.outbox.pgoutput import Op
+from delivered.connectors.outbox.peek import Op
 from delivered.connectors.outbox.positions import DELETED_MAX, Positions
 from delivered.contract.source import Offsets, Slice
 from delivered.model import patience
@@ -54,7 +54,7 @@ class WalDriver:
         options = self._options
         if isinstance(options.starting, dict):
             return dict(options.starting)
-        now = self._run(lambda c: server.state(c, options))
+        now = self._run(lambda c: slot.state(c, options))
         slot.check_server(now, options)
         if now.kind is None:
             return {"lsn": 0}
@@ -64,7 +64,7 @@ class WalDriver:
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         self._lock()
-        now = self._run(lambda c: server.state(c, self._options))
+        now = self._run(lambda c: slot.state(c, self._options))
         if not start["lsn"]:
             slot.check_server(now, self._options)
             if now.kind is None:
@@ -96,7 +96,7 @@ class WalDriver:
         return self._offsets(now, end_) | kept | shape
 
     def newest(self) -> Offsets | None:
-        now = self._run(lambda c: server.state(c, self._options))
+        now = self._run(lambda c: slot.state(c, self._options))
         return None if now.flushed is None else self._offsets(now, now.flushed)
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
@@ -110,7 +110,7 @@ class WalDriver:
         """
         if _LAST not in known:
             return
-        begin, now = int(known[_LAST].split("@")[0]), self._run(lambda c: server.state(c, self._options))
+        begin, now = int(known[_LAST].split("@")[0]), self._run(lambda c: slot.state(c, self._options))
         if now.confirmed is None or now.confirmed > begin:
             return
         found = None
@@ -120,7 +120,7 @@ class WalDriver:
             slot.check_cluster(now, self._options, at)
             raise InvariantBroken(
                 "OUTBOX_DATABASE_BEHIND",
-                f"{OWNER}: the last row before {server.lsn_text(int(at['lsn']))} at {self._options.system} is of "
+                f"{OWNER}: the last row before {slot.lsn_text(int(at['lsn']))} at {self._options.system} is of "
                 f"another transaction than when it was delivered ({found}, {known[_LAST]}: WAL position and commit "
                 "time): the server was restored from an older copy.",
                 next_step="find rows that were not delivered (with keep=false the outbox still has them), then start a "
@@ -128,7 +128,7 @@ class WalDriver:
             )
 
     def freeze(self) -> None:
-        self._frozen = self._run(lambda c: server.state(c, self._options)).flushed
+        self._frozen = self._run(lambda c: slot.state(c, self._options)).flushed
 
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
         first, last, pieces = int(start["lsn"]), int(end["lsn"]), list[Slice]()
@@ -137,7 +137,7 @@ class WalDriver:
             return [Slice((NUMBERED, {"number": int(start.get("number", 0))}, int(end["number"])), name)]
         if ("number" in start or not first) and (at := int(start.get("number", 0))) < (numbered := self._last()):
             pieces.append(Slice((NUMBERED, {"number": at}, numbered), name))
-        now = self._run(lambda c: server.state(c, self._options))
+        now = self._run(lambda c: slot.state(c, self._options))
         if self._options.keep and now.confirmed is not None and now.confirmed > first:
             pieces.append(Slice((HISTORY, dict(start), min(last, now.confirmed)), name))
             first = min(last, now.confirmed)
@@ -147,7 +147,7 @@ class WalDriver:
         return pieces
 
     def batch(self) -> tuple[Offsets, Offsets]:
-        now = self._run(lambda c: server.state(c, self._options))
+        now = self._run(lambda c: slot.state(c, self._options))
         slot.check_server(now, self._options)
         start = dict(self._options.starting) if isinstance(self._options.starting, dict) else None
         if now.kind is None or self._options.starting == LATEST:
@@ -164,7 +164,7 @@ class WalDriver:
     def acknowledge(self, end: Offsets) -> None:
         try:
             self._lock()
-            self._acknowledged(end, self._run(lambda c: server.state(c, self._options)))
+            self._acknowledged(end, self._run(lambda c: slot.state(c, self._options)))
         except InvariantBroken:
             raise
         except DeliveredError as error:
@@ -179,12 +179,12 @@ class WalDriver:
             self._connection.close()
             self._connection = None
 
-    def _made(self) -> server.State:
+    def _made(self) -> slot.State:
         backlog = self._positions if self._options.starting == EARLIEST else None
         if backlog is not None:
             self._in_transaction(backlog.check)
         self._run(lambda c: slot.create(c, self._options, backlog))
-        return self._run(lambda c: server.state(c, self._options))
+        return self._run(lambda c: slot.state(c, self._options))
 
     def _backlog(self, number: int) -> Offsets:
         """Where the rows from before the slot stand, if they were numbered and not all deleted."""
@@ -198,7 +198,7 @@ class WalDriver:
             return 0
         return self._in_transaction(lambda caller: positions.last(caller)[0] if positions.exists(caller) else 0)
 
-    def _acknowledged(self, end: Offsets, now: server.State) -> None:
+    def _acknowledged(self, end: Offsets, now: slot.State) -> None:
         """Delete or remember what was delivered up to here, then move the slot. All of it may be done again."""
         options, at, confirmed = self._options, int(end["lsn"]), now.confirmed
         if not at or confirmed is None:
@@ -241,14 +241,14 @@ class WalDriver:
         if last is not None:
             self._delivered = at, _landmark(last)
 
-    def _offsets(self, now: server.State, at: int) -> Offsets:
+    def _offsets(self, now: slot.State, at: int) -> Offsets:
         return {"lsn": at, "#system": now.system, "#timeline": now.timeline, "#table": now.table}
 
     def _moved(self, offsets: Offsets, at: int) -> Offsets:
         """To read the log from `at` on. It has rows as a partition's if they were written while the publication did not
         publish partitions as the table.
         """
-        leaves = self._run(lambda c: partitions.leaves(c, self._options))
+        leaves = self._run(lambda c: shape.leaves(c, self._options))
         return {**offsets, "lsn": at, "leaves": leaves}
 
     def _run(self, work: Callable[[Any], T]) -> T:

@@ -16,8 +16,7 @@ import urllib3
 
 from delivered.connectors.pulsar.options import Place
 from delivered.connectors.pulsar.positions import Position, short_name
-from delivered.connectors.pulsar.tokens import hidden, not_permitted, secret
-from delivered.connectors.pulsar.trust import untrusted
+from delivered.connectors.pulsar.tokens import hidden, not_permitted, secret, untrusted
 from delivered.model.answers import AnswerTooLarge, JsonAnswer, TimedAnswer, UnexpectedAnswer
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, SOURCE_PATIENCE_S

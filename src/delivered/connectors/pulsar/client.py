@@ -9,8 +9,7 @@ from typing import Any
 from delivered.connectors.pulsar.admin import Admin
 from delivered.connectors.pulsar.options import Place
 from delivered.connectors.pulsar.positions import PREFIX
-from delivered.connectors.pulsar.tokens import hidden, not_permitted, secret, supplier
-from delivered.connectors.pulsar.trust import tls_error, trusted_file
+from delivered.connectors.pulsar.tokens import hidden, not_permitted, secret, supplier, tls_error, trusted_file
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 

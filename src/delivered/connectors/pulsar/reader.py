@@ -18,11 +18,10 @@ import pyarrow as pa
 
 from delivered.connectors.pulsar.admin import Admin, Registered
 from delivered.connectors.pulsar.client import explained, pulsar, version_schema, warm_client
-from delivered.connectors.pulsar.columns import Rejecting, Rows
+from delivered.connectors.pulsar.columns import Rejecting, Rows, Values
 from delivered.connectors.pulsar.entries import gone, ranges
 from delivered.connectors.pulsar.options import SOURCE, SourceOptions
 from delivered.connectors.pulsar.positions import Partition, Position, fields, physical, short_name
-from delivered.connectors.pulsar.schemas import Values
 from delivered.kits.schemas.values import canonical
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_PATIENCE_S

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.pulsar.admin import Admin
-from delivered.connectors.pulsar.encode import check_type
 from delivered.connectors.pulsar.options import SINK, PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
+from delivered.connectors.pulsar.writer import check_type
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan
 from delivered.kits.queue.columns import TEXT, check_names, identified

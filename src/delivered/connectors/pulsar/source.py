@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from delivered.connectors.pulsar.admin import Admin, Bounds, Missing, Registered
-from delivered.connectors.pulsar.columns import VERSION, Rejecting, columns_of
+from delivered.connectors.pulsar.columns import VERSION, Rejecting, Values, columns_of, registered, shape
 from delivered.connectors.pulsar.entries import cut, gone, rest
 from delivered.connectors.pulsar.options import SOURCE, SourceOptions, refuse_latest_start
 from delivered.connectors.pulsar.positions import (
@@ -25,7 +25,6 @@ from delivered.connectors.pulsar.positions import (
     short_name,
     to_json,
 )
-from delivered.connectors.pulsar.schemas import Values, registered, shape
 from delivered.contract.finding import Finding
 from delivered.contract.powers import Address
 from delivered.contract.source import RAW, Offsets, Slice

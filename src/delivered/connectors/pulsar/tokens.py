@@ -1,19 +1,25 @@
-"""The token: resolved on use, checked for its form, described in errors. Never shown."""
+"""The token and TLS of connections to the brokers: resolved on use, checked, described in errors. Never shown."""
 
 from __future__ import annotations
 
 import base64
 import json
 import re
+import socket
+import ssl
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 from delivered.connectors.pulsar.options import Place
-from delivered.model.errors import UsageError
+from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.options import is_reference, resolve_secret
 from delivered.model.secrets import REDACTED
+
+# The token: resolved on use, checked for its form, described in errors. Never shown.
 
 _FORM = re.compile(r"[\x21-\x7e]+")
 _SHORT = 8
@@ -111,3 +117,47 @@ def _claims(token: str) -> dict[str, Any] | None:
 def _reference(options: Place) -> str:
     token = options.token or ""
     return token if is_reference(token) else "given literally, not as env:NAME or file:PATH"
+
+
+# TLS to the brokers: trusted certificates, and why a handshake failed.
+
+_PORT = 6651
+
+
+def trusted_file(options: Place) -> str | None:
+    """For the client library, which takes one file; None: it uses certifi's."""
+    return options.trusted or ssl.get_default_verify_paths().cafile
+
+
+def untrusted(options: Place, where: str, error: ssl.SSLCertVerificationError) -> UsageError:
+    """The error for a rejected certificate at `where`, a URL."""
+    return options.untrusted(where, error, "url and adminUrl")
+
+
+def tls_error(options: Place) -> DeliveredError | None:
+    """The certificate error at `url`, which the client library does not report; None: no error, or no answer."""
+    parts = urlsplit(options.url)
+    if parts.scheme != "pulsar+ssl":
+        return None
+    try:
+        checks = options.tls_context()
+    except UsageError as error:
+        return error
+    for address in parts.netloc.split(","):
+        host, port = _split(address)
+        try:
+            with (
+                socket.create_connection((host, port), CONNECT_TIMEOUT_S) as peer,
+                checks.wrap_socket(peer, server_hostname=host),
+            ):
+                pass
+        except ssl.SSLCertVerificationError as error:
+            return untrusted(options, f"pulsar+ssl://{address}", error)
+        except OSError:
+            continue
+    return None
+
+
+def _split(address: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{address}")
+    return parts.hostname or "", parts.port or _PORT

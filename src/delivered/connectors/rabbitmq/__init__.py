@@ -1,5 +1,5 @@
 """RabbitMQ over AMQP 0-9-1: a source through the write-ahead receiver, a source of streams, and a sink. Streams are
-replayable, so they have a format of their own, rabbitmq_stream (see `stream_options.py`).
+replayable, so they have a format of their own, rabbitmq_stream (see `options.py`).
 """
 
 from __future__ import annotations

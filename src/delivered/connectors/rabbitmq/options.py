@@ -1,16 +1,29 @@
-"""Options of `delivered_rabbitmq`."""
+"""Options of `delivered_rabbitmq` and `delivered_rabbitmq_stream`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import ClassVar
 from urllib.parse import parse_qs, urlsplit
 
-from delivered.kits.options import BrokerOptions, broker_url, external_ledger, message_id_columns, queue_sink_name
+from delivered.kits.options import (
+    BrokerOptions,
+    broker_url,
+    data_loss_option,
+    external_ledger,
+    headers_option,
+    message_id_columns,
+    names,
+    queue_sink_name,
+    rows_max_option,
+)
 from delivered.kits.tls import TlsOptions
 from delivered.model.errors import UsageError
-from delivered.model.options import option, whole
+from delivered.model.options import OptionType, Unfit, option, whole
 from delivered.source.received import ReceiveOptions
+
+# Options of `delivered_rabbitmq`.
 
 PREFETCH = 20_000
 PREFETCH_MAX = 65_535
@@ -85,3 +98,73 @@ class RabbitmqSinkOptions(Place, owner="delivered_rabbitmq sink"):
     @property
     def sink_name(self) -> str:
         return queue_sink_name(f"rabbitmq.{self.exchange or self.routing_key or 'queues'}")
+
+
+# Options of `delivered_rabbitmq_stream`.
+
+OWNER = "delivered_rabbitmq_stream source"
+EARLIEST, LATEST = "earliest", "latest"
+STREAM_PREFETCH = 2_000
+
+Where = str | dict[str, int]
+"""earliest, latest, or an offset for each stream."""
+
+
+def _where(*words: str) -> OptionType[Where]:
+    def read(text: str) -> Where:
+        if text.strip().lower() in words:
+            return text.strip().lower()
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or not all(type(n) is int and n >= 0 for n in found.values()):
+            example = '{"orders": 12}'
+            raise Unfit(f"is {text!r}; it must be {' or '.join(words)}, or an offset for each stream: {example}")
+        return found
+
+    return OptionType(read)
+
+
+class StreamOptions(Place, owner=OWNER, ignored=("path",)):
+    """
+    Attributes:
+        starting, ending: None: the default.
+    """
+
+    streams: tuple[str, ...] = option(
+        "streams",
+        "Comma-separated streams (queues with x-queue-type=stream); for a super stream, its partitions.",
+        names("stream"),
+        example="orders",
+    )
+    starting: Where | None = option(
+        "startingOffsets",
+        'earliest, latest or {"orders": 12} for every stream: the offset of the first message to read. Applies to '
+        "a new checkpoint; streams added later start at their earliest message.",
+        _where(EARLIEST, LATEST),
+        default=None,
+        shown="latest for a stream, earliest for a batch",
+        example=EARLIEST,
+    )
+    ending: Where | None = option(
+        "endingOffsets",
+        'Batch only: latest, or {"orders": 34}: the offset after the last message.',
+        _where(LATEST),
+        default=None,
+        shown=LATEST,
+        example=LATEST,
+    )
+    rows_max: int | None = rows_max_option("messages")
+    prefetch: int = option(
+        "prefetch",
+        "Number of unacknowledged messages that RabbitMQ sends to a task.",
+        whole(1, PREFETCH_MAX),
+        default=STREAM_PREFETCH,
+    )
+    fail_on_data_loss: bool = data_loss_option("messages")
+    headers: bool = headers_option("Add the column headers: a message's headers, and AMQP properties as amqp.*.")
+
+    @property
+    def target(self) -> str:
+        return f"stream {', '.join(self.streams)}"

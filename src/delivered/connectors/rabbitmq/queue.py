@@ -1,16 +1,116 @@
-"""A queue of the contract, with its preflight check."""
+"""A queue of the contract: its preflight check, and its receiver with manual acknowledgements and bounded prefetch."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from delivered.connectors.rabbitmq.client import Kind, kind
+from delivered.connectors.rabbitmq.client import Kind, connect, explained, kind, pika
 from delivered.connectors.rabbitmq.options import RabbitmqOptions
-from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
+from delivered.connectors.rabbitmq.properties import headers, routing_key
 from delivered.contract.finding import Finding
-from delivered.contract.queue import Receiver
-from delivered.model.errors import DeliveredError
+from delivered.contract.queue import MessageBatch, Receiver
+from delivered.model.errors import DeliveredError, Unreachable, UsageError
+from delivered.model.outcome import Ok, Outcome, Unknown
+from delivered.source.columns import id_text, micros
+
+# Receives messages: one connection, one channel, manual acknowledgements, a bounded prefetch.
+
+
+class RabbitmqReceiver:
+    """Handles are delivery tags, valid only on this connection."""
+
+    def __init__(self, options: RabbitmqOptions) -> None:
+        self._options = options
+        self._errors = (pika().exceptions.AMQPError, OSError)
+        self._arrived = MessageBatch()
+        self._acknowledged = 0
+        self._cancelled = False
+        self._connection = connect(options)
+        try:
+            self._channel = self._connection.channel()
+            self._channel.basic_qos(prefetch_count=options.prefetch)
+            self._channel.add_on_cancel_callback(self._on_cancel)
+            self._channel.basic_consume(options.queue, self._on_message)
+        except self._errors as error:
+            self.close()
+            raise explained(error, options) from error
+
+    def receive(self, count_max: int, wait_s: float) -> MessageBatch:
+        arrived = self._arrived
+        if not self._connection.is_open:  # noticed by an acknowledgement; the client's own error has no details
+            raise Unreachable(
+                "RABBITMQ_UNREACHABLE",
+                f"The connection to RabbitMQ at {self._options.place} was lost.",
+                next_step="check that RabbitMQ is up, then start again",
+            )
+        try:
+            self._connection.process_data_events(0 if len(arrived) and count_max else wait_s)
+        except self._errors as error:
+            found = explained(error, self._options)
+            if isinstance(found, UsageError):
+                raise found from error
+            raise Unreachable("RABBITMQ_UNREACHABLE", found.message, found.next_step) from error
+        if self._cancelled:
+            raise UsageError(
+                "QUEUE_GONE",
+                f"RabbitMQ at {self._options.place} cancelled the consumer: the queue {self._options.queue!r} was "
+                "deleted, or its leader is unavailable.",
+                next_step="declare the queue again, and restart `delivered receive`",
+            )
+        if not self._channel.is_open:  # the client does not raise if the server closed the channel
+            reason = getattr(self._channel, "_closing_reason", None) or "no reason given"
+            raise Unreachable(
+                "RABBITMQ_CHANNEL_CLOSED",
+                f"RabbitMQ at {self._options.place} closed the channel: {reason}",
+                next_step="start again; if it recurs, see RabbitMQ's log for this connection",
+            )
+        messages, self._arrived = arrived.split(count_max)
+        return messages
+
+    def acknowledge(self, handles: Sequence[Any]) -> Outcome[int]:
+        """RabbitMQ does not confirm acknowledgements. Ok: it was sent; if it is lost, the messages are redelivered."""
+        first, last = handles[0], handles[-1]
+        try:
+            if first == self._acknowledged + 1 and last - first + 1 == len(handles):
+                self._channel.basic_ack(last, multiple=True)
+                self._acknowledged = last  # all up to here; only then may later ones use multiple=True
+            else:
+                for handle in handles:
+                    self._channel.basic_ack(handle)
+        except self._errors as error:
+            return Unknown(str(error) or type(error).__name__)
+        return Ok(len(handles))
+
+    def give_back(self, handles: Sequence[Any]) -> None:
+        with contextlib.suppress(*self._errors):
+            for handle in handles:
+                self._channel.basic_nack(handle, requeue=True)
+
+    def close(self) -> None:
+        with contextlib.suppress(*self._errors):
+            if self._connection.is_open:
+                self._connection.close()
+
+    def _on_message(self, channel: Any, method: Any, properties: Any, body: bytes) -> None:
+        """Column by column, keeping none of the client's objects: this dominates a receiver's CPU time."""
+        del channel
+        sent, arrived = properties.timestamp, self._arrived
+        arrived.ids.append(id_text(properties.message_id))
+        arrived.keys.append(routing_key(method))
+        arrived.values.append(body)
+        arrived.headers.append(headers(properties))
+        arrived.times_us.append(None if sent is None else micros(int(sent), 1_000_000))
+        arrived.handles.append(method.delivery_tag)
+
+    def _on_cancel(self, frame: Any) -> None:
+        del frame
+        self._cancelled = True
+
+
+# A queue of the contract, with its preflight check.
 
 CONSUMER_TIMEOUT_S = 1_800.0
 

@@ -2,25 +2,211 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.rabbitmq.client import connect, explained, pika
+from delivered.connectors.rabbitmq.client import connect, explained, parameters, pika
 from delivered.connectors.rabbitmq.options import RabbitmqSinkOptions
 from delivered.connectors.rabbitmq.sizes import refused_rows
-from delivered.connectors.rabbitmq.writer import RabbitmqWriter
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan
-from delivered.kits.queue.columns import COLUMNS, check_names, check_types
+from delivered.kits.queue.columns import COLUMNS, check_names, check_types, column, text
 from delivered.kits.queue.sink import MessageSink, sends
+from delivered.kits.queue.writer import SendingWriter
 from delivered.ledger.store import Ledgers
 from delivered.model.capability import SinkCapability
-from delivered.model.errors import Refused, UsageError
+from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Refused, Unreachable, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
-from delivered.model.message_limits import BYTES_MAX
+from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
+from delivered.model.message_limits import BYTES_MAX, check_lengths
+
+# Executor side: rows to messages, published with confirms.
+#
+# Many are in flight, on a connection in its own thread, driven by callbacks. The blocking client waits for each
+# confirm; this one bounds the number of unconfirmed messages.
+
+IN_FLIGHT_MAX = 2_000
+"""Unconfirmed messages per task."""
+
+
+@dataclass(frozen=True)
+class Message:
+    routing_key: str
+    body: bytes
+    properties: Any
+
+
+class Publisher:
+    """One connection. Every message is mandatory: an unroutable one is an error, not a silent loss."""
+
+    def __init__(self, options: RabbitmqSinkOptions) -> None:
+        self._options = options
+        self._changed = threading.Condition()
+        self._channel: Any = None
+        self._failed: DeliveredError | None = None
+        self._sent = 0  # by delivery tag
+        self._open_tags: dict[int, None] = {}
+        self._refused = 0
+        self._returned = 0
+        self._closing = False
+        client = pika()
+        self._connection = client.SelectConnection(
+            parameters(options),
+            on_open_callback=self._on_open,
+            on_open_error_callback=self._on_lost,
+            on_close_callback=self._on_lost,
+        )
+        self._thread = threading.Thread(target=self._connection.ioloop.start, name="delivered-rabbitmq", daemon=True)
+        self._thread.start()
+        self._wait(lambda: self._channel is not None, 2 * CONNECT_TIMEOUT_S, "open a channel")
+
+    @property
+    def unconfirmed(self) -> int:
+        """Messages neither confirmed nor rejected."""
+        return len(self._open_tags)
+
+    def send(self, messages: Sequence[Message]) -> None:
+        """Send messages; blocks while too many are in flight. Raises if one was rejected."""
+        for at in range(0, len(messages), IN_FLIGHT_MAX // 2):
+            part = messages[at : at + IN_FLIGHT_MAX // 2]
+            self._wait(lambda: len(self._open_tags) <= IN_FLIGHT_MAX // 2, REQUEST_TIMEOUT_S, "confirm messages")
+            with self._changed:
+                first = self._sent + 1
+                self._sent += len(part)
+                self._open_tags.update(dict.fromkeys(range(first, self._sent + 1)))
+            self._connection.ioloop.add_callback_threadsafe(partial(self._publish, part))
+
+    def flush(self) -> None:
+        """Wait until every message is confirmed. Raises if one was rejected, or its outcome is unknown."""
+        self._wait(lambda: not self._open_tags, REQUEST_TIMEOUT_S, "confirm the last messages")
+        self._check()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        self._connection.ioloop.add_callback_threadsafe(self._stop)
+        self._thread.join(REQUEST_TIMEOUT_S)
+
+    def _stop(self) -> None:
+        if self._connection.is_open:
+            self._connection.close()
+        else:
+            self._connection.ioloop.stop()
+
+    def _publish(self, part: Sequence[Message]) -> None:
+        """Runs in the connection's thread."""
+        if self._failed is not None:
+            return
+        exchange, channel = self._options.exchange, self._channel
+        try:
+            for m in part:
+                channel.basic_publish(exchange, m.routing_key, m.body, m.properties, mandatory=True)
+        except pika().exceptions.AMQPError as error:
+            self._on_lost(None, error)
+
+    def _on_open(self, connection: Any) -> None:
+        connection.channel(on_open_callback=self._on_channel)
+
+    def _on_channel(self, channel: Any) -> None:
+        channel.add_on_close_callback(self._on_lost)
+        channel.add_on_return_callback(self._on_returned)
+        channel.confirm_delivery(self._on_confirm, callback=lambda _: self._ready(channel))
+
+    def _ready(self, channel: Any) -> None:
+        with self._changed:
+            self._channel = channel
+            self._changed.notify_all()
+
+    def _on_confirm(self, frame: Any) -> None:
+        method = frame.method
+        tags = self._open_tags
+        with self._changed:
+            tag = method.delivery_tag
+            done = [t for t in tags if t <= tag] if method.multiple else [tag]
+            for tag in done:
+                tags.pop(tag, None)
+            if method.NAME == "Basic.Nack":
+                self._refused += len(done)
+            self._changed.notify_all()
+
+    def _on_returned(self, channel: Any, method: Any, properties: Any, body: bytes) -> None:
+        del channel, method, properties, body
+        with self._changed:
+            self._returned += 1
+
+    def _on_lost(self, _: Any, error: Any) -> None:
+        """The connection or channel was lost, or could not be opened."""
+        with self._changed:
+            if not self._closing and self._failed is None:
+                found = explained(error, self._options)
+                self._failed = found
+                if self._sent and isinstance(found, Unreachable):
+                    self._failed = OutcomeUnknown(
+                        "RABBITMQ_UNCONFIRMED",
+                        f"{len(self._open_tags)} messages were sent but not confirmed: {found.message}",
+                        next_step="start again once the server responds; the batch is handled as its guarantee "
+                        "requires",
+                    )
+            self._changed.notify_all()
+        if not self._connection.is_open:
+            self._connection.ioloop.stop()
+
+    def _wait(self, condition: Any, timeout_s: float, what: str) -> None:
+        with self._changed:
+            done = self._changed.wait_for(lambda: condition() or self._failed is not None, timeout_s)
+        if self._failed is not None:
+            raise self._failed
+        if not done:
+            raise Unreachable(
+                "RABBITMQ_UNREACHABLE",
+                f"RabbitMQ at {self._options.place} did not {what} within {timeout_s:.0f} s. It may have blocked "
+                "publishers because memory or disk space is low.",
+                next_step="check the server's alarms",
+            )
+        self._check()
+
+    def _check(self) -> None:
+        if self._returned:
+            raise BadRecord(
+                "MESSAGE_UNROUTABLE",
+                f"{self._returned} messages were routed to no queue: the exchange {self._options.exchange!r} has no "
+                "binding for their routing key.",
+                next_step="bind a queue, or correct the options exchange and routingKey",
+            )
+        if self._refused:
+            raise DeliveredError(
+                "MESSAGE_REFUSED",
+                f"RabbitMQ rejected {self._refused} messages: a queue is full (x-overflow=reject-publish), or its "
+                "leader failed.",
+                next_step="free space in the queue; the batch is handled as its guarantee requires",
+            )
+
+
+class RabbitmqWriter(SendingWriter[RabbitmqSinkOptions, Message]):
+    def _connect(self) -> Publisher:
+        return Publisher(self._options)
+
+    def _messages(self, rows: pa.RecordBatch) -> list[Message]:
+        make = pika().BasicProperties
+        fixed = self._options.routing_key
+        keys = column(rows, "key", pa.binary()) if fixed is None else [fixed] * rows.num_rows
+        values, ids = (column(rows, name, pa.binary()) for name in ("value", "message_id"))
+        messages = []
+        for key, value, given in zip(keys, values, ids, strict=True):
+            own = self._next_id()
+            message_id = own if given is None else text(given, "column 'message_id'")
+            check_lengths("rabbitmq", key=key, message_id=message_id, value=value)
+            routing_key = "" if key is None else text(key, "column 'key'")
+            messages.append(Message(routing_key, value or b"", make(message_id=message_id, delivery_mode=2)))
+        return messages
 
 
 @dataclass(frozen=True)

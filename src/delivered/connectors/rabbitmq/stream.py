@@ -6,32 +6,300 @@ deleted from the start, so nothing after an existing offset is missing.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.rabbitmq.client import Kind, kind
-from delivered.connectors.rabbitmq.follow import end_offset, first_offset, message_at, patiently
-from delivered.connectors.rabbitmq.stream_options import (
-    EARLIEST,
-    LATEST,
-    OWNER,
-    StreamOptions,
-    Where,
-)
-from delivered.connectors.rabbitmq.stream_reader import digest, lost, read_slice
+from delivered.connectors.rabbitmq.client import Kind, connect, explained, kind, pika
+from delivered.connectors.rabbitmq.options import EARLIEST, LATEST, OWNER, Place, StreamOptions, Where
+from delivered.connectors.rabbitmq.properties import OFFSET, headers, routing_key, stream_offset
 from delivered.contract.connector import Connector, Made
 from delivered.contract.finding import Finding
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
-from delivered.model.errors import DeliveredError, UsageError
-from delivered.source.columns import columns
+from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable, UsageError
+from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_PATIENCE_S
+from delivered.source.columns import columns, micros
 from delivered.source.ranges import admit
 
+# Consumes a stream from an offset, and finds a stream's first and last offset.
+#
+# AMQP 0-9-1 reports neither. A consumer at `first` receives the oldest message, one at `last` the whole last chunk:
+# after its first message, the answer to any request on the channel arrives behind the rest of the chunk.
+
+FIRST, LAST = "first", "last"
+_LOOK_PREFETCH = 65_535
+"""More than a chunk holds, so that the whole last one arrives."""
+_END_SILENCE_S = 1.0
+"""A stream never seen to hold a message counts as empty after this time."""
+_PAUSE_S = 0.3
+
+
+@dataclass(frozen=True)
+class Message:
+    offset: int
+    method: Any
+    properties: Any
+    body: bytes
+
+
+class Follower:
+    """Not thread-safe. Raises Unreachable if the connection is lost."""
+
+    def __init__(self, place: Place, stream: str, at: int | str, prefetch: int) -> None:
+        self._place = place
+        self._stream = stream
+        self._errors = (pika().exceptions.AMQPError, OSError)
+        self._arrived: deque[Message] = deque()
+        self._connection = connect(place)
+        try:
+            self._channel = self._connection.channel()
+            self._channel.basic_qos(prefetch_count=prefetch)
+            self._channel.basic_consume(stream, self._on_message, arguments={OFFSET: at})
+        except self._errors as error:
+            self.close()
+            raise explained(error, place) from error
+
+    def take(self, wait_s: float) -> list[Message]:
+        """Received messages in offset order; waits for the first one."""
+        try:
+            if not self._arrived:
+                self._connection.process_data_events(wait_s)
+            if not self._channel.is_open:
+                reason = getattr(self._channel, "_closing_reason", None) or "no reason given"
+                raise Unreachable(
+                    "RABBITMQ_CHANNEL_CLOSED",
+                    f"RabbitMQ at {self._place.place} closed the channel: {reason}",
+                    next_step="start again; if it recurs, see RabbitMQ's log for this connection",
+                )
+            found = list(self._arrived)
+            self._arrived.clear()
+            if found:  # has no effect but credit: the server sends more
+                self._channel.basic_ack(found[-1].method.delivery_tag, multiple=True)
+        except self._errors as error:
+            raise explained(error, self._place) from error
+        return found
+
+    def settle(self) -> None:
+        """Wait until the rest of a chunk has arrived."""
+        try:
+            self._channel.queue_declare(self._stream, passive=True)
+        except self._errors as error:
+            raise explained(error, self._place) from error
+
+    def counted(self) -> int:
+        """The server's message count, some seconds old."""
+        try:
+            return int(self._channel.queue_declare(self._stream, passive=True).method.message_count)
+        except self._errors as error:
+            raise explained(error, self._place) from error
+
+    def close(self) -> None:
+        """The client requeues undelivered messages, which a stream rejects by closing the connection with an error."""
+        with contextlib.suppress(*self._errors):
+            if self._connection.is_open:
+                self._connection.close()
+
+    def _on_message(self, channel: Any, method: Any, properties: Any, body: bytes) -> None:
+        del channel
+        offset = stream_offset(properties)
+        if offset is None:  # not acknowledged, so it stays
+            raise UsageError(
+                "QUEUE_NOT_STREAM",
+                f"{self._stream!r} at {self._place.place} is not a stream: its messages have no offsets.",
+                next_step="use a receiver: format rabbitmq, with queue and log",
+            )
+        self._arrived.append(Message(offset, method, properties, body))
+
+
+def first_offset(place: Place, stream: str, known: bool = False) -> int | None:
+    """Offset of the oldest message; None: the stream is empty."""
+    found = _look(place, stream, FIRST, 1, known)
+    return found[0].offset if found else None
+
+
+def end_offset(place: Place, stream: str, known: bool = False) -> int:
+    """Offset after the newest message at the time of the call; 0: the stream is empty.
+
+    Args:
+        known: it held messages before.
+    """
+    found = _look(place, stream, LAST, _LOOK_PREFETCH, known)
+    return found[-1].offset + 1 if found else 0
+
+
+def message_at(place: Place, stream: str, offset: int) -> Message | None:
+    """The message at an offset, or the next one. The stream must have one there or later."""
+    found = _look(place, stream, offset, 1, known=True)
+    return found[0] if found else None
+
+
+def patiently(what: Any) -> Any:
+    """Retry until the server answers, across a restart."""
+    deadline = time.monotonic() + SOURCE_PATIENCE_S
+    while True:
+        try:
+            return what()
+        except Unreachable:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE_S)
+
+
+def _look(place: Place, stream: str, at: int | str, prefetch: int, known: bool) -> list[Message]:
+    follower = Follower(place, stream, at, prefetch)
+    try:
+        began = time.monotonic()
+        while not (found := follower.take(_END_SILENCE_S)):
+            # The server's count lags, and is 0 for a while after a restart.
+            patience = SOURCE_PATIENCE_S / 4 if known or follower.counted() else _END_SILENCE_S
+            if time.monotonic() - began > patience:
+                return []
+        if at == LAST:
+            follower.settle()
+            found += follower.take(0)
+        return found
+    finally:
+        follower.close()
+
+
+# Reads one slice of a stream on an executor: the messages of a range of offsets.
+
 log = logging.getLogger("delivered.rabbitmq")
+
+_WAIT_S = 0.5
+_SILENCE_S = 5.0
+"""After this time without messages, check that the rest of the slice exists."""
+_BATCH_BYTES = 16 << 20
+
+
+def read_slice(
+    options: StreamOptions, schema: pa.Schema, stream: str, start: int, stop: int
+) -> Iterator[pa.RecordBatch]:
+    """Messages from `start` on, before `stop`, in order. Memory is bounded by the prefetch and one batch.
+
+    Raises:
+        InvariantBroken: messages of the range were deleted, and `failOnDataLoss` is true.
+        Unreachable: no messages for two minutes.
+        UsageError: the stream does not exist, or reading is not permitted.
+    """
+    rows = list[Message]()
+    size = 0
+    at, gap = start, None
+    for message in _messages(options, stream, at, stop):
+        if message.offset > at and gap is None:
+            gap = at
+        at = message.offset + 1
+        if message.offset >= stop:
+            break
+        rows.append(message)
+        size += len(message.body)
+        if len(rows) >= SOURCE_BATCH_RECORDS_MAX or size >= _BATCH_BYTES:
+            yield _batch(rows, stream, schema)
+            rows, size = [], 0
+    if rows:
+        yield _batch(rows, stream, schema)
+    if gap is not None:
+        # Offsets used by RabbitMQ itself, or deleted messages: those are deleted from the start on.
+        first = patiently(partial(first_offset, options, stream, known=True))
+        if first is None or first > gap:
+            lost(options, f"{stream} begins at {first}; messages from {gap} on were deleted before they were read")
+
+
+def _messages(options: StreamOptions, stream: str, start: int, stop: int) -> Iterator[Message]:
+    """Messages from `start` on, up to the first one at or after the slice's end."""
+    at, heard = start, time.monotonic()
+    follower: Follower | None = None
+    try:
+        while at < stop:
+            try:
+                if follower is None:
+                    follower = Follower(options, stream, at, options.prefetch)
+                came = follower.take(_WAIT_S)
+            except Unreachable:
+                if time.monotonic() - heard > SOURCE_PATIENCE_S:
+                    raise
+                if follower is not None:
+                    follower.close()
+                    follower = None
+                time.sleep(_WAIT_S)
+                continue
+            for message in came:
+                if message.offset >= at:
+                    at, heard = message.offset + 1, time.monotonic()
+                    yield message
+            if not came and time.monotonic() - heard > _SILENCE_S and _over(options, stream, at, stop):
+                return
+            if time.monotonic() - heard > SOURCE_PATIENCE_S:
+                raise Unreachable(
+                    "RABBITMQ_STALLED",
+                    f"{OWNER}: no messages received from {stream} at {options.place} for {SOURCE_PATIENCE_S:.0f} "
+                    f"s; the slice waits for offset {at} and ends before {stop}.",
+                    next_step="check the server; the batch will be read again",
+                )
+    finally:
+        if follower is not None:
+            follower.close()
+
+
+def _over(options: StreamOptions, stream: str, at: int, stop: int) -> bool:
+    """Whether the stream ends before the slice. Raises then if `failOnDataLoss`."""
+    end = patiently(partial(end_offset, options, stream, known=True))
+    if end >= stop:
+        return False
+    lost(options, f"{stream} ends at {end}, but a batch must read from {at} to {stop}; it was recreated")
+    return True
+
+
+def _batch(rows: Sequence[Message], stream: str, schema: pa.Schema) -> pa.RecordBatch:
+    n = len(rows)
+    times = [None if m.properties.timestamp is None else micros(int(m.properties.timestamp), 1_000_000) for m in rows]
+    columns = [
+        pa.array([routing_key(m.method) for m in rows], pa.binary()),
+        pa.array([m.body for m in rows], pa.binary()),
+        pa.array([stream] * n, pa.string()),
+        pa.array([0] * n, pa.int32()),
+        pa.array([m.offset for m in rows], pa.int64()),
+        pa.array(times, pa.int64()).cast(pa.timestamp("us", tz="UTC")),
+        pa.array([0] * n, pa.int32()),
+    ]
+    if len(schema) > len(columns):
+        columns.append(pa.array([_headers(m.properties) for m in rows], schema.field("headers").type))
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _headers(properties: Any) -> list[tuple[str, bytes | None]]:
+    found = headers(properties, but=OFFSET)
+    if properties.message_id is not None:
+        found.append(("amqp.message_id", properties.message_id))
+    return found
+
+
+def digest(message: Message) -> str:
+    """What a producer gave it, hashed; constant, however often it is delivered."""
+    properties = message.properties
+    kept = sorted(headers(properties, but=OFFSET), key=repr)
+    given = [message.offset, message.method.routing_key, properties.message_id, properties.timestamp, kept]
+    return hashlib.blake2b(repr(given).encode() + message.body, digest_size=16).hexdigest()
+
+
+def lost(options: StreamOptions, what: str) -> None:
+    """Report lost messages. Raises if `failOnDataLoss`."""
+    if options.fail_on_data_loss:
+        raise InvariantBroken(
+            "DATA_LOST",
+            f"{OWNER}: {what}; messages may be lost.",
+            next_step='find out why; to continue regardless, restart with .option("failOnDataLoss", "false")',
+        )
+    log.warning("%s; messages may be lost, and failOnDataLoss is false", what)
 
 
 CONNECTOR = Connector(

@@ -1,26 +1,233 @@
-"""Commits and aborts the half messages that tasks sent.
-
-EndTransaction is not idempotent: a half message committed twice appears twice. So one process at a time ends half
-messages (end_journal.py), and after a crash the topic, where each message names its half message, shows which were
-committed.
-"""
+"""Commits and aborts the half messages that tasks sent, and journals which ended."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
+import sqlite3
+import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import IO
+from urllib.parse import quote
 
-from delivered.connectors.rocketmq.end_journal import EndJournal, State
-from delivered.connectors.rocketmq.half_messages import COMMIT, ROLLBACK, Ending, HalfMessage, HalfMessages, group_of
 from delivered.connectors.rocketmq.options import RocketmqSinkOptions
+from delivered.connectors.rocketmq.publish import COMMIT, ROLLBACK, Ending, HalfMessage, HalfMessages, group_of
 from delivered.connectors.rocketmq.remoting import Cluster, Place
 from delivered.connectors.rocketmq.topic import added, open_half_messages
 from delivered.contract.sink import Committer
-from delivered.model.errors import InvariantBroken, Unreachable
+from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable
 from delivered.model.identity import Scope, Work
+from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
+from delivered.model.record_format import check_format
+
+# The journal of ended half messages: tables in the ledger's file, and a lock file next to it.
+#
+# EndTransaction is not idempotent, so each shard is recorded before its first half message is ended, and again when all
+# are. A shard recorded only once was interrupted: the topic shows which messages were committed.
+#
+# A process holds the lock while it ends half messages, and the system releases it when the process dies. A paused
+# driver thus blocks its successor, which never overtakes it.
+
+FORMAT = 1
+"""Of these tables. Tables without one are of format 1."""
+VOID_KEPT = 10_000
+INCARNATIONS_KEPT = 1_000
+"""Checkpoints whose two newest batches are kept. Older batches are looked up in the topic."""
+LOCK_WAIT_S = 20.0
+_POLL_S = 0.05
+
+_TABLE = """CREATE TABLE IF NOT EXISTS _delivered_rocketmq_end (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, pipeline TEXT NOT NULL, sink TEXT NOT NULL,
+    incarnation TEXT NOT NULL, batch INTEGER NOT NULL, shard INTEGER NOT NULL, state TEXT NOT NULL)"""
+_TOP = """CREATE TABLE IF NOT EXISTS _delivered_rocketmq_top (
+    pipeline TEXT NOT NULL, sink TEXT NOT NULL, broker TEXT NOT NULL, top INTEGER NOT NULL,
+    PRIMARY KEY (pipeline, sink, broker))"""
+
+_FORMAT = """CREATE TABLE IF NOT EXISTS _delivered_rocketmq_format (
+    only INTEGER PRIMARY KEY CHECK (only = 1), format INTEGER NOT NULL)"""
+
+
+class State(StrEnum):
+    NEW = "new"
+    """No half message was ended."""
+    BEGUN = "begun"
+    """Some may have been ended."""
+    ENDED = "ended"
+    VOID = "void"
+    """Rolled back: must not be committed."""
+
+
+class EndJournal:
+    """One sink's journal. Several sinks may share a file."""
+
+    def __init__(self, path: str, scope: Scope) -> None:
+        self._path = path
+        self._scope = scope
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock for ending half messages. Raises Unreachable if another process still holds it after 20 s."""
+        deadline = time.monotonic() + LOCK_WAIT_S
+        with self._lock, self._opened() as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        file.seek(0)
+                        raise self._held_by(file.read().strip()) from None
+                    time.sleep(_POLL_S)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            yield
+
+    def _opened(self) -> IO[str]:
+        try:
+            return Path(f"{self._path}.ending").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise self._unusable(error) from None
+
+    def begin(self, work: Work, name: str) -> State:
+        """State of a shard's half messages; a new shard is durably recorded as begun."""
+        with self._writing() as connection:
+            found = connection.execute("SELECT state FROM _delivered_rocketmq_end WHERE name = ?", (name,)).fetchone()
+            if found is not None:
+                return State(found[0])
+            newest = connection.execute(
+                "SELECT max(batch) FROM _delivered_rocketmq_end WHERE pipeline = ? AND sink = ? AND incarnation = ?",
+                self._key(work.scope),
+            ).fetchone()[0]
+            # An older batch was ended, its record deleted. One without a predecessor may be begun in another file.
+            known = newest <= work.batch if newest is not None else work.batch == 0
+            self._put(connection, name, self._key(work.scope), work.batch, work.shard, State.BEGUN)
+            return State.NEW if known else State.BEGUN
+
+    def end(self, work: Work, name: str, tops: Iterable[tuple[str, int]]) -> None:
+        """Record that every half message of this name is visible.
+
+        Args:
+            tops: for each broker, the last of their offsets in its half queue.
+        """
+        with self._writing() as connection:
+            connection.execute("UPDATE _delivered_rocketmq_end SET state = ? WHERE name = ?", (State.ENDED.value, name))
+            connection.execute(
+                "DELETE FROM _delivered_rocketmq_end WHERE pipeline = ? AND sink = ? AND incarnation = ? AND batch < ?",
+                (*self._key(work.scope), work.batch - 1),
+            )
+            connection.executemany(
+                "INSERT INTO _delivered_rocketmq_top VALUES (?, ?, ?, ?) "
+                "ON CONFLICT DO UPDATE SET top = max(top, excluded.top)",
+                [(self._scope.pipeline, self._scope.sink, broker, top) for broker, top in tops],
+            )
+
+    def void(self, names: Iterable[str]) -> int:
+        """Forbid committing these, unless a process began to. Returns the number of new names."""
+        with self._writing() as connection:
+            known = {row[0] for row in connection.execute("SELECT name FROM _delivered_rocketmq_end")}
+            new = [n for n in dict.fromkeys(names) if n not in known]
+            self._forget(connection)
+            for name in new:
+                self._put(connection, name, (self._scope.pipeline, self._scope.sink, ""), -1, -1, State.VOID)
+            return len(new)
+
+    def is_visible(self, work: Work) -> bool:
+        """Whether all its messages are visible; also true if a later batch was begun."""
+        with self._writing() as connection:
+            found = connection.execute(
+                "SELECT 1 FROM _delivered_rocketmq_end WHERE pipeline = ? AND sink = ? AND incarnation = ? "
+                "AND (batch > ? OR batch = ? AND shard = ? AND state = ?)",
+                (*self._key(work.scope), work.batch, work.batch, work.shard, State.ENDED.value),
+            ).fetchone()
+        return found is not None
+
+    def tops(self) -> dict[str, int]:
+        """By broker, the last offset in its half queue of this sink's ended half messages."""
+        with self._writing() as connection:
+            rows = connection.execute(
+                "SELECT broker, top FROM _delivered_rocketmq_top WHERE pipeline = ? AND sink = ?",
+                (self._scope.pipeline, self._scope.sink),
+            ).fetchall()
+        return dict(rows)
+
+    def _forget(self, connection: sqlite3.Connection) -> None:
+        own = "pipeline = ? AND sink = ?"
+        sink = (self._scope.pipeline, self._scope.sink)
+        connection.execute(
+            f"DELETE FROM _delivered_rocketmq_end WHERE {own} AND incarnation = '' AND number <= "  # noqa: S608
+            "(SELECT max(number) FROM _delivered_rocketmq_end) - ?",
+            (*sink, VOID_KEPT),
+        )
+        connection.execute(
+            f"DELETE FROM _delivered_rocketmq_end WHERE {own} AND incarnation NOT IN (SELECT incarnation "  # noqa: S608
+            f"FROM _delivered_rocketmq_end WHERE {own} GROUP BY incarnation ORDER BY max(number) DESC LIMIT ?)",
+            (*sink, *sink, INCARNATIONS_KEPT),
+        )
+
+    @staticmethod
+    def _key(scope: Scope) -> tuple[str, str, str]:
+        return scope.pipeline, scope.sink, scope.incarnation
+
+    @staticmethod
+    def _put(
+        connection: sqlite3.Connection, name: str, key: tuple[str, str, str], batch: int, shard: int, state: State
+    ) -> None:
+        connection.execute(
+            "INSERT INTO _delivered_rocketmq_end (name, pipeline, sink, incarnation, batch, shard, state) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (name, *key, batch, shard, state.value),
+        )
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """One transaction, durable on exit. Raises Unreachable; Refused: a later version of this package wrote it."""
+        try:
+            with closing(
+                sqlite3.connect(f"file:{quote(self._path)}", uri=True, timeout=CONNECT_TIMEOUT_S, isolation_level=None)
+            ) as connection:
+                connection.execute("PRAGMA synchronous=EXTRA")
+                connection.execute("BEGIN IMMEDIATE")
+                for table in (_TABLE, _TOP, _FORMAT):
+                    connection.execute(table)
+                connection.execute("INSERT OR IGNORE INTO _delivered_rocketmq_format VALUES (1, ?)", (FORMAT,))
+                (found,) = connection.execute("SELECT format FROM _delivered_rocketmq_format").fetchone()
+                check_format(found, f"a journal of half messages in {self._path!r}", FORMAT)
+                yield connection
+                connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: Exception) -> Unreachable:
+        return Unreachable(
+            "DATABASE_ERROR",
+            f"The ledger {self._path!r}, or its lock file, could not be read or written: {error}.",
+            next_step="check disk, folder and file, and whether another process holds it (fuser)",
+        )
+
+    def _held_by(self, who: str) -> DeliveredError:
+        return Unreachable(
+            "HALF_MESSAGES_LOCKED",
+            f"{who or 'Another process'} holds {self._path}.ending: it is ending half messages of this sink, or was "
+            "paused while doing so. Ending them concurrently could deliver a message twice.",
+            next_step="let that process finish, or kill it, then start again",
+        )
+
+
+# Commits and aborts the half messages that tasks sent.
+#
+# EndTransaction is not idempotent: a half message committed twice appears twice. So one process at a time ends half
+# messages, and after a crash the topic, where each message names its half message, shows which were
+# committed.
 
 SETTLE_S = 4.0
 """Then no earlier request can take effect: brokers drop those queued for 3 s (waitTimeMillsInTransactionQueue), and

@@ -1,22 +1,44 @@
-"""Sends messages once each, many in flight, with a receipt for each.
-
-NORMAL messages are batched, up to `BATCH_MAX` in a request. FIFO messages are sent one by one, because a proxy puts a
-batch into any queue (5.5.0), and the next of a message group waits for the previous answer.
-"""
+"""Sends messages once each, many in flight; half messages are stored by a broker, and invisible until committed."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+import uuid
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from delivered.connectors.rocketmq.client import Session, library, unknown
 from delivered.connectors.rocketmq.options import TRANSACTION, RocketmqSinkOptions
+from delivered.connectors.rocketmq.remoting import (
+    BUSY,
+    END,
+    OK,
+    SEND,
+    SYSTEM_ERROR,
+    Answer,
+    Cluster,
+    Peer,
+    Place,
+    Window,
+)
+from delivered.connectors.rocketmq.topic import ends, joined
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable
+from delivered.model.identity import Scope
 from delivered.model.limits import REQUEST_TIMEOUT_S
+from delivered.model.prepared import Handle
+
+# Sends messages once each, many in flight, with a receipt for each.
+#
+# NORMAL messages are batched, up to `BATCH_MAX` in a request. FIFO messages are sent one by one, because a proxy puts a
+# batch into any queue (5.5.0), and the next of a message group waits for the previous answer.
 
 IN_FLIGHT_MAX = 2_000
 """Unconfirmed messages per task."""
@@ -195,3 +217,279 @@ def batches(messages: Sequence[Message], alone: bool = False) -> Iterator[list[M
         size += own
     if batch:
         yield batch
+
+
+# Half messages: stored by a broker, invisible until committed by their place in its log.
+#
+# For open half messages the broker runs transaction checks against a connected client of their producer group. No
+# client ever connects with this sink's groups, so nobody else ends them.
+
+COMMIT, ROLLBACK = 8, 12
+_GONE = "Find prepared transaction message failed"
+
+
+@dataclass(frozen=True, order=True)
+class HalfMessage:
+    """
+    Attributes:
+        place: in the broker's log.
+        offset: in the broker's half queue.
+    """
+
+    place: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class HalfMessages(Handle):
+    """Half messages of one writer.
+
+    Attributes:
+        name: their producer group: the sink's prefix and a part unique to the writer.
+        halves: by broker, packed, in stored order.
+        since: by broker and queue (its number as text), the topic's end before any of them was committed.
+    """
+
+    name: str
+    halves: Mapping[str, str]
+    since: Mapping[str, Mapping[str, int]]
+
+    @property
+    def by_broker(self) -> dict[str, list[HalfMessage]]:
+        return {broker: unpacked(text) for broker, text in self.halves.items()}
+
+
+def packed(half_messages: Iterable[HalfMessage]) -> str:
+    """Delta encoding, a few bytes for each."""
+    numbers = bytearray()
+    place = offset = 0
+    for half in half_messages:
+        for step in (half.place - place, half.offset - offset):
+            left = (step << 1) ^ (step >> 63)  # zigzag: small for negative steps too
+            while left > 127:
+                numbers.append(left & 127 | 128)
+                left >>= 7
+            numbers.append(left)
+        place, offset = half.place, half.offset
+    return base64.b85encode(zlib.compress(bytes(numbers), 9)).decode()
+
+
+def unpacked(text: str) -> list[HalfMessage]:
+    steps: list[int] = []
+    number = shift = 0
+    for byte in zlib.decompress(base64.b85decode(text)):
+        number |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            steps.append((number >> 1) ^ -(number & 1))
+            number = shift = 0
+    half_messages = []
+    place = offset = 0
+    for at in range(0, len(steps), 2):
+        place, offset = place + steps[at], offset + steps[at + 1]
+        half_messages.append(HalfMessage(place, offset))
+    return half_messages
+
+
+def group_of(scope: Scope) -> str:
+    """Prefix of the producer groups of a sink's writers, the same for every incarnation."""
+    both = f"{scope.pipeline}/{scope.sink}"
+    plain = re.sub(r"[^A-Za-z0-9_-]", "_", both)[:80]
+    return f"delivered_{plain}_{hashlib.sha256(both.encode()).hexdigest()[:16]}"
+
+
+def new_name(scope: Scope) -> str:
+    """Producer group of one writer."""
+    return f"{group_of(scope)}.{uuid.uuid4().hex}"
+
+
+class HalfSender:
+    """Sends one shard's half messages, many in flight. A duplicate is just never committed."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self._cluster = cluster
+        self._name = name
+        self._half_messages: dict[str, list[HalfMessage]] = defaultdict(list)
+        self._since: dict[str, dict[int, int]] = {}
+        self._lock = threading.Lock()
+        self._windows: dict[str, Window] = {}
+        self._error: DeliveredError | None = None
+        self._sent = 0
+
+    def send(self, messages: Sequence[Message]) -> None:
+        """Blocks while too many are in flight. Raises if one was rejected, or a broker does not answer."""
+        places = self._cluster.places()
+        if not self._since:
+            self._since = ends(self._cluster, places)
+        for message in messages:
+            place = places[self._sent % len(places)]
+            self._sent += 1
+            window = self._windows.get(place.broker)
+            if window is None:
+                peer = self._cluster.broker(place.broker)
+                stored = partial(self._stored, peer, place.broker)
+                window = self._windows[place.broker] = Window(peer, SEND, self._request, stored)
+            window.post((place, message))
+            if self._error is not None:
+                raise self._error
+
+    def flush(self) -> dict[str, list[HalfMessage]]:
+        """Wait until all are stored; return them by broker, in stored order. Raises as `send`."""
+        for window in self._windows.values():
+            window.flush()
+        if self._error is not None:
+            raise self._error
+        return {broker: sorted(found) for broker, found in self._half_messages.items()}
+
+    def handle(self) -> HalfMessages:
+        """Flush, and describe them for the driver."""
+        halves = {broker: packed(found) for broker, found in self.flush().items()}
+        since = {broker: {str(queue): top for queue, top in self._since[broker].items()} for broker in halves}
+        return HalfMessages(self._name, halves, since)
+
+    def _request(self, what: tuple[Place, Message]) -> tuple[Mapping[str, Any], bytes]:
+        place, message = what
+        properties = {
+            "UNIQ_KEY": message.id,
+            "TRAN_MSG": "true",
+            "PGROUP": self._name,
+            **({"KEYS": " ".join(message.keys)} if message.keys else {}),
+            **({"TAGS": message.tag} if message.tag else {}),
+        }
+        # This request abbreviates its names: group, topic, its default, queue, flags, time, properties.
+        fields = {
+            "a": self._name,
+            "b": self._cluster.topic,
+            "c": "TBW102",
+            "d": 4,
+            "e": place.queue,
+            "f": 4,
+            "g": time.time_ns() // 1_000_000,
+            "h": 0,
+            "i": joined(properties),
+            "j": 0,
+            "k": False,
+            "m": False,
+        }
+        return fields, message.body
+
+    def _stored(self, peer: Peer, broker: str, what: Any, answer: Answer) -> bool:
+        del what
+        if answer.code == BUSY:
+            return False
+        with self._lock:
+            if answer.code != OK:
+                self._error = self._error or peer.error_of(answer)
+            else:
+                place = int(answer.fields["msgId"][-16:], 16)
+                self._half_messages[broker].append(HalfMessage(place, peer.number(answer, "queueOffset")))
+        return True
+
+
+class HalfPublisher:
+    """Publishes half messages for `kits.queue.writer`. Unless held, they are committed once all are stored.
+
+    Args:
+        holds: leave them for the driver to commit.
+
+    Attributes:
+        handle: of the held half messages; None: none, or not flushed.
+    """
+
+    def __init__(self, cluster: Cluster, name: str, *, holds: bool) -> None:
+        self._cluster = cluster
+        self._name = name
+        self._sender = HalfSender(cluster, name)
+        self._holds = holds
+        self._sent = 0
+        self._ended = 0
+        self.handle: HalfMessages | None = None
+
+    @property
+    def unconfirmed(self) -> int:
+        return self._sent - self._ended
+
+    def send(self, messages: Sequence[Message]) -> None:
+        self._sent += len(messages)
+        self._or_unknown(lambda: self._sender.send(messages))
+
+    def flush(self) -> None:
+        self._or_unknown(self._flush)
+
+    def close(self) -> None:
+        self._cluster.close()
+
+    def _flush(self) -> None:
+        if self._holds:
+            self.handle = self._sender.handle()
+            return
+        for broker, half_messages in self._sender.flush().items():
+            ending = Ending(self._cluster, broker, self._name)
+            try:
+                ending.end(half_messages, COMMIT)
+            finally:
+                self._ended += ending.ended
+            if ending.gone or ending.refused:
+                raise Unreachable(
+                    "ROCKETMQ_UNREACHABLE",
+                    ending.refused or "half messages disappeared before they were committed",
+                    next_step="check that the brokers are up, then start again: the batch runs again",
+                )
+
+    def _or_unknown(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Unreachable as error:
+            unknown(error, self.unconfirmed)
+
+
+class Ending:
+    """Ends half messages of one broker, each once.
+
+    Attributes:
+        ended: number confirmed by the broker.
+        gone: those no longer in its log.
+        refused: the first error of another one; None: no error.
+    """
+
+    def __init__(self, cluster: Cluster, broker: str, name: str) -> None:
+        self._cluster = cluster
+        self._broker = broker
+        self._name = name
+        self._lock = threading.Lock()
+        self.ended = 0
+        self.gone: list[HalfMessage] = []
+        self.refused: str | None = None
+
+    def end(self, half_messages: Sequence[HalfMessage], how: int) -> None:
+        """Raises Unreachable if a broker does not answer: more than `ended` may have been ended."""
+        window = Window(self._cluster.broker(self._broker), END, partial(self._request, how), self._answered)
+        for half in half_messages:
+            window.post(half)
+        window.flush()
+
+    def _request(self, how: int, half: HalfMessage) -> tuple[Mapping[str, Any], bytes]:
+        fields = {
+            "topic": self._cluster.topic,
+            "producerGroup": self._name,
+            "tranStateTableOffset": half.offset,
+            "commitLogOffset": half.place,
+            "commitOrRollback": how,
+            "fromTransactionCheck": False,
+            "msgId": "",
+            "transactionId": "",
+            "bname": self._broker,
+        }
+        return fields, b""
+
+    def _answered(self, half: HalfMessage, answer: Answer) -> bool:
+        if answer.code == BUSY:  # dropped from the broker's queue, not processed
+            return False
+        with self._lock:
+            if answer.code == OK:
+                self.ended += 1
+            elif answer.code == SYSTEM_ERROR and _GONE in answer.remark:
+                self.gone.append(half)
+            else:
+                self.refused = self.refused or f"{answer.remark} (code {answer.code})"
+        return True
