@@ -24,8 +24,8 @@ from delivered.connectors.outbox import CONNECTOR as OUTBOX
 from delivered.connectors.outbox.changes import Changes
 from delivered.connectors.outbox.events import Events, Reader
 from delivered.connectors.outbox.layout import ADDED, Layout
-from delivered.connectors.outbox.peek import Begin, Change, Op, Relation
-from delivered.connectors.outbox.peek import Decoder as Pgoutput
+from delivered.connectors.outbox.pgoutput import Begin, Change, Op, Relation
+from delivered.connectors.outbox.pgoutput import Decoder as Pgoutput
 from delivered.connectors.pulsar.admin import Registered as OfPulsar
 from delivered.connectors.pulsar.columns import Values
 from delivered.connectors.pulsar.positions import fields

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from delivered.connectors.outbox import layout, peek, shape, slot
 from delivered.connectors.outbox.layout import ADDED, Layout
 from delivered.connectors.outbox.options import NEW, OWNER, OutboxOptions
-from delivered.connectors.outbox.peek import UNCHANGED, Begin, Change, Op, Relation, Row, Value
+from delivered.connectors.outbox.pgoutput import UNCHANGED, Begin, Change, Op, Relation, Row, Value
 from delivered.connectors.outbox.shape import Shape, check_identity
 from delivered.connectors.outbox.slot import lsn_text
 from delivered.contract.source import REJECTED, Offsets

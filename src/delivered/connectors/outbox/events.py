@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from delivered.connectors.outbox.changes import MESSAGE, Rejected, Rejecting, of_message
 from delivered.connectors.outbox.options import OWNER, ROUTE, OutboxOptions
-from delivered.connectors.outbox.peek import BYTEA, UNCHANGED, Relation, Row, Value, unhexed
+from delivered.connectors.outbox.pgoutput import BYTEA, UNCHANGED, Relation, Row, Value, unhexed
 from delivered.connectors.outbox.positions import text
 from delivered.model.errors import BadRecord, InvariantBroken
 from delivered.source.columns import COLUMNS as OF_MESSAGES

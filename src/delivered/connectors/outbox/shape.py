@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
-from delivered.connectors.outbox.peek import Relation
+from delivered.connectors.outbox.pgoutput import Relation
 from delivered.model.errors import Refused
 from delivered.patterns.caller import quoted
 

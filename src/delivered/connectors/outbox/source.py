@@ -14,7 +14,7 @@ from delivered.connectors.outbox.changes import CHANGE, MESSAGE, Rejecting
 from delivered.connectors.outbox.database import connect, explaining, transaction
 from delivered.connectors.outbox.layout import Layout, layout
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
-from delivered.connectors.outbox.peek import Op
+from delivered.connectors.outbox.pgoutput import Op
 from delivered.connectors.outbox.poll import PollDriver
 from delivered.connectors.outbox.positions import Positions
 from delivered.connectors.outbox.shape import check_identity

@@ -13,7 +13,7 @@ from delivered.connectors.outbox.changes import Shapes
 from delivered.connectors.outbox.database import connect, explaining, sqlstate, transaction
 from delivered.connectors.outbox.events import Reader
 from delivered.connectors.outbox.options import EARLIEST, LATEST, OWNER, OutboxOptions
-from delivered.connectors.outbox.peek import Op
+from delivered.connectors.outbox.pgoutput import Op
 from delivered.connectors.outbox.positions import DELETED_MAX, Positions
 from delivered.contract.source import Offsets, Slice
 from delivered.model import patience
