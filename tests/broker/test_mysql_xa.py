@@ -251,7 +251,7 @@ def test_a_claim_ends_a_session_that_holds_the_owners_row(mysql: Mysql, rig: Rig
     rig.run(0)
     paused = rig.context("first").ledger
     paused.claim(rig.context("first").owner)
-    store: Any = paused._store  # type: ignore[attr-defined]
+    store: Any = paused._store._deciding  # type: ignore[attr-defined]
     session = store._open()
     store._database.begin(session)
     store._signed(session)
