@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -120,7 +121,8 @@ class _Line:
     Attributes:
         wanted: rows are written; otherwise they are only checked for dead letters.
         dropped: invalid rows, which are left out.
-        recent: the last rows, with the index of their first one, to find what a library failed for.
+        recent: the last rows, with the index of their first one, to find what a library failed for; `recent_bytes`
+            together.
     """
 
     member: Member
@@ -133,7 +135,8 @@ class _Line:
     total: Fingerprint = Fingerprint()
     dropped: Fingerprint = Fingerprint()
     writer: Writer | None = None
-    recent: list[tuple[int, pa.RecordBatch]] = field(default_factory=list)
+    recent: deque[tuple[int, pa.RecordBatch]] = field(default_factory=deque)
+    recent_bytes: int = 0
 
     def open(self, plan: BatchPlan, shard: int, attempt: int, schema: pa.Schema) -> None:
         unrouted = DEAD_LETTERS if self.member.dead_letters else schema
@@ -162,8 +165,9 @@ class _Line:
         """
         if rows is not None:
             self.recent.append((self.total.count - rows.num_rows, rows))
-            while len(self.recent) > 1 and sum(r.nbytes for _, r in self.recent) > RECENT_BYTES_MAX:
-                self.recent.pop(0)
+            self.recent_bytes += rows.nbytes
+            while len(self.recent) > 1 and self.recent_bytes > RECENT_BYTES_MAX:
+                self.recent_bytes -= self.recent.popleft()[1].nbytes
         try:
             with of_values(f"The sink {self.scope.sink!r}"):
                 yield
