@@ -16,6 +16,7 @@ from delivered.contract.source import REJECTED
 from delivered.contract.trial import TriesRows
 from delivered.model.bad_row import as_json_text, plain_rows
 from delivered.model.identity import Scope
+from delivered.model.ranges import first_reason
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +46,10 @@ def rejections(sink: Sink, rows: pa.RecordBatch) -> pa.Array | None:
 def refused_row(sink: Sink, rows: pa.RecordBatch) -> tuple[int, str] | None:
     """The first row that the sink or its server rejects, and why; None: there is none, or it cannot be found now."""
     try:
-        reasons = rejections(sink, rows)
+        return first_reason(rejections(sink, rows))
     except Exception as error:
         log.warning("which row is to blame could not be found: %s", error)
         return None
-    at = -1 if reasons is None else pc.index(pc.is_valid(reasons), True).as_py()
-    return None if reasons is None or at < 0 else (at, reasons[at].as_py())
 
 
 def dead_letters(

@@ -123,6 +123,14 @@ def first_of(reasons: pa.Array | None, more: pa.Array | None) -> pa.Array | None
     return more if reasons is None else reasons if more is None else pc.coalesce(reasons, more)
 
 
+def first_reason(reasons: pa.Array | None) -> tuple[int, str] | None:
+    """The first row that has a reason, and the reason; None: no row has one."""
+    if reasons is None or reasons.null_count == len(reasons):
+        return None
+    row = pc.index(pc.is_valid(reasons), True).as_py()
+    return row, reasons[row].as_py()
+
+
 def check(system: str, batch: pa.RecordBatch, reasons: pa.Array | None) -> None:
     """
     Args:
@@ -132,13 +140,12 @@ def check(system: str, batch: pa.RecordBatch, reasons: pa.Array | None) -> None:
     Raises:
         BadRecord: a row has a reason.
     """
-    if reasons is None or reasons.null_count == len(reasons):
+    if (found := first_reason(reasons)) is None:
         return
-    row = pc.index(pc.is_valid(reasons), True).as_py()
+    row, reason = found
     raise BadRecord(
         "VALUE_UNSTORABLE",
-        f"Row {row} of {batch.num_rows} cannot be written to {system} as it is: {reasons[row].as_py()}. Nothing of its "
-        "batch counts.",
+        f"Row {row} of {batch.num_rows} cannot be written to {system} as it is: {reason}. Nothing of its batch counts.",
         next_step="correct or filter such rows in the transform; or set on_bad_row: dead_letter with a dead_letter "
         "sink (docs/dead-letters.md)",
     )

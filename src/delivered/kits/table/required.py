@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from delivered.model.capability import WriteMode
 from delivered.model.errors import BadRecord
-from delivered.model.ranges import because, rows_of_values
+from delivered.model.ranges import because, first_reason, rows_of_values
 
 _Mask = npt.NDArray[np.bool_]
 
@@ -50,13 +50,12 @@ def check(where: str, batch: pa.RecordBatch, reasons: pa.Array | None) -> None:
     Raises:
         BadRecord: a row has a reason.
     """
-    if reasons is None or reasons.null_count == len(reasons):
+    if (found := first_reason(reasons)) is None:
         return
-    row = pc.index(pc.is_valid(reasons), True).as_py()
+    row, reason = found
     raise BadRecord(
         "COLUMN_REQUIRED",
-        f"Row {row} of {batch.num_rows} cannot be written to the table {where}: {reasons[row].as_py()}. Nothing of its "
-        "batch counts.",
+        f"Row {row} of {batch.num_rows} cannot be written to the table {where}: {reason}. Nothing of its batch counts.",
         next_step="filter such rows, or fill in a value; or set on_bad_row: dead_letter with a dead_letter sink "
         "(docs/dead-letters.md)",
     )
