@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from tests.broker.outbox_help import Shop, Table, shop
+from tests.support.halted import run_loop
 from tests.support.sweeps import sweep
 
 from delivered.entry import Pipeline
 from delivered.operate.dead_letters import dead_letters
-from delivered_lab.supervisor import kill_tree
 
 POINTS = ["source.read:after", "write.prepare:after", "commit.decide:after", "commit.apply:after", "log:before"]
 SOURCES = ["changes", "postgres-log", "postgres-poll", "mysql-poll", "sqlite-poll"]
@@ -54,18 +51,6 @@ def filled(request: pytest.FixtureRequest, tmp_path: Path, source: str) -> tuple
     return {"url": box.url, "dbtable": box.table, "method": box.method, "payloadFormat": "json"}, box
 
 
-def loop(file: Path, crash: str = "") -> int:
-    hits = file.parent / "hits"
-    hits.mkdir(exist_ok=True)
-    env = {**os.environ, "DELIVERED_CRASH": crash, "DELIVERED_CRASH_DIR": str(hits)}
-    call = [sys.executable, "-m", "delivered_lab.verify.loop", str(file), "--takeover"]
-    process = subprocess.Popen(call, env=env, cwd=file.parent, start_new_session=True)
-    try:
-        return process.wait(120)
-    finally:
-        kill_tree(process.pid)  # its workers outlive a driver that was killed
-
-
 @pytest.mark.parametrize(
     ("source", "point"), sweep(CASES, lambda source, point: (source, point) == ("changes", "commit.decide:after"))
 )
@@ -88,9 +73,9 @@ def test_killed_on_the_way_to_the_dead_letters(
     file = tmp_path / "rejects.yaml"
     file.write_text(yaml.safe_dump(described))
 
-    assert loop(file, f"{point}!kill") != 0
+    assert run_loop(file, f"{point}!kill", wait_s=120) != 0
     assert list((tmp_path / "hits").iterdir()), "the process was killed at the point"
-    assert loop(file) == 0
+    assert run_loop(file, wait_s=120) == 0
 
     assert postgres.execute(f"SELECT n FROM {tables[0]} ORDER BY n") == [
         (str(n),) for n in range(RECORDS) if n not in BAD

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -18,6 +15,7 @@ import pytest
 import yaml
 from tests.crash.letter_sim import EXACTLY, LEAST, MOST, NTH_MAX, LetterSim
 from tests.crash.sim import Crash, codes, points
+from tests.support.halted import run_loop
 from tests.support.sweeps import sweep
 
 from delivered.connectors.log import append
@@ -30,7 +28,6 @@ from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
 from delivered.operate.dead_letters import dead_letters
-from delivered_lab.supervisor import kill_tree
 
 
 @dataclass
@@ -190,25 +187,13 @@ def described(folder: Path) -> Path:
     return file
 
 
-def loop(file: Path, crash: str = "") -> int:
-    hits = file.parent / "hits"
-    hits.mkdir(exist_ok=True)
-    env = {**os.environ, "DELIVERED_CRASH": crash, "DELIVERED_CRASH_DIR": str(hits)}
-    call = [sys.executable, "-m", "delivered_lab.verify.loop", str(file), "--takeover"]
-    process = subprocess.Popen(call, env=env, cwd=file.parent, start_new_session=True)
-    try:
-        return process.wait(60)
-    finally:
-        kill_tree(process.pid)  # its workers outlive a driver that was killed
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_under_at_least_once(tmp_path: Path, point: str) -> None:
     """No row and no letter is lost. Both are in one database; exactly_once needs letters that can be prepared."""
     file = described(tmp_path)
-    assert loop(file, f"{point}!kill") != 0
-    assert loop(file) == 0
+    assert run_loop(file, f"{point}!kill", wait_s=60) != 0
+    assert run_loop(file, wait_s=60) == 0
     with closing(sqlite3.connect(tmp_path / "out.db")) as connection:
         rows = [n for (n,) in connection.execute("SELECT n FROM numbers ORDER BY n")]
     assert sorted(set(rows)) == [1, 3, 4, 6]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,3 +52,16 @@ def killed(command: Sequence[str], crash: str, folder: Path, env: Mapping[str, s
     for _ in parse(crash):
         with halted(command, crash, folder, env):
             pass
+
+
+def run_loop(file: Path, crash: str = "", *, wait_s: float) -> int:
+    """Run the verifier's loop over a pipeline file until it ends, or a crash point kills it. Returns the exit code."""
+    points = file.parent / "hits"
+    points.mkdir(exist_ok=True)
+    env = {**os.environ, CRASH: crash, CRASH_DIR: str(points)}
+    command = [sys.executable, "-m", "delivered_lab.verify.loop", str(file), "--takeover"]
+    process = subprocess.Popen(command, env=env, cwd=file.parent, start_new_session=True)
+    try:
+        return process.wait(wait_s)
+    finally:
+        kill_tree(process.pid)  # its workers outlive a driver that was killed
