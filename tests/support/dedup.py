@@ -1,4 +1,4 @@
-"""Records for a key table, without Spark: sharded by key as by its shuffle."""
+"""Records for a key table, without Spark: sharded by key as by its shuffle. What a checkpoint keeps of its dedup."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ from typing import Any
 
 import pyarrow as pa
 
+from delivered.checkpoint import sidecar
 from delivered.engine.repeats import AT, HELPER_TYPES, KEY, TIE, TIME, without_seen
+from delivered.model.dedup import Dedup
 from delivered.model.identity import Scope
 
 Rows = Callable[[], Iterator[pa.RecordBatch]]
+
+
+def kept_dedup(location: str) -> Dedup | None:
+    """The dedup that created the checkpoint's state; None: none."""
+    found = sidecar._read_dedup(location)
+    return None if found is None else found.dedup
 
 
 def hashed(key: bytes) -> bytes:

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tests.support.dedup import kept_dedup
 
 import delivered
 from delivered.audit.dedup import STRETCHES_MAX, Stretch, stretches
@@ -107,12 +108,12 @@ def test_what_a_checkpoint_began_with(tmp_path: Path) -> None:
         dedup_kept.keep_dedup(place, other, fresh=False)
     # Left behind by a start that failed before its query ran.
     dedup_kept.keep_dedup(place, other, fresh=True)
-    assert dedup_kept.kept_dedup(place) == other
+    assert kept_dedup(place) == other
     dedup_kept.keep_dedup(place, None, fresh=True)
-    assert dedup_kept.kept_dedup(place) is None
+    assert kept_dedup(place) is None
     (tmp_path / dedup_kept.DEDUP_FILE).write_text('{"dedup": {"kind": "table"}}')
     with pytest.raises(InvariantBroken, match="DEDUP_DAMAGED"):
-        dedup_kept.kept_dedup(place)
+        kept_dedup(place)
 
 
 def at(offset: int) -> dict[str, int]:
@@ -147,7 +148,7 @@ def test_a_table_in_a_file() -> None:
 def test_a_table_is_told_from_state_and_from_a_table_elsewhere(tmp_path: Path) -> None:
     table = delivered.dedup("key", within="1 hour", memory="table")
     dedup_kept.keep_dedup(str(tmp_path), table, fresh=True, sink="orders")
-    assert dedup_kept.kept_dedup(str(tmp_path)) == table
+    assert kept_dedup(str(tmp_path)) == table
     assert dedup_kept.changed_dedup(str(tmp_path), table, "orders") is None
     assert "sink 'orders'" in str(dedup_kept.changed_dedup(str(tmp_path), table, "copies"))
     assert dedup_kept.changed_dedup(str(tmp_path), HOUR, "orders") is not None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.dedup import kept_dedup
 
 from delivered.checkpoint import positions, sidecar
 from delivered.clients.kafka.transactions import Transaction
@@ -71,7 +72,7 @@ READERS: dict[str, Callable[[str, Path], Any]] = {
     "offset_metadata": sidecar_file(positions.METADATA_FILE, metadata),
     "deciding_sink": sidecar_file(sidecar.DECIDER_FILE, sidecar.decider),
     "dedup": sidecar_file(
-        sidecar.DEDUP_FILE, lambda location: (sidecar.kept_dedup(location), sidecar.changed_dedup(location, None))
+        sidecar.DEDUP_FILE, lambda location: (kept_dedup(location), sidecar.changed_dedup(location, None))
     ),
     "removed_sources": sidecar_file(sidecar.REMOVED_FILE, sidecar.removed),
     "log_progress": progress,

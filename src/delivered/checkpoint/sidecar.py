@@ -64,17 +64,6 @@ def _read_dedup(location: str) -> _KeptDedup | None:
     return folder.read_record(location, DEDUP_FILE, "a dedup's settings", _KeptDedup.of, "DEDUP_DAMAGED")
 
 
-def kept_dedup(location: str) -> Dedup | None:
-    """The dedup that created the checkpoint's state; None: none.
-
-    Raises:
-        InvariantBroken: the file is damaged.
-        Unreachable: the checkpoint cannot be read.
-    """
-    found = _read_dedup(location)
-    return None if found is None else found.dedup
-
-
 def changed_dedup(location: str, dedup: Dedup | None, sink: str = "") -> str | None:
     """The checkpoint's dedup, for messages, if the pipeline's differs; else None.
 
