@@ -34,7 +34,7 @@ def ran(postgres: Any, folder: Path, mechanism: str) -> tuple[Path, str]:
     """A pipeline that ran and stopped, and its table, in a schema of its own."""
     append(str(folder / "log"), pa.table({"key": [b"1", b"2"], "value": [b"a", b"b"]}))
     table = f"s{postgres.table(None)}.orders"
-    postgres.execute(f"CREATE SCHEMA {table.split('.')[0]}")
+    postgres.execute(f"CREATE SCHEMA {table.split('.', maxsplit=1)[0]}")
     pipeline: dict[str, Any] = {
         "pipeline": "shop", "guarantee": "exactly_once", "checkpoint": str(folder / "checkpoint"),
         "source": {"format": "log", "path": str(folder / "log")}, "transform": {"select": ["key", "value"]},

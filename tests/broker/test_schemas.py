@@ -15,9 +15,8 @@ from confluent_kafka.serialization import MessageField, SerializationContext
 from tests.support.front import certificate, https_front
 
 from delivered.contract.schemas import ReadsBySchema, WritesBySchema
-from delivered.kits.schemas.codec import Decoder, Encoder
 from delivered.kits.schemas.registry import connected
-from delivered.kits.schemas.schema import schema_of
+from delivered.kits.schemas.schema import Decoder, Encoder, schema_of
 from delivered.model.errors import Unreachable, UsageError
 from delivered.pipeline.registry import find_sink, find_source
 

@@ -250,7 +250,7 @@ def test_what_fails_for_every_row_is_of_none(
     tmp_path: Path, make: Callable[[Path, pa.Field], Sink], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from delivered.connectors.files import formats
-    from delivered.kits.table.parquet import _Open
+    from delivered.kits.table.shard import _Open
 
     def broken(*_: Any) -> None:
         raise ValueError("broken")

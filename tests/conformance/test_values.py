@@ -228,7 +228,7 @@ def test_a_text_that_the_iceberg_client_cannot_bound_is_written(tmp_path: Path, 
 @pytest.mark.parametrize("system", ["delta", "iceberg"])
 def test_bounds_cover_row_groups_without_any(tmp_path: Path, system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parquet has none for a text of more than 4,096 bytes; of such a file, a reader must skip nothing."""
-    monkeypatch.setattr("delivered.kits.table.parquet.GROUP_ROWS", 1)
+    monkeypatch.setattr("delivered.kits.table.shard.GROUP_ROWS", 1)
     values = pa.array(["m", "z" * 5_000, "a" * 5_000])
     sink = sink_at(tmp_path) if system == "iceberg" else DELTA.sink({"path": str(tmp_path / "t")})
     Rig(sink).run_rows(0, [pa.record_batch([pa.array([0, 1, 2]), values], names=["id", "v"])])

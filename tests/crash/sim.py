@@ -563,7 +563,7 @@ class Sim:
 
 
 def role(point: str) -> Role:
-    return ROLE_OF_STEP[StepId(point.split(":")[0])]
+    return ROLE_OF_STEP[StepId(point.split(":", maxsplit=1)[0])]
 
 
 def points() -> list[str]:

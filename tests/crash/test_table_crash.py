@@ -26,7 +26,7 @@ from tests.support.zygote import Zygote
 from delivered.connectors import delta, files, iceberg
 from delivered.contract.sink import Sink
 from delivered.engine.context import open_ledger
-from delivered.kits.table.stage import batch_of
+from delivered.kits.table.shard import batch_of
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
 from delivered.model.identity import Scope
 from delivered.model.outcome import Ok

@@ -13,7 +13,7 @@ from tests.crash.sim import Crash, points
 from delivered.connectors.memory.sink import MemorySink
 from delivered.engine import dead_letters
 from delivered.engine.sinks import Sinks
-from delivered.kits.table.trial import unwritable
+from delivered.kits.table.bad_rows import unwritable
 from delivered.model.capability import Commit
 
 

@@ -19,9 +19,9 @@ from delivered.connectors.mysql import transactions as mysql
 from delivered.connectors.postgres import transactions as postgres
 from delivered.connectors.rocketmq.publish import group_of
 from delivered.kits.options import queue_sink_name
-from delivered.kits.queue.writer import SendingWriter
+from delivered.kits.queue.sink import SendingWriter
 from delivered.kits.sql.transactions import Names
-from delivered.kits.table.stage import sink_folder
+from delivered.kits.table.shard import sink_folder
 from delivered.model.errors import UsageError
 from delivered.model.identity import Scope, Work, checked_name, derived_name, fitted_name
 from delivered.patterns.caller import NAME_LENGTHS_MAX, quoted

@@ -7,14 +7,10 @@ import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from delivered.connectors.log.produce import append
-
-if TYPE_CHECKING:
-    pass
 
 WAIT_S = 120.0
 

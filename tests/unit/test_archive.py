@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from pyarrow import fs
 
-from delivered.kits.table import archive as storage
-from delivered.kits.table.archive import FILES_MAX, ArchiveFiles
-from delivered.kits.table.store import Store
+from delivered.kits.table import store as storage
+from delivered.kits.table.store import FILES_MAX, ArchiveFiles, Store
 from delivered.model.archive import ENTRY_BYTES, Archive, Archived, key_of
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint

@@ -89,7 +89,7 @@ def test_partitions_are_written_apart_and_read_by_any_client(tmp_path: Path) -> 
 
 
 def test_more_partitions_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delivered.kits.table.parquet.OPEN_FILES_MAX", 3)
+    monkeypatch.setattr("delivered.kits.table.shard.OPEN_FILES_MAX", 3)
     rows = pa.table({"id": range(40), "k": [i % 7 for i in range(40)]})
     sink = sink_at(tmp_path, partitionBy="k")
     prepared = staged(sink, rows)

@@ -12,11 +12,10 @@ import fastavro
 import pyarrow as pa
 import pytest
 
-from delivered.kits.schemas.bounds import Unmappable
-from delivered.kits.schemas.codec import Decoder
 from delivered.kits.schemas.options import Format
 from delivered.kits.schemas.registry import BadSchema, Registered, Registry
-from delivered.kits.schemas.schema import schema_of
+from delivered.kits.schemas.schema import Decoder, schema_of
+from delivered.kits.schemas.values import Unmappable
 
 DECIMAL = {"type": "bytes", "logicalType": "decimal", "precision": 6, "scale": 2}
 FIXED = {"type": "fixed", "name": "F", "size": 2}

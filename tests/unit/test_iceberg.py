@@ -22,7 +22,7 @@ from delivered.connectors.iceberg import CONNECTOR, client, options
 from delivered.connectors.iceberg.sink import IcebergSink
 from delivered.connectors.iceberg.store import IcebergCommitter, Names, Records, ledger_key
 from delivered.engine.context import open_ledger
-from delivered.kits.table import stage
+from delivered.kits.table import shard
 from delivered.model.errors import BadRecord, Fenced, InvariantBroken, Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
@@ -459,7 +459,7 @@ def test_f7_a_driver_that_lost_its_claim_removes_nothing(tmp_path: Path) -> None
     other = open_ledger(sink, SCOPE)
     other.claim(Owner("other"))
     prepared = staged_in(sink)
-    stage.note_claim(ledger_key(sink.options, SCOPE), mine)  # as in the first driver's process
+    shard.note_claim(ledger_key(sink.options, SCOPE), mine)  # as in the first driver's process
     outcome = IcebergCommitter(sink.options, SCOPE).abort_orphans(())
     assert isinstance(outcome, Unknown)
     assert "DELIVERED_FENCED" in outcome.reason

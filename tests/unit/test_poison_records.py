@@ -10,11 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from delivered.kits.schemas.codec import Decoder, Encoder
-from delivered.kits.schemas.json_text import parsed
+from delivered.kits.schemas.json_schema import parsed
 from delivered.kits.schemas.options import Format
 from delivered.kits.schemas.registry import Registered
-from delivered.kits.schemas.schema import schema_of, unfit
+from delivered.kits.schemas.schema import Decoder, Encoder, schema_of, unfit
 
 DOCUMENT = {
     "type": "object",

@@ -22,11 +22,10 @@ from delivered.engine.dead_letters import split_rejected
 from delivered.engine.direct import ArrowTransform, Direct, pack
 from delivered.kits.schemas import source as source_module
 from delivered.kits.schemas.avro import Unmappable
-from delivered.kits.schemas.codec import Decoder, Encoder
 from delivered.kits.schemas.options import Format, FormatOptions
 from delivered.kits.schemas.protobuf import _compiled
 from delivered.kits.schemas.registry import Registered
-from delivered.kits.schemas.schema import schema_of, unfit
+from delivered.kits.schemas.schema import Decoder, Encoder, schema_of, unfit
 from delivered.kits.schemas.source import FormattedSource
 from delivered.kits.schemas.values import canonical
 from delivered.model.errors import BadRecord, DeliveredError, UsageError

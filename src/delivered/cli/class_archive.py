@@ -54,7 +54,7 @@ def _stream(folder: Path, java_options: str) -> None:
     rows = pa.table({"key": pa.array([b"1", b"2"], pa.binary()), "value": pa.array([b"{}", b"{}"], pa.binary())})
     append(str(folder / "log"), rows, partition_by=2)
     spark: SparkSession = session("class-archive", "local[2]", {JAVA_OPTIONS: java_options, "spark.log.level": "ERROR"})
-    jvm: subprocess.Popen[bytes] = cast(Any, spark.sparkContext)._gateway.proc
+    jvm: subprocess.Popen[bytes] = cast("Any", spark.sparkContext)._gateway.proc
     query = Pipeline(
         name="class-archive",
         guarantee="exactly_once",

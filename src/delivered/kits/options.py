@@ -1,13 +1,14 @@
-"""Options that several connectors share."""
+"""Options that several connectors share: write modes, paths, addresses of brokers, TLS and what is sent without it."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from delivered.model.addresses import is_loopback, is_netloc
 from delivered.model.capability import APPEND, OnConflict, WriteMode
@@ -28,6 +29,7 @@ from delivered.model.options import (
 
 if TYPE_CHECKING:
     import ssl
+
 
 TRUSTED = "tlsTrustCertsFile"
 UPSERT_OPTIONS = (
@@ -407,4 +409,93 @@ def distrusted(
         f"The certificate that {url} presented was not accepted: {error.verify_message.rstrip('.')}. Trusted "
         f"certificates: {trusted}. Nothing was sent.",
         next_step=step,
+    )
+
+
+class TlsOptions(Options):
+    """Base of the options for certificates, of servers and our own.
+
+    Attributes:
+        trusted: PEM file of certificates; None: the system's.
+        certificate, key: PEM files of ours, for servers that require one.
+    """
+
+    trusted: str | None = option(
+        TRUSTED, "PEM file with trusted certificates, for TLS.", default=None, shown="the system's trust store"
+    )
+    certificate: str | None = option(
+        "tlsCertificateFile", "PEM file with the client's certificate, for mutual TLS.", default=None, shown="none"
+    )
+    key: str | None = option(
+        "tlsKeyFile", "PEM file with the key of tlsCertificateFile, without a password.", default=None, shown="none"
+    )
+
+    def check_tls(self, owner: str, used: bool, url: str) -> None:
+        """Refuse certificates that nothing would use. Raises UsageError.
+
+        Args:
+            used: whether a connection uses TLS.
+            url: one that does, for the error.
+        """
+        if (self.certificate is None) != (self.key is None):
+            raise UsageError(
+                "OPTION_CONFLICT",
+                f"{owner}: tlsCertificateFile and tlsKeyFile must be set together; one is missing.",
+                next_step="set both",
+            )
+        given = TRUSTED if self.trusted is not None else "tlsCertificateFile" if self.certificate is not None else None
+        if given is not None and not used:
+            raise UsageError(
+                "OPTION_CONFLICT",
+                f"{owner}: option {given!r} is set, but nothing uses TLS.",
+                next_step=f"write {url}, or remove {given}",
+            )
+
+    def untrusted(self, url: str, error: ssl.SSLCertVerificationError, names_in: str = "url") -> UsageError:
+        """The error for the certificate of a server that is not trusted. Arguments: see `distrusted`."""
+        trusted = f"those in {self.trusted}" if self.trusted is not None else "the system's trust store"
+        return distrusted(url, error, TRUSTED, trusted, names_in)
+
+    def tls_context(self) -> ssl.SSLContext:
+        """Verifies certificates and host names. Raises UsageError: a file cannot be used here."""
+        context = trust(TRUSTED, self.trusted)
+        if self.certificate is not None:
+            try:
+                context.load_cert_chain(self.certificate, self.key, lambda: "")
+            except OSError as error:  # ssl.SSLError is one
+                raise UsageError(
+                    "TLS_FILES",
+                    f"tlsCertificateFile {self.certificate!r} and tlsKeyFile {self.key!r} cannot be used: {error}.",
+                    next_step="set them to PEM files of a certificate and its key, without a password",
+                ) from None
+        return context
+
+
+_UNENCRYPTED = ("disable", "allow", "prefer")
+
+
+def postgres_in_clear(url: str) -> tuple[str, ...]:
+    """What a connection sends unencrypted, or to a server that it does not verify; see `Options.in_clear`."""
+    parts = urlsplit(url)
+    parameters = parse_qs(parts.query)
+    named = [urlsplit(f"//{h}").hostname or "" for h in parts.netloc.rpartition("@")[2].split(",")]
+    host = parameters.get("host", [",".join(named) or os.environ.get("PGHOST", "")])[-1]
+    mode = parameters.get("sslmode", [os.environ.get("PGSSLMODE", "prefer")])[-1]
+    if mode not in _UNENCRYPTED or all(is_loopback(h) for h in host.split(",")):
+        return ()
+    why = "the default" if "sslmode" not in parameters and "PGSSLMODE" not in os.environ else "as configured"
+    return (
+        f"the connection to PostgreSQL at {host} is not required to be encrypted (sslmode={mode}, {why}); write "
+        "?sslmode=verify-full&sslrootcert=PATH",
+    )
+
+
+def mysql_in_clear(url: str) -> tuple[str, ...]:
+    """What a connection sends unencrypted, or to a server that it does not verify; see `Options.in_clear`."""
+    parts = urlsplit(url)
+    if parts.query or is_loopback(parts.hostname):
+        return ()
+    return (
+        f"the connection to MySQL at {parts.hostname} is not required to be encrypted, and the server is not verified; "
+        "write ?ssl_ca=PATH",
     )

@@ -1,6 +1,6 @@
 """Lengths that RabbitMQ, ActiveMQ and RocketMQ accept: the one place that knows. A longer value is a bad row.
 
-The size of a value can be configured: RabbitMQ and RocketMQ are asked for it (`kits/queue/sizes.py`). Kafka's and
+The size of a value can be configured: RabbitMQ and RocketMQ are asked for it (`kits/queue/columns.py`). Kafka's and
 Pulsar's limits are options of their sinks.
 """
 

@@ -122,7 +122,7 @@ def _results(
 def _invalid(error: Any, sql: str, sources: Mapping[str, pa.Schema]) -> UsageError:
     text = str(error)
     place = _PLACE.search(text)
-    first = _CLASS.sub("", text.split("SQLSTATE")[0].split("\n")[0]).strip().rstrip(".;")
+    first = _CLASS.sub("", text.split("SQLSTATE", maxsplit=1)[0].split("\n", maxsplit=1)[0]).strip().rstrip(".;")
     line = next((g for g in (place.group(1), place.group(3)) if g), None) if place else None
     position = next((g for g in (place.group(2), place.group(4)) if g), None) if place else None
     where = f" (line {line}, position {int(position or 0) + 1} of {sql.strip()!r})" if line else f" ({sql.strip()!r})"

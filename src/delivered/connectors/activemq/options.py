@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from delivered.kits.options import BrokerOptions, broker_url, external_ledger, message_id_columns, queue_sink_name
-from delivered.kits.tls import TlsOptions
+from delivered.kits.options import (
+    BrokerOptions,
+    TlsOptions,
+    broker_url,
+    external_ledger,
+    message_id_columns,
+    queue_sink_name,
+)
 from delivered.model.options import TEXT_OR_NONE, OptionType, option, whole
 from delivered.source.received import ReceiveOptions
 

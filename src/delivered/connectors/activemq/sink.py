@@ -13,8 +13,7 @@ from delivered.connectors.activemq.queue import findings
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan
 from delivered.kits.queue.columns import COLUMNS, check_names, check_types, column, text
-from delivered.kits.queue.sink import MessageSink, sends
-from delivered.kits.queue.writer import SendingWriter
+from delivered.kits.queue.sink import MessageSink, SendingWriter, sends
 from delivered.ledger.store import Ledgers
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Refused, Unreachable

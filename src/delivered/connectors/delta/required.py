@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from delivered.connectors.delta.client import open_table
 from delivered.connectors.delta.options import DeltaOptions
-from delivered.kits.table import required
+from delivered.kits.table import bad_rows
 
 
 class Required:
@@ -21,14 +21,14 @@ class Required:
     def check(self, batch: pa.RecordBatch) -> None:
         """Raises BadRecord for a null within a column. Nulls of columns themselves are found by the files' statistics
         when they are committed, which reads the table anyway."""
-        if required.has_nested_nulls(batch):
-            required.check(
+        if bad_rows.has_nested_nulls(batch):
+            bad_rows.check(
                 self._options.where, batch, self._within(batch, [f.with_nullable(True) for f in self._schema])
             )
 
     def reasons(self, batch: pa.RecordBatch) -> pa.Array | None:
         """For each row, why the table refuses a null of it."""
-        if not any(c.null_count for c in batch.columns) and not required.has_nested_nulls(batch):
+        if not any(c.null_count for c in batch.columns) and not bad_rows.has_nested_nulls(batch):
             return None
         return self._within(batch, list(self._schema))
 
@@ -40,4 +40,4 @@ class Required:
         return self._table
 
     def _within(self, batch: pa.RecordBatch, fields: Sequence[pa.Field]) -> pa.Array | None:
-        return required.unfilled(self._options.write, pa.schema(fields), batch)
+        return bad_rows.unfilled(self._options.write, pa.schema(fields), batch)

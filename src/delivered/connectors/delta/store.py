@@ -33,9 +33,9 @@ from delivered.connectors.delta.target import TYPES, active_files, required, sam
 from delivered.connectors.delta.writer import DeltaFiles
 from delivered.contract.sink import Committer
 from delivered.kits.sql.merge import stored as kept
-from delivered.kits.table import stage
-from delivered.kits.table.archive import ArchiveFiles
+from delivered.kits.table import shard
 from delivered.kits.table.merge import BATCH_ROWS, Effect, one_of_each, staged_rows, upsert
+from delivered.kits.table.store import ArchiveFiles
 from delivered.ledger.ledger import by_time, outdated, state_of
 from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError, InvariantBroken
@@ -312,8 +312,8 @@ class DeltaCommitter(Committer):
         return self._opened
 
     @property
-    def _undecided(self) -> stage.Undecided:
-        return stage.Undecided(
+    def _undecided(self) -> shard.Undecided:
+        return shard.Undecided(
             self._store, self._scope, ledger_key(self._options, self._scope), self._decided, self._claim
         )
 
@@ -338,7 +338,7 @@ class DeltaCommitter(Committer):
 
 
 def _writers(prepared: Prepared) -> set[str]:
-    return {stage.writer_of(f.path) for f in StagedFiles.of(prepared).files} if prepared.handle else set()
+    return {shard.writer_of(f.path) for f in StagedFiles.of(prepared).files} if prepared.handle else set()
 
 
 # The ledger in the table's own log: one commit adds a batch's files and its decision.
@@ -433,7 +433,7 @@ class DeltaStore:
         outcome = self._commit(table, claim, {})
         if not isinstance(outcome, Ok):
             return outcome
-        stage.note_claim(ledger_key(self._options, self._scope), claim)
+        shard.note_claim(ledger_key(self._options, self._scope), claim)
         with explained(self._options), contextlib.suppress(OSError):
             self._forget(self._refresh())
         return Ok(claim)
@@ -577,13 +577,13 @@ class DeltaStore:
         files: list[Sequence[DataFile]] = []
         if not move:
             return files
-        there = self._records.store.files(stage.block_folder(self._scope, self._scope.incarnation, decision.batch))
+        there = self._records.store.files(shard.block_folder(self._scope, self._scope.incarnation, decision.batch))
         for prepared in move:
-            with stage.moving(decision, prepared):
+            with shard.moving(decision, prepared):
                 staged = StagedFiles.of(prepared).files
-                stage.check_count(prepared, sum(f.rows for f in staged))
+                shard.check_count(prepared, sum(f.rows for f in staged))
                 for file in staged:
-                    stage.check_whole(there, file.path, file.size)
+                    shard.check_whole(there, file.path, file.size)
                 if not files:
                     same_columns(self._options, table, self._staged_schema(table, staged[0]))
                 files.append(staged)
@@ -641,11 +641,11 @@ class DeltaStore:
 
     def _forget_batches(self, batch: int) -> None:
         horizon = batch - LEDGER_HISTORY_BATCHES
-        if horizon < 0 or horizon % stage.BLOCK_BATCHES:
+        if horizon < 0 or horizon % shard.BLOCK_BATCHES:
             return
         with contextlib.suppress(OSError):
             files = self._records.store.files(self._names.decided_folder(self._scope.incarnation))
-            self._take_away(f for f in files if (stage.batch_of(f) or 0) <= horizon)
+            self._take_away(f for f in files if (shard.batch_of(f) or 0) <= horizon)
 
     def _take_away(self, names: Iterable[str]) -> None:
         """Delete unreferenced files; the next claim finds those that remain."""

@@ -27,8 +27,8 @@ from delivered.connectors.delta.client import (
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.table import target
-from delivered.kits.table.columns import TableTypes, canonical
 from delivered.kits.table.store import packed
+from delivered.kits.table.target import TableTypes, canonical
 from delivered.model.capability import APPEND
 from delivered.model.errors import BadRecord, Refused, UsageError
 from delivered.model.ranges import RANGES, because, unstorable

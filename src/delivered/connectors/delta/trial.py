@@ -8,12 +8,12 @@ from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.required import Required
 from delivered.connectors.delta.target import TYPES
 from delivered.connectors.delta.writer import DeltaFiles
-from delivered.kits.table.trial import Nowhere, nobody, unwritable
+from delivered.kits.table.bad_rows import Nowhere, nobody, unwritable
 from delivered.model.columns import fitted
 
 
 class DeltaTrial:
-    """See `delivered.kits.table.trial.Trial`."""
+    """See `delivered.kits.table.bad_rows.Trial`."""
 
     def __init__(self, options: DeltaOptions, schema: pa.Schema) -> None:
         self._options = options

@@ -33,10 +33,9 @@ from delivered.connectors.delta.required import Required
 from delivered.connectors.delta.target import TYPES, Part, folder_of, required, same_columns, text, unstorable_parts
 from delivered.contract.sink import Writer
 from delivered.kits.sql.merge import check_rows
-from delivered.kits.table import stage
+from delivered.kits.table import shard
 from delivered.kits.table import store as storage
-from delivered.kits.table.parquet import PartFiles, split
-from delivered.kits.table.shard import shard_writer
+from delivered.kits.table.shard import PartFiles, shard_writer, split
 from delivered.kits.table.target import but_gone
 from delivered.model.columns import fitted
 from delivered.model.guarantee import Guarantee
@@ -153,7 +152,7 @@ class DeltaFiles:
         partitions = () if options.write.upserts else options.partition_by or ()
         self._partitions = [name for name in partitions if name in self._schema.names]
         self._stored = pa.schema([f for f in self._schema if f.name not in self._partitions])
-        self._place = stage.new_place(work, direct)
+        self._place = shard.new_place(work, direct)
         self._files: PartFiles[Part] = PartFiles(
             into or partial(Store, options), self._place, self._stored, {"compression": options.compression},
             folder_of,

@@ -21,12 +21,12 @@ import pyarrow as pa
 
 from delivered.connectors.files.options import FilesOptions, failed, schema_file
 from delivered.contract.source import Offsets, Slice
-from delivered.kits.table import columns
+from delivered.kits.table import target
 from delivered.kits.table.store import packed
 from delivered.model.errors import UsageError
 
 
-class FilesTypes(columns.TableTypes):
+class FilesTypes(target.TableTypes):
     system = "files"
     table = "a file"
 
@@ -39,7 +39,7 @@ def check(options: FilesOptions, schema: pa.Schema) -> None:
     Raises:
         UsageError: no columns, duplicate names, a column named `batch`, or an unsupported type.
     """
-    if not columns.named_once(schema) or "batch" in (name.lower() for name in schema.names):
+    if not target.named_once(schema) or "batch" in (name.lower() for name in schema.names):
         raise UsageError(
             "COLUMNS",
             f"The rows have the columns {schema.names}; they need at least one, names that are unique ignoring case "
@@ -54,7 +54,7 @@ def check(options: FilesOptions, schema: pa.Schema) -> None:
         )
     for field in TYPES.canonical_schema(schema):
         fits = options.format == "parquet" or (_json(field.type) if options.format == "json" else _csv(field.type))
-        columns.kept(field, field.type if fits else None, f"a {options.format} file")
+        target.kept(field, field.type if fits else None, f"a {options.format} file")
 
 
 def _json(kind: pa.DataType) -> bool:

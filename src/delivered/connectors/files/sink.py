@@ -12,8 +12,8 @@ from delivered.connectors.files.formats import TYPES, check, encoder, stored_sch
 from delivered.connectors.files.options import FilesOptions, failed, identity_file, schema_file
 from delivered.contract.finding import Finding
 from delivered.kits.sink import Parts, StoreSink
+from delivered.kits.table.bad_rows import unwritable
 from delivered.kits.table.durable import make_folder, put, put_first
-from delivered.kits.table.trial import unwritable
 from delivered.model import ranges
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted

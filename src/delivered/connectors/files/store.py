@@ -26,10 +26,9 @@ from delivered.connectors.files.options import (
     take_away,
 )
 from delivered.contract.sink import Committer
-from delivered.kits.table import stage
-from delivered.kits.table.archive import ArchiveFiles
+from delivered.kits.table import shard
 from delivered.kits.table.durable import make_folder, put, sync, write_new
-from delivered.kits.table.store import Store
+from delivered.kits.table.store import ArchiveFiles, Store
 from delivered.ledger.ledger import by_time, outdated, state_of
 from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError
@@ -275,12 +274,12 @@ class FilesStore:
     def _take_staged(self, decision: Decision, move: Sequence[Prepared], folder: Path) -> None:
         """Move staged files to the batch's folder, after checking that they exist and are complete."""
         for prepared in move:
-            with stage.moving(decision, prepared):
+            with shard.moving(decision, prepared):
                 handle = StagedFile.of(prepared)
                 staged = self._places.staged(self._scope.incarnation) / Path(handle.file).name
                 there = {str(staged): staged.stat().st_size} if staged.exists() else {}
-                stage.check_whole(there, str(staged), handle.bytes)
-                stage.check_count(prepared, handle.rows)
+                shard.check_whole(there, str(staged), handle.bytes)
+                shard.check_count(prepared, handle.rows)
                 staged.rename(folder / f"{prepared.shard:05d}.{self._options.format}")
 
     def _state(self) -> LedgerState:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.kits.table import required
+from delivered.kits.table import bad_rows
 from delivered.model.capability import WriteMode
 
 
 def unfilled(mode: WriteMode, table: Any, batch: pa.RecordBatch) -> pa.Array | None:
-    """See `delivered.kits.table.required.unfilled`."""
+    """See `delivered.kits.table.bad_rows.unfilled`."""
     from pyiceberg.io.pyarrow import schema_to_pyarrow
 
-    return required.unfilled(mode, schema_to_pyarrow(table.schema()), batch)
+    return bad_rows.unfilled(mode, schema_to_pyarrow(table.schema()), batch)

@@ -19,7 +19,7 @@ from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.target import check_features, same_columns
 from delivered.connectors.iceberg.writer import StagedFiles
 from delivered.contract.sink import Committer
-from delivered.kits.table import stage
+from delivered.kits.table import shard
 from delivered.kits.table.merge import Effect
 from delivered.kits.table.store import Store
 from delivered.ledger.ledger import by_time, outdated, state_of
@@ -277,8 +277,8 @@ class IcebergCommitter(Committer):
     def close(self) -> None:
         """Catalogs stay open in this process, for later batches."""
 
-    def _undecided(self, files: Store) -> stage.Undecided:
-        return stage.Undecided(
+    def _undecided(self, files: Store) -> shard.Undecided:
+        return shard.Undecided(
             files, self._scope, ledger_key(self._options, self._scope), self._decided, lambda: self._epoch()
         )
 
@@ -292,7 +292,7 @@ class IcebergCommitter(Committer):
             long_past = records is not None and records.archived(incarnation) is not None
             return sys.maxsize if long_past else None, set()
         made = records.writer(incarnation)
-        merged = set() if made is None else {stage.writer_of(f"{made}-")}
+        merged = set() if made is None else {shard.writer_of(f"{made}-")}
         return decision.batch, _writers(decision.of(self._scope.sink)) | merged
 
     def _epoch(self) -> int | None:
@@ -300,22 +300,22 @@ class IcebergCommitter(Committer):
         held = None if table is None else Records(table, self._scope).claim()
         return None if held is None else held.epoch
 
-    def _remove_manifests(self, table: Any, undecided: stage.Undecided) -> None:
+    def _remove_manifests(self, table: Any, undecided: shard.Undecided) -> None:
         """Delete those of undecided batches, of failed attempts at the newest decided one, and of earlier claims."""
         files = store(table, metadata_path(table))
         found: list[str] = []
-        for folder in files.folders(stage.sink_folder(self._scope)):
+        for folder in files.folders(shard.sink_folder(self._scope)):
             if folder.startswith("i-"):
                 incarnation = folder.removeprefix("i-")
                 before = Records(table, self._scope)
                 if before.newest(incarnation) is None and before.archived(incarnation) is not None:
                     continue
                 newest = before.newest(incarnation)
-                there = stage.newest_files(files, self._scope, incarnation, newest)
+                there = shard.newest_files(files, self._scope, incarnation, newest)
                 records = Records(require_table(self._options), self._scope)
                 newest, mark = records.newest(incarnation), records.mark(incarnation) or "none"
                 for name in there:
-                    batch = stage.batch_of(name)
+                    batch = shard.batch_of(name)
                     if batch is not None and (
                         newest is None or batch > newest or (batch == newest and mark not in name)
                     ):
@@ -327,16 +327,16 @@ class IcebergCommitter(Committer):
         current = branch.manifest_list if branch is not None else ""
         undecided.check_claim()
         # Higher numbers may belong to a claim in flight.
-        old = [c for c in claims if held is not None and (stage.batch_of(c) or 0) <= held.epoch]
+        old = [c for c in claims if held is not None and (shard.batch_of(c) or 0) <= held.epoch]
         files.remove([*found, *(c for c in old if not current.endswith(c))])
 
 
 def _writers(prepared: Sequence[Prepared]) -> set[str]:
-    return {stage.writer_of(f"{StagedFiles.of(p).writer}-") for p in prepared if p.handle}
+    return {shard.writer_of(f"{StagedFiles.of(p).writer}-") for p in prepared if p.handle}
 
 
 def claims_folder(scope: Scope) -> str:
-    return f"{stage.sink_folder(scope)}/claims"
+    return f"{shard.sink_folder(scope)}/claims"
 
 
 # The ledger in the table's own metadata: one commit adds a batch's files and its decision.
@@ -390,7 +390,7 @@ class IcebergStore:
         outcome = commit(self._options, change)
         if not isinstance(outcome, Ok):
             return outcome
-        stage.note_claim(ledger_key(self._options, self._scope), epoch)
+        shard.note_claim(ledger_key(self._options, self._scope), epoch)
         return Ok(epoch)
 
     def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
@@ -472,7 +472,7 @@ class IcebergStore:
     def _decided(self, decision: Decision, made: Effect, claim: tuple[str, int] | None) -> TableChange:
         incarnation, mark = self._scope.incarnation, uuid.uuid4()
         return TableChange(
-            folder=stage.block_folder(self._scope, incarnation, decision.batch),
+            folder=shard.block_folder(self._scope, incarnation, decision.batch),
             prefix=f"{decision.batch}-",
             summary=self._names.summary(decision),
             files=made.adds,
@@ -507,20 +507,20 @@ class IcebergStore:
             return []
         path, found = data_path(table), []
         with explained(self._options):
-            there = store(table, path).files(stage.block_folder(self._scope, self._scope.incarnation, decision.batch))
+            there = store(table, path).files(shard.block_folder(self._scope, self._scope.incarnation, decision.batch))
         for prepared in move:
-            with stage.moving(decision, prepared):
+            with shard.moving(decision, prepared):
                 if rows := StagedFiles.of(prepared).rows:
                     for name, size, _ in rows:
-                        stage.check_whole(there, name, size)
-                    stage.check_count(prepared, sum(count for _, _, count in rows))
+                        shard.check_whole(there, name, size)
+                    shard.check_count(prepared, sum(count for _, _, count in rows))
                     found.append((prepared, [name for name, _, _ in rows]))
                 else:
                     files = self._named(table, prepared, there)
                     for file in files:
                         name = file.file_path.removeprefix(f"{path}/")
-                        stage.check_whole(there, name, file.file_size_in_bytes)
-                    stage.check_count(prepared, sum(file.record_count for file in files))
+                        shard.check_whole(there, name, file.file_size_in_bytes)
+                    shard.check_count(prepared, sum(file.record_count for file in files))
                     found.append((prepared, files))
         return found
 
@@ -528,13 +528,13 @@ class IcebergStore:
         """The data files in a participant's manifest."""
         handle = StagedFiles.of(prepared)
         name, size = handle.manifest, handle.bytes
-        stage.check_whole(there, name, size)
+        shard.check_whole(there, name, size)
         try:
             with explained(self._options):
                 return writer.get(table, f"{data_path(table)}/{name}", size, handle.spec)
         except DeliveredError as error:
             if isinstance(error.__cause__, FileNotFoundError):
-                stage.check_whole({}, name, size)
+                shard.check_whole({}, name, size)
             raise
 
     def _state(self, table: Any) -> LedgerState:

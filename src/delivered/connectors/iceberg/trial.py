@@ -15,14 +15,14 @@ from delivered.connectors.iceberg.required import unfilled
 from delivered.connectors.iceberg.types import TYPES, parts_of, unstorable_parts
 from delivered.connectors.iceberg.writer import IcebergFiles
 from delivered.kits.sql.merge import stored
+from delivered.kits.table.bad_rows import Nowhere, nobody, unwritable
 from delivered.kits.table.store import Store
-from delivered.kits.table.trial import Nowhere, nobody, unwritable
 from delivered.model.columns import fitted
 from delivered.model.ranges import first_of
 
 
 class IcebergTrial:
-    """See `delivered.kits.table.trial.Trial`."""
+    """See `delivered.kits.table.bad_rows.Trial`."""
 
     def __init__(self, options: IcebergOptions, schema: pa.Schema) -> None:
         self._options = options

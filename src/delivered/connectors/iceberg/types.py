@@ -26,19 +26,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.iceberg.options import Part
-from delivered.kits.table import columns
+from delivered.kits.table import target
 from delivered.model.ranges import RANGES, because, first_of, unstorable
 
 FIELD_ID = b"PARQUET:field_id"
 
 
-class IcebergTypes(columns.TableTypes):
+class IcebergTypes(target.TableTypes):
     system = "Iceberg"
     table = "an Iceberg table"
     range = RANGES["iceberg"]
 
     def canonical(self, kind: pa.DataType) -> pa.DataType | None:
-        found = columns.canonical(kind)
+        found = target.canonical(kind)
         return None if found is None else _wide(found)
 
 
@@ -131,7 +131,7 @@ def _to_arrow(kind: Any) -> pa.DataType:
     if isinstance(kind, ice.StructType):
         return pa.struct([_field(f.name, f.field_type, f.field_id) for f in kind.fields])
     found: pa.DataType = schema_to_pyarrow(kind)
-    return found if isinstance(kind, ice.FixedType | ice.UUIDType) else columns.canonical(found) or found
+    return found if isinstance(kind, ice.FixedType | ice.UUIDType) else target.canonical(found) or found
 
 
 # Partition values that the client cannot commit: it also writes them as text, with Python's dates.

@@ -35,9 +35,8 @@ from delivered.connectors.iceberg.target import check_features, compare, same_co
 from delivered.connectors.iceberg.types import TYPES, parts_of, to_arrow, unstorable_parts
 from delivered.contract.sink import Writer
 from delivered.kits.sql.merge import check_rows, stored
-from delivered.kits.table import required, stage
-from delivered.kits.table.parquet import PartFiles, Written, split
-from delivered.kits.table.shard import shard_writer
+from delivered.kits.table import bad_rows, shard
+from delivered.kits.table.shard import PartFiles, Written, shard_writer, split
 from delivered.kits.table.store import Store
 from delivered.kits.table.target import but_gone
 from delivered.model.columns import fitted
@@ -223,7 +222,7 @@ class StagedRows:
     def __init__(self, options: IcebergOptions, work: Work, schema: pa.Schema) -> None:
         self._options = options
         self._schema = TYPES.canonical_schema(schema)
-        self._place = stage.new_place(work, direct=False)
+        self._place = shard.new_place(work, direct=False)
         self._table: Any = None
         self._files: PartFiles[tuple[()]] | None = None
         self._done: list[Written[tuple[()]]] = []
@@ -234,7 +233,7 @@ class StagedRows:
         check_rows(self._options.write, batch)
         with writing(self._options):
             files = self._begun()
-            required.check(self._options.where, batch, unfilled(self._options.write, self._table, batch))
+            bad_rows.check(self._options.where, batch, unfilled(self._options.write, self._table, batch))
             check(TYPES.system, batch, unstorable_parts(parts_of(self._table), batch))
             files.write((), batch)
 
@@ -289,7 +288,7 @@ class IcebergFiles:
         self._requires = requires
         self._work = work
         self._schema = TYPES.canonical_schema(schema)
-        self._place = stage.new_place(work, direct)
+        self._place = shard.new_place(work, direct)
         self._table: Any = None
         self._stored: pa.Schema | None = None
         self._files: PartFiles[Part] | None = None
@@ -302,7 +301,7 @@ class IcebergFiles:
             check(TYPES.system, batch, unstorable_parts(parts_of(self._table), batch))
             plain = fitted(batch, self._schema)
             if self._requires:
-                required.check(self._options.where, plain, unfilled(self._options.write, self._table, plain))
+                bad_rows.check(self._options.where, plain, unfilled(self._options.write, self._table, plain))
             for part, rows in parts(self._table, plain, fitted(plain, stored)):
                 files.write(part, rows)
 
@@ -350,7 +349,7 @@ class IcebergFiles:
                 "delivered.shard": str(self._work.shard),
             }
             return TableChange(
-                folder=stage.direct_folder(scope), prefix=f"{self._work.batch}-", summary=summary, files=self._done
+                folder=shard.direct_folder(scope), prefix=f"{self._work.batch}-", summary=summary, files=self._done
             )
 
         return commit(self._options, change)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from urllib.parse import SplitResult, parse_qs
 
-from delivered.kits import in_clear
-from delivered.kits.mysql.server import address
-from delivered.kits.mysql.tls import Tls, parse_tls, tls_of_url
+from delivered.kits.mysql.server import Tls, address, parse_tls, tls_of_url
+from delivered.kits.options import mysql_in_clear
 from delivered.kits.sql.options import (
     LEDGER_SCHEMA_DEFAULT,
     ServerOptions,
@@ -59,7 +58,7 @@ class MysqlOptions(ServerOptions, owner="delivered_mysql sink"):
 
     @property
     def in_clear(self) -> tuple[str, ...]:
-        return in_clear.mysql(self.url)
+        return mysql_in_clear(self.url)
 
     @property
     def host(self) -> str:

@@ -17,7 +17,7 @@ from pymysql.constants import CLIENT, COMMAND, CR, SERVER_STATUS
 from pymysql.protocol import OKPacketWrapper
 
 from delivered.kits.mysql.connection import Connection
-from delivered.kits.mysql.tls import Tls
+from delivered.kits.mysql.server import Tls
 from delivered.kits.sql.watch import Peer, watched
 from delivered.model.errors import InvariantBroken
 from delivered.model.limits import REQUEST_TIMEOUT_S

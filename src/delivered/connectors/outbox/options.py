@@ -7,9 +7,8 @@ import re
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from delivered.kits import in_clear
-from delivered.kits.mysql.tls import parse_tls
-from delivered.kits.options import password_in_url, rows_max_option
+from delivered.kits.mysql.server import parse_tls
+from delivered.kits.options import mysql_in_clear, password_in_url, postgres_in_clear, rows_max_option
 from delivered.model.addresses import check_postgres_words, names_database
 from delivered.model.errors import UsageError
 from delivered.model.options import FLAG, Options, OptionType, Unfit, choice, option, resolve_secret, whole
@@ -110,7 +109,7 @@ class OutboxOptions(Options, owner=OWNER, ignored=("path",)):
 
     @property
     def in_clear(self) -> tuple[str, ...]:
-        kind = {"postgres": in_clear.postgres, "mysql": in_clear.mysql}.get(DIALECTS[urlsplit(self.url).scheme])
+        kind = {"postgres": postgres_in_clear, "mysql": mysql_in_clear}.get(DIALECTS[urlsplit(self.url).scheme])
         return () if kind is None else kind(self.url)
 
     url: str = option(

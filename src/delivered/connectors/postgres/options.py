@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import parse_qs, urlsplit
 
-from delivered.kits import in_clear
+from delivered.kits.options import postgres_in_clear
 from delivered.kits.sql.options import (
     LEDGER_SCHEMA_DEFAULT,
     ServerOptions,
@@ -61,4 +61,4 @@ class PostgresOptions(ServerOptions, owner="delivered_postgres sink"):
 
     @property
     def in_clear(self) -> tuple[str, ...]:
-        return in_clear.postgres(self.url)
+        return postgres_in_clear(self.url)

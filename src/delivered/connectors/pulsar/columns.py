@@ -13,9 +13,9 @@ import pyarrow as pa
 from delivered.connectors.pulsar.admin import Admin, Registered
 from delivered.connectors.pulsar.positions import short_name
 from delivered.contract.source import RAW, REJECTED
-from delivered.kits.schemas.avro import AVRO, KINDS, Shape, Unmappable, Unreadable, read_avro, read_json, shape_of
-from delivered.kits.schemas.bounds import in_words
-from delivered.kits.schemas.codec import array_of
+from delivered.kits.schemas.avro import AVRO, KINDS, Shape, read_avro, read_json, shape_of
+from delivered.kits.schemas.schema import array_of
+from delivered.kits.schemas.values import Unmappable, Unreadable, in_words
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
 from delivered.source.columns import COLUMNS as OF_MESSAGES
 from delivered.source.columns import HEADERS, TIMESTAMP, columns, header_name, micros

@@ -15,6 +15,7 @@ from delivered.connectors.pulsar.positions import (
     short_name,
 )
 from delivered.kits.options import (
+    TlsOptions,
     data_loss_option,
     external_ledger,
     headers_option,
@@ -23,7 +24,6 @@ from delivered.kits.options import (
     queue_sink_name,
     rows_max_option,
 )
-from delivered.kits.tls import TlsOptions
 from delivered.model.addresses import check_netloc, is_loopback
 from delivered.model.errors import UsageError
 from delivered.model.options import (

@@ -16,8 +16,7 @@ from delivered.connectors.pulsar.writer import check_type
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan
 from delivered.kits.queue.columns import TEXT, check_names, identified
-from delivered.kits.queue.sink import MessageSink, sends
-from delivered.kits.queue.writer import SendingWriter
+from delivered.kits.queue.sink import MessageSink, SendingWriter, sends
 from delivered.kits.schemas.values import canonical
 from delivered.ledger.store import Ledgers
 from delivered.model.capability import SinkCapability

@@ -19,9 +19,9 @@ from delivered.connectors.pulsar.admin import Admin, Registered
 from delivered.connectors.pulsar.client import explained, pulsar, registers, warm_client
 from delivered.connectors.pulsar.options import BYTES_MAX, SINK, PulsarSinkOptions
 from delivered.kits.queue.columns import ID, column, text
-from delivered.kits.queue.writer import SendingWriter
-from delivered.kits.schemas.avro import JSON, Unmappable, Unreadable, fastavro, shape_of
-from delivered.kits.schemas.values import BadValue, differences, in_units_of, is_list, plain
+from delivered.kits.queue.sink import SendingWriter
+from delivered.kits.schemas.avro import JSON, fastavro, shape_of
+from delivered.kits.schemas.values import BadValue, Unmappable, Unreadable, differences, in_units_of, is_list, plain
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable, UsageError
 from delivered.model.identity import Work
 from delivered.model.limits import REQUEST_TIMEOUT_S

@@ -9,6 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from delivered.kits.options import (
     BrokerOptions,
+    TlsOptions,
     broker_url,
     data_loss_option,
     external_ledger,
@@ -18,7 +19,6 @@ from delivered.kits.options import (
     queue_sink_name,
     rows_max_option,
 )
-from delivered.kits.tls import TlsOptions
 from delivered.model.errors import UsageError
 from delivered.model.options import OptionType, Unfit, option, whole
 from delivered.source.received import ReceiveOptions

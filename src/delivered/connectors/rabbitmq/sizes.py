@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from delivered.connectors.rabbitmq.client import connect, explained, pika
 from delivered.connectors.rabbitmq.options import RabbitmqSinkOptions
-from delivered.kits.queue.sizes import ServerLimits
+from delivered.kits.queue.columns import ServerLimits
 
 _TOO_LARGE = re.compile(r"message size \d+ is larger than (?:configured )?max size (\d+)")
 _limits = ServerLimits("rabbitmq")

@@ -6,7 +6,7 @@ import pyarrow as pa
 
 from delivered.connectors.rocketmq.options import RocketmqSinkOptions
 from delivered.connectors.rocketmq.publish import Publisher
-from delivered.kits.queue.sizes import ServerLimits
+from delivered.kits.queue.columns import ServerLimits
 
 _limits = ServerLimits("rocketmq")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.kits.schemas.bounds import Budget, TypeCount, Unmappable, Unreadable, in_words
 from delivered.kits.schemas.registry import Registered
+from delivered.kits.schemas.values import Budget, TypeCount, Unmappable, Unreadable, in_words
 from delivered.model.errors import DeliveredError, MissingExtra
 
 _MAIN = "delivered_schema.proto"

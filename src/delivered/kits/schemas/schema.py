@@ -1,17 +1,31 @@
-"""One interface to schemas of every format."""
+"""Columns of records with a schema of any format, in the registry's wire format.
+
+The wire format is a zero byte, the schema's id in four bytes, the value.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import struct
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
 import pyarrow as pa
 
-from delivered.kits.schemas.avro import AVRO, Shape, Unmappable, Unreadable, any_shape_of, fastavro, read_avro
+from delivered.kits.schemas.avro import AVRO, Shape, any_shape_of, fastavro, read_avro
 from delivered.kits.schemas.options import Format
-from delivered.kits.schemas.registry import Registered
-from delivered.kits.schemas.values import differences
+from delivered.kits.schemas.registry import BadSchema, Registered
+from delivered.kits.schemas.values import (
+    Unmappable,
+    Unreadable,
+    canonical,
+    differences,
+    in_units_of,
+    in_words,
+    plain,
+    text_that_is_none,
+)
+from delivered.model.errors import DeliveredError
 
 
 class Schema(Protocol):
@@ -114,3 +128,144 @@ def unfit(rows: pa.DataType, schema: Schema, column: str) -> list[str]:
     found = [w for n, kind in columns.items() if n in fields for w in differences(f"{column}.{n}", kind, fields[n])]
     found += [f"'{column}.{n}' is not a field of the schema" for n in columns if n not in fields]
     return found + [f"'{column}.{n}' may not be null, and has no column" for n in schema.required if n not in columns]
+
+
+_PREFIX = struct.Struct(">bI")
+
+Ask = Callable[[int], Registered | None]
+"""For the schema of an id."""
+
+
+class Decoder:
+    """Decodes one column on an executor. Schemas are asked for once."""
+
+    def __init__(self, planned: Registered | None, record: str | None, ask: Ask) -> None:
+        """
+        Args:
+            planned: the schema that all values are converted to; None: each is read as it was written, as canonical
+                text; one that cannot be read stays as it is.
+
+        Raises:
+            Unmappable
+        """
+        self._reader = None if planned is None else schema_of(planned, record)
+        self._record = record if planned is None else None
+        self._ask = ask
+        self._written: dict[int, Schema] = {}
+        self._unusable: dict[int, str] = {}
+
+    @property
+    def type(self) -> pa.DataType:
+        return pa.binary() if self._reader is None else self._reader.arrow
+
+    def column(self, values: pa.Array) -> tuple[pa.Array, list[str | None]]:
+        """The decoded values, and for each one why it cannot be decoded; None: it was."""
+        found: list[Any] = []
+        reasons: list[str | None] = []
+        for data in values.to_pylist():
+            try:
+                found.append(None if data is None else self._read(data))
+                reasons.append(None)
+            except Unreadable as error:
+                found.append(None if self._reader is not None else data)
+                reasons.append(in_words(error))
+        if self._reader is None:
+            return pa.array(found, pa.binary()), reasons
+        made, unfit = array_of(found, self._reader.filled, self._reader.arrow)
+        for at, why in unfit.items():
+            reasons[at] = why
+        return made, reasons
+
+    def _read(self, data: bytes) -> Any:
+        """Raises Unreadable: whatever else decoding raises is this record's fault, and must not stop the query."""
+        try:
+            return self._decoded(data)
+        except (Unreadable, DeliveredError):
+            raise
+        except Exception as error:
+            raise Unreadable(in_words(error)) from None
+
+    def _decoded(self, data: bytes) -> Any:
+        if len(data) < _PREFIX.size:
+            raise Unreadable(f"it has {len(data)} bytes, and the registry's format begins with {_PREFIX.size}")
+        magic, number = _PREFIX.unpack_from(data)
+        if magic != 0:
+            raise Unreadable(f"its first byte is {data[0]:#04x}, and 0x00 in the registry's format")
+        written = self._written.get(number) or self._known(number)
+        value = (self._reader or written).read(data[_PREFIX.size :], written)
+        if self._reader is not None:
+            return value
+        return canonical(pa.array([value], written.filled).cast(written.arrow))[0].as_py()
+
+    def _known(self, number: int) -> Schema:
+        why = self._unusable.get(number)
+        if why is None:
+            try:
+                found = self._ask(number)
+                if found is None:
+                    raise Unreadable(f"the registry has no schema {number}")
+                self._written[number] = schema_of(found, self._record)
+                return self._written[number]
+            except Unmappable as error:
+                why = f"schema {number} has no column type: {in_words(error)}"
+            except BadSchema as error:
+                why = f"schema {number} cannot be used: {error.message}"
+            self._unusable[number] = why  # each record may name it
+        raise Unreadable(why)
+
+
+class Encoder:
+    """Encodes one column."""
+
+    def __init__(self, written: Registered, record: str | None, rows: pa.DataType) -> None:
+        """Raises Unmappable."""
+        self._schema = schema_of(written, record)
+        self._prefix = _PREFIX.pack(0, written.id)
+        filled = self._schema.filled
+        struct_ = pa.types.is_struct(rows) and pa.types.is_struct(filled)
+        names = {f.name for f in rows} if struct_ else set()
+        self._absent = dict.fromkeys(f.name for f in filled if f.name not in names) if struct_ else {}
+        self._units = in_units_of(rows, filled)
+
+    def column(self, values: pa.Array) -> tuple[pa.Array, list[str | None]]:
+        """The encoded values, and for each one why it cannot be encoded; None: it was."""
+        try:
+            found: Sequence[Any] = plain(values.cast(self._units))
+        except (pa.ArrowException, ValueError, OverflowError) as error:
+            if len(values) == 1:
+                return pa.nulls(1, pa.binary()), [text_that_is_none(values) or in_words(error)]
+            parts = [self.column(values.slice(i, 1)) for i in range(len(values))]
+            return pa.concat_arrays([c for c, _ in parts]), [r for _, each in parts for r in each]
+        encoded: list[bytes | None] = []
+        reasons: list[str | None] = []
+        for value in found:
+            try:
+                encoded.append(None if value is None else self._prefix + self._one(value))
+                reasons.append(None)
+            except Exception as error:  # the exception depends on what does not match
+                encoded.append(None)
+                reasons.append(in_words(error))
+        return pa.array(encoded, pa.binary()), reasons
+
+    def _one(self, value: Any) -> bytes:
+        # A missing column is written as null, whatever the schema's default: that is what is read back.
+        return self._schema.write({**self._absent, **value} if self._absent else value)
+
+
+def array_of(found: list[Any], filled: pa.DataType, arrow: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
+    """Values as a column of the type `arrow`, by way of `filled`; those that do not fit it become null.
+
+    Returns:
+        the column, and by place why a value does not fit: milliseconds that overflow as microseconds, half a surrogate
+        pair.
+    """
+    try:
+        return pa.array(found, filled).cast(arrow), {}
+    except Exception:
+        unfit = dict[int, str]()
+    for at, value in enumerate(found):
+        try:
+            pa.array([value], filled).cast(arrow)
+        except Exception as error:
+            found[at], unfit[at] = None, in_words(error)
+    return pa.array(found, filled).cast(arrow), unfit

@@ -26,10 +26,9 @@ from delivered.contract.powers import (
 )
 from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
 from delivered.contract.source import Offsets, Slice
-from delivered.kits.schemas.codec import Decoder, Encoder
 from delivered.kits.schemas.options import FormatOptions, Side
 from delivered.kits.schemas.registry import Incompatible, Registered, connected
-from delivered.kits.schemas.schema import schema_of, unfit
+from delivered.kits.schemas.schema import Decoder, Encoder, schema_of, unfit
 from delivered.kits.schemas.source import connected_later, find, mapped
 from delivered.kits.schemas.values import canonical
 from delivered.model.bad_row import plain_rows

@@ -22,10 +22,9 @@ from delivered.contract.powers import (
 from delivered.contract.schemas import RejectsRecords, rejecting
 from delivered.contract.source import COORDINATES, RAW, REJECTED, Offsets, Rechecks, Slice, Source, SourceDriver
 from delivered.kits.schemas.avro import Unmappable
-from delivered.kits.schemas.codec import Ask, Decoder
 from delivered.kits.schemas.options import FormatOptions, Side, version_option
 from delivered.kits.schemas.registry import Registered, connected
-from delivered.kits.schemas.schema import schema_of
+from delivered.kits.schemas.schema import Ask, Decoder, schema_of
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import BadRecord, DeliveredError, Refused, UsageError
 from delivered.source.ranges import earlier

@@ -1,19 +1,225 @@
-"""Executor side of tables of files: writes files that are committed later (exactly_once), or at once."""
+"""Data files of a shard: where they are staged, who writes them, and which of them nobody decided.
+
+    delivered/p-<pipeline>/s-<sink>/i-<incarnation>/<batch / 100>/[<folder>/]
+        <batch>-<shard>-<attempt>-<nonce>-<n>.parquet
+
+A file's name identifies its writer, so that only its own pipeline deletes it. Files of direct writers (at_least_once,
+at_most_once) are in `direct/` and never deleted: only the table knows whether they are committed.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Protocol
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from delivered.model.errors import InvariantBroken, OutcomeUnknown
+from delivered.kits.table.store import Store
+from delivered.model.errors import Fenced, InvariantBroken, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Work
+from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.prepared import Handle, Promise
+from delivered.model.prepared import Handle, Prepared, Promise
+from delivered.model.step import Moment, StepId, reach
+from delivered.model.work import Decision
+
+BLOCK_BATCHES = 100
+"""Batches per folder: recovery lists only the folders of the newest batches."""
+_ROOT = "delivered"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one writer puts its files."""
+
+    folder: str
+    stem: str
+
+    def name(self, folder: str, number: int) -> str:
+        """Args: folder: subfolder with a trailing slash; empty: none."""
+        return f"{self.folder}/{folder}{self.stem}-{number}.parquet"
+
+    def sibling(self, what: str) -> str:
+        """Name of another file of this writer."""
+        return f"{self.folder}/{self.stem}-{what}"
+
+
+def sink_folder(scope: Scope) -> str:
+    # Prefixed, so that a pipeline named ".." cannot escape.
+    return f"{_ROOT}/p-{scope.pipeline}/s-{scope.sink}"
+
+
+def direct_folder(scope: Scope) -> str:
+    return f"{sink_folder(scope)}/direct"
+
+
+def incarnation_folder(scope: Scope, incarnation: str) -> str:
+    return f"{sink_folder(scope)}/i-{incarnation}"
+
+
+def incarnation_of(scope: Scope, name: str) -> str | None:
+    """Incarnation of a staged file of this pipeline and sink; None: not such a file."""
+    head, _, tail = name.partition(f"{sink_folder(scope)}/i-")
+    return None if head or not tail else tail.partition("/")[0]
+
+
+def block_folder(scope: Scope, incarnation: str, batch: int) -> str:
+    return f"{incarnation_folder(scope, incarnation)}/{batch // BLOCK_BATCHES:08d}"
+
+
+def new_place(work: Work, direct: bool) -> Place:
+    scope = work.scope
+    folder = direct_folder(scope) if direct else block_folder(scope, scope.incarnation, work.batch)
+    return Place(folder, f"{work.batch}-{work.shard}-{work.attempt}-{uuid.uuid4().hex}")
+
+
+def batch_of(name: str) -> int | None:
+    """Batch of a staged file, by its name; None: not a staged file's name."""
+    digits = name.rpartition("/")[2].partition("-")[0]
+    return int(digits) if digits.isdigit() else None
+
+
+def writer_of(name: str) -> str:
+    """Name of a file's writer."""
+    return name.rpartition("/")[2].rpartition("-")[0]
+
+
+def newest_files(store: Store, scope: Scope, incarnation: str, newest: int | None) -> list[str]:
+    """Files of an incarnation, from the folder of its newest decided batch on."""
+    folder = incarnation_folder(scope, incarnation)
+    first = "" if newest is None else block_folder(scope, incarnation, newest)
+    blocks = [b for b in (f"{folder}/{name}" for name in store.folders(folder)) if b >= first]
+    return [name for block in blocks for name in store.files(block)]
+
+
+@contextlib.contextmanager
+def moving(decision: Decision, prepared: Prepared) -> Iterator[None]:
+    """Wraps adding a participant's files to the decision."""
+    facts = {"batch": decision.batch, "shard": prepared.shard}
+    reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
+    yield
+    reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)
+
+
+def check_whole(there: Mapping[str, int], name: str, size: int) -> None:
+    """
+    Args:
+        there: name -> size of the existing files.
+
+    Raises:
+        InvariantBroken: the file is missing, or differs from what was prepared.
+    """
+    if there.get(name) != size:
+        raise InvariantBroken(
+            "STAGED_FILE_GONE",
+            f"The staged file {name!r} has {there.get(name, 'no')} bytes, but {size} were prepared. Nothing of the "
+            "batch is visible.",
+            next_step="start the pipeline again; the batch runs again",
+        )
+
+
+def check_count(prepared: Prepared, rows: int) -> None:
+    """
+    Raises:
+        InvariantBroken: a participant's files have more or fewer rows than were prepared.
+    """
+    if rows != prepared.fingerprint.count:
+        raise InvariantBroken(
+            "STAGED_ROWS_DIFFER",
+            f"Shard {prepared.shard}: its files have {rows} rows, but its fingerprint counts "
+            f"{prepared.fingerprint.count}.",
+            next_step="start the pipeline again; the batch runs again",
+        )
+
+
+_claims: dict[Hashable, int] = {}
+
+
+def note_claim(ledger: Hashable, claim: int) -> None:
+    """Record this process's claim of a ledger: while it is the newest, this process may delete orphans."""
+    _claims[ledger] = claim
+
+
+@dataclass(frozen=True)
+class Undecided:
+    """Staged files of a pipeline and sink that no decision names.
+
+    Attributes:
+        ledger: as passed to `note_claim`.
+        decided: incarnation -> its newest decided batch (None: none) and the writers of that batch's files.
+        claim: reads the newest claim of the ledger.
+    """
+
+    store: Store
+    scope: Scope
+    ledger: Hashable
+    decided: Callable[[str], tuple[int | None, set[str]]]
+    claim: Callable[[], int | None]
+
+    def abort_orphans(self, keep: set[str]) -> int:
+        """Delete files of undecided batches, of any incarnation, except those of the writers in `keep`. Files of
+        batches before the newest decided one, left by late tasks, are up to the table's own maintenance. Returns the
+        number of writers.
+
+        Raises:
+            Fenced: another process has claimed the ledger since. Nothing was deleted.
+        """
+        names: list[str] = []
+        for folder in self.store.folders(sink_folder(self.scope)):
+            if folder.startswith("i-"):
+                names += self._open(folder.removeprefix("i-"))
+        self.check_claim()
+        gone = [name for name in names if writer_of(name) not in keep]
+        self.store.remove(gone)
+        return len({writer_of(name) for name in gone})
+
+    def check_claim(self) -> None:
+        """Call between listing and deleting files, so that the list has no file of a later owner.
+
+        Raises:
+            Fenced: another process has claimed the ledger since.
+        """
+        known, newest = _claims.get(self.ledger), self.claim()
+        if known is not None and newest != known:
+            raise Fenced(
+                "FENCED",
+                f"The ledger of sink {self.scope.sink!r} of pipeline {self.scope.pipeline!r} was claimed by a later "
+                "start while this one was aborting orphans. Nothing was deleted.",
+                next_step="nothing, if the later start is running; otherwise start the pipeline again",
+            )
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Delete those of these files that are undecided; never deletes a decided row, whoever calls it."""
+        undecided = []
+        for name in names:
+            incarnation = incarnation_of(self.scope, name)
+            newest, decided_writers = (None, set[str]()) if incarnation is None else self.decided(incarnation)
+            batch = batch_of(name)
+            if batch is not None and (newest is None or batch >= newest) and writer_of(name) not in decided_writers:
+                undecided.append(name)
+        self.store.remove(undecided)
+
+    def _open(self, incarnation: str) -> list[str]:
+        """Files of an incarnation that no decision names, in the folders that may have some.
+
+        Decisions are read again after the listing, which may take long: files that appeared meanwhile may have been
+        decided by then.
+        """
+        candidates = newest_files(self.store, self.scope, incarnation, self.decided(incarnation)[0])
+        newest, decided_writers = self.decided(incarnation)
+        return [
+            n
+            for n in candidates
+            if newest is None or ((batch_of(n) or 0) >= newest and writer_of(n) not in decided_writers)
+        ]
 
 
 class ShardFiles(Protocol):
@@ -127,3 +333,182 @@ def while_staging(work: Work) -> Iterator[None]:
             "the pipeline cleaned up after this one. Nothing of the shard is visible.",
             next_step="nothing, if the later start is running; otherwise start the pipeline again",
         ) from None
+
+
+GROUP_ROWS = 1 << 20
+GROUP_BYTES = 32 << 20
+"""Size of a row group; also bounds the buffered rows of all open files together."""
+OPEN_FILES_MAX = 100
+"""Maximum open files of a shard; with more parts, some are written to several files."""
+
+_SAMPLE_ROWS = 8_192
+
+Part = TypeVar("Part", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Written(Generic[Part]):
+    """A written and closed file.
+
+    Attributes:
+        name: in the store.
+        size: in bytes.
+        footer: Parquet metadata.
+        not_a_number: columns that contain NaN.
+    """
+
+    name: str
+    size: int
+    part: Part
+    footer: Any
+    not_a_number: frozenset[str]
+
+    @property
+    def rows(self) -> int:
+        return int(self.footer.num_rows)
+
+
+@dataclass
+class _Open(Generic[Part]):
+    """A data file being written."""
+
+    name: str
+    part: Part
+    schema: pa.Schema
+    options: Mapping[str, Any]
+    sink: Any
+    writer: Any = None
+    footers: list[Any] = field(default_factory=list)
+    not_a_number: set[str] = field(default_factory=set)
+    waiting: list[pa.RecordBatch] = field(default_factory=list)
+    rows: int = 0
+    bytes: int = 0
+
+    def flush(self) -> None:
+        """Write the buffered rows as one row group."""
+        if not self.rows:
+            return
+        rows = pa.Table.from_batches(self.waiting, self.schema)
+        for f in self.schema:
+            if pa.types.is_floating(f.type) and pc.any(pc.is_nan(rows[f.name])).as_py():
+                self.not_a_number.add(f.name)
+        if self.writer is None:
+            self.writer = pq.ParquetWriter(
+                self.sink, self.schema, use_dictionary=_repeating(rows), metadata_collector=self.footers,
+                store_schema=False, **self.options,
+            )  # fmt: skip
+        self.writer.write_table(rows, row_group_size=GROUP_ROWS)
+        self.waiting, self.rows, self.bytes = [], 0, 0
+
+    def close(self) -> int:
+        """Return the size of the file in bytes."""
+        if self.writer is not None:
+            self.writer.close()
+        size = int(self.sink.tell())
+        self.sink.close()
+        return size
+
+
+class PartFiles(Generic[Part]):
+    """The files of one shard. Used by one thread.
+
+    Args:
+        open_store: called on the first row.
+        schema: of the files.
+        options: for Arrow's ParquetWriter.
+        folder_of: subfolder for the files of a part, with a trailing slash; empty: the writer's folder.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[], Store],
+        place: Place,
+        schema: pa.Schema,
+        options: Mapping[str, Any],
+        folder_of: Callable[[Part], str] = lambda _: "",
+    ) -> None:
+        self._open_store = open_store
+        self._place = place
+        self._schema = schema
+        self._options = options
+        self._folder_of = folder_of
+        self._store: Store | None = None
+        self._open: OrderedDict[Part, _Open[Part]] = OrderedDict()
+        self._waiting = 0
+        self._names: list[str] = []
+        self._done: list[Written[Part]] = []
+
+    def write(self, part: Part, rows: pa.RecordBatch) -> None:
+        """Write rows that have the columns of `schema`."""
+        file = self._file(part)
+        file.waiting.append(rows)
+        file.rows += rows.num_rows
+        file.bytes += rows.nbytes
+        self._waiting += rows.nbytes
+        if file.rows >= GROUP_ROWS:
+            self._flush(file)
+        while self._waiting >= GROUP_BYTES:
+            self._flush(max(self._open.values(), key=lambda f: f.bytes))
+
+    def finish(self) -> Sequence[Written[Part]]:
+        """Close all files and make them durable."""
+        while self._open:
+            self._close(next(iter(self._open)))
+        if self._store is not None:
+            self._store.sync([f.name for f in self._done])
+        return self._done
+
+    def discard(self) -> None:
+        for file in self._open.values():
+            with contextlib.suppress(Exception):
+                file.close()
+        self._open.clear()
+        if self._store is not None:
+            with contextlib.suppress(Exception):
+                self._store.remove(self._names)
+
+    def _file(self, part: Part) -> _Open[Part]:
+        if part in self._open:
+            self._open.move_to_end(part)
+            return self._open[part]
+        while len(self._open) >= OPEN_FILES_MAX:
+            self._close(next(iter(self._open)))
+        if self._store is None:
+            self._store = self._open_store()
+        name = self._place.name(self._folder_of(part), len(self._names))
+        self._store.make_folder(name.rpartition("/")[0])
+        self._names.append(name)
+        self._open[part] = _Open(name, part, self._schema, self._options, self._store.create(name))
+        return self._open[part]
+
+    def _flush(self, file: _Open[Part]) -> None:
+        self._waiting -= file.bytes
+        file.flush()
+
+    def _close(self, part: Part) -> None:
+        file = self._open.pop(part)
+        self._flush(file)
+        size = file.close()
+        [footer] = file.footers
+        self._done.append(Written(file.name, size, part, footer, frozenset(file.not_a_number)))
+
+
+def split(keys: pa.RecordBatch, rows: pa.RecordBatch) -> list[tuple[tuple[Any, ...], pa.RecordBatch]]:
+    """Group rows by the values of the key columns; keeps the order within a group."""
+    numbered = pa.Table.from_batches([keys]).append_column("\0row", pa.array(np.arange(rows.num_rows)))
+    groups = numbered.group_by(keys.schema.names, use_threads=False).aggregate([("\0row", "list")])
+    members = groups.column("\0row_list").combine_chunks()
+    return [
+        (tuple(values.values()), rows.take(members[i].values))
+        for i, values in enumerate(groups.select(keys.schema.names).to_pylist())
+    ]
+
+
+def _repeating(rows: pa.Table) -> list[str]:
+    """Columns whose first values repeat: dictionary encoding only pays off for these."""
+    sample = rows.slice(0, _SAMPLE_ROWS)
+    return [
+        f.name
+        for f in rows.schema
+        if not pa.types.is_nested(f.type) and 2 * pc.count_distinct(sample[f.name]).as_py() <= sample.num_rows
+    ]

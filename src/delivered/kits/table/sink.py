@@ -10,8 +10,8 @@ import pyarrow as pa
 from delivered.contract.finding import Finding
 from delivered.kits.sql.merge import stored
 from delivered.kits.sql.sink import TableSink
+from delivered.kits.table.bad_rows import Trial
 from delivered.kits.table.target import preflight
-from delivered.kits.table.trial import Trial
 from delivered.kits.warm import WarmClients
 from delivered.model.guarantee import Guarantee
 

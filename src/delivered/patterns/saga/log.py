@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from delivered.kits.mysql.server import address
-from delivered.kits.mysql.tls import tls_of_url
+from delivered.kits.mysql.server import address, tls_of_url
 from delivered.model.addresses import check_postgres_words
 from delivered.model.errors import Fenced, MissingExtra, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
