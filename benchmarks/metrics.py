@@ -25,7 +25,7 @@ import yaml
 from benchmarks.__main__ import create_topic, fill
 from delivered.checkpoint import history
 from delivered_lab import brokers
-from delivered_lab.brokers.process import free_ports
+from delivered_lab.brokers.servers import free_ports
 
 RECORDS = 8_000_000
 PAIRS = 3

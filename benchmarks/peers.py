@@ -25,10 +25,9 @@ from typing import Any
 from benchmarks.cases import SPARK_KAFKA_JARS
 from delivered.model.guarantee import Guarantee
 from delivered_lab.brokers.kafka import VERSION as KAFKA_VERSION
-from delivered_lab.verify.case import Case, Result, run_case
-from delivered_lab.verify.environment import Environment
+from delivered_lab.verify.case import Case, Environment, Result, run_case
 from delivered_lab.verify.evidence import Stop
-from delivered_lab.verify.fault import BROKER, Fault
+from delivered_lab.verify.faults import BROKER, Fault
 from delivered_lab.verify.fixture import HIT_TIMEOUT_S, Fixture
 from delivered_lab.verify.matrix import FORMAT, read_results, versions, write_file
 from delivered_lab.verify.scripts import Script

@@ -13,8 +13,7 @@ from typing import Any
 
 from delivered.model.guarantee import Guarantee
 from delivered_lab.verify.ends.run import SYSTEMS, cases
-from delivered_lab.verify.fault import LOOP, PLACES
-from delivered_lab.verify.faults import PAIRS, catalogue
+from delivered_lab.verify.faults import LOOP, PAIRS, PLACES, catalogue
 from delivered_lab.verify.judge import RECOVERY_RATIO_MAX, Verdict
 from delivered_lab.verify.matrix import FORMAT, SINKS, read_results, write_file
 from delivered_lab.verify.services import ENDS, ENGINE, SERVICES, SPARK

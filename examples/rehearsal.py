@@ -35,8 +35,8 @@ from delivered.connectors.kafka.topics import id_prefix
 from delivered.machine import cache_folder
 from delivered.pipeline.definition import Definition
 from delivered_lab import brokers
-from delivered_lab.brokers.debian import unpacked
-from delivered_lab.brokers.process import free_ports
+from delivered_lab.brokers.fetch import unpacked
+from delivered_lab.brokers.servers import free_ports
 
 SEEN_WITHIN_S = 15.0
 GONE_WITHIN_S = 90.0

@@ -24,8 +24,8 @@ from examples.shop.program import Program
 from delivered.patterns import inbox, outbox, saga
 from delivered_lab import brokers
 from delivered_lab.brokers import Broker
-from delivered_lab.brokers.kafka_try import make_topics
-from delivered_lab.brokers.process import free_ports
+from delivered_lab.brokers.kafka import make_topics
+from delivered_lab.brokers.servers import free_ports
 
 ORDERS_PER_S = 5
 CUSTOMERS = 100

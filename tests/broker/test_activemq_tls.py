@@ -21,7 +21,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.prepared import Promise
 from delivered.pipeline.registry import find_sink
-from delivered_lab.brokers.process import free_ports
+from delivered_lab.brokers.servers import free_ports
 
 pytestmark = pytest.mark.matrix
 PASSWORD = "changeit"

@@ -18,7 +18,7 @@ import pytest
 from delivered import machine
 from delivered.model.errors import DeliveredError, UsageError
 from delivered_lab import brokers
-from delivered_lab.brokers import process
+from delivered_lab.brokers import servers
 
 
 @pytest.mark.parametrize("kind", ["kafka", pytest.param("pulsar", marks=pytest.mark.matrix)])
@@ -85,12 +85,12 @@ def test_a_process_that_only_has_the_same_id_is_left_alone(tmp_path: Path) -> No
     bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         real = psutil.Process(bystander.pid).create_time()
-        state = process.State("kafka", {"PLAINTEXT": "127.0.0.1:1"}, {}, process.Identity(bystander.pid, real - 100))
+        state = servers.State("kafka", {"PLAINTEXT": "127.0.0.1:1"}, {}, servers.Identity(bystander.pid, real - 100))
         state.save(tmp_path)
         assert not brokers.status(tmp_path).running
         assert not brokers.stop(tmp_path)
         assert bystander.poll() is None
-        process.State("kafka", {"PLAINTEXT": "127.0.0.1:1"}, {}, process.Identity(bystander.pid, real)).save(tmp_path)
+        servers.State("kafka", {"PLAINTEXT": "127.0.0.1:1"}, {}, servers.Identity(bystander.pid, real)).save(tmp_path)
         assert brokers.stop(tmp_path)
     finally:
         bystander.kill()

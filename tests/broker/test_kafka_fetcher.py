@@ -22,7 +22,7 @@ from delivered.clients.kafka.record_batch import CorruptBatch
 from delivered.connectors.kafka import reader
 from delivered.contract.source import Slice
 from delivered.model.errors import UsageError
-from delivered_lab.verify.proxy_kafka import KafkaProxy
+from delivered_lab.verify.proxy import KafkaProxy
 
 TEXT = b"a value that the network damages"
 

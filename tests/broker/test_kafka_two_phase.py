@@ -32,8 +32,7 @@ from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.patience import within
 from delivered.model.prepared import Prepared, Promise
 from delivered.model.work import Action
-from delivered_lab.verify.proxy import Fired, NetworkFault, Rule
-from delivered_lab.verify.proxy_kafka import Api, KafkaProxy
+from delivered_lab.verify.proxy import Api, Fired, KafkaProxy, NetworkFault, Rule
 
 
 @pytest.fixture(params=KAFKA_CLIENTS)

@@ -25,7 +25,7 @@ from delivered.model.work import Owner
 from delivered.operate.otel import CONSUMED, SENT, exporting
 from delivered.operate.state import SinkStatus, Status
 from delivered.operate.status import status
-from delivered_lab.brokers.process import free_ports
+from delivered_lab.brokers.servers import free_ports
 
 
 def points(reader: InMemoryMetricReader) -> dict[str, list[tuple[float, dict[str, Any]]]]:

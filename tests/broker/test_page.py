@@ -21,7 +21,7 @@ from delivered.connectors.kafka.topics import id_prefix
 from delivered.operate.server import application
 from delivered.operate.status import status
 from delivered.pipeline.definition import Definition
-from delivered_lab.verify.history import End, Operation
+from delivered_lab.verify.evidence import End, Operation
 from delivered_lab.verify.matrix import Store
 from delivered_lab.verify.report import page as verified_page
 

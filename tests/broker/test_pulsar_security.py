@@ -33,7 +33,7 @@ from delivered.model.prepared import Promise
 from delivered.pipeline.registry import find_sink
 from delivered_lab import brokers
 from delivered_lab.brokers import pulsar as server
-from delivered_lab.brokers.tls import make_certificate
+from delivered_lab.brokers.servers import make_certificate
 
 parse = SourceOptions.parse
 parse_sink = PulsarSinkOptions.parse

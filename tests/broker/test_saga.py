@@ -23,8 +23,7 @@ from delivered.patterns import saga
 from delivered.patterns.saga.progress import Event, Status
 from delivered_lab.verify.ends import applications, sagas
 from delivered_lab.verify.ends.consumer import MOMENTS, Point, killed_everywhere
-from delivered_lab.verify.ends.sagas import checkout
-from delivered_lab.verify.ends.shop import Shop, disagreements
+from delivered_lab.verify.ends.sagas import Shop, checkout, disagreements
 
 ROOT = Path(__file__).parents[2]
 DIALECTS = ["sqlite", "postgres", "mysql"]

@@ -14,8 +14,7 @@ import pytest
 from confluent_kafka import KafkaException, Producer
 from tests.support.servers import Kafka
 
-from delivered_lab.verify.proxy import Fired, NetworkFault, Rule
-from delivered_lab.verify.proxy_kafka import API_KEYS, Api, KafkaProxy
+from delivered_lab.verify.proxy import API_KEYS, Api, Fired, KafkaProxy, NetworkFault, Rule
 from delivered_lab.verify.systems.kafka import Topic
 from delivered_lab.verify.workloads import WORKLOADS, records
 

@@ -14,8 +14,7 @@ import pytest
 from tests.support.servers import Mysql, Postgres
 
 from delivered_lab import brokers
-from delivered_lab.verify.proxy import Fired, NetworkFault
-from delivered_lab.verify.proxy_sql import MysqlProxy, PostgresProxy, Rule, SqlProxy
+from delivered_lab.verify.proxy import Fired, MysqlProxy, NetworkFault, PostgresProxy, Rule, SqlProxy
 from delivered_lab.verify.systems.base import Poll
 from delivered_lab.verify.systems.mysql import MysqlTable
 from delivered_lab.verify.systems.postgres import PgTable

@@ -12,7 +12,7 @@ import pytest
 from tests.install.conftest import ROOT, Installed, clean
 
 from delivered_lab.brokers import cache_folder
-from delivered_lab.brokers.process import free_ports
+from delivered_lab.brokers.servers import free_ports
 
 _BLOCK = re.compile(r"```(sh|python)\n(.*?)```", re.DOTALL)
 

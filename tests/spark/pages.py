@@ -23,7 +23,7 @@ from tests.support.pages import Pages, Reader
 import delivered
 from delivered.connectors.log import append
 from delivered_lab.brokers import cache_folder
-from delivered_lab.brokers.process import free_ports
+from delivered_lab.brokers.servers import free_ports
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -13,8 +13,7 @@ import delivered
 from delivered.audit.classes import Counts, Verdict
 from delivered.pipeline.transform import load_function
 from delivered_lab.verify.systems.log import Log
-from delivered_lab.verify.workload import TABLE
-from delivered_lab.verify.workloads import WORKLOADS, records
+from delivered_lab.verify.workloads import TABLE, WORKLOADS, records
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

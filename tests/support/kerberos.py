@@ -14,8 +14,8 @@ import pytest
 from delivered.clients.kafka.sasl import LIBRARY
 from delivered.machine import cache_folder
 from delivered.model.errors import DeliveredError
-from delivered_lab.brokers.debian import unpacked
-from delivered_lab.brokers.process import end, free_ports, launch
+from delivered_lab.brokers.fetch import unpacked
+from delivered_lab.brokers.servers import end, free_ports, launch
 
 PACKAGES = (
     *("krb5-kdc", "krb5-admin-server", "libkadm5srv-mit12", "libkdb5-10", "libgssrpc4", "libverto1", "libverto-libev1"),

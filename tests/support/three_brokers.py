@@ -29,7 +29,7 @@ from delivered.clients.kafka.protocol import Wire
 from delivered.machine import java_home
 from delivered_lab import brokers
 from delivered_lab.brokers import kafka as server
-from delivered_lab.brokers.process import free_ports
+from delivered_lab.brokers.servers import free_ports
 
 NODES = (1, 2, 3)
 _SAFE = {"min.insync.replicas": "2"}

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 from delivered.cli.main import app
 from delivered.pipeline.endpoint import Endpoint, as_text
 from delivered_lab import brokers
-from delivered_lab.brokers.process import State
-from delivered_lab.brokers.servers import SERVERS
+from delivered_lab.brokers.servers import SERVERS, State
 
 
 def stopped(kind: str, folder: Path) -> str:

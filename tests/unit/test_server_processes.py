@@ -8,7 +8,7 @@ import sys
 _AT_ONCE = """
 import gc, sys, threading
 from pathlib import Path
-from delivered_lab.brokers.process import end, launch
+from delivered_lab.brokers.servers import end, launch
 
 sys.setswitchinterval(1e-6)
 started, gate = [], threading.Barrier(8)

@@ -10,8 +10,7 @@ import pytest
 
 from delivered.model.guarantee import Guarantee
 from delivered_lab.verify import judge as judges
-from delivered_lab.verify.evidence import Evidence, Seen, Stop
-from delivered_lab.verify.history import End, History, Operation, fired, load, sends
+from delivered_lab.verify.evidence import End, Evidence, History, Operation, Seen, Stop, fired, load, sends
 from delivered_lab.verify.judge import FORBIDDEN, Verdict, judge
 
 AT_MOST, AT_LEAST, EXACTLY = Guarantee

@@ -17,9 +17,7 @@ from deltalake import write_deltalake
 from pyiceberg.catalog.sql import SqlCatalog
 
 from delivered_lab.verify.systems.base import LongReads, Poll, ReadDisturbed, SharedTable, SinkClient
-from delivered_lab.verify.systems.delta import DeltaTable
-from delivered_lab.verify.systems.files import Files
-from delivered_lab.verify.systems.iceberg import IcebergTable
+from delivered_lab.verify.systems.tables import DeltaTable, Files, IcebergTable
 
 Write = Callable[[Path, list[str]], None]
 

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 from delivered.model.guarantee import Guarantee
 from delivered_lab.verify.evidence import Evidence
+from delivered_lab.verify.fixture import LatestByKey
 from delivered_lab.verify.judge import Judgement, Verdict, judge
-from delivered_lab.verify.reader import LatestByKey
 from delivered_lab.verify.systems.base import Row
-from delivered_lab.verify.workload import Record
-from delivered_lab.verify.workloads import WORKLOADS, records
+from delivered_lab.verify.workloads import WORKLOADS, Record, records
 
 CHANGES = WORKLOADS["changes"]
 SENT = records(CHANGES, 1, 200)

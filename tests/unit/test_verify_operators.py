@@ -15,8 +15,7 @@ from delivered_lab.verify.evidence import Evidence, Seen
 from delivered_lab.verify.judge import Verdict, differences, judge
 from delivered_lab.verify.matrix import Store
 from delivered_lab.verify.oracles import LATE_S, NOBODY, START_S, TAIL
-from delivered_lab.verify.workload import Record, source_id
-from delivered_lab.verify.workloads import WORKLOADS, records
+from delivered_lab.verify.workloads import WORKLOADS, Record, records, source_id
 
 Rows = Mapping[str, str]
 OPERATORS = [n for n, w in WORKLOADS.items() if w.oracle is not None]

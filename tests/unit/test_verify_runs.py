@@ -10,11 +10,9 @@ import pytest
 
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
-from delivered_lab.verify import matrix, report, runs
-from delivered_lab.verify.case import Case, Result
-from delivered_lab.verify.environment import can_mount, small_disk
-from delivered_lab.verify.fault import PLACES
-from delivered_lab.verify.faults import catalogue
+from delivered_lab.verify import matrix, report
+from delivered_lab.verify.case import Case, Result, can_mount, small_disk
+from delivered_lab.verify.faults import PLACES, catalogue
 from delivered_lab.verify.fixture import empty
 from delivered_lab.verify.judge import Verdict
 from delivered_lab.verify.matrix import FORMAT, Choice, Store, cases
@@ -31,20 +29,20 @@ def result(fault: str = "killed-between", verdict: str = "held", **more: object)
 
 
 def test_a_run_is_listed_while_it_goes_on_and_when_it_ended(tmp_path: Path) -> None:
-    log = runs.RunLog(tmp_path, "--only F6b --seed 1")
+    log = report.RunLog(tmp_path, "--only F6b --seed 1")
     log.add(result())
-    runs.write_index(tmp_path)
-    page = (tmp_path / runs.INDEX).read_text()
+    report.write_index(tmp_path)
+    page = (tmp_path / report.INDEX).read_text()
     assert "did not end" in page
     log.add(result("killed-at-random", "broken", lost=3))
-    assert log.end() == tmp_path / runs.INDEX
-    page = (tmp_path / runs.INDEX).read_text()
+    assert log.end() == tmp_path / report.INDEX
+    page = (tmp_path / report.INDEX).read_text()
     assert "did not end" not in page
     assert "✕ broken" in page
     assert "--only F6b --seed 1" in page
     assert f"runs/{log.run.name}.html" in page
     assert (tmp_path / "runs" / f"{log.run.name}.html").exists()
-    (found,) = runs.load_runs(tmp_path)
+    (found,) = report.load_runs(tmp_path)
     assert found == log.run
     assert found.verdict is Verdict.BROKEN
 
@@ -58,14 +56,14 @@ def test_results_of_a_later_version_are_refused(newer: object, tmp_path: Path) -
 
 
 def test_a_file_that_is_no_run_does_not_hide_the_others(tmp_path: Path) -> None:
-    log = runs.RunLog(tmp_path, "")
+    log = report.RunLog(tmp_path, "")
     log.add(result())
     (tmp_path / "runs" / "other.json").write_text('{"name": "x"')
-    assert [r.name for r in runs.load_runs(tmp_path)] == [log.run.name]
+    assert [r.name for r in report.load_runs(tmp_path)] == [log.run.name]
 
 
 def test_a_run_without_a_cell_leaves_nothing(tmp_path: Path) -> None:
-    assert runs.RunLog(tmp_path, "").end() is None
+    assert report.RunLog(tmp_path, "").end() is None
     assert list(tmp_path.iterdir()) == []
 
 

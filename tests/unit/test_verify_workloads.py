@@ -14,9 +14,18 @@ from delivered.model.guarantee import Guarantee
 from delivered.pipeline.transform import load_function
 from delivered_lab.verify.evidence import Evidence, Seen
 from delivered_lab.verify.judge import Verdict, judge
-from delivered_lab.verify.transforms import POISON, WINDOW_S, WINDOWS, drops_poison
-from delivered_lab.verify.workload import PARTITIONS, Record, Workload, source_id
-from delivered_lab.verify.workloads import WORKLOADS, records
+from delivered_lab.verify.transforms import drops_poison
+from delivered_lab.verify.workloads import (
+    PARTITIONS,
+    POISON,
+    WINDOW_S,
+    WINDOWS,
+    WORKLOADS,
+    Record,
+    Workload,
+    records,
+    source_id,
+)
 
 EXACTLY = Guarantee.EXACTLY_ONCE
 Row = tuple[str | None, str]

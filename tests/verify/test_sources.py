@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from delivered.model.guarantee import Guarantee
-from delivered_lab.verify import receivers
-from delivered_lab.verify.case import Case, Result, run_case
-from delivered_lab.verify.environment import Environment
-from delivered_lab.verify.fault import Fault
-from delivered_lab.verify.faults import source_catalogue
+from delivered_lab.verify import interference
+from delivered_lab.verify.case import Case, Environment, Result, run_case
+from delivered_lab.verify.faults import Fault, source_catalogue
 from delivered_lab.verify.judge import Verdict
 from delivered_lab.verify.services import ENGINE, SPARK
 from delivered_lab.verify.systems import PULSAR, RABBITMQ, RABBITMQ_STREAM, SQLITE
@@ -33,7 +31,7 @@ def test_a_receiver_that_acknowledges_before_it_persists_is_found_out(
 ) -> None:
     """Both are killed while holding messages: only the correct one's are redelivered."""
     monkeypatch.setattr(RabbitQueue, "patience_s", 3.0)
-    script, requires = receivers.killed(POINT)
+    script, requires = interference.receiver_killed(POINT)
     fault = Fault("killed-persisting", "F6c", "killed before it persists", script, requires, keeps_order=False)
     environment = Environment(tmp_path, print, {"PYTHONPATH": str(BROKEN)})
     try:

@@ -12,11 +12,9 @@ from typer.testing import CliRunner
 
 from delivered.cli.main import app
 from delivered.model.guarantee import Guarantee
-from delivered_lab.verify.case import Case, run_case
-from delivered_lab.verify.environment import Environment
-from delivered_lab.verify.fault import PLACES
-from delivered_lab.verify.faults import catalogue
-from delivered_lab.verify.history import load
+from delivered_lab.verify.case import Case, Environment, run_case
+from delivered_lab.verify.evidence import load
+from delivered_lab.verify.faults import PLACES, catalogue
 from delivered_lab.verify.judge import Verdict
 from delivered_lab.verify.matrix import SINKS, Choice, Store, cases
 from delivered_lab.verify.services import ENGINE, SPARK

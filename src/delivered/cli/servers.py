@@ -45,7 +45,7 @@ def topic(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Create topics on the Kafka started by `brokers start kafka`."""
-    from delivered_lab.brokers.kafka_try import make_topics
+    from delivered_lab.brokers.kafka import make_topics
 
     bootstrap = _kafka(folder)
     made = make_topics(bootstrap, names, partitions)
@@ -67,9 +67,9 @@ def produce(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Send sample records to a topic of that Kafka."""
-    from delivered_lab.brokers import kafka_try
+    from delivered_lab.brokers import kafka
 
-    kafka_try.produce(_kafka(folder), topic, records)
+    kafka.produce(_kafka(folder), topic, records)
     if output is Output.JSON:
         say_json({"topic": topic, "records": records})
     else:
@@ -85,7 +85,7 @@ def read_topic(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Read a topic of that Kafka from start to end, with read_committed."""
-    from delivered_lab.brokers.kafka_try import consume
+    from delivered_lab.brokers.kafka import consume
 
     count = 0
     for partition, offset, key, value in consume(_kafka(folder), topic):

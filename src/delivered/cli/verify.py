@@ -13,7 +13,7 @@ from delivered.terminal import printer
 from delivered_lab.verify.case import Result
 from delivered_lab.verify.judge import Verdict
 from delivered_lab.verify.matrix import SPARK, Choice, Store, cases, own_cases, run_matrix, worst
-from delivered_lab.verify.runs import RunLog
+from delivered_lab.verify.report import RunLog
 from delivered_lab.verify.template import load
 
 

@@ -16,10 +16,8 @@ from pathlib import Path
 
 from delivered.machine import cache_folder
 from delivered.model.errors import DeliveredError
-from delivered_lab.brokers.debian import unpacked
-from delivered_lab.brokers.fetch import Say
-from delivered_lab.brokers.process import telling_lines
-from delivered_lab.brokers.servers import Server
+from delivered_lab.brokers.fetch import Say, unpacked
+from delivered_lab.brokers.servers import Server, telling_lines
 
 MYSQL = "MYSQL"
 USER, DATABASE = "delivered", "dev"

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from delivered.model.errors import DeliveredError
 from delivered_lab.brokers.fetch import Say
-from delivered_lab.brokers.process import State, telling_lines
-from delivered_lab.brokers.servers import Server
+from delivered_lab.brokers.servers import Server, State, telling_lines
 
 POSTGRESQL = "POSTGRESQL"
 USER = DATABASE = "delivered"

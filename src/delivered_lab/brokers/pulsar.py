@@ -26,9 +26,7 @@ from pathlib import Path
 
 from delivered.machine import java_home
 from delivered_lab.brokers.fetch import Say, fetch_archive
-from delivered_lab.brokers.process import State
-from delivered_lab.brokers.servers import Server
-from delivered_lab.brokers.tls import make_certificate
+from delivered_lab.brokers.servers import Server, State, make_certificate
 
 VERSION = "4.0.4"
 ARTIFACT = ("org.apache.pulsar", "pulsar-server-distribution", VERSION)

@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from delivered.machine import cache_folder, write_launcher
-from delivered_lab.brokers.debian import unpacked
-from delivered_lab.brokers.fetch import Say
+from delivered_lab.brokers.fetch import Say, unpacked
 from delivered_lab.brokers.servers import Server
 
 AMQP, EPMD, ERLANG = "AMQP", "EPMD", "ERLANG"

@@ -12,8 +12,7 @@ from typing import Any
 from delivered.machine import cache_folder
 from delivered.model.errors import DeliveredError, UsageError
 from delivered_lab.brokers.fetch import Say
-from delivered_lab.brokers.process import Identity, State, end, free_ports, launch, telling_lines
-from delivered_lab.brokers.servers import SERVERS
+from delivered_lab.brokers.servers import SERVERS, Identity, State, end, free_ports, launch, telling_lines
 
 KINDS = tuple(SERVERS)
 START_TIMEOUT_S = 90.0

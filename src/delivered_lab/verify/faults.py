@@ -1,19 +1,90 @@
-"""The fault catalogue: which fault at which failure point, for which guarantee and sink, and what must fire; and the
-faults of a source and a sink together."""
+"""The fault catalogue: which fault at which failure point, for which guarantee, sink and source, and what must fire."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from delivered.model.guarantee import Guarantee
-from delivered_lab.verify import interference, pairs, receivers, scripts, two_drivers
-from delivered_lab.verify.everywhere import everywhere
-from delivered_lab.verify.fault import AT_LEAST, AT_MOST, BROKER, CLUSTER, EXACTLY, LOOP, MOUNT, TOPICS, Fault
-from delivered_lab.verify.interference import TRANSACTION_TIMEOUT_S
-from delivered_lab.verify.network_faults import before_sink, behind_source, soak_network
-from delivered_lab.verify.scripts import Script, kills, point, random_kills, shards_changed, worker_killed
+from delivered_lab.verify import interference, scripts
+from delivered_lab.verify.fixture import HIT_TIMEOUT_S, Fixture
+from delivered_lab.verify.interference import (
+    OTHERS,
+    TRANSACTION_TIMEOUT_S,
+    hold_lock,
+    kill_broker,
+    kill_producer,
+    network,
+    read_slowly,
+    write_as_others,
+)
+from delivered_lab.verify.proxy import ANSWERED, ASKED, Api, NetworkFault, Rule
+from delivered_lab.verify.scripts import (
+    TRIES_MAX,
+    Script,
+    kill_at,
+    kills,
+    point,
+    random_kills,
+    remove_log_entry,
+    shards_changed,
+    start_a_second,
+    worker_killed,
+)
+from delivered_lab.verify.services import Run
 from delivered_lab.verify.systems import DELTA, KAFKA, KAFKA_LIBRDKAFKA, POSTGRES, SINK_KINDS, SOURCE_KINDS, SQLITE
-from delivered_lab.verify.systems.base import SinkKind, SourceKind
+from delivered_lab.verify.systems.base import SinkKind, SourceKind, Statements
+
+PLACES = {
+    "none": "an undisturbed run",
+    "F1": "the producer crashes",
+    "F2": "the network between sink and server drops, delays, repeats",
+    "F3": "the server crashes after it stored and before it answered",
+    "F4": "out of memory, disk full",
+    "F5": "the network between server and reader drops and delays",
+    "F6a": "the consumer crashes before processing",
+    "F6b": "the consumer crashes after processing, before recording",
+    "F6c": "the consumer crashes after recording, before acknowledging",
+    "F7": "zombies: paused beyond every time-out, two drivers",
+    "F8": "state is restored from a copy or modified",
+}
+EXACTLY, AT_LEAST, AT_MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE
+
+PROXY, BROKER, MOUNT, CLUSTER, TOPICS, LOOP = "proxy", "broker", "mount", "cluster", "topics", "loop"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """
+    Attributes:
+        place: one of `PLACES`.
+        requires: names that must fire, each as often as it is listed.
+        parts: those of `requires` by failure point, if the case passes several; `place` is then one of them.
+        workload: the one that this fault needs; None: the case's.
+        extra: more keys of the pipeline file.
+        needs: PROXY: the pipeline reaches its sink's server through one; BROKER: a server that may be killed; MOUNT: a
+            small disk of its own; CLUSTER: a Spark with executors on several hosts; TOPICS: a source that reads topics;
+            LOOP: the loop without Spark, which numbers tasks as the fault wants.
+        keeps_order: whether effects of a key must still be in order.
+        quick: part of the quick subset; soak: part of the soak only.
+    """
+
+    name: str
+    place: str
+    text: str
+    script: Script
+    requires: tuple[str, ...] = ()
+    workload: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    keeps_order: bool = True
+    quick: bool = False
+    soak: bool = False
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
 
 NOTHING = Fault("none", "none", "an undisturbed run", scripts.nothing)
 _QUICK_BETWEEN = {(EXACTLY, KAFKA), (AT_LEAST, SQLITE), (AT_MOST, SQLITE)}
@@ -133,10 +204,10 @@ def _zombies(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
     exactly = guarantee is EXACTLY
     for step in ("decide", "prepare", *(["apply"] if exactly and kind.name != SQLITE else [])):
         text = f"a driver is paused before {point(guarantee, step)}, another takes over, the first wakes up"
-        script, quick = two_drivers.zombie(step, kind.locked), exactly and kind.name == SQLITE and step == "decide"
+        script, quick = scripts.zombie(step, kind.locked), exactly and kind.name == SQLITE and step == "decide"
         yield Fault(f"zombie-{step}", "F7", text, script, ("paused", "woken up"), quick=quick)
     text = "a second driver starts on the checkpoint of a living one"
-    yield Fault("second-driver", "F7", text, two_drivers.second_driver, ("second driver",))
+    yield Fault("second-driver", "F7", text, scripts.second_driver, ("second driver",))
     if exactly and kind.format == KAFKA:
         short = {"sink": {"transactionTimeout": TRANSACTION_TIMEOUT_S}}
         for name, text, moment, workload in (
@@ -201,22 +272,22 @@ def _pairs(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
             *(["commit.apply:after"] if exactly else []),
         ]
         text = "driver and server are killed together; the server is back first by up to 3 s"
-        script, fires = pairs.killed_together(*between)
+        script, fires = scripts.killed_together(*between)
         yield Fault("killed-together", "F3", text, script, fires, needs=(BROKER,))
     if exactly and kind.format == KAFKA:
         text = "the source's log loses its end, which was delivered, and grows past the position"
         needs = (TOPICS, BROKER)
         yield Fault(
-            "source-lost-end", "F8", text, pairs.source_lost_end, pairs.LOST_END, needs=needs, keeps_order=False
+            "source-lost-end", "F8", text, scripts.source_lost_end, scripts.LOST_END, needs=needs, keeps_order=False
         )
     # Batches of a sink that shows each one at once are counted from one checkpoint.
     if exactly and kind.two_phase and not kind.sends and not kind.members:
         text = "three checkpoints follow each other, on hosts whose clocks differ by an hour; the second dies decided"
-        yield Fault("clocks-differ", "F8", text, pairs.clocks_differ, pairs.CLOCKS)
+        yield Fault("clocks-differ", "F8", text, scripts.clocks_differ, scripts.CLOCKS)
     if guarantee is AT_MOST:
         text = "a task fails after it sent, and its stage runs again, which numbers it 0 again"
-        script, fires = pairs.stage_rerun(f"{prepare}:after", f"{prepare}:before@batch=1")
-        yield Fault("stage-rerun", "F6b", text, script, fires, extra=pairs.STAGE_RERUN, needs=(LOOP,))
+        script, fires = scripts.stage_rerun(f"{prepare}:after", f"{prepare}:before@batch=1")
+        yield Fault("stage-rerun", "F6b", text, script, fires, extra=scripts.STAGE_RERUN, needs=(LOOP,))
 
 
 def _soak(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
@@ -249,7 +320,7 @@ def _of_source(guarantee: Guarantee, source: SourceKind) -> Iterator[Fault]:
     yield Fault("producer-killed-at", "F1", text, *interference.producer_killed_at("before", "after"))
     if source.server is not None:
         text = "the server that holds the source is killed while it is sent to and read; unconfirmed sends stay open"
-        script = receivers.queue_killed if source.queue else interference.source_killed
+        script = interference.queue_killed if source.queue else interference.source_killed
         fires = ("source killed",)
         yield Fault("source-killed", "F3", text, script, fires, needs=(BROKER,), keeps_order=not source.queue)
     text = "one Python worker is killed with what it held"
@@ -265,14 +336,253 @@ def _receivers(guarantee: Guarantee) -> Iterator[Fault]:
     """Redelivered messages come behind others, so order is not judged."""
     decide = point(guarantee, "decide")
     text = "the receiver is killed at each of its steps, from taking messages to acknowledging them"
-    yield Fault("receiver-killed", "F6c", text, *receivers.killed(), keeps_order=False)
+    yield Fault("receiver-killed", "F6c", text, *interference.receiver_killed(), keeps_order=False)
     text = "the receiver is killed three times at random moments"
-    yield Fault("receiver-killed-at-random", "F6b", text, *receivers.killed_at_random(3), keeps_order=False)
+    yield Fault("receiver-killed-at-random", "F6b", text, *interference.receiver_killed_at_random(3), keeps_order=False)
     both = (("receive.persist:before", f"{decide}:after"), ("receive.ack:before", f"{decide}:before"))
     text = "receiver and driver are killed together, each in the middle of a step"
-    yield Fault("both-killed", "F6b", text, *receivers.killed_with_driver(*both), keeps_order=False)
+    yield Fault("both-killed", "F6b", text, *interference.receiver_and_driver_killed(*both), keeps_order=False)
     text = (
         "a receiver is paused with what it took, its server restarts, another one takes all of it; the first wakes up"
     )
     fires = ("receiver paused", "receiver woken up")
-    yield Fault("receiver-zombie", "F7", text, receivers.zombie, fires, needs=(BROKER,), keeps_order=False)
+    yield Fault("receiver-zombie", "F7", text, interference.receiver_zombie, fires, needs=(BROKER,), keeps_order=False)
+
+
+DROP, LOSE, DELAY = NetworkFault.LOSE_REQUEST, NetworkFault.LOSE_REPLY, NetworkFault.DELAY_REPLY
+LATE = NetworkFault.LATE_REQUEST
+SOAK_FRAMES = 12
+SOAK_STARTS_MAX = 30
+"""A lost decision request ends the start; every start meets some of them."""
+DECISION = ".decision"
+"""Identifies a deciding transaction: one of its statements contains this text."""
+_BLACK_HOLE = (
+    "for 3 s nothing arrives anywhere, then every connection is reset; twice",
+    interference.black_hole,
+    ("black hole", "reset") * 2,
+)
+
+
+def before_sink(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
+    """F2, by kind of sink."""
+    if kind.server == KAFKA:
+        yield from _kafka(guarantee)
+    elif kind.locks:
+        # Prepared shards hold locks themselves, so nobody else can lock the table before the decision.
+        step, when = ("write", "its rows are sent") if kind.two_phase else ("decide", "it is decided")
+        text = f"another program holds the table for 3 s when a batch comes to the point where {when}"
+        yield Fault("lock-held", "F2", text, interference.lock_held(step), ("lock held",))
+    if kind.statements is not None:
+        yield from _sql(kind.two_phase and guarantee is EXACTLY, kind.statements)
+    if kind.sends and "F2" not in kind.absent:
+        yield from _stream()
+    if kind.shared:
+        yield from _table_log(guarantee)
+
+
+def behind_source(kind: SinkKind) -> Iterator[Fault]:
+    """F5: for Kafka, the source that feeds it; for others, the reader of the sink."""
+    if "F5" in kind.absent:
+        return
+    if kind.server != KAFKA:
+        text = "a reader is in the middle of its read for 3 s while a batch commits"
+        yield Fault("slow-reader", "F5", text, interference.slow_reader, ("reader slow",))
+        return
+    lost = network(
+        Rule(Api.FETCH, LOSE, skip=3, times=2),
+        Rule(Api.FETCH, DROP, skip=5),
+        Rule(Api.FETCH, DELAY, skip=6, seconds=2.0),
+    )
+    text = "replies of Fetch are lost and delayed between broker and source"
+    yield Fault("fetch-lost", "F5", text, *lost, needs=(PROXY,))
+    yield Fault("black-hole", "F5", *_BLACK_HOLE, needs=(PROXY,))
+
+
+def soak_network(guarantee: Guarantee, text: str, extra: dict[str, Any]) -> Fault:
+    """Faults in many of Kafka's frames."""
+    apis = [Api.PRODUCE] if guarantee is not EXACTLY else [Api.PRODUCE, Api.ADD_PARTITIONS_TO_TXN, Api.END_TXN]
+    lost = network(
+        *(Rule(a, LOSE, skip=3, times=SOAK_FRAMES, every=11) for a in apis),
+        *(Rule(a, DROP, skip=8, times=SOAK_FRAMES, every=11) for a in apis),
+        Rule(Api.FETCH, LOSE, skip=5, times=SOAK_FRAMES, every=9),
+        most=SOAK_STARTS_MAX,
+    )
+    return Fault("soak-network", "F2", text, *lost, extra=extra, needs=(PROXY,), soak=True)
+
+
+def _kafka(guarantee: Guarantee) -> Iterator[Fault]:
+    if guarantee is not EXACTLY:
+        lost = network(Rule(Api.PRODUCE, LOSE, skip=4), Rule(Api.PRODUCE, DROP, skip=6))
+        text = "the reply of one Produce never arrives, and one Produce never arrives"
+        yield Fault("produce-lost", "F2", text, *lost, needs=(PROXY,))
+        return
+    apis = (Api.INIT_PRODUCER_ID, Api.ADD_PARTITIONS_TO_TXN, Api.PRODUCE, Api.END_TXN)
+    lost = network(*(Rule(a, LOSE, skip=n) for a, n in zip(apis, (0, 2, 6, 2), strict=True)))
+    text = "the reply of one InitProducerId, AddPartitionsToTxn, Produce and EndTxn never arrives"
+    yield Fault("replies-lost", "F2", text, *lost, needs=(PROXY,), quick=True)
+    dropped = network(*(Rule(a, DROP, skip=n) for a, n in zip(apis, (1, 3, 8, 3), strict=True)))
+    text = "one InitProducerId, AddPartitionsToTxn, Produce and EndTxn never arrives"
+    yield Fault("requests-lost", "F2", text, *dropped, needs=(PROXY,))
+    late = network(Rule(Api.END_TXN, LATE, skip=1, times=2, seconds=2.0), Rule(Api.END_TXN, DELAY, skip=2, seconds=2.0))
+    text = "an EndTxn arrives two seconds after its sender gave up on it, another is delayed"
+    yield Fault("late-end-txn", "F2", text, *late, needs=(PROXY,))
+
+
+def _sql(two: bool, words: Statements) -> Iterator[Fault]:
+    """Statements that end a transaction. With two phases a shard ends twice: prepared, then committed."""
+    shard = (words.prepare, "") if two else ("COMMIT", words.rows)
+    named = f"{words.prepare}, {words.commit} and decision's COMMIT" if two else "COMMIT of a shard and a decision"
+
+    def committed(fault: NetworkFault, skip: int, seconds: float = 1.0) -> list[Rule]:
+        return [Rule(words.commit, fault, skip=skip, seconds=seconds)] if two else []
+
+    def ended(fault: NetworkFault, by: tuple[str, str], skip: int, seconds: float = 1.0) -> Rule:
+        return Rule(by[0], fault, by[1], skip=skip, seconds=seconds)
+
+    decision = ("COMMIT", DECISION)
+    lost = network(ended(LOSE, shard, 2), ended(LOSE, decision, 1), *committed(LOSE, 3))
+    yield Fault("replies-lost", "F2", f"the server's answer to one {named} never arrives", *lost, needs=(PROXY,))
+    dropped = network(ended(DROP, shard, 3), ended(DROP, decision, 2), *committed(DROP, 2))
+    yield Fault("requests-lost", "F2", f"one {named} never arrives", *dropped, needs=(PROXY,))
+    late = network(ended(LATE, decision, 1, 2.0), ended(DELAY, decision, 1, 2.0), *committed(LATE, 1, 2.0))
+    text = "a decision's COMMIT arrives two seconds after its sender gave up on it, the answer to another is late"
+    yield Fault("late-commit", "F2", text, *late, needs=(PROXY,))
+    yield Fault("black-hole", "F2", *_BLACK_HOLE, needs=(PROXY,))
+
+
+def _stream() -> Iterator[Fault]:
+    """Between a sender and a broker whose protocol the proxy does not know."""
+    broken = network(
+        Rule(ANSWERED, LOSE, skip=12, times=2, every=9), Rule(ASKED, DROP, skip=20, times=2, every=9), most=6
+    )
+    text = "the connection breaks four times: what was sent is lost, or what was answered"
+    yield Fault("connection-broken", "F2", text, *broken, needs=(PROXY,))
+    yield Fault("black-hole", "F2", *_BLACK_HOLE, needs=(PROXY,))
+
+
+def _table_log(guarantee: Guarantee) -> Iterator[Fault]:
+    # After the writer has read the log, before it commits.
+    where = "commit.apply:before" if guarantee is EXACTLY else f"{point(guarantee, 'prepare')}:before"
+    text = "others append to the table, and compact it, between a batch's look at the log and its commit"
+    yield Fault("other-writers", "F2", text, *interference.other_writers(where))
+    text = "somebody alters the table between a batch's look at the log and its commit"
+    yield Fault("table-altered", "F2", text, *interference.table_altered(where))
+
+
+Harm = Callable[[Fixture, Run, Path], None]
+_MOMENTS = ("before", "after")
+_SMALL_BATCHES = {"rows_per_batch": 50}
+"""Most starts complete a batch; the last ones must still find some."""
+_BEFORE, _RECORDED = ("recover.claim:after", "write.stage:before"), ("log:before", "log:after")
+_BETWEEN = ("write.prepare:after", "commit.decide:after", "commit.apply:before")
+_STORED, _WORKER, _SENDS = "commit.apply:after", "write.prepare:before", "write.prepare:before"
+
+
+def everywhere(kind: SinkKind) -> Fault:
+    """Under exactly_once, for a sink without two phases, or Kafka."""
+    harms = _harms(kind)
+    rules = _replies_lost(kind)
+    server = kind.server is not None
+    parts = {
+        "F1": tuple(f"producer killed {m} a send" for m in _MOMENTS),
+        "F2": tuple(r.name for r in rules["F2"] for _ in range(r.times)) or harms["F2"][1],
+        "F3": ("broker killed",) if server else (f"kill@{_STORED}",),
+        "F4": (f"worker killed@{_WORKER}",),
+        "F5": tuple(r.name for r in rules["F5"] for _ in range(r.times)) or harms["F5"][1],
+        "F6a": tuple(f"kill@{p}" for p in _BEFORE),
+        "F6b": tuple(f"kill@{p}" for p in _BETWEEN),
+        "F6c": tuple(f"kill@{p}" for p in _RECORDED),
+        "F7": harms["F7"][1],
+        "F8": ("last commit removed",),
+    }
+
+    def script(fixture: Fixture) -> None:
+        # A resent payment would be joined twice, rightly; oracles know the source's records, not how often they came.
+        kill_producer(fixture, _MOMENTS, portion=20, again=False)
+        _survived(fixture, harms)
+        if rules["F2"] or rules["F5"]:
+            fixture.proxy.add(*(copy(r) for r in (*rules["F2"], *rules["F5"])))
+        if server:
+            _broker_killed(fixture)
+        _worker_killed(fixture)
+        for where in (*_BEFORE, *_BETWEEN, *(() if server else (_STORED,)), *_RECORDED):
+            _killed(fixture, where)
+        remove_log_entry(fixture)
+        fixture.drain()
+        if fixture.setting.proxy is not None:
+            fixture.proxy.clear()
+
+    text = "every failure point in turn: producer, network, server, worker and driver are killed or disturbed"
+    fires = tuple(name for names in parts.values() for name in names)
+    needs = (BROKER, PROXY) if server else ()
+    return Fault("killed-everywhere", "F6b", text, script, fires, extra=_SMALL_BATCHES, needs=needs, parts=parts)
+
+
+def _harms(kind: SinkKind) -> Mapping[str, tuple[Harm, tuple[str, ...], str]]:
+    """Failure point -> what a run survives, the names that fire, and the step before which it happens."""
+    found: dict[str, tuple[Harm, tuple[str, ...], str]] = {"F7": (start_a_second, ("second driver",), "commit.decide")}
+    if kind.server != KAFKA:
+        found["F5"] = (read_slowly, ("reader slow",), "commit.decide")
+    if kind.shared:
+        found["F2"] = (write_as_others, OTHERS, "commit.apply")
+    elif kind.server is None:
+        found["F2"] = (hold_lock, ("lock held",), "commit.decide")
+    return found
+
+
+def _replies_lost(kind: SinkKind) -> Mapping[str, tuple[Rule, ...]]:
+    """By failure point; none without a proxy."""
+    lose = NetworkFault.LOSE_REPLY
+    if kind.server == KAFKA:
+        apis = (Api.INIT_PRODUCER_ID, Api.ADD_PARTITIONS_TO_TXN, Api.PRODUCE, Api.END_TXN)
+        return {"F2": tuple(Rule(a, lose, skip=1) for a in apis), "F5": (Rule(Api.FETCH, lose, skip=3, times=2),)}
+    if kind.statements is not None:
+        commits = (Rule("COMMIT", lose, text, skip=1) for text in (kind.statements.rows, DECISION))
+        return {"F2": tuple(commits), "F5": ()}
+    return {"F2": (), "F5": ()}
+
+
+def _survived(fixture: Fixture, harms: Mapping[str, tuple[Harm, tuple[str, ...], str]]) -> None:
+    """One start meets each harm in a batch of its own; it is killed in the batch after them."""
+    points = [f"{step}:before@batch={n}!wait" for n, (_, _, step) in enumerate(harms.values(), 1)]
+    run = fixture.start(",".join([*points, f"write.stage:before@batch={len(harms) + 1}"]))
+    for harm, _, _ in harms.values():
+        found = run.wait_hit(HIT_TIMEOUT_S)
+        if found is not None:
+            harm(fixture, run, found[0])
+    _stopped(fixture, run)
+
+
+def _broker_killed(fixture: Fixture) -> None:
+    """The run may survive or fail."""
+    run = fixture.start(f"{_SENDS}!wait,log:before")
+    found = run.wait_hit(HIT_TIMEOUT_S)
+    if found is not None:
+        kill_broker(fixture, run, found[0])
+    _stopped(fixture, run)
+
+
+def _worker_killed(fixture: Fixture) -> None:
+    for _ in range(TRIES_MAX):
+        run = fixture.start(_WORKER)
+        found = run.wait_hit(HIT_TIMEOUT_S)
+        if found is not None and run.kill_one(found[1].pid):
+            fixture.fire(f"worker killed@{_WORKER}", pid=found[1].pid)
+            fixture.end(run)
+            return
+        fixture.end(run)
+
+
+def _killed(fixture: Fixture, where: str) -> None:
+    """Also if starts before fail, as the network loses replies."""
+    for _ in range(TRIES_MAX):
+        if kill_at(fixture, where):
+            return
+
+
+def _stopped(fixture: Fixture, run: Run) -> None:
+    """Kill a run at its next point, unless it ended before."""
+    if run.wait_hit(HIT_TIMEOUT_S) is None:
+        fixture.end(run)
+    else:
+        fixture.kill(run)

@@ -15,14 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from delivered_lab.verify.evidence import Evidence, Seen
+from delivered_lab.verify.evidence import End, Evidence, Seen, fired, sends
 from delivered_lab.verify.fixture import Fixture
-from delivered_lab.verify.history import End, fired, sends
 from delivered_lab.verify.services import Run, VerifierError
 from delivered_lab.verify.systems.base import QueueSource, Row
 from delivered_lab.verify.systems.group import at_sink, names_of
 from delivered_lab.verify.template import row_effect
-from delivered_lab.verify.workload import source_id
+from delivered_lab.verify.workloads import source_id
 
 _SETTLE_S = 15.0
 

@@ -46,7 +46,7 @@ from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import DeliveredError
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import BatchPlan, CheckpointView, DriverAddress, Owner, ShardMessage
-from delivered_lab.verify.services import STAGE_RERUNS
+from delivered_lab.verify.workloads import STAGE_RERUNS
 
 WORKERS = 2
 _CLIENTS = {"kafka": ("confluent_kafka",), "postgres": ("psycopg",), "delta": ("deltalake", "pyarrow.parquet")}

@@ -17,17 +17,14 @@ from typing import Any
 
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
-from delivered_lab.verify.case import Case, Result, run_case
+from delivered_lab.verify.case import Case, Environment, Result, Say, can_mount, run_case
 from delivered_lab.verify.ends import run as both_ends
-from delivered_lab.verify.environment import Environment, Say, can_mount
-from delivered_lab.verify.fault import CLUSTER, LOOP, MOUNT, TOPICS
-from delivered_lab.verify.faults import catalogue, source_catalogue
+from delivered_lab.verify.faults import CLUSTER, LOOP, MOUNT, TOPICS, catalogue, source_catalogue
 from delivered_lab.verify.judge import Verdict, compared
 from delivered_lab.verify.services import ENDS, ENGINE, SERVICES, SPARK
 from delivered_lab.verify.systems import KAFKA, SINK_KINDS
 from delivered_lab.verify.template import Template
-from delivered_lab.verify.workload import Workload
-from delivered_lab.verify.workloads import WORKLOADS
+from delivered_lab.verify.workloads import WORKLOADS, Workload
 
 FORMAT = 1
 """Version of stored results. 1: {"format": 1, "results": ...}; 0, until 0.1: a bare list of results, or a run."""

@@ -25,7 +25,7 @@ from delivered_lab.verify.oracles import (
     VISIT_GAP_S,
     WINDOW_S,
 )
-from delivered_lab.verify.workload import TABLE
+from delivered_lab.verify.workloads import TABLE
 
 _EVENT = "id string, k string, at bigint, amount bigint, kind string, ref string"
 _ROWS = "key string, value string"

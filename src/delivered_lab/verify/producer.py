@@ -22,11 +22,11 @@ from typing import Any
 
 import psutil
 
-from delivered_lab.verify.history import End, History
+from delivered_lab.verify.evidence import End, History
 from delivered_lab.verify.services import VerifierError
 from delivered_lab.verify.systems import from_address
 from delivered_lab.verify.systems.base import SourceClient, address
-from delivered_lab.verify.workload import Record
+from delivered_lab.verify.workloads import Record
 
 
 class Producer:

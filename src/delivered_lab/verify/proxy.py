@@ -1,8 +1,8 @@
 """A network between clients and a server that stalls, breaks, and follows rules.
 
-Proxies of one protocol know the messages (proxy_kafka.py, proxy_sql.py); `StreamProxy` knows none, and breaks
-connections after a number of pieces in one direction. TCP cannot lose a reply alone: to lose one is to lose the
-connection after the server did the work.
+`StreamProxy` knows no protocol, and breaks connections after a number of pieces in one direction. Those of Kafka,
+PostgreSQL and MySQL know the framing of messages, and lose, delay and repeat single requests and replies; clients
+connect without TLS. TCP cannot lose a reply alone: to lose one is to lose the connection after the server did the work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
@@ -317,3 +317,179 @@ def reset(s: socket.socket) -> None:
     with contextlib.suppress(OSError):
         s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     close(s)
+
+
+_FRAME_BYTES_MAX = 128 << 20
+
+
+class Api(StrEnum):
+    """Those that a rule can name."""
+
+    PRODUCE = "produce"
+    FETCH = "fetch"
+    LIST_OFFSETS = "list_offsets"
+    METADATA = "metadata"
+    FIND_COORDINATOR = "find_coordinator"
+    INIT_PRODUCER_ID = "init_producer_id"
+    ADD_PARTITIONS_TO_TXN = "add_partitions_to_txn"
+    END_TXN = "end_txn"
+    DESCRIBE_CLUSTER = "describe_cluster"
+
+
+API_KEYS = dict(zip((0, 1, 2, 3, 10, 22, 24, 26, 60), Api, strict=True))
+# Produce and Fetch name the partition's leader if the addressed broker is not, or not yet, the leader (KIP-951): a
+# client then goes there at once, without asking for metadata.
+_NAMES_BROKERS = frozenset({Api.METADATA, Api.FIND_COORDINATOR, Api.DESCRIBE_CLUSTER, Api.PRODUCE, Api.FETCH})
+
+
+@dataclass
+class _Pending:
+    """Requests of one connection that await their reply."""
+
+    asked: dict[int, tuple[str, Rule | None]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class KafkaProxy(Proxy[_Pending]):
+    """Between Kafka's clients and its broker."""
+
+    def session(self) -> _Pending:
+        return _Pending()
+
+    def request(self, client: socket.socket) -> bytes:
+        return _read_frame(client)
+
+    def match(self, message: bytes, session: _Pending) -> Rule | None:
+        key, version, correlation, length = struct.unpack_from(">hhih", message, 4)
+        client = message[14 : 14 + max(length, 0)].decode("utf-8", "replace")
+        api = API_KEYS.get(key, str(key))
+        hit = self._hit(
+            api,
+            lambda rule: rule.request == api and rule.within in client,
+            lambda name: Fired(name, api, version, correlation, client),
+        )
+        with session.lock:
+            session.asked[correlation] = (api, hit)
+        return hit
+
+    def reply(self, server: socket.socket) -> bytes:
+        return _read_frame(server)
+
+    def answered(self, reply: bytes, session: _Pending) -> tuple[bytes, Rule | None]:
+        (correlation,) = struct.unpack_from(">i", reply, 4)
+        with session.lock:
+            api, rule = session.asked.pop(correlation, ("", None))
+        return self._readdressed(reply) if api in _NAMES_BROKERS else reply, rule
+
+    def _readdressed(self, frame: bytes) -> bytes:
+        host, port = self._real
+        own = self._listening.getsockname()[1]
+        return frame.replace(host.encode() + struct.pack(">i", port), host.encode() + struct.pack(">i", own))
+
+
+def _read_frame(source: socket.socket) -> bytes:
+    """Including its length prefix."""
+    head = read_exactly(source, 4)
+    (size,) = struct.unpack(">i", head)
+    if not 0 <= size <= _FRAME_BYTES_MAX:
+        raise EOFError(f"a frame of {size} bytes")
+    return head + read_exactly(source, size)
+
+
+_MESSAGE_BYTES_MAX = 64 << 20
+_QUERY, _PARSE = b"Q", b"P"
+_COMMAND_QUERY = 3
+_BEGINS = ("BEGIN", "START TRANSACTION", "XA START")
+
+
+@dataclass
+class _Session:
+    """State of one connection.
+
+    Attributes:
+        statements: of the current transaction.
+        hit: a rule that awaits the next answer.
+    """
+
+    statements: list[str] = field(default_factory=list)
+    hit: Rule | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class SqlProxy(Proxy[_Session]):
+    """See the module."""
+
+    @abstractmethod
+    def statement(self, message: bytes) -> str | None:
+        """The statement in a client message; None: there is none."""
+
+    def session(self) -> _Session:
+        return _Session()
+
+    def match(self, message: bytes, session: _Session) -> Rule | None:
+        text = self.statement(message)
+        if text is None:
+            return None
+        text = text.strip()
+        if text.upper().startswith(_BEGINS):
+            session.statements.clear()
+        session.statements.append(text)
+        word = text.split(None, 1)[0].upper() if text else ""
+        hit = self._hit(word, lambda r: _fits(r, text, session.statements), lambda name: Fired(name, text[:80]))
+        with session.lock:
+            session.hit = hit or session.hit
+        return hit
+
+    def reply(self, server: socket.socket) -> bytes:
+        return server.recv(1 << 16)
+
+    def answered(self, reply: bytes, session: _Session) -> tuple[bytes, Rule | None]:
+        """Except while a session opens, clients send one request at a time: the next message answers the statement."""
+        with session.lock:
+            hit, session.hit = session.hit, None
+        return reply, hit
+
+
+def _fits(rule: Rule, statement: str, transaction: list[str]) -> bool:
+    same = statement == rule.request if rule.request == "COMMIT" else statement.startswith(rule.request)
+    return same and (not rule.within or any(rule.within in s for s in transaction))
+
+
+class PostgresProxy(SqlProxy):
+    """Protocol version 3: a client's first message has a length and no type; all others have a type, a length that
+    counts itself, and the rest. Clients connect with `sslmode=disable&gssencmode=disable`."""
+
+    def greet(self, client: socket.socket, server: socket.socket) -> None:
+        server.sendall(_counted(client))
+
+    def request(self, client: socket.socket) -> bytes:
+        return read_exactly(client, 1) + _counted(client)
+
+    def statement(self, message: bytes) -> str | None:
+        kind = message[:1]
+        if kind not in (_QUERY, _PARSE):
+            return None
+        return message[5:].split(b"\0")[0 if kind == _QUERY else 1].decode("utf-8", "replace")
+
+
+class MysqlProxy(SqlProxy):
+    """MySQL and MariaDB: a length of three bytes, a sequence number within the exchange, and the rest. The server
+    speaks first; a client's command has number 0, and its first byte is the command."""
+
+    def request(self, client: socket.socket) -> bytes:
+        head = read_exactly(client, 4)
+        return head + read_exactly(client, int.from_bytes(head[:3], "little"))
+
+    def statement(self, message: bytes) -> str | None:
+        if message[3] != 0 or message[4:5] != bytes([_COMMAND_QUERY]):
+            return None
+        return message[5:].decode("utf-8", "replace")
+
+
+def _counted(source: socket.socket) -> bytes:
+    """A length that counts itself, and the rest."""
+    head = read_exactly(source, 4)
+    (size,) = struct.unpack(">i", head)
+    if not 4 <= size <= _MESSAGE_BYTES_MAX:
+        raise EOFError(f"a message of {size} bytes")
+    return head + read_exactly(source, int(size) - 4)

@@ -1,16 +1,19 @@
-"""Starts, stops, pauses and kills the pipeline and its receivers, as a user runs them."""
+"""Starts, stops, pauses and kills a pipeline and its receivers, as a user runs them; and a cluster, if a fault needs
+one."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,12 @@ from typing import Any
 import psutil
 
 from delivered.crash import CRASH, CRASH_DIR, Hit, hits, release
-from delivered.model.errors import DeliveredError
+from delivered.machine import java_home
+from delivered.model.errors import DeliveredError, MissingExtra
 from delivered_lab.supervisor import kill_tree
-from delivered_lab.verify.workload import Workload
+from delivered_lab.verify.evidence import End, History, Stop
+from delivered_lab.verify.systems.base import QueueSource, wait_for
+from delivered_lab.verify.workloads import Workload
 
 _POLL_S = 0.02
 AUDIT_TIMEOUT_S = 240.0
@@ -31,19 +37,6 @@ DELIVERED = (sys.executable, "-m", "delivered.cli.main")
 
 QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto"
 """A short-lived JVM starts faster without its second compiler."""
-
-
-def wait_for(what: Callable[[], bool], timeout_s: float, text: str) -> None:
-    """Wait until a condition is true.
-
-    Raises:
-        TimeoutError: it did not become true in time.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not what():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{text}: not within {timeout_s:.0f} s")
-        time.sleep(_POLL_S)
 
 
 @dataclass
@@ -288,8 +281,6 @@ class Service:
         return self.sql or not workload.needs_spark
 
 
-STAGE_RERUNS = "spark.delivered_lab.verify.stageReruns"
-"""Of a pipeline's Spark settings, in the loop: a failed task is numbered 0 again, as in a new attempt of its stage."""
 SPARK, ENGINE = "spark", "engine"
 PRODUCER, CONSUMER = "producer", "consumer"
 ENDS = (PRODUCER, CONSUMER)
@@ -318,3 +309,192 @@ class VerifierError(DeliveredError):
 
     def __init__(self, code: str, message: str, next_step: str | None = _AGAIN) -> None:
         super().__init__(code, message, next_step)
+
+
+_LOG_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 60.0
+_STARTS_MAX = 40
+
+
+class Receiving:
+    """One receiver at a time, unless a script starts another alongside. Not thread-safe.
+
+    Attributes:
+        stops: ends of receivers that were not killed; they must have been asked to stop.
+
+    Args:
+        pipeline: a file of which only the source is read.
+    """
+
+    def __init__(
+        self, folder: Path, queue: QueueSource, pipeline: Path, history: History, env: Mapping[str, str]
+    ) -> None:
+        self._folder = folder
+        self._queue = queue
+        self._pipeline = pipeline
+        self._history = history
+        self._env = env
+        self.stops: list[Stop] = []
+        self._runs: list[Run] = []
+        self._over: set[int] = set()
+        self._given_up: frozenset[str] = frozenset()
+
+    def ready(self) -> None:
+        """Ensure that the log exists: without it no pipeline can be planned.
+
+        Raises:
+            VerifierError: the receiver that was started for it ended.
+        """
+        log = self._queue.log / "_delta_log"
+        if log.exists():
+            return
+        run = next((r for r in self._runs if r.lives), None) or self.start()
+        wait_for(lambda: log.exists() or not run.lives, _LOG_TIMEOUT_S, "a receiver makes its log")
+        if not run.lives:
+            raise VerifierError("RECEIVER_FAILED", f"The first receiver ended with {run.code}: {last_words(run)}")
+
+    def start(self, crash: str = "", *, alongside: bool = False) -> Run:
+        """Start a receiver with these crash points.
+
+        Args:
+            alongside: leave others running; else stop them first.
+        """
+        if not alongside:
+            self.stop()
+        if len(self._runs) >= _STARTS_MAX:
+            raise VerifierError(
+                "RECEIVER_FAILED", f"Receivers were started {_STARTS_MAX} times: {last_words(self._runs[-1])}"
+            )
+        number = len(self._runs) + 1
+        command = [*DELIVERED, "receive", str(self._pipeline), "--output", "json"]
+        run = start(RECEIVER, number, self._folder, command, crash, self._env)
+        self._runs.append(run)
+        self._history.add(run.name, "run", End.BEGUN, {"crash": crash})
+        return run
+
+    def stop(self) -> None:
+        """Stop all running receivers and wait: what they hold is persisted and acknowledged."""
+        for run in self._runs:
+            if run.lives:
+                run.stop(_STOP_TIMEOUT_S)
+        self._note()
+
+    def kill(self, run: Run) -> None:
+        """SIGKILL a receiver."""
+        self._history.add(run.name, "run", End.UNKNOWN, {"killed": run.kill()})
+        self._over.add(run.number)
+
+    def close(self) -> None:
+        """Kill all that are running. May be called again."""
+        for run in self._runs:
+            if run.lives:
+                self._history.add(run.name, "run", End.OK, {"ended with the case": run.kill()})
+
+    def settle(self, sent: Collection[str]) -> None:
+        """Wait until all of these ids are in the log, or no more can arrive. Ids that were waited for in vain are not
+        waited for again.
+
+        Starts a receiver if none is running.
+        """
+        wanted = frozenset(sent) - self._given_up
+        grew_at, before = time.monotonic(), self._queue.arrived()
+        while not wanted <= before:
+            if not any(run.lives for run in self._runs):
+                self._note()
+                self.start()
+            now = self._queue.arrived()
+            begins = not any(run.lives and run.output.stat().st_size for run in self._runs)
+            if now != before or begins:
+                grew_at, before = time.monotonic(), now
+            if time.monotonic() - grew_at > self._queue.patience_s:
+                self.stop()  # what it held is now in the log and acknowledged; the rest is in the queue
+                left = self._queue.left()
+                if left or self._queue.arrived() != before:
+                    grew_at = time.monotonic()
+                    continue
+                missing = sorted(wanted - before)
+                if left is not None:
+                    self._given_up |= wanted - before
+                self._history.add("receivers", "settle", End.UNKNOWN, {"missing": len(missing), "some": missing[:10]})
+                return
+            time.sleep(_POLL_S)
+
+    def _note(self) -> None:
+        for run in self._runs:
+            if not run.lives and run.number not in self._over:
+                self._over.add(run.number)
+                self.stops.append(Stop((), run.code, run.name))
+                end = End.OK if run.code is None else End.FAILED
+                self._history.add(run.name, "run", end, {"code": run.code, "output": last_words(run)})
+
+
+_HOSTS = ("127.0.0.2", "127.0.0.3")
+_CLUSTER_TIMEOUT_S = 60.0
+_DEPLOY = "org.apache.spark.deploy"
+
+
+class Cluster:
+    """Context manager. One core per worker."""
+
+    def __init__(self, folder: Path) -> None:
+        found = importlib.util.find_spec("pyspark")
+        if found is None or found.origin is None:
+            raise MissingExtra("spark")
+        self._home = Path(found.origin).parent
+        self._folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self._port = int(s.getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        return f"spark://127.0.0.1:{self._port}"
+
+    def conf(self, crash: str, crash_folder: Path) -> dict[str, str]:
+        """Spark configuration of a driver on this cluster whose executors know a crash point."""
+        return {
+            "spark.driver.host": "127.0.0.1",
+            "spark.driver.bindAddress": "127.0.0.1",
+            "spark.executor.cores": "1",
+            "spark.executor.memory": "512m",
+            "spark.executorEnv.DELIVERED_CRASH": crash,
+            "spark.executorEnv.DELIVERED_CRASH_DIR": str(crash_folder),
+        }
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._start("127.0.0.1", "master", f"{_DEPLOY}.master.Master", "--port", str(self._port))
+            wait_for(self._answers, _CLUSTER_TIMEOUT_S, "the master answers")
+            for n, host in enumerate(_HOSTS):
+                work = ("--cores", "1", "--memory", "1g", "--work-dir", str(self._folder / f"work{n}"))
+                self._start(host, f"worker{n}", f"{_DEPLOY}.worker.Worker", *work, self.url)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in reversed(self._processes):
+            kill_tree(process.pid)
+            process.wait()
+
+    def _answers(self) -> bool:
+        with socket.socket() as s:
+            return s.connect_ex(("127.0.0.1", self._port)) == 0
+
+    def _start(self, host: str, name: str, role: str, *arguments: str) -> None:
+        env = {
+            **os.environ,
+            "JAVA_HOME": str(java_home()),
+            "JDK_JAVA_OPTIONS": QUICK_JAVA,
+            "SPARK_HOME": str(self._home),
+            "SPARK_LOCAL_IP": host,
+            "SPARK_DAEMON_MEMORY": "256m",
+            "PYSPARK_PYTHON": sys.executable,
+        }
+        with (self._folder / f"{name}.log").open("wb") as out:
+            command = [str(self._home / "bin" / "spark-class"), role, "--host", host, "--webui-port", "0", *arguments]
+            self._processes.append(
+                subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+            )

@@ -21,7 +21,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.pipeline.file import load_file
 from delivered_lab.verify.systems import POSTGRES_2PC, SINK_KINDS
 from delivered_lab.verify.systems.log import Log
-from delivered_lab.verify.workload import PARTITIONS, Effect, Record, Workload
+from delivered_lab.verify.workloads import PARTITIONS, Effect, Record, Workload
 
 SAMPLE_MAX = 600
 _SAMPLE_TIMEOUT_S = 20.0

@@ -9,10 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-POISON = "poison"
-WINDOW_S, WATERMARK_S, WINDOWS = 20, 100, 36
-"""In event time, which is the record's number in seconds: 36 windows end at 720, and records go on until 1,200."""
-_STRETCH = 300
+from delivered_lab.verify.workloads import POISON, WATERMARK_S, WINDOW_S, WINDOWS, in_kept_range, is_poison
 
 
 def _made(batch: pa.RecordBatch, rows: list[tuple[bytes | None, bytes]]) -> pa.RecordBatch:
@@ -49,31 +46,22 @@ def to_topics(batch: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, names=["key", "value", "topic"])
 
 
-def in_kept_stretch(record_id: str) -> bool:
-    """Keep every second stretch of 300 records."""
-    return int(record_id[1:]) // _STRETCH % 2 == 0
-
-
 def sparse(batch: pa.RecordBatch) -> pa.RecordBatch:
-    kept = [in_kept_stretch(str(json.loads(v)["id"])) for v in batch.column("value").to_pylist()]
+    kept = [in_kept_range(str(json.loads(v)["id"])) for v in batch.column("value").to_pylist()]
     return batch.filter(pa.array(kept, pa.bool_()))
-
-
-def _is_poison(value: bytes) -> bool:
-    return str(json.loads(value)["id"]).startswith(POISON)
 
 
 def refuses_poison(batch: pa.RecordBatch) -> pa.RecordBatch:
     """A transform that was not written for such a record."""
     for value in batch.column("value").to_pylist():
-        if _is_poison(value):
+        if is_poison(value):
             raise ValueError(f"{POISON}: cannot parse {value[:40]!r}")
     return batch
 
 
 def drops_poison(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The fixed version."""
-    kept = [not _is_poison(v) for v in batch.column("value").to_pylist()]
+    kept = [not is_poison(v) for v in batch.column("value").to_pylist()]
     return batch.filter(pa.array(kept, pa.bool_()))
 
 

@@ -1,15 +1,320 @@
-"""Seeded input, and the expected output."""
+"""Workloads: seeded records of a source, what they must become, and the pipeline set-up that they need.
+
+Those of operators have an event time and amounts, a stateful transform (operators.py) and its oracle (oracles.py).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from delivered_lab.verify import transforms
-from delivered_lab.verify.operator_workloads import OPERATORS
-from delivered_lab.verify.workload import PARTITIONS, Record, Workload
+from delivered_lab.verify import oracles
+
+PARTITIONS = 4
+TABLE = "DELIVERED_VERIFY_TABLE"
+"""Environment variable with the folder of a workload's static table."""
+POISON = "poison"
+WINDOW_S, WATERMARK_S, WINDOWS = 20, 100, 36
+"""In event time, which is the record's number in seconds: 36 windows end at 720, and records go on until 1,200."""
+STAGE_RERUNS = "spark.delivered_lab.verify.stageReruns"
+"""Of a pipeline's Spark settings, in the loop: a failed task is numbered 0 again, as in a new attempt of its stage."""
+_RANGE = 300
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a source.
+
+    Attributes:
+        id: unique, unless the workload sends a record twice on purpose.
+        number: its position in the sequence of its key, from 0.
+        filler: characters of payload beyond the header; raw: the whole value, in place of a generated one.
+    """
+
+    id: str
+    key: str | None
+    number: int
+    partition: int
+    filler: int = 0
+    raw: str | None = None
+
+    @property
+    def value(self) -> str:
+        if self.raw is not None:
+            return self.raw
+        # The payload derives from the id, so a record altered on its way is a different effect.
+        pad = hashlib.blake2b(self.id.encode(), digest_size=16).hexdigest() * (self.filler // 32 + 1)
+        return json.dumps({"id": self.id, "k": self.key, "n": self.number, "pad": pad[: self.filler]})
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What the sink must hold because of a record.
+
+    Attributes:
+        id: the record's, with a suffix if the record has several effects, and a digest of the content.
+    """
+
+    id: str
+    key: str | None
+    number: int | None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """
+    Attributes:
+        make: (random, count) -> records, in send order.
+        effects: value of a source record -> values that the sink must hold for it.
+        together: values of all source records -> values that the sink must hold, where an effect has many causes.
+        sql: the transform, over the view `source`; arrow, python: the same as "module:function"; all None: none.
+        kinds: SQL types of key and value in the output.
+        ordered: effects of one key must appear in the order of their numbers.
+        topics: of source and sink; more than one needs a source with topics.
+        faults: those that are tried with it, besides those that name it.
+        teller: (key, value) of the sink -> effect; None: from the value, as `Record.value` made it.
+        sink: more options of the sink in the pipeline file.
+        oracle: values of all source records -> value by key of the rows that the sink must hold; None: rows have no
+            identifying keys. accepts: (wanted, found) -> whether a value is as good; None: none is.
+        output_mode: of the query. For "update" an oracle answers for any prefix of the batches.
+        spark: configuration of the pipeline's session.
+        table: (folder, number of the start): writes the static table for this start.
+        sinks: those that it runs with; empty: all.
+    """
+
+    name: str
+    text: str
+    make: Callable[[random.Random, int], Iterator[Record]]
+    effects: Callable[[str], list[str]] = lambda value: [value]
+    sql: str | None = None
+    arrow: str | None = None
+    python: str | None = None
+    together: Callable[[Sequence[str]], list[str]] | None = None
+    kinds: tuple[str, str] = ("bytea", "bytea")
+    ordered: bool = True
+    rows_per_batch: int | None = None
+    records: int = 1_200
+    topics: int = 1
+    faults: tuple[str, ...] = ("none", "killed-twice")
+    deterministic: bool = True
+    teller: Callable[[str | None, str], Effect] | None = None
+    sink: Mapping[str, str] = field(default_factory=dict)
+    oracle: Callable[[Sequence[str]], dict[str, str]] | None = None
+    accepts: Callable[[str, str], bool] | None = None
+    output_mode: str = "append"
+    spark: Mapping[str, str] = field(default_factory=dict)
+    table: Callable[[Path, int], None] | None = None
+    sinks: tuple[str, ...] = ()
+
+    @property
+    def replaces(self) -> bool:
+        """A row replaces the one with its key, so the sink holds the newest of each."""
+        return self.sink.get("mode") == "upsert"
+
+    @property
+    def needs_spark(self) -> bool:
+        return self.sql is not None or self.python is not None
+
+    def effect_of(self, key: str | None, value: str) -> Effect:
+        """The effect that a row in the sink stands for."""
+        if self.oracle is not None:
+            return Effect(f"{key} = {value}", key, None)
+        return self.teller(key, value) if self.teller is not None else effect_of(value, self.deterministic)
+
+    def sink_options(self, upserts: bool) -> dict[str, str]:
+        """
+        Args:
+            upserts: the sink can replace the row with the same key.
+        """
+        by_key = {"mode": "upsert", "keyColumns": "key"} if self.output_mode == "update" and upserts else {}
+        return {**by_key, **self.sink}
+
+
+def effect_of(value: str, deterministic: bool = True) -> Effect:
+    """Parse an effect from a value in the sink; an unreadable one is an effect that was never sent."""
+    digest = hashlib.blake2b(value.encode(), digest_size=6).hexdigest() if deterministic else "-"
+    try:
+        head, _, tail = value.partition("}")
+        data = json.loads(head + "}")
+        part = tail if deterministic else ""
+        return Effect(f"{data['id']}{part}:{digest}", str(data["k"]), int(data["n"]))
+    except (ValueError, KeyError, TypeError):
+        return Effect(f"unreadable:{digest}", None, None)
+
+
+def source_id(value: str) -> str:
+    """The id of a record as found in the source."""
+    try:
+        return str(json.loads(value)["id"])
+    except (ValueError, KeyError, TypeError):
+        return f"unreadable:{hashlib.blake2b(value.encode(), digest_size=6).hexdigest()}"
+
+
+_COUNTING = 0.6
+"""Share of the records; the rest is the tail, see oracles.py."""
+
+
+def _event(number: int, key: str | None, at: int, amount: int, copied: str = "", **more: str) -> Record:
+    name = copied or f"e{number}"
+    data = {"id": name, "k": key, "at": oracles.START_S + at, "amount": amount, **more}
+    return Record(name, key, number, number % PARTITIONS, raw=json.dumps(data))
+
+
+def _timed(random: random.Random, count: int) -> Iterator[Record]:
+    """Some without a key, some late."""
+    for i in range(count):
+        counts = i < _COUNTING * count
+        key = None if i % 50 == 49 else f"k{random.randrange(16)}"
+        late = counts and i > oracles.LATE_S and i % 20 == 0
+        at = i - oracles.LATE_S if late else max(0, i - random.randrange(oracles.JITTER_S))
+        yield _event(i, key if counts else oracles.TAIL, at, random.randrange(1_000))
+
+
+def _bursts(random: random.Random, count: int) -> Iterator[Record]:
+    """Four keys at a time, each for a while, then four others; all return later."""
+    for record in _timed(random, count):
+        i = record.number
+        data = json.loads(record.value)
+        if data["k"] not in (None, oracles.TAIL):
+            data["k"] = f"k{i // 70 % 3 * 4 + i % 4}"
+        yield replace(record, key=data["k"], raw=json.dumps(data))
+
+
+def _copies(random: random.Random, count: int) -> Iterator[Record]:
+    """Every fifth record again a little later, every tenth much later; only late copies have a new event time."""
+    made: list[Record] = []
+    far = oracles.LATE_S + 20
+    for i in range(count):
+        counts, first = i < _COUNTING * count, None
+        if counts and i % 5 == 4:
+            made.append(replace(made[i - 1 - random.randrange(4)], partition=i % PARTITIONS))
+        else:
+            if counts and i % 10 == 7 and i >= far:
+                first = json.loads(made[i - far].value)
+            key = f"k{i % 16}" if counts else oracles.TAIL
+            amount = first["amount"] if first else random.randrange(1_000)
+            made.append(_event(i, key, i, amount, first["id"] if first else ""))
+        yield made[-1]
+
+
+def _payments(random: random.Random, count: int) -> Iterator[Record]:
+    """Orders; some are not paid, some are paid twice, and some too late."""
+    due: dict[int, list[str]] = {}
+    for i in range(count):
+        counts = i < _COUNTING * count
+        amount, waiting = random.randrange(1_000), due.pop(i, [])
+        if waiting and counts:
+            due.setdefault(i + 1, []).extend(waiting[1:])
+            yield _event(i, "k", i, amount, kind="payment", ref=waiting[0])
+        elif not counts:
+            yield _event(i, oracles.TAIL, i, amount, kind=("order", "payment")[i % 2], ref="")
+        else:
+            for after in random.choice([(), (5,), (12,), (3, 20), (2 * oracles.JOIN_S,)]):
+                due.setdefault(i + after, []).append(f"e{i}")
+            yield _event(i, "k", i, amount, kind="order", ref="")
+
+
+def _visits(random: random.Random, count: int) -> Iterator[Record]:
+    """Four visits at a time; an ended visit never resumes."""
+    for i in range(count):
+        key = f"v{i // 15 + random.randrange(4)}" if i < _COUNTING * count else oracles.TAIL
+        yield _event(i, key, i, random.randrange(1_000))
+
+
+def _regions(folder: Path, number: int) -> None:
+    """A line per key, with the number of the start."""
+    folder.mkdir(exist_ok=True)
+    keys = [*(f"k{i}" for i in range(16)), oracles.NOBODY, oracles.TAIL]
+    lines = [json.dumps({"k": k, "says": f"{k}/{number}"}) for k in keys]
+    (folder / "regions.json").write_text("\n".join(lines), encoding="utf-8")
+
+
+_FAULTS = ("none", "killed-everywhere", "killed-twice", "killed-after", "log-entry-removed", "killed-at-random")
+_AT_EVERY_POINT = (
+    *_FAULTS, "producer-killed-at", "lock-held", "other-writers", "replies-lost", "killed-in-transaction",
+    "broker-killed", "worker-killed", "slow-reader", "fetch-lost", "killed-before", "killed-between", "zombie-decide",
+    "second-driver", "older-checkpoint", "checkpoint-deleted",
+)  # fmt: skip
+_ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
+
+
+def _operator(
+    name: str,
+    text: str,
+    make: Callable[[random.Random, int], Iterator[Record]],
+    oracle: Callable[[Sequence[str]], dict[str, str]],
+    function: str,
+    *sinks: str,
+    **more: Any,
+) -> Workload:
+    """A stateful workload, in small batches, so that most of them find state of an earlier one."""
+    shape: dict[str, Any] = {"faults": _FAULTS, "records": 750, "rows_per_batch": 75} | more
+    spark = {"spark.sql.shuffle.partitions": "3", **shape.pop("spark", {})}
+    return Workload(
+        name, text, make, oracle=oracle, python=f"delivered_lab.verify.operators:{function}", kinds=("text", "text"),
+        ordered=False, sinks=sinks, spark=spark, **shape,
+    )  # fmt: skip
+
+
+_EACH = {"faults": _AT_EVERY_POINT}
+_UPDATE = {"output_mode": "update"}
+OPERATORS = (
+    _operator(
+        "totals", "running count and sum by key, some of them null; update", _timed, oracles.totals, "totals",
+        "sqlite", "postgres", "kafka", "delta", **_EACH, **_UPDATE,
+    ),
+    _operator(
+        "windows", "count and sum by key and window, with late records; append", _timed, oracles.windows, "windows",
+        "kafka", "delta", "sqlite", **_EACH,
+    ),
+    _operator(
+        "windows-update", "the same; update", _timed, oracles.windows, "windows",
+        "sqlite", "postgres", "kafka", "delta", **_UPDATE,
+    ),
+    _operator(
+        "sessions", "count and sum by key and session, with late records; append", _bursts, oracles.sessions,
+        "sessions", "sqlite", "postgres", "kafka", "delta",
+    ),
+    _operator(
+        "chained", "an aggregate by long windows of one by short windows; append", _timed, oracles.chained, "chained",
+        "sqlite", "postgres", "kafka", "delta",
+    ),
+    _operator(
+        "distinct", "dropDuplicates, of copies at any distance; append", _copies, oracles.distinct, "distinct",
+        "sqlite", "postgres", "kafka", "delta",
+    ),
+    _operator(
+        "distinct-within", "dropDuplicatesWithinWatermark: later copies come out again; append", _copies,
+        oracles.distinct_within, "distinct_within", "sqlite", "postgres", "kafka", "delta",
+    ),
+    _operator(
+        "join", "orders with payments of the same stream within 30 s; append", _payments, oracles.joined, "joined",
+        "sqlite", "postgres", "kafka", "delta",
+    ),
+    _operator(
+        "join-outer", "the same, and orders that nobody paid in time; append", _payments, oracles.joined_outer,
+        "joined_outer", "sqlite", "postgres", "kafka", "delta",
+    ),
+    _operator(
+        "lookup", "a join with a table that is another one after each start; append", _timed, oracles.looked_up,
+        "looked_up", "sqlite", "postgres", "kafka", "delta", table=_regions, accepts=oracles.is_version,
+    ),
+    _operator(
+        "visits", "transformWithState: several rows by key, and timers of event time; append", _visits, oracles.visits,
+        "visits", "sqlite", "postgres", "kafka", "delta",
+        spark={"spark.sql.streaming.stateStore.providerClass": _ROCKSDB},
+    ),
+    _operator(
+        "visits-pandas", "applyInPandasWithState: the same; append", _visits, oracles.visits, "visits_pandas",
+        "sqlite", "postgres", "kafka", "delta",
+    ),
+)  # fmt: skip
+
 
 _BIG = 1 << 20
 """A record that fills a broker's default limit, except for its own framing."""
@@ -50,7 +355,7 @@ def _doubled(random: random.Random, count: int) -> Iterator[Record]:
 
 
 def _spread(random: random.Random, count: int) -> Iterator[Record]:
-    """Partitions grow evenly, so that a batch is a stretch of numbers."""
+    """Partitions grow evenly, so that a batch is a range of numbers."""
     del random
     for i in range(count):
         yield Record(f"r{i}", f"k{i % 16}", i // 16, i % PARTITIONS)
@@ -66,7 +371,7 @@ def _poisoned(random: random.Random, count: int) -> Iterator[Record]:
     for i, record in enumerate(_keyed(random, count)):
         yield record
         if i in (count // 2, count // 2 + 1):
-            yield Record(f"{transforms.POISON}{i}", transforms.POISON, i, record.partition)
+            yield Record(f"{POISON}{i}", POISON, i, record.partition)
 
 
 def _oversized(random: random.Random, count: int) -> Iterator[Record]:
@@ -88,12 +393,21 @@ def _fan_out(value: str) -> list[str]:
     return [value + "#0", value + "#1"] if n % 2 == 0 else [value + "#0"]
 
 
+def in_kept_range(record_id: str) -> bool:
+    """Keep every second range of 300 records."""
+    return int(record_id[1:]) // _RANGE % 2 == 0
+
+
+def is_poison(value: str | bytes) -> bool:
+    return str(json.loads(value)["id"]).startswith(POISON)
+
+
 def _sparse(value: str) -> list[str]:
-    return [value] if transforms.in_kept_stretch(str(json.loads(value)["id"])) else []
+    return [value] if in_kept_range(str(json.loads(value)["id"])) else []
 
 
 def _no_poison(value: str) -> list[str]:
-    return [] if str(json.loads(value)["id"]).startswith(transforms.POISON) else [value]
+    return [] if is_poison(value) else [value]
 
 
 def _windows(values: Sequence[str]) -> list[str]:
@@ -102,11 +416,11 @@ def _windows(values: Sequence[str]) -> list[str]:
     for value in values:
         data = json.loads(value)
         i = int(data["id"][1:])
-        found.setdefault((data["k"], i // transforms.WINDOW_S), []).append(i)
+        found.setdefault((data["k"], i // WINDOW_S), []).append(i)
     return [
         json.dumps({"id": f"{k}@{n}", "k": k, "n": n, "count": len(members), "sum": sum(members)})
         for (k, n), members in found.items()
-        if n < transforms.WINDOWS
+        if n < WINDOWS
     ]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql import SparkSession
 
 from delivered.spark.quick_start import with_archive
-from delivered_lab.brokers.process import free_ports
+from delivered_lab.brokers.servers import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,10 +19,10 @@ from delivered.patterns.saga.progress import Status
 from delivered_lab.verify.ends import sagas
 from delivered_lab.verify.ends.applications import connect, execute
 from delivered_lab.verify.ends.end import End, Process, Trial, must_end
-from delivered_lab.verify.ends.shop import Shop, disagreements
+from delivered_lab.verify.ends.sagas import Shop, disagreements
 from delivered_lab.verify.systems import KAFKA, SOURCE_KINDS
 from delivered_lab.verify.systems.base import SourcePlace
-from delivered_lab.verify.workload import Record
+from delivered_lab.verify.workloads import Record
 
 MESSAGES = 24
 SYSTEMS = (

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from delivered_lab.verify.environment import Environment
-from delivered_lab.verify.evidence import Stop
-from delivered_lab.verify.history import End as Ended
-from delivered_lab.verify.history import History
+from delivered_lab.verify.case import Environment
+from delivered_lab.verify.evidence import End as Ended
+from delivered_lab.verify.evidence import History, Stop
 from delivered_lab.verify.services import DRIVER, Run, start
 
 PROCESS_TIMEOUT_S = 120.0

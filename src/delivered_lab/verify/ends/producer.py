@@ -19,7 +19,8 @@ from delivered.patterns import outbox
 from delivered_lab.verify.ends.applications import connect, execute
 from delivered_lab.verify.ends.end import End, Process, Trial, must_end
 from delivered_lab.verify.evidence import Stop
-from delivered_lab.verify.services import Run, VerifierError, wait_for
+from delivered_lab.verify.services import Run, VerifierError
+from delivered_lab.verify.systems.base import wait_for
 
 MESSAGES = 24
 ROWS_PER_BATCH = 3

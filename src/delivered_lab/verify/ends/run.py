@@ -10,14 +10,12 @@ from typing import Any
 
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
-from delivered_lab.verify.case import Case, Result, result_of
+from delivered_lab.verify.case import Case, Environment, Result, result_of
 from delivered_lab.verify.ends import consumer, producer
 from delivered_lab.verify.ends.end import End, Trial, digest
-from delivered_lab.verify.environment import Environment
-from delivered_lab.verify.evidence import Evidence, Seen
-from delivered_lab.verify.fault import Fault
+from delivered_lab.verify.evidence import Evidence, History, Seen, fired
+from delivered_lab.verify.faults import Fault
 from delivered_lab.verify.fixture import empty
-from delivered_lab.verify.history import History, fired
 from delivered_lab.verify.judge import Judgement, Verdict, judge
 from delivered_lab.verify.scripts import nothing
 from delivered_lab.verify.services import CONSUMER, PRODUCER

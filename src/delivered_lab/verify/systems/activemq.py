@@ -16,7 +16,7 @@ from typing import Any
 
 from delivered_lab.verify.systems.base import Row, SourceKind, SourcePlace, System, as_text
 from delivered_lab.verify.systems.messages import CONFIRM_TIMEOUT_S, END, Messages, Queue, sending
-from delivered_lab.verify.workload import Record
+from delivered_lab.verify.workloads import Record
 
 ID, KEY = "sent-as", "key"
 _WAIT_S = 0.2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
@@ -14,9 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 from delivered.model.guarantee import Guarantee
 from delivered_lab import brokers
 from delivered_lab.verify.proxy import Proxy
-from delivered_lab.verify.workload import Record, Workload
+from delivered_lab.verify.workloads import Record, Workload
 
-_POLL_S = 0.05
+_POLL_S, _WAIT_S = 0.05, 0.02
 
 
 @dataclass(frozen=True)
@@ -338,6 +339,19 @@ def polling(stop: threading.Event, pause_s: float = _POLL_S) -> Iterator[bool]:
         if last:
             return
         stop.wait(pause_s)
+
+
+def wait_for(what: Callable[[], bool], timeout_s: float, text: str) -> None:
+    """Wait until a condition is true.
+
+    Raises:
+        TimeoutError: it did not become true in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{text}: not within {timeout_s:.0f} s")
+        time.sleep(_WAIT_S)
 
 
 def digest(name: str) -> str:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from delivered_lab.verify.proxy_kafka import KafkaProxy
+from delivered_lab.verify.proxy import KafkaProxy
 from delivered_lab.verify.systems.base import (
     Poll,
     Row,
@@ -24,7 +24,7 @@ from delivered_lab.verify.systems.base import (
     System,
     as_text,
 )
-from delivered_lab.verify.workload import PARTITIONS, Record
+from delivered_lab.verify.workloads import PARTITIONS, Record
 
 ANSWER_TIMEOUT_S = 60.0
 MESSAGE_BYTES_MAX = 2 << 20

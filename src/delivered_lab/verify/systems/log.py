@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from delivered_lab.verify.systems.base import Row, SourceClient, SourceKind, System, as_text
-from delivered_lab.verify.workload import PARTITIONS, Record
+from delivered_lab.verify.workloads import PARTITIONS, Record
 
 
 @dataclass

@@ -17,7 +17,7 @@ from delivered.model.guarantee import Guarantee
 from delivered_lab import brokers
 from delivered_lab.verify.systems.base import Poll, Row, SinkKind, SinkPlace, SourceClient, digest, polling
 from delivered_lab.verify.systems.log import Log
-from delivered_lab.verify.workload import PARTITIONS, source_id
+from delivered_lab.verify.workloads import PARTITIONS, source_id
 
 ANSWER_TIMEOUT_S = 60.0
 CONFIRM_TIMEOUT_S = 30.0

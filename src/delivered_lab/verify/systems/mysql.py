@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from delivered_lab import brokers
-from delivered_lab.verify.proxy_sql import MysqlProxy
+from delivered_lab.verify.proxy import MysqlProxy
 from delivered_lab.verify.systems.base import Row, SinkKind, SinkPlace, Statements, System, as_row
 from delivered_lab.verify.systems.sql import ANSWER_TIMEOUT_S, LOCK_TIMEOUT_S, RETRY_S, SEEN, SqlTable
 

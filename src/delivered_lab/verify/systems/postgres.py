@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from delivered_lab import brokers
-from delivered_lab.verify.proxy_sql import PostgresProxy
+from delivered_lab.verify.proxy import PostgresProxy
 from delivered_lab.verify.systems.base import Row, SinkKind, SinkPlace, Statements, System, as_row
 from delivered_lab.verify.systems.sql import LOCK_TIMEOUT_S, SEEN, SqlTable
 

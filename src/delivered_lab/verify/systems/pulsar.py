@@ -14,7 +14,7 @@ from typing import Any
 
 from delivered_lab.verify.systems.base import Row, SourceClient, SourceKind, SourcePlace, System, as_text
 from delivered_lab.verify.systems.messages import OWN_ADDRESS, Messages, not_confirmed, sending
-from delivered_lab.verify.workload import PARTITIONS, Record
+from delivered_lab.verify.workloads import PARTITIONS, Record
 
 _READ_MAX = 1_000
 _WAIT_MS, _READ_MS, _SEND_MS = 200, 10_000, 10_000

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from delivered_lab.verify.services import wait_for
-from delivered_lab.verify.systems.base import Row, SourceClient, SourceKind, SourcePlace, System, as_text
+from delivered_lab.verify.systems.base import Row, SourceClient, SourceKind, SourcePlace, System, as_text, wait_for
 from delivered_lab.verify.systems.messages import ANSWER_TIMEOUT_S, CONFIRM_TIMEOUT_S, END, Messages, Queue, sending
-from delivered_lab.verify.workload import PARTITIONS, Record
+from delivered_lab.verify.workloads import PARTITIONS, Record
 
 _PASSWORD = "guest"  # noqa: S105 - of a server of the verifier's, on the loopback
 _WAIT_S = 0.2

@@ -18,7 +18,7 @@ from delivered.model.guarantee import Guarantee
 from delivered_lab.brokers import rocketmq
 from delivered_lab.verify.systems.base import Row, SinkKind, SourceKind, SourcePlace, System, as_text
 from delivered_lab.verify.systems.messages import CONFIRM_TIMEOUT_S, OWN_ADDRESS, Messages, Queue, sending, sent_by
-from delivered_lab.verify.workload import Record
+from delivered_lab.verify.workloads import Record
 
 _PULL, _MAX_OFFSET, _RUNTIME = 11, 30, 28
 _PULL_MAX = 32
