@@ -4,8 +4,8 @@
 
 Starts both servers, runs two batches through Spark, exactly once, and traces Spark's Python processes: those of the
 driver and of the tasks. Counted are lines of functions that they run in the second batch, when the ledger is claimed
-and clients are connected; module-level code counts as loading. The result is stored in build/size.json; `--tighten` lowers
-the bounds in ARCHITECTURE.md, `--lines` lists the lines of each file.
+and clients are connected; module-level code counts as loading. The result is stored in build/size.json; `--tighten`
+lowers the bounds in ARCHITECTURE.md, `--lines` lists the lines of each file.
 """
 
 from __future__ import annotations
