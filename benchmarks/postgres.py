@@ -114,15 +114,15 @@ def _by_psycopg(url: str, share: Sequence[str], table: str) -> None:
 
 
 def _by_us(url: str, share: Sequence[str], table: str) -> None:
-    from delivered.connectors.postgres import encode
+    from delivered.connectors.postgres.writer import HEADER, TRAILER, blocks
 
     into = f"COPY {table} FROM STDIN (FORMAT binary)"
     with psycopg.connect(url) as connection, connection.cursor().copy(into) as copy:
-        copy.write(encode.HEADER)
+        copy.write(HEADER)
         for batch in batches(share):
-            for block in encode.blocks(batch, KINDS):
+            for block in blocks(batch, KINDS):
                 copy.write(block)
-        copy.write(encode.TRAILER)
+        copy.write(TRAILER)
 
 
 def without_spark(mechanism: str) -> Case:

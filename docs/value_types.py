@@ -14,9 +14,9 @@ from delivered.connectors.delta.target import TYPES as DELTA
 from delivered.connectors.iceberg.types import TYPES as ICEBERG
 from delivered.connectors.iceberg.types import to_iceberg
 from delivered.connectors.mysql.types import TYPES as MYSQL
-from delivered.connectors.postgres.types import TYPES as POSTGRES
+from delivered.connectors.postgres.sink import TYPES as POSTGRES
 from delivered.connectors.sqlite.types import TYPES as SQLITE
-from delivered.kits.sql.types import Types
+from delivered.kits.sql.table import Types
 from delivered.model.errors import UsageError
 
 FILE = Path(__file__).parent / "types.json"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from delivered.connectors.postgres.client import ledger_dialect
-from delivered.connectors.postgres.migrate import migrate
+from delivered.connectors.postgres.target import migrate
 from delivered.connectors.sqlite import CONNECTOR
 from delivered.connectors.sqlite.database import DIALECT
 from delivered.engine.context import open_ledger

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from decimal import Decimal
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -19,8 +18,9 @@ from hypothesis import strategies as st
 from tests.support.databases import EVERY_TYPE, MECHANISMS, VALUES, read, write
 from tests.support.sinks import SCHEMA, Rig, alone, offsets, rows
 
-from delivered.connectors.postgres import CONNECTOR, client, encode
-from delivered.connectors.postgres.migrate import MIGRATIONS, migrate
+from delivered.connectors.postgres import CONNECTOR, client
+from delivered.connectors.postgres.target import MIGRATIONS, migrate
+from delivered.connectors.postgres.writer import BLOCK_BYTES, blocks
 from delivered.engine.context import open_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
@@ -77,10 +77,10 @@ def _as_client(row: dict[str, Any]) -> tuple[Any, ...]:
 def test_blocks_are_bounded_and_whole() -> None:
     """P26: what is encoded at once does not grow with the batch."""
     big = pa.record_batch({"n": pa.array(range(100_000), pa.int64()), "t": pa.array(["x" * 1000] * 100_000)})
-    sizes = [len(b) for b in encode.blocks(big, ["int8", "text"])]
+    sizes = [len(b) for b in blocks(big, ["int8", "text"])]
     assert sum(sizes) == 100_000 * (2 + 4 + 8 + 4 + 1000)
-    assert max(sizes) < 2 * encode.BLOCK_BYTES
-    assert list(encode.blocks(big.slice(0, 0), ["int8", "text"])) == []
+    assert max(sizes) < 2 * BLOCK_BYTES
+    assert list(blocks(big.slice(0, 0), ["int8", "text"])) == []
 
 
 def test_other_types_of_the_table_that_fit(postgres: Postgres) -> None:
@@ -429,14 +429,14 @@ def test_p13_p20_abort_orphans_touches_only_its_own_and_shows_their_age(
 
 
 def test_longest_names_fit_a_transaction_id() -> None:
-    from delivered.connectors.postgres import transactions
+    from delivered.connectors.postgres.committer import is_ours, new_id
 
     work = Work(Scope("p" * 64, "s" * 64, "i" * 64), 10**18, 9_999)
-    assert len(transactions.new_id(work, "delivered").encode()) < 200
-    assert transactions.new_id(work, "delivered") != transactions.new_id(work, "delivered")
+    assert len(new_id(work, "delivered").encode()) < 200
+    assert new_id(work, "delivered") != new_id(work, "delivered")
     one, two = Scope("a", "b.c", "i"), Scope("a.b", "c", "i")
     assert one.prefix == two.prefix
-    assert not transactions.is_ours(one, "delivered", transactions.new_id(Work(two, 0, 0), "delivered"))
+    assert not is_ours(one, "delivered", new_id(Work(two, 0, 0), "delivered"))
 
 
 def test_p5_rolled_back_by_hand_is_written_again_alone(postgres: Postgres) -> None:
@@ -550,7 +550,6 @@ def test_wire_types_load_no_server_library_on_import() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
     assert SCHEMA.names == ["key", "value"]
-    assert Path(encode.__file__).name == "encode.py"
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)

@@ -20,7 +20,7 @@ from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Sinks
-from delivered.kits.sql.keys import KeyTable
+from delivered.kits.sql.ledger import KeyTable
 from delivered.model.archive import Account
 from delivered.model.errors import DeliveredError
 from delivered.model.fingerprint import Fingerprint

@@ -38,7 +38,7 @@ from delivered.audit.spark.replay import AT, BATCH, Script, replayed
 from delivered.audit.spark.sent import expressions, final_state, sent_range
 from delivered.audit.versions import earlier, version_ranges
 from delivered.checkpoint.folder import read_view
-from delivered.kits.sql.conditional import CONFLICT
+from delivered.kits.sql.merge import CONFLICT
 from delivered.model.capability import WriteMode
 from delivered.model.columns import backquoted
 from delivered.model.errors import DeliveredError

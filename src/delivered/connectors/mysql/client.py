@@ -14,8 +14,7 @@ from delivered.connectors.mysql import errors, sessions
 from delivered.connectors.mysql.migrate import migrate, version_of, with_values
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.kits.mysql.server import address
-from delivered.kits.sql.database import CLAIM_WAIT_S, LEDGER_TABLES, Connection, Dialect, Server
-from delivered.kits.sql.definition import Definition
+from delivered.kits.sql.database import CLAIM_WAIT_S, LEDGER_TABLES, Connection, Definition, Dialect, Server
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
 
 if TYPE_CHECKING:

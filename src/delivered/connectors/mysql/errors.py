@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.kits.mysql.server import DENIED, LOGIN, LOST
-from delivered.kits.sql.target import no_right_to_alter
+from delivered.kits.sql.table import no_right_to_alter
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError
 
 if TYPE_CHECKING:

@@ -12,10 +12,9 @@ from delivered.connectors.mysql.options import MysqlOptions
 from delivered.contract.finding import Finding
 from delivered.kits.mysql.server import DENIED
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.merge import no_unique_index
+from delivered.kits.sql.merge import findings, no_unique_index
 from delivered.kits.sql.options import Mechanism
-from delivered.kits.sql.stored import findings
-from delivered.kits.sql.target import missing_at_server, permission
+from delivered.kits.sql.table import missing_at_server, permission
 from delivered.kits.sql.transactions import age_of, check_deletions
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S

@@ -13,9 +13,9 @@ from delivered.connectors.mysql.client import MysqlDatabase
 from delivered.connectors.mysql.migrate import version_of
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.contract.source import Offsets, Slice
-from delivered.kits.sql import csv
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.target import TableScan, never_written, steps, text_of
+from delivered.kits.sql.table import TableScan, never_written, steps, text_of
+from delivered.kits.sql.text import read_csv
 from delivered.model.errors import InvariantBroken, UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _ALL = {"start": None, "end": None}
 
 @dataclass(frozen=True)
 class MysqlScan(TableScan):
-    """See `delivered.kits.sql.target.TableScan`. Rows must not be changed, added or deleted meanwhile."""
+    """See `delivered.kits.sql.table.TableScan`. Rows must not be changed, added or deleted meanwhile."""
 
     options: MysqlOptions
 
@@ -69,7 +69,7 @@ class MysqlScan(TableScan):
         try:
             with self.database.explaining():
                 rows = session.stream(statement)
-                yield from csv.batches(lambda: _joined(rows.fetchmany(ROWS_AT_ONCE)), schema, "1", "0")
+                yield from read_csv(lambda: _joined(rows.fetchmany(ROWS_AT_ONCE)), schema, "1", "0")
         finally:
             self.database.discard(session)
 

@@ -15,10 +15,9 @@ from delivered.connectors.mysql import errors
 from delivered.connectors.mysql.migrate import alone, with_values
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.types import CHARSETS, TYPES
-from delivered.kits.sql.database import quoted
-from delivered.kits.sql.definition import Definition, events
+from delivered.kits.sql.database import Definition, events, quoted
 from delivered.kits.sql.merge import ORDER, ROUND, Merge, no_unique_index, stored
-from delivered.kits.sql.target import (
+from delivered.kits.sql.table import (
     Column,
     absent,
     check_known,

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 from delivered.connectors.mysql import errors, sessions, stage, target
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.kits.mysql.server import DENIED
-from delivered.kits.sql.committer import ServerCommitter, Shards
-from delivered.kits.sql.transactions import Names, OpenTransaction, new_nonce
+from delivered.kits.sql.transactions import Names, OpenTransaction, ServerCommitter, Shards, new_nonce
 from delivered.model.errors import Refused
 from delivered.model.identity import Scope, Work
 

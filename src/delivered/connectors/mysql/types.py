@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from delivered.kits.sql.types import ServerTypes
+from delivered.kits.sql.table import ServerTypes
 from delivered.model.errors import UsageError
 from delivered.model.ranges import RANGES
 

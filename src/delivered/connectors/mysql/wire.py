@@ -18,7 +18,7 @@ from pymysql.protocol import OKPacketWrapper
 
 from delivered.kits.mysql.connection import Connection
 from delivered.kits.mysql.server import Tls
-from delivered.kits.sql.watch import Peer, watched
+from delivered.kits.sql.database import Peer, watched
 from delivered.model.errors import InvariantBroken
 from delivered.model.limits import REQUEST_TIMEOUT_S
 

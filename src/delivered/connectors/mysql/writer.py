@@ -12,14 +12,13 @@ import pyarrow as pa
 from delivered.connectors.mysql import encode, errors, sessions, stage, target, transactions
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.types import TYPES
-from delivered.kits.sql.database import give, take
-from delivered.kits.sql.definition import Definition
+from delivered.kits.sql.database import Definition, give, take
 from delivered.kits.sql.merge import check_rows
 from delivered.kits.sql.options import Mechanism
 from delivered.kits.sql.stage import delete
+from delivered.kits.sql.table import check_nulls
 from delivered.kits.sql.transactions import PreparedRows, mark, new_nonce
 from delivered.kits.sql.trial import long_values
-from delivered.kits.sql.types import check_nulls
 from delivered.model.columns import fitted
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.fingerprint import Fingerprint
@@ -156,7 +155,7 @@ class LoadWriter:
 
     @property
     def possible(self) -> PreparedRows | None:
-        """See `delivered.kits.sql.redo.ShardWriter`."""
+        """See `delivered.kits.sql.sink.ShardWriter`."""
         return PreparedRows(self._gid, self._staged) if self._gid or self._staged else None
 
     def stage(self, batch: pa.RecordBatch) -> None:

@@ -18,7 +18,7 @@ from delivered.connectors.outbox.pgoutput import UNCHANGED, Begin, Change, Op, R
 from delivered.connectors.outbox.shape import Shape, check_identity
 from delivered.connectors.outbox.slot import lsn_text
 from delivered.contract.source import REJECTED, Offsets
-from delivered.kits.sql.text_forms import days, micros
+from delivered.kits.sql.text import days, micros
 from delivered.model.bad_row import as_json_text
 from delivered.model.errors import BadRecord, InvariantBroken
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.kits.mysql.server import DENIED, LOGIN, LOST, address, tls_of_url
-from delivered.kits.sql.text_forms import pin_postgres
+from delivered.kits.sql.text import pin_postgres
 from delivered.model import patience
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from delivered.connectors.postgres.options import PostgresOptions
+from delivered.connectors.postgres.sink import PostgresOptions
 from delivered.contract.connector import Connector, Made
 
 CONNECTOR = Connector(

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from delivered.connectors.postgres.migrate import migrate, version_of
-from delivered.connectors.postgres.options import PostgresOptions
-from delivered.kits.sql.database import CLAIM_WAIT_S, LEDGER_TABLES, Dialect, Server, quoted
-from delivered.kits.sql.definition import Definition
-from delivered.kits.sql.text_forms import POSTGRES, check_postgres, setting_refused
+from delivered.connectors.postgres.sink import PostgresOptions
+from delivered.connectors.postgres.target import migrate, version_of
+from delivered.kits.sql.database import CLAIM_WAIT_S, LEDGER_TABLES, Definition, Dialect, Server, quoted
+from delivered.kits.sql.text import POSTGRES, check_postgres, setting_refused
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
 

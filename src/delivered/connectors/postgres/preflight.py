@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.postgres import target
-from delivered.connectors.postgres.migrate import migrate
-from delivered.connectors.postgres.options import PostgresOptions
-from delivered.connectors.postgres.transactions import slots
+from delivered.connectors.postgres.committer import slots
+from delivered.connectors.postgres.sink import PostgresOptions
+from delivered.connectors.postgres.target import migrate
 from delivered.contract.finding import Finding
-from delivered.kits.sql.merge import no_unique_index
+from delivered.kits.sql.merge import check_rules, findings, no_unique_index
 from delivered.kits.sql.options import Mechanism
-from delivered.kits.sql.stored import check_rules, findings
-from delivered.kits.sql.target import missing_at_server, permission
+from delivered.kits.sql.table import missing_at_server, permission
 from delivered.kits.sql.transactions import check_deletions
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S

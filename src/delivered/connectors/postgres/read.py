@@ -10,13 +10,13 @@ import pyarrow as pa
 
 from delivered.connectors.postgres import target
 from delivered.connectors.postgres.client import PostgresDatabase
-from delivered.connectors.postgres.migrate import version_of
-from delivered.connectors.postgres.options import PostgresOptions
+from delivered.connectors.postgres.sink import PostgresOptions
+from delivered.connectors.postgres.target import version_of
 from delivered.contract.powers import Address
 from delivered.contract.source import Offsets, Slice
-from delivered.kits.sql import csv
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.target import TableScan, never_written, steps
+from delivered.kits.sql.table import TableScan, never_written, steps
+from delivered.kits.sql.text import read_csv
 from delivered.model.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ SLICE_PAGES = 8_192
 
 @dataclass(frozen=True)
 class PostgresScan(TableScan):
-    """See `delivered.kits.sql.target.TableScan`. Rows must not be changed, deleted or moved (VACUUM FULL) meanwhile."""
+    """See `delivered.kits.sql.table.TableScan`. Rows must not be changed, deleted or moved (VACUUM FULL) meanwhile."""
 
     options: PostgresOptions
 
@@ -75,7 +75,7 @@ class PostgresScan(TableScan):
         connection = self.database.connect("read", writes=False)
         try:
             with self.database.explaining(), connection.cursor().copy(statement) as copy:
-                yield from csv.batches(copy.read, schema, "t", "f")
+                yield from read_csv(copy.read, schema, "t", "f")
         finally:
             connection.close()
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 from psycopg.types.datetime import DateLoader, TimestampLoader, TimestamptzLoader
 
-from delivered.kits.sql.text_forms import days, micros
-from delivered.kits.sql.watch import Peer, watched
+from delivered.kits.sql.database import Peer, watched
+from delivered.kits.sql.text import days, micros
 
 if TYPE_CHECKING:
     from psycopg.abc import AdaptContext, Loader

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.postgres import encode, target
+from delivered.connectors.postgres import target, writer
 from delivered.connectors.postgres.client import about_a_row
-from delivered.connectors.postgres.migrate import migrate
-from delivered.connectors.postgres.options import PostgresOptions
-from delivered.connectors.postgres.types import TYPES
+from delivered.connectors.postgres.sink import TYPES, PostgresOptions
+from delivered.connectors.postgres.target import migrate
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import stored
 from delivered.kits.sql.transactions import new_nonce
@@ -119,10 +118,10 @@ class _Copy:
         self._connection.execute("SAVEPOINT row")
         try:
             with self._connection.cursor().copy(self._statement) as copy:
-                copy.write(encode.HEADER)
-                for block in encode.blocks(rows, self._kinds):
+                copy.write(writer.HEADER)
+                for block in writer.blocks(rows, self._kinds):
                     copy.write(block)
-                copy.write(encode.TRAILER)
+                copy.write(writer.TRAILER)
         except psycopg.Error as error:
             why = about_a_row(error)
             if why is None:

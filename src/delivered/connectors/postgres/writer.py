@@ -1,27 +1,27 @@
-"""Executor side: one COPY and one transaction per shard."""
+"""Executor side: one COPY and one transaction per shard, and the blocks that it sends."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from delivered.connectors.postgres import encode, stage, target, transactions
+from delivered.connectors.postgres import committer, target
 from delivered.connectors.postgres.client import explained
-from delivered.connectors.postgres.migrate import migrate
-from delivered.connectors.postgres.options import PostgresOptions
-from delivered.connectors.postgres.types import TYPES
-from delivered.kits.sql.database import give, take
-from delivered.kits.sql.definition import Definition
-from delivered.kits.sql.merge import check_rows
+from delivered.connectors.postgres.sink import TYPES, PostgresOptions
+from delivered.connectors.postgres.target import migrate
+from delivered.kits.sql.database import Definition, give, take
+from delivered.kits.sql.merge import check_count, check_rows
 from delivered.kits.sql.options import Mechanism
 from delivered.kits.sql.stage import delete
-from delivered.kits.sql.stored import check_count
+from delivered.kits.sql.table import check_widths
 from delivered.kits.sql.transactions import Names, PreparedRows, mark, new_nonce
-from delivered.kits.sql.types import check_widths
 from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
@@ -56,7 +56,7 @@ class CopyWriter:
         """Args: left: what earlier writers of this task may have left at the server."""
         self._options = options
         self._left = left
-        self._staging = stage.build_staging(options)
+        self._staging = committer.build_staging(options)
         self._server = self._staging.server
         self._work = work
         self._exactly_once = guarantee is Guarantee.EXACTLY_ONCE
@@ -73,7 +73,7 @@ class CopyWriter:
 
     @property
     def possible(self) -> PreparedRows | None:
-        """See `delivered.kits.sql.redo.ShardWriter`."""
+        """See `delivered.kits.sql.sink.ShardWriter`."""
         return PreparedRows(self._gid, self._staged) if self._gid or self._staged else None
 
     def stage(self, batch: pa.RecordBatch) -> None:
@@ -89,7 +89,7 @@ class CopyWriter:
             if self._copy is None:
                 self._begin()
             check_widths(batch, self._ready.widths)
-            for block in encode.blocks(batch, self._ready.kinds):
+            for block in blocks(batch, self._ready.kinds):
                 self._copy.write(block)
             self._rows += batch.num_rows
         except psycopg.Error as error:
@@ -144,24 +144,24 @@ class CopyWriter:
         migrate(connection, self._options.ledger_schema)
         for rows in self._left:
             if rows.gid:
-                transactions.end(connection, rows.gid, commit=False)
+                committer.end(connection, rows.gid, commit=False)
             if rows.staged:
                 self._staging.drop(connection, rows.staged)
         if self._exactly_once and not self._moved_later:
-            transactions.slots(connection, self._options)  # fail before the first row, not after the last
+            committer.slots(connection, self._options)  # fail before the first row, not after the last
             if self._merges:
-                transactions.give_up_earlier(connection, self._work, self._options)
+                committer.give_up_earlier(connection, self._work, self._options)
         self._target = target.ready(connection, self._options, self._schema)
         connection.execute("BEGIN")
         into = self._target.name
         if self._moved_later or self._merges:
             self._staged = Names(self._work.scope, self._options.ledger_schema).staging(self._work, new_nonce())
-            stage.create(connection, self._options, self._staged, self._target)
+            committer.create(connection, self._options, self._staged, self._target)
             into = self._staging.full(self._staged)
         self._cursor = connection.cursor()
         self._copying = self._cursor.copy(f"COPY {into} ({self._target.columns}) FROM STDIN (FORMAT binary)")
         self._copy = self._copying.__enter__()
-        self._copy.write(encode.HEADER)
+        self._copy.write(HEADER)
 
     def _merge(self, connection: psycopg.Connection[Any], found: Definition) -> None:
         """Merge reduced rows into the target, in the task's own transaction."""
@@ -172,7 +172,7 @@ class CopyWriter:
         self._staging.drop(connection, self._staged)
 
     def _end_copy(self, connection: psycopg.Connection[Any], fingerprint: Fingerprint) -> None:
-        self._copy.write(encode.TRAILER)
+        self._copy.write(TRAILER)
         self._copying.__exit__(None, None, None)
         self._copying = None
         shard = f"shard {self._work.shard} of batch {self._work.batch}"
@@ -187,7 +187,219 @@ class CopyWriter:
     def _prepare(self, connection: psycopg.Connection[Any], fingerprint: Fingerprint) -> str:
         from psycopg import sql
 
-        self._gid = gid = transactions.new_id(self._work, self._options.ledger_schema)
+        self._gid = gid = committer.new_id(self._work, self._options.ledger_schema)
         mark(connection, self._server.dialect, self._work, gid, fingerprint)
         connection.execute(sql.SQL("PREPARE TRANSACTION {}").format(sql.Literal(gid)))
         return gid
+
+
+# Arrow record batches as blocks of PostgreSQL's binary COPY format, with no Python object per value.
+#
+# A row is a 16-bit field count, then for each field a 32-bit length and its bytes; null has length -1. numpy lays out
+# fixed-width columns; others (texts, bytes, numbers with nulls) stay Arrow arrays; one call of Arrow's
+# `binary_join_element_wise` joins the rows. The data buffer of its result is the block.
+
+HEADER = b"PGCOPY\n\xff\r\n\0" + bytes(8)
+"""Signature, flags, length of the header extension."""
+TRAILER = b"\xff\xff"
+
+BLOCK_ROWS = 16_384
+BLOCK_BYTES = 4 << 20
+"""Approximate variable-length bytes per block."""
+
+_EPOCH_DAYS = 10_957
+_EPOCH_US = _EPOCH_DAYS * 86_400_000_000
+"""From 1970-01-01 to 2000-01-01, PostgreSQL's epoch."""
+
+Bytes2D = npt.NDArray[np.uint8]
+
+
+@dataclass
+class _Fixed:
+    """Fixed-width bytes of every row; columns are appended on the right."""
+
+    rows: int
+    parts: list[Bytes2D] = field(default_factory=list)
+
+    def constant(self, value: bytes) -> None:
+        self.parts.append(np.broadcast_to(np.frombuffer(value, np.uint8), (self.rows, len(value))))
+
+    def values(self, array: Bytes2D) -> None:
+        self.parts.append(array)
+
+    def array(self) -> pa.Array:
+        """As a binary Arrow array."""
+        width = sum(p.shape[1] for p in self.parts)
+        out = np.empty((self.rows, width), np.uint8)
+        at = 0
+        for part in self.parts:
+            out[:, at : at + part.shape[1]] = part
+            at += part.shape[1]
+        offsets = np.arange(0, (self.rows + 1) * width, max(width, 1), dtype=np.int32)[: self.rows + 1]
+        return pa.Array.from_buffers(pa.binary(), self.rows, [None, pa.py_buffer(offsets), pa.py_buffer(out)])
+
+
+def blocks(batch: pa.RecordBatch, kinds: Sequence[str]) -> Iterator[memoryview]:
+    """Rows of `batch` as COPY data, without header and trailer, in bounded blocks.
+
+    Args:
+        kinds: PostgreSQL type of each column, as allowed by `fits` in types.py.
+    """
+    size = batch.nbytes
+    rows = BLOCK_ROWS if size <= BLOCK_BYTES else max(1, min(BLOCK_ROWS, batch.num_rows * BLOCK_BYTES // size))
+    for start in range(0, batch.num_rows, rows):
+        yield _block(batch.slice(start, rows), kinds)
+
+
+def _block(batch: pa.RecordBatch, kinds: Sequence[str]) -> memoryview:
+    n = batch.num_rows
+    segments: list[pa.Array] = []
+    fixed = _Fixed(n)
+    fixed.constant(len(kinds).to_bytes(2, "big"))
+    for column, kind in zip(batch.columns, kinds, strict=True):
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        if column.null_count == n:
+            fixed.constant(b"\xff\xff\xff\xff")
+        elif _is_bytes(column.type):
+            prefix = b"\x01" if kind == "jsonb" else b""
+            lengths = _lengths(column)
+            lengths[lengths >= 0] += len(prefix)
+            fixed.values(_big(lengths, ">i4"))
+            segments.append(fixed.array())
+            fixed = _Fixed(n)
+            if prefix:
+                segments.append(pa.repeat(pa.scalar(prefix, pa.binary()), n).filter(pa.array([True] * n)))
+                segments[-1] = pc.if_else(column.is_valid(), segments[-1], pa.scalar(b"", pa.binary()))
+            segments.append(_as_binary(column))
+        else:
+            values = _fixed_values(column, kind)
+            if column.null_count == 0:
+                fixed.constant(values.shape[1].to_bytes(4, "big"))
+                fixed.values(values)
+            else:
+                valid = np.asarray(column.is_valid())
+                fixed.values(_big(np.where(valid, values.shape[1], -1), ">i4"))
+                segments.append(fixed.array())
+                fixed = _Fixed(n)
+                segments.append(_holes(values, valid))
+    if fixed.parts:
+        segments.append(fixed.array())
+    if len(segments) == 1:
+        return memoryview(segments[0].buffers()[2])
+    joined = pc.binary_join_element_wise(*segments, b"", null_handling="replace", null_replacement=b"")
+    _, offsets, data = joined.buffers()
+    end = int(np.frombuffer(offsets, np.int32)[joined.offset + n])
+    return memoryview(data)[:end]
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    t = pa.types
+    return bool(t.is_string(kind) or t.is_binary(kind) or t.is_large_string(kind) or t.is_large_binary(kind))
+
+
+def _as_binary(column: pa.Array) -> pa.Array:
+    kind = column.type
+    if pa.types.is_large_string(kind) or pa.types.is_large_binary(kind):
+        return column.cast(pa.large_binary()).cast(pa.binary())
+    return column if pa.types.is_binary(kind) else column.view(pa.binary())
+
+
+def _lengths(column: pa.Array) -> npt.NDArray[np.int64]:
+    """Bytes of each value; -1 for null."""
+    wide = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
+    offsets = np.frombuffer(column.buffers()[1], np.int64 if wide else np.int32)
+    lengths = np.diff(offsets[column.offset : column.offset + len(column) + 1]).astype(np.int64)
+    if column.null_count:
+        lengths[np.asarray(column.is_null())] = -1
+    return lengths
+
+
+def _holes(values: Bytes2D, valid: npt.NDArray[np.bool_]) -> pa.Array:
+    """Fixed-width values; empty for null."""
+    width = values.shape[1]
+    offsets = np.zeros(len(valid) + 1, np.int32)
+    np.cumsum(valid * width, out=offsets[1:])
+    data = np.ascontiguousarray(values[valid])
+    return pa.Array.from_buffers(pa.binary(), len(valid), [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+
+
+def _big(values: npt.NDArray[np.generic], dtype: str) -> Bytes2D:
+    """Numbers in network order, one row of bytes each."""
+    packed = np.ascontiguousarray(values.astype(dtype))
+    return packed.view(np.uint8).reshape(len(values), packed.dtype.itemsize)
+
+
+_NUMBERS = {"int2": ">i2", "int4": ">i4", "int8": ">i8", "float4": ">f4", "float8": ">f8"}
+
+
+def _fixed_values(column: pa.Array, kind: str) -> Bytes2D:
+    """Values of a fixed-width type; arbitrary for null."""
+    t = column.type
+    if pa.types.is_decimal128(t):
+        return _numeric(column, t.precision, t.scale)
+    if pa.types.is_boolean(t):
+        return np.asarray(column.cast(pa.uint8()).fill_null(0)).reshape(-1, 1)
+    if pa.types.is_date32(t):
+        return _big(np.asarray(column.view(pa.int32()).fill_null(0)).astype(np.int64) - _EPOCH_DAYS, ">i4")
+    if pa.types.is_timestamp(t):
+        micros = column.cast(pa.timestamp("us", t.tz)).view(pa.int64())
+        return _big(np.asarray(micros.fill_null(0)) - _EPOCH_US, ">i8")
+    if pa.types.is_time(t):
+        return _big(np.asarray(column.cast(pa.time64("us")).view(pa.int64()).fill_null(0)), ">i8")
+    return _big(np.asarray(column.fill_null(0)), _NUMBERS[kind])
+
+
+def _numeric(column: pa.Array, precision: int, scale: int) -> Bytes2D:
+    """Decimals in base 10,000, with the type's maximum number of digits: the server drops leading zeros."""
+    n = len(column)
+    fraction = -(-max(scale, 0) // 4)
+    integers = max(1, -(-(precision - scale) // 4))
+    digits = fraction + integers
+    pairs = np.frombuffer(column.buffers()[1], np.uint64)[2 * column.offset : 2 * (column.offset + n)].reshape(n, 2)
+    negative = pairs[:, 1].view(np.int64) < 0
+    # Base 10,000 needs fractional digits in groups of four.
+    pad = 4 * fraction - scale
+    out = np.empty((n, digits), np.int64)
+    if precision + pad <= 18:
+        left = np.abs(pairs[:, 0].view(np.int64)) * 10**pad
+        for i in range(digits - 1, -1, -1):
+            left, out[:, i] = np.divmod(left, 10_000)
+    else:
+        limbs = _limbs(pairs, negative)
+        _scale_up(limbs, 10**pad)
+        for i in range(digits - 1, -1, -1):
+            out[:, i] = _divide(limbs, 10_000)
+    head = np.empty((n, 4), np.int64)
+    head[:, 0], head[:, 1], head[:, 2], head[:, 3] = digits, integers - 1, np.where(negative, 0x4000, 0), max(scale, 0)
+    words = np.concatenate([head, out], axis=1).astype(">u2")
+    return words.view(np.uint8).reshape(n, 2 * words.shape[1])
+
+
+def _limbs(pairs: npt.NDArray[np.uint64], negative: npt.NDArray[np.bool_]) -> list[npt.NDArray[np.int64]]:
+    """Magnitudes of 128-bit two's complement numbers, as five limbs of 32 bits, the highest first."""
+    words = [pairs[:, i] >> np.uint64(s) & np.uint64(0xFFFFFFFF) for i, s in ((1, 32), (1, 0), (0, 32), (0, 0))]
+    carry = negative.astype(np.int64)
+    out: list[npt.NDArray[np.int64]] = []
+    for word in reversed(words):
+        value = np.where(negative, 0xFFFFFFFF - word.astype(np.int64), word.astype(np.int64)) + carry
+        out.append(value & 0xFFFFFFFF)
+        carry = value >> 32
+    return [np.zeros(len(negative), np.int64), *reversed(out)]
+
+
+def _scale_up(limbs: list[npt.NDArray[np.int64]], factor: int) -> None:
+    carry = np.zeros_like(limbs[0])
+    for i in range(len(limbs) - 1, -1, -1):
+        value = limbs[i] * factor + carry
+        limbs[i] = value & 0xFFFFFFFF
+        carry = value >> 32
+
+
+def _divide(limbs: list[npt.NDArray[np.int64]], divisor: int) -> npt.NDArray[np.int64]:
+    """Divide in place; return the remainders."""
+    rest = np.zeros_like(limbs[0])
+    for i, limb in enumerate(limbs):
+        value = (rest << 32) | limb
+        limbs[i], rest = np.divmod(value, divisor)
+    return rest

@@ -15,12 +15,10 @@ from delivered.connectors.sqlite.database import DIALECT, SqliteDatabase, versio
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.stage import Merging, StagedRows, read_staged, staged_schema
 from delivered.contract.sink import Committer, LeftOutRow
-from delivered.kits.sql.committer import decided
-from delivered.kits.sql.conditional import LEFT_OUT_VERSION, counted, kept
-from delivered.kits.sql.database import quoted
-from delivered.kits.sql.definition import Definition
+from delivered.kits.sql.database import Definition, quoted
 from delivered.kits.sql.ledger import SqlLedger, SwappingLedger
-from delivered.kits.sql.stored import check_count, check_emptied
+from delivered.kits.sql.merge import SKIPPED_VERSION, check_count, check_emptied, counted, kept
+from delivered.kits.sql.transactions import decided
 from delivered.ledger.store import Store, Swap
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope, Target, Work
@@ -166,11 +164,11 @@ class SqliteCommitter(Committer):
 
     def left_out(self) -> dict[str, int]:
         """See `delivered.contract.sink.Committer`."""
-        return self._ask(LEFT_OUT_VERSION, lambda c: counted(c, DIALECT, self._scope), default={})
+        return self._ask(SKIPPED_VERSION, lambda c: counted(c, DIALECT, self._scope), default={})
 
     def dead_letters(self) -> list[LeftOutRow]:
         """See `delivered.contract.sink.Committer`."""
-        return self._ask(LEFT_OUT_VERSION, lambda c: kept(c, DIALECT, self._scope), default=[])
+        return self._ask(SKIPPED_VERSION, lambda c: kept(c, DIALECT, self._scope), default=[])
 
     def _ask(self, version: int, question: Callable[[sqlite3.Connection], T], *, default: T) -> T:
         """Ask the database; `default`: it does not exist, or its ledger's tables are older than this version."""

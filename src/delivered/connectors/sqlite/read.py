@@ -14,7 +14,7 @@ from delivered.connectors.sqlite.database import SqliteDatabase, explained
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.target import TableScan, never_written, steps
+from delivered.kits.sql.table import TableScan, never_written, steps
 from delivered.model.errors import BadRecord, UsageError
 
 SLICE_ROWS = 250_000
@@ -23,7 +23,7 @@ SLICE_ROWS = 250_000
 
 @dataclass(frozen=True)
 class SqliteScan(TableScan):
-    """See `delivered.kits.sql.target.TableScan`. Meanwhile, rows may only be added."""
+    """See `delivered.kits.sql.table.TableScan`. Meanwhile, rows may only be added."""
 
     options: SqliteOptions
 

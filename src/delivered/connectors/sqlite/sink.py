@@ -25,10 +25,9 @@ from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.types import TYPES
 from delivered.contract.finding import Finding
 from delivered.kits.sink import Parts
-from delivered.kits.sql.merge import no_unique_index
+from delivered.kits.sql.merge import checked, no_unique_index
+from delivered.kits.sql.merge import findings as table_findings
 from delivered.kits.sql.sink import HISTORY, DatabaseSink
-from delivered.kits.sql.stored import checked
-from delivered.kits.sql.stored import findings as table_findings
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee

@@ -23,9 +23,8 @@ from delivered.connectors.sqlite import target
 from delivered.connectors.sqlite.database import SqliteDatabase
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.types import TYPES
-from delivered.kits.sql.conditional import Conditional
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.merge import ORDER, ROUND, SHARD, key_in_two_shards, stored
+from delivered.kits.sql.merge import ORDER, ROUND, SHARD, Conditional, key_in_two_shards, stored
 from delivered.kits.sql.stage import delete, upsert
 from delivered.kits.table.durable import make_folder, sync
 from delivered.model.errors import DeliveredError, InvariantBroken

@@ -15,10 +15,9 @@ from delivered.connectors.sqlite import types
 from delivered.connectors.sqlite.database import refuses_a_row, row_refused
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.types import TYPES
-from delivered.kits.sql.database import quoted
-from delivered.kits.sql.definition import Definition, events
+from delivered.kits.sql.database import Definition, events, quoted
 from delivered.kits.sql.merge import Merge, stored
-from delivered.kits.sql.target import (
+from delivered.kits.sql.table import (
     absent,
     check_known,
     column_computed,

@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.kits.sql.types import Types
+from delivered.kits.sql.table import Types
 from delivered.model.ranges import RANGES
 
 _AFFINITIES = {

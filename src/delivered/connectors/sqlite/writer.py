@@ -13,10 +13,9 @@ from delivered.connectors.sqlite.database import SqliteDatabase, connect, explai
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.stage import Merging, StagedFile
 from delivered.connectors.sqlite.types import TYPES
-from delivered.kits.sql.definition import Definition
-from delivered.kits.sql.merge import check_rows, stored
-from delivered.kits.sql.stored import check_count
-from delivered.kits.sql.types import check_nulls
+from delivered.kits.sql.database import Definition
+from delivered.kits.sql.merge import check_count, check_rows, stored
+from delivered.kits.sql.table import check_nulls
 from delivered.model.columns import fitted
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee

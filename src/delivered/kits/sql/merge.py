@@ -1,4 +1,6 @@
-"""Upserts: which row of a key wins, and the SQL that merges staged rows into the table.
+"""How staged rows change the table: upserts, conditional writes, and whether the database stored them all.
+
+Upserts: which row of a key wins, and the SQL that merges staged rows into the table.
 
 Rows are staged in a staging table, with `ORDER`, their order of arrival. Of the rows of one key
 
@@ -7,24 +9,34 @@ Rows are staged in a staging table, with `ORDER`, their order of arrival. Of the
     without           the last one wins. The shards of a batch are unordered, so a key in two of them is
                       refused
 
-Mode insert and expected versions are conditional writes: see `delivered.kits.sql.conditional`.
-
 A delete competes like any other row. If it wins, it leaves no tombstone: a later batch can insert a row with a lower
 version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic
 
 import pyarrow as pa
 
-from delivered.kits.sql.database import quoted
-from delivered.kits.sql.types import Types
-from delivered.model.capability import WriteMode
+from delivered.contract.finding import Finding
+from delivered.contract.sink import LeftOutRow
+from delivered.kits.sql.database import C, Connection, Database, Definition, Dialect, listed, quoted, scope_values
+from delivered.kits.sql.options import TableOptions
+from delivered.kits.sql.table import Types
+from delivered.model.bad_row import as_json_text
+from delivered.model.capability import OnConflict, WriteMode
 from delivered.model.errors import BadRecord, UsageError
+from delivered.model.identity import Scope, Work
 from delivered.model.ranges import because
+
+if TYPE_CHECKING:
+    from delivered.kits.sql.database import Connection
 
 ORDER = "__delivered_order"
 SHARD = "__delivered_shard"
@@ -323,3 +335,456 @@ def no_unique_index(mode: WriteMode, table: str, where: str) -> UsageError:
         "one, neither partial nor deferrable.",
         next_step=f"CREATE UNIQUE INDEX ON {table} ({columns}), or correct keyColumns",
     )
+
+
+CONFLICT, CONSTRAINT = "conflict", "constraint"
+# Conditional writes: insert if absent, expected version, constraints.
+#
+# They run in the transaction that writes the rows: the decision's (one_transaction), or the task's (two_phase). Staged
+# rows are applied in rounds, one row per key at a time, in order of arrival, so that each row sees the effect of the
+# previous one.
+#
+#     conflict     mode insert: the key exists. expectedVersion: the stored version is not the expected one
+#     constraint   a unique, check, foreign key or not-null constraint of the table rejects the row, or a trigger
+#                  drops it
+#
+# Skipped rows are counted in the same transaction, and optionally kept as dead letters. Existing rows are locked before
+# they are compared, so that no other writer can change them until the batch is visible. If another writer inserts a key
+# in the meantime, the insert violates the key, and the row is retried.
+
+SKIPPED_VERSION = 4
+"""Version of the ledger's tables that introduced the counts."""
+_CHUNK_ROWS = 1_000
+"""Maximum number of dead letters as Python objects at a time."""
+_INSERT_ROWS = 100
+_FOLDED = -1
+"""Batch number under which the counts of earlier batches are summed up."""
+_FOLD_ROWS = 64
+_SCOPE = "pipeline = :pipeline AND sink = :sink AND incarnation = :incarnation"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Conditional(Generic[C]):
+    """Writes one staging table. Used once, inside an open transaction; raises the client's errors.
+
+    Attributes:
+        staged: the table's qualified name; it has the columns `ORDER` and `ROUND`.
+        shard: SQL expression for a staged row's shard.
+        options: of the target; found: its definition.
+    """
+
+    connection: C
+    database: Database[C]
+    merge: Merge
+    staged: str
+    work: Work
+    shard: str
+    options: TableOptions
+    found: Definition
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def run(self) -> None:
+        """
+        Raises:
+            UsageError: a conflict, and `on_conflict` is FAIL; or the database dropped a row without an error.
+        """
+        mode = self.merge.mode
+        self.database.at_once(self.connection)
+        number = 0
+        while (bounds := self._round_after(number)) is not None:
+            number, low, high = bounds
+            if mode.insert or mode.expected is not None:
+                # Under insert, later rows of the key conflict too: the stored row stays.
+                self._resolve(f"s.{quoted(ROUND)} {'>=' if mode.insert else '='} {number}")
+            self._write(f"s.{quoted(ROUND)} = {number}", low, high)
+        if mode.upserts:
+            check_keys_stored(self.connection, self.options, self.merge, self.staged, self.found)
+        record_skipped(self.connection, self.database.dialect, self.work, self.left_out)
+
+    def _round_after(self, number: int) -> tuple[int, int, int] | None:
+        """The next round with rows, and the bounds of their `ORDER`."""
+        this, order = quoted(ROUND), quoted(ORDER)
+        row = self.connection.execute(
+            f"SELECT {this}, min({order}), max({order}) FROM {self.staged} WHERE {this} > {number} "
+            f"GROUP BY {this} ORDER BY {this} LIMIT 1"
+        ).fetchone()
+        return None if row is None else (int(row[0]), int(row[1]), int(row[2]))
+
+    def _resolve(self, only: str) -> int:
+        """Remove conflicts from the staging table; return their number."""
+        mode = self.merge.mode
+        if mode.expected is not None and self.database.dialect.hold:
+            rows = f"SELECT 1 {self.merge.found(self.staged)} AND {only}{self.database.dialect.hold}"
+            self.connection.execute(f"SELECT count(*) FROM ({rows}) AS locked").fetchone()
+        conflicts = f"{self.merge.conflicts(self.staged)} AND {only}"
+        if mode.on_conflict is OnConflict.SKIP:
+            removed = self._delete(f"SELECT s.{quoted(ORDER)} AS o {conflicts}")
+        else:
+            version = f"t.{quoted(mode.version)}" if mode.version is not None else "NULL"
+            present = f"t.{quoted(mode.keys[0])} IS NOT NULL"
+            removed = self._keep(conflicts, (present, version), self._conflict)
+        self.left_out[CONFLICT] += removed
+        return removed
+
+    def _write(self, only: str, low: int, high: int) -> None:
+        """Write a range of staged rows; bisect it to find each row that the table rejects or drops."""
+        order = f"s.{quoted(ORDER)}"
+        own = f"{only} AND {order} BETWEEN {low} AND {high}"
+        (sent,) = self.connection.execute(f"SELECT count(*) FROM {self.staged} AS s WHERE {own}").fetchone()
+        if not sent:
+            return
+        try:
+            with self._savepoint():
+                written = (self.connection.execute(s).rowcount for s in self.merge.write(self.staged, own))
+                stored = sum(max(n, 0) for n in written)
+                if self.merge.mode.on_constraint is not OnConflict.DEAD_LETTER:
+                    check_count(self.options, sent, stored, self.found)
+                elif stored != sent:
+                    raise _Dropped(f"the table dropped the row without an error ({self.found.suspects})")
+        except (self.database.errors(), _Dropped) as error:
+            if not isinstance(error, _Dropped) and not self.database.is_constraint(error):
+                raise
+            if low == high:
+                self._refuse(own, error)
+                return
+            middle = (low + high) // 2
+            self._write(only, low, middle)
+            self._write(only, middle + 1, high)
+
+    def _refuse(self, own: str, error: Exception) -> None:
+        """Reject one row that violates a constraint."""
+        mode = self.merge.mode
+        if (mode.insert or mode.expected is not None) and self._resolve(own):
+            return  # another writer inserted its key meanwhile
+        if mode.on_constraint is not OnConflict.DEAD_LETTER:
+            raise error
+        reason = " ".join(str(error.args[-1] if error.args else error).split())
+        row = f"FROM {self.staged} AS s WHERE {own}"
+        self.left_out[CONSTRAINT] += self._keep(row, ("NULL", "NULL"), lambda *_: reason)
+
+    def _conflict(self, record: Mapping[str, Any], exists: Any, version: Any) -> str:
+        """
+        Raises:
+            UsageError: the query must stop.
+        """
+        mode = self.merge.mode
+        reason = "a row of this key is in the table"
+        if mode.expected is not None:
+            expected = record[mode.expected]
+            expects = "no row" if expected is None else f"{mode.version} = {expected}"
+            actual = f"{mode.version} = {'null' if version is None else version}" if exists else "no row"
+            reason = f"expected {expects}, found {actual}"
+        if mode.on_conflict is not OnConflict.FAIL:
+            return reason
+        key = ", ".join(f"{k} = {str(record[k])[:60]!r}" for k in mode.keys)
+        raise UsageError(
+            "KEY_EXISTS" if mode.insert else "VERSION_CONFLICT",
+            f"Table {self.options.table_text!r}, key {key}: {reason}. Nothing of batch {self.work.batch} is visible.",
+            next_step='correct the row at the source, or keep such rows: .option("onConflict", "dead_letter")',
+        )
+
+    def _keep(self, origin: str, more: Sequence[str], reason: Callable[..., str]) -> int:
+        """Move staged rows to the dead letters; return their number.
+
+        Args:
+            origin: FROM and WHERE of the rows `s`.
+            more: SQL of further arguments of `reason`, after the row.
+        """
+        mode, order = self.merge.mode, f"s.{quoted(ORDER)}"
+        names = [*self.merge.columns, *([mode.expected] if mode.expected is not None else [])]
+        columns = ", ".join([order, self.shard, *more, *(f"s.{quoted(n)}" for n in names)])
+        moved = 0
+        while rows := self.connection.execute(
+            f"SELECT {columns} {origin} ORDER BY {order} LIMIT {_CHUNK_ROWS}"
+        ).fetchall():
+            letters = []
+            for _, shard, *values in rows:
+                record = dict(zip(names, values[len(more) :], strict=True))
+                letters.append((shard, reason(record, *values[: len(more)]), as_json_text(record)))
+            self._send(letters)
+            positions = ", ".join(str(int(row[0])) for row in rows)
+            self.connection.execute(f"DELETE FROM {self.staged} WHERE {quoted(ORDER)} IN ({positions})")
+            moved += len(rows)
+        return moved
+
+    def _send(self, letters: Sequence[tuple[int, str, str]]) -> None:
+        own = {**scope_values(self.work.scope), "batch": self.work.batch}
+        for start in range(0, len(letters), _INSERT_ROWS):
+            rows, values = [], dict[str, Any](own)
+            for i, letter in enumerate(letters[start : start + _INSERT_ROWS]):
+                names = [f"{name}{i}" for name in ("shard", "reason", "record")]
+                values.update(zip(names, letter, strict=True))
+                rows.append(f"(:pipeline, :sink, :incarnation, :batch, {', '.join(f':{n}' for n in names)})")
+            self.connection.execute(
+                self.database.dialect(
+                    "INSERT INTO {dead_letter} (pipeline, sink, incarnation, batch, shard, reason, record) VALUES "
+                    + ", ".join(rows)
+                ),
+                values,
+            )
+
+    def _delete(self, orders: str) -> int:
+        """Remove rows from the staging table. MySQL accepts the table only in a nested query."""
+        order = quoted(ORDER)
+        statement = f"DELETE FROM {self.staged} WHERE {order} IN (SELECT o FROM ({orders}) AS found)"
+        return int(self.connection.execute(statement).rowcount)
+
+    @contextlib.contextmanager
+    def _savepoint(self) -> Iterator[None]:
+        self.connection.execute("SAVEPOINT delivered")
+        try:
+            yield
+        except (self.database.errors(), _Dropped) as error:
+            if isinstance(error, _Dropped) or self.database.is_constraint(error):
+                self.connection.execute("ROLLBACK TO SAVEPOINT delivered")
+            raise
+        self.connection.execute("RELEASE SAVEPOINT delivered")
+
+
+class _Dropped(Exception):
+    """A statement stored fewer rows than it was given."""
+
+
+def record_skipped(connection: Connection, dialect: Dialect, work: Work, left_out: Mapping[str, int]) -> None:
+    """Record a batch's skipped rows, in the transaction of its rows."""
+    for kind, rows in left_out.items():
+        if rows:
+            log.info("batch %d: %d rows were not written to sink %s: %s", work.batch, rows, work.scope.sink, kind)
+            _insert(connection, dialect, work.scope, work.batch, kind, rows)
+
+
+def fold(connection: Connection, dialect: Dialect, scope: Scope, batch: int) -> None:
+    """Sum up the counts of earlier batches, all of which are visible. Inside an open transaction."""
+    values = {**scope_values(scope), "batch": batch}
+    where = f"{_SCOPE} AND batch < :batch"
+    rows = connection.execute(dialect(f"SELECT kind, total FROM {{left_out}} WHERE {where}"), values).fetchall()
+    if len(rows) < _FOLD_ROWS:
+        return
+    dialect.delete(connection, "left_out", where, values)
+    for kind, total in _summed(rows).items():
+        _insert(connection, dialect, scope, _FOLDED, kind, total)
+
+
+def counted(connection: Connection, dialect: Dialect, scope: Scope) -> dict[str, int]:
+    """Skipped rows of this incarnation, by kind."""
+    rows = connection.execute(dialect(f"SELECT kind, total FROM {{left_out}} WHERE {_SCOPE}"), scope_values(scope))
+    return dict(_summed(rows.fetchall()))
+
+
+def kept(connection: Connection, dialect: Dialect, scope: Scope) -> list[LeftOutRow]:
+    """Dead letters of this incarnation."""
+    columns = "SELECT batch, shard, reason, record FROM {dead_letter} WHERE "
+    rows = connection.execute(dialect(f"{columns}{_SCOPE} ORDER BY batch, shard"), scope_values(scope)).fetchall()
+    return [LeftOutRow(int(batch), int(shard), reason, record) for batch, shard, reason, record in rows]
+
+
+def _summed(rows: Sequence[tuple[str, int]]) -> Counter[str]:
+    counts = Counter[str]()
+    for kind, total in rows:
+        counts[kind] += int(total)
+    return counts
+
+
+def _insert(connection: Connection, dialect: Dialect, scope: Scope, batch: int, kind: str, total: int) -> None:
+    connection.execute(
+        dialect(
+            "INSERT INTO {left_out} (pipeline, sink, incarnation, batch, kind, total) "
+            "VALUES (:pipeline, :sink, :incarnation, :batch, :kind, :total)"
+        ),
+        {**scope_values(scope), "batch": batch, "kind": kind, "total": total},
+    )
+
+
+# What a database stored of the rows that were sent (P32).
+#
+# A trigger, a rule, a policy, a conflict clause or the collation of a key can drop, divert or merge rows without an
+# error. So the counts that the database reports are compared with the rows sent, before the batch can be decided: by a
+# task before it prepares, or in the decision's transaction. Where the table's definition can make the count deceive,
+# the keys are looked up, too. A changed value cannot be counted: triggers are a finding before the start, and an audit
+# compares values.
+
+
+def check_count(options: TableOptions, sent: int, stored: int, definition: Definition, shard: str = "") -> None:
+    """
+    Args:
+        shard: for the message: "shard 3 of batch 7".
+
+    Raises:
+        UsageError: the database stored another number of rows than were sent.
+    """
+    if stored != sent:
+        raise not_stored(
+            options, f"{sent} rows{f' of {shard}' * bool(shard)} were sent, but it stored {stored}", definition
+        )
+
+
+def not_stored(options: TableOptions, what: str, definition: Definition) -> UsageError:
+    return UsageError(
+        "ROWS_NOT_STORED",
+        f"Table {options.table_text!r} {options.where} dropped rows without an error: {what} ({definition.suspects}). "
+        "Under exactly_once nothing of the batch is decided or visible.",
+        next_step="disable what drops the rows, or filter them in the transform; or keep them as dead letters: "
+        '.option("onConstraint", "dead_letter"). Then start again: the batch runs again',
+    )
+
+
+def check_rules(options: TableOptions, definition: Definition) -> None:
+    """
+    Raises:
+        UsageError: a rule replaces the sink's statements, whose counts are then those of the rule's own.
+    """
+    if definition.rules:
+        raise UsageError(
+            "TABLE_RULE",
+            f"Rules of table {options.table_text!r} {options.where} replace the sink's statements, so rows would "
+            f"disappear or be stored elsewhere without an error: {', '.join(definition.rules)}.",
+            next_step=f"DROP RULE ... ON {options.table_text}, or write to the table that the rule writes to",
+        )
+
+
+def check_merged(connection: Connection, options: TableOptions, merge: Merge, staged: str, found: Definition) -> None:
+    """Check the staged rows of a shard, before only the winning row of each key is kept.
+
+    Raises:
+        UsageError: different keys are equal by the table's collation.
+    """
+    if found.loose and not merge.mode.insert:
+        row = connection.execute(merge.merged_key(staged, found.loose_keys)).fetchone()
+        if row is not None:
+            raise _equal_keys(options, merge.mode, row, found)
+
+
+def check_keys_stored(
+    connection: Connection, options: TableOptions, merge: Merge, staged: str, found: Definition
+) -> None:
+    """Look up the keys that were written. In the same transaction, after the write.
+
+    Raises:
+        UsageError: the table does not hold one, or holds it in another spelling.
+    """
+    if not found.deceives:
+        return
+    row = connection.execute(merge.missing_key(staged, found.loose_keys)).fetchone()
+    if row is None:
+        return
+    if found.loose and connection.execute(merge.other_key(staged, found.loose_keys)).fetchone() is not None:
+        raise _equal_keys(options, merge.mode, row, found)
+    raise not_stored(options, f"it has no row of the key {_shown(merge.mode, row)} after it was written", found)
+
+
+def check_before_delete(
+    connection: Connection, options: TableOptions, merge: Merge, staged: str, found: Definition
+) -> None:
+    """
+    Raises:
+        UsageError: a staged delete would delete the row of another key.
+    """
+    if found.loose:
+        row = connection.execute(merge.other_key(staged, found.loose_keys, deletes=True)).fetchone()
+        if row is not None:
+            raise _equal_keys(options, merge.mode, row, found)
+
+
+def check_deleted(connection: Connection, options: TableOptions, merge: Merge, staged: str, found: Definition) -> None:
+    """
+    Raises:
+        UsageError: a staged delete had no effect.
+    """
+    if found.deceives:
+        row = connection.execute(merge.undeleted_key(staged)).fetchone()
+        if row is not None:
+            raise not_stored(
+                options, f"it still has the row of the key {_shown(merge.mode, row)} after a delete", found
+            )
+
+
+def check_emptied(connection: Connection, options: TableOptions, table: str, found: Definition) -> None:
+    """
+    Args:
+        table: quoted for SQL.
+
+    Raises:
+        UsageError: rows of the table were not deleted.
+    """
+    if found.deceives and connection.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone() is not None:
+        raise not_stored(options, "it still has rows after a delete of all", found)
+
+
+_NO_COPY = " COPY, which loads the rows here, does not support it."
+
+
+def findings(options: TableOptions, found: Definition, *, loads: bool = False) -> Iterator[Finding]:
+    """What the table's definition says before the start.
+
+    Args:
+        loads: rows are loaded by a command that does not support row-level security.
+    """
+    table = options.table_text
+    if found.triggers:
+        yield Finding(
+            "TRIGGERS",
+            f"Triggers of table {table!r} may change or drop rows: {', '.join(found.triggers)}. Before each decision, "
+            "the number of stored rows is compared with those sent; an audit compares the values.",
+            False,
+            "disable triggers that change what the pipeline writes",
+        )
+    if found.loose:
+        first = next(iter(found.loose))
+        yield Finding(
+            "KEY_COLLATION",
+            f"Different keys of table {table!r} may be equal there: {listed(found.loose)}. A batch with two such "
+            "keys, or with one that the table has in another spelling, stops the query.",
+            False,
+            f"give column {first!r} a type and collation under which only identical keys are equal, or normalise the "
+            "keys in the transform",
+        )
+    if found.row_security:
+        yield Finding(
+            "ROW_SECURITY",
+            f"Row-level security of table {table!r} applies to this user: rows that a policy hides are neither found "
+            f"nor deleted, and an audit does not see them.{_NO_COPY * loads}",
+            loads,
+            "ALTER ROLE ... BYPASSRLS"
+            + ', or .option("mechanism", "one_transaction") under exactly_once' * loads
+            + ", or a policy under which the user sees every row it writes" * (not loads),
+        )
+    if found.clauses:
+        yield Finding(
+            "CONFLICT_CLAUSE",
+            f"ON CONFLICT clauses of table {table!r} would skip or replace rows without an error. The sink overrides "
+            "them: a row that violates a constraint stops the query.",
+            False,
+            'keep such rows as dead letters: .option("onConstraint", "dead_letter")',
+        )
+
+
+def checked(options: TableOptions, found: Definition) -> Sequence[str]:
+    """See `delivered.contract.powers.ChecksTarget`."""
+    if not found.exists:
+        return ()
+    parts = (
+        f"triggers {', '.join(found.triggers)}" if found.triggers else "no triggers",
+        f"rules {', '.join(found.rules)}" if found.rules else "no rules",
+        f"row security {'applies' if found.row_security else 'does not apply'}",
+        f"keys {listed(found.loose)}" if found.loose else "keys equal only if identical",
+        f"widths {', '.join(found.widths)}" if found.widths else "no widths",
+        f"filled by the server {', '.join(found.filled)}" if found.filled else "no generated or identity columns",
+    )
+    return (f"table {options.table_text}: {'; '.join(parts)}",)
+
+
+def _equal_keys(options: TableOptions, mode: WriteMode, key: Sequence[Any], found: Definition) -> UsageError:
+    return UsageError(
+        "KEY_COLLATION",
+        f"Key {_shown(mode, key)} equals a different key of table {options.table_text!r} {options.where}: "
+        f"{listed(found.loose or {})}. One row would stand for both. Under exactly_once nothing of the batch is "
+        "decided or visible.",
+        next_step="give the key columns a type and collation under which only identical keys are equal, or normalise "
+        'the keys in the transform: lower(col("..."))',
+    )
+
+
+def _shown(mode: WriteMode, key: Sequence[Any]) -> str:
+    return ", ".join(f"{k} = {str(v)[:60]!r}" for k, v in zip(mode.keys, key, strict=True))

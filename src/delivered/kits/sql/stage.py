@@ -6,11 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from delivered.kits.sql import stored
-from delivered.kits.sql.conditional import Conditional
-from delivered.kits.sql.database import Connection, Server, quoted
-from delivered.kits.sql.definition import Definition
-from delivered.kits.sql.merge import Merge, key_in_two_shards
+from delivered.kits.sql.database import Connection, Definition, Server, quoted
+from delivered.kits.sql.merge import (
+    Conditional,
+    Merge,
+    check_before_delete,
+    check_count,
+    check_deleted,
+    check_emptied,
+    check_keys_stored,
+    check_merged,
+    check_rules,
+    key_in_two_shards,
+)
 from delivered.kits.sql.options import ServerOptions, TableOptions
 from delivered.kits.sql.transactions import PreparedRows
 from delivered.ledger.store import Swap
@@ -53,7 +61,7 @@ class Staging:
         """
         if not self.options.write.upserts:
             return rows
-        stored.check_merged(connection, self.options, merge, self.full(table), found)
+        check_merged(connection, self.options, merge, self.full(table), found)
         if self.options.write.keeps_all:
             connection.execute(merge.number(self.full(table)))
             return rows
@@ -65,7 +73,7 @@ class Staging:
         Raises:
             UsageError: the database did not store what it was given.
         """
-        stored.check_rules(self.options, found)
+        check_rules(self.options, found)
         name = self.full(table)
         if self.options.write.conditional:
             judge = Conditional(connection, self.server, merge, name, work, str(int(work.shard)), self.options, found)
@@ -82,9 +90,9 @@ class Staging:
         if self.options.write.complete and not decision.revision:
             table = self.server.table(connection)
             if table is not None:
-                stored.check_rules(self.options, found)
+                check_rules(self.options, found)
                 connection.execute(f"DELETE FROM {table}")
-                stored.check_emptied(connection, self.options, table, found)
+                check_emptied(connection, self.options, table, found)
         for prepared in staged:
             work = Work(scope, decision.batch, prepared.shard, prepared.attempt)
             reach(StepId.COMMIT_APPLY, Moment.BEFORE, batch=work.batch, shard=work.shard)
@@ -111,13 +119,13 @@ class Staging:
             self._check_staged(prepared, row[0] if row else 0, handle.kept)
             self.add(connection, table, self._merge(prepared), work, found)
             return
-        stored.check_rules(self.options, found)
+        check_rules(self.options, found)
         rows = connection.execute(f"INSERT INTO {handle.target} ({columns}) SELECT {columns} FROM {staged}").rowcount
         sent = prepared.fingerprint.count
         if rows != sent:
             there = connection.execute(f"SELECT count(*) FROM {staged}").fetchone()
             self._check_staged(prepared, there[0] if there else 0, sent)
-            stored.check_count(self.options, sent, rows, found, f"shard {prepared.shard} of batch {work.batch}")
+            check_count(self.options, sent, rows, found, f"shard {prepared.shard} of batch {work.batch}")
 
     def _check_staged(self, prepared: Prepared, rows: int, expected: int) -> None:
         if rows != expected:
@@ -176,8 +184,8 @@ def upsert(connection: Connection, options: TableOptions, merge: Merge, staged: 
     mode = merge.mode
     if rows < sent and (mode.version is not None or set(merge.columns) <= set(mode.keys)):
         (rows,) = connection.execute(merge.current(staged)).fetchone()  # rows that the table has already
-    stored.check_count(options, sent, rows, found)
-    stored.check_keys_stored(connection, options, merge, staged, found)
+    check_count(options, sent, rows, found)
+    check_keys_stored(connection, options, merge, staged, found)
 
 
 def delete(connection: Connection, options: TableOptions, merge: Merge, staged: str, found: Definition) -> None:
@@ -186,6 +194,6 @@ def delete(connection: Connection, options: TableOptions, merge: Merge, staged: 
     Raises:
         UsageError: the database did not delete, or would delete the row of another key.
     """
-    stored.check_before_delete(connection, options, merge, staged, found)
+    check_before_delete(connection, options, merge, staged, found)
     connection.execute(merge.delete(staged))
-    stored.check_deleted(connection, options, merge, staged, found)
+    check_deleted(connection, options, merge, staged, found)

@@ -1,20 +1,31 @@
-"""What a pipeline leaves at a server until a batch is decided: its names, prepared transactions, their markers."""
+"""Prepared transactions of a database server: names, markers, and the committer that ends them.
+
+They are what a pipeline leaves at a server until a batch is decided.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import queue
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from delivered.contract.finding import Finding
-from delivered.kits.sql.database import Connection, Dialect, scope_values
+from delivered.contract.sink import Committer, LeftOutRow
+from delivered.kits.sql.database import C, Connection, Dialect, Server, scope_values
+from delivered.kits.sql.merge import SKIPPED_VERSION, counted, fold, kept
 from delivered.kits.sql.options import ServerOptions
+from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.identity import Scope, Work
-from delivered.model.prepared import Handle
+from delivered.model.identity import Scope, Target, Work
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.prepared import Handle, Prepared
+from delivered.model.work import Decision
 
 _STAGING_BYTES = 8
 
@@ -141,3 +152,254 @@ def mark(connection: Connection, dialect: Dialect, work: Work, gid: str, fingerp
 def age_of(started_ms: int) -> float:
     """Seconds since then, by this machine's clock."""
     return max(0.0, time.time() - started_ms / 1000)
+
+
+T = TypeVar("T")
+CONNECTIONS_MAX = 4
+"""Participants are applied in parallel."""
+
+_BATCHES = "pipeline = :pipeline AND sink = :sink AND incarnation = :incarnation AND batch"
+
+
+@dataclass(frozen=True)
+class Shards(Generic[C]):
+    """Prepared shards of one pipeline and sink at a server. Functions of a connection raise the client's errors.
+
+    Attributes:
+        id_prefix: of the ids of its transactions, of any incarnation.
+        is_ours: whether an id belongs to one of them.
+        open: every prepared transaction, oldest first.
+        end: commit (True) or roll back a prepared transaction, by its id. May be called again: ids are never reused.
+            Returns whether it existed; if not, nothing will ever be prepared under this id.
+        staged: every staging table. drop: drops one if it exists.
+        identity: the table's at the server; None: it has none.
+        staging_of: the staging table of the transaction of this id; None: the transaction dropped it.
+        tables_remain: a staging table outlives the transaction that moved its rows.
+        loses_commits: the server may acknowledge a commit and roll back, so the marker is looked up afterwards.
+    """
+
+    id_prefix: str
+    is_ours: Callable[[str], bool]
+    open: Callable[[C], list[OpenTransaction]]
+    end: Callable[[C, str, bool], bool]
+    staged: Callable[[C], list[str]]
+    drop: Callable[[C, str], None]
+    identity: Callable[[C], str | None]
+    staging_of: Callable[[str], str | None] = lambda gid: None  # noqa: ARG005
+    tables_remain: bool = False
+    loses_commits: bool = False
+
+
+class ServerCommitter(Committer, Generic[C]):
+    """See `delivered.contract.sink.Committer`. Also serves `delivered transactions`.
+
+    The mechanism is read from the participant's handle: a pipeline may change it between starts.
+    """
+
+    def __init__(self, server: Server[C], options: ServerOptions, scope: Scope, shards: Shards[C]) -> None:
+        self._server = server
+        self._options = options
+        self._sql = server.dialect
+        self._scope = scope
+        self._shards = shards
+        self._pool: queue.LifoQueue[C | None] = queue.LifoQueue()
+        for _ in range(CONNECTIONS_MAX):
+            self._pool.put(None)
+
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        """Commit a prepared transaction. Staged rows became visible with the decision."""
+        rows = PreparedRows.of(prepared)
+        if rows.gid:
+            outcome = self._end(rows.gid, commit=True)
+            if isinstance(outcome, Unknown):
+                return outcome
+            if isinstance(outcome, Failed) or self._shards.loses_commits:
+                try:
+                    if not self._has_marker(work, rows.gid):
+                        lost = f"the server acknowledged the commit of {rows.gid}, and lost it"
+                        return outcome if isinstance(outcome, Failed) else Failed(lost)
+                except DeliveredError as error:
+                    return Unknown(str(error))
+        return self._drop_staged(rows) if self._shards.tables_remain else Ok(None)
+
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - marked in the ledger
+        """Whether a committed marker, or a decision that moved the rows itself, names this shard of this batch; or a
+        later batch was decided, which implies that all of this one is visible."""
+        return self._has_marker(work) or self._has_moved(work)
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        rows = PreparedRows.of(prepared)
+        outcome = self._end(rows.gid, commit=False) if rows.gid else Ok(None)  # Failed: rolled back already
+        return outcome if isinstance(outcome, Unknown) else self._drop_staged(rows)
+
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        """Roll back prepared transactions, and drop staging tables, that `keep` does not name."""
+        kept = [PreparedRows.of(p) for p in keep]
+        gids, tables = {rows.gid for rows in kept}, {rows.staged for rows in kept}
+        count = 0
+
+        def once(connection: C) -> None:
+            nonlocal count
+            for transaction in self._shards.open(connection):
+                gid = transaction.transactional_id
+                if gid not in gids and self._shards.end(connection, gid, False):
+                    count += 1
+            for table in self._shards.staged(connection):
+                if table not in tables:
+                    self._shards.drop(connection, table)
+                    count += 1
+
+        try:
+            self._ask(once)
+        except DeliveredError as error:
+            return Unknown(str(error))
+        return Ok(count)
+
+    def left_out(self) -> dict[str, int]:
+        """See `delivered.contract.sink.Committer`."""
+
+        return self._ask(lambda c: counted(c, self._sql, self._scope) if self._leaves_out(c) else {})
+
+    def dead_letters(self) -> list[LeftOutRow]:
+        """See `delivered.contract.sink.Committer`."""
+        return self._ask(lambda c: kept(c, self._sql, self._scope) if self._leaves_out(c) else [])
+
+    def _leaves_out(self, connection: C) -> bool:
+        return self._server.version(connection) >= SKIPPED_VERSION
+
+    def targets(self) -> dict[str, Target]:
+        """See `delivered.contract.sink.Committer`."""
+        known = self._ask(self._shards.identity)
+        return {} if known is None else {self._scope.sink: Target(f"table {self._options.table_text}", known)}
+
+    def set_up(self) -> None:
+        """Create the table for markers. See `delivered.contract.sink.Committer`."""
+        self._ask(self._server.migrate)
+
+    def forget(self, batch: int) -> None:
+        """Delete markers of earlier batches, as a decision in this database would have."""
+        values = {**scope_values(self._scope), "batch": batch}
+        self._ask(lambda c: self._sql.delete(c, "marker", f"{_BATCHES} < :batch", values))
+        if self._options.write.conditional:
+            self._ask(lambda c: fold(c, self._sql, self._scope, batch))
+
+    def open_transactions(self) -> list[OpenTransaction]:
+        """Every prepared transaction of this pipeline and sink, of any incarnation, oldest first.
+
+        Raises:
+            Unreachable: the server did not answer.
+        """
+        return self._ask(self._shards.open)
+
+    def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:
+        """Manually commit or roll back a prepared transaction.
+
+        Raises:
+            UsageError: the id is not ours, or there is no prepared transaction with this id.
+        """
+        if not self._shards.is_ours(transactional_id):
+            raise UsageError(
+                "TRANSACTION_FOREIGN",
+                f"{transactional_id!r} is not a transaction of pipeline {self._scope.pipeline!r}, sink "
+                f"{self._scope.sink!r}: their ids start with {self._shards.id_prefix!r}.",
+                next_step="list them with `delivered transactions list`",
+            )
+        if all(t.transactional_id != transactional_id for t in self.open_transactions()):
+            raise UsageError(
+                "TRANSACTION_NOT_OPEN",
+                f"There is no prepared transaction {transactional_id!r}.",
+                next_step="list the open ones with `delivered transactions list`",
+            )
+        return self._end(transactional_id, commit)
+
+    def close(self) -> None:
+        for _ in range(CONNECTIONS_MAX):
+            with contextlib.suppress(queue.Empty):
+                self._server.discard(self._pool.get_nowait())
+        while self._pool.qsize() < CONNECTIONS_MAX:
+            self._pool.put(None)
+
+    def _drop_staged(self, rows: PreparedRows) -> Outcome[None]:
+        """Drop the staging table that remains of a handle, if there is one."""
+        table = (self._shards.staging_of(rows.gid) if rows.gid else rows.staged) or ""
+        return self._try(lambda connection: self._shards.drop(connection, table)) if table else Ok(None)
+
+    def _end(self, gid: str, commit: bool) -> Outcome[None]:
+        """Failed: no transaction is prepared under this id, nor ever will be."""
+        match self._try(lambda connection: self._shards.end(connection, gid, commit)):
+            case Ok(prepared):
+                return Ok(None) if prepared else Failed(f"there is no prepared transaction {gid}")
+            case other:
+                return other
+
+    def _try(self, action: Callable[[C], T]) -> Outcome[T]:
+        """Run a change; after any error of the client its outcome is unknown."""
+        try:
+            with self._borrowed() as connection:
+                return Ok(action(connection))
+        except self._server.errors() as error:
+            return Unknown(str(self._server.explained(error)))
+        except DeliveredError as error:
+            return Unknown(str(error))
+
+    def _has_marker(self, work: Work, gid: str | None = None) -> bool:
+        """Whether a committed marker names this shard of this batch; with `gid`: written by that transaction."""
+
+        def question(connection: C) -> bool:
+            if self._server.version(connection) == 0:
+                return False
+            values = {**scope_values(work.scope), "batch": work.batch}
+            later = f"SELECT 1 FROM {{decision}} WHERE {_BATCHES} > :batch LIMIT 1"
+            if connection.execute(self._sql(later), values).fetchone() is not None:
+                return True  # its decision deleted the markers of this one
+            markers = connection.execute(
+                self._sql(f"SELECT gid FROM {{marker}} WHERE {_BATCHES} = :batch AND shard = :shard"),
+                {**values, "shard": work.shard},
+            ).fetchall()
+            return bool(markers) if gid is None else gid in {row[0] for row in markers}
+
+        return self._ask(question)
+
+    def _has_moved(self, work: Work) -> bool:
+        """Whether a decision moved the rows of this shard itself."""
+
+        def question(connection: C) -> bool:
+            if self._server.version(connection) == 0:
+                return False
+            participants = decided(connection, self._sql, work)
+            return any(p.shard == work.shard and PreparedRows.of(p).staged for p in participants)
+
+        return self._ask(question)
+
+    def _ask(self, question: Callable[[C], T]) -> T:
+        """Run a query or an idempotent change; see `Server.waiting`."""
+
+        def once() -> T:
+            with self._server.explaining(), self._borrowed() as connection:
+                return question(connection)
+
+        return self._server.waiting(once, kept=True)
+
+    @contextlib.contextmanager
+    def _borrowed(self) -> Iterator[C]:
+        """A connection for exclusive use. It is closed after an error."""
+        connection = self._pool.get()
+        healthy = False
+        try:
+            if connection is None or not self._server.idle(connection):
+                connection = self._server.connect("committer")
+            yield connection
+            healthy = True
+        finally:
+            if not healthy:
+                self._server.discard(connection)
+            self._pool.put(connection if healthy else None)
+
+
+def decided(connection: Connection, sql: Dialect, work: Work) -> Sequence[Prepared]:
+    """The participants of this sink that the decision of a batch names."""
+    row = connection.execute(
+        sql(f"SELECT decision FROM {{decision}} WHERE {_BATCHES} = :batch"),
+        {**scope_values(work.scope), "batch": work.batch},
+    ).fetchone()
+    return Decision.from_json(row[0]).of(work.scope.sink) if row else ()

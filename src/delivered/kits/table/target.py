@@ -25,7 +25,7 @@ from typing import ClassVar
 import pyarrow as pa
 
 from delivered.contract.finding import Finding
-from delivered.kits.sql.types import Types
+from delivered.kits.sql.table import Types
 from delivered.kits.table.options import FileTableOptions
 from delivered.kits.table.store import Store
 from delivered.model.capability import APPEND
