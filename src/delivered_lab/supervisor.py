@@ -14,8 +14,8 @@ from typing import IO
 
 import psutil
 
+from delivered import DeliveredError
 from delivered.crash import CRASH, CRASH_DIR, CrashAction, Hit, hits, parse
-from delivered.model.errors import DeliveredError
 
 _POLL_S = 0.02
 

@@ -44,7 +44,7 @@ def ran(postgres: Any, folder: Path, mechanism: str) -> tuple[Path, str]:
     file = folder / "shop.yaml"
     file.write_text(json.dumps(pipeline))
     loop = Loop(file)
-    positions.keep_first(loop.pipeline.checkpoint, loop.source.driver().initial)  # as Spark's reader does
+    positions.keep_first(loop.pipeline.checkpoint, loop.batches.source.driver().initial)  # as Spark's reader does
     loop.run(takeover=False)
     return file, table
 

@@ -88,7 +88,7 @@ def execute(folder: Path, statement: str) -> None:
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ran")
     loop = Loop(described(folder))
-    positions.keep_first(loop.pipeline.checkpoint, loop.source.driver().initial)  # as Spark's reader does
+    positions.keep_first(loop.pipeline.checkpoint, loop.batches.source.driver().initial)  # as Spark's reader does
     loop.run(takeover=False)
     return folder
 
@@ -191,7 +191,7 @@ from pathlib import Path
 from delivered_lab.verify.loop import Checkpoint, Loop
 
 loop = Loop(Path({str(file)!r}))
-context = loop.runner(Checkpoint(Path(loop.pipeline.checkpoint))).context
+context = loop.batches.runner(Checkpoint(Path(loop.pipeline.checkpoint)).incarnation).context
 context.ledger.claim(replace(context.owner, host=socket.gethostname()))
 print("claimed", flush=True)
 sys.stdin.read()

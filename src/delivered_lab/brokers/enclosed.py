@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from delivered.model.errors import DeliveredError
+from delivered import DeliveredError
 
 _NEW_USER, _NEW_NET = 0x1000_0000, 0x4000_0000
 _SET_DEATH_SIGNAL, _GET_DEATH_SIGNAL = 1, 2

@@ -20,8 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from xml.sax.saxutils import quoteattr
 
+from delivered import DeliveredError, MissingExtra
 from delivered.machine import cache_folder
-from delivered.model.errors import DeliveredError, MissingExtra
 
 FETCH_TIMEOUT_S = 900.0
 HASHES = Path(__file__).with_name("hashes.txt")

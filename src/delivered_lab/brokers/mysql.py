@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from delivered import DeliveredError
 from delivered.machine import cache_folder
-from delivered.model.errors import DeliveredError
 from delivered_lab.brokers.fetch import Say, unpacked
 from delivered_lab.brokers.servers import Server, telling_lines
 

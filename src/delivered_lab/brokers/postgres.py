@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from delivered.model.errors import DeliveredError
+from delivered import DeliveredError
 from delivered_lab.brokers.fetch import Say
 from delivered_lab.brokers.servers import Server, State, telling_lines
 

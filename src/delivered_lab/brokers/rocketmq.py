@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from delivered import DeliveredError
 from delivered.machine import java_home
-from delivered.model.errors import DeliveredError
 from delivered_lab.brokers.enclosed import Enclosed
 from delivered_lab.brokers.fetch import Say, fetch_jars
 from delivered_lab.brokers.servers import Server

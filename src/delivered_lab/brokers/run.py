@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from delivered import DeliveredError, UsageError
 from delivered.machine import cache_folder
-from delivered.model.errors import DeliveredError, UsageError
 from delivered_lab.brokers.fetch import Say
 from delivered_lab.brokers.servers import SERVERS, Identity, State, end, free_ports, launch, telling_lines
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from delivered.model.errors import DeliveredError
+from delivered import DeliveredError
 from delivered_lab.brokers.fetch import Say
 
 PORTS_LOW, PORTS_HIGH = 20_000, 32_000

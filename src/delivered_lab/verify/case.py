@@ -17,9 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from delivered.model.errors import DeliveredError
-from delivered.model.guarantee import Guarantee
-from delivered.model.limits import NAME_LENGTH_MAX
+from delivered import DeliveredError, Guarantee
 from delivered_lab import brokers
 from delivered_lab.verify.evidence import fired
 from delivered_lab.verify.faults import MOUNT, PROXY, TOPICS, Fault
@@ -35,6 +33,8 @@ from delivered_lab.verify.template import Template
 from delivered_lab.verify.workloads import WORKLOADS
 
 DISK_MB = 24
+NAME_LENGTH_MAX = 64
+"""Of a pipeline."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from delivered.model.guarantee import Guarantee
+from delivered import Guarantee
 
 
 class End(StrEnum):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from delivered.model.guarantee import Guarantee
+from delivered import Guarantee
 from delivered_lab.verify import interference, scripts
 from delivered_lab.verify.fixture import HIT_TIMEOUT_S, Fixture
 from delivered_lab.verify.interference import (

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from delivered.model.guarantee import Guarantee
+from delivered import Guarantee
 from delivered_lab import brokers
 from delivered_lab.verify.evidence import End, Evidence, History, Seen, Stop, sends
 from delivered_lab.verify.producer import Producer

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from delivered.crash import Hit
-from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId
 from delivered_lab.verify.evidence import Stop
 from delivered_lab.verify.fixture import END_TIMEOUT_S, HIT_TIMEOUT_S, Fixture
 from delivered_lab.verify.proxy import Rule
@@ -361,13 +360,9 @@ paused_past_timeout = at_point(lambda _: "commit.decide:before@batch=1", _pause_
 """A whole driver is paused with a prepared batch until its transactions have expired; then it resumes and decides."""
 
 
-RECEIVER_POINTS = tuple(
-    f"{s}:{m}"
-    for s, role in ROLE_OF_STEP.items()
-    if role is Role.RECEIVER and s is not StepId.RECEIVE_QUARANTINE
-    for m in Moment
-    if (s, m) != (StepId.RECEIVE_TAKE, Moment.BEFORE)
-)
+RECEIVER_POINTS = (
+    "receive.take:after", "receive.persist:before", "receive.persist:after", "receive.ack:before", "receive.ack:after",
+)  # fmt: skip
 """What a receiver of good messages reaches, in this order: nothing stops before it takes a message."""
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from delivered.model.guarantee import Guarantee
+from delivered import Guarantee
 from delivered_lab.verify.evidence import Evidence, Seen
 
 SAMPLES_MAX = 10

@@ -4,9 +4,8 @@
 
 It keeps a checkpoint as Spark does (metadata, offsets/N before a batch, commits/N after it), runs each shard in a
 worker process, retries a failed task as often as the master allows (`local[2,4]`: three times), in new attempts of its
-stage if `STAGE_RERUNS` is set, and reruns a batch with
-the same number and offsets after a crash. It cannot show what Spark itself does; for that, use the verifier's service
-`spark`. Transforms: none, or Arrow to Arrow.
+stage if `STAGE_RERUNS` is set, and reruns a batch with the same number and offsets after a crash. It cannot show what
+Spark itself does; for that, use the verifier's service `spark`. Transforms: none, or Arrow to Arrow.
 """
 
 from __future__ import annotations
@@ -20,32 +19,18 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from functools import partial
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from delivered.checkpoint.positions import stream_driver
-from delivered.contract.powers import planned
-from delivered.contract.source import Slice
+from delivered import DeliveredError, Pipeline
 from delivered.crash import install_from_environment
-from delivered.engine import grants
-from delivered.engine.context import Context
-from delivered.engine.direct import ArrowTransform, Direct, pack
-from delivered.engine.granting import registered
-from delivered.engine.runner import Runner
-from delivered.engine.shard import write_shard
-from delivered.engine.sinks import Sinks
-from delivered.entry import Pipeline
-from delivered.model.bad_row import OnBadRow
-from delivered.model.errors import DeliveredError
-from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import BatchPlan, CheckpointView, DriverAddress, Owner, ShardMessage
+from delivered.testing import Batches, Task
 from delivered_lab.verify.workloads import STAGE_RERUNS
 
 WORKERS = 2
@@ -86,13 +71,6 @@ class Checkpoint:
         draft.rename(path)
 
 
-def task(sinks: Sinks, direct: Direct, plan: BatchPlan, shard: int, attempt: int, piece: Slice) -> ShardMessage:
-    """One attempt of a task of a batch, in a worker process."""
-    install_from_environment()
-    asks = partial(grants.may_send, plan, shard)
-    return write_shard(sinks, plan, shard, attempt, direct.rows(iter([pack(piece)])), direct.schema(), asks)
-
-
 class NoPandas(MetaPathFinder):
     """Blocks pandas, which `pyarrow.array` imports if it can, to check its input's type: 1.3 s of CPU in each of the
     three processes of a start, and two thirds of the time of a start. Nothing here needs it."""
@@ -108,42 +86,16 @@ class Loop:
 
     def __init__(self, pipeline: Pipeline | Path) -> None:
         self.pipeline = Pipeline.from_file(pipeline) if isinstance(pipeline, Path) else pipeline
-        transform = self.pipeline.transform
-        if transform.kind not in ("none", "arrow"):
-            raise DeliveredError(
-                "LOOP_TRANSFORM",
-                f"A loop without Spark cannot run a transform in {transform.kind}.",
-                next_step="delivered verify --service spark",
-            )
-        if not all(s.projection.is_all for s in self.pipeline.sinks):
-            raise DeliveredError(
-                "LOOP_SINKS",
-                "A loop without Spark runs sinks without select and where.",
-                next_step="delivered verify --service spark",
-            )
-        self.spec = self.pipeline.spec
-        self.sinks = self.spec.open()
-        (source,) = self.pipeline.sources.values()
-        self.source = planned(source.source())
-        made = Direct if self.pipeline.on_bad_row is OnBadRow.FAIL else Direct.rejecting
-        self.direct = made(self.source, ArrowTransform(transform.select, transform.function))
-        if transform.function is None or transform.function.__module__.startswith("delivered."):  # else it may use it
+        self.batches = Batches(self.pipeline)
+        function = self.pipeline.transform.function
+        if function is None or function.__module__.startswith("delivered_lab."):  # others may use it
             sys.meta_path.insert(0, NoPandas())
         failures = re.fullmatch(r"local\[\w+,(\d+)\]", self.pipeline.master or "")
         self.attempts_max = int(failures[1]) if failures else 1
         self.stage_reruns = (self.pipeline.conf or {}).get(STAGE_RERUNS) == "true"
 
-    def runner(self, checkpoint: Checkpoint) -> Runner:
-        scope = self.spec.scope(self.sinks, checkpoint.incarnation)
-        own = psutil.Process()
-        owner = Owner(uuid.uuid4().hex, os.uname().nodename, own.pid, int(own.create_time() * 1000))
-        context = Context.open(self.sinks, scope, self.pipeline.guarantee, owner, self.spec.tolerance)
-        return Runner(self.sinks, context, partial(registered, scope, owner, DriverAddress()))
-
     def accounts(self) -> dict[str, int]:
-        last = self.runner(Checkpoint(Path(self.pipeline.checkpoint))).context.ledger.look().last
-        accounts = [] if last is None else list(last.accounts.values())
-        return {"decided": sum(a.total.count for a in accounts), "given_up": sum(a.given_up.count for a in accounts)}
+        return self.batches.accounts(Checkpoint(Path(self.pipeline.checkpoint)).incarnation)
 
     def run(self, takeover: bool) -> int:
         """Deliver everything that was there at the start. Returns the number of batches run."""
@@ -156,9 +108,8 @@ class Loop:
 
     def _workers(self) -> ProcessPoolExecutor:
         """Forked after all imports, which would otherwise dominate the start of a case, twice."""
-        systems = [s.system for s in self.pipeline.sinks]
-        wanted = [m for s in systems for m in (f"delivered.connectors.{s}.writer", *_CLIENTS.get(s, ()))]
-        for module in wanted:
+        self.batches.preload()
+        for module in (m for s in self.pipeline.sinks for m in _CLIENTS.get(s.system, ())):
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
         pool = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("fork"))
@@ -166,60 +117,40 @@ class Loop:
         return pool
 
     def _run(self, takeover: bool, pool: ProcessPoolExecutor) -> int:
-        refusal = self.pipeline.plan(takeover=takeover)
-        error = getattr(refusal, "error", None)
-        if error is not None:
-            raise error
-        self.sinks.check_schema(self.direct.schema())
-        checkpoint = Checkpoint(Path(self.pipeline.checkpoint))
-        driver = stream_driver(self.source, str(checkpoint.folder))
-        driver.freeze()
-        runner, batches = self.runner(checkpoint), 0
+        checkpoint, batches, count = Checkpoint(Path(self.pipeline.checkpoint)), self.batches, 0
+        batches.start(checkpoint.incarnation, takeover=takeover)
+        driver = batches.driver
         while True:
             newest, logged = checkpoint.newest("offsets"), checkpoint.newest("commits")
-            if newest is not None and newest != logged:
-                batch = newest
-                start = self._end(checkpoint, batch - 1, driver)
-                end = json.loads(checkpoint.offsets(batch))
-            else:
-                batch = 0 if newest is None else newest + 1
-                start = self._end(checkpoint, batch - 1, driver)
+            reruns = newest is not None and newest != logged
+            batch = 0 if newest is None else newest if reruns else newest + 1
+            start = driver.initial() if batch == 0 else json.loads(checkpoint.offsets(batch - 1))
+            if not reruns:
                 driver.acknowledge(start)
-                end = driver.latest(start, self.source.rows_per_batch_max)
+                end = driver.latest(start, batches.rows_max)
                 if end == start:
-                    if batches:
-                        reach(StepId.LOG, Moment.AFTER, batch=batch - 1)
-                    return batches
+                    if count:
+                        batches.finished(batch - 1)
+                    return count
                 checkpoint.plan(batch, json.dumps(end))
-            view = CheckpointView(checkpoint.incarnation, batch, checkpoint.offsets(batch), logged)
-            plan = runner.plan(view, self.direct.schema())
-            runner.finish(plan, partial(self._tasks, plan, pool, driver.slices(start, end)))
-            reach(StepId.LOG, Moment.BEFORE, batch=batch)
+            offsets = checkpoint.offsets(batch)
+            batches.run(batch, offsets, logged, start, json.loads(offsets), partial(self._messages, pool))
             checkpoint.log(batch)
-            batches += 1
+            count += 1
 
-    def _end(self, checkpoint: Checkpoint, batch: int, driver: Any) -> dict[str, Any]:
-        found: dict[str, Any] = driver.initial() if batch < 0 else json.loads(checkpoint.offsets(batch))
-        return found
-
-    def _tasks(
-        self, plan: BatchPlan, pool: ProcessPoolExecutor, pieces: Sequence[Slice], messages: list[ShardMessage | None]
-    ) -> None:
-        def attempt(shard: int, number: int) -> Future[ShardMessage]:
-            return pool.submit(task, self.sinks, self.direct, plan, shard, number, pieces[shard])
-
-        tasks = [attempt(n, 0) for n in range(len(pieces))]
+    def _messages(self, pool: ProcessPoolExecutor, tasks: Sequence[Task]) -> Iterator[Any]:
+        running = [pool.submit(task) for task in tasks]
         failed: Exception | None = None
-        for shard, t in enumerate(tasks):
+        for task, attempt in zip(tasks, running, strict=True):
             for number in range(1, self.attempts_max + 1):
                 try:
-                    messages.append(t.result())
+                    yield attempt.result()
                     break
                 except Exception as error:
                     if number == self.attempts_max or isinstance(error, BrokenProcessPool):
                         failed = failed or error
                         break
-                    t = attempt(shard, 0 if self.stage_reruns else number)
+                    attempt = pool.submit(replace(task, attempt=0 if self.stage_reruns else number))
         if failed is not None:
             raise failed  # Spark aborts what tasks prepared that succeeded; running ones it kills
 

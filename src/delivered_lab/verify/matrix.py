@@ -15,8 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from delivered.model.errors import UsageError
-from delivered.model.guarantee import Guarantee
+from delivered import Guarantee, UsageError
 from delivered_lab.verify.case import Case, Environment, Result, Say, can_mount, run_case
 from delivered_lab.verify.ends import run as both_ends
 from delivered_lab.verify.faults import CLUSTER, LOOP, MOUNT, TOPICS, catalogue, source_catalogue

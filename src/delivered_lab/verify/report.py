@@ -21,8 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from delivered import html
-from delivered.model.errors import UsageError
+from delivered import UsageError, html
 from delivered_lab.verify.case import Result
 from delivered_lab.verify.evidence import End, Operation, load
 from delivered_lab.verify.faults import PLACES

@@ -9,22 +9,18 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from delivered.model.errors import UsageError
-from delivered.model.guarantee import Guarantee
-from delivered.pipeline.file import load_file
+from delivered import Guarantee, UsageError
+from delivered.testing import definition, first_records
 from delivered_lab.verify.systems import POSTGRES_2PC, SINK_KINDS
-from delivered_lab.verify.systems.log import Log
 from delivered_lab.verify.workloads import PARTITIONS, Effect, Record, Workload
 
 SAMPLE_MAX = 600
-_SAMPLE_TIMEOUT_S = 20.0
 _SOURCES = ("kafka", "log")
 _SINKS = tuple(dict.fromkeys(k.format for k in SINK_KINDS.values() if k.own))
 _REPLACED = {
@@ -101,7 +97,7 @@ def load(path: Path) -> Template:
     Raises:
         UsageError: the file is not a pipeline, its formats cannot be verified yet, or its source has no records.
     """
-    data = load_file(path).model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    data = definition(path)
     source, sinks = data["source"], data["sinks"]
     for what, system, known in (("source", _system(source), _SOURCES), ("sink", _system(sinks[0]), _SINKS)):
         if system not in known:
@@ -116,8 +112,10 @@ def load(path: Path) -> Template:
             f"The pipeline has {len(sinks)} sinks; one can be verified.",
             next_step="verify a copy of the file with one sink",
         )
-    rows = _kafka_rows(source) if _system(source) == "kafka" else _log_rows(source, path.parent)
-    sample = [_record(number, key, value) for number, (key, value) in enumerate(rows)]
+    sample = [
+        Record(f"own{number}", key, number, number % PARTITIONS, raw=value)
+        for number, (key, value) in enumerate(first_records(path, SAMPLE_MAX))
+    ]
     if not sample:
         raise UsageError(
             "VERIFY_NO_RECORDS",
@@ -133,58 +131,9 @@ def row_effect(key: str | None, value: str) -> Effect:
     return Effect(digest, key, None)
 
 
-def _record(number: int, key: str | None, value: str) -> Record:
-    return Record(f"own{number}", key, number, number % PARTITIONS, raw=value)
-
-
 def _system(endpoint: Mapping[str, Any]) -> str:
     return str(endpoint["format"]).removeprefix("delivered_")
 
 
 def _option(endpoint: Mapping[str, Any], name: str) -> str | None:
     return next((str(v) for k, v in endpoint.items() if k.lower() == name), None)
-
-
-def _log_rows(source: Mapping[str, Any], folder: Path) -> Iterable[tuple[str | None, str]]:
-    path = folder / (_option(source, "path") or "")
-    return [(r.key, r.value) for r in Log(path).read()[:SAMPLE_MAX]]
-
-
-def _kafka_rows(source: Mapping[str, Any]) -> Iterable[tuple[str | None, str]]:
-    """The first records of the topics, read by the verifier's own consumer, which commits nothing."""
-    from confluent_kafka import Consumer
-
-    from delivered.clients.kafka.settings import client_options, resolved
-
-    topics = (_option(source, "subscribe") or "").split(",")
-    if topics == [""]:
-        raise UsageError(
-            "VERIFY_SUBSCRIBE",
-            "Your own Kafka pipeline can be verified only if it uses subscribe.",
-            next_step="replace subscribePattern or assign by subscribe in a copy of the file",
-        )
-    texts = {k: str(v) for k, v in source.items() if k.lower().startswith("kafka.")}
-    consumer = Consumer(
-        {
-            **resolved(client_options(texts)),
-            "group.id": f"delivered-verify-{uuid.uuid4().hex}",
-            "auto.offset.reset": "earliest",
-            "enable.auto.commit": False,
-            "log_level": 0,
-        }
-    )
-    found: list[tuple[str | None, str]] = []
-    try:
-        consumer.subscribe([t.strip() for t in topics])
-        while len(found) < SAMPLE_MAX:
-            part = [m for m in consumer.consume(SAMPLE_MAX - len(found), _SAMPLE_TIMEOUT_S) if m.error() is None]
-            if not part:
-                break
-            found += [(_text(m.key()), _text(m.value()) or "") for m in part]
-    finally:
-        consumer.close()
-    return found
-
-
-def _text(value: bytes | None) -> str | None:
-    return None if value is None else value.decode("utf-8", "replace")

@@ -158,14 +158,15 @@ def of_kafka(spec: dict[str, Any]) -> Iterator[tuple[int, Delivery]]:
 
 
 def of_rocketmq(spec: dict[str, Any]) -> Iterator[tuple[int, Delivery]]:
-    from delivered.connectors.rocketmq.client import library
+    from delivered_lab.verify.systems.rocketmq import quiet_library
 
-    client = library()  # keeps the client's log files away from the user's home
-    from rocketmq import FilterExpression, SimpleConsumer
+    client = quiet_library()
     from rocketmq.v5.exception.client_exception import InternalErrorException
 
     configuration = client.ClientConfiguration(spec["address"], client.Credentials())
-    broker = SimpleConsumer(configuration, spec["group"], {spec["queue"]: FilterExpression()}, await_duration=5)
+    broker = client.SimpleConsumer(
+        configuration, spec["group"], {spec["queue"]: client.FilterExpression()}, await_duration=5
+    )
     broker.startup()
 
     def received() -> list[Any]:

@@ -15,7 +15,6 @@ from typing import Any
 
 from delivered.crash import CRASH, CRASH_DIR
 from delivered.patterns import inbox, saga
-from delivered.patterns.saga.progress import Status
 from delivered_lab.verify.ends import sagas
 from delivered_lab.verify.ends.applications import connect, execute
 from delivered_lab.verify.ends.end import End, Process, Trial, must_end
@@ -183,7 +182,7 @@ class Sagas:
 
     def statuses(self) -> dict[str, str]:
         with contextlib.closing(self.log.open()) as log:
-            return {r.id: r.status.value for r in log.rows(list(Status), 10_000)}
+            return {r.id: r.status.value for r in log.rows(list(saga.Status), 10_000)}
 
     def gather(self) -> None:
         """What a disagreement says is an effect that was not to be; a saga that is not at rest is lost."""

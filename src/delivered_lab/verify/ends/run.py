@@ -8,8 +8,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from delivered.model.errors import DeliveredError
-from delivered.model.guarantee import Guarantee
+from delivered import DeliveredError, Guarantee
 from delivered_lab.verify.case import Case, Environment, Result, result_of
 from delivered_lab.verify.ends import consumer, producer
 from delivered_lab.verify.ends.end import End, Trial, digest

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from delivered.model.guarantee import Guarantee
+from delivered import Guarantee
 from delivered_lab import brokers
 from delivered_lab.verify.proxy import Proxy
 from delivered_lab.verify.workloads import Record, Workload

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from delivered.model.guarantee import Guarantee
+from delivered import Guarantee
 from delivered_lab import brokers
 from delivered_lab.verify.systems.base import Poll, Row, SinkKind, SinkPlace, SourceClient, digest, polling
 from delivered_lab.verify.systems.log import Log

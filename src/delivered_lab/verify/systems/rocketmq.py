@@ -5,6 +5,7 @@ a session of the client library."""
 from __future__ import annotations
 
 import json
+import logging
 import struct
 import sys
 import uuid
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from delivered.model.guarantee import Guarantee
+from delivered import Guarantee
 from delivered_lab.brokers import rocketmq
 from delivered_lab.verify.systems.base import Row, SinkKind, SourceKind, SourcePlace, System, as_text
 from delivered_lab.verify.systems.messages import CONFIRM_TIMEOUT_S, OWN_ADDRESS, Messages, Queue, sending, sent_by
@@ -163,21 +164,25 @@ class RocketSource(Queue):
 
     @contextmanager
     def _producer(self) -> Iterator[tuple[Any, Any]]:
-        if _LOG_MODULE not in sys.modules:  # the library's own creates files in the user's home
-            import logging
-
-            quiet = ModuleType(_LOG_MODULE)
-            quiet.logger = logging.getLogger("rocketmq-python-client")  # type: ignore[attr-defined]
-            sys.modules[_LOG_MODULE] = quiet
-        from rocketmq import ClientConfiguration, Credentials, Producer
-
-        configuration = ClientConfiguration(self.endpoints, Credentials())
-        producer = Producer(configuration, [self.name])
+        client = quiet_library()
+        configuration = client.ClientConfiguration(self.endpoints, client.Credentials())
+        producer = client.Producer(configuration, [self.name])
         producer.startup()
         try:
             yield producer, configuration.rpc_endpoints
         finally:
             producer.shutdown()
+
+
+def quiet_library() -> Any:
+    """RocketMQ's client. Its own log module creates files in the user's home."""
+    if _LOG_MODULE not in sys.modules:
+        quiet = ModuleType(_LOG_MODULE)
+        quiet.logger = logging.getLogger("rocketmq-python-client")  # type: ignore[attr-defined]
+        sys.modules[_LOG_MODULE] = quiet
+    import rocketmq as library
+
+    return library
 
 
 def _source(at: SourcePlace) -> RocketSource:

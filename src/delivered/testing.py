@@ -1,0 +1,188 @@
+"""Trials of a pipeline: its batches without Spark, and what its file and its source hold.
+
+`delivered.crash` says what happens to a process at a named step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from delivered.checkpoint.positions import stream_driver
+from delivered.contract.powers import planned
+from delivered.contract.source import Offsets, Slice, SourceDriver
+from delivered.crash import install_from_environment
+from delivered.engine import grants
+from delivered.engine.context import Context
+from delivered.engine.direct import ArrowTransform, Direct, pack
+from delivered.engine.granting import registered
+from delivered.engine.owner import new_owner
+from delivered.engine.runner import Runner
+from delivered.engine.shard import write_shard
+from delivered.engine.sinks import Sinks
+from delivered.entry import Pipeline
+from delivered.model.bad_row import OnBadRow
+from delivered.model.errors import DeliveredError
+from delivered.model.step import Moment, StepId, reach
+from delivered.model.work import BatchPlan, CheckpointView, DriverAddress, ShardMessage
+from delivered.pipeline.file import load_file
+
+__all__ = ["Batches", "Task", "definition", "first_records"]
+_BY_SPARK = "run it by Spark: delivered run, or delivered verify --service spark"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One attempt of a shard of a batch. Picklable; called in the process that runs it, and returns its message.
+
+    Attributes:
+        attempt: as Spark numbers it, from 0.
+    """
+
+    sinks: Sinks
+    direct: Direct
+    plan: BatchPlan
+    shard: int
+    piece: Slice
+    attempt: int = 0
+
+    def __call__(self) -> ShardMessage:
+        install_from_environment()
+        rows = self.direct.rows(iter([pack(self.piece)]))
+        may_send = partial(grants.may_send, self.plan, self.shard)
+        return write_shard(self.sinks, self.plan, self.shard, self.attempt, rows, self.direct.schema(), may_send)
+
+
+class Batches:
+    """The batches of a pipeline without Spark, by its own connectors and commit engine. The caller keeps the checkpoint
+    as Spark does, and runs the tasks.
+
+    Attributes:
+        driver: offsets of the source; set by `start`.
+
+    Raises:
+        DeliveredError: only Spark can run its transform or its sinks.
+    """
+
+    driver: SourceDriver
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        transform = pipeline.transform
+        if transform.kind not in ("none", "arrow"):
+            text = f"Without Spark, a pipeline cannot run a transform in {transform.kind}."
+            raise DeliveredError("LOOP_TRANSFORM", text, next_step=_BY_SPARK)
+        if not all(s.projection.is_all for s in pipeline.sinks):
+            text = "Without Spark, a pipeline cannot run sinks with select or where."
+            raise DeliveredError("LOOP_SINKS", text, next_step=_BY_SPARK)
+        self.pipeline = pipeline
+        (source,) = pipeline.sources.values()
+        self.source = planned(source.source())
+        self.rows_max = self.source.rows_per_batch_max
+        self.sinks = pipeline.spec.open()
+        direct = Direct if pipeline.on_bad_row is OnBadRow.FAIL else Direct.rejecting
+        self._direct = direct(self.source, ArrowTransform(transform.select, transform.function))
+
+    def preload(self) -> None:
+        """Import what tasks would import first of all, for workers that are forked afterwards."""
+        for system in {s.system for s in self.pipeline.sinks}:
+            with suppress(ImportError):
+                import_module(f"delivered.connectors.{system}.writer")
+
+    def runner(self, incarnation: str) -> Runner:
+        """Its commit engine, as a new driver of this process.
+
+        Args:
+            incarnation: id in the checkpoint's `metadata`.
+        """
+        spec, owner = self.pipeline.spec, new_owner(psutil.Process())
+        scope = spec.scope(self.sinks, incarnation)
+        context = Context.open(self.sinks, scope, self.pipeline.guarantee, owner, spec.tolerance)
+        return Runner(self.sinks, context, partial(registered, scope, owner, DriverAddress()))
+
+    def start(self, incarnation: str, *, takeover: bool = False) -> None:
+        """Check the pipeline as a start of it does, and fix the end of what is delivered.
+
+        Raises:
+            DeliveredError: its guarantee is refused.
+        """
+        error = getattr(self.pipeline.plan(takeover=takeover), "error", None)
+        if error is not None:
+            raise error
+        self.sinks.check_schema(self._direct.schema())
+        self.driver = stream_driver(self.source, str(self.pipeline.checkpoint))
+        self.driver.freeze()
+        self._incarnation, self._runner = incarnation, self.runner(incarnation)
+
+    def run(
+        self,
+        batch: int,
+        offsets: str,
+        logged: int | None,
+        start: Offsets,
+        end: Offsets,
+        run_tasks: Callable[[list[Task]], Iterable[ShardMessage | None]],
+    ) -> None:
+        """Plan a batch, let its tasks run, and commit it; if a task failed, abort what the others prepared.
+
+        Args:
+            offsets: its end, as the checkpoint holds it.
+            logged: newest batch in the checkpoint's commit log.
+            run_tasks: yields the message of each task that succeeds; raises if one fails.
+        """
+        view = CheckpointView(self._incarnation, batch, offsets, logged)
+        plan = self._runner.plan(view, self._direct.schema())
+        pieces = self.driver.slices(start, end)
+        tasks = [Task(self.sinks, self._direct, plan, shard, piece) for shard, piece in enumerate(pieces)]
+
+        def write(messages: list[ShardMessage | None]) -> None:
+            for message in run_tasks(tasks):
+                messages.append(message)
+
+        self._runner.finish(plan, write)
+        reach(StepId.LOG, Moment.BEFORE, batch=batch)
+
+    def finished(self, batch: int) -> None:
+        """The last batch is in the commit log."""
+        reach(StepId.LOG, Moment.AFTER, batch=batch)
+
+    def accounts(self, incarnation: str) -> dict[str, int]:
+        """Records decided and given up, by the ledger."""
+        last = self.runner(incarnation).context.ledger.look().last
+        accounts = [] if last is None else list(last.accounts.values())
+        return {"decided": sum(a.total.count for a in accounts), "given_up": sum(a.given_up.count for a in accounts)}
+
+
+def definition(path: Path) -> dict[str, Any]:
+    """A pipeline file as data, without defaults.
+
+    Raises:
+        UsageError: it is not a pipeline.
+    """
+    return load_file(path).model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+
+
+def first_records(path: Path, rows_max: int) -> list[tuple[str | None, str]]:
+    """Key and value of the first records that the source of a pipeline file holds, as text. Acknowledges nothing."""
+    (source,) = Pipeline.from_file(path, {"source.startingOffsets": "earliest"}).sources.values()
+    reads = planned(source.source())
+    driver = reads.driver()
+    try:
+        start = driver.initial()
+        pieces = driver.slices(start, driver.latest(start, rows_max))
+        rows = [
+            r for piece in pieces for batch in reads.read(piece) for r in batch.select(["key", "value"]).to_pylist()
+        ]
+    finally:
+        driver.close()
+    return [(_text(r["key"]), _text(r["value"]) or "") for r in rows[:rows_max]]
+
+
+def _text(value: bytes | str | None) -> str | None:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
