@@ -26,9 +26,10 @@ import pyarrow as pa
 import yaml
 
 from benchmarks.__main__ import create_topic
-from delivered.crash import CRASH, CRASH_DIR, HIT_SUFFIX, release
+from delivered.crash import CRASH, CRASH_DIR, HIT_SUFFIX
 from delivered.engine.sinks import Sinks
 from delivered_lab import brokers
+from delivered_lab.supervisor import release
 
 LAYOUTS = ((2, 2), (2, 8), (4, 8))
 """Tasks at a time, shards of a batch."""

@@ -9,8 +9,8 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from delivered.crash import CRASH, CRASH_DIR, CrashAction, hits, parse
-from delivered_lab.supervisor import kill_tree
+from delivered.crash import CRASH, CRASH_DIR, CrashAction, parse
+from delivered_lab.supervisor import hits, kill_tree
 
 STOP_TIMEOUT_S = 150.0
 

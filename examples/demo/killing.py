@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from delivered.crash import hits
-from delivered_lab.supervisor import Outcome, run
+from delivered_lab.supervisor import Outcome, hits, run
 
 TIMEOUT_S = 900.0
 """For all runs of one pipeline together; a quiet machine takes 40 s."""

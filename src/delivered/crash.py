@@ -10,7 +10,8 @@
     halt   (default) write the hit, then block forever: an outside supervisor kills the whole process tree
     kill   write the hit, then SIGKILL this process
     raise  write the hit, then raise `Crashed`: Spark retries the task
-    wait   write the hit, then block until `release(hit's path)`: an outside script injects a fault meanwhile
+    wait   write the hit, then block until a file with the hit's name and .released exists: an outside script injects a
+           fault meanwhile
 
 A point is hit once per folder across all processes and restarts, so that a restarted pipeline goes on.
 """
@@ -35,7 +36,7 @@ from delivered.model.step import Moment, StepId, install
 CRASH = "DELIVERED_CRASH"
 CRASH_DIR = "DELIVERED_CRASH_DIR"
 HIT_SUFFIX = ".hit.json"
-_RELEASED_SUFFIX = ".released"
+RELEASED_SUFFIX = ".released"
 _POLL_S = 0.02
 
 _SPEC = re.compile(
@@ -80,28 +81,6 @@ class CrashPoint:
 
     def matches(self, point: str, facts: Mapping[str, Any]) -> bool:
         return point == self.name and all(k in facts and str(facts[k]) == v for k, v in self.where.items())
-
-
-@dataclass(frozen=True)
-class Hit:
-    """A crash point that was reached.
-
-    Attributes:
-        point: as written in `DELIVERED_CRASH`.
-        pid: of the process that reached it.
-        facts: of the point: batch, shard, attempt, rows.
-        at_ms: Unix time.
-    """
-
-    point: str
-    pid: int
-    facts: Mapping[str, Any]
-    at_ms: int
-
-    @classmethod
-    def read(cls, path: Path) -> Hit:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return cls(data["point"], data["pid"], data["facts"], data["at_ms"])
 
 
 def parse(text: str) -> tuple[CrashPoint, ...]:
@@ -181,7 +160,7 @@ class Handler:
 def _act(spec: CrashPoint, hit: Path) -> None:
     match spec.action:
         case CrashAction.WAIT:
-            while not hit.with_suffix(_RELEASED_SUFFIX).exists():
+            while not hit.with_suffix(RELEASED_SUFFIX).exists():
                 time.sleep(_POLL_S)
         case CrashAction.HALT:
             _halt()
@@ -195,11 +174,6 @@ def _act(spec: CrashPoint, hit: Path) -> None:
 def _halt() -> NoReturn:
     while True:
         threading.Event().wait()
-
-
-def release(hit: Path) -> None:
-    """Release the process that waits at a point with `!wait`."""
-    hit.with_suffix(_RELEASED_SUFFIX).touch()
 
 
 def install_from_environment() -> bool:
@@ -220,9 +194,3 @@ def install_from_environment() -> bool:
         )
     install(Handler(points, Path(folder)))
     return True
-
-
-def hits(folder: Path) -> list[tuple[Path, Hit]]:
-    """All hits in a folder, oldest first."""
-    found = [(path, Hit.read(path)) for path in folder.glob(f"*{HIT_SUFFIX}")]
-    return sorted(found, key=lambda item: (item[1].at_ms, item[0].name))

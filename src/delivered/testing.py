@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,8 @@ _BY_SPARK = "run it by Spark: delivered run, or delivered verify --service spark
 
 @dataclass(frozen=True)
 class Task:
-    """One attempt of a shard of a batch. Picklable; called in the process that runs it, and returns its message.
-
-    Attributes:
-        attempt: as Spark numbers it, from 0.
-    """
+    """One attempt of a shard of a batch, numbered from 0. Picklable; called in the process that runs it, and returns
+    its message."""
 
     sinks: Sinks
     direct: Direct
@@ -62,16 +58,10 @@ class Task:
 
 class Batches:
     """The batches of a pipeline without Spark, by its own connectors and commit engine. The caller keeps the checkpoint
-    as Spark does, and runs the tasks.
-
-    Attributes:
-        driver: offsets of the source; set by `start`.
-
-    Raises:
-        DeliveredError: only Spark can run its transform or its sinks.
-    """
+    as Spark does, and runs the tasks. Raises DeliveredError: only Spark can run its transform or its sinks."""
 
     driver: SourceDriver
+    """Offsets of the source, from `start` on."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         transform = pipeline.transform
@@ -89,29 +79,15 @@ class Batches:
         direct = Direct if pipeline.on_bad_row is OnBadRow.FAIL else Direct.rejecting
         self._direct = direct(self.source, ArrowTransform(transform.select, transform.function))
 
-    def preload(self) -> None:
-        """Import what tasks would import first of all, for workers that are forked afterwards."""
-        for system in {s.system for s in self.pipeline.sinks}:
-            with suppress(ImportError):
-                import_module(f"delivered.connectors.{system}.writer")
-
     def runner(self, incarnation: str) -> Runner:
-        """Its commit engine, as a new driver of this process.
-
-        Args:
-            incarnation: id in the checkpoint's `metadata`.
-        """
+        """Its commit engine, as a new driver of this process. `incarnation`: id in the checkpoint's `metadata`."""
         spec, owner = self.pipeline.spec, new_owner(psutil.Process())
         scope = spec.scope(self.sinks, incarnation)
         context = Context.open(self.sinks, scope, self.pipeline.guarantee, owner, spec.tolerance)
         return Runner(self.sinks, context, partial(registered, scope, owner, DriverAddress()))
 
     def start(self, incarnation: str, *, takeover: bool = False) -> None:
-        """Check the pipeline as a start of it does, and fix the end of what is delivered.
-
-        Raises:
-            DeliveredError: its guarantee is refused.
-        """
+        """Check the pipeline as a start of it does, and fix the end of what is delivered. Raises Refused."""
         error = getattr(self.pipeline.plan(takeover=takeover), "error", None)
         if error is not None:
             raise error
@@ -160,29 +136,17 @@ class Batches:
 
 
 def definition(path: Path) -> dict[str, Any]:
-    """A pipeline file as data, without defaults.
-
-    Raises:
-        UsageError: it is not a pipeline.
-    """
+    """A pipeline file as data, without defaults. Raises UsageError: it is not a pipeline."""
     return load_file(path).model_dump(mode="json", exclude_none=True, exclude_defaults=True)
 
 
-def first_records(path: Path, rows_max: int) -> list[tuple[str | None, str]]:
-    """Key and value of the first records that the source of a pipeline file holds, as text. Acknowledges nothing."""
+def first_records(path: Path, rows_max: int) -> list[tuple[bytes | None, bytes | None]]:
+    """Key and value of the first records that the source of a pipeline file holds. Acknowledges nothing."""
     (source,) = Pipeline.from_file(path, {"source.startingOffsets": "earliest"}).sources.values()
     reads = planned(source.source())
     driver = reads.driver()
-    try:
+    with closing(driver):
         start = driver.initial()
-        pieces = driver.slices(start, driver.latest(start, rows_max))
-        rows = [
-            r for piece in pieces for batch in reads.read(piece) for r in batch.select(["key", "value"]).to_pylist()
-        ]
-    finally:
-        driver.close()
-    return [(_text(r["key"]), _text(r["value"]) or "") for r in rows[:rows_max]]
-
-
-def _text(value: bytes | str | None) -> str | None:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+        slices = driver.slices(start, driver.latest(start, rows_max))
+        batches = (batch for piece in slices for batch in reads.read(piece))
+        return [(row["key"], row["value"]) for batch in batches for row in batch.to_pylist()][:rows_max]

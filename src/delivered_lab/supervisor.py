@@ -1,8 +1,9 @@
-"""Run a command, kill its whole process tree at each crash point that is hit, and restart it until it ends."""
+"""Run a command, kill its complete process tree at each crash point that is hit, and restart it until it ends."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -10,14 +11,47 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
 from delivered import DeliveredError
-from delivered.crash import CRASH, CRASH_DIR, CrashAction, Hit, hits, parse
+from delivered.crash import CRASH, CRASH_DIR, HIT_SUFFIX, RELEASED_SUFFIX, CrashAction, parse
 
 _POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A crash point that was reached.
+
+    Attributes:
+        point: as written in `DELIVERED_CRASH`.
+        pid: of the process that reached it.
+        facts: of the point: batch, shard, attempt, rows.
+        at_ms: Unix time.
+    """
+
+    point: str
+    pid: int
+    facts: Mapping[str, Any]
+    at_ms: int
+
+    @classmethod
+    def read(cls, path: Path) -> Hit:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return cls(data["point"], data["pid"], data["facts"], data["at_ms"])
+
+
+def hits(folder: Path) -> list[tuple[Path, Hit]]:
+    """All hits in a folder, oldest first."""
+    found = [(path, Hit.read(path)) for path in folder.glob(f"*{HIT_SUFFIX}")]
+    return sorted(found, key=lambda item: (item[1].at_ms, item[0].name))
+
+
+def release(hit: Path) -> None:
+    """Release the process that waits at a point with `!wait`."""
+    hit.with_suffix(RELEASED_SUFFIX).touch()
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from delivered.connectors.log import CONNECTOR as LOG
-from delivered.crash import CRASH, CRASH_DIR, hits, release
+from delivered.crash import CRASH, CRASH_DIR
 from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId
+from delivered_lab.supervisor import hits, release
 
 MESSAGES = 3_000
 _STEPS = [s for s, role in ROLE_OF_STEP.items() if role is Role.RECEIVER and s is not StepId.RECEIVE_QUARANTINE]

@@ -29,10 +29,10 @@ from delivered.connectors.activemq.client import Session
 from delivered.connectors.activemq.options import ActivemqOptions
 from delivered.connectors.activemq.queue import ActivemqQueue, ActivemqReceiver, Management, held_by_nobody
 from delivered.connectors.log import CONNECTOR as LOG
-from delivered.crash import hits
 from delivered.model.errors import BadRecord, Refused, Unreachable, UsageError
 from delivered.model.outcome import Ok
 from delivered_lab import brokers
+from delivered_lab.supervisor import hits
 
 parse = ActivemqOptions.parse
 

@@ -34,11 +34,11 @@ from delivered.connectors.log.journal import LogJournal
 from delivered.connectors.rabbitmq.client import connect
 from delivered.connectors.rabbitmq.options import RabbitmqOptions
 from delivered.connectors.rabbitmq.queue import RabbitmqQueue, RabbitmqReceiver
-from delivered.crash import hits, release
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.outcome import Ok
 from delivered.operate.status import status
 from delivered_lab import brokers
+from delivered_lab.supervisor import hits, release
 from delivered_lab.verify.proxy import StreamProxy
 
 parse = RabbitmqOptions.parse

@@ -28,7 +28,6 @@ import delivered
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.rocketmq.options import RocketmqOptions
 from delivered.connectors.rocketmq.queue import RocketmqQueue, RocketmqReceiver
-from delivered.crash import hits
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.outcome import Ok
@@ -36,6 +35,7 @@ from delivered.patterns.inbox import ddl
 from delivered.pipeline.registry import find_sink
 from delivered_lab import brokers
 from delivered_lab.brokers import rocketmq as rocketmq_server
+from delivered_lab.supervisor import hits
 from delivered_lab.verify.ends import applications
 
 parse = RocketmqOptions.parse

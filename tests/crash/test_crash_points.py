@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from delivered.crash import Crashed, CrashPoint, Handler, hits, parse
+from delivered.crash import Crashed, CrashPoint, Handler, parse
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.step import Moment, StepId
-from delivered_lab.supervisor import run
+from delivered_lab.supervisor import hits, run
 
 PIPELINE = """
 import subprocess, sys, os

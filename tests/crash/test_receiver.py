@@ -16,8 +16,9 @@ from tests.crash.receiver_process import PER_APPEND, Spool
 from tests.support.sweeps import sweep
 
 from delivered.connectors.log import CONNECTOR
-from delivered.crash import CRASH, CRASH_DIR, hits, release
+from delivered.crash import CRASH, CRASH_DIR
 from delivered.model.step import ROLE_OF_STEP, Moment, Role
+from delivered_lab.supervisor import hits, release
 
 MESSAGES = 400
 QUARANTINE = [f"receive.quarantine:{m}" for m in Moment]

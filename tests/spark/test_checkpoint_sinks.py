@@ -16,7 +16,7 @@ from tests.spark.life import PLAIN, WAIT_S, Life, once, rows
 from tests.support.halted import halted
 
 import delivered
-from delivered.crash import release
+from delivered_lab.supervisor import release
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

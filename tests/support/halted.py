@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from delivered.crash import CRASH, CRASH_DIR, hits, parse
-from delivered_lab.supervisor import kill_tree
+from delivered.crash import CRASH, CRASH_DIR, parse
+from delivered_lab.supervisor import hits, kill_tree
 
 WAIT_S = 300.0
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from delivered.crash import Handler, hits, parse, release
+from delivered.crash import Handler, parse
 from delivered.model.step import Moment, StepId
+from delivered_lab.supervisor import hits, release
 
 
 def test_a_process_waits_at_a_point_until_it_is_released_and_never_again(tmp_path: Path) -> None:

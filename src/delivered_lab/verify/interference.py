@@ -11,7 +11,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
-from delivered.crash import Hit
+from delivered_lab.supervisor import Hit
 from delivered_lab.verify.evidence import Stop
 from delivered_lab.verify.fixture import END_TIMEOUT_S, HIT_TIMEOUT_S, Fixture
 from delivered_lab.verify.proxy import Rule

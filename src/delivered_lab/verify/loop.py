@@ -108,7 +108,6 @@ class Loop:
 
     def _workers(self) -> ProcessPoolExecutor:
         """Forked after all imports, which would otherwise dominate the start of a case, twice."""
-        self.batches.preload()
         for module in (m for s in self.pipeline.sinks for m in _CLIENTS.get(s.system, ())):
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from delivered import Guarantee
-from delivered.crash import Hit
+from delivered_lab.supervisor import Hit
 from delivered_lab.verify.evidence import Stop
 from delivered_lab.verify.fixture import HIT_TIMEOUT_S, Fixture
 from delivered_lab.verify.services import Cluster, Run, VerifierError, last_words

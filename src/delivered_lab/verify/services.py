@@ -21,9 +21,9 @@ from typing import Any
 import psutil
 
 from delivered import DeliveredError, MissingExtra
-from delivered.crash import CRASH, CRASH_DIR, Hit, hits, release
+from delivered.crash import CRASH, CRASH_DIR
 from delivered.machine import java_home
-from delivered_lab.supervisor import kill_tree
+from delivered_lab.supervisor import Hit, hits, kill_tree, release
 from delivered_lab.verify.evidence import End, History, Stop
 from delivered_lab.verify.systems.base import QueueSource, wait_for
 from delivered_lab.verify.workloads import Workload

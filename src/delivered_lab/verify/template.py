@@ -18,6 +18,7 @@ from typing import Any
 from delivered import Guarantee, UsageError
 from delivered.testing import definition, first_records
 from delivered_lab.verify.systems import POSTGRES_2PC, SINK_KINDS
+from delivered_lab.verify.systems.base import as_text
 from delivered_lab.verify.workloads import PARTITIONS, Effect, Record, Workload
 
 SAMPLE_MAX = 600
@@ -113,7 +114,7 @@ def load(path: Path) -> Template:
             next_step="verify a copy of the file with one sink",
         )
     sample = [
-        Record(f"own{number}", key, number, number % PARTITIONS, raw=value)
+        Record(f"own{number}", as_text(key), number, number % PARTITIONS, raw=as_text(value) or "")
         for number, (key, value) in enumerate(first_records(path, SAMPLE_MAX))
     ]
     if not sample:
