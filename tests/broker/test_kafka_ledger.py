@@ -15,7 +15,7 @@ from kafka.protocol.producer.transaction import EndTxnRequest
 from tests.broker.sink_help import EXACT, FIRST, SCHEMA, SECOND, Child, Rig, decision, rows, store_of
 from tests.kafka_tools import read_committed
 
-from delivered.clients.kafka.answers import NoAnswer
+from delivered.clients.kafka.errors import NoAnswer
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import Transaction
 from delivered.connectors.kafka import ledger_trust, topics

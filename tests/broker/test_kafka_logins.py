@@ -15,8 +15,7 @@ from tests.support import stored_logins
 from tests.support.logins import ODD_USER, PASSWORD, SESSION_S, STORE, USER, Logins, revocations
 from tests.support.sweeps import sweep
 
-from delivered.clients.kafka.channel import Channel
-from delivered.clients.kafka.login import connected, security
+from delivered.clients.kafka.channel import Channel, connected, security
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.settings import client_options, resolved
 from delivered.connectors.kafka import CONNECTOR

@@ -11,7 +11,7 @@ from tests.broker.lost_ends import Lose, losing, lost_ends
 from tests.broker.sink_help import Rig, prepared, rows, wait_for
 from tests.support.servers import Kafka
 
-from delivered.clients.kafka.partition_state import open_in, partitions_of
+from delivered.clients.kafka.listing import open_in, partitions_of
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import OpenTransaction, Transaction, describe, describe_all, listed
 from delivered.connectors.kafka import CONNECTOR, ledger_trust

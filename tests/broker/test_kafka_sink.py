@@ -20,7 +20,7 @@ from tests.support.scans import scanned_table
 from tests.support.sweeps import KAFKA_CLIENTS, sweep
 
 from delivered.clients.kafka import sender
-from delivered.clients.kafka.rows import Rows
+from delivered.clients.kafka.record_batch import Rows
 from delivered.connectors.kafka import CONNECTOR
 from delivered.connectors.kafka import writer as warm
 from delivered.engine.shard import write_shard

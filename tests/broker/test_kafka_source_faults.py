@@ -25,7 +25,7 @@ from tests.broker import source_help
 from tests.broker.source_help import positions, produce, read_all, read_range, source, values
 from tests.support.sweeps import KAFKA_CLIENTS
 
-from delivered.clients.kafka import fallback
+from delivered.clients.kafka import librdkafka
 from delivered.connectors.kafka import reader
 from delivered.contract.source import Slice
 from delivered.model import patience
@@ -201,7 +201,7 @@ def test_tls_and_scram_and_permissions(
 def test_librdkafkas_own_words_go_to_logging(
     nobody: SimpleNamespace, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    consumer = fallback.Consumer("owner", {"bootstrap.servers": nobody.bootstrap}, headers=False)
+    consumer = librdkafka.Consumer("owner", {"bootstrap.servers": nobody.bootstrap}, headers=False)
     consumer.assign(("t", 0), 0)
     deadline = time.monotonic() + 60
     with caplog.at_level(logging.DEBUG, "delivered.kafka.client"):

@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delivered.clients.kafka.sequences import SEQUENCES, UNANSWERED_MAX, Batch, PartitionQueue, Verdict, verdict_of
+from delivered.clients.kafka.sender import SEQUENCES, UNANSWERED_MAX, Batch, PartitionQueue, Verdict, verdict_of
 
 
 class ScriptedBroker:

@@ -11,10 +11,9 @@ from contextlib import suppress
 import pytest
 from tests.support.lying_broker import LyingBroker, fetched
 
-from delivered.clients.kafka.answers import NoAnswer, header_bytes, varint
+from delivered.clients.kafka.errors import NoAnswer, header_bytes, varint
 from delivered.clients.kafka.fetcher import Fetcher, Response
-from delivered.clients.kafka.listing import batches_before
-from delivered.clients.kafka.partition_state import open_in
+from delivered.clients.kafka.listing import batches_before, open_in
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import describe, listed
 from delivered.model.errors import DeliveredError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from delivered.clients.kafka.login import security
+from delivered.clients.kafka.channel import security
 from delivered.clients.kafka.settings import check_client, client_options, protocol_of, resolved
 from delivered.connectors.kafka import CONNECTOR, options
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError

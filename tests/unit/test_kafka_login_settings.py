@@ -13,14 +13,11 @@ import pytest
 from tests.support.certificates import Authority
 from tests.support.token_server import CLIENT, SECRET, TokenServer
 
-from delivered.clients.kafka import jaas, sasl
-from delivered.clients.kafka.answers import CredentialsRefused, NoCredentials
-from delivered.clients.kafka.librdkafka import check_settings
-from delivered.clients.kafka.logins import SETTINGS, check_complete
-from delivered.clients.kafka.path import SOURCE_SETTINGS, by_arrow
-from delivered.clients.kafka.sasl import token_for
-from delivered.clients.kafka.settings import check_client, client_options
-from delivered.clients.kafka.tls import Tls, build_context, pem
+from delivered.clients.kafka import sasl, settings
+from delivered.clients.kafka.errors import CredentialsRefused, NoCredentials
+from delivered.clients.kafka.librdkafka import SOURCE_SETTINGS, by_arrow, check_settings
+from delivered.clients.kafka.sasl import Tls, build_context, pem, token_for
+from delivered.clients.kafka.settings import SETTINGS, check_client, check_complete, client_options
 from delivered.connectors.kafka import CONNECTOR
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
@@ -132,14 +129,16 @@ def test_what_librdkafka_cannot_log_in_with_is_refused_where_it_is_needed() -> N
 
 def test_java_logins_are_read() -> None:
     oauth = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule required"
-    assert jaas.settings_of(f'{oauth} clientId=\'a\' clientSecret="b\\"c" scope=d extension_x=y;', "OAUTHBEARER") == {
+    assert settings.jaas_settings(
+        f'{oauth} clientId=\'a\' clientSecret="b\\"c" scope=d extension_x=y;', "OAUTHBEARER"
+    ) == {
         "sasl.oauthbearer.client.id": "a",
         "sasl.oauthbearer.client.secret": 'b"c',
         "sasl.oauthbearer.scope": "d",
         "sasl.oauthbearer.extensions": "x=y",
     }
     kerberos = "com.sun.security.auth.module.Krb5LoginModule required"
-    found = jaas.settings_of(f'{kerberos} useKeyTab=true storeKey=true keyTab="/k" principal="me@R";', "GSSAPI")
+    found = settings.jaas_settings(f'{kerberos} useKeyTab=true storeKey=true keyTab="/k" principal="me@R";', "GSSAPI")
     assert found == {"sasl.kerberos.keytab": "/k", "sasl.kerberos.principal": "me@R"}
     assert set(found) <= SETTINGS
     for text, mechanism in (
@@ -147,7 +146,7 @@ def test_java_logins_are_read() -> None:
         (f"{oauth} clientId=hidden", "OAUTHBEARER"), ("org.example.Login required hidden=1;", "PLAIN"), ("", "PLAIN"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=r"sasl\.jaas\.config") as caught:
-            jaas.settings_of(text, mechanism)
+            settings.jaas_settings(text, mechanism)
         assert "hidden;" not in str(caught.value)
 
 

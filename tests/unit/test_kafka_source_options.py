@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delivered.clients.kafka.fallback import consumer_settings as settings
+from delivered.clients.kafka.librdkafka import consumer_settings as settings
 from delivered.clients.kafka.settings import client_options, resolved
 from delivered.connectors.kafka import CONNECTOR
 from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Positions, Timestamp

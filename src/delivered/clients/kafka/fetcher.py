@@ -14,12 +14,10 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.clients.kafka import protocol
-from delivered.clients.kafka.answers import NoAnswer, varint
 from delivered.clients.kafka.channel import Pending
-from delivered.clients.kafka.errors import explain
+from delivered.clients.kafka.errors import NoAnswer, explain, varint
 from delivered.clients.kafka.protocol import NoTopic, Wire, name_of
-from delivered.clients.kafka.record_batch import CorruptBatch, Decoded, decode
-from delivered.clients.kafka.rows import Partition
+from delivered.clients.kafka.record_batch import CorruptBatch, Decoded, Partition, decode
 from delivered.clients.kafka.settings import committed_only, resolved
 from delivered.model.limits import DECOMPRESSED_BYTES_MAX, KAFKA_RESPONSE_BYTES_MAX, REQUEST_TIMEOUT_S
 from delivered.model.patience import within

@@ -1,8 +1,4 @@
-"""Kafka's record batches (message format 2) from and to Arrow columns, with no Python object per record.
-
-`record_batch.c` walks the records, through ctypes and without Python's lock; pyarrow's codecs compress.
-Without the compiled library `available` returns False, and librdkafka serves every reader and writer.
-"""
+"""Record batches of Kafka's format from and to Arrow columns: rows to produce, compression, encoding, decoding."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +15,60 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.clients.kafka import record_batch_native as native
-from delivered.clients.kafka.rows import Partition
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
 from delivered.model.limits import DECOMPRESSED_BYTES_MAX, RECORD_BATCH_BYTES_MAX
 from delivered.source.columns import HEADER, REPRESENTED, TIMESTAMP, columns, header_name
+
+Partition = tuple[str, int]
+"""Topic and number."""
+
+RECORD_OVERHEAD = 128
+"""Upper bound of what the client adds to key and value before it checks message.max.bytes, without headers."""
+
+Headers = Sequence[tuple[str, bytes | None]]
+"""Of one record."""
+
+T = TypeVar("T")
+
+
+def by_topic(items: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
+    """Items by their topic, as requests list them."""
+    found: dict[str, list[T]] = {}
+    for topic, item in items:
+        found.setdefault(topic, []).append(item)
+    return found
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows for one topic.
+
+    Attributes:
+        key, value: binary or large_binary; key None: every key is null.
+        headers: list<struct<key: string, value: binary>>, or None.
+        partition: int32, -1: by key; or None.
+    """
+
+    topic: str
+    key: pa.Array | None
+    value: pa.Array
+    headers: pa.Array | None = None
+    partition: npt.NDArray[np.int32] | None = None
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def slice(self, start: int, length: int) -> Rows:
+        if start == 0 and length >= len(self):
+            return self
+        return Rows(
+            self.topic,
+            None if self.key is None else self.key.slice(start, length),
+            self.value.slice(start, length),
+            None if self.headers is None else self.headers.slice(start, length),
+            None if self.partition is None else self.partition[start : start + length],
+        )
+
 
 # What is wrong with a record batch from a broker, in words.
 

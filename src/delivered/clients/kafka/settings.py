@@ -1,20 +1,262 @@
-"""Options with the prefix `kafka.`: translates the Java client's names, which Spark's users know, to librdkafka's.
-
-Shared by source and sink. Imports no client library; secrets stay references until `resolved`.
-"""
+"""Settings of Kafka's clients as users write them: logins, TLS, words that librdkafka and the Java client share."""
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from delivered.clients.kafka import jaas, logins
-from delivered.clients.kafka.sasl import MECHANISMS, mechanism_of
-from delivered.model.addresses import is_loopback, parse_addresses
+from delivered.clients.kafka.sasl import (
+    ENDPOINT,
+    MECHANISMS,
+    OAUTHBEARER,
+    PROVIDER,
+    VERSIONS,
+    check_extensions,
+    load_function,
+    mechanism_of,
+    split_extensions,
+)
+from delivered.model.addresses import is_loopback, parse_addresses, split_url
 from delivered.model.errors import UsageError
-from delivered.model.options import REFERENCES, OptionType, choice, option, resolve_secret
+from delivered.model.options import REFERENCES, OptionType, Unfit, choice, option, resolve_secret
 
 PREFIX = "kafka."
+"""Of options that are settings of a client."""
+
+# `sasl.jaas.config`, in which the Java client's users write logins, as librdkafka's settings.
+
+JAAS = "sasl.jaas.config"
+_LOGIN = re.compile(r"\s*([\w.$]+)\s+required\s+(.*);\s*", re.DOTALL)
+_PAIR = re.compile(r"""([\w.]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|([^\s;"']+))\s*""")
+_PASSWORD = {"username": "sasl.username", "password": "sasl.password"}
+_MODULES = {
+    "org.apache.kafka.common.security.plain.PlainLoginModule": ("PLAIN", _PASSWORD),
+    "org.apache.kafka.common.security.scram.ScramLoginModule": ("SCRAM", _PASSWORD),
+    "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule": (
+        "OAUTHBEARER",
+        {
+            "clientId": "sasl.oauthbearer.client.id",
+            "clientSecret": "sasl.oauthbearer.client.secret",
+            "scope": "sasl.oauthbearer.scope",
+        },
+    ),
+    "com.sun.security.auth.module.Krb5LoginModule": (
+        "GSSAPI",
+        {
+            "keyTab": "sasl.kerberos.keytab",
+            "principal": "sasl.kerberos.principal",
+            "serviceName": "sasl.kerberos.service.name",
+        },
+    ),
+}
+_EXTENSION = "extension_"
+_JAVA_MODULES_ONLY = {
+    *("useKeyTab", "storeKey", "useTicketCache", "doNotPrompt", "refreshKrb5Config", "renewTGT", "debug"),
+    *("isInitiator", "serviceName"),
+}
+
+
+def jaas_settings(text: str, mechanism: str) -> dict[str, str]:
+    """The settings in a login.
+
+    Args:
+        mechanism: "": not known.
+
+    Raises:
+        UsageError: it does not show the text, which holds a password.
+    """
+    login = _LOGIN.fullmatch(text)
+    module, known = _MODULES.get(login[1], ("", {})) if login else ("", {})
+    if login is None or not known or (mechanism and not mechanism.startswith(module)):
+        raise _unclear(
+            f'it must be the login module of {mechanism or "the mechanism"}, required, name="value" ...;', mechanism
+        )
+    pairs = {m[1]: re.sub(r"\\(.)", r"\1", m[2] or m[3] or m[4] or "") for m in _PAIR.finditer(login[2])}
+    if _PAIR.sub("", login[2]).strip():
+        raise _unclear('its options must be name="value"', mechanism)
+    extensions = {n.removeprefix(_EXTENSION): v for n, v in pairs.items() if n.startswith(_EXTENSION)}
+    if other := [n for n in pairs if n not in known and n not in _JAVA_MODULES_ONLY and not n.startswith(_EXTENSION)]:
+        raise _unclear(f"{other[0]} is not known; known: {', '.join(known)}", mechanism)
+    if known is _PASSWORD and len(pairs) < len(known):
+        raise _unclear("it needs username and password", mechanism)
+    found = {known[name]: value for name, value in pairs.items() if name in known}
+    if extensions:
+        found["sasl.oauthbearer.extensions"] = ",".join(f"{n}={v}" for n, v in extensions.items())
+    return found
+
+
+def _unclear(why: str, mechanism: str) -> UsageError:
+    instead = {"OAUTHBEARER": "kafka.sasl.oauthbearer.*", "GSSAPI": "kafka.sasl.kerberos.*"}
+    return UsageError(
+        "OPTION_VALUE",
+        f"Option 'kafka.{JAAS}' is not understood: {why}.",
+        next_step=f"write {instead.get(mechanism, 'kafka.sasl.username and kafka.sasl.password')} instead",
+    )
+
+
+# Settings of TLS and logins.
+
+TLS_SETTINGS = frozenset(
+    {
+        *("ssl.ca.location", "ssl.ca.pem", "ssl.crl.location", "ssl.truststore.location", "ssl.truststore.password"),
+        *("ssl.certificate.location", "ssl.certificate.pem", "ssl.key.location", "ssl.key.pem", "ssl.key.password"),
+        *("ssl.keystore.location", "ssl.keystore.password", "ssl.enabled.protocols", "ssl.cipher.suites"),
+        *("ssl.endpoint.identification.algorithm", "enable.ssl.certificate.verification"),
+    }
+)
+SASL_SETTINGS = frozenset(
+    {
+        *("sasl.mechanism", "sasl.mechanisms", "sasl.username", "sasl.password", JAAS),
+        *("sasl.kerberos.service.name", "sasl.kerberos.principal", "sasl.kerberos.keytab"),
+        *(
+            PROVIDER,
+            ENDPOINT,
+            f"{OAUTHBEARER}config",
+            f"{OAUTHBEARER}method",
+            f"{OAUTHBEARER}client.id",
+            f"{OAUTHBEARER}client.secret",
+        ),
+        *(f"{OAUTHBEARER}scope", f"{OAUTHBEARER}extensions", "https.ca.location", "https.ca.pem"),
+    }
+)
+SETTINGS = frozenset({"security.protocol", *TLS_SETTINGS, *SASL_SETTINGS})
+_FAMILIES = ("ssl.", "sasl.", "https.", "enable.ssl.", "enable.sasl.", "security.")
+_UNSUPPORTED = {
+    "ssl.protocol": "write kafka.ssl.enabled.protocols, for example TLSv1.3",
+    "sasl.kerberos.kinit.cmd": "write kafka.sasl.kerberos.keytab: tickets are fetched and renewed without kinit",
+    "sasl.kerberos.min.time.before.relogin": "remove it: tickets are fetched and renewed by Kerberos' library",
+    "enable.sasl.oauthbearer.unsecure.jwt": "remove it: a token without signature proves nothing",
+    "ssl.ca.certificate.stores": "write kafka.ssl.ca.location",
+}
+_FORMS = {
+    "client certificate": ("ssl.certificate.location", "ssl.certificate.pem", "ssl.keystore.location"),
+    "trusted certificates": ("ssl.ca.location", "ssl.ca.pem", "ssl.truststore.location"),
+}
+
+
+def _protocols(text: str) -> str:
+    spelling = {name.lower(): name for name in VERSIONS}
+    names = [spelling.get(part.strip().lower()) for part in text.split(",") if part.strip()]
+    if not names or None in names:
+        raise Unfit(f"is {text!r}; it must be a list of: {', '.join(VERSIONS)}")
+    return ",".join(filter(None, names))
+
+
+def _endpoint(url: str) -> str:
+    parts = split_url(url)
+    if parts.scheme not in ("http", "https") or parts.username is not None:
+        raise Unfit(f"is {url.rpartition('@')[2]!r}; it must be https://host/path, without user and password")
+    return url
+
+
+LOGIN_WORDS: Mapping[str, OptionType[str]] = {
+    "ssl.enabled.protocols": OptionType(_protocols, example="TLSv1.3"),
+    ENDPOINT: OptionType(_endpoint, example="https://login.example/oauth2/token"),
+}
+
+
+def check_names(owner: str, client: Mapping[str, str]) -> None:
+    """Refuse settings of TLS and SASL that connections of ledger and transactions would ignore. Raises UsageError."""
+    for name in client:
+        if name.startswith(_FAMILIES) and name not in SETTINGS:
+            near = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.85)
+            raise UsageError(
+                "OPTION_UNKNOWN",
+                f"{owner}: option '{PREFIX}{name}' is not supported: no connection of the sink, the source and the "
+                "ledger would follow it.",
+                next_step=_UNSUPPORTED.get(name)
+                or (f"write '{PREFIX}{near[0]}'" if near else f"remove '{PREFIX}{name}'"),
+            )
+
+
+def check_complete(owner: str, client: Mapping[str, str]) -> None:
+    """Refuse a login that lacks something, or says it twice.
+
+    Args:
+        client: by librdkafka's names; secrets may be references.
+
+    Raises:
+        UsageError: with what is missing.
+    """
+    for what, names in _FORMS.items():
+        given = [name for name in names if name in client]
+        if len(given) > 1:
+            raise _unfit(
+                owner, f"'{PREFIX}{given[0]}' and '{PREFIX}{given[1]}' are both the {what}", "keep one of them"
+            )
+    for kind in ("location", "pem"):
+        if f"ssl.key.{kind}" in client and f"ssl.certificate.{kind}" not in client:
+            needed = f"{PREFIX}ssl.certificate.{kind}"
+            raise _unfit(owner, f"'{PREFIX}ssl.key.{kind}' is set without '{needed}'", f"add .option('{needed}', ...)")
+    if client.get("enable.ssl.certificate.verification") == "false" and "ssl.crl.location" in client:
+        raise _unfit(
+            owner, "'kafka.ssl.crl.location' is set, but no certificate is verified",
+            "remove kafka.enable.ssl.certificate.verification",
+        )  # fmt: skip
+    if client.get("security.protocol", "").startswith("SASL_"):
+        _check_sasl(owner, client)
+
+
+def _check_sasl(owner: str, client: Mapping[str, str]) -> None:
+    mechanism, text = mechanism_of(client), client.get(JAAS)
+    if mechanism.lower().startswith(REFERENCES) or (text is not None and text.startswith(REFERENCES)):
+        return
+    given = {**client, **(jaas_settings(text, mechanism) if text is not None else {})}
+    if mechanism == "GSSAPI":
+        if "sasl.mechanism" not in client and "sasl.mechanisms" not in client and "sasl.username" in client:
+            why = "'kafka.sasl.username' is set without 'kafka.sasl.mechanism', which means GSSAPI"
+            raise _unfit(owner, why, 'add .option("kafka.sasl.mechanism", "SCRAM-SHA-512")')
+        if "sasl.kerberos.principal" in given and "sasl.kerberos.keytab" not in given:
+            why = "'kafka.sasl.kerberos.principal' is set without a keytab, and is used with one only"
+            raise _unfit(owner, why, 'add .option("kafka.sasl.kerberos.keytab", "/etc/security/client.keytab")')
+    elif mechanism == "OAUTHBEARER":
+        _check_tokens(owner, given)
+    else:
+        for name in ("sasl.username", "sasl.password"):
+            if not given.get(name):
+                raise _unfit(
+                    owner,
+                    f"the mechanism {mechanism} needs '{PREFIX}{name}'",
+                    f'add .option("{PREFIX}{name}", "env:...")',
+                )
+
+
+def _check_tokens(owner: str, given: Mapping[str, str]) -> None:
+    sources = [name for name in (PROVIDER, ENDPOINT) if name in given]
+    if len(sources) != 1:
+        raise _unfit(
+            owner,
+            f"the mechanism OAUTHBEARER needs either '{PREFIX}{ENDPOINT}' or '{PREFIX}{PROVIDER}'",
+            f'add .option("{PREFIX}{ENDPOINT}", "https://...")' if not sources else "keep one of them",
+        )
+    if PROVIDER in given:
+        load_function(given[PROVIDER])
+    elif missing := [n for n in ("client.id", "client.secret") if not given.get(f"{OAUTHBEARER}{n}")]:
+        raise _unfit(
+            owner, f"a token server needs '{PREFIX}{OAUTHBEARER}{missing[0]}'",
+            f'add .option("{PREFIX}{OAUTHBEARER}{missing[0]}", "env:...")',
+        )  # fmt: skip
+    extensions = given.get(f"{OAUTHBEARER}extensions", "")
+    if not extensions.startswith(REFERENCES):
+        check_extensions(split_extensions(extensions))
+
+
+def _unfit(owner: str, why: str, next_step: str) -> UsageError:
+    return UsageError("OPTION_CONFLICT", f"{owner}: {why}.", next_step=next_step)
+
+
+def clear_secret(client: Mapping[str, str]) -> str | None:
+    """What sends a secret in clear to a token server on another host, for the plan; None: nothing."""
+    url = client.get(ENDPOINT, "")
+    if not url.startswith("http://") or is_loopback(split_url(url).hostname):
+        return None
+    return f"the client's secret is sent in clear to {split_url(url).hostname}; write https://"
+
+
+# All settings: what may be set, and as which client.
+
 PORT = 9092
 """Of a bootstrap server without one, as for librdkafka."""
 
@@ -66,7 +308,7 @@ _WORDS = {
     "compression.type": choice(("none", "gzip", "snappy", "lz4", "zstd")),
     "ssl.truststore.type": choice(("PEM", "PKCS12", "JKS")),
     "sasl.oauthbearer.method": choice(("oidc", "default")),
-    **logins.WORDS,
+    **LOGIN_WORDS,
 }
 _WORDS |= {
     "sasl.mechanisms": _WORDS["sasl.mechanism"],
@@ -105,11 +347,11 @@ def check_client(owner: str, values: Mapping[str, str], reserved: Mapping[str, s
     _check_store(owner, given, "truststore", "write kafka.ssl.ca.location with a PEM file: keytool -exportcert -rfc")
     _check_store(owner, given, "keystore", "convert it: keytool -importkeystore -deststoretype PKCS12")
     words = _words(owner, given)
-    login = given.get(jaas.OPTION, "env:")
+    login = given.get(JAAS, "env:")
     if not login.startswith(REFERENCES):
-        jaas.settings_of(login, mechanism_of(words, ""))
+        jaas_settings(login, mechanism_of(words, ""))
     _check_protocol(owner, words)
-    logins.check_names(owner, client_options(values))
+    check_names(owner, client_options(values))
 
 
 def _words(owner: str, given: Mapping[str, str]) -> dict[str, str]:
@@ -206,9 +448,9 @@ def resolved(client: Mapping[str, str]) -> dict[str, str]:
     settings = _words("Kafka", {k: resolve_secret(PREFIX + k, v) for k, v in client.items()})
     if settings.get("security.protocol") != client.get("security.protocol"):
         _check_protocol("Kafka", settings)  # it was a reference
-    text = settings.pop(jaas.OPTION, None)
+    text = settings.pop(JAAS, None)
     if text is not None:
-        settings |= jaas.settings_of(text, mechanism_of(settings, ""))
+        settings |= jaas_settings(text, mechanism_of(settings, ""))
     return settings
 
 
@@ -220,7 +462,7 @@ def protocol_of(client: Mapping[str, str]) -> str:
 
 def in_clear(client: Mapping[str, str]) -> tuple[str, ...]:
     """See `delivered.model.options.Options.in_clear`. `client`: from `client_options`."""
-    secret = logins.clear_secret(client)
+    secret = clear_secret(client)
     found = () if secret is None else (secret,)
     if client.get("security.protocol") != "SASL_PLAINTEXT" or mechanism_of(client) not in ("PLAIN", "OAUTHBEARER"):
         return found

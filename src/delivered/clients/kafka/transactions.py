@@ -11,10 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from delivered.clients.kafka import protocol
-from delivered.clients.kafka.answers import NoAnswer, only
 from delivered.clients.kafka.channel import Pending
-from delivered.clients.kafka.current import FATAL, ask_member
-from delivered.clients.kafka.protocol import Wire, name_of, retried
+from delivered.clients.kafka.errors import NoAnswer, only
+from delivered.clients.kafka.protocol import FATAL, Wire, ask_member, name_of, retried
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.patience import left_s

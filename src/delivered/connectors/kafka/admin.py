@@ -9,13 +9,11 @@ from functools import partial
 from typing import TypeVar
 
 from delivered.clients.kafka import listing
-from delivered.clients.kafka.answers import NoAnswer
-from delivered.clients.kafka.errors import explain
-from delivered.clients.kafka.librdkafka import check_settings
+from delivered.clients.kafka.errors import NoAnswer, explain
+from delivered.clients.kafka.librdkafka import SOURCE_SETTINGS, check_settings
 from delivered.clients.kafka.listing import Topic
-from delivered.clients.kafka.path import SOURCE_SETTINGS
 from delivered.clients.kafka.protocol import NoTopic, Wire
-from delivered.clients.kafka.rows import Partition
+from delivered.clients.kafka.record_batch import Partition
 from delivered.clients.kafka.settings import resolved
 from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Place, Positions, Timestamp, Where
 from delivered.connectors.kafka.options import OWNER, SourceOptions, is_internal

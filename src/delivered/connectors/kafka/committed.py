@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from delivered.clients.kafka import protocol
-from delivered.clients.kafka.answers import NoAnswer, only
+from delivered.clients.kafka.errors import NoAnswer, only
 from delivered.clients.kafka.protocol import Wire, name_of
 from delivered.clients.kafka.record_batch_native import library
 from delivered.model.errors import DeliveredError, InvariantBroken

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from delivered.clients.kafka import protocol
-from delivered.clients.kafka.answers import NoAnswer
 from delivered.clients.kafka.channel import Channel
-from delivered.clients.kafka.partition_state import OpenAt, end_at, held, open_in
+from delivered.clients.kafka.errors import NoAnswer
+from delivered.clients.kafka.listing import OpenAt, end_at, held, open_in
 from delivered.clients.kafka.protocol import Wire
-from delivered.clients.kafka.rows import Partition
+from delivered.clients.kafka.record_batch import Partition
 from delivered.clients.kafka.transactions import OpenTransaction, Transaction, describe_all, end, end_all, listed
 from delivered.connectors.kafka.markers import find_marker, marker_partition, written_partitions
 from delivered.connectors.kafka.options import SinkOptions

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from delivered.clients.kafka.answers import NoAnswer
+from delivered.clients.kafka.errors import NoAnswer
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import Transaction, describe, end, initialise
 from delivered.connectors.kafka.committed import HIDDEN_S, NOBODY, CommittedReader, Hidden, Record, damaged

@@ -13,10 +13,10 @@ import json
 import time
 from collections.abc import Callable
 
-from delivered.clients.kafka.answers import NoAnswer
-from delivered.clients.kafka.partition_state import partitions_of
+from delivered.clients.kafka.errors import NoAnswer
+from delivered.clients.kafka.listing import partitions_of
 from delivered.clients.kafka.protocol import Wire
-from delivered.clients.kafka.rows import Partition
+from delivered.clients.kafka.record_batch import Partition
 from delivered.clients.kafka.transactions import Transaction, describe
 from delivered.connectors.kafka.committed import HIDDEN_S, NOBODY, CommittedReader, Hidden, Record, barrier, damaged
 from delivered.connectors.kafka.options import SinkOptions

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from delivered.clients.kafka.rows import Partition
+from delivered.clients.kafka.record_batch import Partition
 from delivered.contract.source import Offsets
 from delivered.model.errors import InvariantBroken, UsageError
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from functools import partial
 
-from delivered.clients.kafka.rows import Partition
+from delivered.clients.kafka.record_batch import Partition
 from delivered.clients.kafka.settings import (
     check_client,
     client_options,

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from delivered.clients.kafka import protocol
-from delivered.clients.kafka.answers import NoAnswer
-from delivered.clients.kafka.current import ask_member
-from delivered.clients.kafka.protocol import Wire, name_of
+from delivered.clients.kafka.errors import NoAnswer
+from delivered.clients.kafka.protocol import Wire, ask_member, name_of
 from delivered.connectors.kafka.options import SinkOptions
 from delivered.connectors.kafka.topics import COPIES, PARTITIONS, copies_wanted, ledger_topic
 from delivered.contract.finding import Finding

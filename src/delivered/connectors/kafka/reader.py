@@ -17,11 +17,9 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.clients.kafka.fallback import Consumer
 from delivered.clients.kafka.fetcher import Fetched, Fetcher
-from delivered.clients.kafka.path import SOURCE_SETTINGS, by_arrow
-from delivered.clients.kafka.record_batch import BatchTooLarge
-from delivered.clients.kafka.rows import Partition
+from delivered.clients.kafka.librdkafka import SOURCE_SETTINGS, Consumer, by_arrow
+from delivered.clients.kafka.record_batch import BatchTooLarge, Partition
 from delivered.connectors.kafka.admin import KafkaDriverClient
 from delivered.connectors.kafka.options import OWNER, SourceOptions
 from delivered.contract.source import REJECTED

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from delivered.clients.kafka.librdkafka import check_settings
-from delivered.clients.kafka.path import SINK_SETTINGS, by_arrow, path
-from delivered.clients.kafka.rows import RECORD_OVERHEAD
+from delivered.clients.kafka.librdkafka import SINK_SETTINGS, by_arrow, check_settings, path
+from delivered.clients.kafka.record_batch import RECORD_OVERHEAD
 from delivered.connectors.kafka import columns
 from delivered.connectors.kafka.options import SINK_OWNER, SinkOptions
 from delivered.contract.finding import Finding

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, TypeVar
 import pyarrow as pa
 import tenacity
 
-from delivered.clients.kafka.answers import NoAnswer
-from delivered.clients.kafka.librdkafka import check_settings
+from delivered.clients.kafka.channel import unreachable
+from delivered.clients.kafka.errors import NoAnswer
+from delivered.clients.kafka.librdkafka import SOURCE_SETTINGS, by_arrow, check_settings, path
 from delivered.clients.kafka.listing import BatchHeader, EpochEnd, batches_before, epoch_ends
-from delivered.clients.kafka.login import unreachable
-from delivered.clients.kafka.path import SOURCE_SETTINGS, by_arrow, path
 from delivered.clients.kafka.protocol import Wire
-from delivered.clients.kafka.rows import Partition
+from delivered.clients.kafka.record_batch import Partition
 from delivered.connectors.kafka.admin import KafkaDriverClient, joined, resolve
 from delivered.connectors.kafka.offsets import EARLIEST, LASTING, LATEST, METADATA, Positions, Where
 from delivered.connectors.kafka.options import OWNER, SourceOptions, refuse_latest_start

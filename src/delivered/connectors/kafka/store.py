@@ -11,10 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from delivered.clients.kafka import protocol
-from delivered.clients.kafka.answers import NoAnswer, NotSent
-from delivered.clients.kafka.current import FATAL, is_leader
-from delivered.clients.kafka.protocol import NoTopic, Wire, name_of, retried
-from delivered.clients.kafka.sequences import VERDICTS, Verdict
+from delivered.clients.kafka.errors import NoAnswer, NotSent
+from delivered.clients.kafka.protocol import FATAL, NoTopic, Wire, is_leader, name_of, retried
+from delivered.clients.kafka.sender import VERDICTS, Verdict
 from delivered.clients.kafka.transactions import Transaction, end_request
 from delivered.connectors.kafka.committed import NOBODY, CommittedReader, damaged
 from delivered.connectors.kafka.ledger_trust import LedgerReader, Trust, take_id

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from delivered.clients.kafka import protocol
-from delivered.clients.kafka.answers import NoAnswer, only
+from delivered.clients.kafka.errors import NoAnswer, only
 from delivered.clients.kafka.protocol import Wire, name_of
 from delivered.clients.kafka.transactions import OPEN_STATES, OpenTransaction, Transaction, describe, initialise, listed
 from delivered.connectors.kafka.options import LEDGER_TOPICS, SinkOptions

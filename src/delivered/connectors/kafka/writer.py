@@ -15,13 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.clients.kafka.answers import NoAnswer
-from delivered.clients.kafka.errors import Failures, ProducerError
-from delivered.clients.kafka.fallback import Producer
-from delivered.clients.kafka.partition_state import open_in
-from delivered.clients.kafka.path import SINK_SETTINGS, by_arrow
+from delivered.clients.kafka.errors import Failures, NoAnswer, ProducerError
+from delivered.clients.kafka.librdkafka import SINK_SETTINGS, Producer, by_arrow
+from delivered.clients.kafka.listing import open_in
 from delivered.clients.kafka.protocol import Wire, server_name
-from delivered.clients.kafka.rows import Rows
+from delivered.clients.kafka.record_batch import Rows
 from delivered.clients.kafka.sender import Cluster, Sender
 from delivered.clients.kafka.transactions import OpenTransaction, Transaction, describe, initialise, producer_id
 from delivered.connectors.kafka import columns
