@@ -32,7 +32,7 @@ from tests.support.servers import Kafka
 
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import Transaction, end_request
-from delivered.connectors.kafka import committer, ledger_trust, store
+from delivered.connectors.kafka import committer, store
 from delivered.engine.committers import Committers
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
@@ -400,7 +400,7 @@ def main() -> None:
     given = parser.parse_args()
     os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")  # as all tests
     # A hole in a partition would cost minutes, a transaction of the ledger expires after 25 s.
-    for module in (store, committer, committer, ledger_trust):
+    for module in (store, committer, committer, store):
         module.RECOVERY_WAIT_S = 60.0
     use_version(given.kafka)
     interval = {INTERVAL: str(given.abort_interval)}

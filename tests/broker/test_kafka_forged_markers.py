@@ -10,7 +10,7 @@ from tests.broker.sink_help import Forger, Rig, prepared
 
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import initialise
-from delivered.connectors.kafka.markers import marker_key, marker_partition, marker_value
+from delivered.connectors.kafka.committer import marker_key, marker_partition, marker_value
 from delivered.model.errors import OutcomeUnknown, PromiseBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.outcome import Failed, Ok

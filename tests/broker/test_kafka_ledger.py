@@ -18,12 +18,11 @@ from tests.kafka_tools import read_committed
 from delivered.clients.kafka.errors import NoAnswer
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import Transaction
-from delivered.connectors.kafka import ledger_trust, topics
 from delivered.connectors.kafka import store as store_module
-from delivered.connectors.kafka.committed import CommittedReader
-from delivered.connectors.kafka.markers import find_marker, marker_partition
+from delivered.connectors.kafka import topics
+from delivered.connectors.kafka.committer import find_marker, marker_partition
 from delivered.connectors.kafka.store import KafkaStore
-from delivered.connectors.kafka.topics import STATE_PARTITION, Keys, ledger_topic
+from delivered.connectors.kafka.topics import STATE_PARTITION, CommittedReader, Keys, ledger_topic
 from delivered.engine.context import open_ledger
 from delivered.ledger import ledger as rules
 from delivered.ledger.ledger import Ledger
@@ -281,7 +280,7 @@ def test_a_driver_that_died_while_deciding_blocks_no_other_pipeline(
     writes = {0: [(last_key, text)], 1: [(kept_key, text)]}
     assert producer.add(writes, time.monotonic() + 120) == 0
     assert producer.produce(writes) == 0
-    monkeypatch.setattr(ledger_trust, "RECOVERY_WAIT_S", 0.5)
+    monkeypatch.setattr("delivered.connectors.kafka.store.RECOVERY_WAIT_S", 0.5)
     for batch in range(3):
         assert going_on.decide(decision(other.scope, batch, "second")) == Ok(None)
         last = other.ledger().resume("second").last

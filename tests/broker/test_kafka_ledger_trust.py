@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.broker.sink_help import FIRST, SECOND, Forger, Rig, decision, store_of, wait_for
 
-from delivered.connectors.kafka import committed
-from delivered.connectors.kafka.ledger_trust import Trust, holders
+from delivered.connectors.kafka import topics
+from delivered.connectors.kafka.store import Trust, holders
 from delivered.connectors.kafka.topics import HISTORY_PARTITION, STATE_PARTITION, Keys, ledger_topic
 from delivered.ledger.ledger import Ledger
 from delivered.model.errors import InvariantBroken
@@ -61,7 +61,7 @@ def test_what_another_application_writes_is_not_the_ledger(
     assert state.last is not None
     assert (state.last.batch, state.epoch) == (2, 2)
     # Compaction keeps the newest record of a key: the claim wrote the truth again, above what was forged.
-    reader = committed.CommittedReader(store_of(two)._wire, ledger_topic(rig.scope, None), STATE_PARTITION)
+    reader = topics.CommittedReader(store_of(two)._wire, ledger_topic(rig.scope, None), STATE_PARTITION)
     newest = {r.key: r for r in reader.read(time.monotonic() + 60)}
     trust = store_of(two)._trust
     assert trust is not None
@@ -128,7 +128,7 @@ def test_a_damaged_batch_stops_with_its_place(
     one = opened()
     one.claim(FIRST)
     assert one.decide(decision(rig.scope, 0)) == Ok(None)
-    real = committed.CommittedReader._fetch
+    real = topics.CommittedReader._fetch
 
     def flipped(self: Any, offset: int, isolation: int) -> Any:
         part = real(self, offset, isolation)
@@ -138,7 +138,7 @@ def test_a_damaged_batch_stops_with_its_place(
             part.records = bytes(body)
         return part
 
-    monkeypatch.setattr(committed.CommittedReader, "_fetch", flipped)
+    monkeypatch.setattr(topics.CommittedReader, "_fetch", flipped)
     with pytest.raises(InvariantBroken, match=r"LEDGER_DAMAGED.*partition 0, offset \d+: .*checksum"):
         opened().look()
 

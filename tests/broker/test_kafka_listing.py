@@ -11,7 +11,7 @@ from tests.broker.source_help import produce, source
 
 from delivered.clients.kafka.listing import EARLIEST, LATEST, describe_topics, list_offsets
 from delivered.clients.kafka.protocol import NoTopic, Wire
-from delivered.connectors.kafka.admin import KafkaDriverClient
+from delivered.connectors.kafka.reader import KafkaDriverClient
 from delivered.model.errors import UsageError
 
 

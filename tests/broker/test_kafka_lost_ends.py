@@ -14,8 +14,8 @@ from tests.support.servers import Kafka
 from delivered.clients.kafka.listing import open_in, partitions_of
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import OpenTransaction, Transaction, describe, describe_all, listed
-from delivered.connectors.kafka import CONNECTOR, ledger_trust
-from delivered.connectors.kafka.markers import marker_partition
+from delivered.connectors.kafka import CONNECTOR, store
+from delivered.connectors.kafka.committer import marker_partition
 from delivered.connectors.kafka.store import Again, LedgerProducer
 from delivered.connectors.kafka.topics import STATE_PARTITION, ledger_topic
 from delivered.engine.shard import write_shard
@@ -241,7 +241,7 @@ def test_p28_a_decision_that_was_acknowledged_does_not_vanish(rig: Rig, losing: 
 def test_p28_a_running_query_reads_on_behind_its_own_decision(
     rig: Rig, losing: Lose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_trust, "HIDDEN_S", 0.0)
+    monkeypatch.setattr(store, "HIDDEN_S", 0.0)
     context = rig.context()
     decided_without_marker(rig, losing, context)
     rig.run(context, 2)

@@ -19,7 +19,7 @@ from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchB
 from kafka.record.util import calc_crc32c
 
 from delivered.clients.kafka.errors import NoAnswer
-from delivered.connectors.kafka import committed
+from delivered.connectors.kafka import topics
 from delivered.connectors.outbox import CONNECTOR as OUTBOX
 from delivered.connectors.outbox.changes import Changes
 from delivered.connectors.outbox.events import Events, Reader
@@ -234,13 +234,13 @@ def gzip_batch(payload: bytes) -> Any:
 
 
 def test_a_ledgers_batch_is_bounded_however_it_is_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(committed, "_UNPACKED_BYTES_MAX", 1 << 20)
-    assert len(committed._read(gzip_batch(b""))) == 200
+    monkeypatch.setattr(topics, "_UNPACKED_BYTES_MAX", 1 << 20)
+    assert len(topics._read(gzip_batch(b""))) == 200
     bomb = gzip.compress(b"\0" * (64 << 20))
     for payload in (bomb, gzip.compress(b"") + bomb, bomb[:500], b"no gzip"):
         batch = gzip_batch(payload)
         tracemalloc.start()
-        assert committed._read(batch) == [committed.Record(0, b"", None, 7, 0)]
+        assert topics._read(batch) == [topics.Record(0, b"", None, 7, 0)]
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 8 << 20
@@ -298,7 +298,7 @@ def with_checksum(data: bytes) -> bytes:
 @pytest.mark.parametrize("count", COUNTS)
 def test_record_batches_of_a_ledger_by_kafka_python(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records, or an answer that is none, or LEDGER_DAMAGED: no other error, in either way of reading."""
-    reader, read = committed.CommittedReader(None, "t", 0), 0  # type: ignore[arg-type]
+    reader, read = topics.CommittedReader(None, "t", 0), 0  # type: ignore[arg-type]
     for n, data in enumerate(mutations("kafka", [with_checksum(b) for b in kafka_batches()], count)):
         part = SimpleNamespace(
             records=with_checksum(data) if n % 2 else data, aborted_transactions=(), last_stable_offset=0

@@ -16,7 +16,7 @@ from delivered.clients.kafka.transactions import Transaction
 from delivered.connectors.delta import client as delta
 from delivered.connectors.files.options import StagedFile
 from delivered.connectors.iceberg import writer as iceberg
-from delivered.connectors.kafka.markers import read_marker
+from delivered.connectors.kafka.committer import read_marker
 from delivered.connectors.log.produce import append
 from delivered.connectors.log.table import open_table, read_progress
 from delivered.connectors.rocketmq.publish import HalfMessages

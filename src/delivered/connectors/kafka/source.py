@@ -19,10 +19,18 @@ from delivered.clients.kafka.librdkafka import SOURCE_SETTINGS, by_arrow, check_
 from delivered.clients.kafka.listing import BatchHeader, EpochEnd, batches_before, epoch_ends
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.record_batch import Partition
-from delivered.connectors.kafka.admin import KafkaDriverClient, joined, resolve
-from delivered.connectors.kafka.offsets import EARLIEST, LASTING, LATEST, METADATA, Positions, Where
-from delivered.connectors.kafka.options import OWNER, SourceOptions, refuse_latest_start
-from delivered.connectors.kafka.reader import Rejecting, raw_schema
+from delivered.connectors.kafka.options import (
+    EARLIEST,
+    LASTING,
+    LATEST,
+    METADATA,
+    OWNER,
+    Positions,
+    SourceOptions,
+    Where,
+    refuse_latest_start,
+)
+from delivered.connectors.kafka.reader import KafkaDriverClient, Rejecting, joined, raw_schema, resolve
 from delivered.contract.finding import Finding
 from delivered.contract.powers import Address
 from delivered.contract.source import REJECTED, Offsets, Slice
@@ -33,7 +41,7 @@ from delivered.source.columns import columns
 from delivered.source.ranges import Range, admit, split
 
 if TYPE_CHECKING:
-    from delivered.connectors.kafka.admin import KafkaAdopter
+    from delivered.connectors.kafka.reader import KafkaAdopter
 
 
 # Whether a partition's log is still the one that a position was read from (P29).
@@ -244,7 +252,7 @@ class KafkaSource:
 
     def adopter(self) -> KafkaAdopter:
         """See `delivered.contract.powers.Adopts`."""
-        from delivered.connectors.kafka.admin import KafkaAdopter
+        from delivered.connectors.kafka.reader import KafkaAdopter
 
         return KafkaAdopter(self.options)
 

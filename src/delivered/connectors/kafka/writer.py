@@ -23,7 +23,7 @@ from delivered.clients.kafka.record_batch import Rows
 from delivered.clients.kafka.sender import Cluster, Sender
 from delivered.clients.kafka.transactions import OpenTransaction, Transaction, describe, initialise, producer_id
 from delivered.connectors.kafka import columns
-from delivered.connectors.kafka.markers import marker_key, marker_partition, marker_value, written_partitions
+from delivered.connectors.kafka.committer import marker_key, marker_partition, marker_value, written_partitions
 from delivered.connectors.kafka.options import SINK_OWNER, SinkOptions, producer_config
 from delivered.connectors.kafka.topics import ledger_topic, transactional_id
 from delivered.kits.queue.columns import identified
