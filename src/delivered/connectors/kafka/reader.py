@@ -427,8 +427,8 @@ class Rejecting:
 
 # One slice: the records of a range of offsets of one partition, on an executor.
 #
-# A range is complete when the consumer's position reaches its end, even if the last offsets hold no records: transaction
-# markers and aborted records take offsets too. Records are never counted by subtracting offsets.
+# A range is complete when the consumer's position reaches its end, even if the last offsets hold no records:
+# transaction markers and aborted records take offsets too. Records are never counted by subtracting offsets.
 
 log = logging.getLogger("delivered.kafka")
 
