@@ -13,9 +13,9 @@ import pyarrow as pa
 from delivered.connectors.delta.target import TYPES as DELTA
 from delivered.connectors.iceberg.types import TYPES as ICEBERG
 from delivered.connectors.iceberg.types import to_iceberg
-from delivered.connectors.mysql.types import TYPES as MYSQL
+from delivered.connectors.mysql.target import TYPES as MYSQL
 from delivered.connectors.postgres.sink import TYPES as POSTGRES
-from delivered.connectors.sqlite.types import TYPES as SQLITE
+from delivered.connectors.sqlite.target import TYPES as SQLITE
 from delivered.kits.sql.table import Types
 from delivered.model.errors import UsageError
 

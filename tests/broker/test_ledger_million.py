@@ -18,7 +18,7 @@ import pytest
 from delivered.connectors.postgres.client import ledger_dialect
 from delivered.connectors.postgres.target import migrate
 from delivered.connectors.sqlite import CONNECTOR
-from delivered.connectors.sqlite.database import DIALECT
+from delivered.connectors.sqlite.client import DIALECT
 from delivered.engine.context import open_ledger
 from delivered.kits.sql.ledger import Records
 from delivered.model.fingerprint import Fingerprint

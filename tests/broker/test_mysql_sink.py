@@ -22,9 +22,9 @@ from tests.support.databases import EVERY_TYPE, MECHANISMS, VALUES, read, write
 from tests.support.sinks import Rig, offsets, rows
 from tests.support.sweeps import sweep
 
-from delivered.connectors.mysql import CONNECTOR, client, encode
-from delivered.connectors.mysql.client import MysqlDatabase, ledger_dialect
-from delivered.connectors.mysql.migrate import MIGRATIONS, migrate
+from delivered.connectors.mysql import CONNECTOR, client, writer
+from delivered.connectors.mysql.client import MIGRATIONS, migrate
+from delivered.connectors.mysql.store import MysqlDatabase, ledger_dialect
 from delivered.engine.context import open_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
@@ -118,11 +118,11 @@ def _as_client(row: dict[str, Any]) -> tuple[Any, ...]:
 def test_blocks_are_bounded_and_whole() -> None:
     """P26: what is encoded at once does not grow with the batch."""
     big = pa.record_batch({"n": pa.array(range(100_000), pa.int64()), "t": pa.array(["x" * 1000] * 100_000)})
-    found = list(encode.blocks(big, encode.LOAD))
+    found = list(writer.blocks(big, writer.LOAD))
     assert sum(rows for rows, _ in found) == 100_000
     assert sum(len(b) for _, b in found) == sum(len(str(i)) for i in range(100_000)) + 100_000 * (2 + 1000)
-    assert max(len(b) for _, b in found) < 2 * encode.BLOCK_BYTES
-    assert list(encode.blocks(big.slice(0, 0), encode.LOAD)) == []
+    assert max(len(b) for _, b in found) < 2 * writer.BLOCK_BYTES
+    assert list(writer.blocks(big.slice(0, 0), writer.LOAD)) == []
 
 
 def test_other_types_of_the_table_that_fit(mysql: Mysql) -> None:
@@ -348,7 +348,7 @@ def test_with_a_binary_log(new_mysql: Callable[..., Mysql], mechanism: str) -> N
 def test_errors_say_what_to_do(number: int, said: str, code: str) -> None:
     from pymysql import OperationalError
 
-    from delivered.connectors.mysql.errors import explained
+    from delivered.connectors.mysql.client import explained
 
     error = explained(OperationalError(number, said), CONNECTOR.sink({"url": "mysql://h/d", "dbtable": "t"}).options)
     assert error.code == f"DELIVERED_{code}"

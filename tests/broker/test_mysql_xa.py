@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.sinks import SCHEMA, Rig, alone, offsets, rows
 
-from delivered.connectors.mysql import transactions
+from delivered.connectors.mysql import committer as transactions
 from delivered.connectors.mysql.writer import LoadWriter
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
@@ -51,7 +51,7 @@ class Hanging(LoadWriter):
 
 
 def _KeepsOpen(options: Any, kept: list[Any]) -> Any:  # noqa: N802
-    from delivered.connectors.mysql.client import MysqlDatabase
+    from delivered.connectors.mysql.store import MysqlDatabase
 
     class KeepsOpen(MysqlDatabase):
         def discard(self, connection: Any) -> None:
@@ -87,7 +87,7 @@ def test_a_commit_that_is_acknowledged_and_lost_is_not_taken_for_done(
     mysql: Mysql, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As MariaDB 10.11 did right after the session that prepared was killed."""
-    from delivered.connectors.mysql import transactions
+    from delivered.connectors.mysql import committer as transactions
 
     context, end = rig.context(), transactions.end
     (message, *_) = rig.write(rig.plan(context, 0))
@@ -104,7 +104,7 @@ def test_1397_of_a_preparer_that_cannot_be_ended_is_neither_done_nor_lost(
     """For instance another user's session. The outcome is Unknown until the session ends; then it is committed."""
     monkeypatch.setattr(transactions, "CLOSES_S", 0.1)
     monkeypatch.setattr(transactions, "KILLED_S", 0.1)
-    monkeypatch.setattr("delivered.connectors.mysql.sessions.end", lambda session, nonce: None)
+    monkeypatch.setattr("delivered.connectors.mysql.client.end_session", lambda session, nonce: None)
     writer, prepared = hanging(rig)
     committer, work = rig.context().committers, Work(rig.scope, 0, 0)
     outcome = committer.commit(work, prepared)

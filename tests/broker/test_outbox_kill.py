@@ -107,7 +107,7 @@ def _last_offsets(checkpoint: Path) -> Any:
 def test_rows_that_were_deleted_before_the_slot_moved_do_no_harm(
     how: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from delivered.connectors.outbox import peek
+    from delivered.connectors.outbox import slot as peek
 
     box = shop(request, tmp_path, how)
     stream = Stream(box.source())

@@ -393,7 +393,7 @@ def test_a_last_row_that_was_logged_as_a_partition_is_found_again(
     postgres_log: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slot that stands before it, after a crash of the server, is read from there again."""
-    from delivered.connectors.outbox import peek
+    from delivered.connectors.outbox import slot as peek
 
     table = Table(
         postgres_log,
@@ -427,7 +427,7 @@ def test_a_last_row_that_was_logged_as_a_partition_is_found_again(
 def test_a_batch_is_read_although_a_plan_looks_at_the_slot(orders: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     import psycopg
 
-    from delivered.connectors.outbox import peek
+    from delivered.connectors.outbox import slot as peek
 
     stream = started(orders)
     orders.execute("INSERT INTO {} (id) VALUES (1)")

@@ -80,7 +80,7 @@ def test_lost_ledger_is_ledger_behind_unless_accepted(guarantee: Guarantee) -> N
     sim.checkpoint.commits.discard(2)
     room = next(iter(sim.world.rooms.values()))
     kept, room.decisions = room.decisions, []
-    room.begun.clear()
+    room.started.clear()
     again(sim)
     assert set(codes(sim)) == {"LEDGER_MISSING"}
     room.decisions = kept[:1]

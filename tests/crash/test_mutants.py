@@ -12,7 +12,7 @@ from tests.crash.scenarios import single
 from tests.crash.sim import Checkpoint, Crash, Sim, other_rows
 
 from delivered.connectors.memory import store
-from delivered.connectors.memory.committer import MemoryCommitter
+from delivered.connectors.memory.store import MemoryCommitter
 from delivered.connectors.memory.world import Answer
 from delivered.engine import decide, recover, repair, rules, shard
 from delivered.engine.arbiter import Grant, Grants

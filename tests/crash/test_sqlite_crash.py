@@ -16,7 +16,8 @@ from tests.support.embedded_pipeline import PIPELINE, TABLE
 from tests.support.sweeps import sweep
 from tests.support.zygote import Zygote
 
-from delivered.connectors.sqlite import CONNECTOR, database
+from delivered.connectors.sqlite import CONNECTOR
+from delivered.connectors.sqlite import client as database
 from delivered.engine.context import open_ledger
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope

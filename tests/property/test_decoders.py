@@ -26,7 +26,7 @@ from delivered.connectors.outbox.events import Events, Reader
 from delivered.connectors.outbox.layout import ADDED, Layout
 from delivered.connectors.outbox.pgoutput import Begin, Change, Op, Relation
 from delivered.connectors.outbox.pgoutput import Decoder as Pgoutput
-from delivered.connectors.pulsar.admin import Registered as OfPulsar
+from delivered.connectors.pulsar.client import Registered as OfPulsar
 from delivered.connectors.pulsar.columns import Values
 from delivered.connectors.pulsar.positions import fields
 from delivered.connectors.rabbitmq.client import _connection_class

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 from examples.toy_sink import CONNECTOR, ToyCommitter, ToySink, ToyWriter
 
-from delivered.connectors.sqlite.ledger import SqliteLedgers
+from delivered.connectors.sqlite.store import SqliteLedgers
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Ok, Outcome

@@ -18,7 +18,7 @@ from delivered.clients.kafka import sasl
 from delivered.clients.kafka.errors import CredentialsRefused, NoCredentials
 from delivered.connectors.activemq import queue
 from delivered.connectors.iceberg import client as iceberg
-from delivered.connectors.pulsar import admin
+from delivered.connectors.pulsar import client as admin
 from delivered.connectors.pulsar.options import SourceOptions
 from delivered.kits.schemas import registry
 from delivered.kits.schemas.options import Format

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from delivered.connectors.pulsar import admin
+from delivered.connectors.pulsar import client as admin
 from delivered.connectors.pulsar.options import SourceOptions
 from delivered.connectors.pulsar.positions import Position
 from delivered.model.errors import Unreachable

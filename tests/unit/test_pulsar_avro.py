@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delivered.connectors.pulsar.admin import Registered
+from delivered.connectors.pulsar.client import Registered
 from delivered.connectors.pulsar.columns import Rejecting, Rows, Values
 from delivered.connectors.pulsar.options import SourceOptions
 from delivered.connectors.pulsar.source import PulsarSource

@@ -187,7 +187,7 @@ def test_what_is_known_of_ends(tmp_path: Path) -> None:
     def work(batch: int, shard: int = 0, incarnation: str = "i") -> Work:
         return Work(Scope("p", "s", incarnation), batch, shard)
 
-    assert [known.begin(work(0), "a"), known.begin(work(0), "a")] == [State.NEW, State.BEGUN]
+    assert [known.begin(work(0), "a"), known.begin(work(0), "a")] == [State.NEW, State.STARTED]
     known.end(work(0), "a", [("b", 7)])
     assert known.begin(work(0), "a") is State.ENDED
     assert known.begin(work(0, 1), "b") is State.NEW
@@ -198,8 +198,8 @@ def test_what_is_known_of_ends(tmp_path: Path) -> None:
         assert known.begin(work(batch), name) is State.NEW
         known.end(work(batch), name, [("b", 7 + batch)])
     assert known.is_visible(work(0, 1)), "a later batch was begun"
-    assert known.begin(work(1), "c1") is State.BEGUN, "forgotten"
-    assert known.begin(work(5, incarnation="j"), "d") is State.BEGUN, "nobody knows what was before"
+    assert known.begin(work(1), "c1") is State.STARTED, "forgotten"
+    assert known.begin(work(5, incarnation="j"), "d") is State.STARTED, "nobody knows what was before"
     assert known.void(["e", "c3"]) == 1
     assert known.begin(work(4), "e") is State.VOID
     assert known.tops() == {"b": 10}
@@ -212,7 +212,7 @@ def test_a_journal_of_half_messages_of_a_later_version_is_refused(tmp_path: Path
     known.begin(work, "a")
     with closing(sqlite3.connect(path)) as connection:  # as before the journal had a format
         connection.execute("DROP TABLE _delivered_rocketmq_format")
-    assert known.begin(work, "a") is State.BEGUN
+    assert known.begin(work, "a") is State.STARTED
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE _delivered_rocketmq_format SET format = 2")
     for use in (lambda: known.begin(work, "a"), lambda: known.void(["b"]), lambda: known.is_visible(work), known.tops):

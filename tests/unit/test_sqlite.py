@@ -19,12 +19,13 @@ import pytest
 from tests.support.interpreter import fresh
 from tests.support.scans import scanned_table
 
-from delivered.connectors.sqlite import CONNECTOR, database
-from delivered.connectors.sqlite.database import MIGRATIONS, migrate
-from delivered.connectors.sqlite.ledger import SqliteCommitter
+from delivered.connectors.sqlite import CONNECTOR
+from delivered.connectors.sqlite import client as database
+from delivered.connectors.sqlite.client import MIGRATIONS, migrate
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.sink import SqliteSink
-from delivered.connectors.sqlite.stage import folder_of
+from delivered.connectors.sqlite.store import SqliteCommitter
+from delivered.connectors.sqlite.writer import folder_of
 from delivered.engine.context import open_ledger
 from delivered.ledger.ledger import Ledger
 from delivered.model.errors import BadRecord, DeliveredError, Fenced, Unreachable, UsageError

@@ -211,7 +211,7 @@ def _overwrite(owner: str, partitions: str, given: Sequence[str]) -> WriteMode:
     if not replaces or given:
         raise UsageError(
             "OPTION_VALUE",
-            f"{owner}: mode overwrite replaces whole partitions: it requires 'partitionBy'"
+            f"{owner}: mode overwrite replaces complete partitions: it requires 'partitionBy'"
             f"{f', and does not support {given[0]!r}' if given else ''}.",
             next_step='write .option("partitionBy", ...), or .option("mode", "upsert") to replace rows by key',
         )

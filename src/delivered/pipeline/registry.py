@@ -124,7 +124,7 @@ def find_sink(system: str, options: Mapping[str, str]) -> Sink:
 def _sink(found: Connector, options: Mapping[str, str]) -> Sink:
     if not found.external_ledger or found.sinks is None:
         return found.sink(options)
-    from delivered.connectors.sqlite.ledger import SqliteLedgers
+    from delivered.connectors.sqlite.store import SqliteLedgers
 
     parsed: Any = found.sinks.options.parse(options)
     return found.sink(options, SqliteLedgers(parsed.ledger))

@@ -158,7 +158,7 @@ class Session:
         self.failed: DeliveredError | None = None
         self.server = ""
         self._receipts = 0
-        self._closing = self._gone = False
+        self._closing = self._disconnected = False
         self._lost = ""
         self.frames = client.Connection12(
             [(options.host, options.port)], auto_decode=False, heartbeats=(HEARTBEAT_MS, HEARTBEAT_MS)
@@ -224,7 +224,7 @@ class Session:
             if self.failed is None:
                 self.frames.disconnect()
                 with self.changed:
-                    self.changed.wait_for(lambda: self._gone, _CLOSE_S)
+                    self.changed.wait_for(lambda: self._disconnected, _CLOSE_S)
         with contextlib.suppress(*failures):
             self.frames.transport.disconnect_socket()
 
@@ -248,7 +248,7 @@ class Session:
         self._fail(explained(" ".join(detail.split())[:500], self.options))
 
     def on_disconnected(self) -> None:
-        self._gone = True
+        self._disconnected = True
         self._fail(self._unreachable(self._lost or "the connection was lost"))
 
     def on_heartbeat_timeout(self) -> None:
@@ -333,7 +333,7 @@ def explained(detail: str, options: Place) -> DeliveredError:
             f"The queue {options.queue!r} does not exist at {options.place}: {detail}",
             next_step="create it (anycast, durable), or correct the option queue",
         )
-    if re.search(r"amq339011|error sending message", lower):  # without the reason, but with the whole message
+    if re.search(r"amq339011|error sending message", lower):  # without the reason, but with all of the message
         return DeliveredError(
             "MESSAGE_REFUSED",
             f"ActiveMQ at {options.place} rejected a message for {options.queue!r}: the queue is full "

@@ -106,10 +106,7 @@ class ActivemqWriter(SendingWriter[ActivemqSinkOptions, Message]):
 
 
 def check_header(**columns: str | bytes | None) -> None:
-    """
-    Raises:
-        BadRecord: a value has a zero byte, which ends a STOMP frame and cannot be escaped.
-    """
+    """Raises BadRecord: a value has a zero byte, which ends a STOMP frame and cannot be escaped."""
     for name, value in columns.items():
         if value is not None and ("\0" in value if isinstance(value, str) else 0 in value):
             raise BadRecord(

@@ -24,10 +24,7 @@ from delivered.model.prepared import Handle
 
 
 def delta() -> Any:
-    """
-    Raises:
-        MissingExtra: the client library is not installed.
-    """
+    """Raises MissingExtra: the client library is not installed."""
     try:
         import deltalake
     except ImportError:
@@ -52,10 +49,7 @@ def open_table(options: DeltaOptions, version: int | None = None) -> Any | None:
 
 
 def require_table(options: DeltaOptions, version: int | None = None) -> Any:
-    """
-    Raises:
-        UsageError: the table does not exist.
-    """
+    """Raises UsageError: the table does not exist."""
     table = open_table(options, version)
     if table is None:
         raise target.missing_table(options, "Delta", "the path")

@@ -25,7 +25,7 @@ class DeltaSink(FileTableSink):
         check="target:check",
         ready="target:ready",
         writer="writer:writer",
-        trial="trial:DeltaTrial",
+        trial="writer:DeltaTrial",
         scan="target:DeltaScan",
         store="store:DeltaStore",
         committer="store:DeltaCommitter",
@@ -51,11 +51,11 @@ class DeltaSink(FileTableSink):
             adds_columns=self.options.merge_schema,
             local=self.options.local,
             assumes=(
-                "the table's folder is backed up and restored as a whole, with _delivered in it",
+                "the table's folder is backed up and restored as one, with _delivered in it",
                 "the object store creates a log version only if it does not exist (S3 conditional writes, Azure, GCS)",
             )
             if not self.options.local
-            else ("the table's folder is backed up and restored as a whole, with _delivered in it",),
+            else ("the table's folder is backed up and restored as one, with _delivered in it",),
             limits=(
                 f"decisions of the last {LEDGER_HISTORY_BATCHES} batches are kept; the newest one permanently",
                 "each batch adds a version of the table and a file per shard: run OPTIMIZE regularly",

@@ -56,7 +56,7 @@ from delivered.model.work import Begun, Decision, LedgerState, Owner
 #     delivered/<pipeline>/<sink>/owner                the newest claim: its count, and 32 random bits
 #     delivered/<pipeline>/<sink>/batch/<incarnation>  the newest decided batch
 #     delivered/<pipeline>/<sink>/record/<incarnation> the hash of its record
-#     delivered/<pipeline>/<sink>/begun/<incarnation>  the hash of the record of the newest begun batch
+#     delivered/<pipeline>/<sink>/begun/<incarnation>  the hash of the record of the newest started batch
 #
 # A file is written before the commit that points to it, so unreferenced files never count. Vacuum and readers ignore
 # folders whose names start with `_`. Each decision contains the hash of the previous one: a chain. Old incarnations
@@ -94,7 +94,7 @@ class Names:
     def record(self, incarnation: str) -> str:
         return f"{self._base}/record/{incarnation}"
 
-    def begun(self, incarnation: str) -> str:
+    def started(self, incarnation: str) -> str:
         return f"{self._base}/begun/{incarnation}"
 
     def owner_file(self, claim: int) -> str:
@@ -106,11 +106,11 @@ class Names:
     def decided_file(self, incarnation: str, batch: int, digest: int) -> str:
         return f"{self.decided_folder(incarnation)}/{batch}-{digest}.json"
 
-    def begun_folder(self, incarnation: str) -> str:
+    def started_folder(self, incarnation: str) -> str:
         return f"{self.folder}/begun/{incarnation}"
 
-    def begun_file(self, incarnation: str, digest: int) -> str:
-        return f"{self.begun_folder(incarnation)}/{digest}.json"
+    def started_file(self, incarnation: str, digest: int) -> str:
+        return f"{self.started_folder(incarnation)}/{digest}.json"
 
 
 def ledger_key(options: DeltaOptions, scope: Scope) -> tuple[str, ...]:
@@ -192,17 +192,17 @@ class Records:
         at = self.newest(table, incarnation)
         return None if at is None else self.decided(incarnation, at).decision
 
-    def begun(self, table: Any, incarnation: str) -> Begun | None:
-        found = table.transaction_version(self.names.begun(incarnation))
+    def started(self, table: Any, incarnation: str) -> Begun | None:
+        found = table.transaction_version(self.names.started(incarnation))
         if found is None:
             return None
-        return Begun.from_json(self._read(self.names.begun_file(incarnation, found), found))
+        return Begun.from_json(self._read(self.names.started_file(incarnation, found), found))
 
     def of(self, table: Any, incarnation: str) -> tuple[Decision | None, Begun | None]:
-        """Newest decision and begun batch of an incarnation; neither if it is archived and its records deleted, even if
-        the log still points to them."""
+        """Newest decision and started batch of an incarnation; neither if it is archived and its records deleted, even
+        if the log still points to them."""
         last = self._unless_archived(self.last, table, incarnation)
-        return last, self._unless_archived(self.begun, table, incarnation)
+        return last, self._unless_archived(self.started, table, incarnation)
 
     def _unless_archived(self, read: Callable[[Any, str], T | None], table: Any, incarnation: str) -> T | None:
         try:
@@ -231,7 +231,7 @@ class Records:
             at = self.decided(incarnation, at).previous
 
     def incarnations(self) -> list[str]:
-        """Those with a decision or a begun batch: empty folders remain."""
+        """Those with a decision or a started batch: empty folders remain."""
         folders = [f"{self.names.folder}/{kind}/" for kind in ("decided", "begun")]
         return sorted({n.removeprefix(f).partition("/")[0] for f in folders for n in self.store.files(f.rstrip("/"))})
 
@@ -361,16 +361,16 @@ def effect(options: DeltaOptions, table: Any, store: Store, work: Work, shards: 
         columns = table_schema(table)
         made = DeltaFiles(options.appending, work, columns, direct=False)
         there = [_File(store, file) for file in active_files(options, table)]
-        gone = upsert(options.write, one_of_each(options.write, rows, options.path), columns, there, made)
-        removes = [file.data["path"] for file in gone]
+        replaced = upsert(options.write, one_of_each(options.write, rows, options.path), columns, there, made)
+        removes = [file.data["path"] for file in replaced]
         return Effect(made.done, removes, made.stem, True, made.discard)
     if options.write.complete:
         return Effect(files, [f["path"] for f in active_files(options, table)], exact=True)
     if options.write.replaces and files:
         partitions = {tuple(file.partition.items()) for file in files}  # in the order of `partitionBy`, as in the table
         found = active_files(options, table)
-        gone = [f["path"] for f in found if tuple((n, text(v)) for n, v in f["partition"].items()) in partitions]
-        return Effect(files, gone, exact=True)
+        removes = [f["path"] for f in found if tuple((n, text(v)) for n, v in f["partition"].items()) in partitions]
+        return Effect(files, removes, exact=True)
     return Effect(files)
 
 
@@ -469,7 +469,7 @@ class DeltaStore:
                 for s in store.folders(f"_delivered/{p}"):
                     theirs = Scope(p.removeprefix("p-"), s.removeprefix("s-"), self._scope.incarnation)
                     names = Names(theirs)
-                    known = (names.batch(theirs.incarnation), names.begun(theirs.incarnation))
+                    known = (names.batch(theirs.incarnation), names.started(theirs.incarnation))
                     holds = any(table.transaction_version(name) is not None for name in known)
                     if theirs != self._scope:
                         found.append(OtherLedger(theirs.pipeline, theirs.sink, holds))
@@ -493,17 +493,17 @@ class DeltaStore:
             claim,
             None if newest is None else newest[0],
             lambda: records.last(table, incarnation),
-            lambda: records.begun(table, incarnation),
+            lambda: records.started(table, incarnation),
         )
 
-    def _begin(self, table: Any, claim: int, begun: Begun) -> Outcome[None]:
-        name = self._names.begun(self._scope.incarnation)
-        data = begun.to_json().encode()
+    def _begin(self, table: Any, claim: int, started: Begun) -> Outcome[None]:
+        name = self._names.started(self._scope.incarnation)
+        data = started.to_json().encode()
         before = table.transaction_version(name)
-        self._records.store.put(self._names.begun_file(self._scope.incarnation, digest(data)), data)
+        self._records.store.put(self._names.started_file(self._scope.incarnation, digest(data)), data)
         outcome = self._commit(table, claim, {name: digest(data)})
         if isinstance(outcome, Ok) and before is not None:
-            self._take_away([self._names.begun_file(self._scope.incarnation, before)])
+            self._take_away([self._names.started_file(self._scope.incarnation, before)])
         return outcome
 
     def _decide(self, table: Any, claim: int, decision: Decision, move: Sequence[Prepared]) -> Outcome[None]:
@@ -616,8 +616,10 @@ class DeltaStore:
             self._earlier = (claim, {i: records.of(table, i) for i in records.incarnations() if i != own})
         found = {**self._earlier[1], own: records.of(table, own)}
         decisions = [d for d, _ in found.values() if d is not None]
-        begun = {i: b for i, (_, b) in found.items() if b is not None}
-        return state_of(self._scope, owner, claim, by_time(decisions), begun, lambda i: records.archive.read().find(i))
+        started = {i: b for i, (_, b) in found.items() if b is not None}
+        return state_of(
+            self._scope, owner, claim, by_time(decisions), started, lambda i: records.archive.read().find(i)
+        )
 
     def _forget(self, table: Any) -> None:
         """Keep only the newest decision of other incarnations, archived entries of very old ones, and newest owners."""
@@ -625,19 +627,19 @@ class DeltaStore:
         old = outdated(state)
         records.archive.add(old.entries)
         known = {*(d.scope.incarnation for d in state.earlier), *(i for i, _ in state.earlier_begun)}
-        gone: list[str] = []
+        expired: list[str] = []
         for incarnation in records.incarnations():
             if incarnation == self._scope.incarnation:
                 continue
             kept, newest = incarnation in known.difference(old.incarnations), records.newest(table, incarnation)
             keep = names.decided_file(incarnation, *newest) if kept and newest else ""
-            gone += [f for f in records.store.files(names.decided_folder(incarnation)) if f != keep]
+            expired += [f for f in records.store.files(names.decided_folder(incarnation)) if f != keep]
             if not kept:
-                gone += records.store.files(names.begun_folder(incarnation))
+                expired += records.store.files(names.started_folder(incarnation))
         # Keep some: another process may be reading one that was the newest until now. Claims in flight have newer
         # files. Files without a claim in their name are being written by another driver.
         owners = sorted((f for f in records.store.files(names.owner_folder) if claim_of(f)), key=claim_of)
-        self._take_away(gone + [f for f in owners[:-OWNERS_REMEMBERED] if claim_of(f) < state.epoch])
+        self._take_away(expired + [f for f in owners[:-OWNERS_REMEMBERED] if claim_of(f) < state.epoch])
 
     def _forget_batches(self, batch: int) -> None:
         horizon = batch - LEDGER_HISTORY_BATCHES

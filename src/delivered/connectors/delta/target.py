@@ -138,10 +138,7 @@ def table_schema(table: Any) -> pa.Schema:
 
 
 def check_removes(options: DeltaOptions, table: Any) -> None:
-    """
-    Raises:
-        Refused: the mode replaces rows, but the table is append-only.
-    """
+    """Raises Refused: the mode replaces rows, but the table is append-only."""
     if options.write != APPEND and dict(table.metadata().configuration).get("delta.appendOnly", "").lower() == "true":
         raise Refused(
             "TABLE_FEATURES",
@@ -151,10 +148,7 @@ def check_removes(options: DeltaOptions, table: Any) -> None:
 
 
 def check_features(options: DeltaOptions, table: Any) -> None:
-    """
-    Raises:
-        Refused: the table requires a writer feature that this sink does not support.
-    """
+    """Raises Refused: the table requires a writer feature that this sink does not support."""
     configuration = dict(table.metadata().configuration)
     unsupported = sorted(set(table.protocol().writer_features or ()) - _FEATURES)
     unsupported += sorted(key for key in configuration if key.startswith("delta.constraints."))
@@ -209,10 +203,7 @@ def same_columns(options: DeltaOptions, table: Any, schema: pa.Schema) -> None:
 
 
 def required(options: DeltaOptions, table: Any, files: Sequence[DataFile]) -> None:
-    """
-    Raises:
-        BadRecord: a NOT NULL column contains nulls.
-    """
+    """Raises BadRecord: a NOT NULL column contains nulls."""
     columns = [f.name for f in table_schema(table) if not f.nullable]
     for file in files if columns else ():
         counts = json.loads(file.statistics).get("nullCount", {})

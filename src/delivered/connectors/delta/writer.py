@@ -1,4 +1,4 @@
-"""Executor side: Parquet files in the table's folder, committed later (exactly_once) or at once.
+"""Executor side: Parquet files in the table's folder, committed later (exactly_once) or at once; rows that are refused.
 
 A file's statistics, made from its footer, stand in the table's log, so that readers can skip it. Bounds are exact or
 wider, never narrower, and exist for all columns or none: if only some columns have bounds, deltalake 1.6.6 skips rows
@@ -26,22 +26,56 @@ from delivered.connectors.delta.client import (
     TableChange,
     commit,
     explained,
+    open_table,
     require_table,
 )
 from delivered.connectors.delta.options import DeltaOptions
-from delivered.connectors.delta.required import Required
 from delivered.connectors.delta.target import TYPES, Part, folder_of, required, same_columns, text, unstorable_parts
 from delivered.contract.sink import Writer
 from delivered.kits.sql.merge import check_rows
-from delivered.kits.table import shard
+from delivered.kits.table import bad_rows, shard
 from delivered.kits.table import store as storage
+from delivered.kits.table.bad_rows import Nowhere, nobody, unwritable
 from delivered.kits.table.shard import PartFiles, shard_writer, split
-from delivered.kits.table.target import but_gone
+from delivered.kits.table.target import but_missing
 from delivered.model.columns import fitted
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
 from delivered.model.ranges import check
+
+
+class Required:
+    """Reads the table when rows have the first null that it may refuse."""
+
+    def __init__(self, options: DeltaOptions) -> None:
+        self._options = options
+        self._table: pa.Schema | None = None
+
+    def check(self, batch: pa.RecordBatch) -> None:
+        """Raises BadRecord for a null within a column. Nulls of columns themselves are found by the files' statistics
+        when they are committed, which reads the table anyway."""
+        if bad_rows.has_nested_nulls(batch):
+            bad_rows.check(
+                self._options.where, batch, self._within(batch, [f.with_nullable(True) for f in self._schema])
+            )
+
+    def reasons(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """For each row, why the table refuses a null of it."""
+        if not any(c.null_count for c in batch.columns) and not bad_rows.has_nested_nulls(batch):
+            return None
+        return self._within(batch, list(self._schema))
+
+    @property
+    def _schema(self) -> pa.Schema:
+        if self._table is None:
+            table = open_table(self._options)  # none yet: the commit says so
+            self._table = pa.schema([] if table is None else table.schema().to_arrow())
+        return self._table
+
+    def _within(self, batch: pa.RecordBatch, fields: Sequence[pa.Field]) -> pa.Array | None:
+        return bad_rows.unfilled(self._options.write, pa.schema(fields), batch)
+
 
 COLUMNS_MAX = 32
 """Columns with bounds, Delta's default for `delta.dataSkippingNumIndexedCols`."""
@@ -59,14 +93,14 @@ def file_statistics(metadata: Any, not_a_number: Collection[str]) -> str:
     """
     bounds: dict[str, tuple[Any, Any]] = {}
     nulls: dict[str, int] = {}
-    whole = metadata.num_columns <= COLUMNS_MAX and not not_a_number
+    complete = metadata.num_columns <= COLUMNS_MAX and not not_a_number
     for index in range(metadata.num_columns):
         column = metadata.schema.column(index)
         if "." in column.path or column.max_repetition_level:
             continue
         groups = [metadata.row_group(i).column(index).statistics for i in range(metadata.num_row_groups)]
         if any(s is None or not s.has_null_count for s in groups):
-            whole = False
+            complete = False
             continue
         nulls[column.path] = sum(s.null_count for s in groups)
         filled = [s for s in groups if s.num_values]
@@ -74,11 +108,11 @@ def file_statistics(metadata: Any, not_a_number: Collection[str]) -> str:
             continue  # binary has no bounds in Delta
         if filled:
             found = _bounds_of(filled)
-            whole = whole and found is not None
+            complete = complete and found is not None
             if found is not None:
                 bounds[column.path] = found
     statistics: dict[str, Any] = {"numRecords": metadata.num_rows, "nullCount": nulls}
-    if whole and bounds:
+    if complete and bounds:
         statistics |= {"minValues": {k: low for k, (low, _) in bounds.items()}}
         statistics |= {"maxValues": {k: high for k, (_, high) in bounds.items()}}
     text = json.dumps(statistics, separators=(",", ":"), ensure_ascii=False)
@@ -167,7 +201,7 @@ class DeltaFiles:
         check_rows(self._options.write, batch)
         if self._requires is not None:
             self._requires.check(batch)
-        with but_gone(explained(self._options)):
+        with but_missing(explained(self._options)):
             if not self._partitions:
                 self._files.write((), batch)
                 return
@@ -177,7 +211,7 @@ class DeltaFiles:
 
     def finish(self) -> int:
         now = time.time_ns() // 1_000_000
-        with but_gone(explained(self._options)):
+        with but_missing(explained(self._options)):
             self._done = [
                 DataFile(f.name, f.size, f.rows, dict(f.part), file_statistics(f.footer, f.not_a_number), now)
                 for f in self._files.finish()
@@ -207,3 +241,23 @@ class DeltaFiles:
 
     def discard(self) -> None:
         self._files.discard()
+
+
+class DeltaTrial:
+    """See `delivered.kits.table.bad_rows.Trial`."""
+
+    def __init__(self, options: DeltaOptions, schema: pa.Schema) -> None:
+        self._options = options
+        self._schema = TYPES.canonical_schema(schema)
+        self._required = Required(options)
+
+    def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
+        return unwritable(batch, self._write, self._required.reasons(fitted(batch, self._schema)))
+
+    def _write(self, rows: pa.RecordBatch) -> None:
+        files = DeltaFiles(self._options.appending, nobody(), self._schema, direct=False, into=Nowhere)
+        try:
+            files.write(rows)
+            files.finish()
+        finally:
+            files.discard()

@@ -35,10 +35,7 @@ TYPES = FilesTypes()
 
 
 def check(options: FilesOptions, schema: pa.Schema) -> None:
-    """
-    Raises:
-        UsageError: no columns, duplicate names, a column named `batch`, or an unsupported type.
-    """
+    """Raises UsageError: no columns, duplicate names, a column named `batch`, or an unsupported type."""
     if not target.named_once(schema) or "batch" in (name.lower() for name in schema.names):
         raise UsageError(
             "COLUMNS",
@@ -251,10 +248,7 @@ class FolderScan:
     options: FilesOptions
 
     def schema(self) -> pa.Schema:
-        """
-        Raises:
-            UsageError: this package never wrote to the folder.
-        """
+        """Raises UsageError: this package never wrote to the folder."""
         found = stored_schema(self.options)
         if found is None:
             raise UsageError(

@@ -110,7 +110,7 @@ class Places:
     def decided(self, incarnation: str) -> Path:
         return self.root / "decided" / incarnation
 
-    def begun(self, incarnation: str) -> Path:
+    def started(self, incarnation: str) -> Path:
         return self.root / "begun" / f"{incarnation}.json"
 
 

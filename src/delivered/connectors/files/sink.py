@@ -47,7 +47,7 @@ class FilesSink(StoreSink):
             batch_atomic=True,
             local=True,
             assumes=(
-                "the folder is on one file system with atomic rename, and is backed up and restored as a whole",
+                "the folder is on one file system with atomic rename, and is backed up and restored as one",
                 "readers ignore names that start with _ (Spark, Hive and Arrow do)",
             ),
             limits=(

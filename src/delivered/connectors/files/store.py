@@ -1,7 +1,7 @@
 """The ledger next to the batches: renaming a batch's folder is the decision, and makes its rows visible.
 
 Each claim has its own folder, where decisions are assembled and then renamed into place. A later claim renames that
-folder away, so a decision in flight fails because its source is gone.
+folder away, so a decision in flight fails because its source is missing.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class FilesStore:
             return Ok(None)
         try:
             if change.begun is not None:
-                draft, target = self._draft_begun(change.begun, work)
+                draft, target = self._draft_started(change.begun, work)
             if change.decision is not None:
                 draft, target = self._draft_decision(change.decision, change.move, work)
             draft.rename(target)  # THE line that decides a batch in this sink
@@ -194,7 +194,7 @@ class FilesStore:
             theirs = Places(self._options, Scope(pipeline, sink, self._scope.incarnation))
             if theirs.root != self._places.root:
                 incarnation = self._scope.incarnation
-                holds = bool(numbered(theirs.decided(incarnation))) or theirs.begun(incarnation).exists()
+                holds = bool(numbered(theirs.decided(incarnation))) or theirs.started(incarnation).exists()
                 found.append(OtherLedger(pipeline, sink, holds))
         return named_first(found)
 
@@ -210,7 +210,7 @@ class FilesStore:
             epoch,
             None if last is None else last.batch,
             lambda: last,
-            lambda: self._begun(self._scope.incarnation),
+            lambda: self._started(self._scope.incarnation),
         )
         return head, work
 
@@ -233,28 +233,24 @@ class FilesStore:
 
     def _fence(self, epoch: int) -> None:
         """Rename away the folders of earlier claims, with all their writes in flight."""
-        claims, gone = self._places.root / "claims", make_folder(self._places.root / "gone")
+        claims, removed = self._places.root / "claims", make_folder(self._places.root / "gone")
         for path in list(claims.iterdir()):
             if int(path.name.partition("-")[0]) < epoch:
                 with contextlib.suppress(FileNotFoundError):
-                    path.rename(gone / f"{path.name}.{uuid.uuid4().hex}")
+                    path.rename(removed / f"{path.name}.{uuid.uuid4().hex}")
         sync([claims])
-        take_away(gone)
+        take_away(removed)
 
-    def _draft_begun(self, begun: Begun, work: Path) -> tuple[Path, Path]:
+    def _draft_started(self, started: Begun, work: Path) -> tuple[Path, Path]:
         """Source, durable in the folder of the claim, and target of the rename."""
-        target = self._places.begun(self._scope.incarnation)
+        target = self._places.started(self._scope.incarnation)
         make_folder(target.parent)
-        draft = work / f"begun-{uuid.uuid4().hex}"
-        write_new(draft, begun.to_json().encode())
+        draft = work / f"started-{uuid.uuid4().hex}"
+        write_new(draft, started.to_json().encode())
         return draft, target
 
     def _draft_decision(self, decision: Decision, move: Sequence[Prepared], work: Path) -> tuple[Path, Path]:
-        """As `_draft_begun`.
-
-        Raises:
-            InvariantBroken: a staged file is missing, or differs from what was prepared.
-        """
+        """As `_draft_started`. Raises InvariantBroken: a staged file is missing, or differs from what was prepared."""
         incarnation, text = self._scope.incarnation, decision.to_json().encode()
         records = make_folder(self._places.decided(incarnation))
         last = self._last(incarnation)
@@ -284,12 +280,12 @@ class FilesStore:
 
     def _state(self) -> LedgerState:
         owner, epoch, _ = self._owner()
-        decided, begun = self._places.root / "decided", self._places.root / "begun"
+        decided, started = self._places.root / "decided", self._places.root / "begun"
         incarnations = {self._scope.incarnation, *(p.name for p in (decided.iterdir() if decided.is_dir() else ()))}
         found = (self._last(incarnation) for incarnation in incarnations)
         # The file system's clock orders only what an earlier release began: later ones have sequences.
-        oldest_first = [path.stem for path in sorted(begun.glob("*.json"), key=lambda p: p.stat().st_mtime)]
-        known = ((incarnation, self._begun(incarnation)) for incarnation in oldest_first)
+        oldest_first = [path.stem for path in sorted(started.glob("*.json"), key=lambda p: p.stat().st_mtime)]
+        known = ((incarnation, self._started(incarnation)) for incarnation in oldest_first)
         return state_of(
             self._scope,
             owner,
@@ -311,8 +307,8 @@ class FilesStore:
             return owner, epoch, self._places.root / "claims" / more["work"]
         return None, 0, self._places.root / "claims" / "none"
 
-    def _begun(self, incarnation: str) -> Begun | None:
-        path = self._places.begun(incarnation)
+    def _started(self, incarnation: str) -> Begun | None:
+        path = self._places.started(incarnation)
         return Begun.from_json(path.read_bytes()) if path.exists() else None
 
     def _last(self, incarnation: str) -> Decision | None:
@@ -343,7 +339,7 @@ class FilesStore:
         self._archive.add(old.entries)
         for incarnation in old.incarnations:
             take_away(self._places.decided(incarnation))
-            self._places.begun(incarnation).unlink(missing_ok=True)
+            self._places.started(incarnation).unlink(missing_ok=True)
         for decision in state.earlier:
             for batch, path in numbered(self._places.decided(decision.scope.incarnation)).items():
                 if batch < decision.batch:

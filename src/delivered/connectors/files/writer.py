@@ -48,7 +48,7 @@ class StagingWriter:
             return
         ranges.check(f"a {self._options.format} file", batch, ranges.unstorable(self._options.range, batch))
         with _as_ours(self._options, self._work):
-            self._begun().write(fitted(batch, self._schema))
+            self._open_file().write(fitted(batch, self._schema))
         self.rows += batch.num_rows
 
     def prepare(self, fingerprint: Fingerprint) -> Promise:
@@ -77,13 +77,13 @@ class StagingWriter:
         return self._places.staged(self._work.scope.incarnation)
 
     def _keep(self, path: Path, size: int) -> Handle | None:
-        # A later start may have deleted the file during the write: then its name is gone.
+        # A later start may have deleted the file during the write: then its name is missing.
         if not path.exists():
             raise FileNotFoundError(path)
         sync([path.parent])
         return StagedFile(path.name, size, self.rows)
 
-    def _begun(self) -> formats.Encoder:
+    def _open_file(self) -> formats.Encoder:
         if self._encoder is not None:
             return self._encoder
         work = self._work

@@ -45,7 +45,7 @@ def _keeping(project: Any) -> Any:
 
 
 def _masked(made: pa.Array, given: pa.Array) -> pa.Array:
-    # Of a slice, as Arrow reads row groups of more than 131,072 rows: no mask is taken with offsets that are one.
+    # Of a slice, as Arrow reads row groups of more than 131,072 rows: Arrow accepts no mask with sliced offsets.
     offsets, mask = pa.array(made.offsets.to_numpy()), given.is_null()
     if isinstance(made, pa.MapArray):
         return pa.MapArray.from_arrays(offsets, made.keys, made.items, made.type, mask=mask)
@@ -118,7 +118,7 @@ def overwritten(options: IcebergOptions, table: Any, files: Sequence[Any]) -> Ef
         return Effect()
     partitions = {tuple(f.partition) for f in files}
     spec = table.metadata.default_spec_id
-    gone = []
+    removes = []
     for task in _tasks(table):
         if task.file.spec_id != spec:
             raise UsageError(
@@ -129,8 +129,8 @@ def overwritten(options: IcebergOptions, table: Any, files: Sequence[Any]) -> Ef
                 'use option("mode", "upsert")',
             )
         if tuple(task.file.partition) in partitions:
-            gone.append(task.file)
-    return Effect(files, gone)
+            removes.append(task.file)
+    return Effect(files, removes)
 
 
 def replaced(table: Any, files: Sequence[Any]) -> Effect:
@@ -153,8 +153,8 @@ def upserted(options: IcebergOptions, table: Any, work: Work, shards: Sequence[S
     compare(options, table, TYPES.canonical_schema(_without_helpers(stored(mode, rows.schema))))
     columns = plain(table.schema())
     files = IcebergFiles(options.appending, work, columns, direct=False)
-    gone = upsert(mode, rows, columns, [_File(table, task) for task in _tasks(table)], files)
-    removes = [file.task.file for file in gone]
+    replaced_files = upsert(mode, rows, columns, [_File(table, task) for task in _tasks(table)], files)
+    removes = [file.task.file for file in replaced_files]
     return Effect(files.done, removes, files.writer if files.done else "", True, files.discard)
 
 

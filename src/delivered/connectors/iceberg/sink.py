@@ -30,7 +30,7 @@ class IcebergSink(FileTableSink):
         check="target:check",
         ready="target:ready",
         writer="writer:writer",
-        trial="trial:IcebergTrial",
+        trial="writer:IcebergTrial",
         scan="merge:IcebergScan",
         store="store:IcebergStore",
         committer="store:IcebergCommitter",

@@ -12,8 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.connectors.iceberg import writer
-from delivered.connectors.iceberg.client import data_path, explained, metadata_path, open_table, require_table, store
-from delivered.connectors.iceberg.commit import TableChange, commit
+from delivered.connectors.iceberg.client import (
+    TableChange,
+    commit,
+    data_path,
+    explained,
+    metadata_path,
+    open_table,
+    require_table,
+    store,
+)
 from delivered.connectors.iceberg.merge import overwritten, replaced, upserted
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.target import check_features, same_columns
@@ -37,7 +45,7 @@ from delivered.model.work import Begun, Decision, LedgerState, Owner
 #     property                                        value
 #     delivered/<pipeline>/<sink>/owner               the owner and the epoch of its claim, as JSON
 #     delivered/<pipeline>/<sink>/decided/<incarnation>  the newest decision: its batch, the commit's mark, the record
-#     delivered/<pipeline>/<sink>/begun/<incarnation>    the newest begun batch, as JSON
+#     delivered/<pipeline>/<sink>/begun/<incarnation>    the newest started batch, as JSON
 #     delivered/<pipeline>/<sink>/archive             entries of old incarnations, in base64
 #
 #     branch                                          snapshot
@@ -70,7 +78,7 @@ class Names:
     def archive(self) -> str:
         return f"{self.branch}/archive"
 
-    def begun(self, incarnation: str) -> str:
+    def started(self, incarnation: str) -> str:
         return f"{self.branch}/begun/{incarnation}"
 
     def summary(self, decision: Decision) -> dict[str, str]:
@@ -102,10 +110,7 @@ def packed(text: str) -> str:
 
 
 def unpacked(where: str, text: str) -> str:
-    """
-    Raises:
-        InvariantBroken: it is corrupt.
-    """
+    """Raises InvariantBroken: it is corrupt."""
     try:
         return zlib.decompress(base64.b64decode(text)).decode()
     except ValueError as error:
@@ -156,8 +161,8 @@ class Records:
         text = self._properties.get(self._names.decided(incarnation))
         return None if text is None else int(text.partition(" ")[0])
 
-    def begun(self, incarnation: str) -> Begun | None:
-        name = self._names.begun(incarnation)
+    def started(self, incarnation: str) -> Begun | None:
+        name = self._names.started(incarnation)
         text = self._properties.get(name)
         if text is None:
             return None
@@ -178,7 +183,7 @@ class Records:
 
     def incarnations(self) -> list[str]:
         """Incarnations that decided or began a batch."""
-        starts = (self._names.decided(""), self._names.begun(""))
+        starts = (self._names.decided(""), self._names.started(""))
         return sorted({name.removeprefix(s) for s in starts for name in self._properties if name.startswith(s)})
 
     def history(self, incarnation: str) -> Iterator[Decision]:
@@ -411,7 +416,7 @@ class IcebergStore:
             wanted = rule(head)
             claim = None if held is None or held.snapshot is None else (self._names.branch, held.snapshot)
             if wanted is not None and wanted.begun is not None:
-                properties = {self._names.begun(self._scope.incarnation): wanted.begun.to_json()}
+                properties = {self._names.started(self._scope.incarnation): wanted.begun.to_json()}
                 return TableChange(folder="", prefix="", properties=properties, claim=claim)
             if wanted is not None and wanted.decision is not None:
                 made.discard()  # from an attempt that lost against another commit
@@ -448,7 +453,7 @@ class IcebergStore:
             match name.split("/"):
                 case ["delivered", pipeline, sink, "owner"] if name != self._names.owner:
                     names = Names(Scope(pipeline, sink, self._scope.incarnation))
-                    known = (names.decided(names.scope.incarnation), names.begun(names.scope.incarnation))
+                    known = (names.decided(names.scope.incarnation), names.started(names.scope.incarnation))
                     found.append(OtherLedger(pipeline, sink, any(k in properties for k in known)))
                 case _:
                     pass
@@ -466,7 +471,7 @@ class IcebergStore:
             held.epoch if held is not None and held.snapshot is not None else 0,
             records.newest(incarnation),
             lambda: records.decided(incarnation),
-            lambda: records.begun(incarnation),
+            lambda: records.started(incarnation),
         )
 
     def _decided(self, decision: Decision, made: Effect, claim: tuple[str, int] | None) -> TableChange:
@@ -540,7 +545,7 @@ class IcebergStore:
     def _state(self, table: Any) -> LedgerState:
         records = Records(table, self._scope)
         held = records.claim()
-        found = [(i, records.decided(i), records.begun(i)) for i in records.incarnations()]
+        found = [(i, records.decided(i), records.started(i)) for i in records.incarnations()]
         return state_of(
             self._scope,
             held.owner if held else None,
@@ -556,7 +561,7 @@ class IcebergStore:
         if not old.incarnations:
             return {}, []
         kept = base64.b64encode(Records(table, self._scope).archive().with_more(old.entries).data).decode()
-        names = [name for i in old.incarnations for name in (self._names.decided(i), self._names.begun(i))]
+        names = [name for i in old.incarnations for name in (self._names.decided(i), self._names.started(i))]
         return {self._names.archive: kept}, [name for name in names if name in table.properties]
 
     def _take_away(self, names: Iterable[str]) -> None:

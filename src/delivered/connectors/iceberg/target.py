@@ -88,10 +88,7 @@ def _add_columns(options: IcebergOptions, table: Any, schema: pa.Schema) -> None
 
 
 def check_features(options: IcebergOptions, table: Any) -> None:
-    """
-    Raises:
-        Refused: the table requires a writer feature that this sink does not support.
-    """
+    """Raises Refused: the table requires a writer feature that this sink does not support."""
     unsupported = []
     if table.metadata.format_version != FORMAT_VERSION:
         unsupported.append(f"format version {table.metadata.format_version} (this sink writes {FORMAT_VERSION})")
@@ -201,14 +198,14 @@ def _spec(options: IcebergOptions, schema: pa.Schema, made: Any) -> Any:
 def _fits(part: Part, kind: pa.DataType) -> bool:
     t = pa.types
     word = part.transform.partition("[")[0]
-    whole = t.is_integer(kind) or t.is_string(kind) or t.is_binary(kind) or t.is_decimal(kind)
+    exact = t.is_integer(kind) or t.is_string(kind) or t.is_binary(kind) or t.is_decimal(kind)
     if word in _HOURS:
         return bool(t.is_timestamp(kind))
     if word in _DAYS:
         return bool(t.is_timestamp(kind) or t.is_date(kind))
     if word == "truncate":
-        return bool(whole)
-    return bool(whole or t.is_timestamp(kind) or t.is_date(kind) or (word == "identity" and t.is_boolean(kind)))
+        return bool(exact)
+    return bool(exact or t.is_timestamp(kind) or t.is_date(kind) or (word == "identity" and t.is_boolean(kind)))
 
 
 def _spec_text(spec: list[tuple[str, str]]) -> str:

@@ -1,13 +1,15 @@
-"""Executor side: Parquet files in the table's folder, committed later (exactly_once) or at once."""
+"""Executor side: Parquet files in the table's folder, committed later (exactly_once) or at once; refused rows."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
+from pyiceberg.io import OutputFile
 from pyiceberg.io.pyarrow import (
     MetricModeTypes,
     MetricsMode,
@@ -27,25 +29,33 @@ from pyiceberg.manifest import (
 )
 from pyiceberg.typedef import Record
 
-from delivered.connectors.iceberg.client import data_path, require_table, store, writing
-from delivered.connectors.iceberg.commit import TableChange, commit
+from delivered.connectors.iceberg.client import TableChange, commit, data_path, require_table, store, writing
 from delivered.connectors.iceberg.options import IcebergOptions
-from delivered.connectors.iceberg.required import unfilled
 from delivered.connectors.iceberg.target import check_features, compare, same_columns
 from delivered.connectors.iceberg.types import TYPES, parts_of, to_arrow, unstorable_parts
 from delivered.contract.sink import Writer
 from delivered.kits.sql.merge import check_rows, stored
 from delivered.kits.table import bad_rows, shard
+from delivered.kits.table.bad_rows import Nowhere, nobody, unwritable
 from delivered.kits.table.shard import PartFiles, Written, shard_writer, split
 from delivered.kits.table.store import Store
-from delivered.kits.table.target import but_gone
+from delivered.kits.table.target import but_missing
+from delivered.model.capability import WriteMode
 from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
 from delivered.model.prepared import Handle
-from delivered.model.ranges import check
+from delivered.model.ranges import check, first_of
+
+
+def unfilled(mode: WriteMode, table: Any, batch: pa.RecordBatch) -> pa.Array | None:
+    """See `delivered.kits.table.bad_rows.unfilled`."""
+    from pyiceberg.io.pyarrow import schema_to_pyarrow
+
+    return bad_rows.unfilled(mode, schema_to_pyarrow(table.schema()), batch)
+
 
 # Splits rows by a table's partitions; reports a task's data files to the driver in an Iceberg manifest next to them.
 #
@@ -157,11 +167,7 @@ def _with_counts(plan: dict[int, Any], columns: Collection[int]) -> dict[int, An
 
 
 def put(table: Any, output: Any, files: Sequence[Any]) -> int:
-    """Write a manifest of these files; return its size in bytes.
-
-    Args:
-        output: the client's output file.
-    """
+    """Write a manifest of these files; return its size in bytes. Args: output: the client's output file."""
     with write_manifest(
         format_version=table.metadata.format_version,
         spec=table.spec(),
@@ -232,7 +238,7 @@ class StagedRows:
         batch = fitted(batch, self._schema)
         check_rows(self._options.write, batch)
         with writing(self._options):
-            files = self._begun()
+            files = self._open_files()
             bad_rows.check(self._options.where, batch, unfilled(self._options.write, self._table, batch))
             check(TYPES.system, batch, unstorable_parts(parts_of(self._table), batch))
             files.write((), batch)
@@ -257,7 +263,7 @@ class StagedRows:
         if self._files is not None:
             self._files.discard()
 
-    def _begun(self) -> PartFiles[tuple[()]]:
+    def _open_files(self) -> PartFiles[tuple[()]]:
         if self._files is None:
             table = self._table = require_table(self._options)
             check_features(self._options, table)
@@ -296,8 +302,8 @@ class IcebergFiles:
 
     def write(self, batch: pa.RecordBatch) -> None:
         TYPES.check_values(batch)
-        with but_gone(writing(self._options)):
-            files, stored = self._begun()
+        with but_missing(writing(self._options)):
+            files, stored = self._open_files()
             check(TYPES.system, batch, unstorable_parts(parts_of(self._table), batch))
             plain = fitted(batch, self._schema)
             if self._requires:
@@ -318,7 +324,7 @@ class IcebergFiles:
     def finish(self) -> int:
         if self._files is None:
             return 0
-        with but_gone(writing(self._options)):
+        with but_missing(writing(self._options)):
             path = data_path(self._table)
             self._done = data_files(self._table, path, self._files.finish())
         return sum(int(f.record_count) for f in self._done)
@@ -326,7 +332,7 @@ class IcebergFiles:
     def handle(self) -> StagedFiles | None:
         if not self._done:
             return None
-        with but_gone(writing(self._options)):
+        with but_missing(writing(self._options)):
             name = self._place.sibling("manifest.avro")
             output = self._table.io.new_output(f"{data_path(self._table)}/{name}")
             size = put(self._table, output, self._done)
@@ -360,7 +366,7 @@ class IcebergFiles:
             with contextlib.suppress(Exception):
                 store(self._table, data_path(self._table)).remove([self._place.sibling("manifest.avro")])
 
-    def _begun(self) -> tuple[PartFiles[Part], pa.Schema]:
+    def _open_files(self) -> tuple[PartFiles[Part], pa.Schema]:
         if self._files is None or self._stored is None:
             table = self._table = self._opened()
             check_features(self._options, table)
@@ -388,3 +394,64 @@ class IcebergFiles:
     def _columns(self) -> list[int]:
         """Field ids in the files."""
         return [f.field_id for f in self._table.schema().fields if f.name in self._schema.names]
+
+
+class IcebergTrial:
+    """See `delivered.kits.table.bad_rows.Trial`."""
+
+    def __init__(self, options: IcebergOptions, schema: pa.Schema) -> None:
+        self._options = options
+        self._schema = TYPES.canonical_schema(schema)
+        self._stored = stored(options.write, self._schema)
+        self._table = require_table(options)
+
+    def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
+        batch = fitted(batch, self._schema)
+        reasons = unfilled(self._options.write, self._table, batch)
+        reasons = first_of(reasons, unstorable_parts(parts_of(self._table), batch))
+        return unwritable(batch.select(self._stored.names), self._write, reasons)
+
+    def _write(self, rows: pa.RecordBatch) -> None:
+        files = _Files(self._options.appending, nobody(), self._stored, direct=False)
+        files.table = self._table
+        try:
+            files.write(rows)
+            files.finish()
+            put(self._table, _Uncounted(), files.done)
+            for file in files.done:  # for the snapshot's summary
+                self._table.spec().partition_to_path(file.partition, self._table.schema())
+        finally:
+            files.discard()
+
+
+class _Files(IcebergFiles):
+    table: Any = None
+
+    def _column(self, field: pa.Field) -> pa.Field:
+        return field.with_nullable(True)
+
+    def _opened(self) -> Any:
+        return self.table
+
+    def _store(self) -> Store:
+        return Nowhere()
+
+
+class _Uncounted(OutputFile):
+    """A manifest that is not kept."""
+
+    def __init__(self) -> None:
+        super().__init__("nowhere")
+
+    def __len__(self) -> int:
+        return 0
+
+    def exists(self) -> bool:
+        return False
+
+    def to_input_file(self) -> Any:
+        raise NotImplementedError
+
+    def create(self, overwrite: bool = False) -> Any:
+        del overwrite
+        return io.BytesIO()

@@ -219,7 +219,7 @@ class LogJournal:
         """Delete records that every reader has processed, but not the window's ids or a partition's end.
 
         Args:
-            exact: to the record, which rewrites a file; else by whole files.
+            exact: to the record, which rewrites a file; else by complete files.
         """
         if not self._readers:
             return 0

@@ -373,7 +373,7 @@ def _look(path: str, options: Mapping[str, str], files: list[_File], error: Exce
 
 
 def _shifted(path: str, options: Mapping[str, str], files: list[_File], ends: Mapping[int, int]) -> list[_File]:
-    """Rewrite files whose offsets other producers have taken; keep the others."""
+    """Rewrite files whose offsets other producers have used; keep the others."""
     fs = layout.filesystem(path, options)
     kept = [f for f in files if ends.get(f.partition, 0) == f.first]
     stale = [f for f in files if ends.get(f.partition, 0) != f.first]

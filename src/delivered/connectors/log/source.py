@@ -374,7 +374,7 @@ class LogDriver:
         log = layout.log_folder(path)
         if self._table is None:
             self._table = layout.open_table(path, self._storage)
-        elif log != self._log:  # to an update, a folder that is gone has no new version
+        elif log != self._log:  # to an update, a missing folder has no new version
             self._reopen()
         else:
             try:

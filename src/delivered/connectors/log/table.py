@@ -106,11 +106,7 @@ def is_local(path: str) -> bool:
 
 
 def delta() -> Any:
-    """The client library, imported on use.
-
-    Raises:
-        MissingExtra: it is not installed.
-    """
+    """The client library, imported on use. Raises MissingExtra: it is not installed."""
     try:
         import deltalake
     except ImportError:
@@ -154,7 +150,7 @@ def rate(path: str, storage: Mapping[str, str]) -> float | None:
 
 
 def log_folder(path: str) -> tuple[int, int] | None:
-    """Identity of the folder with a local table's log: another one was moved or made anew. None: remote, or gone."""
+    """Identity of the folder with a local table's log: another one was moved or created. None: remote, or missing."""
     try:
         found = (Path(path) / "_delta_log").stat() if is_local(path) else None
     except OSError:

@@ -2,27 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.memory.committer import MemoryCommitter
 from delivered.connectors.memory.options import MemorySinkOptions
-from delivered.connectors.memory.world import ROWS, World, world
-from delivered.connectors.memory.writer import SendingWriter, StagingWriter
+from delivered.connectors.memory.world import ROWS, Opened, Participant, State, World, world
 from delivered.contract.finding import Finding
 from delivered.contract.sink import Writer
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import Commit, SinkCapability
-from delivered.model.errors import BadRecord, UsageError
+from delivered.model.errors import BadRecord, PromiseBroken, UsageError
+from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
+from delivered.model.prepared import Promise
 
-if TYPE_CHECKING:  # not needed on executors
+if TYPE_CHECKING:
+    from delivered.connectors.memory.store import MemoryCommitter
     from delivered.ledger.store import Store
+
+
+Canonical = Callable[[pa.RecordBatch], pa.RecordBatch]
+
+
+class StagingWriter:
+    """exactly_once: rows stay in a participant of their own until it is decided."""
+
+    def __init__(self, world: World, work: Work, canonical: Canonical) -> None:
+        self._world = world
+        self._canonical = canonical
+        self._participant: Participant = world.open(work)
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        self._world.gate()
+        self._participant.rows.append(self._canonical(batch))
+
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
+        self._world.gate()
+        if self._participant.state is not State.OPEN:
+            raise PromiseBroken(
+                "PREPARE_FAILED",
+                f"Shard {self._participant.work.shard} was aborted while it was written.",
+                next_step="nothing: the task runs again",
+            )
+        self._participant.state = State.PREPARED
+        return Promise(Opened(self._participant.id, fingerprint.count))
+
+    def abort(self) -> None:
+        """Leaves prepared rows alone: like a prepared transaction, they are the driver's to end."""
+        self._world.gate()
+        if self._participant.state is State.OPEN:
+            self._participant.state = State.ABORTED
+
+
+class SendingWriter:
+    """at_least_once, at_most_once: staged rows are visible at once."""
+
+    def __init__(self, world: World, work: Work, canonical: Canonical) -> None:
+        self._world = world
+        self._canonical = canonical
+        self._work = work
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        self._world.show(self._work, [self._canonical(batch)])
+
+    def prepare(self, fingerprint: Fingerprint) -> Promise:  # noqa: ARG002
+        self._world.gate()
+        return Promise()
+
+    def abort(self) -> None:
+        """Nothing to do: sent rows cannot be withdrawn."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +140,8 @@ class MemorySink:
         return MemoryStore(self._world, scope)
 
     def committer(self, scope: Scope) -> MemoryCommitter:
+        from delivered.connectors.memory.store import MemoryCommitter
+
         return MemoryCommitter(self._world, scope, self.options.commit)
 
     def _accepted(self, batch: pa.RecordBatch) -> pa.RecordBatch:

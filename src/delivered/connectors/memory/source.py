@@ -73,9 +73,9 @@ class MemoryDriver:
         reached = {}
         for i, p in enumerate(sorted(end, key=int)):
             # Split the remainder evenly among the remaining partitions, rounded up so that the stream finishes.
-            taken = min(end[p] - start.get(p, 0), -(-left // (len(end) - i)))
-            reached[p] = start.get(p, 0) + taken
-            left -= taken
+            count = min(end[p] - start.get(p, 0), -(-left // (len(end) - i)))
+            reached[p] = start.get(p, 0) + count
+            left -= count
         return reached
 
     def freeze(self) -> None:

@@ -1,16 +1,19 @@
-"""The ledger's store in memory: one owner, one epoch per claim, decisions as text."""
+"""The ledger's store in memory: one owner, one epoch per claim, decisions as text; and its committer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from delivered.connectors.memory.world import Answer, Opened, State, World
+from delivered.connectors.memory.world import Answer, Opened, Participant, State, World
+from delivered.contract.sink import Committer
 from delivered.ledger.ledger import state_of
 from delivered.ledger.store import Change, Head
+from delivered.model.capability import Commit
 from delivered.model.errors import DeliveredError
-from delivered.model.identity import OtherLedger, Scope, named_first
+from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision, LedgerState, Owner
 
@@ -29,7 +32,7 @@ class MemoryStore:
         self._world.gate()
         with self._world.lock:
             room = self._room
-            return state_of(self._scope, room.owner, room.epoch, reversed(room.newest()), room.begun, lambda _: None)
+            return state_of(self._scope, room.owner, room.epoch, reversed(room.newest()), room.started, lambda _: None)
 
     def peek(self) -> LedgerState:
         return self.read()
@@ -77,7 +80,7 @@ class MemoryStore:
         own, incarnation = (self._scope.pipeline, self._scope.sink), self._scope.incarnation
         rooms = {name: room for name, room in self._world.rooms.items() if name != own and room.owner is not None}
         return named_first(
-            OtherLedger(*name, same_incarnation=bool(room.of(incarnation)) or incarnation in room.begun)
+            OtherLedger(*name, same_incarnation=bool(room.of(incarnation)) or incarnation in room.started)
             for name, room in rooms.items()
         )
 
@@ -92,18 +95,18 @@ class MemoryStore:
             room.epoch,
             None if last is None else last.batch,
             lambda: last,
-            lambda: room.begun.get(incarnation),
+            lambda: room.started.get(incarnation),
         )
 
     def _put(self, change: Change) -> Outcome[None]:
         """Write rows and record atomically."""
         if change.begun is not None:
-            self._room.begun[self._scope.incarnation] = change.begun
+            self._room.started[self._scope.incarnation] = change.begun
         staged = []
         for p in change.move:
             found = self._world.participants.get(Opened.of(p).id)
             if found is None or found.state is not State.PREPARED:
-                return Failed(f"the staged rows of shard {p.shard} are gone")
+                return Failed(f"the staged rows of shard {p.shard} are missing")
             if found.work.scope.sink != self._scope.sink:
                 return Failed(f"the rows of shard {p.shard} lie at {found.work.scope.sink!r}, out of reach from here")
             staged.append(found)
@@ -112,3 +115,62 @@ class MemoryStore:
         for found in staged:
             self._world.settle(found)
         return Ok(None)
+
+
+class MemoryCommitter(Committer):
+    def __init__(self, world: World, scope: Scope, commit: Commit) -> None:
+        self._world = world
+        self._scope = scope
+        self._commit = commit
+
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        self._world.gate()
+        answer = self._world.next_answer("apply")
+        if answer is Answer.NOT_SENT:
+            return Unknown("the request was not sent")
+        with self._world.lock:
+            participant = self._find(prepared)
+            if participant is None or participant.state is State.ABORTED:
+                return Failed(f"the promise of shard {work.shard} has expired")
+            if participant.state is not State.APPLIED:
+                if self._commit is Commit.ONE_TRANSACTION:
+                    return Failed(f"shard {work.shard} was not part of the transaction that decided")
+                self._world.settle(participant)
+        return Unknown("the answer was lost") if answer else Ok(None)
+
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - the world knows the shard
+        return self._world.marker(work) == (work.scope.incarnation, work.batch)
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        self._world.gate()
+        self._world.land()
+        participant = self._find(prepared)
+        if participant is not None and participant.state in (State.OPEN, State.PREPARED):
+            participant.state = State.ABORTED
+        return Ok(None)
+
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        self._world.gate()
+        if self._world.next_answer("abort_orphans"):
+            return Unknown("the answer was lost")
+        kept = {Opened.of(p).id for p in keep if p.handle}
+        own = (self._scope.pipeline, self._scope.sink)
+        with self._world.lock:
+            orphans = [
+                p
+                for p in self._world.unsettled()
+                if (p.work.scope.pipeline, p.work.scope.sink) == own and p.id not in kept
+            ]
+            for participant in orphans:
+                participant.state = State.ABORTED
+        return Ok(len(orphans))
+
+    def targets(self) -> dict[str, Target]:
+        """See `delivered.contract.sink.Committer`."""
+        return {self._scope.sink: Target("world", "1")}
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _find(self, prepared: Prepared) -> Participant | None:
+        return self._world.participants.get(Opened.of(prepared).id)

@@ -66,13 +66,13 @@ class Answer(StrEnum):
 
 @dataclass
 class Room:
-    """The ledger of one sink of one pipeline, all incarnations. Decisions and begun batches as text, as on a server;
+    """The ledger of one sink of one pipeline, all incarnations. Decisions and started batches as text, as on a server;
     newest last."""
 
     owner: Owner | None = None
     epoch: int = 0
     decisions: list[str] = field(default_factory=list)
-    begun: dict[str, Begun] = field(default_factory=dict)
+    started: dict[str, Begun] = field(default_factory=dict)
 
     def of(self, incarnation: str) -> list[Decision]:
         found = [Decision.from_json(text) for text in self.decisions]
@@ -141,10 +141,10 @@ class World:
     def expire(self) -> int:
         """Abort every participant that is still open, as a transaction timeout would."""
         with self.lock:
-            gone = self.unsettled()
-            for participant in gone:
+            expired = self.unsettled()
+            for participant in expired:
                 participant.state = State.ABORTED
-            return len(gone)
+            return len(expired)
 
     def marker(self, work: Work) -> tuple[str, int] | None:
         """(incarnation, batch) of the shard's newest marker before the oldest open participant, as a read_committed
@@ -179,10 +179,7 @@ def make_world(name: str) -> World:
 
 
 def world(name: str) -> World:
-    """
-    Raises:
-        UsageError: this process has no such world; memory is not shared between processes.
-    """
+    """Raises UsageError: this process has no such world; memory is not shared between processes."""
     if name not in _worlds:
         raise UsageError(
             "WORLD_UNKNOWN",

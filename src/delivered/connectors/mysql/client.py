@@ -1,24 +1,31 @@
-"""Connections, with session settings that do not depend on the server's defaults."""
+"""Connections with session settings that do not depend on the server's defaults; its errors; its ledger's tables.
+
+Errors are known by the numbers that MySQL and MariaDB share. The ledger's tables are versioned, in their own database.
+The server commits each DDL statement implicitly: an interrupted migration is rerun from its first statement, so every
+statement is idempotent.
+
+Session ids are reused after a restart, and only privileged users see what sessions do. So a session that may block
+others takes a named lock with a nonce, and stores the nonce where others find it: the lock is held by that session or
+is free.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from delivered.connectors.mysql import errors, sessions
-from delivered.connectors.mysql.migrate import migrate, version_of, with_values
 from delivered.connectors.mysql.options import MysqlOptions
-from delivered.kits.mysql.server import address
-from delivered.kits.sql.database import CLAIM_WAIT_S, LEDGER_TABLES, Connection, Definition, Dialect, Server
-from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
+from delivered.kits.mysql.server import DENIED, LOGIN, LOST, address
+from delivered.kits.sql.database import is_newest, quoted
+from delivered.kits.sql.table import no_right_to_alter
+from delivered.kits.sql.transactions import new_nonce
+from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 
 if TYPE_CHECKING:
-    from delivered.connectors.mysql.wire import Session
+    from delivered.connectors.mysql.session import Session
+
 
 CONNECT_TRY_S = 5.0
 """Timeout of connecting, and of each reply during login. Errors must be raised within 15 s."""
@@ -59,7 +66,7 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
     """
     del role
     try:
-        from delivered.connectors.mysql.wire import ERRORS, Session
+        from delivered.connectors.mysql.session import ERRORS, Session
     except ImportError:
         raise MissingExtra("mysql") from None
     password = options.password_resolved()
@@ -68,7 +75,7 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
     try:
         session = Session(CONNECT_TRY_S, options.tls, **given)
     except ERRORS as error:
-        raise errors.explained(error, options) from None
+        raise explained(error, options) from None
     try:
         session.watch(f"MySQL at {options.host}:{options.port}", options.tls, given)
         _check_version(session, options)
@@ -82,7 +89,7 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
             check_writable(session, options)
     except ERRORS as error:
         session.close()
-        raise errors.explained(error, options) from None
+        raise explained(error, options) from None
     except BaseException:
         session.close()
         raise
@@ -117,132 +124,293 @@ def _check_version(session: Session, options: MysqlOptions) -> None:
         )
 
 
-@dataclass(frozen=True)
-class MysqlDialect(Dialect):
-    """A DELETE by a condition scans a short table whatever its indexes, and waits for locked rows: another pipeline's
-    decision, or, forever, a marker of a prepared transaction. So nothing here does that."""
+LOCK_TIMEOUT, DEADLOCK = 1205, 1213
+NO_TABLE, NO_DATABASE = 1146, 1049
+XA_UNKNOWN = 1397
+"""No such XA transaction: it has ended, or (MariaDB) the session that prepared it is still alive."""
 
-    def known(self, keys: str, column: str | None) -> str:
-        first = column or keys.partition(",")[0]
-        return f"ON DUPLICATE KEY UPDATE {first} = VALUES({first})"
+_FULL = frozenset({1040, 1203, 1226})
+_READ_ONLY = frozenset({1290, 1792, 1836, 3989})
+_DISK = frozenset({1021, 1114})
+_FILE = frozenset({3, 20, 1026, 1030})
+"""File errors: disk full, if the message says so."""
+_ROW = frozenset({1048, 1062, 1136, 1138, 1153, 1264, 1265, 1292, 1300, 1301, 1364, 1365, 1366, 1367, 1406, 1411, 1416,
+                  1451, 1452, 1526, 1557, 1586, 1644, 1690, 1748, 3140, 3819, 4025})  # fmt: skip
+CONSTRAINTS = frozenset({1048, 1062, 1451, 1452, 1557, 1586, 3819, 4025})
+"""Of these: constraint violations. The statement is rolled back, its transaction goes on."""
 
-    def delete(self, connection: Connection, table: str, where: str, values: Mapping[str, Any]) -> None:
-        """Deletes only rows that a non-locking read sees, which excludes prepared ones; each by its id, the only form
-        for which the server never scans."""
-        for (number,) in connection.execute(self(f"SELECT n FROM {{{table}}} WHERE {where}"), values).fetchall():
-            connection.execute(self(f"DELETE d FROM {{{table}}} AS d WHERE n = :n"), {"n": int(number)})
+_REFUSED = " rejected a row: "
+_FILTER = "filter or correct such rows, or change the table; under exactly_once nothing of this batch is visible"
+_BY_NUMBER: dict[int, tuple[type[DeliveredError], str, str]] = {
+    NO_DATABASE: (UsageError, "DATABASE_MISSING", "create the database, or correct the url"),
+    NO_TABLE: (UsageError, "TABLE_MISSING", "create {table}, or correct the option dbtable"),
+    1054: (UsageError, "COLUMN_MISSING", "ALTER TABLE {table} ADD COLUMN ..., or drop the column from the rows"),
+    DEADLOCK: (
+        DeliveredError,
+        "DEADLOCK",
+        "start again; if this recurs, repartition the rows so that each key is in one shard",
+    ),
+    LOCK_TIMEOUT: (
+        DeliveredError,
+        "LOCK_TIMEOUT",
+        "find the lock holder: SHOW ENGINE INNODB STATUS, SELECT * FROM information_schema.innodb_trx; under "
+        "two_phase, two shards of a batch that write the same unique key block each other: repartition by that key, "
+        "or raise lockTimeout",
+    ),
+    1665: (
+        UsageError,
+        "BINLOG_STATEMENT",
+        "SET GLOBAL binlog_format = 'ROW' (or MIXED): with STATEMENT this server rejects writes at isolation level "
+        "READ COMMITTED",
+    ),
+    1785: (UsageError, "ENGINE_NOT_TRANSACTIONAL", "ALTER TABLE {table} ENGINE = InnoDB"),
+    1613: (DeliveredError, "LOCK_TIMEOUT", "start again; raise lockTimeout"),
+    1614: (DeliveredError, "DEADLOCK", "start again; repartition the rows so that each key is in one shard"),
+}
 
-    def forget(self, connection: Connection, table: str, index: str, where: str) -> None:
-        """Forces the index: a scan would wait for rows of other pipelines' decisions."""
-        connection.execute(self(f"DELETE d FROM {{{table}}} AS d FORCE INDEX ({index}) WHERE {where}"), {})
+
+def number_of(error: BaseException) -> int:
+    """The server's or the client's error number; 0: none, the connection was already closed."""
+    first = error.args[0] if error.args else 0
+    return first if isinstance(first, int) else 0
 
 
-@cache
-def ledger_dialect(schema: str) -> MysqlDialect:
-    """Dialect of a ledger in this database."""
-    s = with_values(schema)
-    return MysqlDialect(
-        tables={name: f"{s}.{name}" for name in LEDGER_TABLES},
-        value=lambda statement: re.sub(r":(\w+)", r"%(\1)s", statement),
-        written={"decision": "n", "begun": "n"},
-        hold=" FOR UPDATE",
-        pack=lambda names: json.dumps(list(names)),
-        unpack=json.loads,
-        hash=lambda value: f"x'{value.hex()}'",
-        snapshot=("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ", "START TRANSACTION READ ONLY"),
-        see_holders="find the session: SELECT * FROM information_schema.innodb_trx; then KILL its trx_mysql_thread_id",
-        sign="UPDATE {owner} SET session = :session WHERE pipeline = :pipeline AND sink = :sink",
+def is_lost(error: BaseException) -> bool:
+    """Whether the connection was lost, so that the outcome of the last statement is unknown."""
+    return number_of(error) in LOST
+
+
+def about_a_row(error: BaseException) -> bool:
+    """Whether the server refused a row, not the statement."""
+    return number_of(error) in _ROW
+
+
+def explained(error: Exception, options: MysqlOptions) -> DeliveredError:
+    """Translate an error. The client's messages never contain passwords."""
+    number = number_of(error)
+    text, where = message_of(error), f"MySQL at {options.place}"
+    if number in LOGIN:
+        return Unreachable(
+            "MYSQL_LOGIN",
+            f"{where} rejected the login: {text}",
+            next_step="check the options user and password (a reference like env:NAME is resolved where the task "
+            "runs), and from which hosts the user may connect",
+        )
+    if number in LOST:
+        return Unreachable(
+            "MYSQL_UNREACHABLE",
+            f"{where} is unreachable, or closed the connection: {text}",
+            next_step=f"check that it is running: mysqladmin -h {options.host} -P {options.port} ping",
+        )
+    if number in _FULL:
+        return Unreachable(
+            "MYSQL_UNREACHABLE",
+            f"{where} accepts no more connections: {text}",
+            next_step="start the pipeline again later; check max_connections, and the user's own limit",
+        )
+    if number in DENIED:
+        return UsageError(
+            "PERMISSION",
+            f"{where} reported: {text} (error {number}).",
+            next_step=f"GRANT INSERT ON {options.table_text} and ALL ON {options.ledger_schema}.* to the user",
+        )
+    if number in _READ_ONLY:
+        return Unreachable(
+            "READ_ONLY", f"{where} reported: {text} (error {number}).", "point the url at the primary server"
+        )
+    if number in _DISK or (number in _FILE and "space" in text.lower()):
+        return DeliveredError(
+            "DISK_FULL",
+            f"{where} has no disk space left: {text} (error {number}).",
+            next_step="free disk space on the server, then start the pipeline again",
+        )
+    if number in _ROW:
+        return BadRecord("ROW_REFUSED", f"{where} reported: {text} (error {number}).", _FILTER)
+    if number in _BY_NUMBER:
+        kind, code, next_step = _BY_NUMBER[number]
+        return kind(code, f"{where} reported: {text} (error {number}).", next_step.format(table=options.table_text))
+    return DeliveredError(
+        "MYSQL_ERROR",
+        f"{where} reported: {text} (error {number}).",
+        next_step="look the error up in MySQL's manual, mend it, and start the pipeline again",
     )
 
 
-@dataclass(frozen=True)
-class MysqlDatabase(Server["Session"]):
-    """The user's database."""
+def row_refused(text: str, options: MysqlOptions) -> BadRecord:
+    """A row that LOAD DATA changed or skipped with only a warning, or that no statement can hold."""
+    return BadRecord("ROW_REFUSED", f"MySQL at {options.place}{_REFUSED}{text}.", _FILTER)
 
-    options: MysqlOptions
-    system = "MySQL"
 
-    @property
-    def where(self) -> str:
-        return self.options.where
+def reason_of(error: BadRecord) -> str:
+    """The text that `row_refused` was given."""
+    return error.message.partition(_REFUSED)[2].rstrip(".")
 
-    @property
-    def dialect(self) -> Dialect:
-        return ledger_dialect(self.options.ledger_schema)
 
-    def begin(self, connection: Session) -> None:
-        check_writable(connection, self.options)
-        if not connection.nonce:
-            sessions.register(connection)
-        connection.execute("START TRANSACTION")
+def message_of(error: BaseException) -> str:
+    """The server's message on one line."""
+    text = str(error.args[1]) if len(error.args) > 1 else str(error)
+    return " ".join(text.split())[:1500] or type(error).__name__
 
-    @contextlib.contextmanager
-    def claiming(self, connection: Session) -> Iterator[None]:
-        connection.execute(f"SET SESSION innodb_lock_wait_timeout = {CLAIM_WAIT_S}")
-        try:
-            self.begin(connection)
-            yield
-        except BaseException:
-            self.discard(connection)
+
+def alter(session: Session, options: MysqlOptions, statement: str) -> None:
+    """Run a change of the table for `mergeSchema`. Raises UsageError if the user may not, and MySQLError."""
+    try:
+        session.execute(statement)
+    except Exception as error:
+        if number_of(error) not in DENIED:
             raise
-        connection.execute("COMMIT")
-        connection.execute(f"SET SESSION innodb_lock_wait_timeout = {self.options.lock_timeout_s}")
+        plain = statement.replace('"', "`")  # sessions of ours quote names as standard SQL does
+        raise no_right_to_alter(options, error, plain, f"GRANT ALTER ON {options.table_text} TO the user") from error
 
-    def may_commit(self, error: Exception) -> bool:
-        """Always: only a claim, which waits for the transaction to end, can tell."""
-        del error
-        return True
 
-    def end_holders(self, connection: Session, role: str, signature: Callable[[], str]) -> str:
-        del role
-        connection.execute("SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED")
-        connection.execute("START TRANSACTION READ ONLY")
-        nonce = signature()
-        connection.execute("COMMIT")
-        if nonce and nonce != connection.nonce:
-            sessions.end(connection, nonce)
-        return ""
+_NAME_TYPE = "varchar(64) CHARACTER SET ascii COLLATE ascii_bin NOT NULL"
+_SCOPE = f"pipeline {_NAME_TYPE}, sink {_NAME_TYPE}, incarnation {_NAME_TYPE}, batch bigint NOT NULL"
+_TABLE = "ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
+_GROWS = "n bigint unsigned NOT NULL AUTO_INCREMENT"
 
-    def _connect(self, role: str, writes: bool) -> Session:
-        return connect(self.options, role, writes)
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.owner (
+            pipeline {_NAME_TYPE}, sink {_NAME_TYPE}, id varchar(255) NOT NULL, epoch bigint NOT NULL,
+            host varchar(255) NOT NULL, process bigint NOT NULL, started_ms bigint NOT NULL,
+            superseded longtext NOT NULL, session varchar(32) NOT NULL DEFAULT '',
+            PRIMARY KEY (pipeline, sink)) {_TABLE}""",
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.decision (
+            {_SCOPE}, decision longtext NOT NULL, decided_at datetime(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6),
+            {_GROWS}, PRIMARY KEY (pipeline, sink, incarnation, batch), UNIQUE KEY (n)) {_TABLE}""",
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.begun (
+            {_SCOPE}, offsets longtext NOT NULL, begun_at datetime(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6),
+            {_GROWS}, PRIMARY KEY (pipeline, sink, incarnation), UNIQUE KEY (n)) {_TABLE}""",
+        # Not unique by shard: two attempts with open markers would block each other forever.
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.marker (
+            {_SCOPE}, shard integer NOT NULL, gid varchar(191) NOT NULL, fingerprint varchar(255) NOT NULL,
+            {_GROWS}, PRIMARY KEY (n), KEY of_shard (pipeline, sink, incarnation, batch, shard)) {_TABLE}""",
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.target (
+            base varchar(64) NOT NULL, name varchar(64) NOT NULL, arrow_schema longblob NOT NULL,
+            PRIMARY KEY (base, name)) {_TABLE}""",
+    ),
+    (
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.memory (
+            pipeline {_NAME_TYPE}, sink {_NAME_TYPE}, incarnation {_NAME_TYPE}, number bigint NOT NULL,
+            batch bigint NOT NULL, newest_us bigint NOT NULL, former_us bigint NOT NULL, made_ms bigint NOT NULL,
+            PRIMARY KEY (pipeline, sink, incarnation), UNIQUE KEY of_number (number)) {_TABLE}""",
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.noted (
+            number bigint NOT NULL, epoch bigint NOT NULL, batch bigint NOT NULL, hash binary(16) NOT NULL,
+            at_us bigint NOT NULL, until_us bigint NOT NULL,
+            PRIMARY KEY (number, epoch, batch, hash, at_us)) {_TABLE}""",
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.seen (
+            number bigint NOT NULL, hash binary(16) NOT NULL, until_us bigint NOT NULL, batch bigint NOT NULL,
+            PRIMARY KEY (number, hash, until_us), KEY of_time (number, until_us)) {_TABLE}""",
+    ),
+    (
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.archive (
+            pipeline {_NAME_TYPE}, sink {_NAME_TYPE}, incarnation {_NAME_TYPE}, entry varbinary(32) NOT NULL,
+            PRIMARY KEY (pipeline, sink, incarnation)) {_TABLE}""",
+    ),
+    (
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.left_out (
+            {_SCOPE}, kind varchar(16) NOT NULL, total bigint NOT NULL,
+            {_GROWS}, PRIMARY KEY (n), KEY of_batch (pipeline, sink, incarnation, batch)) {_TABLE}""",
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.dead_letter (
+            {_SCOPE}, shard integer NOT NULL, reason text NOT NULL, record longtext NOT NULL,
+            {_GROWS}, PRIMARY KEY (n)) {_TABLE}""",
+    ),
+)
+"""Statements that migrate from version n to n + 1. Append-only."""
 
-    def check_writable(self, connection: Session) -> None:
-        check_writable(connection, self.options)
+ALONE_S = 30
+_LOCK = "delivered.tables"
 
-    def errors(self) -> type[Exception]:
-        from delivered.connectors.mysql.wire import ERRORS
 
-        return ERRORS
+def with_values(schema: str) -> str:
+    """The ledger's database, quoted for a statement with parameters."""
+    return quoted(schema).replace("%", "%%")
 
-    def explained(self, error: Exception) -> DeliveredError:
-        return errors.explained(error, self.options)
 
-    def is_lost(self, error: BaseException) -> bool:
-        return errors.is_lost(error)
+def version_of(connection: Session, schema: str) -> int:
+    """Version of the ledger's tables; 0: they do not exist. Raises MySQLError."""
+    try:
+        row = connection.execute(f"SELECT coalesce(max(version), 0) FROM {quoted(schema)}.migration").fetchone()
+    except Exception as error:
+        if number_of(error) in (NO_TABLE, NO_DATABASE):
+            return 0
+        raise
+    return int(row[0])
 
-    def is_locked(self, error: BaseException) -> bool:
-        return errors.number_of(error) in (errors.LOCK_TIMEOUT, errors.DEADLOCK)
 
-    def is_constraint(self, error: Exception) -> bool:
-        return errors.number_of(error) in errors.CONSTRAINTS
+def migrate(connection: Session, schema: str) -> None:
+    """Create or migrate the ledger's tables; does nothing if they are up to date. Outside a transaction.
 
-    def idle(self, connection: Session) -> bool:
-        return connection.idle
+    Raises:
+        UsageError: a newer version of this package created them.
+        MySQLError: the server rejected it.
+    """
+    if is_newest(version_of(connection, schema), len(MIGRATIONS), f"in database {schema!r}"):
+        return
+    s = quoted(schema)
+    with alone(connection):
+        # IF NOT EXISTS requires the CREATE privilege even if everything exists.
+        there = "SELECT 1 FROM information_schema.schemata WHERE schema_name = %s"
+        if connection.execute(there, [schema]).fetchone() is None:
+            connection.execute(f"CREATE DATABASE IF NOT EXISTS {s} CHARACTER SET utf8mb4 COLLATE utf8mb4_bin")
+        if version_of(connection, schema) == 0:
+            connection.execute(
+                f"CREATE TABLE IF NOT EXISTS {s}.migration (version integer PRIMARY KEY, "
+                f"applied_at datetime(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6)) {_TABLE}"
+            )
+        # Check again: another process may have been faster.
+        for version in range(version_of(connection, schema), len(MIGRATIONS)):
+            for statement in MIGRATIONS[version]:
+                connection.execute(statement.format(s=s))
+            connection.execute(
+                f"INSERT IGNORE INTO {with_values(schema)}.migration (version) VALUES (%s)", [version + 1]
+            )
 
-    def definition(self, connection: Session, *, columns: bool = False) -> Definition:
-        from delivered.connectors.mysql.target import read_definition
 
-        del columns  # they are read for the keys' collations anyway
-        return read_definition(connection, self.options)
+@contextlib.contextmanager
+def alone(connection: Session) -> Iterator[None]:
+    """Serialize our migrations on this server; continue without the lock after 30 s, as every statement is
+    idempotent."""
+    held = connection.execute("SELECT GET_LOCK(%s, %s)", [_LOCK, ALONE_S]).fetchone()[0]
+    try:
+        yield
+    finally:
+        if held:
+            with contextlib.suppress(Exception):
+                connection.execute("SELECT RELEASE_LOCK(%s)", [_LOCK])
 
-    def table(self, connection: Session) -> str | None:
-        from delivered.connectors.mysql.target import find
 
-        found = find(connection, self.options)
-        return None if found is None else found.full
+def register_session(session: Session, nonce: str | None = None) -> None:
+    """Take the named lock for the lifetime of the session. Raises MySQLError."""
+    session.nonce = nonce or new_nonce()
+    session.execute("SELECT GET_LOCK(%s, 0)", [_lock_name(session.nonce)])
 
-    def version(self, connection: Session) -> int:
-        return version_of(connection, self.options.ledger_schema)
 
-    def migrate(self, connection: Session) -> None:
-        migrate(connection, self.options.ledger_schema)
+def release_session(session: Session) -> None:
+    """Release the named lock: this session no longer blocks anyone. Raises MySQLError."""
+    session.execute("SELECT RELEASE_LOCK(%s)", [_lock_name(session.nonce)])
+    session.nonce = ""
+
+
+def session_has_ended(session: Session, nonce: str, wait_s: float) -> bool:
+    """Wait until the session with this nonce, and its transaction, has ended. Raises MySQLError."""
+    row = session.execute("SELECT GET_LOCK(%s, %s)", [_lock_name(nonce), wait_s]).fetchone()
+    if row[0] != 1:
+        return False
+    session.execute("SELECT RELEASE_LOCK(%s)", [_lock_name(nonce)])
+    return True
+
+
+def end_session(session: Session, nonce: str) -> None:
+    """Kill the session with this nonce, if it is alive: its open transaction is rolled back, prepared ones stay. Works
+    for sessions of the same user. Ignores the server's errors."""
+    from delivered.connectors.mysql.session import ERRORS
+
+    with contextlib.suppress(ERRORS):
+        row = session.execute("SELECT IS_USED_LOCK(%s)", [_lock_name(nonce)]).fetchone()
+        if row[0] is not None and int(row[0]) != session.thread_id():
+            session.execute(f"KILL {int(row[0])}")
+
+
+def _lock_name(nonce: str) -> str:
+    return f"delivered.{nonce}"

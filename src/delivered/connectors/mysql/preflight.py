@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from delivered.connectors.mysql import errors, target, transactions
-from delivered.connectors.mysql.client import read_only
-from delivered.connectors.mysql.migrate import migrate
+from delivered.connectors.mysql import client, committer, target
+from delivered.connectors.mysql.client import migrate, read_only
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.contract.finding import Finding
 from delivered.kits.mysql.server import DENIED
@@ -20,7 +19,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
 
 if TYPE_CHECKING:
-    from delivered.connectors.mysql.wire import Session
+    from delivered.connectors.mysql.session import Session
 
 
 def look(session: Session, options: MysqlOptions, guarantee: Guarantee) -> Iterator[Finding]:
@@ -39,7 +38,7 @@ def look(session: Session, options: MysqlOptions, guarantee: Guarantee) -> Itera
             "SET GLOBAL binlog_format = 'ROW', or MIXED",
         )
     if guarantee is Guarantee.EXACTLY_ONCE and options.mechanism is Mechanism.TWO_PHASE:
-        transactions.check_allowed(session, options)
+        committer.check_allowed(session, options)
         yield from _prepared(session, options)
         yield from check_deletions(options)
     migrate(session, options.ledger_schema)
@@ -99,7 +98,7 @@ def _replicas(session: Session, options: MysqlOptions) -> Iterator[Finding]:
 
 def _prepared(session: Session, options: MysqlOptions) -> Iterator[Finding]:
     """Transactions of any pipeline with its ledger on this server: foreign ids do not contain a start time."""
-    oldest_s = max((age_of(ms) for ms in transactions.all_started_ms(session)), default=0.0)
+    oldest_s = max((age_of(ms) for ms in committer.all_started_ms(session)), default=0.0)
     if oldest_s > OPEN_TRANSACTION_OLD_S:
         yield Finding(
             "PREPARED_TRANSACTION_OLD",
@@ -155,8 +154,8 @@ def _denied(session: Session, options: MysqlOptions, found: target.Found) -> lis
         try:
             session.execute(statement)
         except Exception as error:
-            if errors.is_lost(error):
+            if client.is_lost(error):
                 raise
-            if errors.number_of(error) in DENIED:
+            if client.number_of(error) in DENIED:
                 denied.append(right)
     return denied

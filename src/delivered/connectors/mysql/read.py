@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from delivered.connectors.mysql import target
-from delivered.connectors.mysql.client import MysqlDatabase
-from delivered.connectors.mysql.migrate import version_of
+from delivered.connectors.mysql.client import version_of
 from delivered.connectors.mysql.options import MysqlOptions
+from delivered.connectors.mysql.store import MysqlDatabase
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.table import TableScan, never_written, steps, text_of
@@ -19,7 +19,7 @@ from delivered.kits.sql.text import read_csv
 from delivered.model.errors import InvariantBroken, UsageError
 
 if TYPE_CHECKING:
-    from delivered.connectors.mysql.wire import Session
+    from delivered.connectors.mysql.session import Session
 
 SLICE_KEYS = 250_000
 """Minimum range of primary keys per slice."""
@@ -114,7 +114,7 @@ def _as_text(name: str) -> str:
 def _selected(f: pa.Field) -> str:
     name, t = quoted(f.name), pa.types
     if t.is_timestamp(f.type):
-        # Whole microseconds: exact, and independent of time zones and formats.
+        # Microseconds as an integer: exact, and independent of time zones and formats.
         return f"coalesce(timestampdiff(MICROSECOND, '1970-01-01 00:00:00', {name}), {_as_text(name)})"
     if t.is_time(f.type):
         return f"((hour({name}) * 60 + minute({name})) * 60 + second({name})) * 1000000 + microsecond({name})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from delivered.connectors.mysql.options import MysqlOptions
-from delivered.connectors.mysql.types import TYPES
+from delivered.connectors.mysql.target import TYPES
 from delivered.kits.sink import Parts
 from delivered.kits.sql.sink import ServerSink, ServerTerms
 
@@ -21,10 +21,10 @@ class MysqlSink(ServerSink):
         add_columns="target:add_columns",
         writer="writer:LoadWriter",
         scan="read:MysqlScan",
-        store="stage:build_store",
-        committer="transactions:build_committer",
-        database="client:MysqlDatabase",
-        refused_rows="trial:refused_rows",
+        store="store:build_store",
+        committer="committer:build_committer",
+        database="store:MysqlDatabase",
+        refused_rows="writer:refused_rows",
     )
     terms = ServerTerms(
         load="LOAD DATA",
@@ -34,7 +34,7 @@ class MysqlSink(ServerSink):
         moved="drop the staging tables; the decision made the rows visible",
         holds="hold locks",
         assumes=(
-            "the server is backed up and restored as a whole, with the ledger's database",
+            "the server is backed up and restored as one, with the ledger's database",
             "triggers of the table only write to InnoDB tables",
         ),
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.outbox import layout, peek, shape, slot
+from delivered.connectors.outbox import layout, shape, slot
 from delivered.connectors.outbox.layout import ADDED, Layout
 from delivered.connectors.outbox.options import NEW, OWNER, OutboxOptions
 from delivered.connectors.outbox.pgoutput import UNCHANGED, Begin, Change, Op, Relation, Row, Value
@@ -111,10 +111,7 @@ class Changes:
         return len(self._rows) >= _ROWS_MAX or self._bytes >= _BYTES_MAX
 
     def add(self, position: int, change: Change) -> None:
-        """
-        Raises:
-            BadRecord: the change cannot be given as rows.
-        """
+        """Raises BadRecord: the change cannot be given as rows."""
         relation = change.relation
         match change.op:
             case Op.INSERT:
@@ -142,11 +139,7 @@ class Changes:
         return rows if self._rejecting is None else self._rejecting.batch(rows, rejected)
 
     def restore(self, op: str, position: int, change: Sequence[tuple[str, bytes | None]]) -> None:
-        """A change that was rejected once, by its columns.
-
-        Raises:
-            ValueError: the rows have other columns now.
-        """
+        """A change that was rejected once, by its columns. Raises ValueError: the rows have other columns now."""
         values = dict(change)
         if set(values) != set(self._names):
             raise ValueError(f"it has the columns {', '.join(values)}, and the source has {', '.join(self._names)}")
@@ -422,10 +415,10 @@ class Shapes:
         found = any(s.truncates and s.at == accepted for s in self._seen(end["#table"], until))
         return {"truncated": accepted} if found else {}
 
-    def _seen(self, table: int | None, end: int) -> Sequence[peek.Seen]:
+    def _seen(self, table: int | None, end: int) -> Sequence[slot.Seen]:
         options = self._options
-        found: Sequence[peek.Seen] = self._run(
-            lambda c: peek.waiting(options, lambda: peek.relations(c, options, table, end, None))
+        found: Sequence[slot.Seen] = self._run(
+            lambda c: slot.waiting(options, lambda: slot.relations(c, options, table, end, None))
         )
         return found
 

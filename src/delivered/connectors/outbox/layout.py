@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from delivered.connectors.outbox import peek, shape
+from delivered.connectors.outbox import shape, slot
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.connectors.outbox.shape import Shape, keys_of
 from delivered.connectors.outbox.slot import State, check_slot, state
@@ -54,10 +54,7 @@ class Layout:
 
 
 def layout(connection: psycopg.Connection[Any], options: OutboxOptions) -> Layout:
-    """
-    Raises:
-        UsageError: there is no such table.
-    """
+    """Raises UsageError: there is no such table."""
     now = state(connection, options)
     table = table_shape(connection, options, now)
     if not table[0]:
@@ -124,7 +121,7 @@ def _seen(
         return []  # said by preflight
     end = now.flushed or 0
     for count in (1, None):  # one transaction is enough if it has the shape that the table has
-        found = peek.waiting(options, lambda count=count: peek.relations(connection, options, now.table, end, count))
+        found = slot.waiting(options, lambda count=count: slot.relations(connection, options, now.table, end, count))
         seen = [(s.before, shape.of_relation(s.relation)) for s in found if not s.truncates]
         if seen and all(_plain(s) == table for _, s in seen):
             break

@@ -1,4 +1,4 @@
-"""Messages of PostgreSQL's output plugin pgoutput, protocol version 1: whole transactions, in order of commits.
+"""Messages of PostgreSQL's output plugin pgoutput, protocol version 1: complete transactions, in order of commits.
 
 https://www.postgresql.org/docs/current/protocol-logicalrep-message-formats.html
 """

@@ -83,10 +83,7 @@ class Positions:
         return tuple(quoted(self.options.dialect, name) for name in self.options.columns)
 
     def check(self, caller: Caller) -> None:
-        """
-        Raises:
-            UsageError: there is no such table or column, or ids are not unique.
-        """
+        """Raises UsageError: there is no such table or column, or ids are not unique."""
         options = self.options
         rowid = options.dialect == "sqlite" and options.order == "rowid"
         for name in (*options.columns, *([options.order] if options.order is not None and not rowid else [])):
@@ -214,7 +211,7 @@ class Positions:
         """Rows with the numbers in (start, end], in order, some at a time.
 
         Raises:
-            InvariantBroken: one of them is gone.
+            InvariantBroken: one of them is missing.
         """
         columns = self._read(caller)
         while start < end:
@@ -226,9 +223,9 @@ class Positions:
             ).rows
             for at, row in enumerate(found, start + 1):
                 if row[0] != at or row[1] is None:
-                    raise self._gone(at, end)
+                    raise self._missing(at, end)
             if not found:
-                raise self._gone(start + 1, end)
+                raise self._missing(start + 1, end)
             start += len(found)
             yield found
 
@@ -245,7 +242,7 @@ class Positions:
             if not found:
                 return
             if any(row[1] is None for row in found):
-                raise self._gone(start, end)
+                raise self._missing(start, end)
             start, number = int(found[-1][0]), int(found[-1][6])
             yield [row[:6] for row in found]
 
@@ -327,11 +324,11 @@ class Positions:
         named = {"postgres": [self._rows], "mysql": [schema, table], "sqlite": [table]}[caller.dialect]
         return caller.execute(queries[caller.dialect], [*named, column]).rows
 
-    def _gone(self, number: int, end: int) -> InvariantBroken:
+    def _missing(self, number: int, end: int) -> InvariantBroken:
         return InvariantBroken(
             "OUTBOX_ROWS_GONE",
-            f"{OWNER}: row {number} of {self.options.outbox}, of a batch that ends with {end}, is gone from it or from "
-            f"{self.options.positions}: somebody else deletes rows, or two pipelines read one outbox.",
+            f"{OWNER}: row {number} of {self.options.outbox}, of a batch that ends with {end}, is missing from it or "
+            f"from {self.options.positions}: somebody else deletes rows, or two pipelines read one outbox.",
             next_step="only the source may delete rows (keep=false); give a second pipeline its own positionsTable, "
             "and both keep=true; then start a new checkpoint, which begins with the rows that are left",
         )

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from delivered.connectors.outbox import changes, events, peek, slot
+from delivered.connectors.outbox import changes, events, slot
 from delivered.connectors.outbox.changes import CHANGE, MESSAGE, Rejecting
-from delivered.connectors.outbox.database import connect, explaining, transaction
+from delivered.connectors.outbox.client import connect, explaining, transaction
+from delivered.connectors.outbox.driver import HISTORY, NUMBERED, PollDriver, WalDriver
 from delivered.connectors.outbox.layout import Layout, layout
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.connectors.outbox.pgoutput import Op
-from delivered.connectors.outbox.poll import PollDriver
 from delivered.connectors.outbox.positions import Positions
 from delivered.connectors.outbox.shape import check_identity
 from delivered.connectors.outbox.slot import missing_columns
-from delivered.connectors.outbox.wal import HISTORY, NUMBERED, WalDriver
 from delivered.contract.finding import Finding
 from delivered.contract.powers import Address
 from delivered.contract.source import REJECTED, Slice, SourceDriver
@@ -159,8 +158,8 @@ class OutboxSource:
         if kind in (NUMBERED, HISTORY):
             yield from self._numbered(kind, start, end)
         elif self.options.changes is not None:
-            tables, full = peek.tables(start), self if self.layout is not None else self.planned()
-            found = (one for one in peek.peek(self.options, start, end) if one[2].relation.oid in tables)
+            tables, full = slot.tables(start), self if self.layout is not None else self.planned()
+            found = (one for one in slot.peek(self.options, start, end) if one[2].relation.oid in tables)
             if full.layout is not None:
                 yield from changes.batches(self.options, full.layout, found, start.get("truncated"), self.rejects)
         else:
@@ -179,9 +178,9 @@ class OutboxSource:
             yield from events.Events(self.options, self.rejects).batches(rows)
 
     def _logged(self, start: dict[str, Any], end: int) -> Iterator[pa.RecordBatch]:
-        found, tables = events.Events(self.options, self.rejects), peek.tables(start)
+        found, tables = events.Events(self.options, self.rejects), slot.tables(start)
         reader = events.Reader(self.options)
-        for begin, _, change in peek.peek(self.options, start, end):
+        for begin, _, change in slot.peek(self.options, start, end):
             if change.op is not Op.INSERT or change.new is None or change.relation.oid not in tables:
                 continue
             found.add(begin.lsn, begin.time_us, reader.read(change.relation, change.new))

@@ -1,17 +1,520 @@
-"""Warm clients, one per process and options, and translation of the library's errors."""
+"""Connections to Pulsar: tokens and TLS, the brokers' admin API over HTTP, warm clients, translation of their errors.
+
+Tokens are resolved on use, checked, and described in errors, never shown. A process keeps one client per options.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import os
 import re
-from typing import Any
+import socket
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+from urllib.parse import quote, urlsplit
 
-from delivered.connectors.pulsar.admin import Admin
+import urllib3
+
 from delivered.connectors.pulsar.options import Place
-from delivered.connectors.pulsar.positions import PREFIX
-from delivered.connectors.pulsar.tokens import hidden, not_permitted, secret, supplier, tls_error, trusted_file
+from delivered.connectors.pulsar.positions import PREFIX, Position, short_name
+from delivered.model.answers import AnswerTooLarge, JsonAnswer, TimedAnswer, UnexpectedAnswer
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
-from delivered.model.limits import CONNECT_TIMEOUT_S
+from delivered.model.limits import CONNECT_TIMEOUT_S, SOURCE_PATIENCE_S
+from delivered.model.options import is_reference, resolve_secret
+from delivered.model.secrets import REDACTED
+
+# The token: resolved on use, checked for its form, described in errors. Never shown.
+
+_FORM = re.compile(r"[\x21-\x7e]+")
+_SHORT = 8
+
+
+def secret(options: Place) -> str | None:
+    """The token; do not keep it, as it may change.
+
+    Raises:
+        UsageError: the variable or file of the reference is missing, or does not contain a token.
+    """
+    if options.token is None:
+        return None
+    found = resolve_secret("token", options.token).strip()
+    if not _FORM.fullmatch(found):
+        what = f"{len(found)} characters, some of which are invalid in a token" if found else "nothing"
+        raise UsageError(
+            "OPTION_VALUE",
+            f"The option 'token' ({_reference(options)}) holds {what}.",
+            next_step="write only the token there, on one line: letters, digits, '-', '_' and '.'",
+        )
+    return found
+
+
+def supplier(options: Place) -> Callable[[], str]:
+    """For a long-lived client: the next connection uses a replaced token.
+
+    It is called in the client's threads, which must not raise: an unreadable token is empty, so it is rejected.
+    """
+
+    def supply() -> str:
+        try:
+            return secret(options) or ""
+        except UsageError:
+            return ""
+
+    return supply
+
+
+def hidden(options: Place, detail: str) -> str:
+    """A message without the token."""
+    try:
+        token = secret(options)
+    except UsageError:
+        return detail
+    # A short one is a mistake, and its letters occur elsewhere in the text.
+    return detail if token is None or len(token) < _SHORT else detail.replace(token, REDACTED)
+
+
+def not_permitted(options: Place, what: str) -> UsageError:
+    """Args: what: what was rejected, and by whom; a sentence without its full stop."""
+    description, step = _described(options)
+    return UsageError("NOT_PERMITTED", f"{hidden(options, what)}. {description}.", next_step=step)
+
+
+def _described(options: Place) -> tuple[str, str]:
+    """The token's own claims (unverified), and the next step."""
+    if options.token is None:
+        return "No token was given", "set the option token to env:NAME or file:PATH"
+    try:
+        token = secret(options)
+    except UsageError as error:
+        return error.message.rstrip("."), "store the token there again"
+    claims = _claims(token or "")
+    name = f"The token ({_reference(options)})"
+    if claims is None:
+        return f"{name} is not a JSON Web Token", "store a Pulsar token there: pulsar tokens create --subject ROLE"
+    role = claims.get("sub")
+    known = f"{name} has the role {role!r}" if role is not None else f"{name} names no role"
+    expires = claims.get("exp")
+    if isinstance(expires, int | float) and 0 < expires <= time.time():
+        at = datetime.fromtimestamp(expires, UTC)
+        return f"{known}, and expired at {at:%Y-%m-%d %H:%M:%S} UTC", "store a new token there, and start again"
+    return known, (
+        "check that it was signed with the brokers' key, and its role's permissions: pulsar-admin namespaces "
+        f"permissions TENANT/NAMESPACE; reading needs consume, writing produce (grant-permission --role "
+        f"{role or 'ROLE'} --actions ...)"
+    )
+
+
+def _claims(token: str) -> dict[str, Any] | None:
+    parts = token.split(".")
+    if len(parts) != 3:
+        return None
+    try:
+        found = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _reference(options: Place) -> str:
+    token = options.token or ""
+    return token if is_reference(token) else "given literally, not as env:NAME or file:PATH"
+
+
+# TLS to the brokers: trusted certificates, and why a handshake failed.
+
+_PORT = 6651
+
+
+def trusted_file(options: Place) -> str | None:
+    """For the client library, which takes one file; None: it uses certifi's."""
+    return options.trusted or ssl.get_default_verify_paths().cafile
+
+
+def untrusted(options: Place, where: str, error: ssl.SSLCertVerificationError) -> UsageError:
+    """The error for a rejected certificate at `where`, a URL."""
+    return options.untrusted(where, error, "url and adminUrl")
+
+
+def tls_error(options: Place) -> DeliveredError | None:
+    """The certificate error at `url`, which the client library does not report; None: no error, or no answer."""
+    parts = urlsplit(options.url)
+    if parts.scheme != "pulsar+ssl":
+        return None
+    try:
+        checks = options.tls_context()
+    except UsageError as error:
+        return error
+    for address in parts.netloc.split(","):
+        host, port = _split(address)
+        try:
+            with (
+                socket.create_connection((host, port), CONNECT_TIMEOUT_S) as peer,
+                checks.wrap_socket(peer, server_hostname=host),
+            ):
+                pass
+        except ssl.SSLCertVerificationError as error:
+            return untrusted(options, f"pulsar+ssl://{address}", error)
+        except OSError:
+            continue
+    return None
+
+
+def _split(address: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{address}")
+    return parts.hostname or "", parts.port or _PORT
+
+
+T = TypeVar("T")
+
+_PAUSE_S = 0.3
+_REDIRECTS_MAX = 5
+_DETAIL_MAX = 200
+_PARTITIONS_MAX = 100_000
+_ANSWER_BYTES_MAX = 64 << 20
+"""More than any entry, or the statistics of any topic."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Contents of a partition, or of a topic without partitions.
+
+    Attributes:
+        ledgers: (id, number of entries) of the retained ones, oldest first.
+        last: the last entry that a reader receives.
+        cursors: subscription -> its mark-delete position.
+    """
+
+    ledgers: tuple[tuple[int, int], ...]
+    last: Position
+    cursors: Mapping[str, Position]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """
+    Attributes:
+        messages: number of messages in it, as the producer batched them.
+        chunk: number of the chunk, from 0; None: not a chunk.
+        chunks: of the message.
+        chunked: identifies the message.
+        hidden: readers do not receive it: a marker of the broker, or of an aborted transaction.
+    """
+
+    messages: int
+    chunk: int | None
+    chunks: int
+    chunked: str
+    hidden: bool
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A version of a topic's schema.
+
+    Attributes:
+        kind: AVRO, JSON, STRING ...
+        text: as it was registered.
+    """
+
+    version: int
+    kind: str
+    text: str
+
+
+class Missing(Exception):
+    """The requested resource does not exist."""
+
+
+class NotPlaced(Unreachable):
+    """A broker could not store a subscription's cursor; retriable."""
+
+
+class Admin:
+    """Keeps connections open between requests. Not thread-safe."""
+
+    def __init__(self, options: Place, patient: bool = False) -> None:
+        """
+        Args:
+            patient: the brokers answered before, so wait for a restart.
+
+        Raises:
+            UsageError: the file of trusted certificates is invalid.
+        """
+        self._options = options
+        self._patient = patient
+        checks = options.tls_context() if options.admin_url.startswith("https") else None
+        self._pool = urllib3.PoolManager(timeout=CONNECT_TIMEOUT_S, retries=False, ssl_context=checks)
+        self._pool.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}
+
+    def partitions(self, topic: str) -> int:
+        """Number of partitions; 0: the topic has none, or does not exist."""
+        try:
+            return self._read(
+                self._path(topic) + "/partitions?checkAllowAutoCreation=false",
+                lambda a: a.number("partitions", 0, _PARTITIONS_MAX),
+            )
+        except Missing:
+            return 0
+
+    def bounds(self, physical: str) -> Bounds:
+        """Raises UsageError if the topic does not exist. This does not create it, as the client would."""
+        try:
+            ledgers, confirmed, cursors = self._read(self._path(physical) + "/internalStats", _stored)
+            dispatchable = self._read(self._path(physical) + "/lastMessageId", _message_id)
+        except Missing:
+            raise self._missing(physical) from None
+        if dispatchable.entry >= 0 and dispatchable.order < confirmed.order:
+            confirmed = dispatchable
+        return Bounds(tuple(ledgers), confirmed, cursors)
+
+    def entry(self, physical: str, ledger: int, entry: int) -> Entry | None:
+        """Contents of an entry; None: it no longer exists."""
+        try:
+            headers = self._ask("GET", f"{self._path(physical)}/ledger/{ledger}/entry/{entry}")[0]
+        except Missing:
+            return None
+        chunks = _whole(headers, "X-Pulsar-PROPERTY-TOTAL-CHUNKS", 0)
+        return Entry(
+            messages=_whole(headers, "X-Pulsar-num-batch-message", 1),
+            chunk=_whole(headers, "X-Pulsar-PROPERTY-CHUNK-ID", 0) if chunks > 1 else None,
+            chunks=chunks,
+            chunked=headers.get("X-Pulsar-uuid", ""),
+            hidden="X-Pulsar-marker-type" in headers or headers.get("X-Pulsar-txn-aborted", "").lower() == "true",
+        )
+
+    def entry_digest(self, physical: str, ledger: int, entry: int) -> str | None:
+        """What a producer and the broker gave an entry, hashed; None: it no longer exists."""
+        try:
+            headers, body = self._ask("GET", f"{self._path(physical)}/ledger/{ledger}/entry/{entry}")
+        except Missing:
+            return None
+        given = sorted((k.lower(), v) for k, v in headers.items() if k.lower().startswith("x-pulsar-"))
+        return hashlib.blake2b(repr(given).encode() + body, digest_size=16).hexdigest()
+
+    def before(self, physical: str, ms: int) -> Position:
+        """The last entry published before a time."""
+        found = self._read(f"{self._path(physical)}/messageid/{ms}", _message_id)
+        return Position(found.ledger, found.entry - 1)
+
+    def deduplicates(self, physical: str) -> bool | None:
+        """Whether deduplication is enabled on this topic; None: unknown."""
+        try:
+            status = self._read(self._path(physical) + "/stats", lambda a: a.take("deduplicationStatus", str, ""))
+        except Missing:
+            raise self._missing(physical) from None
+        return status == "Enabled" if status else None
+
+    def schema(self, topic: str, version: int | None = None) -> Registered | None:
+        """A topic's schema; None: it has none, or not this version. Args: version: from 0; None: the newest."""
+        _, _, rest = topic.partition("://")
+        path = "/admin/v2/schemas/" + "/".join(quote(part, safe="") for part in rest.split("/")) + "/schema"
+        try:
+            return self._read(
+                path if version is None else f"{path}/{version}",
+                lambda a: Registered(a.take("version", int), a.take("type", str), a.take("data", str)),
+            )
+        except Missing:
+            return None
+
+    def consumers(self, physical: str, subscription: str) -> int:
+        """Number of connected consumers."""
+
+        def count(answer: JsonAnswer) -> int:
+            return len(
+                JsonAnswer.of(answer.take("subscriptions", dict).get(subscription, {})).take("consumers", list, [])
+            )
+
+        return self._read(self._path(physical) + "/stats", count)
+
+    def move(self, physical: str, subscription: str, to: Position, exists: bool) -> None:
+        """Move a subscription's cursor to `to`, which counts as acknowledged; create the subscription if needed."""
+        path = f"{self._path(physical)}/subscription/{quote(subscription, safe='')}"
+        body = {"ledgerId": to.ledger, "entryId": to.entry, "partitionIndex": -1, "excluded": True}
+        if not exists:
+            with suppress(NotPlaced):  # then it was created, at the end
+                self._ask("PUT", path, body)
+                return
+        self._ask("POST", f"{path}/resetcursor", body)
+
+    def _path(self, topic: str) -> str:
+        domain, _, rest = topic.partition("://")
+        return "/admin/v2/" + domain + "/" + "/".join(quote(part, safe="") for part in rest.split("/"))
+
+    def _missing(self, topic: str) -> UsageError:
+        return UsageError(
+            "TOPIC_MISSING",
+            f"The topic {short_name(topic)!r} does not exist at {self._options.admin_url}.",
+            next_step="create the topic, or correct its name",
+        )
+
+    def _read(self, path: str, read: Callable[[JsonAnswer], T]) -> T:
+        data = self._ask("GET", path)[1]
+        try:
+            return read(JsonAnswer.read(data))
+        except UnexpectedAnswer as why:
+            raise self._unreachable(f"of {path}, {hidden(self._options, str(why))}") from None
+
+    def _ask(self, method: str, path: str, body: Any = None) -> tuple[Mapping[str, str], bytes]:
+        deadline = time.monotonic() + (SOURCE_PATIENCE_S if self._patient else 0)
+        while True:
+            try:
+                answer = self._once(method, self._options.admin_url + path, body)
+            except Unreachable as error:
+                again = not (isinstance(error, NotPlaced) and method == "PUT")  # a retry would fail: it exists
+                if not again or time.monotonic() > deadline:
+                    raise
+                time.sleep(_PAUSE_S)
+            else:
+                self._patient = True
+                return answer
+
+    def _once(self, method: str, url: str, body: Any) -> tuple[Mapping[str, str], bytes]:
+        headers = {"Content-Type": "application/json"}
+        if (token := secret(self._options)) is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        for _ in range(_REDIRECTS_MAX):
+            try:
+                # Redirects are followed here: the library would send the token to any host, or to none.
+                reply = self._pool.request(
+                    method, url, json=body, headers=headers, redirect=False, preload_content=False, decode_content=False
+                )
+                data = _body(reply)
+            except (urllib3.exceptions.HTTPError, AnswerTooLarge) as error:
+                reason = error.args[-1] if error.args else error
+                if isinstance(reason, ssl.SSLCertVerificationError):
+                    parts = urlsplit(url)
+                    raise untrusted(self._options, f"{parts.scheme}://{parts.netloc}", reason) from None
+                raise self._unreachable(str(error) or type(error).__name__) from None
+            if reply.status in (307, 308) and _is_http(reply.headers.get("Location", "")):
+                url = self._followed(url, reply.headers["Location"])
+            elif reply.status >= 300:
+                raise self._explained(reply.status, url, data)
+            else:
+                return reply.headers, data
+        raise self._unreachable(f"it sent {_REDIRECTS_MAX} redirects for {url}")
+
+    def _followed(self, url: str, location: str) -> str:
+        """The URL of the broker that owns the topic; it receives the token too."""
+        if url.startswith("https") and not location.startswith("https"):
+            raise UsageError(
+                "REDIRECT_WITHOUT_TLS",
+                f"The HTTP service of Pulsar at {self._options.admin_url} redirects to {location}, without TLS; "
+                "neither the request nor the token was sent there.",
+                next_step="set webServicePortTls on every broker of the cluster",
+            )
+        return location
+
+    def _explained(self, code: int, url: str, answer: bytes) -> Exception:
+        detail = hidden(self._options, _words(answer))
+        if code == 404:
+            return Missing(url)
+        if code in (401, 403):
+            path = urlsplit(url).path
+            return not_permitted(
+                self._options, f"{self._options.admin_url} does not permit {path}: {code}, {detail.rstrip('.')}"
+            )
+        if code >= 500:
+            return self._unreachable(f"{code} {detail}")
+        if code == 412 and "unable to persist" in detail:
+            # Seen right after a broker's start and under load.
+            return NotPlaced(
+                "PULSAR_UNREACHABLE",
+                f"Pulsar at {self._options.admin_url} could not store a subscription's cursor, {url}: {detail}",
+                next_step="check that its bookies are running and have disk space, then start again",
+            )
+        return DeliveredError(
+            "PULSAR_ADMIN",
+            f"{self._options.admin_url} answered {code} to {url}: {detail}",
+            next_step="check adminUrl and the token's permissions; see the broker's log",
+        )
+
+    def _unreachable(self, detail: str) -> Unreachable:
+        return Unreachable(
+            "PULSAR_UNREACHABLE",
+            f"The HTTP service of Pulsar at {self._options.admin_url} did not answer: {detail}",
+            next_step="check adminUrl, and that the brokers are running and reachable from here",
+        )
+
+
+def _stored(answer: JsonAnswer) -> tuple[list[tuple[int, int]], Position, dict[str, Position]]:
+    """Ledgers, last entry and cursors in a partition's internal statistics."""
+    ledgers = [(x.number("ledgerId", 0), x.number("entries", 0)) for x in answer.at("ledgers").each()]
+    if ledgers:  # the open ledger's count is a separate field
+        ledgers[-1] = (ledgers[-1][0], max(ledgers[-1][1], answer.number("currentLedgerEntries", 0)))
+    cursors = {n: _position(c, "markDeletePosition") for n, c in answer.at("cursors").named().items()}
+    return ledgers, _position(answer, "lastConfirmedEntry"), cursors
+
+
+def _position(answer: JsonAnswer, name: str) -> Position:
+    text = answer.take(name, str)
+    try:
+        return Position.from_text(text)
+    except ValueError:
+        raise UnexpectedAnswer(f"{name} is {ascii(text)[:_DETAIL_MAX]}, not the position of a message") from None
+
+
+def _message_id(answer: JsonAnswer) -> Position:
+    return Position(answer.number("ledgerId", -1), answer.number("entryId", -1))
+
+
+class _Connection(urllib3.connection.HTTPConnection):
+    response_class = TimedAnswer
+
+
+class _SecureConnection(urllib3.connection.HTTPSConnection):
+    response_class = TimedAnswer
+
+
+class _Pool(urllib3.HTTPConnectionPool):
+    ConnectionCls = _Connection
+
+
+class _SecurePool(urllib3.HTTPSConnectionPool):
+    ConnectionCls = _SecureConnection
+
+
+def _body(reply: urllib3.BaseHTTPResponse) -> bytes:
+    """As it was sent: an answer that is compressed although nobody asked for it is not unpacked.
+
+    Raises:
+        AnswerTooLarge
+    """
+    try:
+        body = reply.read(_ANSWER_BYTES_MAX + 1, decode_content=False)
+        if len(body) > _ANSWER_BYTES_MAX:
+            reply.close()
+            raise AnswerTooLarge(f"its answer has more than {_ANSWER_BYTES_MAX:,} bytes")
+        return body
+    finally:
+        reply.release_conn()
+
+
+def _words(answer: bytes) -> str:
+    """Reason of an error: brokers send JSON, or an HTML page with the reason in its title."""
+    text = answer.decode(errors="replace")
+    try:
+        return JsonAnswer.read(answer).take("reason", str)[:_DETAIL_MAX]
+    except UnexpectedAnswer:
+        title = re.search(r"<title>(.*?)</title>", text, re.DOTALL | re.IGNORECASE)
+        return " ".join((title[1] if title else text).split())[:_DETAIL_MAX]
+
+
+def _is_http(url: str) -> bool:
+    return urlsplit(url).scheme in ("http", "https")
+
+
+def _whole(headers: Mapping[str, str], name: str, missing: int) -> int:
+    """A header's number. A sender's property may have the name of one that the broker sets, and any text."""
+    texts = (text.strip() for text in headers.get(name, "").split(","))
+    return next((int(text) for text in texts if re.fullmatch("[0-9]{1,9}", text)), missing)
+
 
 _warm: dict[tuple[int, str], Any] = {}
 
@@ -90,11 +593,7 @@ def _authentication(library: Any, options: Place) -> Any:
 
 
 def explained(error: Exception, options: Place, what: str) -> DeliveredError:
-    """Translate an error of the client.
-
-    Args:
-        what: the requested topic.
-    """
+    """Translate an error of the client. Args: what: the requested topic."""
     library = pulsar()
     detail = hidden(options, str(error) or type(error).__name__)
     match error:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.pulsar.admin import Admin, Registered
+from delivered.connectors.pulsar.client import Admin, Registered
 from delivered.connectors.pulsar.positions import short_name
 from delivered.contract.source import RAW, REJECTED
 from delivered.kits.schemas.avro import AVRO, KINDS, Shape, read_avro, read_json, shape_of
@@ -179,10 +179,7 @@ _OFFSET_MAX = (1 << 63) - 1
 
 
 def columns_of(headers: bool, value: pa.DataType | None) -> pa.Schema:
-    """
-    Args:
-        value: type of the column; None: bytes.
-    """
+    """Args: value: type of the column; None: bytes."""
     found = columns(headers, COLUMNS)
     return found if value is None else found.set(found.get_field_index("value"), pa.field("value", value))
 

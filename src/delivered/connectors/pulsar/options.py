@@ -56,7 +56,9 @@ def _url(schemes: Sequence[str], example: str, several: bool) -> OptionType[str]
             problem = f"ends with {url.rpartition('@')[2]!r}; it must be like {example}, without user and password"
             raise Unfit(problem)
         check_netloc(parts.netloc, several)
-        return f"{parts.scheme}://{url.partition('://')[2].rstrip('/')}"  # in lower case, as TLS is told by its start
+        return (
+            f"{parts.scheme}://{url.partition('://')[2].rstrip('/')}"  # in lower case, as its start decides about TLS
+        )
 
     return OptionType(read)
 

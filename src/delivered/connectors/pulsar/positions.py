@@ -28,11 +28,7 @@ _TEXT = re.compile(r"(-1|\d+):(-1|\d+)(?::(\d+))?(?:>(\d+))?")
 
 
 def full_name(owner: str, topic: str) -> str:
-    """`persistent://tenant/namespace/topic`.
-
-    Raises:
-        UsageError: the topic is not persistent, or a partition.
-    """
+    """`persistent://tenant/namespace/topic`. Raises UsageError: the topic is not persistent, or a partition."""
     found = topic if "://" in topic else f"{PREFIX}{topic}"
     if not re.fullmatch(r"persistent://[^/\s]+/[^/\s]+/[^/\s]+", found) or re.search(r"-partition-\d+$", found):
         raise UsageError(
@@ -58,7 +54,7 @@ def physical(partition: Partition) -> str:
 class Position:
     """
     Attributes:
-        index: of the message in its batch; None: the whole entry was read.
+        index: of the message in its batch; None: the entry was read to its end.
         follower: the next ledger, known only if `ledger` is closed and was read to its end.
     """
 

@@ -9,22 +9,86 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.pulsar.admin import Admin, Registered
-from delivered.connectors.pulsar.client import explained, pulsar, version_schema, warm_client
+from delivered.connectors.pulsar.client import Admin, Bounds, Registered, explained, pulsar, version_schema, warm_client
 from delivered.connectors.pulsar.columns import Rejecting, Rows, Values
-from delivered.connectors.pulsar.entries import gone, ranges
 from delivered.connectors.pulsar.options import SOURCE, SourceOptions
-from delivered.connectors.pulsar.positions import Partition, Position, fields, physical, short_name
+from delivered.connectors.pulsar.positions import START, Partition, Position, fields, physical, short_name
 from delivered.kits.schemas.values import canonical
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_PATIENCE_S
+
+Ledgers = Sequence[tuple[int, int]]
+_SAMPLES = 4
+
+
+def ranges(start: Position, end: Position, ledgers: Ledgers) -> list[tuple[int, int, int]]:
+    """(ledger, first entry, last entry + 1) of the ranges after `start`, up to `end`."""
+    found = []
+    for ledger, count in ledgers:
+        if ledger < start.ledger or ledger > end.ledger:
+            continue
+        first = 0
+        if ledger == start.ledger:
+            first = start.entry + (1 if start.index is None else 0)
+        stop = end.entry + 1 if ledger == end.ledger else count
+        if first < stop:
+            found.append((ledger, first, stop))
+    return found
+
+
+def rest(start: Position, end: Position, ledgers: Ledgers) -> int:
+    """Number of entries after `start`, up to `end`."""
+    return sum(stop - first for _, first, stop in ranges(start, end, ledgers))
+
+
+def is_deleted(position: Position, bounds: Bounds) -> bool:
+    """Whether messages after `position` may have been deleted.
+
+    Pulsar deletes complete ledgers, the oldest first (empty ones at any time). While the position's ledger or an older
+    one exists, nothing after it was deleted.
+    """
+    if position == START or not bounds.ledgers:
+        return position != START and not bounds.ledgers
+    return bounds.ledgers[0][0] > max(position.ledger, position.follower if position.follower is not None else -1)
+
+
+def cut(admin: Admin, physical: str, start: Position, bounds: Bounds, messages: int) -> Position:
+    """End of a batch of about `messages`, at least one entry.
+
+    Estimated from the message counts of a few entries. The result is logged, so it need not be reproducible.
+    """
+    pieces = ranges(start, bounds.last, bounds.ledgers)
+    total = sum(stop - first for _, first, stop in pieces)
+    wanted = min(total, messages)
+    for _ in range(2):
+        held = [
+            1 if found is None or found.chunk is not None else found.messages
+            for found in (admin.entry(physical, *_nth(pieces, n)) for n in _spread(wanted))
+        ]
+        wanted = max(1, min(total, messages * len(held) // sum(held)))
+        if max(held) == 1:
+            break
+    return Position(*_nth(pieces, wanted - 1))
+
+
+def _spread(count: int) -> list[int]:
+    return sorted({n * (count - 1) // max(1, _SAMPLES - 1) for n in range(_SAMPLES)})
+
+
+def _nth(pieces: Sequence[tuple[int, int, int]], number: int) -> tuple[int, int]:
+    for ledger, first, stop in pieces:
+        if number < stop - first:
+            return ledger, first + number
+        number -= stop - first
+    raise IndexError(number)
+
 
 log = logging.getLogger("delivered.pulsar")
 
@@ -89,7 +153,7 @@ class _Reading:
         self._admin = Admin(options, patient=True)
         self._rows = Rows(*partition, options.headers, self._values(partition[0], schema), rejects)
         bounds = self._admin.bounds(self._topic)
-        if gone(start, bounds):
+        if is_deleted(start, bounds):
             self._lost(f"messages after {start} of {self._name} no longer exist and were not read")
         self._ledgers = bounds.ledgers
         self._pieces = ranges(start, end, bounds.ledgers)
@@ -159,8 +223,8 @@ class _Reading:
         """Advance past a received message; its entry is complete with the last one of the batch."""
         size = fields(id_.serialize()).get(6, 0) if place[2] >= 0 else 0
         at_end = self._end.index is not None and place[:2] == (self._end.ledger, self._end.entry)
-        whole = place[2] < 0 or place[2] == size - 1 or (at_end and place[2] == self._end.index)
-        self._go_to(place[0], place[1] + (1 if whole else 0))
+        complete = place[2] < 0 or place[2] == size - 1 or (at_end and place[2] == self._end.index)
+        self._go_to(place[0], place[1] + (1 if complete else 0))
 
     def _go_to(self, ledger: int, entry: int) -> None:
         while self._at < len(self._pieces) and self._pieces[self._at][0] < ledger:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from delivered.connectors.pulsar.admin import Admin, Bounds, Missing, Registered
+from delivered.connectors.pulsar.client import Admin, Bounds, Missing, Registered
 from delivered.connectors.pulsar.columns import VERSION, Rejecting, Values, columns_of, registered, shape
-from delivered.connectors.pulsar.entries import cut, gone, rest
 from delivered.connectors.pulsar.options import SOURCE, SourceOptions, refuse_latest_start
 from delivered.connectors.pulsar.positions import (
     EARLIEST,
@@ -25,6 +24,7 @@ from delivered.connectors.pulsar.positions import (
     short_name,
     to_json,
 )
+from delivered.connectors.pulsar.reader import cut, is_deleted, rest
 from delivered.contract.finding import Finding
 from delivered.contract.powers import Address
 from delivered.contract.source import RAW, Offsets, Slice
@@ -272,7 +272,7 @@ class PulsarDriver:
             topic = physical(partition)
             bounds = self._admin.bounds(topic)
             behind = bounds.cursors.get(name)
-            # A partly read batch is retained as a whole.
+            # A partly read batch is retained completely.
             wanted = position if position.index is None else Position(position.ledger, position.entry - 1)
             if behind is None or behind.order < wanted.order:
                 self._admin.move(topic, name, wanted, exists=behind is not None)
@@ -306,7 +306,7 @@ class PulsarDriver:
     def _existing(self, where: Where, partition: Partition, position: Position, bounds: Bounds) -> Position:
         """Reject a position of the user's that does not exist."""
         beyond = position.order[:2] > bounds.last.order[:2]
-        if self._options.fail_on_data_loss and (beyond or gone(position, bounds)):
+        if self._options.fail_on_data_loss and (beyond or is_deleted(position, bounds)):
             first = bounds.ledgers[0][0] if bounds.ledgers else "none"
             raise UsageError(
                 "OFFSET_OUT_OF_RANGE",
@@ -331,7 +331,7 @@ class PulsarDriver:
             name = short_name(physical(partition))
             if partition not in snapshot:
                 self._lost(f"{name} no longer exists, or is no longer read")
-            elif gone(position, snapshot[partition]):
+            elif is_deleted(position, snapshot[partition]):
                 first = snapshot[partition].ledgers[0][0] if snapshot[partition].ledgers else "none"
                 self._lost(
                     f"{name} has ledgers from {first}; messages after {position}, the position of this stream, "

@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.pulsar.admin import Admin, Registered
-from delivered.connectors.pulsar.client import explained, pulsar, registers, warm_client
+from delivered.connectors.pulsar.client import Admin, Registered, explained, pulsar, registers, warm_client
 from delivered.connectors.pulsar.options import BYTES_MAX, SINK, PulsarSinkOptions
 from delivered.kits.queue.columns import ID, column, text
 from delivered.kits.queue.sink import SendingWriter
@@ -250,10 +249,7 @@ class Publisher:
     """One producer."""
 
     def __init__(self, options: PulsarSinkOptions, schema: tuple[str, str] | None = None) -> None:
-        """
-        Args:
-            schema: kind and text of already encoded messages; None: bytes.
-        """
+        """Args: schema: kind and text of already encoded messages; None: bytes."""
         self._options = options
         self._lock = threading.Lock()
         self._sent = 0
@@ -467,8 +463,8 @@ class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
             ) from None
 
     def _check_size(self, value: bytes | None, key: bytes | None, properties: dict[str, str]) -> None:
-        """Check before the client does, so that such a row can be told from the others. Brokers end the connection at a
-        frame that is too long, which the client then sends again.
+        """Check before the client does, which does not say which row it is. Brokers end the connection at a frame that
+        is too long, which the client then sends again.
 
         Args:
             properties: with an empty id if it is our own, whose length depends on the batch: brokers take 10 KiB more.
@@ -543,7 +539,7 @@ def _event_times(rows: pa.RecordBatch) -> list[int | None]:
     ms = times.cast(pa.timestamp("ms", times.type.tz), safe=False)
     rest = pc.not_equal(ms.cast(times.type, safe=False), times)
     early = pc.less_equal(ms.cast(pa.int64()), 0)
-    for refused, why in ((rest, "is not in whole milliseconds"), (early, "is not after 1970-01-01")):
+    for refused, why in ((rest, "has a fraction of a millisecond"), (early, "is not after 1970-01-01")):
         if pc.any(refused).as_py():
             raise _bad_time(times.filter(refused)[0], why)
     return ms.cast(pa.int64()).to_pylist()  # type: ignore[no-any-return]

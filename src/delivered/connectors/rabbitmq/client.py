@@ -169,7 +169,7 @@ _DIFFERS = re.compile(
     r"inequivalent arg '(?P<name>[^']+)' for .*: received .* but current is "
     r"(?P<none>none)?(the value )?('(?P<value>.*?)')?( of type '(?P<type>\w+)')?$"
 )
-_WHOLE = ("signedint", "unsignedint", "long", "short", "byte", "unsignedbyte", "unsignedshort", "timestamp")
+_INTEGERS = ("signedint", "unsignedint", "long", "short", "byte", "unsignedbyte", "unsignedshort", "timestamp")
 
 
 class Kind(StrEnum):
@@ -208,7 +208,7 @@ def kind(options: Place, queue: str) -> Kind:
                 if name in ("auto_delete", "exclusive"):
                     flags[name] = value == "true"
                 else:  # as it is, to learn the next difference
-                    arguments[name] = int(value) if differs["type"] in _WHOLE else value
+                    arguments[name] = int(value) if differs["type"] in _INTEGERS else value
             else:
                 return Kind.QUORUM
     except (kinds.AMQPError, OSError) as error:

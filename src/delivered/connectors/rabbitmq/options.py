@@ -75,7 +75,7 @@ class RabbitmqOptions(Place, owner="delivered_rabbitmq source", more=(ReceiveOpt
 class RabbitmqSinkOptions(Place, owner="delivered_rabbitmq sink"):
     """
     Attributes:
-        routing_key: None: taken from the column key.
+        routing_key: None: the column key.
         ledger: path of a SQLite file.
     """
 

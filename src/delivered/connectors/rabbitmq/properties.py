@@ -82,11 +82,7 @@ class Properties:
 
 
 def headers(properties: Properties, but: str | None = None) -> list[tuple[str, bytes | None]]:
-    """A message's headers, and AMQP's properties as `amqp.*`.
-
-    Args:
-        but: name of a header to leave out.
-    """
+    """A message's headers, and AMQP's properties as `amqp.*`. Args: but: name of a header to leave out."""
     found: list[tuple[str, bytes | None]] = []
     if properties.table is not None:
         pairs, skipped = properties.headers, but and but.encode()
@@ -130,10 +126,7 @@ def _cut(encoded: bytes, start: int, length: int) -> tuple[bytes, int]:
 
 
 def _table(encoded: bytes, read: Callable[[bytes, int], tuple[Any, int]]) -> Table:
-    """
-    Args:
-        read: a value at a place; it returns the value and the place after it.
-    """
+    """Args: read: a value at a place; it returns the value and the place after it."""
     found, at = Table(), 0
     while at < len(encoded):
         name, at = _short(encoded, at)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +14,9 @@ import pyarrow as pa
 
 from delivered.connectors.rabbitmq.client import connect, explained, parameters, pika
 from delivered.connectors.rabbitmq.options import RabbitmqSinkOptions
-from delivered.connectors.rabbitmq.sizes import refused_rows
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan
-from delivered.kits.queue.columns import COLUMNS, check_names, check_types, column, text
+from delivered.kits.queue.columns import COLUMNS, ServerLimits, check_names, check_types, column, text
 from delivered.kits.queue.sink import MessageSink, SendingWriter, sends
 from delivered.ledger.store import Ledgers
 from delivered.model.capability import SinkCapability
@@ -24,6 +25,38 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.message_limits import BYTES_MAX, check_lengths
+
+_TOO_LARGE = re.compile(r"message size \d+ is larger than (?:configured )?max size (\d+)")
+_limits = ServerLimits("rabbitmq")
+
+
+def refused_rows(options: RabbitmqSinkOptions, batch: pa.RecordBatch) -> pa.Array | None:
+    """See `delivered.contract.trial.TriesRows`.
+
+    Publishes one message in a transaction that is rolled back: no queue gets it.
+    """
+    return _limits.refused(batch, (options.url, options.exchange), lambda size: _limit(options, size))
+
+
+def _limit(options: RabbitmqSinkOptions, size: int) -> int | None:
+    kinds = pika().exceptions
+    connection = connect(options)
+    try:
+        channel = connection.channel()
+        channel.tx_select()
+        channel.basic_publish(options.exchange, "", bytes(size))
+        channel.tx_rollback()
+    except (kinds.AMQPError, OSError) as error:
+        found = _TOO_LARGE.search(str(error))
+        if found is None:
+            raise explained(error, options) from error
+        return int(found[1])
+    finally:
+        with contextlib.suppress(kinds.AMQPError, OSError):
+            if connection.is_open:
+                connection.close()
+    return None
+
 
 # Executor side: rows to messages, published with confirms.
 #

@@ -32,12 +32,12 @@ from delivered.source.ranges import admit
 
 # Consumes a stream from an offset, and finds a stream's first and last offset.
 #
-# AMQP 0-9-1 reports neither. A consumer at `first` receives the oldest message, one at `last` the whole last chunk:
+# AMQP 0-9-1 reports neither. A consumer at `first` receives the oldest message, one at `last` all of the last chunk:
 # after its first message, the answer to any request on the channel arrives behind the rest of the chunk.
 
 FIRST, LAST = "first", "last"
 _LOOK_PREFETCH = 65_535
-"""More than a chunk holds, so that the whole last one arrives."""
+"""More than a chunk holds, so that all of the last one arrives."""
 _END_SILENCE_S = 1.0
 """A stream never seen to hold a message counts as empty after this time."""
 _PAUSE_S = 0.3

@@ -203,11 +203,7 @@ class Session:
             self.changed.notify_all()
 
     def close(self, last: Callable[[], None] | None = None) -> None:
-        """Idempotent.
-
-        Args:
-            last: run before the streams end.
-        """
+        """Idempotent. Args: last: run before the streams end."""
         if self.closed:
             return
         self.closed = True

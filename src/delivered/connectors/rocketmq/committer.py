@@ -58,7 +58,7 @@ _FORMAT = """CREATE TABLE IF NOT EXISTS _delivered_rocketmq_format (
 class State(StrEnum):
     NEW = "new"
     """No half message was ended."""
-    BEGUN = "begun"
+    STARTED = "begun"
     """Some may have been ended."""
     ENDED = "ended"
     VOID = "void"
@@ -99,7 +99,7 @@ class EndJournal:
             raise self._unusable(error) from None
 
     def begin(self, work: Work, name: str) -> State:
-        """State of a shard's half messages; a new shard is durably recorded as begun."""
+        """State of a shard's half messages; a new shard is durably recorded as started."""
         with self._writing() as connection:
             found = connection.execute("SELECT state FROM _delivered_rocketmq_end WHERE name = ?", (name,)).fetchone()
             if found is not None:
@@ -108,10 +108,10 @@ class EndJournal:
                 "SELECT max(batch) FROM _delivered_rocketmq_end WHERE pipeline = ? AND sink = ? AND incarnation = ?",
                 self._key(work.scope),
             ).fetchone()[0]
-            # An older batch was ended, its record deleted. One without a predecessor may be begun in another file.
+            # An older batch was ended, its record deleted. One without a predecessor may be started in another file.
             known = newest <= work.batch if newest is not None else work.batch == 0
-            self._put(connection, name, self._key(work.scope), work.batch, work.shard, State.BEGUN)
-            return State.NEW if known else State.BEGUN
+            self._put(connection, name, self._key(work.scope), work.batch, work.shard, State.STARTED)
+            return State.NEW if known else State.STARTED
 
     def end(self, work: Work, name: str, tops: Iterable[tuple[str, int]]) -> None:
         """Record that every half message of this name is visible.
@@ -142,7 +142,7 @@ class EndJournal:
             return len(new)
 
     def is_visible(self, work: Work) -> bool:
-        """Whether all its messages are visible; also true if a later batch was begun."""
+        """Whether all its messages are visible; also true if a later batch was started."""
         with self._writing() as connection:
             found = connection.execute(
                 "SELECT 1 FROM _delivered_rocketmq_end WHERE pipeline = ? AND sink = ? AND incarnation = ? "
@@ -274,13 +274,13 @@ class RocketmqCommitter(Committer):
                     name = message.properties.get("PGROUP", "")
                     if name.rpartition(".")[0] == group_of(self._scope) and name not in kept:
                         found[name][broker].append(HalfMessage(message.place, message.offset))
-            gone = self._journal.void(found)
+            count = self._journal.void(found)
             for name, half_messages in found.items():
                 self._roll_back(name, half_messages)
         except Unreachable as error:
             self._cluster.close()
             return Unknown(str(error))
-        return Ok(gone)
+        return Ok(count)
 
     def close(self) -> None:
         self._cluster.close()
@@ -292,19 +292,19 @@ class RocketmqCommitter(Committer):
                 return Ok(None)
             case State.VOID:
                 return Failed("its half messages were rolled back")
-            case State.BEGUN:
+            case State.STARTED:
                 left = self._uncommitted(handle)
             case State.NEW:
                 pass
-        gone = 0
+        expired = 0
         for broker, half_messages in left.items():
             ending = Ending(self._cluster, broker, handle.name)
             ending.end(half_messages, COMMIT)
             if ending.refused is not None:
                 return Unknown(ending.refused)
-            gone += len(ending.gone)
-        if gone:
-            return self._gone(handle, gone)
+            expired += len(ending.expired)
+        if expired:
+            return self._expired(handle, expired)
         tops = [(broker, half_messages[-1].offset) for broker, half_messages in handle.by_broker.items()]
         self._journal.end(work, handle.name, tops)
         return Ok(None)
@@ -332,7 +332,7 @@ class RocketmqCommitter(Committer):
             left[broker] = [h for h in half_messages if h.place not in shown]
         return left
 
-    def _gone(self, handle: HalfMessages, count: int) -> Outcome[None]:
+    def _expired(self, handle: HalfMessages, count: int) -> Outcome[None]:
         total = sum(map(len, handle.by_broker.values()))
         if count == total:
             return Failed("the broker no longer has its half messages, and none of them was committed")

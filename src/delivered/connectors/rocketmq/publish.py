@@ -201,11 +201,7 @@ class Publisher:
 
 
 def batches(messages: Sequence[Message], alone: bool = False) -> Iterator[list[Message]]:
-    """Split messages into requests.
-
-    Args:
-        alone: one message per request.
-    """
+    """Split messages into requests. Args: alone: one message per request."""
     batch: list[Message] = []
     size = 0
     for message in messages:
@@ -225,7 +221,7 @@ def batches(messages: Sequence[Message], alone: bool = False) -> Iterator[list[M
 # client ever connects with this sink's groups, so nobody else ends them.
 
 COMMIT, ROLLBACK = 8, 12
-_GONE = "Find prepared transaction message failed"
+_EXPIRED = "Find prepared transaction message failed"
 
 
 @dataclass(frozen=True, order=True)
@@ -429,7 +425,7 @@ class HalfPublisher:
                 ending.end(half_messages, COMMIT)
             finally:
                 self._ended += ending.ended
-            if ending.gone or ending.refused:
+            if ending.expired or ending.refused:
                 raise Unreachable(
                     "ROCKETMQ_UNREACHABLE",
                     ending.refused or "half messages disappeared before they were committed",
@@ -448,7 +444,7 @@ class Ending:
 
     Attributes:
         ended: number confirmed by the broker.
-        gone: those no longer in its log.
+        expired: those no longer in its log.
         refused: the first error of another one; None: no error.
     """
 
@@ -458,7 +454,7 @@ class Ending:
         self._name = name
         self._lock = threading.Lock()
         self.ended = 0
-        self.gone: list[HalfMessage] = []
+        self.expired: list[HalfMessage] = []
         self.refused: str | None = None
 
     def end(self, half_messages: Sequence[HalfMessage], how: int) -> None:
@@ -488,8 +484,8 @@ class Ending:
         with self._lock:
             if answer.code == OK:
                 self.ended += 1
-            elif answer.code == SYSTEM_ERROR and _GONE in answer.remark:
-                self.gone.append(half)
+            elif answer.code == SYSTEM_ERROR and _EXPIRED in answer.remark:
+                self.expired.append(half)
             else:
                 self.refused = self.refused or f"{answer.remark} (code {answer.code})"
         return True

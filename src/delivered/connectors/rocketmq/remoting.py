@@ -308,7 +308,7 @@ class Window:
     Args:
         request: makes fields and body of an item.
         answered: called with an item and its answer, by the reading thread. False: retry shortly, which is only safe if
-            the broker reported that it had not begun.
+            the broker reported that it had not started.
     """
 
     def __init__(

@@ -11,11 +11,10 @@ from delivered.connectors.rocketmq.committer import SETTLE_S, RocketmqCommitter
 from delivered.connectors.rocketmq.options import TRANSACTION, RocketmqSinkOptions
 from delivered.connectors.rocketmq.publish import HalfPublisher, Message, Publisher, new_name
 from delivered.connectors.rocketmq.remoting import Cluster
-from delivered.connectors.rocketmq.sizes import refused_rows
 from delivered.connectors.rocketmq.topic import RocketmqScan
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Writer
-from delivered.kits.queue.columns import COLUMNS, TEXT, check_names, check_types, column, text
+from delivered.kits.queue.columns import COLUMNS, TEXT, ServerLimits, check_names, check_types, column, text
 from delivered.kits.queue.sink import OWN_ID_BYTES_MAX, MessageSink, Nothing, SendingWriter, sends
 from delivered.ledger.store import Ledgers
 from delivered.model.capability import Commit, SinkCapability
@@ -28,6 +27,23 @@ from delivered.model.message_limits import ROCKETMQ_WORDS_BYTES_MAX as WORDS_BYT
 from delivered.model.message_limits import bytes_of, check_lengths, too_long
 from delivered.model.outcome import Outcome, Unknown
 from delivered.model.prepared import Prepared, Promise
+
+_limits = ServerLimits("rocketmq")
+
+
+def refused_rows(options: RocketmqSinkOptions, batch: pa.RecordBatch) -> pa.Array | None:
+    """See `delivered.contract.trial.TriesRows`. Brokers have a limit of the same name, which is not reported."""
+    return _limits.refused(batch, options.endpoints, lambda size: _limit(options, size))
+
+
+def _limit(options: RocketmqSinkOptions, size: int) -> int | None:
+    publisher = Publisher(options)
+    try:
+        limit = publisher.body_max
+    finally:
+        publisher.close()
+    return limit if 0 < limit < size else None
+
 
 # Executor side: rows to messages. A replayed batch has the same ids, so that receivers can detect duplicates.
 
@@ -156,7 +172,7 @@ def _controls(text: str) -> bool:
 def _check_word(name: str, text: str, required: bool = False) -> None:
     """What the proxy refuses of a single message, and with it its batch."""
     blank = not text.strip() and (required or bool(text))
-    # It joins properties with \x01 and \x02: an id that has one arrives cut, and is taken for another.
+    # It joins properties with \x01 and \x02: an id that has one arrives cut, and is confused with another.
     separates = any(c in "\x01\x02" for c in text) if name == "message_id" else _controls(text)
     if blank or separates or (name == "tag" and "|" in text):
         raise BadRecord(

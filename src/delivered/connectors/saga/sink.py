@@ -1,14 +1,18 @@
-"""The sink: at_least_once, with an external ledger."""
+"""The sink: at_least_once, with an external ledger.
+
+Rows are recorded as sagas, which the task then runs until they are at rest.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from delivered.connectors.saga.options import SagaOptions
-from delivered.connectors.saga.writer import SagaWriter, log_of
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Writer
 from delivered.kits.queue.columns import TEXT, check_names, column
@@ -16,8 +20,11 @@ from delivered.kits.queue.sink import SendingSink, sends
 from delivered.ledger.store import Ledgers
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import BadRecord, Refused, UsageError
+from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
+from delivered.model.prepared import Promise
+from delivered.patterns.saga import Log, Status, run
 from delivered.patterns.saga.definition import load
 from delivered.patterns.saga.tables import checked
 
@@ -107,3 +114,44 @@ class SagaSink(SendingSink):
             f"Saga {self.options.saga} has effects in other systems, which cannot be read back.",
             next_step=f"delivered sagas list --all --log {self.options.log}",
         )
+
+
+log = logging.getLogger(__name__)
+
+_ROWS = 1_000
+
+
+def log_of(options: SagaOptions) -> Log:
+    return Log(options.log, options.password)
+
+
+class SagaWriter:
+    """See `delivered.contract.sink.Writer`."""
+
+    def __init__(self, options: SagaOptions) -> None:
+        self._options = options
+        self._saga = load(options.saga)
+        self._ids: dict[str, None] = {}
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        """Record the rows; a row that is recorded already changes nothing."""
+        if not batch.num_rows:
+            return
+        rows = list(zip(column(batch, "id"), column(batch, "data"), strict=True))
+        with contextlib.closing(log_of(self._options).open()) as opened:
+            for at in range(0, len(rows), _ROWS):
+                opened.begin(self._saga, rows[at : at + _ROWS])
+        self._ids.update(dict.fromkeys(id_ for id_, _ in rows))
+
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
+        """Return once every saga of the shard is at rest."""
+        del fingerprint
+        if self._ids:
+            options = self._options
+            rested = run(log_of(options), self._saga, ids=list(self._ids), threads=options.threads)
+            if stuck := rested.get(Status.STUCK, 0):
+                log.warning("%d sagas are stuck; see them: delivered sagas list --log %s", stuck, options.log)
+        return Promise()
+
+    def abort(self) -> None:
+        """Nothing: what is recorded is run by the next attempt, or by any worker."""

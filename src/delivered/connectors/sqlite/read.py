@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.sqlite import target, types
-from delivered.connectors.sqlite.database import SqliteDatabase, explained
+from delivered.connectors.sqlite import target
+from delivered.connectors.sqlite.client import SqliteDatabase, explained
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql.database import quoted
@@ -77,12 +77,9 @@ class SqliteScan(TableScan):
 
 
 def _array(values: list[Any], field: pa.Field) -> pa.Array:
-    """
-    Raises:
-        BadRecord: another client stored a value that is not one of the column's type.
-    """
+    """Raises BadRecord: another client stored a value that is not one of the column's type."""
     try:
-        return types.from_sql(values, field.type)
+        return target.from_sql(values, field.type)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         raise BadRecord(
             "VALUE_UNREADABLE",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from delivered.connectors.sqlite import target
-from delivered.connectors.sqlite.database import (
+from delivered.connectors.sqlite.client import (
     WAL_RACE_FIXED,
     SqliteDatabase,
     begin,
@@ -22,7 +22,7 @@ from delivered.connectors.sqlite.database import (
     writing,
 )
 from delivered.connectors.sqlite.options import SqliteOptions
-from delivered.connectors.sqlite.types import TYPES
+from delivered.connectors.sqlite.target import TYPES
 from delivered.contract.finding import Finding
 from delivered.kits.sink import Parts
 from delivered.kits.sql.merge import checked, no_unique_index
@@ -43,10 +43,10 @@ class SqliteSink(DatabaseSink):
         __package__,
         writer="writer:writer",
         scan="read:SqliteScan",
-        store="ledger:build_store",
-        committer="ledger:SqliteCommitter",
-        database="ledger:build_database",
-        refused_rows="trial:refused_rows",
+        store="store:build_store",
+        committer="store:SqliteCommitter",
+        database="store:build_database",
+        refused_rows="writer:refused_rows",
     )
 
     def capability(self) -> SinkCapability:

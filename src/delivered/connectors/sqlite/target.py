@@ -1,23 +1,37 @@
-"""The user's table: creation, checks, inserts, its stored Arrow schema, and what its definition does to rows: triggers,
-conflict clauses, loose keys."""
+"""The user's table: the types of its columns, its creation and checks, inserts, and what its definition does to rows.
+
+Arrow                       declared   stored as
+boolean                     INTEGER    0, 1
+int8..int64, uint8..uint32  INTEGER    itself
+float, double               REAL       itself; NaN as the text 'NaN' (SQLite would turn it into NULL); -0.0 as 0.0
+string                      TEXT       itself
+binary                      BLOB       itself
+decimal                     TEXT       exact digits (SQLite has no decimal numbers)
+date                        TEXT       YYYY-MM-DD
+timestamp                   TEXT       YYYY-MM-DD HH:MM:SS.ffffff, with time zone: in UTC with a Z at the end
+time, duration              INTEGER    in the type's unit (for Spark: microseconds)
+list, struct, map, others   refused
+"""
 
 from __future__ import annotations
 
+import math
 import re
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import length_hint
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from delivered.connectors.sqlite import types
-from delivered.connectors.sqlite.database import refuses_a_row, row_refused
+from delivered.connectors.sqlite.client import refuses_a_row, row_refused
 from delivered.connectors.sqlite.options import SqliteOptions
-from delivered.connectors.sqlite.types import TYPES
 from delivered.kits.sql.database import Definition, events, quoted
 from delivered.kits.sql.merge import Merge, stored
 from delivered.kits.sql.table import (
+    Types,
     absent,
     check_known,
     column_computed,
@@ -28,6 +42,84 @@ from delivered.kits.sql.table import (
     new_mark,
 )
 from delivered.model.errors import UsageError
+from delivered.model.ranges import RANGES
+
+_AFFINITIES = {
+    "INTEGER": ("INTEGER", "NUMERIC", "BLOB"),
+    "REAL": ("REAL", "BLOB"),
+    "TEXT": ("TEXT", "BLOB"),
+    "BLOB": ("BLOB",),
+}
+"""Declared type -> affinities of a user's column that store its values without loss."""
+
+
+class SqliteTypes(Types):
+    system = "SQLite"
+    columns_max = 2_000  # SQLite's own default limit
+    folds_case = True
+    range = RANGES["sqlite"]
+
+    def declared(self, kind: pa.DataType) -> str | None:
+        t = pa.types
+        if t.is_boolean(kind) or (t.is_integer(kind) and kind != pa.uint64()) or t.is_time(kind) or t.is_duration(kind):
+            return "INTEGER"
+        if t.is_float32(kind) or t.is_float64(kind):
+            return "REAL"
+        if t.is_string(kind) or t.is_decimal128(kind) or t.is_date32(kind) or t.is_timestamp(kind):
+            return "TEXT"
+        return "BLOB" if t.is_binary(kind) else None
+
+
+TYPES = SqliteTypes()
+
+
+def affinity(sql_type: str) -> str:
+    """SQLite's affinity rules, in their order."""
+    upper = sql_type.upper()
+    if "INT" in upper:
+        return "INTEGER"
+    if any(word in upper for word in ("CHAR", "CLOB", "TEXT")):
+        return "TEXT"
+    if "BLOB" in upper or not upper or upper == "ANY":
+        return "BLOB"
+    return "REAL" if any(word in upper for word in ("REAL", "FLOA", "DOUB")) else "NUMERIC"
+
+
+def fits(kind: pa.DataType, sql_type: str) -> bool:
+    """Whether a column declared as `sql_type` stores values of `kind` without loss."""
+    return affinity(sql_type) in _AFFINITIES[TYPES.declared(kind) or "BLOB"]
+
+
+def to_sql(column: pa.Array) -> list[Any]:
+    """Values of a plain type for sqlite3."""
+    kind, t = column.type, pa.types
+    if t.is_timestamp(kind) or t.is_date32(kind) or t.is_decimal128(kind):
+        column = column.cast(pa.string())
+    elif t.is_time32(kind):
+        column = column.cast(pa.int32())
+    elif t.is_time64(kind) or t.is_duration(kind):
+        column = column.cast(pa.int64())
+    values: list[Any] = column.to_pylist()
+    if t.is_floating(kind) and pc.any(pc.is_nan(column)).as_py():
+        return ["NaN" if value is not None and math.isnan(value) else value for value in values]
+    return values
+
+
+def from_sql(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Inverse of `to_sql`."""
+    t = pa.types
+    if t.is_timestamp(kind) or t.is_date32(kind) or t.is_decimal128(kind):
+        return pa.array(values, pa.string()).cast(kind)
+    if t.is_boolean(kind):
+        return pa.array(values, pa.int64()).cast(kind)
+    if t.is_time32(kind):
+        return pa.array(values, pa.int32()).cast(kind)
+    if t.is_time64(kind) or t.is_duration(kind):
+        return pa.array(values, pa.int64()).cast(kind)
+    if t.is_floating(kind):
+        return pa.array([None if v is None else float(v) for v in values], pa.float64()).cast(kind)
+    return pa.array(values, kind)
+
 
 _GAP = r"(?:\s|--[^\n]*\n|/\*.*?\*/)+"
 _CLAUSE = re.compile(rf"\bON{_GAP}CONFLICT\b", re.IGNORECASE | re.DOTALL)
@@ -56,10 +148,7 @@ class SqliteMerge(Merge):
 
 
 def check_kind(connection: sqlite3.Connection, options: SqliteOptions) -> None:
-    """
-    Raises:
-        UsageError: a view or virtual table: SQLite does not count what its triggers or its module store.
-    """
+    """Raises UsageError: a view or virtual table: SQLite does not count what its triggers or its module store."""
     row = connection.execute(
         "SELECT type, sql FROM sqlite_master WHERE type IN ('table', 'view') AND name = ? COLLATE NOCASE",
         (options.table,),
@@ -205,7 +294,7 @@ def compare(options: SqliteOptions, schema: pa.Schema, columns: dict[str, str | 
         sql_type = columns[field.name.lower()]
         if sql_type is None:
             raise column_computed(options.table, field.name)
-        if not types.fits(field.type, sql_type):
+        if not fits(field.type, sql_type):
             raise UsageError(
                 "COLUMN_TYPE",
                 f"Column {field.name!r} of table {options.table!r} is declared {sql_type!r}, which would change values "
@@ -291,13 +380,13 @@ def insert(
             statement = f"{into} ({', '.join(map(quoted, names))}) VALUES ({', '.join(values)})"
         for start in range(0, batch.num_rows, CHUNK_ROWS):
             chunk = batch.slice(start, CHUNK_ROWS)
-            columns = [iter(types.to_sql(column)) for column in chunk.columns]
+            columns = [iter(to_sql(column)) for column in chunk.columns]
             try:
                 kept += connection.executemany(statement, zip(*columns, strict=True)).rowcount
             except sqlite3.Error as error:
                 if not refuses_a_row(error):
                     raise
-                at = chunk.num_rows - length_hint(columns[-1]) - 1  # the last one that was taken
+                at = chunk.num_rows - length_hint(columns[-1]) - 1  # the last one that was read
                 raise row_refused(path, f"the row {_shown(chunk.slice(at, 1))}", error) from error
             sent += chunk.num_rows
     return sent, kept
@@ -305,7 +394,5 @@ def insert(
 
 def _shown(row: pa.RecordBatch) -> str:
     """Columns and values of a row, each shortened, for an error."""
-    values = (
-        f"{name} = {types.to_sql(column)[0]!r:.60}" for name, column in zip(row.schema.names, row.columns, strict=True)
-    )
+    values = (f"{name} = {to_sql(column)[0]!r:.60}" for name, column in zip(row.schema.names, row.columns, strict=True))
     return f"({', '.join(values):.600})"

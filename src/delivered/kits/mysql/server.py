@@ -56,10 +56,7 @@ class Tls:
     verify_name: bool
 
     def context(self) -> ssl.SSLContext:
-        """
-        Raises:
-            UsageError: a file is missing here, or is no PEM file.
-        """
+        """Raises UsageError: a file is missing here, or is no PEM file."""
         import ssl
 
         context = trust("ssl_ca", self.ca)
@@ -123,11 +120,7 @@ def _flag(name: str, given: Mapping[str, str]) -> bool:
 
 
 def tls_of_url(url: str) -> Tls | None:
-    """As `parse_tls`.
-
-    Raises:
-        UsageError: as `parse_tls`.
-    """
+    """As `parse_tls`. Raises UsageError: as `parse_tls`."""
     try:
         return parse_tls(urlsplit(url).query)
     except Unfit as why:

@@ -26,7 +26,7 @@ ID = "delivered.id"
 
 
 def identified_schema(system: str, schema: pa.Schema, id_columns: Sequence[str]) -> pa.Schema:
-    """The schema of `identified`. Raises UsageError if a column is missing, or is no text, bytes or whole number."""
+    """The schema of `identified`. Raises UsageError if a column is missing, or is no text, bytes or integer."""
     if not id_columns:
         return schema
     for name in id_columns:
@@ -36,7 +36,7 @@ def identified_schema(system: str, schema: pa.Schema, id_columns: Sequence[str])
                 "COLUMNS",
                 f"delivered_{system}: messageIdColumns names {name!r}, which is {found or 'no column'}; the rows have "
                 f"{', '.join(schema.names)}.",
-                next_step="name columns of text, bytes or whole numbers that the transform selects",
+                next_step="name columns of text, bytes or integers that the transform selects",
             )
     kept = [f for f in schema if f.name in ("key", "value") or f.name not in (*id_columns, "message_id")]
     return pa.schema([*kept, pa.field("message_id", pa.string())])
@@ -90,11 +90,11 @@ def _id_text(batch: pa.RecordBatch, name: str, nulls: bool) -> pa.Array:
 def _joined(parts: Sequence[pa.Array], numbers: Sequence[bool]) -> pa.Array:
     """The values joined by "-"; where that is ambiguous, followed by "#" and the lengths of all but the last.
 
-    Otherwise two rows could get the same id, and a reader would drop one (P33). One text among whole numbers, such as
+    Otherwise two rows could get the same id, and a reader would drop one (P33). One text among integers, such as
     topic, partition and offset, is ambiguous only with negative ones; several texts, if one of them holds a "-".
 
     Args:
-        numbers: whether each column holds whole numbers.
+        numbers: whether each column holds integers.
     """
     ids = pc.binary_join_element_wise(*parts, "-")
     if sum(numbers) >= len(parts) - 1:
@@ -152,13 +152,7 @@ def column(rows: pa.RecordBatch, name: str, kind: pa.DataType | None = None) -> 
 
 
 def text(value: str | bytes, what: str) -> str:
-    """
-    Args:
-        what: for the error: "column 'key'".
-
-    Raises:
-        BadRecord: it is not UTF-8.
-    """
+    """Args: what: for the error: "column 'key'". Raises BadRecord: it is not UTF-8."""
     if isinstance(value, str):
         return value
     try:

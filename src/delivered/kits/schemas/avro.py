@@ -36,10 +36,7 @@ class Reads(Protocol):
 
 
 def of_object(path: str, fields: Sequence[tuple[str, Reads]], defaults: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """
-    Args:
-        defaults: values of fields that a writer did not have.
-    """
+    """Args: defaults: values of fields that a writer did not have."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -174,7 +171,7 @@ _LOGICAL = {
 """(type, logical type) -> Arrow type of Avro's numbers, Arrow type of the column."""
 _DIGITS_MAX = 38  # of a decimal in Spark
 _ANY_DIGITS = 1_000
-"""Told to fastavro as a decimal's precision: it rounds digits beyond that. The column's type refuses them."""
+"""Passed to fastavro as a decimal's precision: it rounds digits beyond that. The column's type refuses them."""
 
 
 @dataclass(frozen=True)
@@ -208,11 +205,7 @@ class Shape:
 
 
 class _Walk:
-    """One walk through a schema.
-
-    Args:
-        named: its named types.
-    """
+    """One walk through a schema. Args: named: its named types."""
 
     def __init__(self, kind: str, named: Mapping[str, Any]) -> None:
         self.kind, self.named = kind, named
@@ -427,8 +420,8 @@ def _leaf(walk: _Walk, node: Mapping[str, Any], path: str) -> Shape:
         if digits > _DIGITS_MAX:
             raise Unmappable(f"field {path[1:]!r} is a decimal of {digits} digits; columns hold at most {_DIGITS_MAX}")
         room = _ANY_DIGITS if size is None else max(digits, _digits_of(size))
-        told = {"logicalType": "decimal", "precision": room, "scale": scale}
-        avro = {**(avro if isinstance(avro, dict) else {"type": avro}), **told}
+        decimal = {"logicalType": "decimal", "precision": room, "scale": scale}
+        avro = {**(avro if isinstance(avro, dict) else {"type": avro}), **decimal}
         found = pa.decimal128(digits, scale)
         meaning = f"decimal, {scale} digits after the point"
         return Shape(avro, found, found, of_decimal(path, scale, size), meanings={path: meaning})

@@ -114,11 +114,7 @@ class Registry:
         return found is None or bool(found)
 
     def register(self, subject: str, kind: Format, text: str) -> Registered:
-        """The schema, which the subject has afterwards. Idempotent.
-
-        Raises:
-            Incompatible
-        """
+        """The schema, which the subject has afterwards. Idempotent. Raises Incompatible."""
         schema = self._schema(kind, text)
         number: int = self._ask(lambda: self._client.register_schema(subject, schema))
         found: Any = self._ask(lambda: self._client.lookup_schema(subject, schema))

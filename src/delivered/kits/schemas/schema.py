@@ -116,11 +116,7 @@ def schema_of(registered: Registered, record: str | None = None) -> Schema:
 
 
 def unfit(rows: pa.DataType, schema: Schema, column: str) -> list[str]:
-    """Why rows of this type cannot be written with the schema; empty: they can.
-
-    Args:
-        column: "value".
-    """
+    """Why rows of this type cannot be written with the schema; empty: they can. Args: column: "value"."""
     there = schema.arrow
     if not (pa.types.is_struct(rows) and pa.types.is_struct(there)):
         return list(differences(column, rows, there))

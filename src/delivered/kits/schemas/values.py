@@ -49,13 +49,7 @@ class TypeCount:
         self._count = 0
 
     def add(self, path: str, depth: int) -> None:
-        """
-        Args:
-            path: of the field, with a dot in front.
-
-        Raises:
-            Unmappable: too many, or nested too deeply.
-        """
+        """Args: path: of the field, with a dot in front. Raises Unmappable: too many, or nested too deeply."""
         self._count += 1
         if self._count > SCHEMA_TYPES_MAX:
             raise Unmappable(f"it has more than {SCHEMA_TYPES_MAX:,} types, with references expanded")
@@ -207,11 +201,7 @@ def _numbers(kind: pa.DataType) -> pa.DataType:
 
 
 def _maps(value: Any, kind: pa.DataType) -> Any:
-    """Maps as dicts: Arrow gives them as lists of pairs.
-
-    Raises:
-        Unreadable: a map has a key twice.
-    """
+    """Maps as dicts: Arrow gives them as lists of pairs. Raises Unreadable: a map has a key twice."""
     if value is None:
         return None
     if pa.types.is_struct(kind):

@@ -127,10 +127,7 @@ def check_whole(there: Mapping[str, int], name: str, size: int) -> None:
 
 
 def check_count(prepared: Prepared, rows: int) -> None:
-    """
-    Raises:
-        InvariantBroken: a participant's files have more or fewer rows than were prepared.
-    """
+    """Raises InvariantBroken: a participant's files have more or fewer rows than were prepared."""
     if rows != prepared.fingerprint.count:
         raise InvariantBroken(
             "STAGED_ROWS_DIFFER",
@@ -177,9 +174,9 @@ class Undecided:
             if folder.startswith("i-"):
                 names += self._open(folder.removeprefix("i-"))
         self.check_claim()
-        gone = [name for name in names if writer_of(name) not in keep]
-        self.store.remove(gone)
-        return len({writer_of(name) for name in gone})
+        orphans = [name for name in names if writer_of(name) not in keep]
+        self.store.remove(orphans)
+        return len({writer_of(name) for name in orphans})
 
     def check_claim(self) -> None:
         """Call between listing and deleting files, so that the list has no file of a later owner.
@@ -323,7 +320,7 @@ def shard_writer(work: Work, guarantee: Guarantee, files: ShardFiles) -> Staging
 
 @contextlib.contextmanager
 def while_staging(work: Work) -> Iterator[None]:
-    """Raises InvariantBroken if a file of this task is gone."""
+    """Raises InvariantBroken if a file of this task is missing."""
     try:
         yield
     except FileNotFoundError:

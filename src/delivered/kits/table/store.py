@@ -108,10 +108,7 @@ FULL_BYTES = 65_536 * ENTRY_BYTES
 
 
 class ArchiveFiles:
-    """
-    Args:
-        folder: below the store's root; contains nothing else.
-    """
+    """Args: folder: below the store's root; contains nothing else."""
 
     def __init__(self, store: Store, folder: str) -> None:
         self._store = store

@@ -107,17 +107,11 @@ class TableTypes(Types):
         return None if found is None else str(found)
 
     def canonical_schema(self, schema: pa.Schema) -> pa.Schema:
-        """
-        Raises:
-            UsageError: a column's type is not supported.
-        """
+        """Raises UsageError: a column's type is not supported."""
         return pa.schema([pa.field(f.name, kept(f, self.canonical(f.type), self.table)) for f in schema])
 
     def check(self, schema: pa.Schema) -> None:
-        """
-        Raises:
-            UsageError: no columns, duplicate names, or an unsupported type.
-        """
+        """Raises UsageError: no columns, duplicate names, or an unsupported type."""
         if not named_once(schema):
             raise UsageError(
                 "COLUMNS",
@@ -129,10 +123,7 @@ class TableTypes(Types):
 
 
 def preflight(options: FileTableOptions, guarantee: Guarantee, look: Callable[[], None]) -> list[Finding]:
-    """
-    Args:
-        look: checks the table; raises if it cannot be used.
-    """
+    """Args: look: checks the table; raises if it cannot be used."""
     mode = options.write
     if mode != APPEND and guarantee is not Guarantee.EXACTLY_ONCE:
         name = "upsert" if mode.upserts else "complete" if mode.complete else "overwrite"
@@ -252,7 +243,7 @@ def unreachable(options: FileTableOptions, error: Exception, check: str) -> Deli
 
 
 @contextlib.contextmanager
-def but_gone(explained: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+def but_missing(explained: contextlib.AbstractContextManager[None]) -> Iterator[None]:
     """`explained`, except for missing files, which are not a failure of the store."""
     missing_file = None
     with explained:

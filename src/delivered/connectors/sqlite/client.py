@@ -145,10 +145,7 @@ def refuses_a_row(error: Exception) -> bool:
 
 
 def row_refused(path: str, row: str, error: Exception) -> BadRecord:
-    """
-    Args:
-        row: which one.
-    """
+    """Args: row: which one."""
     detail = f"{error} ({_name(error)})"
     return BadRecord(
         "ROW_REFUSED",

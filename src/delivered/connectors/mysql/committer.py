@@ -18,7 +18,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from delivered.connectors.mysql import errors, sessions, stage, target
+from delivered.connectors.mysql import client, store, target
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.kits.mysql.server import DENIED
 from delivered.kits.sql.transactions import Names, OpenTransaction, ServerCommitter, Shards, new_nonce
@@ -26,7 +26,7 @@ from delivered.model.errors import Refused
 from delivered.model.identity import Scope, Work
 
 if TYPE_CHECKING:
-    from delivered.connectors.mysql.wire import Session
+    from delivered.connectors.mysql.session import Session
 
 PART_BYTES_MAX = 64
 CLOSES_S, KILLED_S = 1.0, 5.0
@@ -75,7 +75,7 @@ def xid(gid: str) -> str:
     return f"'{first}','{second}'"
 
 
-def listed(session: Session, scope: Scope, options: MysqlOptions) -> list[OpenTransaction]:
+def list_transactions(session: Session, scope: Scope, options: MysqlOptions) -> list[OpenTransaction]:
     """Every prepared transaction of this pipeline and sink, oldest first. Raises MySQLError."""
     prefix = id_prefix(scope, options.ledger_schema)
     found = []
@@ -104,7 +104,7 @@ def end(session: Session, gid: str, commit: bool) -> bool:
     Raises:
         MySQLError: the server rejected it; 1397: the preparing session could not be killed.
     """
-    from delivered.connectors.mysql.wire import ERRORS
+    from delivered.connectors.mysql.session import ERRORS
 
     statement = f"XA {'COMMIT' if commit else 'ROLLBACK'} {xid(gid)}"
     for wait_s in (CLOSES_S, KILLED_S, 0.0):
@@ -112,17 +112,17 @@ def end(session: Session, gid: str, commit: bool) -> bool:
             session.execute(statement)
             return True
         except ERRORS as error:
-            if errors.number_of(error) != errors.XA_UNKNOWN:
+            if client.number_of(error) != client.XA_UNKNOWN:
                 raise
             if gid not in _prepared(session):
                 return False
             if not wait_s:
                 raise
         # Its session is closing, or hangs: a paused task, a lost machine.
-        if not sessions.has_ended(session, nonce_of(gid), wait_s):
-            sessions.end(session, nonce_of(gid))
+        if not client.session_has_ended(session, nonce_of(gid), wait_s):
+            client.end_session(session, nonce_of(gid))
             # MariaDB 10.11 may acknowledge a commit while the killed session still ends, and then roll back.
-            sessions.has_ended(session, nonce_of(gid), KILLED_S)
+            client.session_has_ended(session, nonce_of(gid), KILLED_S)
     raise AssertionError("not reached")
 
 
@@ -133,22 +133,22 @@ def build_committer(options: MysqlOptions, scope: Scope) -> ServerCommitter[Sess
     commit and lose it: seen with MariaDB 10.11, in 1 of 30 commits right after the session that prepared was killed.
     """
     schema, names = options.ledger_schema, names_of(scope, options.ledger_schema)
-    staging = stage.build_staging(options)
+    staging = store.build_staging(options)
 
     def drop(session: Session, table: str) -> None:
         """Terminates the session of a hanging task, whose locks on the table would block the drop."""
-        nonce = stage.nonce_of(table)
-        if not sessions.has_ended(session, nonce, 0):
-            sessions.end(session, nonce)
-            sessions.has_ended(session, nonce, KILLED_S)
+        nonce = store.table_nonce(table)
+        if not client.session_has_ended(session, nonce, 0):
+            client.end_session(session, nonce)
+            client.session_has_ended(session, nonce, KILLED_S)
         staging.drop(session, table)
 
     shards = Shards(
         id_prefix(scope, schema),
         partial(is_ours, scope, schema),
-        open=lambda session: listed(session, scope, options),
+        open=lambda session: list_transactions(session, scope, options),
         end=end,
-        staged=lambda session: stage.listed(session, names),
+        staged=lambda session: store.list_staging_tables(session, names),
         drop=drop,
         identity=lambda session: target.identity(session, options),
         staging_of=lambda gid: staging_of(names, gid) if options.write.merges else None,
@@ -164,16 +164,16 @@ def check_allowed(session: Session, options: MysqlOptions) -> None:
         Refused: the user may not list prepared transactions, or the server does not support them.
         MySQLError: the server rejected it.
     """
-    from delivered.connectors.mysql.wire import ERRORS
+    from delivered.connectors.mysql.session import ERRORS
 
     try:
         session.execute("XA RECOVER")
     except ERRORS as error:
-        if errors.number_of(error) not in DENIED:
+        if client.number_of(error) not in DENIED:
             raise
         raise Refused(
             "XA_DENIED",
-            f"The user may not list prepared transactions of MySQL at {options.place} ({errors.message_of(error)}), "
+            f"The user may not list prepared transactions of MySQL at {options.place} ({client.message_of(error)}), "
             "which mechanism two_phase requires.",
             next_step="GRANT XA_RECOVER_ADMIN ON *.* TO the user, or write "
             '.option("mechanism", "one_transaction"), which needs no such privilege',
@@ -193,7 +193,7 @@ def give_up_earlier(session: Session, work: Work, options: MysqlOptions) -> None
 
     If the driver has decided one of them in the meantime, the shard is rewritten.
     """
-    for transaction in listed(session, work.scope, options):
+    for transaction in list_transactions(session, work.scope, options):
         if (transaction.batch, transaction.shard) == (work.batch, work.shard):
             end(session, transaction.transactional_id, commit=False)
 

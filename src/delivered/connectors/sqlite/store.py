@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from delivered.connectors.sqlite import stage, target
-from delivered.connectors.sqlite.database import DIALECT, SqliteDatabase, version_of
+from delivered.connectors.sqlite import target, writer
+from delivered.connectors.sqlite.client import DIALECT, SqliteDatabase, version_of
 from delivered.connectors.sqlite.options import SqliteOptions
-from delivered.connectors.sqlite.stage import Merging, StagedRows, read_staged, staged_schema
+from delivered.connectors.sqlite.writer import Merging, StagedRows, read_staged, staged_schema
 from delivered.contract.sink import Committer, LeftOutRow
 from delivered.kits.sql.database import Definition, quoted
 from delivered.kits.sql.ledger import SqlLedger, SwappingLedger
@@ -140,16 +140,16 @@ class SqliteCommitter(Committer):
         if not prepared.handle:
             return Ok(None)
         try:
-            stage.remove(self._options, self._scope, stage.StagedRows.of(prepared))
+            writer.remove(self._options, self._scope, writer.StagedRows.of(prepared))
         except OSError as error:
             return Unknown(str(error))
         return Ok(None)
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        kept = {stage.StagedRows.of(p).path for p in keep if p.handle}
+        kept = {writer.StagedRows.of(p).path for p in keep if p.handle}
         count = 0
         try:
-            for path in stage.staged_files(self._options, self._scope):
+            for path in writer.staged_files(self._options, self._scope):
                 if path.name not in kept:
                     path.unlink(missing_ok=True)
                     count += 1
