@@ -20,14 +20,14 @@ from delivered.contract.source import Offsets, Slice
 from delivered.kits.options import PATH, external_ledger, sink_name
 from delivered.kits.table.durable import make_folder, put_first, sync
 from delivered.model.capability import Commit, SinkCapability
-from delivered.model.columns import fitted
 from delivered.model.errors import PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.options import Options, OptionType, option
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.prepared import Handle, Prepared, Promise
+from delivered.model.ranges import fitted
+from delivered.model.work import Handle, Prepared, Promise
 
 if TYPE_CHECKING:  # executors do without
     from delivered.ledger.store import Ledgers, Store

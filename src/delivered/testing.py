@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from delivered.checkpoint.positions import stream_driver
+from delivered.checkpoint.sidecar import stream_driver
 from delivered.contract.powers import planned
 from delivered.contract.source import Offsets, Slice, SourceDriver
 from delivered.crash import install_from_environment

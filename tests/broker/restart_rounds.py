@@ -40,8 +40,7 @@ from delivered.model.errors import DeliveredError
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
 from delivered.model.patience import in_query
-from delivered.model.prepared import Prepared
-from delivered.model.work import ShardMessage
+from delivered.model.work import Prepared, ShardMessage
 from delivered_lab.brokers import kafka as server
 
 INTERVAL = "transaction.abort.timed.out.transaction.cleanup.interval.ms"

@@ -29,12 +29,10 @@ from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Sinks
 from delivered.ledger.ledger import Ledger
-from delivered.model.archive import Account
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.prepared import Prepared
-from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner, ShardMessage
+from delivered.model.work import Account, Action, BatchPlan, CheckpointView, Decision, Owner, Prepared, ShardMessage
 
 EXACT = Guarantee.EXACTLY_ONCE
 SCHEMA = pa.schema([pa.field("key", pa.binary()), pa.field("value", pa.binary())])

@@ -21,7 +21,7 @@ from delivered.connectors.activemq.queue import ActivemqReceiver
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.prepared import Promise
+from delivered.model.work import Promise
 from delivered.pipeline.registry import find_sink
 
 parse = ActivemqOptions.parse

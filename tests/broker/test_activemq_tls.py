@@ -19,7 +19,7 @@ from delivered.connectors.activemq.queue import ActivemqQueue, ActivemqReceiver
 from delivered.model.errors import DeliveredError, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.prepared import Promise
+from delivered.model.work import Promise
 from delivered.pipeline.registry import find_sink
 from delivered_lab.brokers.servers import free_ports
 

@@ -14,8 +14,7 @@ from delivered.contract.source import Slice
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
-from delivered.model.prepared import Prepared, Promise
-from delivered.model.work import Owner
+from delivered.model.work import Owner, Prepared, Promise
 
 RECORDS = 30_000
 

@@ -15,7 +15,7 @@ import pytest
 from tests.broker.source_help import cut_log, positions, produce, source
 from tests.support.three_brokers import ThreeBrokers
 
-from delivered.checkpoint.positions import METADATA_FILE, PlainDriver, stream_driver
+from delivered.checkpoint.sidecar import METADATA_FILE, PlainDriver, stream_driver
 from delivered.contract.landmarks import HasLandmarks
 from delivered.contract.source import Offsets, Source, SourceDriver
 from delivered.engine.direct import ArrowTransform, Direct, pack

@@ -31,8 +31,7 @@ from delivered.model.errors import Fenced, LedgerBehind, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.limits import OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.prepared import Prepared
-from delivered.model.work import Begun, LedgerState, Owner
+from delivered.model.work import Begun, LedgerState, Owner, Prepared
 
 
 @pytest.fixture

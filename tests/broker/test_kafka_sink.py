@@ -29,8 +29,7 @@ from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachab
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
-from delivered.model.prepared import Prepared, Promise
-from delivered.model.work import Owner
+from delivered.model.work import Owner, Prepared, Promise
 from delivered.source.columns import HEADERS
 
 WEAKER = [Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE]

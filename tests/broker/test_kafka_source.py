@@ -20,7 +20,7 @@ from tests.broker.source_help import Transactions, positions, produce, read_all,
 from tests.kafka_tools import read_committed
 from tests.support.sweeps import KAFKA_CLIENTS
 
-from delivered.checkpoint.positions import METADATA_FILE, stream_driver
+from delivered.checkpoint.sidecar import METADATA_FILE, stream_driver
 from delivered.connectors.kafka import reader
 from delivered.contract.powers import DatesRecords
 from delivered.contract.source import Slice, Source

@@ -20,7 +20,7 @@ from delivered.model.errors import LedgerBehind
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.outcome import Ok
 from delivered.model.patience import in_query
-from delivered.model.prepared import Prepared
+from delivered.model.work import Prepared
 
 
 @pytest.fixture(scope="module")

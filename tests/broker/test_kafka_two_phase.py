@@ -30,8 +30,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.limits import CLAIMS_APART, TRANSACTION_SLOTS
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.patience import within
-from delivered.model.prepared import Prepared, Promise
-from delivered.model.work import Action
+from delivered.model.work import Action, Prepared, Promise
 from delivered_lab.verify.proxy import Api, Fired, KafkaProxy, NetworkFault, Rule
 
 

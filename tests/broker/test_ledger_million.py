@@ -25,8 +25,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS, OWNERS_REMEMBERED
-from delivered.model.prepared import Prepared
-from delivered.model.work import Decision, Owner
+from delivered.model.work import Decision, Owner, Prepared
 
 if TYPE_CHECKING:
     from tests.support.servers import Postgres

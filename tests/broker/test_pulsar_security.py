@@ -30,7 +30,7 @@ from delivered.machine import java_home
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.prepared import Promise
+from delivered.model.work import Promise
 from delivered.pipeline.registry import find_sink
 from delivered_lab import brokers
 from delivered_lab.brokers import pulsar as server

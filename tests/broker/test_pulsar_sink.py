@@ -22,7 +22,7 @@ from tests.support.sweeps import sweep
 from delivered.model.errors import BadRecord, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.prepared import Promise
+from delivered.model.work import Promise
 from delivered.source.columns import HEADERS
 
 

@@ -22,7 +22,7 @@ from delivered.connectors.rabbitmq.stream import CONNECTOR as STREAM
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.prepared import Promise
+from delivered.model.work import Promise
 from delivered.pipeline.registry import find_sink
 from delivered_lab.brokers.servers import free_ports
 

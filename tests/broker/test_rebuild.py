@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from tests.support.sweeps import sweep
 
-from delivered.checkpoint import positions
+from delivered.checkpoint import sidecar
 from delivered.connectors.log import append
 from delivered.entry import Pipeline
 from delivered.model.errors import Refused
@@ -44,7 +44,7 @@ def ran(postgres: Any, folder: Path, mechanism: str) -> tuple[Path, str]:
     file = folder / "shop.yaml"
     file.write_text(json.dumps(pipeline))
     loop = Loop(file)
-    positions.keep_first(loop.pipeline.checkpoint, loop.batches.source.driver().initial)  # as Spark's reader does
+    sidecar.keep_first(loop.pipeline.checkpoint, loop.batches.source.driver().initial)  # as Spark's reader does
     loop.run(takeover=False)
     return file, table
 

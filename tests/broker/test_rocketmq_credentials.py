@@ -19,7 +19,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Ok
-from delivered.model.prepared import Prepared, Promise
+from delivered.model.work import Prepared, Promise
 from delivered.pipeline.registry import find_sink
 from delivered_lab import brokers
 from delivered_lab.brokers import rocketmq as server

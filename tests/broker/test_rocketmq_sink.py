@@ -22,7 +22,7 @@ from delivered.connectors.rocketmq.queue import RocketmqReceiver
 from delivered.model.errors import BadRecord, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.prepared import Promise
+from delivered.model.work import Promise
 from delivered.pipeline.registry import find_sink
 
 parse = RocketmqOptions.parse

@@ -25,7 +25,7 @@ from delivered.model.errors import Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
-from delivered.model.prepared import Promise
+from delivered.model.work import Promise
 from delivered.pipeline.registry import find_sink
 
 parse = RocketmqOptions.parse

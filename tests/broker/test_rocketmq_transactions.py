@@ -38,7 +38,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Unknown
-from delivered.model.prepared import Prepared
+from delivered.model.work import Prepared
 from delivered.pipeline.registry import find_sink
 
 EXACT = Guarantee.EXACTLY_ONCE

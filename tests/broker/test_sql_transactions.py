@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 
 from delivered.audit.ledger import read_ledger
 from delivered.cli.main import app
-from delivered.model.archive import Account
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.outcome import Ok
-from delivered.model.work import Decision
+from delivered.model.work import Account, Decision
 
 
 @pytest.fixture(params=["postgres", "mysql"])

@@ -15,7 +15,7 @@ from tests.support import pulsar, rocketmq
 
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.prepared import Promise
+from delivered.model.work import Promise
 from delivered.pipeline.registry import find_sink, received
 
 ROWS = 300

@@ -19,13 +19,12 @@ from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.ledger import ledger as rules
-from delivered.model.archive import Account
 from delivered.model.capability import Commit
 from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
-from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, ShardMessage, Tolerance
+from delivered.model.work import Account, Action, BatchPlan, CheckpointView, Decision, ShardMessage, Tolerance
 
 KEPT = 3
 """Runs whose decisions a ledger keeps here."""

@@ -23,13 +23,12 @@ from delivered.engine.context import open_ledger
 from delivered.ledger import ledger as rules
 from delivered.ledger.ledger import Ledger
 from delivered.model import identity, record_format
-from delivered.model.archive import Account
 from delivered.model.errors import DeliveredError, Fenced, Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.outcome import Failed, Ok
-from delivered.model.work import Begun, Decision, Owner
+from delivered.model.work import Account, Begun, Decision, Owner
 
 STORES = {
     "memory-two-phase": 60,

@@ -17,12 +17,11 @@ from tests.crash.sim import Checkpoint, Crash, Sim, again, codes, points
 from tests.support.sweeps import sweep
 
 from delivered.ledger.ledger import state_of
-from delivered.model.archive import Account
 from delivered.model.capability import Commit
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
-from delivered.model.work import Begun, Decision, LedgerState, Tolerance
+from delivered.model.work import Account, Begun, Decision, LedgerState, Tolerance
 
 EXACTLY = Guarantee.EXACTLY_ONCE
 HOUR_S = 3600

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from tests.support.sweeps import sweep
 
-from delivered.checkpoint import positions
+from delivered.checkpoint import sidecar
 from delivered.connectors.log import append
 from delivered.engine import owner
 from delivered.entry import Pipeline
@@ -88,7 +88,7 @@ def execute(folder: Path, statement: str) -> None:
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ran")
     loop = Loop(described(folder))
-    positions.keep_first(loop.pipeline.checkpoint, loop.batches.source.driver().initial)  # as Spark's reader does
+    sidecar.keep_first(loop.pipeline.checkpoint, loop.batches.source.driver().initial)  # as Spark's reader does
     loop.run(takeover=False)
     return folder
 

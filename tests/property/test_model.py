@@ -10,15 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delivered.model import errors
-from delivered.model.archive import Account
 from delivered.model.errors import DeliveredError, MissingExtra, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.options import Option, OptionTable, resolve_secret
-from delivered.model.prepared import Prepared
 from delivered.model.secrets import REDACTED, redacted
-from delivered.model.work import Decision
+from delivered.model.work import Account, Decision, Prepared
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, DeliveredError)]
 TABLE = OptionTable(

@@ -10,7 +10,7 @@ import yaml
 
 import delivered
 from delivered.audit.classes import Counts, Verdict
-from delivered.checkpoint import positions
+from delivered.checkpoint import sidecar
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -49,7 +49,7 @@ def test_the_idiom_then_a_pipeline_on_its_checkpoint(spark: SparkSession, kafka:
         produce(kafka.bootstrap, source, first, 150)
         query.processAllAvailable()
     query.stop()
-    began = positions.kept_first(checkpoint)
+    began = sidecar.kept_first(checkpoint)
     assert began is not None
     assert sum(began[source].values()) == 20
 
@@ -83,7 +83,7 @@ def test_the_idiom_then_a_pipeline_on_its_checkpoint(spark: SparkSession, kafka:
     assert json.loads(report.range_from)[source] == began[source]
 
     # Written by a release that queried the source again: later than the checkpoint's last batch.
-    kept = Path(checkpoint) / positions.FIRST_FILE
+    kept = Path(checkpoint) / sidecar.FIRST_FILE
     kept.write_text(json.dumps({"offsets": {source: {"0": 9_999, "1": 9_999}}}))
     report = pipeline.audit(spark)
     assert report.verdict is Verdict.UNKNOWN
@@ -98,4 +98,4 @@ def test_the_idiom_then_a_pipeline_on_its_checkpoint(spark: SparkSession, kafka:
     query = pipeline.start(spark)
     query.processAllAvailable()
     assert pipeline.stop(query)
-    assert positions.kept_first(checkpoint) is None
+    assert sidecar.kept_first(checkpoint) is None

@@ -20,7 +20,7 @@ from tests.broker.source_help import cut_log
 from tests.kafka_tools import produce, read_committed
 
 import delivered
-from delivered.checkpoint.positions import METADATA_FILE
+from delivered.checkpoint.sidecar import METADATA_FILE
 from delivered.machine import java_home
 from delivered_lab.brokers.fetch import fetch_jars
 from delivered_lab.supervisor import run

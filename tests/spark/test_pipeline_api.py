@@ -13,7 +13,7 @@ import pytest
 from tests.spark.log_to_sqlite import WAIT_S, produce, rows, until
 
 import delivered
-from delivered.checkpoint import positions
+from delivered.checkpoint import sidecar
 from delivered.spark.start import running
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def test_latest_means_the_same_place_when_the_pipeline_is_started_again(spark: S
     produce(tmp_path / "in", 0, 10)
     made = pipeline(tmp_path, source_options={"startingOffsets": "latest"})
     # A start that died before Spark logged anything.
-    positions.keep_first(made.checkpoint, made.sources["source"].source().driver().initial)
+    sidecar.keep_first(made.checkpoint, made.sources["source"].source().driver().initial)
     produce(tmp_path / "in", 10, 5)
     # Of the second start's own "latest" these five would be none.
     made.start(spark).awaitTermination(WAIT_S)

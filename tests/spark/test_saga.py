@@ -17,7 +17,7 @@ import yaml
 
 import delivered
 from delivered.connectors.log import append
-from delivered.model.logs import FORMAT, is_line_of_ours
+from delivered.model.step import LOG_FORMAT, is_line_of_ours
 from delivered.patterns.saga import Log, Status
 from delivered.patterns.saga.tables import ENTRIES
 from delivered.planner import Refusal
@@ -108,7 +108,7 @@ def test_rows_are_sagas_and_every_saga_comes_to_rest_though_the_job_is_killed(
         done = supervisor.run(
             [sys.executable, str(APP), str(file)], crash, tmp_path / "hits",
             timeout_s=300, output=output,
-            env={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), FORMAT: "json"},
+            env={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), LOG_FORMAT: "json"},
         )  # fmt: skip
     printed = (tmp_path / "output").read_text()
     assert (done.exit_code, len(done.kills)) == (0, crash.count(":")), printed[-4000:]

@@ -13,7 +13,7 @@ from tests.support.scans import scanned_table
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.prepared import Promise
+from delivered.model.work import Promise
 
 if TYPE_CHECKING:
     from tests.support.servers import Mysql, Postgres

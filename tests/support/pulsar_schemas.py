@@ -14,7 +14,7 @@ from tests.support.servers import Pulsar
 
 from delivered.contract.powers import ready_target
 from delivered.model.fingerprint import Fingerprint, fingerprint
-from delivered.model.prepared import Promise
+from delivered.model.work import Promise
 
 
 def record(*fields: tuple[str, Any], name: str = "Order") -> dict[str, Any]:

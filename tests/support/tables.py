@@ -11,12 +11,10 @@ import pyarrow as pa
 from delivered.connectors.delta.sink import DeltaSink
 from delivered.engine.context import open_ledger
 from delivered.ledger.ledger import Ledger
-from delivered.model.archive import Account
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.prepared import Prepared
-from delivered.model.work import Decision, Owner
+from delivered.model.work import Account, Decision, Owner, Prepared
 
 EXACT = Guarantee.EXACTLY_ONCE
 SCOPE = Scope("orders", "t", "i0")

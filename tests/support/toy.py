@@ -14,7 +14,7 @@ from delivered.connectors.sqlite.store import SqliteLedgers
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Ok, Outcome
-from delivered.model.prepared import Prepared
+from delivered.model.work import Prepared
 
 
 def toy(folder: Path) -> ToySink:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from delivered.kits.schemas.options import FormatOptions
-from delivered.model.addresses import parse_address, parse_addresses
 from delivered.model.errors import Refused, UsageError
-from delivered.model.options import Unfit
+from delivered.model.options import Unfit, parse_address, parse_addresses
 from delivered.operate.lineage import configured
 from delivered.operate.otel import reader
 from delivered.patterns.saga.http import Http

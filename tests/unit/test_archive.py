@@ -10,9 +10,9 @@ from pyarrow import fs
 
 from delivered.kits.table import store as storage
 from delivered.kits.table.store import FILES_MAX, ArchiveFiles, Store
-from delivered.model.archive import ENTRY_BYTES, Archive, Archived, key_of
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
+from delivered.model.work import ENTRY_BYTES, Archive, Archived, key_of
 
 
 def entry(number: int, given_up: int = 0) -> Archived:

@@ -13,12 +13,10 @@ import pytest
 from delivered.audit.classes import Counts, Damage, Fingerprints, PartitionLine, Sample
 from delivered.audit.ledger import check_history
 from delivered.audit.report import AuditReport, as_text
-from delivered.model.archive import Account
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
-from delivered.model.prepared import Prepared
-from delivered.model.work import Decision
+from delivered.model.work import Account, Decision, Prepared
 
 A, B = Fingerprint(2, 5, 7), Fingerprint(1, 3, 4)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.support.dedup import kept_dedup
 
-from delivered.checkpoint import positions, sidecar
+from delivered.checkpoint import sidecar
 from delivered.clients.kafka.transactions import Transaction
 from delivered.connectors.delta import client as delta
 from delivered.connectors.files.options import StagedFile
@@ -26,9 +26,8 @@ from delivered.model.dedup import Dedup
 from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
-from delivered.model.prepared import Handle, Prepared, Promise
 from delivered.model.record_format import FORMAT, LOG_FORMAT, LOG_PROPERTY
-from delivered.model.work import Begun, Decision, Owner
+from delivered.model.work import Begun, Decision, Handle, Owner, Prepared, Promise
 
 FORMATS = Path(__file__).parent / "formats"
 UNNUMBERED: dict[str, str] = json.loads((FORMATS / "unnumbered.json").read_text())
@@ -58,7 +57,7 @@ def sidecar_file(file: str, read: Callable[[str], Any]) -> Callable[[str, Path],
 
 def metadata(location: str) -> Any:
     keys = frozenset({"#topic ids"})
-    return positions.OffsetMetadata(location, keys, keys).find({"orders": {"0": 17}})
+    return sidecar.OffsetMetadata(location, keys, keys).find({"orders": {"0": 17}})
 
 
 READERS: dict[str, Callable[[str, Path], Any]] = {
@@ -68,8 +67,8 @@ READERS: dict[str, Callable[[str, Path], Any]] = {
     "owner_iceberg": lambda text, _: Owner.from_json(text),
     "begun": lambda text, _: Begun.from_json(text),
     "marker": lambda text, _: read_marker(text.encode()),
-    "first_offsets": sidecar_file(positions.FIRST_FILE, positions.kept_first),
-    "offset_metadata": sidecar_file(positions.METADATA_FILE, metadata),
+    "first_offsets": sidecar_file(sidecar.FIRST_FILE, sidecar.kept_first),
+    "offset_metadata": sidecar_file(sidecar.METADATA_FILE, metadata),
     "deciding_sink": sidecar_file(sidecar.DECIDER_FILE, sidecar.decider),
     "dedup": sidecar_file(
         sidecar.DEDUP_FILE, lambda location: (kept_dedup(location), sidecar.changed_dedup(location, None))

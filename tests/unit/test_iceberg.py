@@ -27,8 +27,7 @@ from delivered.model.errors import BadRecord, Fenced, InvariantBroken, Refused, 
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Unknown
-from delivered.model.prepared import Promise
-from delivered.model.work import Owner
+from delivered.model.work import Owner, Promise
 
 __all__ = ["before_commit"]
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-from delivered.checkpoint.positions import LANDMARKS_FILE
+from delivered.checkpoint.sidecar import LANDMARKS_FILE
 from delivered.connectors.log import CONNECTOR, append
 from delivered.contract.source import Offsets
 from delivered.model.errors import InvariantBroken
@@ -51,7 +51,7 @@ def stream(tmp_path: Path) -> Stream:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Moves the time of landmarks."""
     now = [0.0]
-    monkeypatch.setattr("delivered.checkpoint.positions.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("delivered.checkpoint.sidecar.time.monotonic", lambda: now[0])
 
     def forward(seconds: float) -> None:
         now[0] += seconds

@@ -8,8 +8,7 @@ from delivered.model import limits
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
-from delivered.model.prepared import Prepared
-from delivered.model.work import Decision
+from delivered.model.work import Decision, Prepared
 
 
 def test_a_transaction_outlives_apply_and_recovery() -> None:

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from delivered.cli.main import app
 from delivered.model import step
 from delivered.model.errors import Refused
-from delivered.model.logs import FORMAT, JsonLines, is_line_of_ours
-from delivered.model.step import Moment, StepId, reach
+from delivered.model.step import LOG_FORMAT, JsonLines, Moment, StepId, is_line_of_ours, reach
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def test_an_error_names_its_code_and_the_next_step(lines: list[str]) -> None:
 
 
 def test_a_refused_start_logs_what_to_run_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FORMAT, "text")
+    monkeypatch.setenv(LOG_FORMAT, "text")
     done = CliRunner().invoke(app, ["run", str(tmp_path / "none.yaml"), "--log-format", "json"])
     assert done.exit_code == 2
     (line,) = map(json.loads, done.stderr.splitlines())

@@ -17,7 +17,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from tests.support.decided import checkpoint, decide, pipeline
 
 import delivered
-from delivered.checkpoint import positions
+from delivered.checkpoint import sidecar
 from delivered.connectors.log.produce import append
 from delivered.engine.owner import living
 from delivered.model.errors import InvariantBroken, OutcomeUnknown
@@ -152,12 +152,12 @@ def test_first_offsets_are_kept_once(tmp_path: Path) -> None:
     """With "latest", the position must stay the same when batch 0 is rerun: records in between would be lost."""
     made = pipeline(tmp_path)
     source = made.sources["source"].with_options(startingOffsets="latest").source()
-    first = positions.keep_first(made.checkpoint, source.driver().initial)
+    first = sidecar.keep_first(made.checkpoint, source.driver().initial)
     assert first is not None
     append(str(tmp_path / "in"), pa.table({"value": [b"b"]}), idempotence=("test", 2))
     assert source.driver().initial() != first
-    assert positions.keep_first(made.checkpoint, source.driver().initial) == first
-    assert positions.kept_first(made.checkpoint) == first
+    assert sidecar.keep_first(made.checkpoint, source.driver().initial) == first
+    assert sidecar.kept_first(made.checkpoint) == first
     explicit = made.sources["source"].with_options(startingOffsets=json.dumps(first)).source()
     assert explicit.driver().initial()["offsets"] == first["offsets"]
     assert [p.name for p in (Path(made.checkpoint) / "delivered").iterdir()] == ["source-offsets.json"]
@@ -173,7 +173,7 @@ def test_batch_0_begins_where_it_began_if_the_source_knows_the_checkpoint(tmp_pa
     end = reader.latestOffset(began, ReadAllAvailable())
     assert reader.partitions(began, end)
     reader.stop()
-    assert positions.kept_first(made.checkpoint) == began
+    assert sidecar.kept_first(made.checkpoint) == began
 
     again = StreamReader(source, Reading(made.checkpoint))
     assert again.initialOffset() == began != source.driver().initial()
@@ -187,9 +187,9 @@ def test_first_offsets_of_sparks_own_source_are_known(tmp_path: Path) -> None:
     file = tmp_path / "c" / "sources" / "0" / "0"
     file.parent.mkdir(parents=True)
     file.write_bytes(b'\0v1\n{"orders":{"0":12}}')
-    assert positions.kept_first(str(tmp_path / "c")) == {"orders": {"0": 12}}
+    assert sidecar.kept_first(str(tmp_path / "c")) == {"orders": {"0": 12}}
     file.write_bytes(b"of another source")
-    assert positions.kept_first(str(tmp_path / "c")) is None
+    assert sidecar.kept_first(str(tmp_path / "c")) is None
 
 
 def test_a_checkpoint_with_batches_is_given_no_start(tmp_path: Path) -> None:
@@ -197,18 +197,18 @@ def test_a_checkpoint_with_batches_is_given_no_start(tmp_path: Path) -> None:
     made = pipeline(tmp_path)
     (Path(made.checkpoint) / "offsets").mkdir(parents=True)
     (Path(made.checkpoint) / "offsets" / "0").write_text("v1\n{}\n{}")
-    assert positions.keep_first(made.checkpoint, made.sources["source"].source().driver().initial) is None
-    assert positions.kept_first(made.checkpoint) is None
+    assert sidecar.keep_first(made.checkpoint, made.sources["source"].source().driver().initial) is None
+    assert sidecar.kept_first(made.checkpoint) is None
 
 
 def test_damaged_first_offsets_stop_the_start(tmp_path: Path) -> None:
     made = pipeline(tmp_path)
-    assert positions.kept_first(made.checkpoint) is None
-    file = Path(made.checkpoint) / positions.FIRST_FILE
+    assert sidecar.kept_first(made.checkpoint) is None
+    file = Path(made.checkpoint) / sidecar.FIRST_FILE
     file.parent.mkdir(parents=True)
     file.write_text('{"offs')
     with pytest.raises(InvariantBroken, match="SOURCE_OFFSETS_DAMAGED"):
-        positions.keep_first(made.checkpoint, made.sources["source"].source().driver().initial)
+        sidecar.keep_first(made.checkpoint, made.sources["source"].source().driver().initial)
 
 
 def test_an_error_of_ours_is_found_in_the_text_of_spark() -> None:

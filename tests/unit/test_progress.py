@@ -14,8 +14,8 @@ from tests.support.sinks import Rig, offsets
 import delivered
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
-from delivered.model.archive import Account
 from delivered.model.fingerprint import Fingerprint
+from delivered.model.work import Account
 from delivered.pipeline import progress
 from delivered.pipeline.progress import Progress
 from delivered.source.lag import lag

@@ -17,10 +17,10 @@ from delivered.cli.main import app
 from delivered.contract.connector import Connector
 from delivered.entry import Pipeline
 from delivered.model.errors import DeliveredError, UsageError
-from delivered.model.logs import JsonLines
 from delivered.model.options import Option, OptionTable, option
 from delivered.model.options import Options as Declared
 from delivered.model.secrets import is_secret, redacted, shown, without_passwords
+from delivered.model.step import JsonLines
 from delivered.operate.lineage import Lineage, datasets
 from delivered.operate.look import look, seen
 from delivered.operate.page import page

@@ -24,13 +24,11 @@ from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Columns, Sinks
 from delivered.entry import Pipeline
 from delivered.model import step
-from delivered.model.archive import Account
 from delivered.model.errors import PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
-from delivered.model.prepared import Prepared
-from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner
+from delivered.model.work import Account, Action, BatchPlan, CheckpointView, Decision, Owner, Prepared
 from delivered.pipeline.endpoint import Item, parse_projection
 from delivered.pipeline.spec import OPTION, PipelineSpec
 from delivered.planner import Plan, Refusal

@@ -13,19 +13,17 @@ from tests.support.requests import ASKED
 
 import delivered
 from delivered.audit.sources import SourceSet, of_source, parsed, plain
-from delivered.checkpoint import positions, sidecar
-from delivered.checkpoint.positions import OffsetMetadata
+from delivered.checkpoint import sidecar
+from delivered.checkpoint.sidecar import OffsetMetadata
 from delivered.connectors.log import append
 from delivered.engine.rules import judge
-from delivered.model.archive import Account
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, LedgerAhead, LedgerBehind, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope
-from delivered.model.offsets import by_source
+from delivered.model.identity import Scope, by_source
 from delivered.model.options import in_file_words, starting_at
-from delivered.model.work import CheckpointView, Decision, LedgerState, Tolerance
+from delivered.model.work import Account, CheckpointView, Decision, LedgerState, Tolerance
 from delivered.planner import Plan, Refusal, SourceFacts, make_plan
 
 KAFKA = delivered.kafka("localhost:9092", subscribe="orders", startingOffsets="earliest")
@@ -215,9 +213,9 @@ def test_where_a_removed_source_ended_is_kept(tmp_path: Path) -> None:
     sidecar.keep_removed(str(tmp_path), ["orders"])
     sidecar.keep_removed(str(tmp_path), ["orders", "refunds"])
     assert sidecar.removed(str(tmp_path)) == {"payments": '{"version":2}'}
-    assert positions.keep_first(str(tmp_path), lambda: {"version": 0}, "orders") is None
-    assert positions.keep_first(str(tmp_path), lambda: {"version": 9}, "refunds") == {"version": 9}
-    assert positions.keep_first(str(tmp_path), lambda: {"version": 10}, "refunds") == {"version": 9}
+    assert sidecar.keep_first(str(tmp_path), lambda: {"version": 0}, "orders") is None
+    assert sidecar.keep_first(str(tmp_path), lambda: {"version": 9}, "refunds") == {"version": 9}
+    assert sidecar.keep_first(str(tmp_path), lambda: {"version": 10}, "refunds") == {"version": 9}
     (tmp_path / sidecar.REMOVED_FILE).write_text("{")
     with pytest.raises(InvariantBroken, match="removed-sources"):
         sidecar.removed(str(tmp_path))
@@ -238,11 +236,11 @@ def test_a_batch_with_other_offsets_of_one_source_is_another_batch() -> None:
 
 def test_each_source_has_sidecar_files_of_its_own(tmp_path: Path) -> None:
     for name, version in (("orders", 1), ("payments", 2), ("source", 3)):
-        assert positions.keep_first(str(tmp_path), lambda at=version: {"version": at}, name) == {"version": version}
+        assert sidecar.keep_first(str(tmp_path), lambda at=version: {"version": at}, name) == {"version": version}
         metadata = OffsetMetadata(str(tmp_path), frozenset({"#id"}), frozenset({"#id"}), name=name)
         metadata.keep({"0": 1}, {"#id": name})
     for name, version in (("orders", 1), ("payments", 2), ("source", 3)):
-        assert positions.kept_first(str(tmp_path), name) == {"version": version}
+        assert sidecar.kept_first(str(tmp_path), name) == {"version": version}
         metadata = OffsetMetadata(str(tmp_path), frozenset({"#id"}), frozenset({"#id"}), name=name)
         assert metadata.find({"0": 1}) == {"#id": name}
     files = {"source-offsets.json", "offset-metadata.json"}

@@ -34,8 +34,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_INCARNATIONS, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok
-from delivered.model.prepared import Prepared, Promise
-from delivered.model.work import Decision, Owner
+from delivered.model.work import Decision, Owner, Prepared, Promise
 
 parse = SqliteOptions.parse
 
@@ -454,7 +453,7 @@ CHILD = """
     from delivered.model.fingerprint import Fingerprint
     from delivered.model.guarantee import Guarantee
     from delivered.model.identity import Scope, Work
-    from delivered.model.prepared import Prepared
+    from delivered.model.work import Prepared
     from delivered.model.work import Decision, Owner
     path, rows = sys.argv[1], int(sys.argv[2])
     sink, scope = CONNECTOR.sink({"path": path, "table": "t"}), Scope("orders", "t", "i0")

@@ -18,14 +18,12 @@ from hypothesis import strategies as st
 from tests.support.requests import ASKED
 
 from delivered.audit.versions import earlier, version_ranges
-from delivered.model.archive import Account, TransformVersion
 from delivered.model.bad_row import OnBadRow
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.limits import TRANSFORM_VERSIONS_BYTES_MAX, TRANSFORM_VERSIONS_KEPT
-from delivered.model.prepared import Prepared
-from delivered.model.work import MIXED, Decision, transforms_after
+from delivered.model.work import MIXED, Account, Decision, Prepared, TransformVersion, transforms_after
 from delivered.pipeline.endpoint import parse_projection
 from delivered.pipeline.transform import NO_TRANSFORM, Transform, as_transform, version_of
 from delivered.planner import CheckpointFacts, Plan, make_plan

@@ -8,7 +8,7 @@ from typing import Any
 
 from delivered.contract.source import Offsets, Slice, SourceDriver
 from delivered.model.errors import DeliveredError
-from delivered.model.offsets import SOURCE, by_source
+from delivered.model.identity import SOURCE, by_source
 
 Positions = dict[str, Offsets]
 """Offsets by source."""

@@ -8,8 +8,8 @@ from dataclasses import replace
 from delivered.audit.classes import Damage
 from delivered.audit.report import AuditReport
 from delivered.model.capability import WriteMode
-from delivered.model.columns import backquoted
 from delivered.model.errors import Refused
+from delivered.model.ranges import backquoted
 
 
 def check(mode: WriteMode, *, dedup: bool = False) -> None:

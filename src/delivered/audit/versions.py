@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from delivered.model.archive import Account
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.work import Decision
+from delivered.model.work import Account, Decision
 
 
 @dataclass(frozen=True)

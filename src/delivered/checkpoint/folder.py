@@ -20,8 +20,8 @@ from pyarrow import fs
 from delivered.kits.table.durable import put, put_first, sync
 from delivered.model import record_format
 from delivered.model.errors import InvariantBroken, Unreachable
+from delivered.model.identity import SOURCE
 from delivered.model.limits import OFFSETS_BYTES_MAX
-from delivered.model.offsets import SOURCE
 from delivered.model.work import CheckpointView
 
 T = TypeVar("T")

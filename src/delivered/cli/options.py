@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from delivered.entry import Pipeline
-from delivered.model.logs import FORMAT
+from delivered.model.step import LOG_FORMAT
 from delivered.pipeline.file import parse_override
 
 
@@ -35,14 +35,16 @@ StopTimeoutOption = Annotated[
 ]
 LogFormatOption = Annotated[
     LogFormat,
-    typer.Option(envvar=FORMAT, help="Of log lines on standard error, of receivers and of Spark's log: text or json."),
+    typer.Option(
+        envvar=LOG_FORMAT, help="Of log lines on standard error, of receivers and of Spark's log: text or json."
+    ),
 ]
 TakeoverOption = Annotated[bool, typer.Option("--takeover", help="Fence another driver that is running this pipeline.")]
 
 
 def log_as(chosen: LogFormat) -> None:
     """From now on, in this process and those that it starts."""
-    os.environ[FORMAT] = chosen.value
+    os.environ[LOG_FORMAT] = chosen.value
 
 
 def read(file: Path, sets: list[str], **named: Any) -> Pipeline:

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.text import Text
 
 from delivered.model.errors import DeliveredError
-from delivered.model.logs import JsonLines, as_json
 from delivered.model.options import in_file_words
 from delivered.model.secrets import one_line, plain, without_passwords
+from delivered.model.step import JsonLines, as_json
 from delivered.model.translate import translated
 from delivered.terminal import printer
 

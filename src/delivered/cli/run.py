@@ -32,9 +32,8 @@ from delivered.cli.output import (
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import DeliveredError
 from delivered.model.limits import OUTAGE_PATIENCE_S
-from delivered.model.logs import as_json, is_line_of_ours
 from delivered.model.patience import StoppedWaiting, patiently
-from delivered.model.step import work_for
+from delivered.model.step import as_json, is_line_of_ours, work_for
 from delivered.model.translate import WARNING_MARK, translated
 
 if TYPE_CHECKING:

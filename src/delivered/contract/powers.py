@@ -15,7 +15,7 @@ from delivered.contract.source import Offsets
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.outcome import Outcome
-from delivered.model.prepared import Handle
+from delivered.model.work import Handle
 
 S = TypeVar("S")
 

@@ -19,7 +19,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
-from delivered.model.prepared import Prepared, Promise
+from delivered.model.work import Prepared, Promise
 
 if TYPE_CHECKING:  # not needed on executors
     from delivered.ledger.store import Store

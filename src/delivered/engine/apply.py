@@ -12,9 +12,8 @@ from delivered.model.identity import Work
 from delivered.model.limits import APPLY_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.patience import within
-from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, StepId, armed, reach
-from delivered.model.work import Decision
+from delivered.model.work import Decision, Prepared
 
 _PARALLEL_MAX = 16
 

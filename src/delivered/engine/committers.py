@@ -10,7 +10,7 @@ from delivered.contract.sink import Committer, Shards
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
-from delivered.model.prepared import Prepared
+from delivered.model.work import Prepared
 
 
 def _at(sink: str, shards: Shards) -> Shards:

@@ -23,7 +23,6 @@ from delivered.engine.messages import (
 from delivered.engine.orphans import abort_orphans
 from delivered.engine.repair import repaired
 from delivered.engine.target import decided_targets, known_targets
-from delivered.model.archive import Account
 from delivered.model.errors import (
     DeliveredError,
     Fenced,
@@ -36,9 +35,17 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.limits import CONNECT_TIMEOUT_S, DECISION_BYTES_MAX, OUTAGE_PATIENCE_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.patience import within
-from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, parts, reach
-from delivered.model.work import Action, BatchReport, Decision, LedgerState, ShardMessage, transforms_after
+from delivered.model.work import (
+    Account,
+    Action,
+    BatchReport,
+    Decision,
+    LedgerState,
+    Prepared,
+    ShardMessage,
+    transforms_after,
+)
 
 log = logging.getLogger(__name__)
 

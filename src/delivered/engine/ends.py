@@ -10,9 +10,8 @@ from delivered.engine.context import Context
 from delivered.model.errors import OutcomeUnknown, PromiseBroken
 from delivered.model.identity import Work
 from delivered.model.outcome import Failed, Ok, Unknown
-from delivered.model.prepared import Prepared
 from delivered.model.step import RECOVERY, StepId
-from delivered.model.work import Decision, LedgerState
+from delivered.model.work import Decision, LedgerState, Prepared
 
 log = logging.getLogger(__name__)
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from delivered.engine.context import Context
-from delivered.model.archive import Archived
 from delivered.model.errors import InvariantBroken, Refused, ReplayDiffers
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.options import shown, starting_at
-from delivered.model.prepared import Prepared
-from delivered.model.work import Action, Decision, ShardMessage
+from delivered.model.work import Action, Archived, Decision, Prepared, ShardMessage
 
 _AGAIN = "start the pipeline again; the batch runs again"
 

@@ -15,10 +15,9 @@ from dataclasses import replace
 
 from delivered.engine.context import Context
 from delivered.engine.messages import written
-from delivered.model.archive import Account
 from delivered.model.errors import DeliveredError, InvariantBroken, ReplayDiffers
 from delivered.model.options import shown
-from delivered.model.work import Decision, ShardMessage
+from delivered.model.work import Account, Decision, ShardMessage
 
 LOST = "source"
 """Reason of what is given up because the source no longer has it (`Prepared.given_up`)."""

@@ -21,10 +21,9 @@ from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import SHARDS_MAX
-from delivered.model.prepared import Prepared
 from delivered.model.ranges import ROW_UNWRITABLE, of_values, unwritable
 from delivered.model.step import Moment, parts, reach
-from delivered.model.work import Action, BatchPlan, ShardMessage
+from delivered.model.work import Action, BatchPlan, Prepared, ShardMessage
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from delivered.model.addresses import is_loopback, is_netloc
 from delivered.model.capability import APPEND, OnConflict, WriteMode
 from delivered.model.errors import UsageError
 from delivered.model.identity import fitted_name
@@ -22,6 +21,8 @@ from delivered.model.options import (
     OptionType,
     Unfit,
     choice,
+    is_loopback,
+    is_netloc,
     option,
     several,
     whole,

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from delivered.ledger.store import Change, Head, Store, Swap
-from delivered.model.archive import Archived
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, LedgerAhead, LedgerBehind, Unreachable
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_INCARNATIONS, OUTAGE_PATIENCE_S, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.work import Begun, Decision, LedgerState, Owner
+from delivered.model.work import Archived, Begun, Decision, LedgerState, Owner
 
 
 class Ledger:

@@ -13,8 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from delivered.model.identity import OtherLedger, Scope
 from delivered.model.outcome import Outcome
-from delivered.model.prepared import Prepared
-from delivered.model.work import Begun, Decision, LedgerState, Owner
+from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 
-from delivered.model.addresses import check_http_url
 from delivered.model.errors import DeliveredError, MissingExtra
+from delivered.model.options import check_http_url
 from delivered.model.secrets import plain, without_passwords
 from delivered.model.translate import from_our_code
 from delivered.pipeline.definition import Definition

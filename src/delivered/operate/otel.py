@@ -15,8 +15,8 @@ from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from delivered.model.addresses import check_http_url
 from delivered.model.errors import MissingExtra
+from delivered.model.options import check_http_url
 from delivered.operate.metrics import StatusCollector
 from delivered.operate.state import Status
 from delivered.pipeline.registry import connector

@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import psutil
 
-from delivered.checkpoint import positions
+from delivered.checkpoint import sidecar
 from delivered.checkpoint.folder import logged
 from delivered.contract.powers import planned
 from delivered.contract.sink import BoundedScan
@@ -29,8 +29,7 @@ from delivered.engine.owner import living, new_owner
 from delivered.ledger.store import Store, Swap, SwapsTables
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
-from delivered.model.identity import derived_name
-from delivered.model.offsets import by_source
+from delivered.model.identity import by_source, derived_name
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision, LedgerState
@@ -220,7 +219,7 @@ def rebuild(pipeline: P, into: str, start: str | None = None) -> Rebuild[P]:
         check_target(pipeline, target)
         for name, source in made.sources.items():
             check_replayable(name, source)
-            positions.keep_first(made.checkpoint, lambda n=name, s=source: _first(pipeline, n, s, start), name)  # type: ignore[misc]
+            sidecar.keep_first(made.checkpoint, lambda n=name, s=source: _first(pipeline, n, s, start), name)  # type: ignore[misc]
     return Rebuild(made, table, done, pipeline, swap)
 
 
@@ -262,7 +261,7 @@ def _store(pipeline: Definition, context: Context) -> _Swapping:
 
 def _first(pipeline: Definition, name: str, source: Endpoint, start: str | None) -> Offsets:
     """Where the source's first batch began; or as the user says: where a snapshot in the new table ends."""
-    found = positions.kept_first(pipeline.checkpoint, name) if start is None else offsets_at(source, start, name)
+    found = sidecar.kept_first(pipeline.checkpoint, name) if start is None else offsets_at(source, start, name)
     if found is None:
         raise Refused(
             "REBUILD_START",

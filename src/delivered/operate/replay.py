@@ -20,13 +20,12 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from delivered.checkpoint import positions
+from delivered.checkpoint import sidecar
 from delivered.checkpoint.folder import read_record, write_record
 from delivered.contract.powers import HasOffsetMetadata, planned
 from delivered.contract.source import Offsets
 from delivered.model.errors import Refused, UsageError
-from delivered.model.identity import Scope, derived_name
-from delivered.model.offsets import SOURCE
+from delivered.model.identity import SOURCE, Scope, derived_name
 from delivered.model.secrets import without_passwords
 from delivered.pipeline.definition import AVAILABLE_NOW, Definition, endpoint_of
 from delivered.pipeline.endpoint import Endpoint
@@ -61,7 +60,7 @@ def replay(pipeline: P, start: str, end: str, into: Endpoint | str, sink: str | 
     made.new_checkpoint = made.missing_ledger = made.new_target = made.lost_records = False
     begin, made.until = _range(made, start, end)
     for name in made.sources:
-        positions.keep_first(made.checkpoint, lambda name=name: begin[name], name)  # type: ignore[misc]
+        sidecar.keep_first(made.checkpoint, lambda name=name: begin[name], name)  # type: ignore[misc]
     return made
 
 

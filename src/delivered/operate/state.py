@@ -12,7 +12,7 @@ from typing import Any
 from delivered import html
 from delivered.checkpoint.history import Totals
 from delivered.contract.queue import DedupWindow, ReceiverReport
-from delivered.model.offsets import SOURCE
+from delivered.model.identity import SOURCE
 from delivered.model.work import BatchReport
 from delivered.operate.transactions import Open
 from delivered.pipeline.receive import is_gone

@@ -15,7 +15,7 @@ from delivered.contract.powers import DatesRecords, HasDedupWindow, HoldsBackWal
 from delivered.contract.source import Rechecks, Source
 from delivered.engine.owner import running
 from delivered.model.errors import DeliveredError, UsageError
-from delivered.model.offsets import by_source
+from delivered.model.identity import by_source
 from delivered.model.patience import within
 from delivered.model.work import Decision, LedgerState
 from delivered.operate.problems import problems_of

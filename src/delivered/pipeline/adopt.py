@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from delivered.checkpoint import positions
+from delivered.checkpoint import sidecar
 from delivered.checkpoint.folder import holds_state, logged, read_view
 from delivered.contract.powers import Adopts, Resumption
 from delivered.model.errors import Refused, UsageError
-from delivered.model.offsets import by_source
+from delivered.model.identity import by_source
 from delivered.model.work import CheckpointView
 from delivered.pipeline.definition import Definition
 
@@ -144,7 +144,7 @@ def _finished(location: str) -> CheckpointView:
             next_step="correct the path: the folder with metadata, offsets and commits",
         )
     view = read_view(location)
-    if positions.is_ours(location):
+    if sidecar.is_ours(location):
         raise Refused(
             "ADOPT_OURS",
             f"The checkpoint {location!r} belongs to a source of delivered.",
@@ -185,9 +185,9 @@ def _keep(pipeline: Definition, source: str, resumption: Resumption, *, write: b
     Raises:
         Refused: the checkpoint keeps another start.
     """
-    stored = positions.kept_first(pipeline.checkpoint, source)
+    stored = sidecar.kept_first(pipeline.checkpoint, source)
     if stored is None and write:
-        stored = positions.keep_first(pipeline.checkpoint, lambda: resumption.offsets, source)
+        stored = sidecar.keep_first(pipeline.checkpoint, lambda: resumption.offsets, source)
     if stored is not None and stored != resumption.offsets:
         raise Refused(
             "ADOPT_STARTED",

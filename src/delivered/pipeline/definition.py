@@ -16,9 +16,8 @@ from delivered.model.bad_row import OnBadRow
 from delivered.model.dedup import Dedup
 from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import checked_name
+from delivered.model.identity import SOURCE, SOURCE_NAME, checked_name
 from delivered.model.limits import NAME_LENGTH_MAX
-from delivered.model.offsets import NAME, SOURCE
 from delivered.model.options import choice
 from delivered.model.secrets import shown
 from delivered.model.work import Tolerance
@@ -368,7 +367,7 @@ def _sources(source: object, sources: object) -> dict[str, Endpoint]:
 
 
 def _source_name(name: object) -> str:
-    if isinstance(name, str) and NAME.fullmatch(name) and len(name) <= NAME_LENGTH_MAX:
+    if isinstance(name, str) and SOURCE_NAME.fullmatch(name) and len(name) <= NAME_LENGTH_MAX:
         return name
     raise UsageError(
         "SOURCE_NAME",

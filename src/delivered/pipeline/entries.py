@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from delivered.model.offsets import SOURCE
+from delivered.model.identity import SOURCE
 from delivered.model.options import Option, OptionTable
 from delivered.pipeline.endpoint import SPARK_OWN
 from delivered.pipeline.registry import connectors

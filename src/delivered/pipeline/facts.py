@@ -22,8 +22,7 @@ from delivered.engine.rules import judge
 from delivered.engine.sinks import Member, Sinks
 from delivered.model.capability import SourceCapability, WriteMode
 from delivered.model.errors import DeliveredError, MissingExtra, Refused, UsageError, missing_extra
-from delivered.model.identity import Scope
-from delivered.model.offsets import SOURCE
+from delivered.model.identity import SOURCE, Scope
 from delivered.model.work import CheckpointView, LedgerState
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint

@@ -18,9 +18,9 @@ from delivered.contract.queue import ReceiverReport
 from delivered.engine.owner import new_owner, running
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVER_SILENT_S, RECEIVERS_MAX
-from delivered.model.logs import JsonLines, as_json
 from delivered.model.options import resolve_secrets
 from delivered.model.patience import StoppedWaiting, patiently
+from delivered.model.step import JsonLines, as_json
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import connector, received
 from delivered.source.receive import Counts, ReceiveLoop

@@ -20,8 +20,7 @@ from delivered.engine.sinks import Columns, Sinks
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, checked_name, fitted_name
-from delivered.model.offsets import SOURCE
+from delivered.model.identity import SOURCE, Scope, checked_name, fitted_name
 from delivered.model.options import Option, OptionTable, choice
 from delivered.model.work import DriverAddress, Owner, Tolerance
 from delivered.pipeline.registry import PREFIX, find_sink

@@ -11,7 +11,7 @@ from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import LedgerPlace, SinkCapability, SourceCapability
 from delivered.model.dedup import Dedup
 from delivered.model.guarantee import Guarantee
-from delivered.model.offsets import by_source
+from delivered.model.identity import by_source
 from delivered.model.work import Owner
 
 

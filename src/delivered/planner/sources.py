@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from delivered.model.guarantee import Guarantee
-from delivered.model.offsets import SOURCE
+from delivered.model.identity import SOURCE
 from delivered.model.options import shown, starting_at
 from delivered.planner.answer import Reason
 from delivered.planner.request import Request

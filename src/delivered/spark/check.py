@@ -15,7 +15,7 @@ from delivered.contract.finding import Finding
 from delivered.contract.powers import planned
 from delivered.contract.schemas import WritesBySchema
 from delivered.model.errors import DeliveredError, Refused, UsageError
-from delivered.model.offsets import SOURCE
+from delivered.model.identity import SOURCE
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
 from delivered.pipeline.transform import changing_in_sql

@@ -17,7 +17,7 @@ from pyspark.sql.types import ArrayType, MapType, StructType
 from delivered.contract.powers import planned
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Slice, Source
-from delivered.model.columns import fitted
+from delivered.model.ranges import fitted
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from delivered.checkpoint import positions, rejected
-from delivered.checkpoint.positions import Landmarks, PlainDriver, stream_driver
+from delivered.checkpoint import rejected, sidecar
+from delivered.checkpoint.sidecar import Landmarks, PlainDriver, stream_driver
 from delivered.contract.powers import OrdersOffsets
 from delivered.contract.schemas import RejectsRecords
 from delivered.contract.source import Slice, Source, SourceDriver
@@ -71,9 +71,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         driver = self._driver
         # Batch 0 may run again: its start is fixed the first time, whatever "latest" is by then.
         checkpoint = self._reading.checkpoint
-        began = (
-            positions.keep_first(checkpoint, driver.initial, self._reading.source) if checkpoint is not None else None
-        )
+        began = sidecar.keep_first(checkpoint, driver.initial, self._reading.source) if checkpoint is not None else None
         if began is None:
             initial = driver.initial()
         else:

@@ -22,8 +22,8 @@ from delivered.engine.dead_letters import validated
 from delivered.engine.direct import ArrowTransform
 from delivered.engine.isolate import isolated, rejecting_schema, with_rejected
 from delivered.engine.sinks import Columns
-from delivered.model.columns import backquoted
 from delivered.model.errors import UsageError
+from delivered.model.ranges import backquoted
 from delivered.pipeline.endpoint import Projection
 from delivered.pipeline.transform import Transform
 

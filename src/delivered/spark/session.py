@@ -19,7 +19,7 @@ from pyspark.sql import SparkSession
 
 from delivered.engine.owner import new_owner
 from delivered.machine import java_home
-from delivered.model.logs import FORMAT, as_json
+from delivered.model.step import LOG_FORMAT, as_json
 from delivered.model.work import DriverAddress
 from delivered.pipeline.registry import connectors
 from delivered.spark.formats import DeliveredDataSource
@@ -129,7 +129,7 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
         start_template(os.environ["PYSPARK_PYTHON"])
         settings = {**local_sockets(), **forked_workers(os.environ["PYSPARK_PYTHON"]), **with_archive(settings)}
     if as_json():
-        settings = {f"spark.executorEnv.{FORMAT}": "json", **settings}
+        settings = {f"spark.executorEnv.{LOG_FORMAT}": "json", **settings}
     for key, value in settings.items():
         builder = builder.config(key, value)
     spark = builder.getOrCreate()

@@ -23,7 +23,7 @@ from pyspark.cloudpickle import dumps
 from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 
-from delivered.checkpoint import positions, sidecar
+from delivered.checkpoint import sidecar
 from delivered.checkpoint.folder import logged
 from delivered.checkpoint.sidecar import keep_decider, keep_removed
 from delivered.contract.powers import planned
@@ -33,7 +33,7 @@ from delivered.engine.direct import Direct
 from delivered.model.bad_row import OnBadRow
 from delivered.model.dedup import Dedup
 from delivered.model.errors import DeliveredError, UsageError
-from delivered.model.offsets import SOURCE
+from delivered.model.identity import SOURCE
 from delivered.model.translate import translated
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
@@ -215,7 +215,7 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Path) -> Streamin
     sources = {n: None if e.is_spark_own else planned(e.source()) for n, e in endpoints.items()}
     for name, source in sources.items():
         if source is not None:
-            positions.keep_first(pipeline.checkpoint, partial(_initial, source), name)
+            sidecar.keep_first(pipeline.checkpoint, partial(_initial, source), name)
     only = next(iter(sources.values())) if len(sources) == 1 else None
     if only is not None and _is_direct(pipeline, spec):
         made = Direct if spec.on_bad_row is OnBadRow.FAIL else Direct.rejecting

@@ -10,8 +10,7 @@ import sys
 from pyspark import TaskContext
 
 from delivered.model.errors import InvariantBroken
-from delivered.model.logs import JsonLines, as_json
-from delivered.model.step import work_for
+from delivered.model.step import JsonLines, as_json, work_for
 from delivered.model.translate import WARNING_MARK
 
 _armed = False

@@ -28,8 +28,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope, Work
 from delivered.model.outcome import Ok, Outcome
-from delivered.model.prepared import Handle, Prepared, Promise
-from delivered.model.work import Decision, LedgerState, Owner
+from delivered.model.work import Decision, Handle, LedgerState, Owner, Prepared, Promise
 
 Put = Callable[[Sequence["Row"]], None]
 Row = tuple[bytes | None, bytes | None]

@@ -33,9 +33,9 @@ from delivered.contract.powers import Address, address_of
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
 from delivered.engine.shard import fingerprint_seed
-from delivered.model.columns import fitted
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.identity import Scope
+from delivered.model.ranges import fitted
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.spark.frames import batches_fit_for, beyond_rows, keeps_partitions, kept_plain, shuffles_fit_for

@@ -20,7 +20,7 @@ from delivered.audit.request import AuditRequest
 from delivered.audit.spark.sent import expressions, record_columns
 from delivered.audit.upserts import id_sql
 from delivered.model.capability import WriteMode
-from delivered.model.columns import backquoted
+from delivered.model.ranges import backquoted
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame

@@ -27,8 +27,8 @@ from pyspark.sql.window import Window
 
 from delivered.audit.classes import DedupCounts
 from delivered.audit.dedup import Stretch
-from delivered.model.columns import backquoted
 from delivered.model.dedup import Dedup
+from delivered.model.ranges import backquoted
 from delivered.spark.dedup import TIME, key_columns, with_keys
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from delivered.audit.sources import Positions
 from delivered.audit.spark.sent import SentRange
 from delivered.checkpoint.folder import batch_metadata
 from delivered.model.capability import WriteMode
-from delivered.model.columns import backquoted
+from delivered.model.ranges import backquoted
 from delivered.model.work import Decision
 from delivered.spark.frames import keeps_partitions
 

@@ -40,12 +40,11 @@ from delivered.audit.versions import earlier, version_ranges
 from delivered.checkpoint.folder import read_view
 from delivered.kits.sql.merge import CONFLICT
 from delivered.model.capability import WriteMode
-from delivered.model.columns import backquoted
 from delivered.model.errors import DeliveredError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope
-from delivered.model.offsets import SOURCE
+from delivered.model.identity import SOURCE, Scope
+from delivered.model.ranges import backquoted
 from delivered.spark.frames import keeps_partitions, kept_plain, logical_plan, shuffles_fit_for, slice_frame
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from pyspark.sql.window import Window
 
 from delivered.audit.classes import Counts, Damage, PartitionLine, Sample
 from delivered.audit.outcome import Result
-from delivered.model.columns import fitted
 from delivered.model.fingerprint import Fingerprint, lanes, record_hashes
+from delivered.model.ranges import fitted
 from delivered.spark.frames import Mapper, SliceRows
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from delivered.audit.sources import Positions
 from delivered.checkpoint.folder import batch_metadata, open_folder
-from delivered.checkpoint.positions import stream_driver
+from delivered.checkpoint.sidecar import stream_driver
 from delivered.contract.powers import planned
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.model.errors import InvariantBroken

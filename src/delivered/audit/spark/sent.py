@@ -19,14 +19,14 @@ from delivered.audit.sources import Positions, SourceSet, of_source
 from delivered.audit.spark.dedup import Judged, Once
 from delivered.audit.spark.reconcile import Slots, hashed
 from delivered.audit.upserts import id_sql
-from delivered.checkpoint import positions
-from delivered.checkpoint.positions import stream_driver
+from delivered.checkpoint import sidecar
+from delivered.checkpoint.sidecar import stream_driver
 from delivered.contract.source import Slice, Source
 from delivered.engine.shard import fingerprint_seed
 from delivered.model.capability import WriteMode
-from delivered.model.columns import backquoted
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
+from delivered.model.ranges import backquoted
 from delivered.spark.frames import SliceRows, keeps_partitions, slice_frame
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class SentRange:
         at = request.checkpoint
         self.sources = SourceSet(
             {n: stream_driver(s, at, writes=False, name=n) for n, s in request.sources.items()},
-            {n: positions.kept_first(at, n) for n in request.sources},
+            {n: sidecar.kept_first(at, n) for n in request.sources},
         )
         self.slots = Slots()
 

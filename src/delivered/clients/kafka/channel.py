@@ -33,9 +33,9 @@ from delivered.clients.kafka.errors import (
 )
 from delivered.clients.kafka.sasl import Tls, mechanism_of, start_dialog
 from delivered.clients.kafka.settings import PORT, protocol_of
-from delivered.model.addresses import parse_addresses
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.limits import CONNECT_TIMEOUT_S, KAFKA_RESPONSE_BYTES_MAX
+from delivered.model.options import parse_addresses
 
 _FRAME = struct.Struct(">ihhi")
 """Request: size of what follows, API key, API version, correlation id."""

@@ -20,9 +20,9 @@ from typing import Any, Protocol, TypeVar
 from delivered.clients.kafka.channel import Channel, Pending, security, unreachable
 from delivered.clients.kafka.errors import NoAnswer, NotSent, Rejected, only
 from delivered.clients.kafka.settings import PORT
-from delivered.model.addresses import parse_addresses
 from delivered.model.errors import MissingExtra
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
+from delivered.model.options import parse_addresses
 from delivered.model.patience import left_s, patience_s, wait_out
 
 NONE = 0

@@ -18,9 +18,18 @@ from delivered.clients.kafka.sasl import (
     mechanism_of,
     split_extensions,
 )
-from delivered.model.addresses import is_loopback, parse_addresses, split_url
 from delivered.model.errors import UsageError
-from delivered.model.options import REFERENCES, OptionType, Unfit, choice, option, resolve_secret
+from delivered.model.options import (
+    REFERENCES,
+    OptionType,
+    Unfit,
+    choice,
+    is_loopback,
+    option,
+    parse_addresses,
+    resolve_secret,
+    split_url,
+)
 
 PREFIX = "kafka."
 """Of options that are settings of a client."""

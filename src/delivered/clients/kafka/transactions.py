@@ -17,7 +17,7 @@ from delivered.clients.kafka.protocol import FATAL, Wire, ask_member, name_of, r
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.patience import left_s
-from delivered.model.prepared import Handle
+from delivered.model.work import Handle
 
 OPEN_STATES = ("Ongoing", "PrepareEpochFence", "PrepareCommit", "PrepareAbort")
 _PIPELINED_MAX = 48

@@ -20,7 +20,7 @@ from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Re
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.limits import REQUEST_TIMEOUT_S
-from delivered.model.message_limits import check_lengths
+from delivered.model.ranges import check_lengths
 
 # Executor side: rows to messages, many in flight. A receipt means that the broker has the message on disk.
 

@@ -18,7 +18,7 @@ from delivered.kits.table import store as storage
 from delivered.kits.table.durable import sync_checkpoint
 from delivered.model.errors import DeliveredError, MissingExtra
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.prepared import Handle
+from delivered.model.work import Handle
 
 # The client library, imported on first use; files in the table's folder; readable errors.
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 
 from delivered.kits.options import PATH, sink_name
 from delivered.kits.table.options import FileTableOptions, compression_option
-from delivered.model.addresses import check_endpoints
 from delivered.model.errors import Refused, UsageError
-from delivered.model.options import OptionType, Unfit, option, prefixed, resolve_secrets
+from delivered.model.options import OptionType, Unfit, check_endpoints, option, prefixed, resolve_secrets
 
 _NO_PATH = re.compile(r"[\\\x00-\x1f\x7f]")
 _NO = ("false", "0", "no", "off", "n")

@@ -42,8 +42,7 @@ from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.prepared import Prepared
-from delivered.model.work import Begun, Decision, LedgerState, Owner
+from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
 
 # The ledger's records, in files next to the log. The log's application transactions show which are valid.
 #

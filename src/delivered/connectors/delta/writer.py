@@ -38,11 +38,10 @@ from delivered.kits.table import store as storage
 from delivered.kits.table.bad_rows import Nowhere, nobody, unwritable
 from delivered.kits.table.shard import PartFiles, shard_writer, split
 from delivered.kits.table.target import but_missing
-from delivered.model.columns import fitted
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
-from delivered.model.ranges import check
+from delivered.model.ranges import check, fitted
 
 
 class Required:

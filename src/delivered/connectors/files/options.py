@@ -11,8 +11,8 @@ from delivered.kits.options import PATH, sink_name
 from delivered.model.errors import DeliveredError, Refused
 from delivered.model.identity import Scope
 from delivered.model.options import Options, choice, option
-from delivered.model.prepared import Handle
 from delivered.model.ranges import RANGES, Range
+from delivered.model.work import Handle
 
 # Options of `delivered_files`.
 

@@ -16,10 +16,10 @@ from delivered.kits.table.bad_rows import unwritable
 from delivered.kits.table.durable import make_folder, put, put_first
 from delivered.model import ranges
 from delivered.model.capability import Commit, SinkCapability
-from delivered.model.columns import fitted
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
+from delivered.model.ranges import fitted
 
 
 @dataclass(frozen=True)

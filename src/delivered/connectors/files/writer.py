@@ -16,12 +16,12 @@ from delivered.connectors.files.options import FilesOptions, Places, StagedFile,
 from delivered.kits.table.durable import make_folder, sync
 from delivered.kits.table.shard import while_staging
 from delivered.model import ranges
-from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
-from delivered.model.prepared import Handle, Promise
+from delivered.model.ranges import fitted
+from delivered.model.work import Handle, Promise
 
 
 def writer(options: FilesOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> StagingWriter:

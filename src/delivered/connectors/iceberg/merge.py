@@ -17,9 +17,9 @@ from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql.merge import stored
 from delivered.kits.table.merge import Effect, one_of_each, staged_rows, upsert
 from delivered.kits.table.store import packed
-from delivered.model.columns import fitted
 from delivered.model.errors import UsageError
 from delivered.model.identity import Work
+from delivered.model.ranges import fitted
 
 # Null lists and maps of structs, which pyiceberg's reader (0.12) makes empty ones: an upsert would store them so.
 

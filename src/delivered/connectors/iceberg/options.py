@@ -8,9 +8,18 @@ from dataclasses import dataclass
 
 from delivered.kits.options import absolute, sink_name
 from delivered.kits.table.options import FileTableOptions, compression_option
-from delivered.model.addresses import check_endpoints, split_url
 from delivered.model.errors import UsageError
-from delivered.model.options import Option, OptionType, Unfit, choice, option, resolve_secret, several
+from delivered.model.options import (
+    Option,
+    OptionType,
+    Unfit,
+    check_endpoints,
+    choice,
+    option,
+    resolve_secret,
+    several,
+    split_url,
+)
 
 CATALOGS = choice(("sql", "rest"))
 DATABASE = "catalog.db"

@@ -32,13 +32,11 @@ from delivered.kits.table.merge import Effect
 from delivered.kits.table.store import Store
 from delivered.ledger.ledger import by_time, outdated, state_of
 from delivered.ledger.store import Change, Head
-from delivered.model.archive import Archive, Archived
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.prepared import Prepared
-from delivered.model.work import Begun, Decision, LedgerState, Owner
+from delivered.model.work import Archive, Archived, Begun, Decision, LedgerState, Owner, Prepared
 
 # The ledger's records, in the table's own metadata.
 #

@@ -41,13 +41,12 @@ from delivered.kits.table.shard import PartFiles, Written, shard_writer, split
 from delivered.kits.table.store import Store
 from delivered.kits.table.target import but_missing
 from delivered.model.capability import WriteMode
-from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
-from delivered.model.prepared import Handle
-from delivered.model.ranges import check, first_of
+from delivered.model.ranges import check, first_of, fitted
+from delivered.model.work import Handle
 
 
 def unfilled(mode: WriteMode, table: Any, batch: pa.RecordBatch) -> pa.Array | None:

@@ -60,7 +60,7 @@ from delivered.model.identity import Scope, Target, Work
 from delivered.model.limits import RECOVERY_WAIT_S, REQUEST_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.patience import left_s
-from delivered.model.prepared import Prepared
+from delivered.model.work import Prepared
 
 
 def marker_partition(scope: Scope) -> int:

@@ -45,7 +45,6 @@ from delivered.connectors.kafka.topics import (
 )
 from delivered.ledger.ledger import outdated, state_of
 from delivered.ledger.store import Change, Head
-from delivered.model.archive import Archive, Archived
 from delivered.model.errors import DeliveredError, InvariantBroken, LedgerBehind, OutcomeUnknown
 from delivered.model.identity import OTHERS_MAX, OtherLedger, Scope, named_first
 from delivered.model.limits import (
@@ -56,7 +55,7 @@ from delivered.model.limits import (
     REQUEST_TIMEOUT_S,
 )
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.work import Begun, Decision, LedgerState, Owner
+from delivered.model.work import Archive, Archived, Begun, Decision, LedgerState, Owner
 
 # Ends of the ledger's own transactions that its brokers lost (P28).
 #

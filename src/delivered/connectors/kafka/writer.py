@@ -35,7 +35,7 @@ from delivered.model.identity import Work
 from delivered.model.limits import CONNECT_TIMEOUT_S, OUTAGE_PATIENCE_S, REQUEST_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.patience import patience_s, unanswered, wait_out, within
-from delivered.model.prepared import Promise
+from delivered.model.work import Promise
 
 # Translates a producer's errors for the user of a sink.
 

@@ -19,7 +19,7 @@ from delivered.model.errors import BadRecord, PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.prepared import Promise
+from delivered.model.work import Promise
 
 if TYPE_CHECKING:
     from delivered.connectors.memory.store import MemoryCommitter

@@ -17,8 +17,7 @@ import pyarrow as pa
 
 from delivered.model.errors import UsageError
 from delivered.model.identity import Scope, Work
-from delivered.model.prepared import Handle
-from delivered.model.work import Begun, Decision, Owner
+from delivered.model.work import Begun, Decision, Handle, Owner
 
 ROWS = pa.schema([pa.field("key", pa.binary()), pa.field("value", pa.binary())])
 

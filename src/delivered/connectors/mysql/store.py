@@ -39,7 +39,7 @@ from delivered.kits.sql.stage import Staging
 from delivered.kits.sql.transactions import Names, PreparedRows
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
-from delivered.model.prepared import Prepared
+from delivered.model.work import Prepared
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.session import Session

@@ -27,15 +27,14 @@ from delivered.kits.sql.stage import delete
 from delivered.kits.sql.table import check_nulls
 from delivered.kits.sql.transactions import PreparedRows, mark, new_nonce
 from delivered.kits.sql.trial import bytes_of, long_values, refused, too_long
-from delivered.model.columns import fitted
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.patience import within
-from delivered.model.prepared import Promise
-from delivered.model.ranges import first_of
+from delivered.model.ranges import first_of, fitted
+from delivered.model.work import Promise
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.session import Session

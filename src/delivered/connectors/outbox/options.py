@@ -9,9 +9,19 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from delivered.kits.mysql.server import parse_tls
 from delivered.kits.options import mysql_in_clear, password_in_url, postgres_in_clear, rows_max_option
-from delivered.model.addresses import check_postgres_words, names_database
 from delivered.model.errors import UsageError
-from delivered.model.options import FLAG, Options, OptionType, Unfit, choice, option, resolve_secret, whole
+from delivered.model.options import (
+    FLAG,
+    Options,
+    OptionType,
+    Unfit,
+    check_postgres_words,
+    choice,
+    names_database,
+    option,
+    resolve_secret,
+    whole,
+)
 from delivered.patterns.caller import NAME_LENGTHS_MAX
 
 OWNER = "delivered_outbox source"

@@ -17,8 +17,7 @@ from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import stored
 from delivered.kits.sql.transactions import new_nonce
 from delivered.kits.sql.trial import LONG_BYTES, bytes_of, refused, too_long
-from delivered.model.columns import fitted
-from delivered.model.ranges import first_of
+from delivered.model.ranges import first_of, fitted
 
 if TYPE_CHECKING:
     import psycopg

@@ -22,12 +22,12 @@ from delivered.kits.sql.options import Mechanism
 from delivered.kits.sql.stage import delete
 from delivered.kits.sql.table import check_widths
 from delivered.kits.sql.transactions import Names, PreparedRows, mark, new_nonce
-from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
-from delivered.model.prepared import Promise
+from delivered.model.ranges import fitted
+from delivered.model.work import Promise
 
 if TYPE_CHECKING:
     import psycopg

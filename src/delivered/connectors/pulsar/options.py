@@ -24,14 +24,15 @@ from delivered.kits.options import (
     queue_sink_name,
     rows_max_option,
 )
-from delivered.model.addresses import check_netloc, is_loopback
 from delivered.model.errors import UsageError
 from delivered.model.options import (
     FLAG,
     Option,
     OptionType,
     Unfit,
+    check_netloc,
     choice,
+    is_loopback,
     option,
     several,
     whole,

@@ -33,7 +33,7 @@ from delivered.connectors.rocketmq.topic import ends, joined
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.identity import Scope
 from delivered.model.limits import REQUEST_TIMEOUT_S
-from delivered.model.prepared import Handle
+from delivered.model.work import Handle
 
 # Sends messages once each, many in flight, with a receipt for each.
 #

@@ -22,11 +22,11 @@ from delivered.model.errors import BadRecord, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.message_limits import ROCKETMQ_PROPERTIES_BYTES_MAX as PROPERTIES_BYTES_MAX
-from delivered.model.message_limits import ROCKETMQ_WORDS_BYTES_MAX as WORDS_BYTES_MAX
-from delivered.model.message_limits import bytes_of, check_lengths, too_long
 from delivered.model.outcome import Outcome, Unknown
-from delivered.model.prepared import Prepared, Promise
+from delivered.model.ranges import ROCKETMQ_PROPERTIES_BYTES_MAX as PROPERTIES_BYTES_MAX
+from delivered.model.ranges import ROCKETMQ_WORDS_BYTES_MAX as WORDS_BYTES_MAX
+from delivered.model.ranges import bytes_of, check_lengths, too_long
+from delivered.model.work import Prepared, Promise
 
 _limits = ServerLimits("rocketmq")
 

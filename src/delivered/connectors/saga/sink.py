@@ -23,7 +23,7 @@ from delivered.model.errors import BadRecord, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
-from delivered.model.prepared import Promise
+from delivered.model.work import Promise
 from delivered.patterns.saga import Log, Status, run
 from delivered.patterns.saga.definition import load
 from delivered.patterns.saga.tables import checked

@@ -23,9 +23,8 @@ from delivered.ledger.store import Store, Swap
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
-from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Decision
+from delivered.model.work import Decision, Prepared
 
 T = TypeVar("T")
 

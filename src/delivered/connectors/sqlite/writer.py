@@ -41,13 +41,12 @@ from delivered.kits.sql.stage import delete, upsert
 from delivered.kits.sql.table import check_nulls
 from delivered.kits.sql.trial import bytes_of, long_values
 from delivered.kits.table.durable import make_folder, sync
-from delivered.model.columns import fitted
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.prepared import Handle, Promise
-from delivered.model.ranges import because, first_of
+from delivered.model.ranges import because, first_of, fitted
+from delivered.model.work import Handle, Promise
 
 _SUFFIX = ".arrow"
 _UNFINISHED = ".part"

@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.model.errors import BadRecord, UsageError
-from delivered.model.message_limits import too_long
-from delivered.model.ranges import EVERYTHING, unstorable
+from delivered.model.ranges import EVERYTHING, too_long, unstorable
 
 TEXT = (pa.types.is_string, pa.types.is_large_string)
 TEXT_OR_BYTES = (pa.types.is_binary, pa.types.is_large_binary, *TEXT)

@@ -23,7 +23,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Outcome
-from delivered.model.prepared import Prepared, Promise
+from delivered.model.work import Prepared, Promise
 
 
 class SendingSink(ABC):

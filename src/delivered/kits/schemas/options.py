@@ -11,7 +11,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from delivered.kits.options import password_in_url
-from delivered.model.addresses import is_loopback, split_url
 from delivered.model.errors import UsageError
 from delivered.model.options import (
     Option,
@@ -19,8 +18,10 @@ from delivered.model.options import (
     OptionType,
     Unfit,
     choice,
+    is_loopback,
     resolve_secret,
     several,
+    split_url,
     whole,
 )
 

@@ -37,7 +37,7 @@ from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken, U
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.prepared import Promise
+from delivered.model.work import Promise
 
 if TYPE_CHECKING:
     from delivered.ledger.store import Store

@@ -20,15 +20,13 @@ from delivered.kits.sql.database import CLAIM_WAIT_S, C, Connection, Database, D
 from delivered.kits.sql.merge import fold
 from delivered.ledger.ledger import outdated, state_of
 from delivered.ledger.store import Change, Head, Swap
-from delivered.model.archive import Archived
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable
 from delivered.model.identity import OtherLedger, Scope, named_first
 from delivered.model.limits import CONNECT_TIMEOUT_S, KEY_MEMORIES_KEPT, LEDGER_HISTORY_BATCHES
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.patience import left_s, query_patience_s
-from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Begun, Decision, LedgerState, Owner
+from delivered.model.work import Archived, Begun, Decision, LedgerState, Owner, Prepared
 
 T = TypeVar("T")
 _SINK = "pipeline = :pipeline AND sink = :sink"

@@ -10,9 +10,18 @@ from enum import StrEnum
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from delivered.kits.options import if_not_exists, merge_schema, password_in_url, sink_name, write_mode
-from delivered.model.addresses import check_postgres_words, names_database
 from delivered.model.capability import WriteMode
-from delivered.model.options import Options, OptionType, Unfit, choice, option, resolve_secret, whole
+from delivered.model.options import (
+    Options,
+    OptionType,
+    Unfit,
+    check_postgres_words,
+    choice,
+    names_database,
+    option,
+    resolve_secret,
+    whole,
+)
 
 LEDGER_SCHEMA_DEFAULT = "delivered"
 LOCK_TIMEOUT_S_DEFAULT = 60

@@ -21,14 +21,14 @@ from delivered.kits.sql.options import Mechanism, ServerOptions, TableOptions
 from delivered.kits.sql.table import Types, column_computed
 from delivered.kits.sql.transactions import PreparedRows
 from delivered.model.capability import Commit, OnConflict, SinkCapability
-from delivered.model.columns import fitted
 from delivered.model.errors import DeliveredError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, REDO_MEMORY_BYTES
 from delivered.model.patience import query_patience_s
-from delivered.model.prepared import Promise
+from delivered.model.ranges import fitted
+from delivered.model.work import Promise
 
 HISTORY = f"decisions of the last {LEDGER_HISTORY_BATCHES} batches are kept"
 

@@ -24,9 +24,8 @@ from delivered.kits.sql.transactions import PreparedRows
 from delivered.ledger.store import Swap
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope, Work
-from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Decision
+from delivered.model.work import Decision, Prepared
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.prepared import Handle, Prepared
-from delivered.model.work import Decision
+from delivered.model.work import Decision, Handle, Prepared
 
 _STAGING_BYTES = 8
 

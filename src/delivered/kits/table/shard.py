@@ -27,9 +27,8 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.prepared import Handle, Prepared, Promise
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Decision
+from delivered.model.work import Decision, Handle, Prepared, Promise
 
 BLOCK_BATCHES = 100
 """Batches per folder: recovery lists only the folders of the newest batches."""

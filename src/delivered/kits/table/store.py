@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from delivered.kits.table import durable
-from delivered.model.archive import ENTRY_BYTES, Archive, Archived
+from delivered.model.work import ENTRY_BYTES, Archive, Archived
 
 
 class Store:

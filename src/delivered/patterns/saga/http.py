@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
 
-from delivered.model.addresses import check_http_url
 from delivered.model.answers import ends_within, limited
 from delivered.model.errors import BadRecord, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import SAGA_DATA_BYTES_MAX
-from delivered.model.options import REFERENCES, resolve_secret
+from delivered.model.options import REFERENCES, check_http_url, resolve_secret
 from delivered.model.secrets import without_passwords
 from delivered.patterns.saga.definition import Call, Rejected, Verb
 from delivered.patterns.saga.tables import stored_result

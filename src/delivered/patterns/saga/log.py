@@ -16,10 +16,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from delivered.kits.mysql.server import address, tls_of_url
-from delivered.model.addresses import check_postgres_words
 from delivered.model.errors import Fenced, MissingExtra, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
-from delivered.model.options import Unfit, password_in_url, resolve_secret
+from delivered.model.options import Unfit, check_postgres_words, password_in_url, resolve_secret
 from delivered.model.secrets import holds_password
 from delivered.patterns.caller import NOW_MS, Caller
 from delivered.patterns.saga.definition import Saga, Verb
