@@ -31,9 +31,9 @@ from delivered.connectors.delta.client import (
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.target import TYPES, active_files, required, same_columns, table_schema, text, whole
 from delivered.connectors.delta.writer import DeltaFiles
-from delivered.contract.sink import Committer
 from delivered.kits.sql.merge import stored as kept
 from delivered.kits.table import shard
+from delivered.kits.table.committer import StagedFilesCommitter
 from delivered.kits.table.merge import BATCH_ROWS, Effect, one_of_each, staged_rows, upsert
 from delivered.kits.table.store import ArchiveFiles
 from delivered.ledger.ledger import by_time, outdated, state_of
@@ -41,7 +41,7 @@ from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, OWNERS_REMEMBERED
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.outcome import Failed, Ok, Outcome
 from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
 
 # The ledger's records, in files next to the log. The log's application transactions show which are valid.
@@ -256,18 +256,11 @@ class Records:
 # Aborts staged files. Their rows become visible with the decision.
 
 
-class DeltaCommitter(Committer):
-    """See `delivered.contract.sink.Committer`."""
-
+class DeltaCommitter(StagedFilesCommitter):
     def __init__(self, options: DeltaOptions, scope: Scope) -> None:
+        super().__init__(scope)
         self._options = options
-        self._scope = scope
         self._opened: Store | None = None
-
-    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
-        """The decision has already made the rows visible."""
-        del work, prepared
-        return Ok(None)
 
     def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - a batch is one commit
         table = open_table(self._options)
@@ -277,29 +270,17 @@ class DeltaCommitter(Committer):
             newest = Records(self._store, work.scope).newest(table, work.scope.incarnation)
         return newest is not None and newest[0] >= work.batch
 
-    def abort(self, prepared: Prepared) -> Outcome[None]:
-        if not prepared.handle:
-            return Ok(None)
-        try:
-            with explained(self._options):
-                self._undecided.remove(f.path for f in StagedFiles.of(prepared).files)
-        except DeliveredError as error:
-            return Unknown(str(error))
-        return Ok(None)
+    def _remove(self, prepared: Prepared) -> None:
+        with explained(self._options):
+            self._undecided.remove(f.path for f in StagedFiles.of(prepared).files)
 
-    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        try:
-            with explained(self._options):
-                return Ok(self._undecided.abort_orphans({writer for p in keep for writer in _writers(p)}))
-        except DeliveredError as error:
-            return Unknown(str(error))
+    def _remove_orphans(self, keep: Sequence[Prepared]) -> int:
+        with explained(self._options):
+            return self._undecided.abort_orphans({writer for p in keep for writer in _writers(p)})
 
-    def targets(self) -> dict[str, Target]:
-        """The table's id. See `delivered.contract.sink.Committer`."""
+    def _target(self) -> Target | None:
         table = open_table(self._options)
-        if table is None:
-            return {}
-        return {self._scope.sink: Target(f"table {self._options.path}", str(table.metadata().id))}
+        return None if table is None else Target(f"table {self._options.path}", str(table.metadata().id))
 
     def close(self) -> None:
         self._opened = None

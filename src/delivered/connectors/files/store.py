@@ -25,8 +25,8 @@ from delivered.connectors.files.options import (
     numbered,
     take_away,
 )
-from delivered.contract.sink import Committer
 from delivered.kits.table import shard
+from delivered.kits.table.committer import StagedFilesCommitter, unlink_others
 from delivered.kits.table.durable import make_folder, put, sync, write_new
 from delivered.kits.table.store import ArchiveFiles, Store
 from delivered.ledger.ledger import by_time, outdated, state_of
@@ -40,16 +40,10 @@ from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
 # Aborts staged files. Their rows become visible with the decision.
 
 
-class FilesCommitter(Committer):
-    """See `delivered.contract.sink.Committer`."""
-
+class FilesCommitter(StagedFilesCommitter):
     def __init__(self, options: FilesOptions, scope: Scope) -> None:
+        super().__init__(scope)
         self._places = Places(options, scope)
-
-    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
-        """Nothing to do: the decision has already moved the staged file and made its rows visible."""
-        del work, prepared
-        return Ok(None)
 
     def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - a batch is one rename
         incarnation = work.scope.incarnation
@@ -57,42 +51,22 @@ class FilesCommitter(Committer):
             return True
         return max(numbered(self._places.decided(incarnation)), default=-1) >= work.batch
 
-    def abort(self, prepared: Prepared) -> Outcome[None]:
-        """Only deletes staged files: decided files are no longer staged."""
-        if not prepared.handle:
-            return Ok(None)
-        try:
-            for folder in (self._places.root / "staged").glob("*"):
-                (folder / Path(StagedFile.of(prepared).file).name).unlink(missing_ok=True)
-        except OSError as error:
-            return Unknown(str(error))
-        return Ok(None)
+    def _remove(self, prepared: Prepared) -> None:
+        """Decided files are no longer staged."""
+        for folder in (self._places.root / "staged").glob("*"):
+            (folder / Path(StagedFile.of(prepared).file).name).unlink(missing_ok=True)
 
-    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        kept = {StagedFile.of(p).file for p in keep if p.handle}
-        count = 0
-        try:
-            for path in (self._places.root / "staged").glob("*/*"):
-                if path.name not in kept:
-                    path.unlink(missing_ok=True)
-                    count += 1
-        except OSError as error:
-            return Unknown(str(error))
-        return Ok(count)
+    def _remove_orphans(self, keep: Sequence[Prepared]) -> int:
+        return unlink_others((self._places.root / "staged").glob("*/*"), {StagedFile.of(p).file for p in keep})
 
-    def targets(self) -> dict[str, Target]:
-        """See `delivered.contract.sink.Committer`."""
+    def _target(self) -> Target | None:
         options = self._places.options
         try:
-            known = identity_file(options).read_text()
+            return Target(f"folder {options.path}", identity_file(options).read_text())
         except FileNotFoundError:
-            return {}
+            return None
         except OSError as error:
             raise failed(options, error) from error
-        return {self._places.scope.sink: Target(f"folder {options.path}", known)}
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 class FilesStore:

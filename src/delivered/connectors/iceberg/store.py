@@ -26,8 +26,8 @@ from delivered.connectors.iceberg.merge import overwritten, replaced, upserted
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.target import check_features, same_columns
 from delivered.connectors.iceberg.writer import StagedFiles
-from delivered.contract.sink import Committer
 from delivered.kits.table import shard
+from delivered.kits.table.committer import StagedFilesCommitter
 from delivered.kits.table.merge import Effect
 from delivered.kits.table.store import Store
 from delivered.ledger.ledger import by_time, outdated, state_of
@@ -35,8 +35,8 @@ from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.work import Archive, Archived, Begun, Decision, LedgerState, Owner, Prepared
+from delivered.model.outcome import Failed, Ok, Outcome
+from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
 
 # The ledger's records, in the table's own metadata.
 #
@@ -226,59 +226,37 @@ def _spoiled(where: str, error: Exception) -> InvariantBroken:
 # Aborts staged files. Their rows become visible with the decision.
 
 
-class IcebergCommitter(Committer):
-    """See `delivered.contract.sink.Committer`."""
-
+class IcebergCommitter(StagedFilesCommitter):
     def __init__(self, options: IcebergOptions, scope: Scope) -> None:
+        super().__init__(scope)
         self._options = options
-        self._scope = scope
-
-    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
-        """The decision has already made the rows visible."""
-        del work, prepared
-        return Ok(None)
 
     def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - a batch is one commit
         table = open_table(self._options)
         newest = None if table is None else Records(table, work.scope).newest(work.scope.incarnation)
         return newest is not None and newest >= work.batch
 
-    def abort(self, prepared: Prepared) -> Outcome[None]:
-        if not prepared.handle:
-            return Ok(None)
+    def _remove(self, prepared: Prepared) -> None:
         staged = StagedFiles.of(prepared)
         names = [f"{staged.writer}-{n}.parquet" for n in range(staged.files)]
-        try:
-            with explained(self._options):
-                table = require_table(self._options)
-                self._undecided(store(table, data_path(table))).remove([*names, staged.manifest])
-        except DeliveredError as error:
-            return Unknown(str(error))
-        return Ok(None)
+        with explained(self._options):
+            table = require_table(self._options)
+            self._undecided(store(table, data_path(table))).remove([*names, staged.manifest])
 
-    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
+    def _remove_orphans(self, keep: Sequence[Prepared]) -> int:
         """Data files first, then manifests of failed commits."""
-        try:
-            with explained(self._options):
-                table = open_table(self._options)
-                if table is None:
-                    return Ok(0)
-                undecided = self._undecided(store(table, data_path(table)))
-                count = undecided.abort_orphans(_writers(keep))
-                self._remove_manifests(table, undecided)
-                return Ok(count)
-        except DeliveredError as error:
-            return Unknown(str(error))
+        with explained(self._options):
+            table = open_table(self._options)
+            if table is None:
+                return 0
+            undecided = self._undecided(store(table, data_path(table)))
+            count = undecided.abort_orphans(_writers(keep))
+            self._remove_manifests(table, undecided)
+            return count
 
-    def targets(self) -> dict[str, Target]:
-        """The table's UUID. See `delivered.contract.sink.Committer`."""
+    def _target(self) -> Target | None:
         table = open_table(self._options)
-        if table is None:
-            return {}
-        return {self._scope.sink: Target(f"table {self._options.table}", str(table.metadata.table_uuid))}
-
-    def close(self) -> None:
-        """Catalogs stay open in this process, for later batches."""
+        return None if table is None else Target(f"table {self._options.table}", str(table.metadata.table_uuid))
 
     def _undecided(self, files: Store) -> shard.Undecided:
         return shard.Undecided(

@@ -14,15 +14,16 @@ from delivered.connectors.sqlite import target, writer
 from delivered.connectors.sqlite.client import DIALECT, SqliteDatabase, version_of
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.writer import Merging, StagedRows, read_staged, staged_schema
-from delivered.contract.sink import Committer, LeftOutRow
+from delivered.contract.sink import LeftOutRow
 from delivered.kits.sql.database import Definition, quoted
 from delivered.kits.sql.ledger import SqlLedger, SwappingLedger
 from delivered.kits.sql.merge import SKIPPED_VERSION, check_count, check_emptied, counted, kept
 from delivered.kits.sql.transactions import decided
+from delivered.kits.table.committer import StagedFilesCommitter, unlink_others
 from delivered.ledger.store import Store, Swap
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope, Target, Work
-from delivered.model.outcome import Ok, Outcome, Unknown
+from delivered.model.outcome import Outcome
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision, Prepared
 
@@ -120,12 +121,10 @@ class SqliteTable:
         check_count(self.options, rows, kept, found, f"shard {prepared.shard}")
 
 
-class SqliteCommitter(Committer):
-    """See `delivered.contract.sink.Committer`."""
-
+class SqliteCommitter(StagedFilesCommitter):
     def __init__(self, options: SqliteOptions, scope: Scope) -> None:
+        super().__init__(scope)
         self._options = options
-        self._scope = scope
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """Only deletes the staged copy: the decision has already made the rows visible."""
@@ -135,31 +134,16 @@ class SqliteCommitter(Committer):
     def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - with the decision
         return self._ask(1, lambda c: any(p.shard == work.shard for p in decided(c, DIALECT, work)), default=False)
 
-    def abort(self, prepared: Prepared) -> Outcome[None]:
-        if not prepared.handle:
-            return Ok(None)
-        try:
-            writer.remove(self._options, self._scope, writer.StagedRows.of(prepared))
-        except OSError as error:
-            return Unknown(str(error))
-        return Ok(None)
+    def _remove(self, prepared: Prepared) -> None:
+        writer.remove(self._options, self._scope, StagedRows.of(prepared))
 
-    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        kept = {writer.StagedRows.of(p).path for p in keep if p.handle}
-        count = 0
-        try:
-            for path in writer.staged_files(self._options, self._scope):
-                if path.name not in kept:
-                    path.unlink(missing_ok=True)
-                    count += 1
-        except OSError as error:
-            return Unknown(str(error))
-        return Ok(count)
+    def _remove_orphans(self, keep: Sequence[Prepared]) -> int:
+        return unlink_others(writer.staged_files(self._options, self._scope), {StagedRows.of(p).path for p in keep})
 
-    def targets(self) -> dict[str, Target]:
-        """See `delivered.contract.sink.Committer`; only for tables that this package created."""
+    def _target(self) -> Target | None:
+        """Only of tables that this package created."""
         known = self._ask(0, lambda c: target.identity(c, self._options.table), default=None)
-        return {} if known is None else {self._scope.sink: Target(f"table {self._options.table}", known)}
+        return None if known is None else Target(f"table {self._options.table}", known)
 
     def left_out(self) -> dict[str, int]:
         """See `delivered.contract.sink.Committer`."""
@@ -175,6 +159,3 @@ class SqliteCommitter(Committer):
         if not database.exists():
             return default
         return database.ask(lambda connection: question(connection) if version_of(connection) >= version else default)
-
-    def close(self) -> None:
-        """Nothing to close."""
