@@ -327,7 +327,9 @@ def _writers(prepared: Prepared) -> set[str]:
 # conflict, so a decision in flight never commits after a later claim.
 
 
-def effect(options: DeltaOptions, table: Any, store: Store, work: Work, shards: Sequence[Sequence[DataFile]]) -> Effect:
+def build_effect(
+    options: DeltaOptions, table: Any, store: Store, work: Work, shards: Sequence[Sequence[DataFile]]
+) -> Effect:
     """
     Args:
         shards: the staged files of each, in its order.
@@ -339,11 +341,11 @@ def effect(options: DeltaOptions, table: Any, store: Store, work: Work, shards: 
     if options.write.upserts and files:
         rows = staged_rows(store, [[file.path for file in shard] for shard in shards])
         columns = table_schema(table)
-        made = DeltaFiles(options.appending, work, columns, direct=False)
+        written = DeltaFiles(options.appending, work, columns, direct=False)
         there = [_File(store, file) for file in active_files(options, table)]
-        replaced = upsert(options.write, one_of_each(options.write, rows, options.path), columns, there, made)
+        replaced = upsert(options.write, one_of_each(options.write, rows, options.path), columns, there, written)
         removes = [file.data["path"] for file in replaced]
-        return Effect(made.done, removes, made.stem, True, made.discard)
+        return Effect(written.done, removes, written.stem, True, written.discard)
     if options.write.complete:
         return Effect(files, [f["path"] for f in active_files(options, table)], exact=True)
     if options.write.replaces and files:
@@ -501,13 +503,13 @@ class DeltaStore:
             previous = records.decided(incarnation, previous).previous
         shards = self._staged(table, decision, move)
         options = self._options.appending if decision.revision else self._options  # a revision moves nothing
-        made = effect(options, table, records.store, Work(self._scope, decision.batch, 0), shards)
+        effect = build_effect(options, table, records.store, Work(self._scope, decision.batch, 0), shards)
         try:
-            required(self._options, table, made.adds)
+            required(self._options, table, effect.adds)
         except BaseException:
-            made.discard()
+            effect.discard()
             raise
-        data = Record(decision.to_json(), previous, made.writer).encode()
+        data = Record(decision.to_json(), previous, effect.writer).encode()
         own = (decision.batch, digest(data))
         name = self._names.decided_file(incarnation, *own)
         records.store.put(name, data)
@@ -519,12 +521,12 @@ class DeltaStore:
                 return any(at == own for at in records.positions(now, incarnation, own[0]))
 
         change = {self._names.batch(incarnation): own[0], self._names.record(incarnation): own[1]}
-        outcome = self._commit(table, claim, change, made, there)
+        outcome = self._commit(table, claim, change, effect, there)
         if isinstance(outcome, Failed):
             self._take_away([name])
-            made.discard()
+            effect.discard()
         if isinstance(outcome, Ok):
-            if made.writer:
+            if effect.writer:
                 self._take_away([f.path for shard in shards for f in shard])
             self._forget_batches(decision.batch)
             tidy(self._options, table, before)
@@ -535,12 +537,12 @@ class DeltaStore:
         table: Any,
         claim: int,
         transactions: Mapping[str, int],
-        made: Effect | None = None,
+        effect: Effect | None = None,
         there: Callable[[Any], bool] | None = None,
     ) -> Outcome[None]:
         """One commit under a claim: succeeds before any later claim, or not at all."""
-        made = made or Effect()
-        change = TableChange(made.adds, {**transactions, self._names.owner: claim}, made.removes, made.exact)
+        effect = effect or Effect()
+        change = TableChange(effect.adds, {**transactions, self._names.owner: claim}, effect.removes, effect.exact)
 
         def newest(now: Any) -> bool:
             return all(now.transaction_version(name) == version for name, version in change.transactions.items())

@@ -99,9 +99,9 @@ class FilesSink(StoreSink):
         schema = TYPES.canonical_schema(batch.schema)
 
         def write(rows: pa.RecordBatch) -> None:
-            made = encoder(self.options.format, pa.MockOutputStream(), schema)
-            made.write(fitted(rows, schema))
-            made.close()
+            file = encoder(self.options.format, pa.MockOutputStream(), schema)
+            file.write(fitted(rows, schema))
+            file.close()
 
         return unwritable(batch, write)
 

@@ -382,11 +382,11 @@ class _Attempt:
         change, table = self._change, self._table
         metadata = table.metadata
         table.location_provider = lambda: _Locations(table, change)
-        made = _Transaction(table).update_snapshot(snapshot_properties=dict(summary), branch=change.branch)
+        update = _Transaction(table).update_snapshot(snapshot_properties=dict(summary), branch=change.branch)
         merge = table.properties.get("commit.manifest-merge.enabled", "false").lower() == "true"
-        producer: Any = made.merge_append() if merge and change.files else made.fast_append()
+        producer: Any = update.merge_append() if merge and change.files else update.fast_append()
         if change.removes:
-            producer = made.overwrite()
+            producer = update.overwrite()
             for file in change.removes:
                 producer.delete_data_file(file)
         producer.commit_uuid = change.mark
@@ -427,8 +427,8 @@ class _AssertRef(AssertRefSnapshotId):
 
 
 def _at(branch: str, snapshot: int | None) -> Any:
-    made: Any = _AssertRef
-    return made(ref=branch, snapshot_id=snapshot)
+    assertion: Any = _AssertRef
+    return assertion(ref=branch, snapshot_id=snapshot)
 
 
 class _Locations(SimpleLocationProvider):

@@ -38,18 +38,22 @@ def keep_nulls() -> None:
 
 def _keeping(project: Any) -> Any:
     def projected(self: Any, kind: Any, given: Any, *parts: Any) -> Any:
-        made = project(self, kind, given, *parts)
-        return made if given is None or made is None or made.null_count == given.null_count else _masked(made, given)
+        result = project(self, kind, given, *parts)
+        return (
+            result
+            if given is None or result is None or result.null_count == given.null_count
+            else _masked(result, given)
+        )
 
     return projected
 
 
-def _masked(made: pa.Array, given: pa.Array) -> pa.Array:
+def _masked(result: pa.Array, given: pa.Array) -> pa.Array:
     # Of a slice, as Arrow reads row groups of more than 131,072 rows: Arrow accepts no mask with sliced offsets.
-    offsets, mask = pa.array(made.offsets.to_numpy()), given.is_null()
-    if isinstance(made, pa.MapArray):
-        return pa.MapArray.from_arrays(offsets, made.keys, made.items, made.type, mask=mask)
-    return type(made).from_arrays(offsets, made.values, type=made.type, mask=mask)
+    offsets, mask = pa.array(result.offsets.to_numpy()), given.is_null()
+    if isinstance(result, pa.MapArray):
+        return pa.MapArray.from_arrays(offsets, result.keys, result.items, result.type, mask=mask)
+    return type(result).from_arrays(offsets, result.values, type=result.type, mask=mask)
 
 
 # A scan of all rows of the table.

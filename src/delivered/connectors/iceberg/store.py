@@ -272,8 +272,8 @@ class IcebergCommitter(StagedFilesCommitter):
             # An archived incarnation has nothing open; any of its files may be decided.
             long_past = records is not None and records.archived(incarnation) is not None
             return sys.maxsize if long_past else None, set()
-        made = records.writer(incarnation)
-        merged = set() if made is None else {shard.writer_of(f"{made}-")}
+        merged_by = records.writer(incarnation)
+        merged = set() if merged_by is None else {shard.writer_of(f"{merged_by}-")}
         return decision.batch, _writers(decision.of(self._scope.sink)) | merged
 
     def _epoch(self) -> int | None:
@@ -384,10 +384,10 @@ class IcebergStore:
         5  delete files that only the driver needed
         """
         staged: Staged | None = None
-        made = Effect()
+        effect = Effect()
 
         def change(table: Any) -> TableChange | None:
-            nonlocal staged, made
+            nonlocal staged, effect
             head, held = self._head(table), Records(table, self._scope).claim()
             wanted = rule(head)
             claim = None if held is None or held.snapshot is None else (self._names.branch, held.snapshot)
@@ -395,22 +395,22 @@ class IcebergStore:
                 properties = {self._names.started(self._scope.incarnation): wanted.begun.to_json()}
                 return TableChange(folder="", prefix="", properties=properties, claim=claim)
             if wanted is not None and wanted.decision is not None:
-                made.discard()  # from an attempt that lost against another commit
-                made = Effect()
+                effect.discard()  # from an attempt that lost against another commit
+                effect = Effect()
                 if staged is None:
                     staged = self._staged(table, wanted.decision, wanted.move)
-                made = self._effect(table, wanted.decision, staged)
-                return self._decided(wanted.decision, made, claim)
+                effect = self._effect(table, wanted.decision, staged)
+                return self._decided(wanted.decision, effect, claim)
             return None
 
         try:
             outcome = commit(self._options, change)  # THE line that decides a batch in this sink
         except DeliveredError:
             # `commit` only raises before it sends anything to the catalog.
-            made.discard()
+            effect.discard()
             raise
         if isinstance(outcome, Failed):
-            made.discard()
+            effect.discard()
         if isinstance(outcome, Ok) and staged:
             handles = [StagedFiles.of(p) for p, _ in staged]
             rows = [name for handle in handles for name, _, _ in handle.rows]
@@ -450,15 +450,15 @@ class IcebergStore:
             lambda: records.started(incarnation),
         )
 
-    def _decided(self, decision: Decision, made: Effect, claim: tuple[str, int] | None) -> TableChange:
+    def _decided(self, decision: Decision, effect: Effect, claim: tuple[str, int] | None) -> TableChange:
         incarnation, mark = self._scope.incarnation, uuid.uuid4()
         return TableChange(
             folder=shard.block_folder(self._scope, incarnation, decision.batch),
             prefix=f"{decision.batch}-",
             summary=self._names.summary(decision),
-            files=made.adds,
-            removes=made.removes,
-            properties={self._names.decided(incarnation): decided_text(decision, mark, made.writer)},
+            files=effect.adds,
+            removes=effect.removes,
+            properties={self._names.decided(incarnation): decided_text(decision, mark, effect.writer)},
             claim=claim,
             mark=mark,
         )

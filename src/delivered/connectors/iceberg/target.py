@@ -150,8 +150,8 @@ def _create(options: IcebergOptions, schema: pa.Schema) -> Any:
         return require_table(options)
     from pyiceberg.exceptions import NamespaceAlreadyExistsError, TableAlreadyExistsError
 
-    made = types.to_iceberg(schema)
-    spec = _spec(options, schema, made)
+    columns = types.to_iceberg(schema)
+    spec = _spec(options, schema, columns)
     known = catalog(options)
     with explained(options):
         try:
@@ -163,13 +163,13 @@ def _create(options: IcebergOptions, schema: pa.Schema) -> Any:
             if not known.namespace_exists(options.namespace):
                 raise
         with contextlib.suppress(TableAlreadyExistsError):
-            known.create_table(options.identifier, made, partition_spec=spec, properties=_CREATED_WITH)
+            known.create_table(options.identifier, columns, partition_spec=spec, properties=_CREATED_WITH)
     table = require_table(options)
     local_store_folders(table)
     return table
 
 
-def _spec(options: IcebergOptions, schema: pa.Schema, made: Any) -> Any:
+def _spec(options: IcebergOptions, schema: pa.Schema, columns: Any) -> Any:
     from pyiceberg.partitioning import PARTITION_FIELD_ID_START, PartitionField, PartitionSpec
     from pyiceberg.transforms import parse_transform
 
@@ -186,7 +186,7 @@ def _spec(options: IcebergOptions, schema: pa.Schema, made: Any) -> Any:
             )
         fields.append(
             PartitionField(
-                source_id=made.find_field(part.column).field_id,
+                source_id=columns.find_field(part.column).field_id,
                 field_id=PARTITION_FIELD_ID_START + number,
                 transform=parse_transform(part.transform),
                 name=part.name,

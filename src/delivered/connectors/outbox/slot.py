@@ -352,18 +352,18 @@ def create(connection: psycopg.Connection[Any], options: OutboxOptions, rows: Po
     """
     if options.changes is not None:
         check_identity(connection, options)
-    publication, made = quoted("postgres", options.publication), f"{options.slot[:59]}_new"
+    publication, temporary = quoted("postgres", options.publication), f"{options.slot[:59]}_new"
     kinds = "insert" if options.changes is None else "insert, update, delete, truncate"
     if connection.execute("SELECT 1 FROM pg_publication WHERE pubname = %s", [options.publication]).fetchone() is None:
         connection.execute(
             f"CREATE PUBLICATION {publication} FOR TABLE ONLY {quoted('postgres', options.table)} "
             f"WITH (publish = '{kinds}', publish_via_partition_root = true)"
         )
-    _drop(connection, made)
+    _drop(connection, temporary)
     with contextlib.closing(replication(options)) as other, explaining(options):
         other.execute(f"SET lock_timeout = '{SLOT_WAIT_S:.0f}s'")
         with _waiting(connection, options):
-            row = other.execute(f"CREATE_REPLICATION_SLOT {made} LOGICAL {PLUGIN} EXPORT_SNAPSHOT").fetchone()
+            row = other.execute(f"CREATE_REPLICATION_SLOT {temporary} LOGICAL {PLUGIN} EXPORT_SNAPSHOT").fetchone()
         if rows is not None and row is not None:
             with contextlib.closing(connect(options)) as filling:
                 rows.prepare(Caller(filling, what=OWNER))
@@ -372,8 +372,8 @@ def create(connection: psycopg.Connection[Any], options: OutboxOptions, rows: Po
                 filling.execute(f"SET TRANSACTION SNAPSHOT '{row[2]}'")
                 rows.restart(Caller(filling, what=OWNER))
                 filling.commit()
-    connection.execute("SELECT pg_copy_logical_replication_slot(%s, %s)", [made, options.slot])
-    _drop(connection, made)
+    connection.execute("SELECT pg_copy_logical_replication_slot(%s, %s)", [temporary, options.slot])
+    _drop(connection, temporary)
 
 
 @contextlib.contextmanager

@@ -329,16 +329,16 @@ def _reader(options: SourceOptions, topic: str, start: Any, inclusive: bool) -> 
     client = warm_client(options)
     more = {"schema": version_schema()} if options.typed else {}
     try:
-        made = client.create_reader(
+        reader = client.create_reader(
             topic, start, receiver_queue_size=_QUEUE, start_message_id_inclusive=inclusive, **more
         )
     except library.PulsarException as error:
         raise explained(error, options, short_name(topic)) from None
     try:
-        yield made
+        yield reader
     finally:
         try:
-            made.close()
+            reader.close()
         except library.PulsarException as error:
             log.debug("closing a reader failed: %s", error)
 

@@ -71,9 +71,9 @@ def settled(kind: str, rows: pa.StructType, known: Registered | None) -> Settled
         Unfit: the rows do not match it, even with added fields.
         Unmappable: a column has no Avro type, or a registered field no column type.
     """
-    made = derived(kind, rows)
+    schema = derived(kind, rows)
     if known is None:
-        return Settled(kind, json.dumps(made), ())
+        return Settled(kind, json.dumps(schema), ())
     if known.kind != kind:
         raise Unfit(f"it is {known.kind}, but the option schema is {kind.lower()}")
     shape = shape_of(kind, known.text)
@@ -84,7 +84,7 @@ def settled(kind: str, rows: pa.StructType, known: Registered | None) -> Settled
     wrong += [f"{n!r} may not be null there, and has no column" for n in shape.required if n not in columns]
     if wrong:
         raise Unfit("; ".join(wrong))
-    added = [f for f in made["fields"] if f["name"] not in there]
+    added = [f for f in schema["fields"] if f["name"] not in there]
     if not added:
         return Settled(kind, known.text, ())
     document["fields"] = [*document["fields"], *added]
@@ -103,9 +103,9 @@ def derived(kind: str, rows: pa.DataType) -> dict[str, Any]:
 class Encoder:
     """Encodes rows of one type."""
 
-    def __init__(self, made: Settled, rows: pa.StructType) -> None:
-        self._kind = made.kind
-        self._shape = shape_of(made.kind, made.text)
+    def __init__(self, settled: Settled, rows: pa.StructType) -> None:
+        self._kind = settled.kind
+        self._shape = shape_of(settled.kind, settled.text)
         # A missing column is written as null, whatever the schema's default: that is what is read back.
         self._absent = dict.fromkeys(f.name for f in self._shape.filled if f.name not in {r.name for r in rows})
         self._units = in_units_of(rows, self._shape.filled)
@@ -229,13 +229,13 @@ def register(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> N
     Raises:
         UsageError: the rows do not match the registered schema, or the brokers rejected added fields.
     """
-    made = settle(admin, options, rows)
+    settled = settle(admin, options, rows)
     try:
-        check_connection(options, (made.kind, made.text))
+        check_connection(options, (settled.kind, settled.text))
     except UsageError as error:
         if error.code != "DELIVERED_SCHEMA_INCOMPATIBLE":
             raise
-        what = f"with the added fields {', '.join(made.added)}" if made.added else "of the rows"
+        what = f"with the added fields {', '.join(settled.added)}" if settled.added else "of the rows"
         raise UsageError(
             "SCHEMA_INCOMPATIBLE",
             f"{SINK}: the brokers rejected the schema {what} for {options.label}: by the compatibility strategy of the "
@@ -422,8 +422,8 @@ class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
         return super().unsendable(batch)
 
     def _connect(self) -> Publisher:
-        made = self._settled
-        return Publisher(self._options, None if made is None else (made.kind, made.text))
+        settled = self._settled
+        return Publisher(self._options, None if settled is None else (settled.kind, settled.text))
 
     def _messages(self, rows: pa.RecordBatch) -> list[Message]:
         encoder = self._encoder

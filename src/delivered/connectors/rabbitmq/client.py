@@ -47,19 +47,19 @@ def parameters(options: Place) -> Any:
     client = pika()
     # The client accepts no user without a password in a url, so it gets the url without either.
     parts = urlsplit(options.url)
-    made = client.URLParameters(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl())
+    settings = client.URLParameters(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl())
     password = unquote(parts.password or "")
     if options.password is not None:
         password = resolve_secret("password", options.password)
     if parts.username or options.password is not None:
-        made.credentials = client.PlainCredentials(unquote(parts.username or "guest"), password)
+        settings.credentials = client.PlainCredentials(unquote(parts.username or "guest"), password)
     if options.tls:
-        made.ssl_options = client.SSLOptions(options.tls_context(), options.host)
-    made.heartbeat = HEARTBEAT_S
-    made.blocked_connection_timeout = BLOCKED_S
-    made.connection_attempts = 1
-    made.socket_timeout = made.stack_timeout = CONNECT_TIMEOUT_S
-    return made
+        settings.ssl_options = client.SSLOptions(options.tls_context(), options.host)
+    settings.heartbeat = HEARTBEAT_S
+    settings.blocked_connection_timeout = BLOCKED_S
+    settings.connection_attempts = 1
+    settings.socket_timeout = settings.stack_timeout = CONNECT_TIMEOUT_S
+    return settings
 
 
 def connect(options: Place) -> Any:

@@ -53,10 +53,10 @@ class Channels:
         self._library = library
         self._tls = options.tls
         self._trusted = None if options.trusted is None else _certificates(options.trusted)
-        self._made: dict[Any, tuple[Any, Any]] = {}
+        self._open: dict[Any, tuple[Any, Any]] = {}
 
     def stub(self, proxy: Any) -> Any:
-        if proxy not in self._made:
+        if proxy not in self._open:
             grpc = self._library.grpc
             if self._tls:
                 # gRPC always verifies certificates and host names.
@@ -64,12 +64,12 @@ class Channels:
                 channel = grpc.aio.secure_channel(proxy.facade, credentials, _OPTIONS)
             else:
                 channel = grpc.aio.insecure_channel(proxy.facade, _OPTIONS)
-            self._made[proxy] = channel, self._library.Stub(channel)
-        return self._made[proxy][1]
+            self._open[proxy] = channel, self._library.Stub(channel)
+        return self._open[proxy][1]
 
     async def close(self) -> None:
-        made, self._made = self._made, {}
-        for channel, _ in made.values():
+        channels, self._open = self._open, {}
+        for channel, _ in channels.values():
             await channel.close()
 
 
@@ -140,24 +140,24 @@ class Session:
     """
 
     def __init__(self, options: Place, describe: Callable[[Any], None]) -> None:
-        self.library = made = library()
+        self.library = client = library()
         self.options = options
         self.failed: DeliveredError | None = None
         self.granted: Any = None  # the Settings that a proxy returned
         self.changed = threading.Condition()
         self._describe = describe
         secret = None if options.secret_key is None else resolve_secret("secretKey", options.secret_key)
-        self._config = made.ClientConfiguration(
-            options.endpoints, made.Credentials(options.access_key, secret), options.namespace
+        self._config = client.ClientConfiguration(
+            options.endpoints, client.Credentials(options.access_key, secret), options.namespace
         )
-        self._id = made.ClientId().client_id
-        self._channels = Channels(made, options)
-        made.RpcClient()  # starts the client's own thread
+        self._id = client.ClientId().client_id
+        self._channels = Channels(client, options)
+        client.RpcClient()  # starts the client's own thread
         self._streams: dict[Any, Any] = {}
         self.closed = False
         try:
             self.queues = self._route()
-            self.proxies = list({made.RpcEndpoints(q.broker.endpoints): None for q in self.queues})
+            self.proxies = list({client.RpcEndpoints(q.broker.endpoints): None for q in self.queues})
             for proxy in self.proxies:
                 self.wait(self.run(self._introduce(proxy)), CONNECT_TIMEOUT_S)
         except BaseException:

@@ -164,8 +164,8 @@ class Publisher:
         session, of = self._session, self._session.library.of
         request = session.library.calls.SendMessageRequest()
         for message in batch:
-            made = request.messages.add(topic=session.resource(self._options.topic), body=message.body)
-            system = made.system_properties
+            sent = request.messages.add(topic=session.resource(self._options.topic), body=message.body)
+            system = sent.system_properties
             system.message_id, system.message_type = message.id, self._kind
             system.keys.extend(message.keys)
             system.body_encoding, system.born_host = of.IDENTITY, "delivered"

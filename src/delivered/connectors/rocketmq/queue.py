@@ -80,12 +80,12 @@ def _headers(message: Any, keys: Sequence[str]) -> list[tuple[str, bytes | None]
 def _body(message: Any) -> bytes:
     system, of = message.system_properties, library().of
     digest, body = system.body_digest, bytes(message.body)
-    made = {
+    checksum = {
         of.CRC32: lambda: format(zlib.crc32(body) & 0xFFFFFFFF, "08X"),
         of.MD5: lambda: hashlib.md5(body, usedforsecurity=False).hexdigest(),
         of.SHA1: lambda: hashlib.sha1(body, usedforsecurity=False).hexdigest(),
     }.get(digest.type)
-    if made is not None and made().upper().lstrip("0") != digest.checksum.upper().lstrip("0"):
+    if checksum is not None and checksum().upper().lstrip("0") != digest.checksum.upper().lstrip("0"):
         raise ValueError(f"its body does not match its checksum {digest.checksum}")
     if system.body_encoding == of.GZIP:
         unpacker = zlib.decompressobj(_ZLIB_OR_GZIP)
@@ -486,13 +486,13 @@ class RocketmqQueue:
 
     def receiver(self) -> Receiver:
         try:
-            made = RocketmqReceiver(self.options)
+            receiver = RocketmqReceiver(self.options)
         except UsageError as error:
             if self.seen and error.code in MISSING:
                 raise Unreachable("ROCKETMQ_UNREACHABLE", error.message, error.next_step) from error
             raise
         self.seen[:] = [True]
-        return made
+        return receiver
 
     def _findings(self, receiver: RocketmqReceiver) -> Iterator[Finding]:
         if receiver.takes_fifo and not receiver.ordered:

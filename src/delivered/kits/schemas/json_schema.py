@@ -251,18 +251,18 @@ class JsonSchema:
             raise MissingExtra("schemas") from None
         try:
             document = json.loads(registered.text)
-            made = jsonschema.validators.validator_for(document, default=jsonschema.Draft7Validator)
-            made.check_schema(document, format_checker=None)  # patterns are not Python's
+            kind = jsonschema.validators.validator_for(document, default=jsonschema.Draft7Validator)
+            kind.check_schema(document, format_checker=None)  # patterns are not Python's
             document = checked(document)
             known = [(name, checked(json.loads(text))) for name, text in registered.references]
-            specification = referencing.jsonschema.specification_with(made.META_SCHEMA["$schema"])
+            specification = referencing.jsonschema.specification_with(kind.META_SCHEMA["$schema"])
             resources = [
                 (uri, specification.create_resource(each))
                 for name, each in known
                 for uri in {name, each.get("$id", name)}
             ]
             registry = referencing.Registry().with_resources(resources)
-            self._validator = bounded(made)(document, registry=registry)
+            self._validator = bounded(kind)(document, registry=registry)
             self._kinds = _Kinds(document, {u: r.contents for u, r in resources})
             self.arrow = self.filled = self._kinds.of(document, "", 0)
             required = [n for n in document.get("required", ()) if n in document.get("properties", ())]

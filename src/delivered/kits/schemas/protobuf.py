@@ -86,8 +86,8 @@ class ProtobufSchema:
         return self._node.read(self._class.FromString(payload), Budget(len(payload)))
 
     def write(self, value: Any) -> bytes:
-        made = self._node.write(value)
-        return self._indexes + made.SerializeToString(deterministic=True)  # type: ignore[no-any-return]
+        message = self._node.write(value)
+        return self._indexes + message.SerializeToString(deterministic=True)  # type: ignore[no-any-return]
 
     def _chosen(self, record: str | None) -> Any:
         names = [m.full_name for m in self._file.message_types_by_name.values()]
@@ -144,11 +144,11 @@ def _compiled(registered: Registered) -> Any:
             except (FileExistsError, IsADirectoryError, NotADirectoryError):
                 raise Unmappable(f"it imports {name!r}, which another import has as a folder") from None
         own = Path(str(grpc_tools.__file__)).parent / "_proto"
-        made = work / "made"
-        arguments = ["protoc", f"-I{work}", f"-I{own}", "--include_imports", f"--descriptor_set_out={made}", _MAIN]
+        output = work / "made"
+        arguments = ["protoc", f"-I{work}", f"-I{own}", "--include_imports", f"--descriptor_set_out={output}", _MAIN]
         if protoc.main(arguments) != 0:
             raise Unmappable(f"protoc refuses it; it begins with {registered.text[:80]!r}")
-        files = descriptor_pb2.FileDescriptorSet.FromString(made.read_bytes())
+        files = descriptor_pb2.FileDescriptorSet.FromString(output.read_bytes())
     pool = descriptor_pool.DescriptorPool()
     for each in files.file:
         pool.AddSerializedFile(each.SerializeToString())
@@ -205,12 +205,14 @@ def _message(of: Any, path: str, depth: int, types: TypeCount) -> _Node:
     types.add(path, depth)
     from google.protobuf import message_factory
 
-    made = message_factory.GetMessageClass(of)
+    message_class = message_factory.GetMessageClass(of)
     if of.full_name == _TIMESTAMP:
-        return _timestamp(made, path)
+        return _timestamp(message_class, path)
     if of.full_name in _WRAPPERS:
         inner = _scalar(of.fields_by_name["value"], path)
-        return _Node(inner.kind, lambda v, budget: inner.read(v.value, budget), lambda v: made(value=inner.write(v)))
+        return _Node(
+            inner.kind, lambda v, budget: inner.read(v.value, budget), lambda v: message_class(value=inner.write(v))
+        )
     fields = [(f, _field(f, f"{path}.{f.name}", depth + 1, types)) for f in of.fields]
 
     def read(value: Any, budget: Budget) -> dict[str, Any]:
@@ -228,12 +230,12 @@ def _message(of: Any, path: str, depth: int, types: TypeCount) -> _Node:
                 found[f.name] = node.write(one)
             elif not f.has_presence:
                 raise ValueError(f"field {path[1:] + '.' if path else ''}{f.name} is null, and has no presence")
-        return made(**found)
+        return message_class(**found)
 
     return _Node(pa.struct([pa.field(f.name, node.kind) for f, node in fields]), read, write)
 
 
-def _timestamp(made: Any, path: str) -> _Node:
+def _timestamp(message_class: Any, path: str) -> _Node:
     def read(value: Any, _budget: Budget) -> int:
         if not (_SECONDS_MIN <= value.seconds <= _SECONDS_MAX and 0 <= value.nanos < _NANOS * _SECOND):
             raise Unreadable(
@@ -245,7 +247,7 @@ def _timestamp(made: Any, path: str) -> _Node:
     def write(us: int) -> Any:
         if not _SECONDS_MIN <= us // _SECOND <= _SECONDS_MAX:
             raise Unreadable(f"field {path[1:]!r} is {us} microseconds since 1970, which is not in the years 1 to 9999")
-        return made(seconds=us // _SECOND, nanos=us % _SECOND * _NANOS)
+        return message_class(seconds=us // _SECOND, nanos=us % _SECOND * _NANOS)
 
     return _Node(pa.timestamp("us", "UTC"), read, write)
 
@@ -340,11 +342,11 @@ def _indexes_text(indexes: Sequence[int]) -> bytes:
 
 def _varint(number: int) -> bytes:
     """Zigzag."""
-    number, made = number << 1, bytearray()
+    number, encoded = number << 1, bytearray()
     while number > 0x7F:
-        made.append(number & 0x7F | 0x80)
+        encoded.append(number & 0x7F | 0x80)
         number >>= 7
-    return bytes([*made, number])
+    return bytes([*encoded, number])
 
 
 def _split(data: bytes) -> tuple[list[int], bytes]:
