@@ -23,7 +23,7 @@ from delivered.connectors.pulsar import CONNECTOR, client
 from delivered.connectors.pulsar import client as tokens
 from delivered.connectors.pulsar.client import Admin
 from delivered.connectors.pulsar.options import PulsarSinkOptions, SourceOptions
-from delivered.connectors.pulsar.reader import check_connection
+from delivered.connectors.pulsar.source import check_connection
 from delivered.connectors.pulsar.writer import Publisher
 from delivered.contract.powers import ready_target
 from delivered.machine import java_home

@@ -187,11 +187,7 @@ class Records:
     def history(self, incarnation: str) -> Iterator[Decision]:
         """Decisions still kept, oldest first; only the newest revision of each."""
         scope = self._names.scope
-        own = {
-            "delivered.pipeline": scope.pipeline,
-            "delivered.sink": scope.sink,
-            "delivered.incarnation": incarnation,
-        }
+        own = {"delivered.pipeline": scope.pipeline, "delivered.sink": scope.sink, "delivered.incarnation": incarnation}
         found: dict[int, Decision] = {}
         for snapshot in sorted(self._table.metadata.snapshots, key=lambda s: s.sequence_number or 0):
             properties = snapshot.summary.additional_properties if snapshot.summary is not None else {}

@@ -29,13 +29,7 @@ EARLIEST, LATEST = "earliest", "latest"
 LOG, POLL = "log", "poll"
 STOP, NEW = "stop", "new"
 ROUTE = "{aggregatetype}"
-DIALECTS = {
-    "postgresql": "postgres",
-    "postgres": "postgres",
-    "mysql": "mysql",
-    "mariadb": "mysql",
-    "sqlite": "sqlite",
-}
+DIALECTS = {"postgresql": "postgres", "postgres": "postgres", "mysql": "mysql", "mariadb": "mysql", "sqlite": "sqlite"}
 COLUMNS = ("id", "aggregatetype", "aggregateid", "type", "payload")
 SLOT_LENGTH_MAX = 63
 _EXAMPLES = "postgresql://host/db, mysql://host/db or sqlite:///folder/file.db"
@@ -160,9 +154,7 @@ class OutboxOptions(Options, owner=OWNER, ignored=("path",)):
         example="created_at",
     )
     topic: str = option(
-        "topic",
-        f"Value of the column topic; {ROUTE} is the row's aggregate type.",
-        default=f"outbox.event.{ROUTE}",
+        "topic", f"Value of the column topic; {ROUTE} is the row's aggregate type.", default=f"outbox.event.{ROUTE}"
     )
     json: bool = option(
         "payloadFormat",

@@ -126,11 +126,7 @@ def lsn_text(position: int) -> str:
 
 
 def state(connection: psycopg.Connection[Any], options: OutboxOptions) -> State:
-    given = {
-        "slot": options.slot,
-        "publication": options.publication,
-        "table": quoted("postgres", options.table),
-    }
+    given = {"slot": options.slot, "publication": options.publication, "table": quoted("postgres", options.table)}
     found = connection.execute(_STATE, given).fetchone()
     if found is None:
         raise InvariantBroken("OUTBOX_ERROR", "PostgreSQL answered without a row.")

@@ -167,10 +167,7 @@ class OutboxSource:
 
     def _numbered(self, kind: str, start: dict[str, Any], end: int) -> Iterator[pa.RecordBatch]:
         positions = Positions(self.options)
-        with (
-            contextlib.closing(connect(self.options)) as connection,
-            transaction(self.options, connection) as caller,
-        ):
+        with contextlib.closing(connect(self.options)) as connection, transaction(self.options, connection) as caller:
             if kind == NUMBERED:
                 rows = positions.rows(caller, start["number"], end)
             else:

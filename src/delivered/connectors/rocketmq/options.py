@@ -41,18 +41,9 @@ class Place(Options):
     namespace: str = option("namespace", "Namespace of topic and group, if used.", default="")
     access_key: str | None = option("accessKey", "User name, if the servers require authentication.", default=None)
     secret_key: str | None = option("secretKey", "Secret key of the user.", default=None, secret=True)
-    tls: bool = option(
-        "tls",
-        "Use TLS; certificates and host names are verified.",
-        FLAG,
-        default=False,
-    )
+    tls: bool = option("tls", "Use TLS; certificates and host names are verified.", FLAG, default=False)
     trusted: str | None = option(
-        "tlsTrustCertsFile",
-        "PEM file with trusted certificates.",
-        TEXT,
-        default=None,
-        shown="gRPC's built-in ones",
+        "tlsTrustCertsFile", "PEM file with trusted certificates.", TEXT, default=None, shown="gRPC's built-in ones"
     )
 
     def check(self, owner: str) -> None:

@@ -12,18 +12,7 @@ from urllib.parse import urlsplit
 
 from delivered.kits.options import password_in_url
 from delivered.model.errors import UsageError
-from delivered.model.options import (
-    Option,
-    Options,
-    OptionType,
-    Unfit,
-    choice,
-    is_loopback,
-    resolve_secret,
-    several,
-    split_url,
-    whole,
-)
+from delivered.model.options import Option, Options, OptionType, Unfit, choice, resolve_secret, several, whole
 
 PREFIX = "schema.registry."
 URL = f"{PREFIX}url"
@@ -214,12 +203,7 @@ class FormatOptions(Options):
     registry: Mapping[str, str] = several(
         _settings,
         Option(URL, "URL of the schema registry.", type=_URL, example="http://localhost:8081"),
-        Option(
-            LOGIN,
-            "user:password for the registry.",
-            secret=True,
-            example="env:REGISTRY_USER_INFO",
-        ),
+        Option(LOGIN, "user:password for the registry.", secret=True, example="env:REGISTRY_USER_INFO"),
         Option(
             TRUSTED,
             "PEM file with trusted certificates, for https; it must exist on the driver and on every executor.",
