@@ -14,7 +14,19 @@ from delivered.model.capability import APPEND, OnConflict, WriteMode
 from delivered.model.errors import UsageError
 from delivered.model.identity import fitted_name
 from delivered.model.limits import NAME_LENGTH_MAX
-from delivered.model.options import FLAG, Option, Options, OptionType, Unfit, choice, option, several, whole
+from delivered.model.options import (
+    FLAG,
+    Option,
+    Options,
+    OptionType,
+    Unfit,
+    choice,
+    is_loopback,
+    is_netloc,
+    option,
+    several,
+    whole,
+)
 
 if TYPE_CHECKING:
     import ssl

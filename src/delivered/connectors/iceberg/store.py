@@ -36,7 +36,7 @@ from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
 from delivered.model.outcome import Failed, Ok, Outcome
-from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
+from delivered.model.work import Archive, Archived, Begun, Decision, LedgerState, Owner, Prepared
 
 # The ledger's records, in the table's own metadata.
 #

@@ -25,7 +25,18 @@ from delivered.kits.options import (
     rows_max_option,
 )
 from delivered.model.errors import UsageError
-from delivered.model.options import FLAG, Option, OptionType, Unfit, choice, option, several, whole
+from delivered.model.options import (
+    FLAG,
+    Option,
+    OptionType,
+    Unfit,
+    check_netloc,
+    choice,
+    is_loopback,
+    option,
+    several,
+    whole,
+)
 
 SOURCE = "delivered_pulsar source"
 SINK = "delivered_pulsar sink"

@@ -12,7 +12,18 @@ from urllib.parse import urlsplit
 
 from delivered.kits.options import password_in_url
 from delivered.model.errors import UsageError
-from delivered.model.options import Option, Options, OptionType, Unfit, choice, resolve_secret, several, whole
+from delivered.model.options import (
+    Option,
+    Options,
+    OptionType,
+    Unfit,
+    choice,
+    is_loopback,
+    resolve_secret,
+    several,
+    split_url,
+    whole,
+)
 
 PREFIX = "schema.registry."
 URL = f"{PREFIX}url"
