@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from delivered.model.catalogue import texts
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 
@@ -25,6 +26,14 @@ class Finding:
     next_step: str | None = None
     only: Guarantee | None = None
     transient: bool = False
+
+    @classmethod
+    def build(
+        cls, code: str, *, refuses: bool, only: Guarantee | None = None, transient: bool = False, **values: object
+    ) -> Finding:
+        """With the texts of the catalogue; `code` with its condition."""
+        message, next_step = texts(code, values)
+        return cls(code.partition(".")[0], message, refuses, next_step, only, transient)
 
     @classmethod
     def refusal(cls, why: DeliveredError) -> Finding:

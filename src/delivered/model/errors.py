@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from delivered.model.catalogue import texts
 from delivered.model.secrets import one_line, without_passwords
 
 _MESSAGE_LENGTH_MAX = 20_000
@@ -42,17 +43,29 @@ class DeliveredError(Exception):
     """Base of all errors of this package.
 
     Args:
-        code: upper-case words, without the prefix `DELIVERED_`.
-        message: full sentences: what happened, the value, the limit.
-        next_step: what to run or change next; None: nothing to do.
+        code: upper-case words, without the prefix `DELIVERED_`; with its condition, if the catalogue has several.
+        message: full sentences: what happened, the value, the limit. None: as the catalogue has it (`model/catalogue.py`);
+            a connector of another package passes its own.
+        next_step: what to run or change next; None: nothing to do, or as the catalogue has it.
+        values: of the placeholders in the catalogue's texts.
+
+    Attributes:
+        condition: its name in the catalogue; empty: the code has one text.
     """
 
     exit_code = 1
+    usual_step: str | None = None
+    """The next step of a code that has none in the catalogue."""
     may_come_back = False
     """A server is unreachable; the same call may succeed later."""
 
-    def __init__(self, code: str, message: str, next_step: str | None = None) -> None:
-        self.code = f"DELIVERED_{code}"
+    def __init__(
+        self, code: str, message: str | None = None, next_step: str | None = None, **values: object
+    ) -> None:
+        if message is None:
+            message, step = texts(code, values)
+            next_step = next_step or step or self.usual_step
+        self.code, _, self.condition = f"DELIVERED_{code}".partition(".")
         # On one line: it may quote a record or a server, and the driver reads a worker's error by lines.
         # Without secrets: it becomes text of logs, pages, reports, Spark's own log and lineage events.
         self.message = _bounded(without_passwords(one_line(message)))
@@ -93,11 +106,9 @@ class MissingExtra(UsageError):
     def __init__(self, code: str, message: str | None = None, next_step: str | None = None) -> None:
         # Callers pass only the extra's name; unpickling passes three arguments.
         if message is None:
-            extra = code
-            code = "EXTRA_MISSING"
-            message = f"The client library for {extra} is not installed."
-            next_step = f'pip install "delivered[{extra}]"'
-        super().__init__(code, message, next_step)
+            super().__init__("EXTRA_MISSING", extra=code)
+        else:
+            super().__init__(code, message, next_step)
 
 
 _AWAY = re.compile(r"DELIVERED_(?!TABLE_|LOG_)[A-Z0-9]+_(UNREACHABLE|NO_ANSWER)")
@@ -107,8 +118,10 @@ _AWAY = re.compile(r"DELIVERED_(?!TABLE_|LOG_)[A-Z0-9]+_(UNREACHABLE|NO_ANSWER)"
 class Unreachable(DeliveredError):
     """A server did not answer in time, or rejected the credentials."""
 
-    def __init__(self, code: str, message: str, next_step: str | None = None) -> None:
-        super().__init__(code, message, next_step)
+    def __init__(
+        self, code: str, message: str | None = None, next_step: str | None = None, **values: object
+    ) -> None:
+        super().__init__(code, message, next_step, **values)
         self.may_come_back = _AWAY.fullmatch(self.code) is not None  # not for wrong credentials
 
 
@@ -122,8 +135,12 @@ _REPORT = "keep checkpoint and sink as they are, and report this with the driver
 class InvariantBroken(DeliveredError):
     """Something that must never happen happened. The query stops; nothing is skipped."""
 
-    def __init__(self, code: str, message: str, next_step: str | None = _REPORT) -> None:
-        super().__init__(code, message, next_step)
+    usual_step = _REPORT
+
+    def __init__(
+        self, code: str, message: str | None = None, next_step: str | None = _REPORT, **values: object
+    ) -> None:
+        super().__init__(code, message, next_step if message is not None else None, **values)
 
 
 class Fenced(InvariantBroken):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
+from delivered.model.catalogue import texts
 from delivered.model.errors import UsageError
 from delivered.model.identity import SOURCE, by_source
 from delivered.model.secrets import holds_password, is_secret
@@ -40,6 +41,12 @@ class Unfit(Exception):
     ) -> None:
         super().__init__(reason)
         self.reason, self.next_step, self.code, self.nearest = reason, next_step, code, nearest
+
+    @classmethod
+    def build(cls, code: str, *, nearest: str | None = None, **values: object) -> Unfit:
+        """With the texts of the catalogue; `code` with its condition."""
+        reason, next_step = texts(code, values)
+        return cls(reason, next_step, code, nearest)
 
 
 @dataclass(frozen=True)

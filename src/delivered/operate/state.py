@@ -12,6 +12,7 @@ from typing import Any
 from delivered import html
 from delivered.checkpoint.history import Totals
 from delivered.contract.queue import DedupWindow, ReceiverReport
+from delivered.model.catalogue import PREFIX, texts
 from delivered.model.identity import SOURCE
 from delivered.model.work import BatchReport
 from delivered.operate.transactions import Open
@@ -38,6 +39,12 @@ class Problem:
     code: str
     text: str
     next_step: str | None
+
+    @classmethod
+    def build(cls, code: str, **values: object) -> Problem:
+        """With the texts of the catalogue; `code` with its condition, without the prefix."""
+        text, next_step = texts(code, values)
+        return cls(PREFIX + code.partition(".")[0], text, next_step)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, assert_never
 
 from delivered import html
 from delivered.model.capability import LedgerPlace
+from delivered.model.catalogue import texts
 from delivered.model.errors import Refused, Unreachable
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import Step
@@ -31,6 +32,12 @@ class Reason:
     text: str
     way_out: str
     transient: bool = False
+
+    @classmethod
+    def build(cls, code: str, **values: object) -> Reason:
+        """With the texts of the catalogue; `code` with its condition."""
+        text, way_out = texts(code, values)
+        return cls(code.partition(".")[0], text, way_out or "")
 
 
 @dataclass(frozen=True)
