@@ -1,11 +1,11 @@
-"""Every error code with its causes and next steps, from the code: the list that the site adds to docs/errors.md."""
+"""Every error code with its causes and next steps, from the catalogue: the list that the site adds to docs/errors.md."""
 
 from __future__ import annotations
 
 import re
 
-from delivered.cli.error_index import read_index
 from delivered.cli.explain import to_json
+from delivered.model.catalogue import entries
 
 _SPECIAL = {"<": "&lt;", ">": "&gt;"}
 
@@ -21,12 +21,14 @@ def _mark(found: re.Match[str]) -> str:
 
 
 def listing() -> str:
-    index = read_index()
     lines = []
-    for code, causes in index.causes.items():
-        entry = to_json(code, causes, index)
-        lines += [f"## `{code}`", ""]
-        lines += [_escaped(entry["meaning"]), ""] if entry["meaning"] else []
-        lines += [f"- {_escaped(c['cause'])} **Next:** {_escaped(c['next'])}" for c in entry["causes"]]
+    for code, entry in entries().items():
+        shown = to_json(code, entry)
+        lines += [f"## `{shown['code']}`", ""]
+        lines += [_escaped(shown["meaning"]), ""] if shown["meaning"] else []
+        for cause in shown["causes"]:
+            name = f"`{cause['condition']}`: " if cause["condition"] else ""
+            lines.append(f"- {name}{_escaped(cause['cause'])} **Next:** {_escaped(cause['next'])}")
+        lines += ["", f"More: [{shown['docs'].partition('#')[0]}]({shown['docs']})"] if "docs" in shown else []
         lines.append("")
     return "\n".join(lines)

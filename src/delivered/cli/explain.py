@@ -1,44 +1,84 @@
-"""`delivered explain`: what an error code means, what causes it, and what to run next."""
+"""`delivered explain`: what an error code means, what causes it, and what to run next, from the catalogue."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
 
-from delivered.cli.error_index import Cause, Index, read_index
 from delivered.cli.output import Output, OutputOption, command, say, say_json, spoken
+from delivered.model import errors
+from delivered.model.catalogue import PREFIX, Condition, conditions_of, entries
+from delivered.model.errors import UsageError
 
-_PASSED_ON = re.compile(r"\W*<[^>]*>\W*")
+_VALUE = re.compile(r"{(\w+)[^{}]*}")
+_MEANINGS = {
+    "Finding": "Found by the checks before a start, which refuse it or warn",
+    "Problem": "Shown by `delivered status`",
+    "Reason": "The request is valid but cannot be fulfilled",
+    "Unfit": "The request itself is wrong",
+}
+"""Of what becomes an error later; an error's class says its meaning."""
+_ALLOWED = "write what the message says is allowed"
 
 
-def _meaning(kind: str, index: Index) -> str:
+def _meaning(kind: str) -> str:
     """One sentence: what an error of this class says. Empty: the class says nothing."""
-    said = index.meanings.get(kind) or index.meanings["Refused" if kind == "Reason" else "UsageError"]
-    return "" if kind == "DeliveredError" else said.partition(". ")[0].rstrip(".") + "."
+    said = _MEANINGS.get(kind) or (getattr(errors, kind).__doc__ or "").partition("\n\n")[0]
+    return "" if kind == "DeliveredError" else said.replace("\n   ", "").partition(". ")[0].rstrip(".") + "."
 
 
-def to_json(code: str, causes: Sequence[Cause], index: Index) -> dict[str, Any]:
-    """For programs, and for the reference page."""
-    return {
-        "code": code,
-        "meaning": " ".join(filter(None, dict.fromkeys(_meaning(c.kind, index) for c in causes))),
-        "causes": [
-            {"cause": cause, "next": step, "modules": sorted(modules)} for (cause, step), modules in _merged(causes)
-        ],
+def _shown(template: str) -> str:
+    """<name> for each value."""
+    return _VALUE.sub(r"<\1>", template).replace("{{", "{").replace("}}", "}")
+
+
+def _cause(condition: Condition) -> dict[str, str]:
+    message, step = condition.message, condition.next_step
+    if condition.kind == "Unfit":  # becomes the error of an option, whose type has an example
+        message, step = f"{{owner}}: option {{name}} {message}.", step or _ALLOWED
+    step = step or getattr(errors, condition.kind).usual_step or ""
+    return {"condition": condition.code.partition(".")[2], "cause": _shown(message), "next": _shown(step)}
+
+
+def to_json(code: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """For programs, and for the reference page.
+
+    Args:
+        entry: as the catalogue has it.
+    """
+    conditions = list(conditions_of(code, entry))
+    found = {
+        "code": PREFIX + code,
+        "meaning": " ".join(filter(None, dict.fromkeys(_meaning(c.kind) for c in conditions))),
+        "causes": [_cause(c) for c in conditions],
     }
+    return found | ({"docs": entry["docs"]} if "docs" in entry else {})
 
 
-def _merged(causes: Sequence[Cause]) -> list[tuple[tuple[str, str], set[str]]]:
-    """Causes with the same text once; those that only pass on an error, <message>, if there are no others."""
-    found: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for c in causes:
-        found[c.message, c.next_step].add(c.module)
-    telling = [(texts, where) for texts, where in found.items() if not all(_PASSED_ON.fullmatch(t) for t in texts)]
-    return telling or list(found.items())
+def find(code: str) -> tuple[str, dict[str, Any]]:
+    """A code, without the prefix, and its entry in the catalogue; only the condition, if one is named.
+
+    Args:
+        code: with or without its prefix, in any case, also in brackets.
+
+    Raises:
+        UsageError: there is no such code.
+    """
+    known = entries()
+    wanted, _, name = code.strip().strip("[]").upper().removeprefix(PREFIX).partition(".")
+    entry = known.get(wanted)
+    if entry is not None and name in entry.get("conditions", {}):
+        return wanted, {**entry, "conditions": {name: entry["conditions"][name]}}
+    if entry is not None and not name:
+        return wanted, entry
+    names = [f"{wanted}.{n}" for n in entry["conditions"]] if entry and "conditions" in entry else list(known)
+    near = get_close_matches(f"{wanted}.{name}" if entry else wanted, names, n=1)
+    if near:
+        raise UsageError("CODE_UNKNOWN.NEAR", name=code, near=PREFIX + near[0])
+    raise UsageError("CODE_UNKNOWN.OTHER", name=code)
 
 
 @command
@@ -47,16 +87,17 @@ def explain(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Explain an error code: what it means, what causes it, and what to run next."""
-    index = read_index()
-    found = [index.find(code)] if code is not None else list(index.causes.items())
-    entries = [to_json(known, causes, index) for known, causes in found]
+    found = [find(code)] if code is not None else list(entries().items())
+    shown = [to_json(*each) for each in found]
     if output is Output.JSON:
-        say_json(entries if code is None else entries[0])
+        say_json(shown if code is None else shown[0])
         return
-    for entry in entries:
+    for entry in shown:
         if code is None:
             say(entry["code"])
             continue
         say(f"{entry['code']}: {entry['meaning']}".removesuffix(": "))
         for cause in entry["causes"]:
             say(f"\n  {spoken(cause['cause'])}\n  Next: {spoken(cause['next'])}")
+        if "docs" in entry:
+            say(f"\n  See docs/{entry['docs']}")
