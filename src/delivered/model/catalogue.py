@@ -1,8 +1,8 @@
 """The catalogue of errors, warnings and problems: the texts of each code, in error-conditions.json.
 
-A code with several texts has a named condition for each, "TABLE_MISSING.DROPPED"; users see and match the code alone. A text
-has {placeholders} in the syntax of `str.format`, for the values that a call passes by name. The file is read with the
-first text that is needed: executors import this module at every start.
+A code with several texts has a named condition for each, "TABLE_MISSING.SQL"; users see and match the code alone. A
+text has {placeholders} in the syntax of `str.format`, for the values that a call passes by name. The file is read with
+the first text that is needed: executors import this module at every start.
 """
 
 from __future__ import annotations
@@ -58,6 +58,6 @@ def texts(code: str, values: Mapping[str, object]) -> tuple[str, str | None]:
     try:
         condition = conditions()[code]
         step = condition.next_step
-        return condition.message.format_map(values), step.format_map(values) if step is not None else None
+        return condition.message.format_map(values), step.format_map(values) or None if step else None
     except (LookupError, ValueError) as error:
         return f"{values} ({type(error).__name__}: {error}).", None

@@ -44,8 +44,8 @@ class DeliveredError(Exception):
 
     Args:
         code: upper-case words, without the prefix `DELIVERED_`; with its condition, if the catalogue has several.
-        message: full sentences: what happened, the value, the limit. None: as the catalogue has it (`model/catalogue.py`);
-            a connector of another package passes its own.
+        message: full sentences: what happened, the value, the limit. None: the catalogue's (`model/catalogue.py`); a
+            connector of another package passes its own.
         next_step: what to run or change next; None: nothing to do, or as the catalogue has it.
         values: of the placeholders in the catalogue's texts.
 
@@ -59,9 +59,7 @@ class DeliveredError(Exception):
     may_come_back = False
     """A server is unreachable; the same call may succeed later."""
 
-    def __init__(
-        self, code: str, message: str | None = None, next_step: str | None = None, **values: object
-    ) -> None:
+    def __init__(self, code: str, message: str | None = None, next_step: str | None = None, **values: object) -> None:
         if message is None:
             message, step = texts(code, values)
             next_step = next_step or step or self.usual_step
@@ -118,9 +116,7 @@ _AWAY = re.compile(r"DELIVERED_(?!TABLE_|LOG_)[A-Z0-9]+_(UNREACHABLE|NO_ANSWER)"
 class Unreachable(DeliveredError):
     """A server did not answer in time, or rejected the credentials."""
 
-    def __init__(
-        self, code: str, message: str | None = None, next_step: str | None = None, **values: object
-    ) -> None:
+    def __init__(self, code: str, message: str | None = None, next_step: str | None = None, **values: object) -> None:
         super().__init__(code, message, next_step, **values)
         self.may_come_back = _AWAY.fullmatch(self.code) is not None  # not for wrong credentials
 
