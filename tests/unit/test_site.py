@@ -9,6 +9,8 @@ from pathlib import Path
 
 from docs.site import ROOT, in_nav, is_external, linked, links, pages, place, problems, prose
 
+from delivered.model.catalogue import entries
+
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 _LINKED_PAGES = [*pages(), Path("README.md")]
 
@@ -31,6 +33,10 @@ def _broken(page: Path, target: str) -> bool:
 def test_every_page_is_in_the_navigation_once() -> None:
     expected = [str(place(p)) for p in pages() if p.parent.name != "decisions"]
     assert Counter(in_nav()) == Counter([*expected, "decisions/index.md"]), "add a line to nav in mkdocs.yml"
+
+
+def test_links_of_error_codes_lead_somewhere() -> None:
+    assert [e["docs"] for e in entries().values() if "docs" in e and _broken(Path("docs/errors.md"), e["docs"])] == []
 
 
 def test_links_lead_somewhere() -> None:

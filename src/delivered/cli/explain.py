@@ -39,7 +39,7 @@ def _cause(condition: Condition) -> dict[str, str]:
     message, step = condition.message, condition.next_step
     if condition.kind == "Unfit":  # becomes the error of an option, whose type has an example
         message, step = f"{{owner}}: option {{name}} {message}.", step or _ALLOWED
-    step = step or getattr(errors, condition.kind).usual_step or ""
+    step = step or getattr(getattr(errors, condition.kind, None), "usual_step", None) or ""
     return {"condition": condition.code.partition(".")[2], "cause": _shown(message), "next": _shown(step)}
 
 
