@@ -1,4 +1,4 @@
-"""Every error code with its causes and next steps, from the catalogue: the list that the site adds to docs/errors.md."""
+"""Every error code with its causes and next steps, from the catalogue: the list that the site adds to errors.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every error, warning and problem has its texts in the catalogue, and every call that makes one passes their values."""
+"""Every error, warning and problem has its texts in the catalogue; every call that makes one passes their values."""
 
 from __future__ import annotations
 
