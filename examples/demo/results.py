@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from examples.demo.killing import Life
+from examples.demo.page import Row, page
 from rich import box
 from rich.table import Table
 
-from delivered.audit.page import Row, page
 from delivered.audit.report import AuditReport, as_text
 
 _COLUMNS = ("sent", "delivered", "lost", "duplicated", "given up")

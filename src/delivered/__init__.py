@@ -14,8 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from delivered.audit.chain import ChainReport
-    from delivered.audit.report import AuditReport
+    from delivered.audit.report import AuditReport, ChainReport
     from delivered.audit.spark.chain import audit_chain
     from delivered.entry import Pipeline
     from delivered.model.dedup import Dedup
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "AuditReport": "delivered.audit.report",
     "BadRecord": "delivered.model.errors",
-    "ChainReport": "delivered.audit.chain",
+    "ChainReport": "delivered.audit.report",
     "Dedup": "delivered.model.dedup",
     "DeliveredError": "delivered.model.errors",
     "Endpoint": "delivered.pipeline.endpoint",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from delivered import html
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import UsageError
-from delivered.operate.page import way_of
+from delivered.operate.page import flow_of
 from delivered.operate.state import Status
 from delivered.operate.status import status
 from delivered.pipeline.definition import Definition
@@ -43,14 +43,14 @@ class Pipeline(Definition):
     def _repr_html_(self) -> str:
         """What it is made of, for a notebook. Asks nobody; names no option, so no secret."""
         lines: list[tuple[str, object]] = [("checkpoint", html.element("code", self.checkpoint))]
-        if said := self.transform.facts().text:
-            lines.append(("transform", html.element("code", said)))
+        if text := self.transform.facts().text:
+            lines.append(("transform", html.element("code", text)))
         lines.append(("trigger", self.trigger.interval or "available_now"))
         lines += [("output mode", self.output_mode)] * (self.output_mode != "append")
         lines += [("dedup", self.dedup.by_text)] if self.dedup is not None else []
         lines += [("rows that a sink refuses", self.on_bad_row.value)] * (self.on_bad_row is not OnBadRow.FAIL)
         head = html.element("p", html.element("b", self.name))
-        return html.fragment(head, way_of(self).html(self.name, self.guarantee.value), html.table((), lines))
+        return html.fragment(head, flow_of(self).html(self.name, self.guarantee.value), html.table((), lines))
 
     def status(self) -> Status:
         """What `delivered status` shows: asked from checkpoint, ledger, sinks and sources, for 3 s at most. Never
@@ -129,7 +129,7 @@ class Pipeline(Definition):
         return replay(self, start, end, into, sink)
 
     def rebuild(self, into: str, *, start: str | None = None) -> Rebuild[Self]:
-        """Make this pipeline's table anew from the source, next to the old one. Does not start Spark.
+        """Make this pipeline's table again from the source, next to the old one. Does not start Spark.
 
         Start the result's `pipeline` until it ends, `compare` both tables, and `swap` them: `delivered rebuild` does.
         The same arguments give the same rebuild: after a kill, call it again.
@@ -226,7 +226,7 @@ class Pipeline(Definition):
         Raises:
             UsageError: invalid options, several sinks and none named, or one of Spark's own sources.
         """
-        from delivered.audit.spark.run import audit_sink
+        from delivered.audit.spark.audit import audit_sink
         from delivered.checkpoint.history import add_audit
 
         report = audit_sink(self, spark, sink, samples_max, sink_from, progress, recompute)

@@ -40,19 +40,20 @@ _RULES = """
   .figures b { font-variant-numeric: tabular-nums; } .figures span { color: var(--soft); display: block;
     font-size: .85rem; }
   .problem { border-left: .25rem solid var(--broken); background: var(--panel); padding: .4rem .8rem; margin: .4rem 0; }
-  .way { display: grid; grid-template-columns: 1fr auto 1fr; align-items: center; gap: .6rem 0; margin: .8rem 0; }
-  .way ul { list-style: none; margin: 0; padding: 0; display: grid; gap: .5rem; } .way small { color: var(--soft); }
-  .way li { display: grid; grid-template-columns: auto minmax(7rem, 1fr); align-items: center; }
-  .way li b, .way .hub { border: 1px solid var(--line); border-radius: .3rem; padding: .2rem .6rem; font-weight: 500; }
-  .way li small { border-bottom: 2px solid var(--line); padding: 0 .5rem; text-align: center; position: relative;
-    line-height: 1.3; } .way li small::after { content: "\\25B6"; position: absolute; right: -.1rem; bottom: -.62rem;
+  .flow { display: grid; grid-template-columns: 1fr auto 1fr; align-items: center; gap: .6rem 0; margin: .8rem 0; }
+  .flow ul { list-style: none; margin: 0; padding: 0; display: grid; gap: .5rem; } .flow small { color: var(--soft); }
+  .flow li { display: grid; grid-template-columns: auto minmax(7rem, 1fr); align-items: center; }
+  .flow li b, .flow .hub { border: 1px solid var(--line); border-radius: .3rem; padding: .2rem .6rem;
+    font-weight: 500; }
+  .flow li small { border-bottom: 2px solid var(--line); padding: 0 .5rem; text-align: center; position: relative;
+    line-height: 1.3; } .flow li small::after { content: "\\25B6"; position: absolute; right: -.1rem; bottom: -.62rem;
     font-size: .7rem; }
-  .way ul:last-child li { grid-template-columns: minmax(7rem, 1fr) auto; } .way ul:last-child li b { order: 2; }
-  .way .hub { background: var(--panel); text-align: center; max-width: 16rem; } .way .hub small { display: block; }
-  @media (max-width: 44rem) { .way { grid-template-columns: 1fr; } .way .hub { max-width: none; }
-    .way li { grid-template-columns: 1fr; } .way li small { border: 0; padding: .1rem .5rem; }
-    .way li small::after { content: "\\25BC"; position: static; padding-left: .4rem; }
-    .way ul:last-child li { display: flex; flex-direction: column; align-items: stretch; } }
+  .flow ul:last-child li { grid-template-columns: minmax(7rem, 1fr) auto; } .flow ul:last-child li b { order: 2; }
+  .flow .hub { background: var(--panel); text-align: center; max-width: 16rem; } .flow .hub small { display: block; }
+  @media (max-width: 44rem) { .flow { grid-template-columns: 1fr; } .flow .hub { max-width: none; }
+    .flow li { grid-template-columns: 1fr; } .flow li small { border: 0; padding: .1rem .5rem; }
+    .flow li small::after { content: "\\25BC"; position: static; padding-left: .4rem; }
+    .flow ul:last-child li { display: flex; flex-direction: column; align-items: stretch; } }
 """
 _PAGE = f"""
   :root {{ color-scheme: light dark; }} body {{ {_LIGHT} }}
@@ -93,7 +94,7 @@ def text(value: object) -> Html:
     return value if isinstance(value, Html) else Html(escape(plain(str(value))))
 
 
-def _shown(value: Any) -> Any:
+def _escaped(value: Any) -> Any:
     return plain(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
@@ -124,8 +125,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequen
     """
 
     def row(tags: Iterable[str], cells: Sequence[object]) -> Html:
-        made = (element(tag, c, "number" * (i in numbers)) for i, (tag, c) in enumerate(zip(tags, cells, strict=True)))
-        return element("tr", joined(made))
+        columns = enumerate(zip(tags, cells, strict=True))
+        return element("tr", joined(element(tag, c, "number" * (i in numbers)) for i, (tag, c) in columns))
 
     lines = [row(["th"] * len(head), head)] * bool(head)
     lines += [row(["td" if head or i else "th" for i in range(len(cells))], cells) for cells in rows]
@@ -138,21 +139,21 @@ def figures(pairs: Iterable[tuple[str, object]]) -> Html:
     return element("ul", joined(items), "figures")
 
 
-def problem(code: str, said: str, next_step: str | None) -> Html:
-    parts: list[object] = [element("b", code, "broken"), " ", said]
+def problem(code: str, what: str, next_step: str | None) -> Html:
+    parts: list[object] = [element("b", code, "broken"), " ", what]
     if next_step:
         parts += [Html("<br>Next: "), element("code", next_step)]
     return element("div", joined(parts), "problem")
 
 
-def way(sources: Sequence[tuple[str, str]], hub: tuple[str, str], sinks: Sequence[tuple[str, str]]) -> Html:
+def flow(sources: Sequence[tuple[str, str]], hub: tuple[str, str], sinks: Sequence[tuple[str, str]]) -> Html:
     """How the data travels: name and mechanism of each source, of the pipeline, and of each sink."""
 
     def named(name: str, how: str) -> Html:
         return joined((element("b", name), element("small", how)))
 
     ends = [element("ul", joined(element("li", named(*end)) for end in of)) for of in (sources, sinks)]
-    return element("div", joined((ends[0], element("div", named(*hub), "hub"), ends[1])), "way")
+    return element("div", joined((ends[0], element("div", named(*hub), "hub"), ends[1])), "flow")
 
 
 def from_rich(printed: Group) -> Html:
@@ -176,15 +177,15 @@ _CLASSES = {"green": "held", "red": "broken", "yellow": "unknown", "dim": "soft"
 def _styled(part: Any) -> Html:
     """A Text of rich with its styles as classes; line breaks stay."""
     spans = sorted(getattr(part, "spans", ()), key=lambda s: s.start)
-    said, done, made = str(part), 0, list[object]()
+    words, done, parts = str(part), 0, list[object]()
     for span in spans:
         css = next((c for word, c in _CLASSES.items() if word in str(span.style).split()), "")
-        content = said[span.start : span.end]
-        made += [said[done : span.start], element("b" if "bold" in str(span.style) else "span", content, css)]
+        content = words[span.start : span.end]
+        parts += [words[done : span.start], element("b" if "bold" in str(span.style) else "span", content, css)]
         done = span.end
-    whole = next((c for word, c in _CLASSES.items() if word in str(getattr(part, "style", "")).split()), "")
-    found = Html(joined([*made, said[done:]]).replace("\n", "<br>"))
-    return element("span", found, whole) if whole else found
+    css = next((c for word, c in _CLASSES.items() if word in str(getattr(part, "style", "")).split()), "")
+    styled = Html(joined([*parts, words[done:]]).replace("\n", "<br>"))
+    return element("span", styled, css) if css else styled
 
 
 def fragment(*parts: object) -> str:
@@ -210,7 +211,7 @@ _TAIL = """</body>
 
 
 def page(title: str, body: str, *, more_style: str = "", refresh_s: float | None = None, **values: Any) -> str:
-    """A whole file.
+    """A complete file.
 
     Args:
         body: a Jinja template; `signs` maps verdicts to symbols.
@@ -228,4 +229,4 @@ def part(body: str, **values: Any) -> Html:
         import jinja2
     except ImportError:
         raise MissingExtra("report") from None
-    return Html(jinja2.Environment(autoescape=True, finalize=_shown).from_string(body).render(signs=SIGNS, **values))
+    return Html(jinja2.Environment(autoescape=True, finalize=_escaped).from_string(body).render(signs=SIGNS, **values))

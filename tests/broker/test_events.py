@@ -18,8 +18,7 @@ from tests.broker.events_process import ACCOUNT
 from tests.broker.outbox_help import Database, database
 
 from delivered.model.errors import BadRecord, InvariantBroken, Refused
-from delivered.patterns.events import Conflict, DuplicateEvent, Event, ddl, new_id
-from delivered.patterns.events.tables import SNAPSHOTS
+from delivered.patterns.events import SNAPSHOTS, Conflict, DuplicateEvent, Event, ddl, new_id
 
 ROOT = Path(__file__).parents[2]
 DIALECTS = ["sqlite", "postgres", "mysql"]

@@ -20,7 +20,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from tests.spark.life import once, rows
 
 import delivered
-from delivered.audit.classes import Verdict
+from delivered.audit.evidence import Verdict
 from delivered_lab.supervisor import run
 
 if TYPE_CHECKING:

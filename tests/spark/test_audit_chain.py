@@ -15,8 +15,8 @@ from confluent_kafka.admin import AdminClient
 from tests.kafka_tools import read_committed
 
 import delivered
-from delivered.audit.chain import ChainReport
-from delivered.audit.classes import Counts, Damage, Verdict
+from delivered.audit.evidence import Counts, Damage, Verdict
+from delivered.audit.report import ChainReport
 from delivered.model.errors import UsageError
 from delivered.patterns import outbox
 

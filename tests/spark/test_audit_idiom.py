@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 import delivered
-from delivered.audit.classes import Counts, Verdict
+from delivered.audit.evidence import Counts, Verdict
 from delivered.checkpoint import sidecar
 
 if TYPE_CHECKING:

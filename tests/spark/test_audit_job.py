@@ -1,4 +1,4 @@
-"""The reconcile job detects every class of damage, exactly as defined in `delivered.audit`."""
+"""The reconcile job detects every class of damage, exactly as defined in `tests/support/reconcile.py`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
+from tests.support.reconcile import Seen
+from tests.support.reconcile import reconcile as definition
 from tests.support.sweeps import sweep
 
-from delivered.audit.classes import Counts, Damage
-from delivered.audit.reconcile import Seen
-from delivered.audit.reconcile import reconcile as definition
-from delivered.audit.spark.reconcile import Result, Slots, _classified, _side, hashed, reconcile
+from delivered.audit.evidence import Counts, Damage
+from delivered.audit.judge import Result
+from delivered.audit.spark.reconcile import Slots, _classified, _side, hashed, reconcile
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.spark.frames import keeps_partitions
 
@@ -186,7 +187,7 @@ def test_bytes_that_are_no_text_do_not_stop_the_report(spark: SparkSession) -> N
 
 
 def test_the_job_says_what_the_definition_says(spark: SparkSession) -> None:
-    """Hundreds of random small histories in one job: every id is classified as `delivered.audit.reconcile` does."""
+    """Hundreds of random small histories in one job: every id is classified as `tests/support/reconcile.py` does."""
     slots = Slots()
     slots.placed(["0", "1"])
     for seed in (1, 2):

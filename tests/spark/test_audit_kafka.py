@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import delivered
-from delivered.audit.classes import Counts, Verdict
+from delivered.audit.evidence import Counts, Verdict
 from delivered_lab.supervisor import kill_tree
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pytest
 
 import delivered
-from delivered.audit.classes import Counts, Damage, Verdict
+from delivered.audit.evidence import Counts, Damage, Verdict
 from delivered.audit.request import AuditRequest
-from delivered.audit.spark.run import audit
+from delivered.audit.spark.audit import audit
 from delivered.connectors.log import append
 from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pytest
 
-from delivered.audit.classes import Counts, Verdict
+from delivered.audit.evidence import Counts, Verdict
 from delivered.audit.request import AuditRequest
-from delivered.audit.spark.run import audit
+from delivered.audit.spark.audit import audit
 from delivered.connectors.log import append
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink, find_source

@@ -23,7 +23,7 @@ from tests.spark.life import PLAIN, WAIT_S, Life, once, rows
 from tests.support.halted import killed
 
 import delivered
-from delivered.audit.classes import Verdict
+from delivered.audit.evidence import Verdict
 from delivered.connectors.log import append
 from delivered.model.record_format import FORMAT
 from delivered.planner import Refusal

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 import delivered
-from delivered.audit.classes import Counts, DedupCounts, Verdict
+from delivered.audit.evidence import Counts, DedupCounts, Verdict
 from delivered.connectors.log import append
 from delivered_lab import supervisor
 

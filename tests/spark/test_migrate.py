@@ -21,7 +21,7 @@ from tests.support.halted import killed
 from typer.testing import CliRunner, Result
 
 from delivered import Pipeline
-from delivered.audit.classes import Verdict
+from delivered.audit.evidence import Verdict
 from delivered.cli.main import app
 from delivered_lab.supervisor import kill_tree, run
 

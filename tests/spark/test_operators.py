@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import delivered
-from delivered.audit.classes import Counts, Verdict
+from delivered.audit.evidence import Counts, Verdict
 from delivered.pipeline.transform import load_function
 from delivered_lab.verify.systems.log import Log
 from delivered_lab.verify.workloads import TABLE, WORKLOADS, records

@@ -17,7 +17,7 @@ from tests.kafka_tools import read_committed
 from tests.support.halted import killed
 
 import delivered
-from delivered.audit.classes import Verdict
+from delivered.audit.evidence import Verdict
 from delivered.patterns import outbox
 from delivered.planner import Plan
 

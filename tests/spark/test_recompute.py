@@ -19,7 +19,7 @@ from tests.support.by_hand import SINKS, Sink
 from tests.support.sweeps import sweep
 
 import delivered
-from delivered.audit.classes import Counts, Damage, Verdict
+from delivered.audit.evidence import Counts, Damage, Verdict
 from delivered.connectors.log import append
 from delivered.pipeline.progress import watch
 from delivered_lab import supervisor

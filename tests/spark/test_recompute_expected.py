@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 import delivered
-from delivered.audit.classes import Counts, Verdict
+from delivered.audit.evidence import Counts, Verdict
 from delivered.connectors.log import append
 
 if TYPE_CHECKING:

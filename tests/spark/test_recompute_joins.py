@@ -14,7 +14,7 @@ import pytest
 from pyspark.sql import functions as F  # noqa: N812
 
 import delivered
-from delivered.audit.classes import Counts, Verdict
+from delivered.audit.evidence import Counts, Verdict
 from delivered.connectors.log import append
 
 if TYPE_CHECKING:

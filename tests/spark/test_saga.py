@@ -19,7 +19,7 @@ import delivered
 from delivered.connectors.log import append
 from delivered.model.step import LOG_FORMAT, is_line_of_ours
 from delivered.patterns.saga import Log, Status
-from delivered.patterns.saga.tables import ENTRIES
+from delivered.patterns.saga.log import ENTRIES
 from delivered.planner import Refusal
 from delivered_lab import supervisor
 

@@ -20,7 +20,7 @@ from tests.support.halted import killed
 from tests.support.sweeps import sweep
 
 import delivered
-from delivered.audit.classes import Verdict
+from delivered.audit.evidence import Verdict
 from delivered.connectors.log import append
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.planner import Plan, Refusal

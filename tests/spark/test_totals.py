@@ -15,7 +15,7 @@ from examples import totals
 from tests.support.halted import killed
 
 import delivered
-from delivered.audit.classes import Counts, Damage, Verdict
+from delivered.audit.evidence import Counts, Damage, Verdict
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -10,7 +10,7 @@ from delivered.kits.schemas.options import FormatOptions
 from delivered.model.errors import Refused, UsageError
 from delivered.model.options import Unfit, parse_address, parse_addresses
 from delivered.operate.lineage import configured
-from delivered.operate.otel import reader
+from delivered.operate.metrics import otlp_reader
 from delivered.patterns.saga.http import Http
 from delivered.patterns.saga.log import Log
 from delivered.pipeline.registry import connectors
@@ -163,7 +163,7 @@ def test_endpoints_that_clients_read_from_the_environment(monkeypatch: pytest.Mo
     delta: Any = connectors()["delta"].sinks
     for ask, name, value in [
         (lambda: delta.options.parse({"path": "s3://b/t"}), "AWS_ENDPOINT_URL", "999999"),
-        (lambda: reader(None, 1), "OTEL_EXPORTER_OTLP_ENDPOINT", "'0'"),
+        (lambda: otlp_reader(None, 1), "OTEL_EXPORTER_OTLP_ENDPOINT", "'0'"),
         (configured, "OPENLINEAGE_URL", "marquez:5000"),
     ]:
         with pytest.raises(UsageError) as caught:
@@ -184,7 +184,7 @@ def test_urls_of_a_sagas_steps(value: str) -> None:
 @pytest.mark.parametrize("value", WRONG)
 def test_an_endpoint_of_open_telemetry(value: str) -> None:
     with pytest.raises(UsageError, match="--otlp"):
-        reader(value, 1)
+        otlp_reader(value, 1)
 
 
 @pytest.mark.parametrize("name", ["storage.AWS_S3_ALLOW_UNSAFE_RENAME", "storage.allow_unsafe_rename"])

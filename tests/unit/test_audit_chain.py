@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from delivered.audit.chain import ChainReport, Stretch, linked, own_through, weakest
-from delivered.audit.classes import Counts, Damage, Verdict
-from delivered.audit.report import AuditReport
+from delivered.audit.evidence import Counts, Damage, Verdict
+from delivered.audit.report import AuditReport, ChainReport, Segment
+from delivered.audit.spark.chain import find_links, own_through, weakest
 from delivered.contract.powers import Address
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
@@ -31,24 +31,24 @@ ONCE, LEAST, MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.A
         (None, False),
     ],
 )
-def test_a_sink_and_a_source_that_share_server_and_topic_are_linked(sink: Address | None, meets: bool) -> None:
+def test_a_sink_and_a_source_that_share_server_and_topic_are_find_links(sink: Address | None, meets: bool) -> None:
     elsewhere = replace(ORDERS, names=frozenset({"elsewhere"}))
     if meets:
-        assert linked(["a", "b"], [[elsewhere, sink], [None]], [None, ORDERS]) == [1]
+        assert find_links(["a", "b"], [[elsewhere, sink], [None]], [None, ORDERS]) == [1]
         return
     with pytest.raises(UsageError, match="b reads kafka orders at a:1, b:1; a writes to") as refused:
-        linked(["a", "b"], [[elsewhere, sink], [None]], [None, ORDERS])
+        find_links(["a", "b"], [[elsewhere, sink], [None]], [None, ORDERS])
     assert refused.value.code.endswith("CHAIN_LINK")
     assert refused.value.next_step
 
 
 def test_a_chain_has_two_pipelines_and_one_link_between_them() -> None:
     with pytest.raises(UsageError, match="at least two"):
-        linked(["a"], [[ORDERS]], [None])
+        find_links(["a"], [[ORDERS]], [None])
     with pytest.raises(UsageError, match="more than one of its sinks"):
-        linked(["a", "b"], [[ORDERS, ORDERS], [None]], [None, ORDERS])
+        find_links(["a", "b"], [[ORDERS, ORDERS], [None]], [None, ORDERS])
     with pytest.raises(UsageError, match=r"b reads \?"):
-        linked(["a", "b"], [[ORDERS], [None]], [None, None])
+        find_links(["a", "b"], [[ORDERS], [None]], [None, None])
 
 
 def test_addresses_of_sources() -> None:
@@ -76,19 +76,19 @@ def test_a_chain_promises_what_its_weakest_hop_does(
 
 
 def test_rows_that_nobody_sent_are_a_breach_only_if_no_other_writer_came_in_between() -> None:
-    whole = AuditReport("a", "t", ONCE, counts=Counts(9, 9), own="true")
-    last = replace(whole, own="id > 0", foreign=3)
-    assert own_through([whole, last]) == "id > 0"
-    assert own_through([replace(whole, foreign=1), last]) == ""
-    assert own_through([replace(whole, own=""), last]) == ""
+    complete = AuditReport("a", "t", ONCE, counts=Counts(9, 9), own="true")
+    last = replace(complete, own="id > 0", foreign=3)
+    assert own_through([complete, last]) == "id > 0"
+    assert own_through([replace(complete, foreign=1), last]) == ""
+    assert own_through([replace(complete, own=""), last]) == ""
 
 
 def test_a_broken_hop_beats_an_unknown_one_and_both_are_shown() -> None:
     held = AuditReport("a", "t", ONCE, counts=Counts(9, 9))
     lost = AuditReport("b", "u", ONCE, counts=Counts(9, 8, lost=1))
     unread = AuditReport("a", "u", ONCE, unknowns=("nobody looked",))
-    hops = (Stretch("a -> t", held, 2), Stretch("b -> u", lost, 0))
-    report = ChainReport(("a", "b"), hops, (Stretch("a -> u, from end to end", unread, None),))
+    hops = (Segment("a -> t", held, 2), Segment("b -> u", lost, 0))
+    report = ChainReport(("a", "b"), hops, (Segment("a -> u, from end to end", unread, None),))
     assert (report.verdict, report.exit_code) == (Verdict.BROKEN, 1)
     assert (replace(report, hops=hops[:1]).verdict, replace(report, hops=hops[:1]).exit_code) == (Verdict.UNKNOWN, 3)
     assert replace(report, hops=hops[:1], ends=()).exit_code == 0

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from delivered.audit.classes import Counts, Damage, Fingerprints, PartitionLine, Sample, Verdict
-from delivered.audit.judge import judged, with_earlier
+from delivered.audit.evidence import Counts, Damage, Fingerprints, PartitionLine, Sample, Verdict
+from delivered.audit.judge import account_for_earlier, judge
+from delivered.audit.ranges import Earlier
 from delivered.audit.report import AuditReport
-from delivered.audit.versions import Earlier
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 
@@ -29,17 +29,17 @@ def report(
 
 
 def verdict(made: AuditReport, known: bool = True) -> Verdict:
-    return judged(made, versions_known=known).verdict
+    return judge(made, versions_known=known).verdict
 
 
 def test_records_that_match_nothing_are_possibly_foreign() -> None:
     """In a shared sink, records that the ledger does not account for prove nothing against this pipeline."""
-    shared = judged(report(Counts(10, 15, unexpected=5), ledger=10), versions_known=True)
+    shared = judge(report(Counts(10, 15, unexpected=5), ledger=10), versions_known=True)
     assert shared.verdict is Verdict.UNKNOWN
     assert "5 records match nothing that was sent" in shared.unknowns[0]
     assert "possibly foreign" in shared.unknowns[0]
     assert verdict(report(Counts(10, 15, unexpected=5), ledger=10, own="true")) is Verdict.BROKEN
-    # Without `judged` it is no pass either.
+    # Without `judge` it is no pass either.
     assert AuditReport("p", "s", Guarantee.EXACTLY_ONCE, counts=Counts(1, 2, unexpected=1)).verdict is Verdict.UNKNOWN
 
 
@@ -62,7 +62,7 @@ def test_losses_and_duplicates_break_it_in_a_shared_sink_too(counts: Counts) -> 
 def test_where_ledger_and_sink_agree_the_source_side_is_in_doubt() -> None:
     """The sink has what the tasks wrote. Two causes explain that the source now gives other records."""
     counts = Counts(10, 10, lost=4, unexpected=4)
-    other = judged(report(counts, ledger=10, sent_more=5), versions_known=True)
+    other = judge(report(counts, ledger=10, sent_more=5), versions_known=True)
     assert other.verdict is Verdict.UNKNOWN
     assert "not deterministic" in other.unknowns[0]
     assert verdict(report(Counts(10, 10, altered=2), ledger=10, sent_more=5)) is Verdict.UNKNOWN
@@ -87,7 +87,7 @@ def of_versions(counts: Counts, delivered_more: int = 0, guarantee: Guarantee = 
     )
     samples = tuple(Sample(d, "id", None, None, None, 0, 1) for d in Damage if counts.of(d))
     made = report(counts, ledger=50, delivered_more=delivered_more, partitions=partitions, samples=samples)
-    return judged(with_earlier(replace(made, guarantee=guarantee), EARLIER), versions_known=True)
+    return judge(account_for_earlier(replace(made, guarantee=guarantee), EARLIER), versions_known=True)
 
 
 def test_records_of_another_version_are_known_by_the_ledger() -> None:
@@ -124,11 +124,11 @@ def test_damage_is_found_across_versions(counts: Counts, more: int, says: str) -
 
 def test_added_columns_leave_only_the_count_of_earlier_records() -> None:
     made = report(Counts(10, 50, unexpected=40), ledger=50, delivered_more=9)
-    known = judged(with_earlier(made, EARLIER, adds_columns=True), versions_known=True)
+    known = judge(account_for_earlier(made, EARLIER, adds_columns=True), versions_known=True)
     assert known.verdict is Verdict.UNKNOWN
     assert "by count alone: with mergeSchema" in known.unknowns[0]
     lost = report(Counts(10, 49, unexpected=39), ledger=50, delivered_more=9)
-    assert judged(with_earlier(lost, EARLIER, adds_columns=True), versions_known=True).verdict is Verdict.BROKEN
+    assert judge(account_for_earlier(lost, EARLIER, adds_columns=True), versions_known=True).verdict is Verdict.BROKEN
 
 
 def test_what_is_more_than_any_version_handed_over_is_possibly_foreign() -> None:

@@ -6,8 +6,7 @@ import json
 import re
 
 import pytest
-
-from delivered.audit.page import MEASURES, Row, page
+from examples.demo.page import MEASURES, Row, page
 
 ROWS = [
     Row("exactly_once", 336_776, 336_776, 0, 0, 0, "held", ("commit.decide:after, batch 2",)),

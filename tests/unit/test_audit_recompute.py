@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from delivered.audit.classes import Counts, Damage, Verdict
-from delivered.audit.recompute import ALL, GONE, Doubt, Recompute, Way, doubts, keeps_first, of_recomputed, operators
+from delivered.audit.caveats import ALL, MISSING, Caveat, Method, find_caveats, keeps_first, operators
+from delivered.audit.evidence import Counts, Damage, Verdict
+from delivered.audit.judge import account_for_recompute
 from delivered.audit.report import AuditReport
+from delivered.audit.request import Recompute
 from delivered.model.capability import OnConflict, WriteMode
 from delivered.model.guarantee import Guarantee
 
@@ -26,9 +28,9 @@ REPORT = AuditReport("p", "s", Guarantee.EXACTLY_ONCE)
 def test_a_sum_by_key_leaves_nothing_open() -> None:
     assert operators(PLAN) == ["Aggregate", "SubqueryAlias", "StreamingRelationV2"]
     for how in (UPDATE, Recompute("complete")):
-        for way in Way:
-            assert doubts(how, PLAN, KEYED, way) == []
-    assert doubts(UPDATE, PLAN, WriteMode(keys=("k",), version="n"), Way.ONE_BATCH) == []
+        for method in Method:
+            assert find_caveats(how, PLAN, KEYED, method) == []
+    assert find_caveats(UPDATE, PLAN, WriteMode(keys=("k",), version="n"), Method.ONE_BATCH) == []
 
 
 @pytest.mark.parametrize(
@@ -49,9 +51,9 @@ def test_a_sum_by_key_leaves_nothing_open() -> None:
 def test_what_depends_on_batches_is_open_until_they_are_replayed(
     plan: str, how: Recompute, mode: WriteMode, damage: tuple[Damage, ...]
 ) -> None:
-    (found,) = doubts(how, plan, mode, Way.ONE_BATCH)
+    (found,) = find_caveats(how, plan, mode, Method.ONE_BATCH)
     assert found.damage == damage
-    assert doubts(how, plan, mode, Way.REPLAY) == []
+    assert find_caveats(how, plan, mode, Method.REPLAY) == []
 
 
 @pytest.mark.parametrize(
@@ -66,14 +68,14 @@ def test_what_depends_on_batches_is_open_until_they_are_replayed(
         (PLAN, replace(UPDATE, changing=("rand()",)), KEYED, ALL),
         (PLAN, replace(UPDATE, deterministic=False), KEYED, ALL),
         (PLAN, UPDATE, WriteMode(keys=("k",), insert=True), (Damage.ALTERED,)),
-        (PLAN, UPDATE, WriteMode(keys=("k",), on_constraint=OnConflict.DEAD_LETTER), GONE),
+        (PLAN, UPDATE, WriteMode(keys=("k",), on_constraint=OnConflict.DEAD_LETTER), MISSING),
     ],
 )
 def test_what_depends_on_more_stays_open(
     plan: str, how: Recompute, mode: WriteMode, damage: tuple[Damage, ...]
 ) -> None:
-    for way in Way:
-        (found,) = doubts(how, plan, mode, way)
+    for method in Method:
+        (found,) = find_caveats(how, plan, mode, method)
         assert found.damage == damage
 
 
@@ -81,27 +83,31 @@ def test_what_is_said_to_be_exact_is() -> None:
     inner = "~Join Inner, (a#1 = b#2)\n:- ~StreamingRelationV2 x\n+- ~StreamingRelationV2 y"
     values = "~Join LeftOuter, (a#1 = b#2)\n:- ~StreamingRelationV2 x\n+- LocalRelation [b#2]"
     state = "~TransformWithStateInPySpark f(k#1)\n:- ~StreamingRelationV2 x\n+- LocalRelation <empty>"
-    assert doubts(APPEND, inner, WriteMode(), Way.ONE_BATCH) == []
-    assert doubts(replace(APPEND, sql=True), values, WriteMode(), Way.REPLAY) == []
-    assert doubts(replace(APPEND, deterministic=True), state, WriteMode(), Way.REPLAY) == []
-    (open_,) = doubts(APPEND, state, WriteMode(), Way.REPLAY)
+    assert find_caveats(APPEND, inner, WriteMode(), Method.ONE_BATCH) == []
+    assert find_caveats(replace(APPEND, sql=True), values, WriteMode(), Method.REPLAY) == []
+    assert find_caveats(replace(APPEND, deterministic=True), state, WriteMode(), Method.REPLAY) == []
+    (open_,) = find_caveats(APPEND, state, WriteMode(), Method.REPLAY)
     assert "deterministic: true" in open_.why
     timers = state.replace("f(k#1)", "f(k#1), Append, ProcessingTime")
-    (timed,) = doubts(replace(APPEND, deterministic=True), timers, WriteMode(), Way.REPLAY)
+    (timed,) = find_caveats(replace(APPEND, deterministic=True), timers, WriteMode(), Method.REPLAY)
     assert "timers of" in timed.why
     assert keeps_first("~Deduplicate [k#1]" + SOURCE)
     assert not keeps_first(PLAN)
-    assert doubts(Recompute("complete"), "~Filter (n#2L > 5)\n+- " + PLAN, WriteMode(), Way.ONE_BATCH) == []
+    assert find_caveats(Recompute("complete"), "~Filter (n#2L > 5)\n+- " + PLAN, WriteMode(), Method.ONE_BATCH) == []
 
 
 def test_a_doubt_turns_its_damage_into_unknown_and_no_other() -> None:
     damaged = replace(REPORT, counts=Counts(sent=9, delivered=8, lost=1))
-    found = of_recomputed(damaged, [Doubt("late", GONE)], [], "key (k)", "as one batch")
+    found = account_for_recompute(damaged, [Caveat("late", MISSING)], [], "key (k)", "as one batch")
     assert (found.verdict, found.breaches) == (Verdict.UNKNOWN, [])
     assert "late" in found.unknowns[0]
     assert (
-        of_recomputed(damaged, [Doubt("a filter", (Damage.UNEXPECTED,))], [], "key (k)", "as one batch").verdict
+        account_for_recompute(
+            damaged, [Caveat("a filter", (Damage.UNEXPECTED,))], [], "key (k)", "as one batch"
+        ).verdict
         is Verdict.BROKEN
     )
     clean = replace(REPORT, counts=Counts(sent=9, delivered=9))
-    assert of_recomputed(clean, [Doubt("late", GONE)], [], "key (k)", "as one batch").verdict is Verdict.HELD
+    assert (
+        account_for_recompute(clean, [Caveat("late", MISSING)], [], "key (k)", "as one batch").verdict is Verdict.HELD
+    )

@@ -9,7 +9,7 @@ import pytest
 from tests.support.dedup import kept_dedup
 
 import delivered
-from delivered.audit.dedup import STRETCHES_MAX, Stretch, stretches
+from delivered.audit.ranges import RANGES_MAX, BatchRange, split_by_batch
 from delivered.checkpoint import sidecar as dedup_kept
 from delivered.entry import Pipeline
 from delivered.model.dedup import TABLE, Dedup
@@ -121,20 +121,19 @@ def at(offset: int) -> dict[str, int]:
 
 
 def test_a_range_is_cut_where_batches_ended() -> None:
-    assert stretches(at(0), [(0, at(5)), (1, at(9))], at(9)) == [
-        Stretch(at(0), at(5), several=False),
-        Stretch(at(5), at(9), several=False),
+    assert split_by_batch(at(0), []) == []
+    assert split_by_batch(at(0), [(0, at(5)), (1, at(9))]) == [
+        BatchRange(0, 0, at(0), at(5)),
+        BatchRange(1, 1, at(5), at(9)),
     ]
     # The ledger has forgotten the first batches, and lacks one.
-    assert stretches(at(0), [(7, at(5)), (9, at(9))], at(12)) == [
-        Stretch(at(0), at(5), several=True),
-        Stretch(at(5), at(9), several=True),
-        Stretch(at(9), at(12), several=True),
-    ]
-    many = stretches(at(0), [(n, at(n + 1)) for n in range(3 * STRETCHES_MAX)], at(3 * STRETCHES_MAX))
-    assert len(many) <= STRETCHES_MAX
-    assert all(s.several for s in many)
-    assert (many[0].start, many[-1].end) == (at(0), at(3 * STRETCHES_MAX))
+    found = split_by_batch(at(0), [(7, at(5)), (9, at(9))])
+    assert found == [BatchRange(0, 7, at(0), at(5)), BatchRange(8, 9, at(5), at(9))]
+    assert all(r.several for r in found)
+    many = split_by_batch(at(0), [(n, at(n + 1)) for n in range(3 * RANGES_MAX)])
+    assert len(many) <= RANGES_MAX
+    assert all(r.several for r in many)
+    assert (many[0].start, many[-1].end) == (at(0), at(3 * RANGES_MAX))
     assert all(a.end == b.start for a, b in pairwise(many))
 
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from delivered.cli.command import spoken
 from delivered.cli.main import app
-from delivered.cli.output import spoken
 from delivered.contract.finding import Finding
 from delivered.model.capability import Commit, SinkCapability, SourceCapability
 from delivered.model.errors import Refused, Unreachable, UsageError

@@ -12,7 +12,7 @@ import delivered
 from delivered import html
 from delivered.audit.report import unknown_report
 from delivered.model.errors import DeliveredError
-from delivered.operate.notebook import Shown
+from delivered.operate.notebook import CellView
 from delivered.operate.state import Driver, Problem, SinkStatus, Status
 from delivered.planner import Plan, Refusal
 
@@ -47,7 +47,7 @@ def shown() -> dict[str, object]:
         "refusal": refusal,
         "status": Status(EVIL, "exactly_once", "/c", Driver.STOPPED, sinks=(sink,), problems=(problem,)),
         "audit": unknown_report(EVIL, "clean", delivered.Guarantee.EXACTLY_ONCE, EVIL),
-        "failed query": Shown(EVIL, "failed", notes=[EVIL], failure=DeliveredError("QUERY_FAILED", EVIL)),
+        "failed query": CellView(EVIL, "failed", notes=[EVIL], failure=DeliveredError("QUERY_FAILED", EVIL)),
     }  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def test_a_cell_of_a_plain_process_shows_nothing(tmp_path: Path, capsys: pytest.
     from delivered.operate.notebook import is_notebook
 
     assert not is_notebook()
-    assert str(Shown("orders", "refused", notes=["a note"])) == "orders: refused\n  a note"
+    assert str(CellView("orders", "refused", notes=["a note"])) == "orders: refused\n  a note"
 
 
 def test_cells_are_escaped_once() -> None:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 import delivered
-from delivered.audit.upserts import check
+from delivered.audit.request import check_write_mode
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.engine.keys import one_of_each_key
 from delivered.engine.sinks import Sinks
@@ -109,7 +109,7 @@ def test_an_audit_says_why_it_cannot_judge_changes(tmp_path: Path) -> None:
         pipeline = made(tmp_path, sink, mode)
         with pytest.raises(delivered.Refused, match=code):
             if code == "AUDIT_ORDER":
-                check(pipeline.sinks[0].sink().capability().write)
+                check_write_mode(pipeline.sinks[0].sink().capability().write)
             else:
                 pipeline.audit()
 

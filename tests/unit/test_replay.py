@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from delivered.audit.spark.replay import _differs
+from delivered.audit.spark.replay import Script, _differs
 
 
 def logged(folder: Path, watermarks: Mapping[int, int]) -> str:
@@ -33,5 +33,6 @@ def logged(folder: Path, watermarks: Mapping[int, int]) -> str:
 def test_watermarks_that_differ_or_are_gone_are_a_doubt(
     ran: dict[int, int], again: dict[int, int], several: bool, says: str, tmp_path: Path
 ) -> None:
-    found = _differs(logged(tmp_path / "ran", ran), logged(tmp_path / "again", again), [7, 8, 9], several)
+    script = Script({}, logged(tmp_path / "ran", ran), {}, [], [7, 8, 9], "append", several_watermarks=several)
+    found = _differs(script, logged(tmp_path / "again", again))
     assert says in found and bool(found) == bool(says), found

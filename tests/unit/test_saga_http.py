@@ -18,7 +18,7 @@ from delivered.model.answers import limited
 from delivered.patterns.saga import http
 from delivered.patterns.saga.definition import Call, Rejected, Verb
 from delivered.patterns.saga.http import Http
-from delivered.patterns.saga.tables import stored_result
+from delivered.patterns.saga.log import stored_result
 
 CALL = Call("s", "1", "pay", Verb.DO, "k", {}, {}, 1)
 

@@ -22,7 +22,7 @@ from delivered.model.options import Options as Declared
 from delivered.model.secrets import is_secret, redacted, shown, without_passwords
 from delivered.model.step import JsonLines
 from delivered.operate.lineage import Lineage, datasets
-from delivered.operate.look import look, seen
+from delivered.operate.look import look, look_with_flow
 from delivered.operate.page import page
 from delivered.patterns.saga import Log
 from delivered.pipeline.definition import Definition
@@ -85,7 +85,7 @@ def test_a_password_in_a_url_is_refused_in_every_option(tmp_path: Path) -> None:
         if each.name in (table.options[0].name, table.options[-1].name) or each not in table.options:
             files.append(file_of(tmp_path, len(files), system, role, given))
     assert len(said) > 1_000
-    shown = [page(seen(files)), json.dumps([s.to_json() for s in look(files)])]
+    shown = [page(look_with_flow(files)), json.dumps([s.to_json() for s in look(files)])]
     for command in ("plan", "status", "report", "audit", "run"):
         for output in ("text", "json"):
             done = CliRunner().invoke(app, [command, str(files[0]), "--output", output])
@@ -122,7 +122,7 @@ def test_no_secret_option_is_shown(tmp_path: Path) -> None:
 def test_a_failing_connection_shows_no_secret(tmp_path: Path) -> None:
     given = {"url": "postgresql://me@127.0.0.1:1/d", "dbtable": "t", "password": SECRET}
     file = file_of(tmp_path, 0, "postgres", "sink", given)
-    shown = [page(seen([file])), json.dumps([s.to_json() for s in look([file])])]
+    shown = [page(look_with_flow([file])), json.dumps([s.to_json() for s in look([file])])]
     assert "UNREACHABLE" in shown[1]
     assert not any(SECRET in text for text in shown)
 

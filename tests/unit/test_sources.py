@@ -12,7 +12,7 @@ import pytest
 from tests.support.requests import ASKED
 
 import delivered
-from delivered.audit.sources import SourceSet, of_source, parsed, plain
+from delivered.audit.ranges import SourceSet, parsed, plain, slices_of
 from delivered.checkpoint import sidecar
 from delivered.checkpoint.sidecar import OffsetMetadata
 from delivered.connectors.log import append
@@ -260,7 +260,7 @@ def test_ranges_of_all_sources_for_an_audit(tmp_path: Path) -> None:
         end = {n: d.newest() or {} for n, d in drivers.items()}
         # The first range of an added source begins at the source's start.
         slices = found.slices({"orders": end["orders"]}, end)
-        assert (of_source(slices, "orders"), len(of_source(slices, "refunds"))) == ([], 1)
+        assert (slices_of(slices, "orders"), len(slices_of(slices, "refunds"))) == ([], 1)
         assert [s.partition for s in slices] == ["refunds refunds-0"]
         with pytest.raises(DeliveredError, match=r"read the sources orders, refunds, gone"):
             found.slices({}, {**end, "gone": {}})

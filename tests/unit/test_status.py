@@ -27,10 +27,9 @@ from delivered.contract.queue import DedupWindow
 from delivered.engine.owner import _at
 from delivered.model.work import BatchReport, Owner
 from delivered.operate.metrics import serving, text
-from delivered.operate.page import Way, page
-from delivered.operate.problems import hanging_transactions, of_receivers, old_transactions
+from delivered.operate.page import Flow, page
 from delivered.operate.state import Driver, Status
-from delivered.operate.status import status
+from delivered.operate.status import hanging_transactions, old_transactions, receiver_problems, status
 from delivered.operate.transactions import Open
 from delivered.pipeline.receive import Presence, is_gone
 
@@ -130,7 +129,7 @@ def test_a_receiver_that_died_is_gone_until_another_one_takes_its_place(tmp_path
     found = status(queued)
     assert codes(found) == ["RECEIVER_GONE"], "the second took the place of the first"
     assert 'delivered_receivers{pipeline="orders",source="source",state="gone"} 1.0' in text([found])
-    assert "1 gone" in page([(found, Way())])
+    assert "1 gone" in page([(found, Flow())])
     here = Presence(str(tmp_path / "in"), {})
     here.join()
     (report,) = status(queued).receivers["source"]
@@ -149,7 +148,7 @@ def test_a_transaction_open_for_half_its_time_and_a_short_window() -> None:
     ]
     assert f'delivered_open_transaction_timeout_ratio{{decided="false",pipeline="orders"}} {301 / 600}' in text([ages])
     short = Status("orders", "exactly_once", "", windows={"source": DedupWindow(10.0, 1800.0, 100.0)})
-    (problem,) = of_receivers(short)
+    (problem,) = receiver_problems(short)
     assert (problem.code, problem.next_step) == (
         "DELIVERED_DEDUP_WINDOW_SHORT",
         "restart the receivers with dedupFor of at least 30 minutes",
@@ -419,12 +418,12 @@ def test_a_client_that_does_not_finish_its_request_is_disconnected(monkeypatch: 
 
     import uvicorn
 
-    from delivered.operate import connection
+    from delivered.operate import server as page_server
     from delivered.operate.server import application
 
-    monkeypatch.setattr(connection, "HEADERS_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(page_server, "HEADERS_TIMEOUT_S", 0.3)
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(application([]), http=connection.TimedConnection, log_level="error")
+    config = uvicorn.Config(application([]), http=page_server.timed_protocol(), log_level="error")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
@@ -461,7 +460,7 @@ def test_each_button_ends_a_transaction_of_its_own_pipeline() -> None:
     def holding(name: str, transaction: str, decided: bool) -> Status:
         return Status(name, "exactly_once", "", transactions=(Open(transaction, "prepared", 1.0, decided, ("t",)),))
 
-    found = [(holding("a", "t/1", False), Way()), (holding("b", "t/2", True), Way())]
+    found = [(holding("a", "t/1", False), Flow()), (holding("b", "t/2", True), Flow())]
     shown = page(found, action=lambda number, id_, apply: f"/{number}/{id_}/{apply}")
     assert 'action="/0/t/1/False"><button aria-label="abort t/1">abort' in shown
     assert 'action="/1/t/2/True"><button aria-label="apply t/2">apply' in shown

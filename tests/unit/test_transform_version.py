@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.requests import ASKED
 
-from delivered.audit.versions import earlier, version_ranges
+from delivered.audit.ranges import find_earlier, parsed, split_by_transform
 from delivered.model.bad_row import OnBadRow
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -108,14 +108,17 @@ def chain(*versions: str) -> list[Decision]:
     return made
 
 
+START = parsed("0")
+
+
 def test_a_record_without_versions_is_read_and_written_as_before() -> None:
     """Earlier ledgers, and the bare idiom: the text of a decision does not change."""
     last = chain("", "")[-1]
     assert last.transforms == ()
     assert "transforms" not in json.loads(last.to_json())
     assert Decision.from_json(last.to_json()) == last
-    (only,) = version_ranges(last)
-    assert (only.fingerprint, only.first, only.last, only.start, only.end) == ("", 0, 1, "", last.offsets)
+    (only,) = split_by_transform(last, START)
+    assert (only.transform, only.first, only.last, only.start, only.end) == ("", 0, 1, START, parsed(last.offsets))
     assert only.decided.total == last.total
 
 
@@ -124,15 +127,15 @@ def test_ranges_cover_every_batch_and_every_record(versions: list[str]) -> None:
     """In any ledger: records show the version of every batch whose version is still distinguished."""
     made = [Decision.from_json(d.to_json()) for d in chain(*versions)]
     for d in (made[-1], made[-1].for_sink("b")):
-        ranges = version_ranges(d)
+        ranges = split_by_transform(d, START)
         assert ranges[0].first == 0
         assert ranges[-1].last == len(versions) - 1
         assert all(a.last + 1 == b.first and a.end == b.start for a, b in itertools.pairwise(ranges))
         assert sum((r.decided.total for r in ranges), Fingerprint()) == d.total
         for r in ranges:
-            if r.fingerprint != MIXED:
-                assert set(versions[r.first : r.last + 1]) == {r.fingerprint}
-                assert r.end == made[r.last].offsets
+            if r.transform != MIXED:
+                assert set(versions[r.first : r.last + 1]) == {r.transform}
+                assert r.end == parsed(made[r.last].offsets)
                 own = [made[i].fingerprint for i in range(r.first, r.last + 1)]
                 assert r.decided.total == sum(own, Fingerprint())
         assert len(ranges) <= TRANSFORM_VERSIONS_KEPT
@@ -152,13 +155,13 @@ def test_versions_are_bounded_in_bytes_too() -> None:
 
 
 def test_only_batches_of_the_present_version_are_recomputed() -> None:
-    ranges = version_ranges(chain("", "a", "a", "b", "a")[-1])
-    again, others = earlier(ranges, "a")
+    ranges = split_by_transform(chain("", "a", "a", "b", "a")[-1], START)
+    again, others = find_earlier(ranges, "a")
     assert [(r.first, r.last) for r in again] == [(0, 0), (1, 2), (4, 4)]
     assert others is not None
     assert (others.batches, others.handed.count) == ("3", 10)
-    assert earlier(ranges, "") == (ranges, None)
-    again, others = earlier(ranges, "new")
+    assert find_earlier(ranges, "") == (ranges, None)
+    again, others = find_earlier(ranges, "new")
     assert [(r.first, r.last) for r in again] == [(0, 0)]
     assert others is not None
     assert others.batches == "1 to 2, 3, 4"

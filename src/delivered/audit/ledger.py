@@ -6,8 +6,8 @@ The ledger's history is a chain of decisions that must be consistent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from delivered.contract.ends import EndLost
@@ -34,9 +34,6 @@ class BatchLine:
     fingerprint: str
     revision: int
 
-    def to_json(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
 
 @dataclass(frozen=True)
 class History:
@@ -46,17 +43,19 @@ class History:
         lines: the newest of them, oldest first; bounded.
         faults: where a decision does not follow from the previous one; each means that the ledger was tampered
             with, restored from a copy, or written by two owners.
+        ends: (batch, offsets) of each, oldest first.
         last, before: the newest decision and its predecessor.
     """
 
     batches: int = 0
     lines: tuple[BatchLine, ...] = ()
     faults: tuple[str, ...] = ()
+    ends: tuple[tuple[int, str], ...] = ()
     last: Decision | None = None
     before: Decision | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {"batches": self.batches, "faults": list(self.faults), "lines": [line.to_json() for line in self.lines]}
+        return {"batches": self.batches, "faults": list(self.faults), "lines": [asdict(line) for line in self.lines]}
 
 
 def check_history(decisions: Iterable[Decision], lines_max: int = SHOWN_MAX) -> History:
@@ -67,11 +66,10 @@ def check_history(decisions: Iterable[Decision], lines_max: int = SHOWN_MAX) -> 
     """
     lines: deque[BatchLine] = deque(maxlen=lines_max)
     faults: list[str] = []
+    ends: list[tuple[int, str]] = []
     before: Decision | None = None
     last: Decision | None = None
-    count = 0
     for decision in decisions:
-        count += 1
         given_up = decision.given_up.count - (last.given_up.count if last else 0)
         if last is not None:
             faults.extend(_faults(last, decision))
@@ -90,26 +88,28 @@ def check_history(decisions: Iterable[Decision], lines_max: int = SHOWN_MAX) -> 
                 revision=decision.revision,
             )
         )
+        ends.append((decision.batch, decision.offsets))
         before, last = last, decision
-        if count > 2 * LEDGER_HISTORY_BATCHES:
+        if len(ends) > 2 * LEDGER_HISTORY_BATCHES:
             # A ledger that keeps everything must not make the audit run forever.
             faults.append(f"the ledger keeps more than {2 * LEDGER_HISTORY_BATCHES} batches; the rest was not checked")
             break
-    return History(count, tuple(lines), tuple(faults[:SHOWN_MAX]), last, before)
+    return History(len(ends), tuple(lines), tuple(faults[:SHOWN_MAX]), tuple(ends), last, before)
 
 
 def _faults(last: Decision, decision: Decision) -> list[str]:
     faults = []
     if decision.batch <= last.batch:
         faults.append(f"batch {decision.batch} follows batch {last.batch}")
-    elif decision.batch > last.batch + 1 and last.total + decision.fingerprint != decision.total:
-        # Spark's repartition of state leaves a gap in the numbers, and none in the totals.
-        faults.append(f"batches {last.batch + 1} to {decision.batch - 1} are missing")
     elif last.total + decision.fingerprint != decision.total:
-        faults.append(
-            f"batch {decision.batch}: its total {decision.total} is not the previous total {last.total} plus its own "
-            f"fingerprint {decision.fingerprint}"
-        )
+        if decision.batch > last.batch + 1:
+            # Spark's repartition of state leaves a gap in the numbers, and none in the totals.
+            faults.append(f"batches {last.batch + 1} to {decision.batch - 1} are missing")
+        else:
+            faults.append(
+                f"batch {decision.batch}: its total {decision.total} is not the previous total {last.total} plus its "
+                f"own fingerprint {decision.fingerprint}"
+            )
     if decision.given_up.count < last.given_up.count:
         faults.append(f"batch {decision.batch}: the count of given-up records decreased")
     return faults
@@ -120,17 +120,23 @@ class LedgerAccount:
     """The ledger before the sink is read.
 
     Attributes:
+        incarnation: whose batches these are.
         visible: the newest decision whose rows a reader sees; None: none.
-        left_out: rows that visible batches did not write because the table rejects them, by kind.
-        ends: (batch, offsets) of the decisions that the ledger keeps, oldest first, as far as they are visible.
+        transactions: this pipeline's open ones at the sink.
+        skipped: rows that visible batches did not write because the table rejects them, by kind.
     """
 
+    incarnation: str
     history: History
     visible: Decision | None
     transactions: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
-    ends: tuple[tuple[int, str], ...] = ()
-    left_out: Mapping[str, int] = field(default_factory=dict)
+    skipped: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def ends(self) -> tuple[tuple[int, str], ...]:
+        """(batch, offsets) of the visible decisions that the ledger keeps, oldest first."""
+        return self.history.ends if self.visible is self.history.last else self.history.ends[:-1]
 
 
 def read_ledger(
@@ -143,55 +149,42 @@ def read_ledger(
     """Read the ledger and the state of its newest decision. Claims nothing and fences nobody."""
     sinks = decided_by or Sinks.one(sink, scope.sink)
     ledger = sinks.ledger(replace(scope, sink=sinks.decider.name))
-    ends: list[tuple[int, str]] = []
     try:
         last = ledger.look().last if dead_letters is not None else None
-        history = check_history(_noting(ends, (d.projected(scope.sink) for d in ledger.history())))
+        history = check_history(d.projected(scope.sink) for d in ledger.history())
     finally:
         ledger.close()
-    found = LedgerAccount(history, history.last, ends=tuple(ends))
+    account = LedgerAccount(scope.incarnation, history, history.last)
     if last is not None and dead_letters is not None:
         count = last.projected(dead_letters).total.count
-        found.notes.append(f"{count:,} dead letters are in {dead_letters!r}, by the ledger")
+        account.notes.append(f"{count:,} dead letters are in {dead_letters!r}, by the ledger")
     if history.last is None or guarantee is not Guarantee.EXACTLY_ONCE:
-        return found
+        return account
     committer = sink.committer(scope)
     try:
-        still_open = _still_open(committer)
-        hidden = _hidden(committer, history.last, still_open)
-        found.left_out = committer.left_out()
+        still_open = list(committer.open_transactions()) if isinstance(committer, HoldsTransactions) else []
+        hidden = _hidden_shards(committer, history.last, still_open)
+        account.skipped = committer.left_out()
     finally:
         committer.close()
-    found.transactions = tuple(_shown(t) for t in still_open or ())
-    found.notes += [_lost(t) for t in still_open or () if isinstance(t, EndLost)]
+    account.transactions = tuple(map(_describe, still_open))
+    account.notes += [_describe_lost(t) for t in still_open if isinstance(t, EndLost)]
     if hidden:
-        found.visible = history.before
-        found.ends = found.ends[:-1]
-        found.notes.append(
+        account.visible = history.before
+        account.notes.append(
             f"batch {history.last.batch} is decided and shards {hidden} of it are not visible yet; the next start of "
             "the pipeline makes them visible. Its records count as in progress."
         )
-    return found
+    return account
 
 
-def _noting(ends: list[tuple[int, str]], decisions: Iterable[Decision]) -> Iterator[Decision]:
-    for decision in decisions:
-        ends.append((decision.batch, decision.offsets))
-        yield decision
-
-
-def _still_open(committer: Committer) -> list[OpenTransaction] | None:
-    """This pipeline's open transactions at this sink; None: the sink has no transactions."""
-    return list(committer.open_transactions()) if isinstance(committer, HoldsTransactions) else None
-
-
-def _shown(transaction: OpenTransaction) -> str:
+def _describe(transaction: OpenTransaction) -> str:
     age = transaction.age_s()
     since = "" if age is None else f", for {age:.0f} s"
     return f"{transaction.transactional_id}, {transaction.state}{since}: {', '.join(transaction.targets)}"
 
 
-def _lost(transaction: EndLost) -> str:
+def _describe_lost(transaction: EndLost) -> str:
     return (
         f"{transaction.transactional_id} was ended, but its brokers lost the end: it hides its own and all later "
         f"records of {', '.join(transaction.targets)} from read_committed readers. A start of the pipeline ends "
@@ -199,7 +192,7 @@ def _lost(transaction: EndLost) -> str:
     )
 
 
-def _hidden(committer: Committer, decision: Decision, still_open: list[OpenTransaction] | None) -> list[int]:
+def _hidden_shards(committer: Committer, decision: Decision, still_open: list[OpenTransaction]) -> list[int]:
     """Shards that are decided but not visible: the pipeline stopped between decide and apply."""
     prepared = [p for p in decision.participants if p.handle]
     if still_open:

@@ -1,31 +1,36 @@
-"""What an audit found: as data, as JSON, and as a printed table."""
+"""What an audit found, of one sink or of a chain of pipelines: as data, as JSON, and as printed tables."""
 
 from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from delivered import html
-from delivered.audit.classes import Counts, Damage, DedupCounts, Fingerprints, PartitionLine, Sample, Verdict, breaches
+from delivered.audit.evidence import Counts, Damage, DedupCounts, Fingerprints, PartitionLine, Sample, Verdict, breaches
 from delivered.audit.ledger import History
-from delivered.audit.versions import Earlier
+from delivered.audit.ranges import Earlier
+from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.secrets import one_line
 from delivered.terminal import printer
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 FORMAT = 1
 """Version of the JSON."""
 
 _PARTITIONS_SHOWN = 50
-STYLE = {Verdict.HELD: "bold green", Verdict.BROKEN: "bold red", Verdict.UNKNOWN: "bold yellow"}
+_STYLE = {Verdict.HELD: "bold green", Verdict.BROKEN: "bold red", Verdict.UNKNOWN: "bold yellow"}
 _COLUMNS = ("sent", "delivered", "lost", "duplicated", "altered", "unexpected", "reordered")
+_CHAIN_COLUMNS = _COLUMNS[:-1]
 
 
 @dataclass(frozen=True)
@@ -141,18 +146,10 @@ class AuditReport:
             "id": self.id_says,
             "counts": asdict(self.counts) | {"given_up": self.given_up, "foreign": self.foreign},
             "own": self.own or None,
-            **({"earlier": _earlier(self.earlier)} if self.earlier is not None else {}),
+            **({"earlier": _public(self.earlier, without="given_up")} if self.earlier is not None else {}),
             **({"dedup": asdict(self.dedup)} if self.dedup is not None else {}),
-            "partitions": [
-                {
-                    "partition": line.partition,
-                    **asdict(line.counts),
-                    "sent_fingerprint": str(line.sent_fingerprint),
-                    "delivered_fingerprint": str(line.delivered_fingerprint),
-                }
-                for line in self.partitions
-            ],
-            "samples": {d.value: [_sample(s) for s in self.samples_of(d)] for d in Damage},
+            "partitions": [_public(line, without="counts") | asdict(line.counts) for line in self.partitions],
+            "samples": {d.value: [_public(s, without="damage") for s in self.samples_of(d)] for d in Damage},
             "fingerprints": self.fingerprints.to_json() if self.fingerprints else None,
             "ledger": self.history.to_json(),
             "open_transactions": list(self.transactions),
@@ -162,32 +159,25 @@ class AuditReport:
 
     def summary(self) -> dict[str, Any]:
         """What a status shows of it."""
-        whole = self.to_dict()
-        return {name: whole[name] for name in ("sink", "verdict", "breaches", "unknowns", "counts", "seconds")}
+        report = self.to_dict()
+        return {name: report[name] for name in ("sink", "verdict", "breaches", "unknowns", "counts", "seconds")}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
     def __str__(self) -> str:
         """The table that `delivered audit` prints."""
-        return as_text(self).rstrip("\n")
+        return as_text(self)
 
     def _repr_html_(self) -> str:
         """The same tables, for a notebook."""
         return html.fragment(html.from_rich(render(self)))
 
 
-def _earlier(earlier: Earlier) -> dict[str, Any]:
-    return {
-        "batches": earlier.batches,
-        "handed": str(earlier.handed),
-        "missing": earlier.missing,
-        "differs": earlier.differs,
-    }
-
-
-def _sample(sample: Sample) -> dict[str, Any]:
-    return {k: v for k, v in asdict(sample).items() if k != "damage"}
+def _public(value: DataclassInstance, without: str) -> dict[str, Any]:
+    """The fields of a dataclass but one, fingerprints as text."""
+    named = {f.name: getattr(value, f.name) for f in fields(value) if f.name != without}
+    return {name: str(v) if isinstance(v, Fingerprint) else v for name, v in named.items()}
 
 
 def _json_or_text(text: str) -> Any:
@@ -197,15 +187,79 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
+@dataclass(frozen=True)
+class Segment:
+    """One hop, or the chain from end to end.
+
+    Attributes:
+        report: from end to end, `counts.delivered` is what the last sink holds.
+        under_way: rows that are neither delivered nor lost: their batch is yet to come; None: unknown.
+    """
+
+    name: str
+    report: AuditReport
+    under_way: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "under_way": self.under_way, **self.report.to_dict()}
+
+
+@dataclass(frozen=True)
+class ChainReport:
+    """
+    Attributes:
+        hops: one per pipeline; of the last one, one per sink.
+        ends: from the first source to each sink of the last pipeline.
+    """
+
+    pipelines: tuple[str, ...]
+    hops: tuple[Segment, ...]
+    ends: tuple[Segment, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """False beats unknown beats true."""
+        found = {s.report.verdict for s in (*self.hops, *self.ends)}
+        return next(v for v in (Verdict.BROKEN, Verdict.UNKNOWN, Verdict.HELD) if v in found)
+
+    @property
+    def exit_code(self) -> int:
+        return self.verdict.exit_code
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "chain": list(self.pipelines),
+            "verdict": self.verdict.value,
+            "hops": [s.to_dict() for s in self.hops],
+            "end_to_end": [s.to_dict() for s in self.ends],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        """What `delivered audit --chain` prints."""
+        return as_text(self, width=130)
+
+    def _repr_html_(self) -> str:
+        """The same tables, for a notebook."""
+        return html.fragment(html.from_rich(render(self)))
+
+
 def unknown_report(pipeline: str, sink: str, guarantee: Guarantee, reason: str) -> AuditReport:
     """The report of an audit that could not run: never a pass."""
     return AuditReport(pipeline, sink, guarantee, unknowns=(reason,))
 
 
-def render(report: AuditReport) -> Group:
-    """The whole report, for a console."""
+def render(report: AuditReport | ChainReport) -> Group:
+    """The report, for a console."""
+    return _render_chain(report) if isinstance(report, ChainReport) else _render_one(report)
+
+
+def _render_one(report: AuditReport) -> Group:
     parts: list[RenderableType] = [_headline(report), _partitions(report)]
-    parts.extend(samples_table(d.value, report.samples_of(d)) for d in Damage if report.samples_of(d))
+    parts.extend(_samples_table(d.value, report.samples_of(d)) for d in Damage if report.samples_of(d))
     if report.fingerprints is not None:
         parts.append(Text(f"fingerprints: {report.fingerprints.says}"))
     if report.history.batches:
@@ -216,18 +270,43 @@ def render(report: AuditReport) -> Group:
     return Group(*parts)
 
 
-def as_text(report: AuditReport, width: int = 110) -> str:
+def as_text(report: AuditReport | ChainReport, width: int = 110) -> str:
     """The whole report as plain text."""
-    console = printer(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
-    console.print(render(report))
-    file = console.file
-    return file.getvalue() if isinstance(file, io.StringIO) else ""
+    text = io.StringIO()
+    printer(file=text, width=width, color_system=None, force_jupyter=False).print(render(report))
+    return text.getvalue().rstrip("\n")
+
+
+def _render_chain(report: ChainReport) -> Group:
+    table = Table(title=f"{' -> '.join(report.pipelines)}: {report.verdict.value}", title_justify="left")
+    table.add_column("hop", overflow="fold")
+    table.add_column("guarantee")
+    for name in (*_CHAIN_COLUMNS, "under way"):
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
+    parts: list[RenderableType] = [table]
+    for number, segment in enumerate((*report.hops, *report.ends)):
+        if number == len(report.hops):
+            table.add_section()
+        one = segment.report
+        style = _STYLE[one.verdict]
+        counts = [f"{getattr(one.counts, name):,}" for name in _CHAIN_COLUMNS]
+        under_way = "?" if segment.under_way is None else f"{segment.under_way:,}"
+        verdict = Text(one.verdict.value, style=style)
+        table.add_row(segment.name, one.guarantee.value, *counts, under_way, verdict)
+        parts += [Text(f"{segment.name}: broken: {text}", style="red") for text in one.breaches]
+        parts += [Text(f"{segment.name}: unknown: {text}", style="yellow") for text in one.unknowns]
+        for damage in Damage:
+            if samples := one.samples_of(damage):
+                parts.append(_samples_table(f"{segment.name}: {damage.value}", samples))
+        parts += [Text(f"{segment.name}: {text}", style="dim") for text in one.notes]
+    return Group(*parts)
 
 
 def _headline(report: AuditReport) -> Text:
     text = Text()
     text.append(f"{report.pipeline} -> {report.sink}: {report.guarantee.value} ")
-    text.append(report.verdict.value, style=STYLE[report.verdict])
+    text.append(report.verdict.value, style=_STYLE[report.verdict])
     for breach in report.breaches:
         text.append(f"\n  broken: {breach}", style="red")
     for reason in report.unknowns:
@@ -263,7 +342,7 @@ def _partitions(report: AuditReport) -> Table:
     return table
 
 
-def samples_table(what: str, samples: list[Sample]) -> Table:
+def _samples_table(what: str, samples: list[Sample]) -> Table:
     """Damaged records, for a console."""
     table = Table(title=f"{what}, the first {len(samples)}", title_justify="left")
     for name in ("id", "key", "source", "sink"):

@@ -1,4 +1,4 @@
-"""The parameters of an audit."""
+"""The parameters of an audit, and what it cannot judge."""
 
 from __future__ import annotations
 
@@ -6,18 +6,37 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from delivered.audit.recompute import Recompute
 from delivered.contract.sink import Sink
 from delivered.contract.source import Offsets, Source
 from delivered.engine.sinks import Sinks
+from delivered.model.capability import WriteMode
 from delivered.model.dedup import Dedup
-from delivered.model.errors import UsageError
+from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
+from delivered.model.ranges import backquoted
 
 SAMPLES_MAX = 20
 
 Transform = Callable[[Mapping[str, Any]], Any]
 """From a Spark DataFrame per source, by name, to another DataFrame."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """
+    Attributes:
+        output_mode: of the query.
+        keys: columns that identify a row of the result; empty: unknown.
+        changing: functions in the transform whose value changes between runs.
+        deterministic: as declared; None: not declared.
+        sql: the transform is SQL: what it names by value is the same at every start.
+    """
+
+    output_mode: str
+    keys: tuple[str, ...] = ()
+    changing: tuple[str, ...] = ()
+    deterministic: bool | None = None
+    sql: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +83,56 @@ class AuditRequest:
     def named_sink(self) -> str:
         return self.sink_name or self.sink.name
 
+    @property
+    def write_mode(self) -> WriteMode:
+        return self.sink.capability().write
+
 
 class BadExpression(UsageError):
     """The id, the key or the condition `own` is not SQL over the sink's columns."""
+
+
+def id_sql(mode: WriteMode) -> str:
+    """SQL that identifies a key of an upsert."""
+    return f"to_json(struct({', '.join(map(backquoted, mode.keys))}))"
+
+
+def check_write_mode(mode: WriteMode, *, dedup: bool = False) -> None:
+    """
+    Raises:
+        Refused: the source does not determine the final state.
+    """
+    if mode.complete:
+        raise Refused(
+            "AUDIT_ORDER",
+            "Each batch replaces all rows of the table, so the ledger's total is not that of the table.",
+            next_step="delivered audit --recompute",
+        )
+    if mode.replaces:
+        raise Refused(
+            "AUDIT_ORDER",
+            f"Each batch replaces what the sink has of its values in {', '.join(mode.replaces)}. What is left of "
+            "earlier batches is known to the batches that ran, not to the source, so the table cannot be held against "
+            "it.",
+            next_step="delivered audit --recompute",
+        )
+    if mode.expected is not None:
+        raise Refused(
+            "AUDIT_ORDER",
+            f"A row is written only if the stored row has its {mode.expected}. Which rows matched is known only to the "
+            "batches that ran, not from the source, so the table cannot be compared with it.",
+            next_step="delivered audit --recompute; conflicts are counted in the ledger's table left_out",
+        )
+    if mode.insert and dedup:
+        raise Refused(
+            "AUDIT_ORDER",
+            "Which of a key's rows came first is not judged together with a dedup.",
+            next_step="compare the keys with a query of your own",
+        )
+    if mode.upserts and not mode.insert and mode.version is None:
+        raise Refused(
+            "AUDIT_ORDER",
+            f"The sink keeps the last row of each key ({mode.keys_text}) by order of arrival. Which one came last is "
+            "known only to the batches that ran, not from the source, so the table cannot be compared with it.",
+            next_step='write with .option("versionColumn", ...), or delivered audit --recompute',
+        )

@@ -8,12 +8,22 @@ from typing import Annotated, Any
 
 import typer
 
-from delivered.cli.options import CheckpointOption, GuaranteeOption, MasterOption, SetOption, read
-from delivered.cli.output import Output, OutputOption, command, console, say, working
+from delivered.cli.command import (
+    CheckpointOption,
+    GuaranteeOption,
+    MasterOption,
+    Output,
+    OutputOption,
+    SetOption,
+    SparkLogOption,
+    console,
+    read,
+    say,
+    working,
+)
 from delivered.model.errors import UsageError
 
 
-@command
 def audit(
     files: Annotated[list[Path], typer.Argument(help="The pipeline file; with --chain, two or more.", metavar="FILE")],
     set_: SetOption = [],  # noqa: B006
@@ -38,7 +48,7 @@ def audit(
             "the first source to the last sink.",
         ),
     ] = False,
-    spark_log: Annotated[str | None, typer.Option(help="As for run.")] = None,
+    spark_log: SparkLogOption = None,
     output: OutputOption = Output.TEXT,
 ) -> int:
     """Read source and sink back and list lost, duplicated and altered records; exit code 1 if the guarantee was
@@ -75,11 +85,7 @@ def audit(
             for name in ([sink] if sink else pipeline.sink_names)
         ]
     if output is Output.JSON:
-        say(
-            reports[0].to_json()
-            if len(reports) == 1
-            else json.dumps([json.loads(r.to_json()) for r in reports], indent=2)
-        )
+        say(reports[0].to_json() if len(reports) == 1 else json.dumps([r.to_dict() for r in reports], indent=2))
     else:
         for report in reports:
             console().print(render(report))
@@ -90,7 +96,7 @@ def audit(
 def _audit_chain(
     files: list[Path], master: str | None, sink: str | None, samples: int, spark_log: str | None, output: Output
 ) -> int:
-    from delivered.audit.chain import render_chain
+    from delivered.audit.report import render
     from delivered.audit.spark.chain import audit_chain, links_of
     from delivered.cli.run import SparkLog, quiet_spark
 
@@ -102,7 +108,7 @@ def _audit_chain(
     if output is Output.JSON:
         say(report.to_json())
     else:
-        console().print(render_chain(report))
+        console().print(render(report))
     return report.exit_code
 
 

@@ -1,4 +1,4 @@
-"""`delivered dead-letters`: what did not get into its sink; write it again once the cause is mended, or drop it."""
+"""`delivered dead-letters`: what did not get into its sink; write it again once the cause is fixed, or drop it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from delivered.cli.options import FileArgument, SetOption, read
-from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, tell_warnings, working
+from delivered.cli.command import (
+    Commands,
+    FileArgument,
+    Output,
+    OutputOption,
+    SetOption,
+    answer,
+    note,
+    plain_table,
+    read,
+    say,
+    say_json,
+    show_warnings,
+    working,
+)
 from delivered.entry import Pipeline
 from delivered.model.errors import UsageError
 from delivered.model.limits import DEAD_LETTERS_MAX
@@ -20,7 +32,7 @@ from delivered.model.secrets import one_line
 if TYPE_CHECKING:
     from delivered.operate.dead_letter_batches import Settlement
 
-app = typer.Typer(help="List a pipeline's dead letters, write them again, or drop them.", no_args_is_help=True)
+app = Commands(help="List a pipeline's dead letters, write them again, or drop them.", no_args_is_help=True)
 
 IdsArgument = Annotated[list[str], typer.Argument(help="Ids, as shown by `list`.", show_default=False)]
 AllOption = Annotated[bool, typer.Option("--all", help="Every open letter.")]
@@ -28,7 +40,6 @@ _SHOWN = 60
 
 
 @app.command("list")
-@command
 def list_(
     file: FileArgument,
     set_: SetOption = [],  # noqa: B006 - typer copies it
@@ -40,25 +51,19 @@ def list_(
     from delivered.operate.dead_letters import dead_letters
 
     with working("reading the dead letters"):
-        found = dead_letters(read(file, set_), settled=every, limit=limit)
-    if output is Output.JSON:
-        say_json([asdict(n) for n in found])
-        return
-    if not found:
-        say("no dead letters" if every else "no dead letters are open")
-        return
-    table = Table("id", "sink", "batch", "from", "status", "reason", "record", box=None, pad_edge=False)
-    for n in found:
+        listed = dead_letters(read(file, set_), settled=every, limit=limit)
+    table = plain_table("id", "sink", "batch", "from", "status", "reason", "record")
+    for n in listed:
         origin = "a retry" if n.again else "" if n.offset is None else f"{n.topic or ''} {n.partition} @ {n.offset}"
         texts = (one_line(text) for text in (origin.strip(), n.status, n.reason, n.record[:_SHOWN]))
         table.add_row(one_line(n.id), n.sink, str(n.batch), *texts)
-    console().print(table)
-    if len(found) == limit:
+    nothing = "no dead letters" if every else "no dead letters are open"
+    answer(output, [asdict(n) for n in listed], table if listed else nothing)
+    if output is Output.TEXT and len(listed) == limit:
         note(f"the first {limit:,}: more with --limit")
 
 
 @app.command()
-@command
 def retry(
     file: FileArgument,
     ids: IdsArgument = [],  # noqa: B006
@@ -73,7 +78,6 @@ def retry(
 
 
 @app.command()
-@command
 def drop(
     file: FileArgument,
     ids: IdsArgument = [],  # noqa: B006
@@ -101,11 +105,11 @@ def _settle(
     if bool(ids) == every:
         raise UsageError(
             "DEAD_LETTER_IDS",
-            f"Got {'both ids and --all' if every else 'neither ids nor --all'}; one of them says which letters.",
+            f"Got {'both ids and --all' if every else 'neither ids nor --all'}; one of them says which dead letters.",
             next_step=f"delivered dead-letters list {file}",
         )
     install_from_environment()
-    tell_warnings()
+    show_warnings()
     with working("writing"):
         done = settle(read(file, set_), ids or None)
     if output is Output.JSON:

@@ -1,4 +1,4 @@
-"""The checks of `delivered doctor`. Every problem comes with its next step."""
+"""`delivered doctor`: what a pipeline needs of this machine. Every problem comes with its next step."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 from rich.text import Text
 
-from delivered.cli.output import console, spoken
+from delivered.cli.command import Output, OutputOption, console, read, say_json, spoken, working
+from delivered.entry import Pipeline
 from delivered.model.errors import EXTRA_OF, DeliveredError
-
-if TYPE_CHECKING:
-    from delivered.entry import Pipeline
 
 _DISK_FREE_MIN = 1 << 30
 _UNWRAPPED = 1000
@@ -55,16 +54,26 @@ class Check:
         return {"check": self.name, "health": self.health.value, "says": self.says, "next": self.next_step}
 
 
+def doctor(
+    file: Annotated[Path | None, typer.Argument(help="Also check this pipeline's source and sink.")] = None,
+    output: OutputOption = Output.TEXT,
+) -> int:
+    """Check this machine for what a pipeline needs; every problem comes with its next step."""
+    with working("checking this machine"):
+        checks = examine(read(file, []) if file is not None else None)
+    if output is Output.JSON:
+        say_json([c.to_json() for c in checks])
+    else:
+        show(checks)
+    return 1 if any(c.health is Health.BAD for c in checks) else 0
+
+
 def examine(pipeline: Pipeline | None) -> list[Check]:
     """Check this machine, and a pipeline's source and sink. Problems are returned, never raised."""
-    looks: list[Callable[[], Check]] = [_python, _java, _pyspark, _worker_python, _class_archive]
-    looks += [_library(*names) for names in _LIBRARIES]
-    looks += [_disk(tempfile.gettempdir()), _disk(str(Path.cwd())), _ports, _host_name]
-    checks = [look() for look in looks]
-    checks.append(_workers(pipeline))
-    if pipeline is not None:
-        checks.extend(_pipeline(pipeline))
-    return spoken(checks)
+    checks = [_python(), _java(), _pyspark(), _worker_python(), _class_archive()]
+    checks += [_library(*names) for names in _LIBRARIES]
+    checks += [_disk(tempfile.gettempdir()), _disk(str(Path.cwd())), _ports(), _host_name(), _workers(pipeline)]
+    return spoken([*checks, *(_pipeline(pipeline) if pipeline is not None else ())])
 
 
 def show(checks: list[Check]) -> None:
@@ -176,29 +185,20 @@ def _worker_python() -> Check:
     return Check("PYSPARK_PYTHON", Health.GOOD, path)
 
 
-def _library(distribution: str, module: str, extra: str) -> Callable[[], Check]:
-    def look() -> Check:
-        if importlib.util.find_spec(module) is None:
-            return Check(distribution, Health.MISSING, "not installed", f'pip install "delivered[{extra}]"')
-        return Check(distribution, Health.GOOD, importlib.metadata.version(distribution))
-
-    return look
+def _library(distribution: str, module: str, extra: str) -> Check:
+    if importlib.util.find_spec(module) is None:
+        return Check(distribution, Health.MISSING, "not installed", f'pip install "delivered[{extra}]"')
+    return Check(distribution, Health.GOOD, importlib.metadata.version(distribution))
 
 
-def _disk(folder: str) -> Callable[[], Check]:
-    def look() -> Check:
-        name = f"disk {folder}"
-        free = shutil.disk_usage(folder).free
-        space = f"{free / (1 << 30):.1f} GiB free"
-        if free < _DISK_FREE_MIN:
-            return Check(
-                name, Health.BAD, f"{space}; 1 GiB is needed", "free some space, or set TMPDIR to another disk"
-            )
-        if not os.access(folder, os.W_OK):
-            return Check(name, Health.MISSING, f"{space}, not writable", "run from a writable folder")
-        return Check(name, Health.GOOD, space)
-
-    return look
+def _disk(folder: str) -> Check:
+    name, free = f"disk {folder}", shutil.disk_usage(folder).free
+    space = f"{free / (1 << 30):.1f} GiB free"
+    if free < _DISK_FREE_MIN:
+        return Check(name, Health.BAD, f"{space}; 1 GiB is needed", "free some space, or set TMPDIR to another disk")
+    if not os.access(folder, os.W_OK):
+        return Check(name, Health.MISSING, f"{space}, not writable", "run from a writable folder")
+    return Check(name, Health.GOOD, space)
 
 
 def _ports() -> Check:

@@ -1,11 +1,15 @@
-"""What `delivered init` writes: a pipeline that runs as it is."""
+"""`delivered init`: a pipeline that runs as it is."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from delivered.cli.command import Output, OutputOption, answer
 from delivered.model.errors import MissingExtra, UsageError
 
 RECORDS = 1_000
@@ -44,6 +48,19 @@ sinks:
 audit:
   id: id                         # identifies a record
 """
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("delivered-example"),
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Write a ready-to-run example: a log of orders into SQLite, no server needed."""
+    file, records = write_example(folder)
+    text = (
+        f"{file}: a pipeline, and {records} records for it to deliver\n"
+        f"Next: delivered plan {file}; delivered run {file}; delivered audit {file}"
+    )
+    answer(output, {"file": str(file), "records": records}, text)
 
 
 def write_example(folder: Path) -> tuple[Path, int]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from delivered.cli.output import Output, OutputOption, command, say, say_json, spoken
+from delivered.cli.command import Output, OutputOption, say, say_json, spoken
 from delivered.model import errors
 from delivered.model.catalogue import PREFIX, Condition, conditions_of, entries
 from delivered.model.errors import UsageError
@@ -81,7 +81,6 @@ def find(code: str) -> tuple[str, dict[str, Any]]:
     raise UsageError("CODE_UNKNOWN.OTHER", name=code)
 
 
-@command
 def explain(
     code: Annotated[str | None, typer.Argument(help="As printed, DELIVERED_LEDGER_AHEAD. Default: list all.")] = None,
     output: OutputOption = Output.TEXT,

@@ -1,4 +1,6 @@
-"""`delivered run`: a pipeline in the foreground, with progress, until it ends or is stopped."""
+"""`delivered plan`, `adopt`, `run`, `receive`, `replay` and `rebuild`: pipelines and receivers in the foreground, with
+progress, until they end or are stopped.
+"""
 
 from __future__ import annotations
 
@@ -10,52 +12,300 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.text import Text
 
-from delivered.cli.output import (
+from delivered.cli.command import (
+    CheckpointOption,
+    FileArgument,
+    GuaranteeOption,
+    LogFormat,
+    MasterOption,
     Output,
+    OutputOption,
+    SetOption,
+    SparkLogOption,
+    answer,
+    log_as,
     log_line,
     messages,
     note,
     on_terminal,
+    read,
     relay,
     say,
     say_json,
+    show_warnings,
+    spoken,
     stamp,
-    tell_warnings,
+    stop_on_signal,
     working,
 )
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import DeliveredError
-from delivered.model.limits import OUTAGE_PATIENCE_S
+from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVERS_MAX
 from delivered.model.patience import StoppedWaiting, patiently
-from delivered.model.step import as_json, is_line_of_ours, work_for
+from delivered.model.step import LOG_FORMAT, as_json, is_line_of_ours, work_for
 from delivered.model.translate import WARNING_MARK, translated
+from delivered.pipeline.file import load_file, parse_override
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from delivered.entry import Pipeline
     from delivered.pipeline.progress import Progress
+    from delivered.source.receive import Counts
+
+WaitOption = Annotated[
+    bool, typer.Option("--wait/--no-wait", help="Wait two minutes for an unreachable server, or fail at once.")
+]
+StopTimeoutOption = Annotated[
+    float, typer.Option(min=0, help="Seconds that a stop (SIGTERM, Ctrl-C) waits for the running batch.")
+]
+LogFormatOption = Annotated[
+    LogFormat,
+    typer.Option(
+        envvar=LOG_FORMAT, help="Of log lines on standard error, of receivers and of Spark's log: text or json."
+    ),
+]
+TakeoverOption = Annotated[bool, typer.Option("--takeover", help="Fence another driver that is running this pipeline.")]
 
 _POLL_S = 0.2
 _LINE_EVERY_S = 2.0
 _LEDGER_EVERY_S = 1.0
+_SUMMED = (
+    *("received", "entered", "repeated", "quarantined", "acknowledged", "unacknowledged"),
+    *("appends", "tries", "retired", "paused", "reconnected"),
+)
+"""Counts of a receiver that are shown as sums."""
+
+
+def plan(
+    file: FileArgument,
+    set_: SetOption = [],  # noqa: B006 - typer copies it
+    guarantee: GuaranteeOption = None,
+    checkpoint: CheckpointOption = None,
+    master: MasterOption = None,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Contact neither servers nor checkpoint nor Spark.")
+    ] = False,
+    takeover: TakeoverOption = False,
+    output: OutputOption = Output.TEXT,
+) -> int:
+    """Show a pipeline's steps and the assumptions of its guarantee, or why it is refused (exit code 2)."""
+    from delivered.planner import Refusal, to_json
+
+    pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master)
+    with working(f"checking source and sink of {pipeline.name}"):
+        outcome = pipeline.plan(offline=offline, takeover=takeover)
+    if not offline and pipeline.transform.kind == "sql" and not isinstance(outcome, Refusal):
+        with (
+            working("checking the SQL against the source's columns"),
+            quiet_spark(pipeline, SparkLog.of(pipeline, None)) as spark,
+        ):
+            outcome = pipeline.plan(spark, takeover=takeover)
+    outcome = spoken(outcome)
+    answer(output, to_json(outcome), str(outcome))
+    return outcome.error.exit_code if isinstance(outcome, Refusal) else 0
+
+
+def adopt(
+    file: FileArgument,
+    set_: SetOption = [],  # noqa: B006
+    from_checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint of a query with Spark's own Kafka source.")
+    ] = None,
+    from_group: Annotated[str | None, typer.Option(help="Consumer group.")] = None,
+    from_timestamp: Annotated[int | None, typer.Option(min=0, help="Milliseconds since 1970.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Write the start; without it, only show it.")] = False,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Start a pipeline where another job stopped: show where, and with --yes keep it in the new checkpoint."""
+    pipeline = read(file, set_)
+    with working("asking the source, the sink and the old job"):
+        adoption = pipeline.adopt(checkpoint=from_checkpoint, group=from_group, timestamp_ms=from_timestamp, write=yes)
+    if output is Output.JSON:
+        say_json(adoption.to_json())
+        return
+    say(f"from {adoption.origin}")
+    for name, (offset, ahead) in adoption.partitions.items():
+        say(f"  {name}: starts at offset {offset:,}, {ahead:,} offsets ahead")
+    for text in adoption.notes:
+        say(f"- {text}")
+    did = f"written to {adoption.checkpoint}. Next: delivered run {file}"
+    say(did if adoption.written else f"nothing written. To write it to {adoption.checkpoint}: repeat with --yes")
+
+
+def run(
+    file: FileArgument,
+    set_: SetOption = [],  # noqa: B006
+    guarantee: GuaranteeOption = None,
+    checkpoint: CheckpointOption = None,
+    master: MasterOption = None,
+    available_now: Annotated[
+        bool, typer.Option("--available-now", help="Stop once everything available at the start is delivered.")
+    ] = False,
+    takeover: TakeoverOption = False,
+    receivers: Annotated[
+        int, typer.Option(min=0, max=RECEIVERS_MAX, help="Also run this many receivers of the source's queue.")
+    ] = 0,
+    wait: WaitOption = True,
+    stop_timeout: StopTimeoutOption = 120.0,
+    spark_log: Annotated[
+        str | None, typer.Option(help="File for Spark's own log; - for standard error. Default: a temporary file.")
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Serve metrics for Prometheus at http://127.0.0.1:PORT/metrics."),
+    ] = None,
+    log_format: LogFormatOption = LogFormat.TEXT,
+    output: OutputOption = Output.TEXT,
+) -> int:
+    """Run a pipeline until it is stopped; SIGTERM or Ctrl-C lets the running batch finish."""
+    log_as(log_format)
+    trigger = "available_now" if available_now else None
+    pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master, trigger=trigger)
+    more: dict[str, Any] = {"wait": wait, "metrics_port": metrics_port}
+    if not receivers:
+        return run_pipeline(pipeline, takeover, stop_timeout, spark_log, output, **more)
+    from delivered.pipeline.receive import queue_among, receiving
+
+    show_warnings()
+    patience_s = OUTAGE_PATIENCE_S if wait else 0.0
+    with receiving(queue_among(pipeline.sources), receivers, patience_s=patience_s) as raise_failure:
+        return run_pipeline(pipeline, takeover, stop_timeout, spark_log, output, raise_failure, **more)
+
+
+def receive(
+    file: FileArgument,
+    set_: SetOption = [],  # noqa: B006
+    processes: Annotated[int, typer.Option(min=1, max=RECEIVERS_MAX, help="Number of receiver processes.")] = 1,
+    idle_seconds: Annotated[
+        float | None, typer.Option(min=0, help="Stop after this long without a message. Default: never.")
+    ] = None,
+    wait: WaitOption = True,
+    log_format: LogFormatOption = LogFormat.TEXT,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Receive a queue into the durable log of a pipeline's source until stopped: persist, then acknowledge."""
+    from delivered.crash import install_from_environment
+    from delivered.pipeline.endpoint import Endpoint, as_text
+    from delivered.pipeline.receive import queue_among, quiet_client
+    from delivered.pipeline.receive import receive as run_receivers
+
+    log_as(log_format)
+    install_from_environment()
+    quiet_client(warnings=False)
+    show_warnings()
+    queues = load_file(file, dict(map(parse_override, set_))).endpoints
+    endpoint = queue_among(
+        {n: Endpoint(e.format, {k: as_text(k, v) for k, v in (e.model_extra or {}).items()}) for n, e in queues.items()}
+    )
+    stop = stop_on_signal()
+    shown = _ReceiverProgress(output)
+    started = time.monotonic()
+    log_line(f"receiving {endpoint.options.get('queue', endpoint.label)} into {endpoint.options.get('log')}")
+    patience_s = OUTAGE_PATIENCE_S if wait else 0.0
+    run_receivers(endpoint, processes, stop.is_set, idle_seconds, shown.report, patience_s=patience_s)
+    shown.end(time.monotonic() - started)
+
+
+def replay(
+    file: FileArgument,
+    start: Annotated[
+        str, typer.Option("--from", metavar="TIME", help="ISO 8601, milliseconds, earliest, or offsets as JSON.")
+    ],
+    into: Annotated[
+        str, typer.Option(metavar="SINK", help="Another table or topic of the sink; or a sink: '{format: ...}'.")
+    ],
+    end: Annotated[str, typer.Option("--to", metavar="TIME", help="As --from; latest: what is there now.")] = "latest",
+    sink: Annotated[str | None, typer.Option(metavar="NAME", help="Whose rows, if the file has several.")] = None,
+    set_: SetOption = [],  # noqa: B006 - typer copies it
+    master: MasterOption = None,
+    wait: WaitOption = True,
+    stop_timeout: StopTimeoutOption = 120.0,
+    spark_log: SparkLogOption = None,
+    output: OutputOption = Output.TEXT,
+) -> int:
+    """Deliver records of a time once more, into another sink, while the pipeline runs. Run again, it continues."""
+    from delivered.operate.replay import parse_sink
+
+    pipeline = read(file, set_, master=master)
+    target = parse_sink(into, file.parent) if into.lstrip().startswith("{") else into
+    with working("looking up the records of that time"):
+        replayed = pipeline.replay(start, end, target, sink=sink)
+    return run_pipeline(replayed, False, stop_timeout, spark_log, output, wait=wait)
+
+
+def rebuild(
+    file: FileArgument,
+    into: Annotated[str, typer.Option(metavar="TABLE", help="The new table, in the place of the old one.")],
+    start: Annotated[
+        str | None,
+        typer.Option("--from", metavar="TIME", help="As for replay. Default: where the pipeline's first batch began."),
+    ] = None,
+    accept_differences: Annotated[
+        bool, typer.Option("--accept-differences", help="Swap although the tables differ: the transform was corrected.")
+    ] = False,
+    set_: SetOption = [],  # noqa: B006 - typer copies it
+    master: MasterOption = None,
+    wait: WaitOption = True,
+    stop_timeout: StopTimeoutOption = 120.0,
+    spark_log: SparkLogOption = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Make the sink's table anew from the source, compare both, and swap them. Run again after a kill, it continues."""
+    from delivered.audit.evidence import Verdict
+
+    pipeline = read(file, set_, master=master)
+    with working("looking up where the pipeline began and where it is"):
+        rebuilt = pipeline.rebuild(into, start=start)
+    outcome: dict[str, Any] = {}
+    if not rebuilt.done:
+        run_pipeline(rebuilt.pipeline, False, stop_timeout, spark_log, output, wait=wait)
+        rebuilt.check_stopped()
+        with working("starting Spark") as progress, quiet_spark(pipeline, SparkLog.of(pipeline, spark_log)) as spark:
+            report = rebuilt.pipeline.audit(spark, progress=progress)
+        with working("comparing both tables"):
+            compared = rebuilt.compare()
+        if report.verdict is Verdict.BROKEN:
+            raise DeliveredError(
+                "REBUILD_BROKEN",
+                f"The new table {into!r} is not what the source says: {'; '.join(report.breaches)}. Nothing was "
+                "swapped.",
+                next_step=f"drop {into!r}, and rebuild into another name",
+            )
+        if not compared.equal and not accept_differences:
+            raise DeliveredError(
+                "REBUILD_DIFFERS",
+                f"The tables differ: {compared}. Nothing was swapped.",
+                next_step="if the transform was corrected, this is expected: repeat with --accept-differences; else "
+                "delivered audit says which of the old rows are lost or doubled",
+            )
+        with working("swapping the tables"):
+            rebuilt.swap()
+        outcome = {"audit": report.verdict.value, "equal": compared.equal, "comparison": str(compared)}
+    if output is Output.JSON:
+        say_json({"table": rebuilt.table, "former_rows": rebuilt.kept, "swapped": True, **outcome}, one_line=True)
+        return
+    if outcome:
+        say(f"{outcome['comparison']}; audit of the new one: {outcome['audit']}")
+    say(f"{rebuilt.table} is the new table; its former rows are in {rebuilt.kept}")
 
 
 @dataclass
 class StopRequest:
     """Stop requests by signal: the first one stops between batches, the second one at once."""
 
-    stop: threading.Event
-    now: threading.Event
+    stop: threading.Event = field(default_factory=threading.Event)
+    now: threading.Event = field(default_factory=threading.Event)
 
-    def signalled(self, *_: object) -> None:
-        (self.now if self.stop.is_set() else self.stop).set()
+    def listen(self) -> None:
+        stop_on_signal(lambda: (self.now if self.stop.is_set() else self.stop).set())
 
 
 def run_pipeline(
@@ -80,9 +330,9 @@ def run_pipeline(
     from delivered.planner import Refusal
 
     work_for(pipeline.name)
-    request = StopRequest(threading.Event(), threading.Event())
-    _listen(request)
-    tell_warnings()
+    request = StopRequest()
+    request.listen()
+    show_warnings()
     with working(f"checking source and sink of {pipeline.name}"):
         try:
             plan = patiently(
@@ -98,26 +348,26 @@ def run_pipeline(
         raise plan.error
     if output is Output.TEXT:
         say(f"{pipeline.name}: {pipeline.guarantee.value} by {plan.mechanism}")
-    began = time.monotonic()
+    started = time.monotonic()
     log = SparkLog.of(pipeline, spark_log)
     with contextlib.ExitStack() as stack:
         with working("starting Spark"):
             spark = stack.enter_context(quiet_spark(pipeline, log))
-        _listen(request)  # again: a new SparkContext takes over SIGINT to cancel running jobs
+        request.listen()  # again: a new SparkContext takes over SIGINT to cancel running jobs
         if request.stop.is_set():
             return 0
         if metrics_port is not None:
             stack.enter_context(_metrics(pipeline, spark, metrics_port))
         query = pipeline.start(spark, takeover=takeover)
         with watch(pipeline, query) as progress:
-            show = _Shown(output, _Warnings(log.path))
+            show = _QueryProgress(output, _WorkerLines(log.path))
             idle = _until_done(pipeline, query, progress, show, request, stop_timeout, supervise)
             progress.refresh()
             failure = query.exception()
             show.end()
         if failure is not None:
             raise _own_error(failure, log, pipeline)  # inside, so that the log file it names is kept
-    _summary(pipeline, progress, time.monotonic() - began, idle, output)
+    _summary(pipeline, progress, time.monotonic() - started, idle, output)
     return 0
 
 
@@ -133,16 +383,11 @@ def _metrics(pipeline: Pipeline, spark: SparkSession, port: int) -> Iterator[Non
         yield
 
 
-def _listen(request: StopRequest) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, request.signalled)
-
-
 def _until_done(
     pipeline: Pipeline,
     query: Any,
     progress: Progress,
-    show: _Shown,
+    show: _QueryProgress,
     request: StopRequest,
     stop_timeout: float,
     supervise: Callable[[], None],
@@ -173,7 +418,7 @@ class _StopNow(Exception):
     """A second signal."""
 
 
-class _Warnings:
+class _WorkerLines:
     """Workers' messages for the user: their lines in Spark's log, unless that is shown anyway."""
 
     def __init__(self, log: Path | None) -> None:
@@ -197,10 +442,10 @@ class _Warnings:
             self._file.close()
 
 
-class _Shown:
+class _QueryProgress:
     """Progress: one updating line on a terminal; JSON lines for programs; else only what the user should know."""
 
-    def __init__(self, output: Output, warnings: _Warnings) -> None:
+    def __init__(self, output: Output, warnings: _WorkerLines) -> None:
         self._output = output
         self._warnings = warnings
         self._status = None
@@ -229,16 +474,8 @@ class _Shown:
 
 def _summary(pipeline: Pipeline, progress: Progress, seconds: float, idle: bool, output: Output) -> None:
     if output is Output.JSON:
-        say_json(
-            {
-                **progress.to_json(),
-                "event": "stopped",
-                "time": stamp(),
-                "between_batches": idle,
-                "seconds": round(seconds, 3),
-            },
-            one_line=True,
-        )
+        ended = {"event": "stopped", "time": stamp(), "between_batches": idle, "seconds": round(seconds, 3)}
+        say_json({**progress.to_json(), **ended}, one_line=True)
         return
     say(f"{pipeline.name}: {progress.totals} in {seconds:.1f} s")
     if not idle:
@@ -247,20 +484,19 @@ def _summary(pipeline: Pipeline, progress: Progress, seconds: float, idle: bool,
 
 def _own_error(failure: Any, log: SparkLog, pipeline: Pipeline) -> Exception:
     """A failed query's own error, with a pointer to Spark's log."""
-
     own_error = translated(failure)
     if own_error is not None:
         return own_error
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     cause = next((line for line in reversed(lines) if "Error" in line and not line.startswith("at ")), lines[0])
     where = log.path or "standard error"
-    told_apart = ""
+    about_rows = ""
     if pipeline.on_bad_row is not OnBadRow.FAIL and pipeline.transform.kind in ("sql", "python"):
-        told_apart = (
+        about_rows = (
             "; if a row is to blame: Spark does not tell which, so on_bad_row does not cover it. Use try_ functions "
             "(try_cast, try_divide), or a function over Arrow batches (docs/dead-letters.md)"
         )
-    next_step = f"read Spark's log in {where}; then run again{told_apart}"
+    next_step = f"read Spark's log in {where}; then run again{about_rows}"
     return DeliveredError("QUERY_FAILED", cause[:2_000], next_step=next_step)
 
 
@@ -335,3 +571,43 @@ def _stderr_to(path: Path | None) -> Iterator[None]:
         os.dup2(saved, 2)
         os.close(saved)
         os.close(file)
+
+
+class _ReceiverProgress:
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._counts: dict[int, Counts] = {}
+        self._at = 0.0
+
+    def report(self, number: int, counts: Counts) -> None:
+        self._counts[number] = counts
+        if time.monotonic() - self._at < _LINE_EVERY_S:
+            return
+        self._at = time.monotonic()
+        if self._output is Output.JSON:
+            say_json({"event": "progress", "time": stamp(), **self.totals()}, one_line=True)
+        else:
+            log_line(self._text())
+
+    def end(self, seconds: float) -> None:
+        if self._output is Output.JSON:
+            say_json({"event": "stopped", **self.totals(), "seconds": round(seconds, 3)}, one_line=True)
+        else:
+            say(f"{self._text()} in {seconds:.1f} s")
+
+    def totals(self) -> dict[str, Any]:
+        sums: dict[str, Any] = {name: sum(getattr(c, name) for c in self._counts.values()) for name in _SUMMED}
+        latencies = sorted(s for c in self._counts.values() for s in c.latencies_s)
+        if latencies:
+            sums["latency_ms"] = {
+                p: round(1000 * latencies[min(len(latencies) - 1, len(latencies) * q // 100)], 1)
+                for p, q in (("p50", 50), ("p99", 99))
+            }
+        return sums
+
+    def _text(self) -> str:
+        now = self.totals()
+        quarantine = f", {now['quarantined']:,} quarantined" if now["quarantined"] else ""
+        latency = now.get("latency_ms")
+        took = f"; {latency['p50']:.0f} ms p50, {latency['p99']:.0f} ms p99" if latency else ""
+        return f"{now['entered']:,} messages logged, {now['repeated']:,} duplicates{quarantine}{took}"

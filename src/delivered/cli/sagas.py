@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
-import threading
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, tell_warnings
+from delivered.cli.command import (
+    Commands,
+    Output,
+    OutputOption,
+    answer,
+    note,
+    plain_table,
+    show_warnings,
+    stop_on_signal,
+)
 from delivered.model.errors import UsageError
 from delivered.model.options import is_reference
 from delivered.model.secrets import one_line
@@ -21,7 +27,7 @@ from delivered.model.secrets import one_line
 if TYPE_CHECKING:
     from delivered.patterns.saga import Log
 
-app = typer.Typer(help="Run sagas, list them, and resolve stuck ones.", no_args_is_help=True)
+app = Commands(help="Run sagas, list them, and resolve stuck ones.", no_args_is_help=True)
 
 LISTED_MAX = 1_000
 
@@ -46,18 +52,13 @@ def _log(where: str, password: str | None) -> Log:
 
 
 @app.command()
-@command
 def create(log: LogOption, password: PasswordOption = None, output: OutputOption = Output.TEXT) -> None:
     """Make the tables of a saga log, unless they are there."""
     _log(log, password).create()
-    if output is Output.JSON:
-        say_json({"log": log})
-    else:
-        say(f"{log}: ready for sagas")
+    answer(output, {"log": log}, f"{log}: ready for sagas")
 
 
 @app.command()
-@command
 def run(
     sagas: Annotated[list[str], typer.Argument(help="Where a saga is declared, as module:name.", show_default=False)],
     log: LogOption,
@@ -72,22 +73,17 @@ def run(
     from delivered.patterns.saga.definition import load
 
     install_from_environment()
-    tell_warnings()
+    show_warnings()
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
-    found = [load(name) for name in sagas]
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    rested = run_sagas(_log(log, password), *found, forever=not until_rest, threads=threads, stop=stop)
-    if output is Output.JSON:
-        say_json({s.value: n for s, n in rested.items()})
-    else:
-        say(", ".join(f"{n} {s}" for s, n in sorted(rested.items())) or "no sagas came to rest")
+    declared = [load(name) for name in sagas]
+    stop = stop_on_signal()
+    rested = run_sagas(_log(log, password), *declared, forever=not until_rest, threads=threads, stop=stop)
+    text = ", ".join(f"{n} {s}" for s, n in sorted(rested.items())) or "no sagas came to rest"
+    answer(output, {s.value: n for s, n in rested.items()}, text)
 
 
 @app.command("list")
-@command
 def list_(
     log: LogOption,
     password: PasswordOption = None,
@@ -100,26 +96,20 @@ def list_(
     wanted = [s for s in Status if every or s not in (Status.COMPLETE, Status.COMPENSATED)]
     with contextlib.closing(_log(log, password).open()) as opened:
         rows = opened.rows(wanted, LISTED_MAX)
-    if output is Output.JSON:
-        say_json([asdict(r) for r in rows])
-        return
-    if not rows:
-        say("no sagas" if every else "no sagas are stuck or under way")
-        return
-    table = Table("saga", "id", "status", "step", "age", "error", box=None, pad_edge=False)
+    table = plain_table("saga", "id", "status", "step", "age", "error")
     for r in rows:
         table.add_row(r.saga, one_line(r.id), r.status, r.step, f"{r.age_s:.0f} s", one_line(r.error))
-    console().print(table)
+    nothing = "no sagas" if every else "no sagas are stuck or under way"
+    answer(output, [asdict(r) for r in rows], table if rows else nothing)
     stuck = sum(r.status is Status.STUCK for r in rows)
-    if stuck:
+    if stuck and output is Output.TEXT:
         note(
-            f"{stuck} stuck: a compensation failed too often. Next: mend its cause, then delivered sagas retry ID; or "
+            f"{stuck} stuck: a compensation failed too often. Next: fix its cause, then delivered sagas retry ID; or "
             "undo the step by hand, then delivered sagas done ID; or leave it as it is: delivered sagas skip ID"
         )
 
 
 @app.command()
-@command
 def retry(
     id: IdArgument,  # noqa: A002
     log: LogOption,
@@ -132,7 +122,6 @@ def retry(
 
 
 @app.command()
-@command
 def skip(
     id: IdArgument,  # noqa: A002
     log: LogOption,
@@ -145,7 +134,6 @@ def skip(
 
 
 @app.command()
-@command
 def done(
     id: IdArgument,  # noqa: A002
     log: LogOption,
@@ -158,7 +146,6 @@ def done(
 
 
 @app.command()
-@command
 def clean(
     log: LogOption,
     older_than: Annotated[float, typer.Option(min=0, help="Days since a saga came to rest.")],
@@ -173,10 +160,7 @@ def clean(
         while last == CLEANED_MAX:
             last = opened.clean(older_than * 86_400)
             deleted += last
-    if output is Output.JSON:
-        say_json({"deleted": deleted})
-    else:
-        say(f"{deleted} sagas deleted")
+    answer(output, {"deleted": deleted}, f"{deleted} sagas deleted")
 
 
 def _resolve(id_: str, how: str, log: str, saga: str | None, password: str | None, output: Output) -> None:
@@ -184,8 +168,5 @@ def _resolve(id_: str, how: str, log: str, saga: str | None, password: str | Non
 
     with contextlib.closing(_log(log, password).open()) as opened:
         row = opened.resolve(id_, Event(how), saga)
-    what: dict[str, Any] = {"saga": row.saga, "id": row.id, "step": row.step, "did": how}
-    if output is Output.JSON:
-        say_json(what)
-    else:
-        say(f"{row.saga} {row.id}: undo of {row.step}: {how}; a worker goes on (delivered sagas run)")
+    did = {"saga": row.saga, "id": row.id, "step": row.step, "did": how}
+    answer(output, did, f"{row.saga} {row.id}: undo of {row.step}: {how}; a worker goes on (delivered sagas run)")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import signal
-import threading
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -19,11 +17,22 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, spoken, stamp
-from delivered.operate.look import files, look, seen
-from delivered.operate.ready import not_ready, unanswered
-from delivered.operate.state import Driver, Status
-from delivered.pipeline.receive import is_gone
+from delivered.cli.command import (
+    Output,
+    OutputOption,
+    console,
+    note,
+    plain_table,
+    say,
+    say_json,
+    spoken,
+    stamp,
+    stop_on_signal,
+)
+from delivered.model.errors import UsageError
+from delivered.model.options import is_reference, resolve_secret
+from delivered.operate.look import files, look, look_with_flow
+from delivered.operate.state import Driver, Status, not_ready, receivers_text, unanswered
 
 PathsArgument = Annotated[
     list[Path], typer.Argument(help="Pipeline files, or folders of them. Default: this folder.", show_default=False)
@@ -34,7 +43,6 @@ VerifiedOption = Annotated[
 _STYLE = {Driver.RUNNING: "green", Driver.STOPPED: "yellow"}
 
 
-@command
 def status(
     paths: PathsArgument = [Path()],  # noqa: B006
     check: Annotated[
@@ -71,7 +79,6 @@ def _check(found: Sequence[Status]) -> int:
     return 0 if not reasons else 3 if any(map(unanswered, found)) else 1
 
 
-@command
 def top(
     paths: PathsArgument = [Path()],  # noqa: B006
     every: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks.")] = 2.0,
@@ -79,7 +86,7 @@ def top(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show the same, again and again; as JSON lines with --output json."""
-    named, stop = files(paths), _stopped()
+    named, stop = files(paths), stop_on_signal()
     shown = console()
     rates = _Rates()
     with Live(console=shown, auto_refresh=False, screen=False, transient=False) as live:
@@ -96,7 +103,6 @@ def top(
             stop.wait(every)
 
 
-@command
 def metrics(
     paths: PathsArgument = [Path()],  # noqa: B006
     port: Annotated[
@@ -115,28 +121,19 @@ def metrics(
     if port is None and otlp is None:
         say(text(look(named)).rstrip("\n"))
         return
-    stop = _stopped()
+    stop = stop_on_signal()
     with contextlib.ExitStack() as stack:
         if port is not None:
             opened = stack.enter_context(serving(lambda: look(named), port, address))
             note(f"serving http://{address}:{opened}/metrics")
         if otlp is not None:
-            from delivered.operate.otel import exporting, reader
+            from delivered.operate.metrics import exporting, otlp_reader
 
-            stack.enter_context(exporting(lambda: look(named), reader(otlp, every)))
+            stack.enter_context(exporting(lambda: look(named), otlp_reader(otlp, every)))
             note(f"sending to {otlp} every {every:g} s")
         stop.wait()
 
 
-def _stopped() -> threading.Event:
-    """Set by SIGTERM and Ctrl-C."""
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    return stop
-
-
-@command
 def report(
     paths: PathsArgument = [Path()],  # noqa: B006
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("pipelines.html"),
@@ -146,7 +143,7 @@ def report(
     from delivered.operate.page import page
 
     more = _verified(verified, part=True) if verified is not None else ""
-    out.write_text(page(seen(files(paths)), more=more), encoding="utf-8")
+    out.write_text(page(look_with_flow(files(paths)), more=more), encoding="utf-8")
     say(str(out))
 
 
@@ -160,7 +157,6 @@ def _verified(file: Path, part: bool = False) -> str:
     return (section if part else page)(list(store.results.values()))
 
 
-@command
 def ui(
     paths: PathsArgument = [Path()],  # noqa: B006
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8090,
@@ -196,9 +192,6 @@ def ui(
 
 def _token(reference: str) -> str:
     """Raises UsageError: it is the token itself, which other users of this machine could read in the process list."""
-    from delivered.model.errors import UsageError
-    from delivered.model.options import is_reference, resolve_secret
-
     if not is_reference(reference):
         raise UsageError(
             "UI_TOKEN",
@@ -233,7 +226,7 @@ def table(found: Sequence[Status], rates: dict[str, float] | None = None) -> Tab
     received = any(s.receivers for s in found)
     if received:
         columns.append("receivers")
-    shown = Table(*columns, box=None, pad_edge=False)
+    shown = plain_table(*columns)
     for s in found:
         broken = {p.code for p in s.problems}
         cells = [
@@ -276,9 +269,7 @@ def _lag(s: Status) -> str:
 
 
 def _receivers(s: Status) -> str:
-    reports = [r for of in s.receivers.values() for r in of]
-    gone = sum(map(is_gone, reports))
-    return f"{len(reports) - gone}" + (f", {gone} gone" if gone else "")
+    return receivers_text([r for of in s.receivers.values() for r in of])
 
 
 def _open(s: Status) -> str:

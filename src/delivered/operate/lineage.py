@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 
 _FAILURE_LENGTH_MAX = 4_000
 _NAMES = ("subscribe", "topic", "topics", "queue", "streams", "exchange", "table")
-_DATABASES = {"postgres": ("postgres", 5432), "postgresql": ("postgres", 5432), "mysql": ("mysql", 3306)}
-_DATABASES |= {"mariadb": ("mysql", 3306)}
+_POSTGRES, _MYSQL = ("postgres", 5432), ("mysql", 3306)
+_DATABASES = {"postgres": _POSTGRES, "postgresql": _POSTGRES, "mysql": _MYSQL, "mariadb": _MYSQL}
 
 
 def datasets(endpoint: Endpoint) -> Iterator[tuple[str, str]]:
@@ -88,8 +88,8 @@ def _host(servers: str) -> str:
 def _messages(options: Mapping[str, str]) -> list[str]:
     if "assign" in options:
         return sorted(json.loads(options["assign"]))
-    found = next((options[name] for name in _NAMES if name in options), None) or options.get("subscribepattern", "")
-    return [name.strip() for name in found.split(",")]
+    names = next((options[name] for name in _NAMES if name in options), None) or options.get("subscribepattern", "")
+    return [name.strip() for name in names.split(",")]
 
 
 class Lineage:
@@ -193,7 +193,7 @@ class Lineage:
 
 
 def _failure(text: str) -> str:
-    """What a query's end says, for others' eyes: our own error, if there is one, without secrets and bounded."""
+    """How a query ended, for other systems: our own error, if there is one, without secrets and bounded."""
     own = from_our_code(text)
     return without_passwords(plain(str(own or text)))[:_FAILURE_LENGTH_MAX]
 
@@ -219,13 +219,13 @@ def _assertions(audit: Mapping[str, Any]) -> InputDatasetFacet:
 
     counts = audit["counts"]
     held = audit["verdict"] == "held"
-    found = [quality.Assertion("delivery.guarantee", held, expected="held", actual=audit["verdict"])]
-    found += [
+    assertions = [quality.Assertion("delivery.guarantee", held, expected="held", actual=audit["verdict"])]
+    assertions += [
         quality.Assertion(f"delivery.{damage}", held or not counts[damage], actual=str(counts[damage]))
         for damage in ("lost", "duplicated", "altered")
         if damage in counts
     ]
-    return quality.DataQualityAssertionsDatasetFacet(found)
+    return quality.DataQualityAssertionsDatasetFacet(assertions)
 
 
 def _version_of(*packages: str) -> str:
@@ -255,13 +255,13 @@ def configured() -> OpenLineageClient:
         raise MissingExtra("lineage") from None
     if url := os.environ.get("OPENLINEAGE_URL"):
         check_http_url("OPENLINEAGE_URL", url, "OPENLINEAGE_URL=http://localhost:5000")
-    made = OpenLineageClient()
-    if made.transport.kind == "console":
+    client = OpenLineageClient()
+    if client.transport.kind == "console":
         log.warning(
             "lineage is on, but OpenLineage is not configured, so events are only logged; set OPENLINEAGE_URL, or "
             "write an openlineage.yml"
         )
-    return made
+    return client
 
 
 @cache

@@ -1,26 +1,44 @@
-"""Metrics in Prometheus' format, made of the status of pipelines at each scrape: no driver need run.
+"""Metrics of pipelines, from their status at each scrape or export: no driver need run.
 
-Counters count within a checkpoint, and start again with a new one.
+In Prometheus' format, and for OpenTelemetry: there every metric is an instrument, `delivered_lag_seconds` is
+`delivered.lag_seconds`, with its labels as attributes. Beside them, `messaging.client.sent.messages` counts the records
+decided at sinks that are brokers, and `messaging.client.consumed.messages` those that receivers consumed from queues:
+the names of OpenTelemetry's conventions for messaging. Counters count within a checkpoint, and start again with a new
+one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from delivered.model.errors import MissingExtra, UsageError
+from delivered.model.options import check_http_url
 from delivered.model.work import STEPS
-from delivered.operate.ready import unanswered
-from delivered.operate.state import Driver, Status
+from delivered.operate.state import Driver, Status, unanswered
 from delivered.pipeline.receive import MESSAGES, is_gone
+from delivered.pipeline.registry import connector
 
 if TYPE_CHECKING:
+    from opentelemetry.metrics import CallbackOptions, Observation
+    from opentelemetry.sdk.metrics.export import MetricReader
     from prometheus_client import Metric
     from prometheus_client.registry import Collector
 
 _VERDICTS = ("held", "broken", "unknown")
+_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+SENT, CONSUMED = "messaging.client.sent.messages", "messaging.client.consumed.messages"
+_UNITS = {"seconds": "s", "bytes": "By", "ratio": "1"}
+_FRESH_S = 1.0
+"""The instruments of one collection share one look."""
+
+Attributes = dict[str, str | int]
+Point = tuple[float, Attributes]
 
 
 class StatusCollector:
@@ -38,10 +56,10 @@ class StatusCollector:
         return list(_Families().all())
 
     def collect(self) -> Iterator[Metric]:
-        families, began = _Families(), time.monotonic()
+        families, started = _Families(), time.monotonic()
         for status in self._look():
             families.add(status)
-        families.took(time.monotonic() - began)
+        families.scrape.add_metric((), time.monotonic() - started)
         return families.all()
 
 
@@ -99,9 +117,6 @@ class _Families:
     def all(self) -> Iterator[Metric]:
         yield from self.__dict__.values()
 
-    def took(self, seconds: float) -> None:
-        self.scrape.add_metric((), seconds)
-
     def add(self, now: Status) -> None:
         name = now.pipeline
         self.up.add_metric((name,), 0.0 if unanswered(now) else 1.0)
@@ -134,16 +149,13 @@ class _Families:
         for source, waits in (now.lag_s or {}).items():
             for partition, seconds in waits.items():
                 self.lag_seconds.add_metric((name, source, partition), seconds)
-        self._receiving(name, now)
-        if now.transactions is not None:
-            for decided in (True, False):
-                ages = [t.age_s or 0.0 for t in now.transactions if t.decided is decided]
-                self.open.add_metric((name, str(decided).lower()), len(ages))
-                self.open_age.add_metric((name, str(decided).lower()), max(ages, default=0.0))
-                shares = [
-                    (t.age_s or 0.0) / t.timeout_s for t in now.transactions if t.decided is decided and t.timeout_s
-                ]
-                self.open_share.add_metric((name, str(decided).lower()), max(shares, default=0.0))
+        self._add_receivers(name, now)
+        for decided in (True, False) if now.transactions is not None else ():
+            labels, same = (name, str(decided).lower()), [t for t in now.transactions or () if t.decided is decided]
+            shares = [(t.age_s or 0.0) / t.timeout_s for t in same if t.timeout_s]
+            self.open.add_metric(labels, len(same))
+            self.open_age.add_metric(labels, max((t.age_s or 0.0 for t in same), default=0.0))
+            self.open_share.add_metric(labels, max(shares, default=0.0))
         for source, held in now.wal_held_back.items():
             self.wal.add_metric((name, source), held)
         for sink, audit in now.audits.items():
@@ -155,7 +167,7 @@ class _Families:
         for code in {p.code for p in now.problems}:
             self.problems.add_metric((name, code), sum(p.code == code for p in now.problems))
 
-    def _receiving(self, name: str, now: Status) -> None:
+    def _add_receivers(self, name: str, now: Status) -> None:
         for source, reports in now.receivers.items():
             gone = sum(map(is_gone, reports))
             self.receivers.add_metric((name, source, "running"), len(reports) - gone)
@@ -182,7 +194,7 @@ def text(statuses: Iterable[Status]) -> str:
 def serving(
     look: Callable[[], Iterable[Status]], port: int, address: str = "127.0.0.1", more: Sequence[Collector] = ()
 ) -> Iterator[int]:
-    """Serve /metrics on a thread; gives the port. Each scrape asks anew.
+    """Serve /metrics on a thread; yields the port. Each scrape asks again.
 
     Args:
         port: 0: any free one.
@@ -192,14 +204,13 @@ def serving(
         UsageError: the port is taken.
         MissingExtra: prometheus_client is not installed.
     """
-    collector = StatusCollector(look)
     try:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError:
         raise MissingExtra("metrics") from None
     registry = CollectorRegistry()
-    for one in (collector, *more):
-        registry.register(one)
+    for collector in (StatusCollector(look), *more):
+        registry.register(collector)
     try:
         server, thread = start_http_server(port, address, registry)
     except OSError as error:
@@ -212,3 +223,103 @@ def serving(
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def readings(statuses: Sequence[Status]) -> dict[str, list[Point]]:
+    """Instrument -> values with their attributes."""
+    points: dict[str, list[Point]] = {
+        _name(f.name): [(s.value, dict(s.labels)) for s in f.samples]
+        for f in StatusCollector(lambda: statuses).collect()
+    }
+    points[SENT] = [
+        (s.records, _attributes(now, "send", s.system, s.destination))
+        for now in statuses
+        for s in now.sinks
+        if connector(s.system).messaging
+    ]
+    points[CONSUMED] = [
+        (sum(r.counts.get("received", 0) for r in reports), _attributes(now, "receive", *now.queues[source]))
+        for now in statuses
+        for source, reports in now.receivers.items()
+        if source in now.queues
+    ]
+    return points
+
+
+def otlp_reader(endpoint: str | None, every_s: float) -> MetricReader:
+    """Sends to a collector by OTLP over HTTP.
+
+    Args:
+        endpoint: its base address; None: of OTEL_EXPORTER_OTLP_ENDPOINT, else http://localhost:4318.
+
+    Raises:
+        UsageError: nothing can listen there. MissingExtra: the extra `otel` is not installed.
+    """
+    for name, value in {"--otlp": endpoint, _ENDPOINT: None if endpoint else os.environ.get(_ENDPOINT)}.items():
+        if value is not None:
+            check_http_url(name, value, "--otlp http://localhost:4318")
+    try:
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+    except ImportError:
+        raise MissingExtra("otel") from None
+    target = f"{endpoint.rstrip('/')}/v1/metrics" if endpoint is not None else None
+    return PeriodicExportingMetricReader(OTLPMetricExporter(endpoint=target), export_interval_millis=every_s * 1000)
+
+
+@contextlib.contextmanager
+def exporting(look: Callable[[], Iterable[Status]], to: MetricReader) -> Iterator[None]:
+    """Read and export whenever the reader collects, and once more at the end.
+
+    Raises:
+        MissingExtra: the extra `otel` is not installed.
+    """
+    try:
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.resources import Resource
+    except ImportError:
+        raise MissingExtra("otel") from None
+    provider = MeterProvider([to], Resource.create({"service.name": "delivered"}))
+    meter, latest = provider.get_meter("delivered"), _Latest(look)
+    for family in StatusCollector(list).describe():
+        counts = family.type == "counter"
+        make = meter.create_observable_counter if counts else meter.create_observable_gauge
+        unit = _UNITS.get(family.name.rsplit("_", 1)[-1], "")
+        make(_name(family.name), [partial(latest.observe, _name(family.name))], unit, family.documentation)
+    for name, text in ((SENT, "Records decided at a broker."), (CONSUMED, "Messages that receivers took.")):
+        meter.create_observable_counter(name, [partial(latest.observe, name)], "{message}", text)
+    try:
+        yield
+    finally:
+        provider.shutdown()
+
+
+class _Latest:
+    def __init__(self, look: Callable[[], Iterable[Status]]) -> None:
+        self._look = look
+        self._lock = Lock()
+        self._at = float("-inf")
+        self._points: dict[str, list[Point]] = {}
+
+    def observe(self, name: str, options: CallbackOptions) -> Iterable[Observation]:
+        from opentelemetry.metrics import Observation
+
+        del options
+        with self._lock:
+            if time.monotonic() - self._at > _FRESH_S:
+                self._points = readings(list(self._look()))
+                self._at = time.monotonic()
+            return [Observation(value, attributes) for value, attributes in self._points[name]]
+
+
+def _attributes(now: Status, operation: str, system: str, destination: str) -> Attributes:
+    return {
+        "messaging.operation.name": operation,
+        "messaging.system": system,
+        "messaging.destination.name": destination,
+        "delivered.pipeline": now.pipeline,
+    }
+
+
+def _name(family: str) -> str:
+    return family.replace("delivered_", "delivered.", 1)

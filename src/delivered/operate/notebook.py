@@ -33,7 +33,7 @@ def is_notebook() -> bool:
 
 
 @dataclass(frozen=True)
-class Shown:
+class CellView:
     """What the cell shows at one moment."""
 
     head: str
@@ -43,8 +43,8 @@ class Shown:
     failure: DeliveredError | None = None
 
     def __repr__(self) -> str:
-        seen = f"  {self.progress.text}" if self.progress is not None else ""
-        lines = [f"{self.head}: {self.state}{seen}", *(f"  {note}" for note in self.notes)]
+        figures = f"  {self.progress.text}" if self.progress is not None else ""
+        lines = [f"{self.head}: {self.state}{figures}", *(f"  {note}" for note in self.notes)]
         return "\n".join(lines + [f"  {self.failure}"] * (self.failure is not None))
 
     def _repr_html_(self) -> str:
@@ -52,10 +52,10 @@ class Shown:
         head = html.joined((self.head, ": ", html.element("b", self.state, css)))
         parts = [html.element("p", head), html.bullets(self.notes) if self.notes else ""]
         if (p := self.progress) is not None:
-            seen = [("batch", "none yet" if p.batch is None else p.batch), ("here", p.totals)]
-            seen.append(("records/s", f"{p.rate:,.0f}"))
-            seen += [("lag, offsets", f"{p.lag:,}")] if p.lag is not None else []
-            parts.append(html.figures(seen + [("step", p.step)] * (self.state == "running")))
+            figures = [("batch", "none yet" if p.batch is None else p.batch), ("here", p.totals)]
+            figures.append(("records/s", f"{p.rate:,.0f}"))
+            figures += [("lag, offsets", f"{p.lag:,}")] if p.lag is not None else []
+            parts.append(html.figures(figures + [("step", p.step)] * (self.state == "running")))
         if (f := self.failure) is not None:
             parts.append(html.problem(f.code, f.message, f.next_step))
         return html.fragment(*parts)
@@ -78,29 +78,29 @@ def allowed(before: Definition, now: Definition, between: bool) -> list[str]:
 def follow(pipeline: Definition, plan: Plan, query: StreamingQuery, notes: Sequence[str]) -> None:
     """Show the query in this cell until it ends, from a thread of its own."""
     head = f"{pipeline.name}: {pipeline.guarantee.value} by {plan.mechanism}"
-    shown = _display(Shown(head, "running", notes=notes), display_id=True)
-    what = (pipeline, query, head, notes, shown)
-    threading.Thread(target=_follow, name=f"delivered-{pipeline.name}", args=what, daemon=True).start()
+    cell = _display(CellView(head, "running", notes=notes), display_id=True)
+    arguments = (pipeline, query, head, notes, cell)
+    threading.Thread(target=_follow, name=f"delivered-{pipeline.name}", args=arguments, daemon=True).start()
 
 
 def refused(refusal: Refusal, notes: Sequence[str]) -> None:
     """Show in this cell what the refusal leaves: the error that is raised says only why."""
-    _display(Shown(f"{refusal.pipeline}: {refusal.guarantee.value}", "refused", None, notes, refusal.error))
+    _display(CellView(f"{refusal.pipeline}: {refusal.guarantee.value}", "refused", None, notes, refusal.error))
 
 
-def _display(shown: Shown, **more: bool) -> Any:
-    return sys.modules["IPython.display"].display(shown, **more)
+def _display(view: CellView, **more: bool) -> Any:
+    return sys.modules["IPython.display"].display(view, **more)
 
 
-def _follow(pipeline: Definition, query: StreamingQuery, head: str, notes: Sequence[str], shown: Any) -> None:
+def _follow(pipeline: Definition, query: StreamingQuery, head: str, notes: Sequence[str], cell: Any) -> None:
     try:
         with watch(pipeline, query) as progress:
             while not _ended(query):
                 progress.refresh()
-                shown.update(Shown(head, "running", progress, notes))
+                cell.update(CellView(head, "running", progress, notes))
             progress.refresh()
             failure = _failure(query)
-            shown.update(Shown(head, "ended" if failure is None else "failed", progress, notes, failure))
+            cell.update(CellView(head, "ended" if failure is None else "failed", progress, notes, failure))
     except Exception as error:  # the query goes on without it
         log.warning("%s: its progress cannot be shown: %s", pipeline.name, error)
 

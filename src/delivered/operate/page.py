@@ -1,4 +1,4 @@
-"""Pipelines as one HTML page: what needs somebody, the way of the data, batches by step, open transactions, audits."""
+"""Pipelines as one HTML page: problems, how the data flows, batches by step, open transactions, audits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COLOURS = ("#999999", "#56b4e9", "#e69f00", "#009e73", "#cc79a7")
 
 
 @dataclass(frozen=True)
-class Way:
+class Flow:
     """How the data of a pipeline travels.
 
     Attributes:
@@ -43,10 +43,10 @@ class Way:
     def html(self, pipeline: str, guarantee: str) -> html.Html:
         """Empty: the pipeline's file cannot be read."""
         how = f"{guarantee} by {self.mechanism}" if self.mechanism else guarantee
-        return html.way(self.sources, (pipeline, how), self.sinks) if self.sinks else html.Html()
+        return html.flow(self.sources, (pipeline, how), self.sinks) if self.sinks else html.Html()
 
 
-def way_of(pipeline: Definition) -> Way:
+def flow_of(pipeline: Definition) -> Flow:
     """From the definition alone."""
     decides, mechanism = "", ""
     with contextlib.suppress(DeliveredError):
@@ -55,7 +55,7 @@ def way_of(pipeline: Definition) -> Way:
         mechanism = plan.mechanism if isinstance(plan, Plan) else ""
         decides = request.by_count("", request.decider.name)
     sources = tuple((e.label if n == "source" else f"{n}: {e.label}", _read(e)) for n, e in pipeline.sources.items())
-    return Way(sources, tuple(_written(e, decides) for e in pipeline.all_sinks), mechanism)
+    return Flow(sources, tuple(_written(e, decides) for e in pipeline.all_sinks), mechanism)
 
 
 def _read(endpoint: Endpoint) -> str:
@@ -75,7 +75,7 @@ def _written(endpoint: Endpoint, decides: str) -> tuple[str, str]:
 
 
 def page(
-    found: Sequence[tuple[Status, Way]],
+    pipelines: Sequence[tuple[Status, Flow]],
     *,
     refresh_s: float | None = None,
     action: Callable[[int, str, bool], str] | None = None,
@@ -98,15 +98,17 @@ def page(
         _FOLDER.joinpath("page.html").read_text(encoding="utf-8"),
         more_style=_FOLDER.joinpath("page.css").read_text(encoding="utf-8"),
         refresh_s=refresh_s,
-        found=[(s, way, _bars(batches(s.checkpoint, _BATCHES)), audits(s.checkpoint, _AUDITS)) for s, way in found],
+        pipelines=[
+            (s, flow, _bars(batches(s.checkpoint, _BATCHES)), audits(s.checkpoint, _AUDITS)) for s, flow in pipelines
+        ],
         steps=tuple(zip(STEPS, _COLOURS, strict=True)),
         action=action,
         links=links,
         more=more,
         summary=summary,
         at=html.utc,
-        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-        troubled=sum(bool(s.problems) for s, _ in found),
+        written_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        troubled=sum(bool(s.problems) for s, _ in pipelines),
     )
 
 
@@ -144,8 +146,8 @@ def _bars(reports: Sequence[BatchReport]) -> Bars | None:
             parts.append((x, y, step * 0.8, height, colour, text))
         missing = r.batch - reports[i - 1].batch - 1 if i else 0
         if r.rewritten or missing > 0:
-            said = [f"batch {r.batch}: {r.rewritten} shards written again"] if r.rewritten else []
-            said += [f"{missing} batches before {r.batch}: finished by a later start"] if missing > 0 else []
-            marks.append((x + step * 0.4, "; ".join(said)))
+            notes = [f"batch {r.batch}: {r.rewritten} shards written again"] if r.rewritten else []
+            notes += [f"{missing} batches before {r.batch}: finished by a later start"] if missing > 0 else []
+            marks.append((x + step * 0.4, "; ".join(notes)))
     scale = tuple((room - share * (room - 12), f"{most * share:.3g} s") for share in (0.0, 0.5, 1.0))
     return Bars(tuple(parts), tuple(marks), scale)

@@ -1,4 +1,4 @@
-"""A table made anew from the source, next to the one that a pipeline writes; then they are swapped.
+"""A table written again from the source, next to the one that a pipeline writes; then they are swapped.
 
     1  replay: from the pipeline's first offsets to those of its newest decision, into the new table
     2  compare: the pipeline is stopped, both tables end at the same offsets; are their rows the same?
@@ -9,8 +9,6 @@ The old table stays, under another name. Each step may be repeated: after a kill
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -29,12 +27,21 @@ from delivered.engine.owner import living, new_owner
 from delivered.ledger.store import Store, Swap, SwapsTables
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
-from delivered.model.identity import by_source, derived_name
+from delivered.model.identity import by_source
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision, LedgerState
-from delivered.operate.replay import EARLIEST, check_replayable, check_target, leaves, offsets_at, retargeted
-from delivered.pipeline.definition import AVAILABLE_NOW, Definition
+from delivered.operate.replay import (
+    EARLIEST,
+    check_replayable,
+    check_target,
+    derive,
+    leaves,
+    offsets_at,
+    retargeted,
+    short_hash,
+)
+from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.spec import NO_INCARNATION
 
@@ -183,7 +190,7 @@ def rebuild(pipeline: P, into: str, start: str | None = None) -> Rebuild[P]:
     """See `delivered.Pipeline.rebuild`."""
     own = _only(pipeline)
     schema, table = _schema_and_table(own)
-    key = hashlib.blake2b(json.dumps([into, start, table]).encode(), digest_size=4).hexdigest()
+    key = short_hash([into, start, table])
     swap = Swap(into, f"{table[:_TABLE_LENGTH_MAX]}_before_{key}")
     with _ledger(pipeline) as context, closing(_store(pipeline, context)) as store:
         state = context.ledger.look()
@@ -208,19 +215,15 @@ def rebuild(pipeline: P, into: str, start: str | None = None) -> Rebuild[P]:
             next_step=f"--into {table}_new",
         )
     target = retargeted(own, f"{schema}.{into}" if schema else into)
-    made = copy.copy(pipeline)
-    made.name = derived_name(pipeline.name, f".rebuild-{key}")
-    made.checkpoint = f"{pipeline.checkpoint.rstrip('/')}/delivered/{made.name}"
-    made.sinks = (target,)
-    made.trigger = AVAILABLE_NOW
-    made.new_checkpoint = made.missing_ledger = made.new_target = made.lost_records = False
-    made.until = _ends(state.last)
+    replayed = derive(pipeline, f".rebuild-{key}", target)
+    replayed.until = _ends(state.last)
     if not done:
         check_target(pipeline, target)
-        for name, source in made.sources.items():
+        for name, source in replayed.sources.items():
             check_replayable(name, source)
-            sidecar.keep_first(made.checkpoint, lambda n=name, s=source: _first(pipeline, n, s, start), name)  # type: ignore[misc]
-    return Rebuild(made, table, done, pipeline, swap)
+            first = lambda n=name, s=source: _first(pipeline, n, s, start)  # noqa: E731
+            sidecar.keep_first(replayed.checkpoint, first, name)
+    return Rebuild(replayed, table, done, pipeline, swap)
 
 
 def _only(pipeline: Definition) -> Endpoint:
@@ -261,22 +264,22 @@ def _store(pipeline: Definition, context: Context) -> _Swapping:
 
 def _first(pipeline: Definition, name: str, source: Endpoint, start: str | None) -> Offsets:
     """Where the source's first batch began; or as the user says: where a snapshot in the new table ends."""
-    found = sidecar.kept_first(pipeline.checkpoint, name) if start is None else offsets_at(source, start, name)
-    if found is None:
+    first = sidecar.kept_first(pipeline.checkpoint, name) if start is None else offsets_at(source, start, name)
+    if first is None:
         raise Refused(
             "REBUILD_START",
             f"The checkpoint {pipeline.checkpoint!r} does not say where the pipeline's first batch began.",
             next_step="name the offsets: --from",
         )
-    for where, at, first in leaves("", found, offsets_at(source, EARLIEST, name)):
-        if at < first:
+    for where, at, kept in leaves("", first, offsets_at(source, EARLIEST, name)):
+        if at < kept:
             raise Refused(
                 "REBUILD_RECORDS_GONE",
-                f"The pipeline began at offset {at} of {where}, but the source's first record is {first}: the records "
+                f"The pipeline began at offset {at} of {where}, but the source's first record is {kept}: the records "
                 "between are deleted (retention).",
                 next_step="load a snapshot into the new table first, and name its offsets: --from",
             )
-    return found
+    return first
 
 
 def _ends(last: Decision) -> dict[str, Offsets]:
@@ -300,8 +303,7 @@ def _ledger(pipeline: Definition) -> Iterator[Context]:
 def _target_id(pipeline: Definition) -> str | None:
     """Identity of the table that a pipeline writes now."""
     with _ledger(pipeline) as context:
-        found = context.committers.targets()
-    return next((t.id for t in found.values()), None)
+        return next((t.id for t in context.committers.targets().values()), None)
 
 
 def _content(scan: BoundedScan) -> Fingerprint:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -40,6 +40,8 @@ P = TypeVar("P", bound=Definition)
 EARLIEST, LATEST = "earliest", "latest"
 _FILE = "delivered/replay.json"
 _SINCE = "startingTimestamp"
+_OF_NONE = "startingOffsetsByTimestampStrategy"
+"""Kafka's option for a partition without a record of that time."""
 _TARGETS = ("dbtable", "table", "topic", "queue", "path")
 """The option that names a target, by system: the first that a sink has."""
 
@@ -51,17 +53,28 @@ def replay(pipeline: P, start: str, end: str, into: Endpoint | str, sink: str | 
     check_target(pipeline, target)
     for name, source in pipeline.sources.items():
         check_replayable(name, source)
-    key = json.dumps([start, end, own.sink_name, target.system, dict(target.options)])
-    made = copy.copy(pipeline)
-    made.name = derived_name(pipeline.name, f".replay-{hashlib.blake2b(key.encode(), digest_size=4).hexdigest()}")
-    made.checkpoint = f"{pipeline.checkpoint.rstrip('/')}/delivered/{made.name}"
-    made.sinks = (target,)
-    made.trigger = AVAILABLE_NOW
-    made.new_checkpoint = made.missing_ledger = made.new_target = made.lost_records = False
-    begin, made.until = _range(made, start, end)
-    for name in made.sources:
-        sidecar.keep_first(made.checkpoint, lambda name=name: begin[name], name)  # type: ignore[misc]
-    return made
+    key = short_hash([start, end, own.sink_name, target.system, dict(target.options)])
+    derived = derive(pipeline, f".replay-{key}", target)
+    begin, derived.until = _range(derived, start, end)
+    for name in derived.sources:
+        sidecar.keep_first(derived.checkpoint, lambda name=name: begin[name], name)  # type: ignore[misc]
+    return derived
+
+
+def short_hash(values: Sequence[Any]) -> str:
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=4).hexdigest()
+
+
+def derive(pipeline: P, suffix: str, target: Endpoint) -> P:
+    """A pipeline with the same source and transform, a name, checkpoint and ledger of its own, and this sink. It ends
+    once everything up to `until` is delivered."""
+    derived = copy.copy(pipeline)
+    derived.name = derived_name(pipeline.name, suffix)
+    derived.checkpoint = f"{pipeline.checkpoint.rstrip('/')}/delivered/{derived.name}"
+    derived.sinks = (target,)
+    derived.trigger = AVAILABLE_NOW
+    derived.new_checkpoint = derived.missing_ledger = derived.new_target = derived.lost_records = False
+    return derived
 
 
 def _chosen(pipeline: Definition, sink: str | None) -> Endpoint:
@@ -81,8 +94,8 @@ def _chosen(pipeline: Definition, sink: str | None) -> Endpoint:
 def retargeted(own: Endpoint, into: Endpoint | str) -> Endpoint:
     """The sink of the replay: as given, or the pipeline's with another target; with the same rows and columns."""
     if isinstance(into, Endpoint):
-        mine = replace(into, projection=own.projection) if into.projection.is_all else into
-        return mine if mine.audit else replace(mine, audit=own.audit)
+        target = replace(into, projection=own.projection) if into.projection.is_all else into
+        return target if target.audit else replace(target, audit=own.audit)
     by_name = {k.lower(): k for k in own.options}
     key = next((by_name[t] for t in _TARGETS if t in by_name), None)
     if key is None:
@@ -116,42 +129,40 @@ def check_target(pipeline: Definition, target: Endpoint) -> None:
 def _identity(pipeline: str, endpoint: Endpoint) -> set[tuple[str, str]]:
     sink = endpoint.sink()
     with closing(sink.committer(Scope(pipeline, endpoint.name or sink.name, NO_INCARNATION))) as committer:
-        found = committer.targets()
-    return {(endpoint.system, t.id) for t in found.values()}
+        return {(endpoint.system, t.id) for t in committer.targets().values()}
 
 
 def check_replayable(name: str, source: Endpoint) -> None:
     what = "The source" if name == SOURCE else f"The source {name!r}"
     if source.is_spark_own:
-        why, instead = (
-            "it is Spark's own, whose offsets cannot be bounded",
-            f"read it with the format {source.system!r}",
-        )
+        why = "it is Spark's own, whose offsets cannot be bounded"
+        instead = f"read it with the format {source.system!r}"
     else:
-        told = source.source().capability()
-        why = told.consumed or ("" if told.replayable else told.why_not)
+        capability = source.source().capability()
+        why = capability.consumed or ("" if capability.replayable else capability.why_not)
         instead = "replay a pipeline that reads what this one wrote"
     if why:
         raise Refused("REPLAY_SOURCE", f"{what} ({source.system}) cannot be replayed: {why}.", next_step=instead)
 
 
-def _range(made: Definition, start: str, end: str) -> tuple[dict[str, Offsets], dict[str, Offsets]]:
+def _range(derived: Definition, start: str, end: str) -> tuple[dict[str, Offsets], dict[str, Offsets]]:
     """Start and end of each source; as kept by the first run."""
 
-    def read(data: Mapping[str, Any]) -> tuple[dict[str, Offsets], dict[str, Offsets]]:
+    def parse(data: Mapping[str, Any]) -> tuple[dict[str, Offsets], dict[str, Offsets]]:
         return dict(data["start"]), dict(data["until"])
 
-    kept = read_record(made.checkpoint, _FILE, "a replay's range", read, "REPLAY_DAMAGED")
-    if kept is None:
-        found: tuple[dict[str, Offsets], dict[str, Offsets]] = {}, {}
-        for name, source in made.sources.items():
-            found[0][name], found[1][name] = _resolved(name, source, start, end)
-        write_record(made.checkpoint, _FILE, {"start": found[0], "until": found[1]}, first=True)
-        kept = read_record(made.checkpoint, _FILE, "a replay's range", read, "REPLAY_DAMAGED") or found
-    return kept
+    def read() -> tuple[dict[str, Offsets], dict[str, Offsets]] | None:
+        return read_record(derived.checkpoint, _FILE, "a replay's range", parse, "REPLAY_DAMAGED")
+
+    if (kept := read()) is not None:
+        return kept
+    ranges = {name: _resolve(name, source, start, end) for name, source in derived.sources.items()}
+    begin, until = ({name: r[i] for name, r in ranges.items()} for i in (0, 1))
+    write_record(derived.checkpoint, _FILE, {"start": begin, "until": until}, first=True)
+    return read() or (begin, until)
 
 
-def _resolved(name: str, source: Endpoint, start: str, end: str) -> tuple[Offsets, Offsets]:
+def _resolve(name: str, source: Endpoint, start: str, end: str) -> tuple[Offsets, Offsets]:
     begin, until = (offsets_at(source, word, name) for word in (start, end))
     if (wrong := backwards(begin, until)) is not None:
         raise UsageError(
@@ -161,13 +172,9 @@ def _resolved(name: str, source: Endpoint, start: str, end: str) -> tuple[Offset
         )
     if isinstance(_place(start, name), int):
         _retained(source, start, begin)
-    keys = _metadata(source)
-    return begin, {k: v for k, v in until.items() if k not in keys}
-
-
-def _metadata(source: Endpoint) -> frozenset[str]:
-    found = source.source()
-    return found.offset_metadata if isinstance(found, HasOffsetMetadata) else frozenset()
+    own = source.source()
+    metadata = own.offset_metadata if isinstance(own, HasOffsetMetadata) else ()
+    return begin, {k: v for k, v in until.items() if k not in metadata}
 
 
 def _place(text: str, source: str) -> int | str:
@@ -177,10 +184,10 @@ def _place(text: str, source: str) -> int | str:
         return word.lower()
     if word.startswith("{"):
         try:
-            found = json.loads(word)
+            offsets = json.loads(word)
         except ValueError:
             raise _bad_time(text) from None
-        return word if source == SOURCE else json.dumps(found.get(source, {}))
+        return word if source == SOURCE else json.dumps(offsets.get(source, {}))
     if word.isascii() and word.isdigit():
         ms = int(word)
     else:
@@ -214,10 +221,9 @@ def offsets_at(source: Endpoint, word: str, name: str = SOURCE) -> Offsets:
         name: of the source.
     """
     place = _place(word, name)
+    replaced = ("starting", "ending")
     options = {
-        k: v
-        for k, v in source.options.items()
-        if not k.lower().startswith(("starting", "ending")) and k.lower() != "subscription"
+        k: v for k, v in source.options.items() if not k.lower().startswith(replaced) and k.lower() != "subscription"
     }
     if isinstance(place, int):
         table = connector(source.system).source_options
@@ -234,10 +240,6 @@ def offsets_at(source: Endpoint, word: str, name: str = SOURCE) -> Offsets:
         options["startingOffsets"] = place
     with closing(planned(replace(source, options=options).source()).driver()) as driver:
         return driver.initial()
-
-
-_OF_NONE = "startingOffsetsByTimestampStrategy"
-"""Kafka's option for a partition without a record of that time."""
 
 
 def _retained(source: Endpoint, start: str, begin: Offsets) -> None:
@@ -257,14 +259,14 @@ def _retained(source: Endpoint, start: str, begin: Offsets) -> None:
 
 def leaves(where: str, at: Mapping[str, Any], first: Mapping[str, Any]) -> list[tuple[str, int, int]]:
     """Positions by partition: in `at`, and in `first`; without those that are no numbers."""
-    found: list[tuple[str, int, int]] = []
+    pairs: list[tuple[str, int, int]] = []
     for name in at.keys() & first.keys():
         a, b = at[name], first[name]
         if isinstance(a, dict) and isinstance(b, dict) and not name.startswith("#"):
-            found += leaves(f"{where} {name}".strip(), a, b)
+            pairs += leaves(f"{where} {name}".strip(), a, b)
         elif type(a) is int and type(b) is int and name != "version":
-            found.append((f"{where} {name}".strip(), a, b))
-    return sorted(found)
+            pairs.append((f"{where} {name}".strip(), a, b))
+    return sorted(pairs)
 
 
 def parse_sink(text: str, folder: Path) -> Endpoint:

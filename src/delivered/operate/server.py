@@ -16,18 +16,23 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from delivered.model.errors import DeliveredError, MissingExtra, UsageError
-from delivered.operate.look import look, seen
+from delivered.operate.look import look, look_with_flow
 from delivered.operate.page import page
 from delivered.operate.transactions import end_transaction
 from delivered.pipeline.definition import Definition
 
 if TYPE_CHECKING:
+    from asyncio import TimerHandle, Transport
+
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
 REFRESH_S = 5.0
+HEADERS_TIMEOUT_S = 10.0
+"""A client that has not sent a complete request by then is disconnected."""
 TOKEN_LENGTH_MIN = 16
 _COOKIE = "delivered_token"
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
@@ -87,17 +92,17 @@ def application(
 
     known_hosts = {name.lower() for name in (*LOCAL, address, *hosts)} if address in LOCAL or hosts else None
 
-    def is_right(given: str | None) -> bool:
-        return token is not None and given is not None and hmac.compare_digest(given.encode(), token.encode())
+    def is_right(presented: str | None) -> bool:
+        return token is not None and presented is not None and hmac.compare_digest(presented.encode(), token.encode())
 
     def bearer(request: Request) -> str | None:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        return given if scheme.lower() == "bearer" else None
+        scheme, _, presented = request.headers.get("authorization", "").partition(" ")
+        return presented if scheme.lower() == "bearer" else None
 
     def refused(request: Request) -> Response | None:
-        given = request.headers.getlist("host")
-        host = ", ".join(given)
-        if known_hosts is not None and (len(given) != 1 or _host_name(host) not in known_hosts):
+        sent = request.headers.getlist("host")
+        host = ", ".join(sent)
+        if known_hosts is not None and (len(sent) != 1 or _host_name(host) not in known_hosts):
             known = "A proxy's host name is given by: delivered ui --host NAME"
             return PlainTextResponse(f"This page is not served for the host {host[:100]!r}. {known}\n", 421)
         if token is None or is_right(bearer(request)) or is_right(request.cookies.get(_COOKIE)):
@@ -129,7 +134,7 @@ def application(
 
     def render(paused: bool) -> str:
         return page(
-            seen(paths),
+            look_with_flow(paths),
             refresh_s=None if paused else REFRESH_S,
             action=address_of,
             links=(
@@ -191,14 +196,46 @@ def serve(
     app = application(paths, token=token, address=address, hosts=hosts, verified=verified)
     try:
         import uvicorn
-
-        from delivered.operate.connection import TimedConnection
     except ImportError:
         raise MissingExtra("ui") from None
-    uvicorn.run(app, host=address, port=port, log_level="warning", access_log=False, http=TimedConnection)
+    uvicorn.run(app, host=address, port=port, log_level="warning", access_log=False, http=timed_protocol())
+
+
+def timed_protocol() -> type[H11Protocol]:
+    """uvicorn's protocol, which bounds the time between requests, and also the time that one takes to arrive."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class TimedConnection(H11Protocol):
+        _late: TimerHandle | None = None
+
+        def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop()
+            super().connection_lost(exc)
+
+        def _watch(self) -> None:
+            """The time runs from the connection, or a later request's first byte, until the headers are complete."""
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop()
+            elif self._late is None:
+                self._late = self.loop.call_later(HEADERS_TIMEOUT_S, self.transport.close)
+
+        def _stop(self) -> None:
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+
+    return TimedConnection
 
 
 def _host_name(host: str) -> str | None:
     """The name in a Host header, without its port; None: it is none. Strict: no user, path or query, as in a URL."""
-    found = _HOST.fullmatch(host)
-    return found and found["name"].strip("[]").lower()
+    match = _HOST.fullmatch(host)
+    return match and match["name"].strip("[]").lower()

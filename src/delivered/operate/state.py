@@ -1,10 +1,10 @@
-"""What a status says, with its problems; as JSON and as HTML."""
+"""What a status says, with its problems, and whether the pipeline is at work; as JSON and as HTML."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -33,7 +33,7 @@ class Problem:
         code: of an error, or DELIVERED_ and one of TRANSACTION_ORPHANED, TRANSACTION_UNAPPLIED, TRANSACTION_OLD,
             TRANSACTION_HANGING, STALLED, STOPPED_WITH_LAG, RECEIVER_GONE, DEDUP_WINDOW_SHORT, AUDIT_BROKEN,
             RECORDS_GIVEN_UP; or of a finding that would refuse a start now.
-        next_step: what mends it.
+        next_step: what fixes it.
     """
 
     code: str
@@ -45,6 +45,11 @@ class Problem:
         """With the texts of the catalogue; `code` with its condition, without the prefix."""
         text, next_step = texts(code, values)
         return cls(PREFIX + code.partition(".")[0], text, next_step)
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Something did not answer."""
+        return self.code.endswith(("UNREACHABLE", "UNREADABLE", "LOGIN"))
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class Status:
         lag: by source and partition, in the source's offsets; a source that does not count offsets is absent.
         waiting_since_ms: by source and partition, when the first record was written that waits; sources that date
             their records.
-        receivers: by source that they fill: those that run, and those that are gone without having been stopped.
+        receivers: by source that they fill: those that run, and those that ended without having been stopped.
         queues: system and name of each source that receivers fill.
         windows: by source, how long its log recognises a message.
         transactions: open at its sinks, of any checkpoint of this pipeline; None: its sinks keep none open.
@@ -165,8 +170,27 @@ class Status:
         }
 
 
+def unanswered(status: Status) -> bool:
+    """Whether ledger, sinks, sources or checkpoint did not all answer."""
+    return any(p.is_unanswered for p in status.problems)
+
+
+def not_ready(status: Status) -> str | None:
+    """Why the pipeline is not at work; None: its ledger names a driver that lives on this host and decides, or no
+    record waits. A driver claims the ledger with its first batch: one that has nothing to do has not claimed it yet."""
+    failed = [p.text for p in status.problems if p.code == "DELIVERED_STALLED" or p.is_unanswered]
+    if failed:
+        return failed[0]
+    if status.driver is Driver.RUNNING or status.lag_total == 0:
+        return None
+    if status.driver is Driver.NONE:
+        return status.problems[0].text if status.problems else "no driver has claimed the ledger yet"
+    waits = "" if status.lag_total is None else f", and {status.lag_total:,} offsets wait"
+    return f"the driver that the ledger names is {status.driver.value}{waits}"
+
+
 def summary(s: Status) -> html.Html:
-    """Problems with what mends them, and the newest figures."""
+    """Problems with what fixes them, and the newest figures."""
     figures: list[tuple[str, object]] = [("driver", s.driver.value)]
     if s.batch is not None and s.decided_at_ms is not None:
         figures += [("newest batch", s.batch), ("decided", html.utc(s.decided_at_ms))]
@@ -175,9 +199,7 @@ def summary(s: Status) -> html.Html:
     if s.lag_s_max is not None:
         figures.append(("lag, seconds", f"{s.lag_s_max:,.0f}"))
     for name, reports in s.receivers.items():
-        gone = sum(map(is_gone, reports))
-        live = f"{len(reports) - gone}{f', {gone} gone' * bool(gone)}"
-        figures.append((f"receivers{f' of {name}' * (name != SOURCE)}", live))
+        figures.append((f"receivers{f' of {name}' * (name != SOURCE)}", receivers_text(reports)))
     for w in s.windows.values():
         figures.append(("ids kept, may be redelivered after", f"{w.kept_s:,.0f} s, {w.needed_s:,.0f} s"))
     for sink in s.sinks:
@@ -185,6 +207,12 @@ def summary(s: Status) -> html.Html:
         figures.append((f"records in {sink.name}", f"{sink.records:,}{lost}"))
     figures += [("WAL held back", f"{held / 1048576:,.1f} MiB") for held in s.wal_held_back.values()]
     return html.joined((*(html.problem(p.code, p.text, p.next_step) for p in s.problems), html.figures(figures)))
+
+
+def receivers_text(reports: Sequence[ReceiverReport]) -> str:
+    """How many run, and how many ended without having been stopped."""
+    gone = sum(map(is_gone, reports))
+    return f"{len(reports) - gone}" + (f", {gone} gone" if gone else "")
 
 
 def _receiver_json(report: ReceiverReport) -> dict[str, Any]:

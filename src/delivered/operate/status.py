@@ -1,12 +1,17 @@
-"""A pipeline's status, asked from outside: needs neither Spark nor the driver, claims nothing and fences nobody."""
+"""A pipeline's status, asked from outside: needs neither Spark nor the driver, claims nothing and fences nobody.
+
+`problems_of` finds what is wrong in the answers, each with what fixes it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from delivered.checkpoint.folder import is_done, logged
@@ -14,21 +19,28 @@ from delivered.checkpoint.history import batches, last_audits, totals
 from delivered.contract.powers import DatesRecords, HasDedupWindow, HoldsBackWal, ListsReceivers
 from delivered.contract.source import Rechecks, Source
 from delivered.engine.owner import running
+from delivered.model.dedup import duration
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.identity import by_source
 from delivered.model.patience import within
-from delivered.model.work import Decision, LedgerState
-from delivered.operate.problems import problems_of
+from delivered.model.work import BatchReport, Decision, LedgerState
 from delivered.operate.state import Driver, Problem, SinkStatus, Status
 from delivered.operate.transactions import Open, open_transactions
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
+from delivered.pipeline.receive import is_gone
+from delivered.planner import Trigger
 from delivered.source.lag import lag_by_partition
 
 log = logging.getLogger(__name__)
 
 ASK_S_MAX = 3.0
 """For all servers of a pipeline: a status must not wait as long as the pipeline does, nor a scrape time out."""
+_CLOCKS_S = 5.0
+"""By which the clocks of two machines may differ. Beyond it, what is shown is wrong, and nothing else: an undecided
+transaction that is aborted is written again."""
+_STALLED_S_MIN = 60.0
+_STALLED_BATCHES = 5
 
 
 def status(pipeline: Definition) -> Status:
@@ -40,60 +52,60 @@ def status(pipeline: Definition) -> Status:
 
 def _status(pipeline: Definition) -> Status:
     problems: list[Problem] = []
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     with _asking(problems):
         incarnation, _ = logged(pipeline.checkpoint)
         state, sinks = _state(pipeline, incarnation)
         last = state.last
-        found |= of_ledger(state, last, sinks)
-        found |= {"visible": last is not None and is_done(pipeline.checkpoint, last.batch)}
+        answers |= from_ledger(state, last, sinks)
+        answers |= {"visible": last is not None and is_done(pipeline.checkpoint, last.batch)}
     with _asking(problems):
-        found |= {"transactions": _transactions(pipeline)}
+        answers |= {"transactions": _transactions(pipeline)}
     for name, endpoint in pipeline.sources.items():
         if not endpoint.is_spark_own:
             with _asking(problems):
                 source = endpoint.source()
-                _ask_source(name, source, found)
+                _ask_source(name, source, answers)
                 if isinstance(source, HasDedupWindow):
-                    found.setdefault("queues", {})[name] = (endpoint.system, _destination(endpoint))
+                    answers.setdefault("queues", {})[name] = (endpoint.system, _destination(endpoint))
                 if isinstance(source, Rechecks):
                     source.recheck()
     newest_reports = batches(pipeline.checkpoint, 20)
-    made = Status(
+    status = Status(
         pipeline.name,
         pipeline.guarantee.value,
         pipeline.checkpoint,
         last=newest_reports[-1] if newest_reports else None,
         totals=totals(pipeline.checkpoint),
         audits=last_audits(pipeline.checkpoint),
-        **found,
+        **answers,
     )
-    problems += problems_of(pipeline, made, newest_reports)
-    return replace(made, problems=tuple(problems))
+    problems += problems_of(pipeline, status, newest_reports)
+    return replace(status, problems=tuple(problems))
 
 
-def _ask_source(name: str, source: Source, found: dict[str, Any]) -> None:
-    """Add what a source tells to the fields of a `Status`."""
+def _ask_source(name: str, source: Source, answers: dict[str, Any]) -> None:
+    """Add a source's answers to the fields of a `Status`."""
 
-    def tell(what: str, value: Any) -> None:
+    def add(what: str, value: Any) -> None:
         if value is not None:
-            found.setdefault(what, {})[name] = value
+            answers.setdefault(what, {})[name] = value
 
     if isinstance(source, ListsReceivers):
-        tell("receivers", tuple(source.receivers()))
+        add("receivers", tuple(source.receivers()))
     if isinstance(source, HasDedupWindow):
-        tell("windows", source.dedup_window())
+        add("windows", source.dedup_window())
     if isinstance(source, HoldsBackWal):
-        tell("wal_held_back", source.wal_held_back())
-    at = found.get("positions", {}).get(name)
+        add("wal_held_back", source.wal_held_back())
+    at = answers.get("positions", {}).get(name)
     if at is None:
         return
     with contextlib.closing(source.driver()) as driver:
         newest = driver.newest()
         behind = lag_by_partition({"endOffset": at, "latestOffset": newest}) if newest is not None else None
-        tell("lag", behind)
+        add("lag", behind)
         if isinstance(driver, DatesRecords) and newest is not None and behind is not None:
-            tell("waiting_since_ms", driver.waiting_since(json.loads(at), newest) if any(behind.values()) else {})
+            add("waiting_since_ms", driver.waiting_since(json.loads(at), newest) if any(behind.values()) else {})
 
 
 @contextlib.contextmanager
@@ -128,8 +140,8 @@ def _state(pipeline: Definition, incarnation: str | None) -> tuple[LedgerState, 
     return state, [SinkStatus(m.name, e.system, 0, 0, m.dead_letters, _destination(e)) for e, m in shown]
 
 
-def of_ledger(state: LedgerState, last: Decision | None, sinks: Sequence[SinkStatus]) -> dict[str, Any]:
-    """The fields of a `Status` that a ledger tells. `last`: the decision to show."""
+def from_ledger(state: LedgerState, last: Decision | None, sinks: Sequence[SinkStatus]) -> dict[str, Any]:
+    """The fields of a `Status` that come from a ledger. `last`: the decision to show."""
     owner = state.owner
     return {
         "driver": _driver(state),
@@ -150,13 +162,9 @@ def _counted(last: Decision | None, sink: SinkStatus) -> SinkStatus:
 
 
 def _driver(state: LedgerState) -> Driver:
-    match running(state.owner):
-        case None:
-            return Driver.NONE if state.owner is None else Driver.ELSEWHERE
-        case True:
-            return Driver.RUNNING
-        case _:
-            return Driver.STOPPED
+    if (lives := running(state.owner)) is None:
+        return Driver.NONE if state.owner is None else Driver.ELSEWHERE
+    return Driver.RUNNING if lives else Driver.STOPPED
 
 
 def _transactions(pipeline: Definition) -> tuple[Open, ...] | None:
@@ -166,3 +174,104 @@ def _transactions(pipeline: Definition) -> tuple[Open, ...] | None:
         if error.code != "DELIVERED_NO_TRANSACTIONS":
             raise
         return None
+
+
+def problems_of(pipeline: Definition, now: Status, reports: Sequence[BatchReport]) -> Iterator[Problem]:
+    start = "start the pipeline: delivered run PIPELINE.yaml"
+    yield from hanging_transactions(now)
+    for t in now.transactions or ():
+        if t.hanging:
+            continue
+        if t.decided and now.driver is not Driver.RUNNING:
+            yield Problem(
+                "DELIVERED_TRANSACTION_UNAPPLIED",
+                f"{t.id} was decided and is not visible yet.",
+                f"{start}, which applies it; or delivered transactions apply PIPELINE.yaml {t.id}",
+            )
+        # Batches follow each other: one opened before the newest decision, which does not name it, has no batch left.
+        age, since = t.age_s, now.decided_age_s
+        stale = now.driver is not Driver.RUNNING or (since is not None and age is not None and age > since + _CLOCKS_S)
+        if not t.decided and stale:
+            yield Problem(
+                "DELIVERED_TRANSACTION_ORPHANED",
+                f"{t.id} has been open for {age:.0f} s, and no decision names it: it blocks readers or holds locks."
+                if age is not None
+                else f"{t.id} is open, and no decision names it: it blocks readers or holds locks.",
+                f"delivered transactions abort PIPELINE.yaml {t.id}",
+            )
+    yield from old_transactions(now)
+    yield from receiver_problems(now)
+    lag, age = now.lag_total, now.decided_age_s
+    if lag and now.driver is Driver.STOPPED and pipeline.trigger.kind is not Trigger.AVAILABLE_NOW:
+        yield Problem("DELIVERED_STOPPED_WITH_LAG", f"No driver runs, and {lag:,} offsets wait.", start)
+    elif lag and age is not None and age > (limit := _stalled_after(pipeline, reports)):
+        yield Problem(
+            "DELIVERED_STALLED",
+            f"No batch was decided for {age:.0f} s (limit {limit:.0f} s), and {lag:,} offsets wait.",
+            "read the driver's log; delivered doctor PIPELINE.yaml asks source and sink",
+        )
+    for sink, audit in now.audits.items():
+        if audit["verdict"] == "broken":
+            yield Problem(
+                "DELIVERED_AUDIT_BROKEN", f"{sink}: {'; '.join(audit['breaches'])}", "delivered audit PIPELINE.yaml"
+            )
+    for s in now.sinks:
+        if s.given_up:
+            yield Problem(
+                "DELIVERED_RECORDS_GIVEN_UP",
+                f"{s.name}: up to {s.given_up:,} records were given up (at_most_once, or lostRecords).",
+                "under at_most_once, choose at_least_once or exactly_once if that is not acceptable",
+            )
+
+
+def hanging_transactions(now: Status) -> Iterator[Problem]:
+    for t in now.transactions or ():
+        if t.hanging:
+            end = "apply" if t.decided else "abort"
+            yield Problem(
+                "DELIVERED_TRANSACTION_HANGING",
+                f"{t.id} was {'committed' if t.decided else 'aborted'}, but its brokers lost the end: it is still open "
+                f"in {', '.join(t.targets)}, which hides its own and all later records from read_committed readers.",
+                f"delivered transactions {end} PIPELINE.yaml {t.id}, as a user with Alter on the cluster; a start of "
+                "the pipeline does the same",
+            )
+
+
+def old_transactions(now: Status) -> Iterator[Problem]:
+    for t in now.transactions or ():
+        if t.old and t.age_s is not None:
+            limit = "" if t.timeout_s is None else f", and its server aborts it after {t.timeout_s:.0f} s"
+            yield Problem(
+                "DELIVERED_TRANSACTION_OLD",
+                f"{t.id} has been open for {t.age_s:.0f} s{limit}.",
+                f"delivered transactions {'apply' if t.decided else 'abort'} PIPELINE.yaml {t.id}; if it is a running "
+                "batch's, make batches smaller, or raise transactionTimeout",
+            )
+
+
+def receiver_problems(now: Status) -> Iterator[Problem]:
+    for source, reports in now.receivers.items():
+        for r in filter(is_gone, reports):
+            ago = max(0.0, time.time() - r.at_ms / 1000)
+            yield Problem(
+                "DELIVERED_RECEIVER_GONE",
+                f"{source}: the receiver in process {r.owner.process} on {r.owner.host} was not stopped, and is gone; "
+                f"it last reported {ago:.0f} s ago. Messages wait in the queue, unless another one takes them.",
+                "delivered receive PIPELINE.yaml",
+            )
+    for source, window in now.windows.items():
+        if window.short:
+            yield Problem(
+                "DELIVERED_DEDUP_WINDOW_SHORT",
+                f"{source}: the log recognises a message for {window.kept_s:,.0f} s, and the queue may redeliver it "
+                f"after {window.needed_s:,.0f} s: it would count as a new one.",
+                f"restart the receivers with dedupFor of at least {duration(int(window.needed_s) * 1000)}",
+            )
+
+
+def _stalled_after(pipeline: Definition, reports: Sequence[BatchReport]) -> float:
+    """Seconds without a decision that mean trouble while records wait."""
+    took = [sum(r.seconds.values()) for r in reports]
+    gaps = [(b.decided_at_ms - a.decided_at_ms) / 1000 for a, b in pairwise(reports)]
+    usual = sorted([*took, *gaps])[len(took + gaps) // 2] if took else 0.0
+    return max(_STALLED_S_MIN, _STALLED_BATCHES * usual, pipeline.batch_s_max or 0.0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +15,7 @@ from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, Usag
 from delivered.model.identity import Scope
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
 from delivered.model.outcome import Failed, Ok, Unknown
-from delivered.model.work import LedgerState, Prepared
+from delivered.model.work import LedgerState
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.spec import NO_INCARNATION
 
@@ -59,22 +60,15 @@ def open_transactions(pipeline: Definition) -> list[Open]:
         UsageError: none of its sinks has transactions that stay open.
         Unreachable: a server did not answer.
     """
-    found: list[Open] = []
+    transactions: list[Open] = []
     for committer, state in _sinks(pipeline):
-        found.extend(
-            Open(
-                t.transactional_id,
-                t.state,
-                t.age_s(),
-                _is_decided(t, state),
-                t.targets,
-                t.timeout_s(),
-                isinstance(t, EndLost),
+        for t in committer.open_transactions():
+            decided, lost = _is_decided(t, state), isinstance(t, EndLost)
+            transactions.append(
+                Open(t.transactional_id, t.state, t.age_s(), decided, t.targets, t.timeout_s(), hanging=lost)
             )
-            for t in committer.open_transactions()
-        )
         committer.close()
-    return found
+    return transactions
 
 
 def end_transaction(pipeline: Definition, transaction: str, *, commit: bool, force: bool = False) -> None:
@@ -90,7 +84,7 @@ def end_transaction(pipeline: Definition, transaction: str, *, commit: bool, for
             found = next((t for t in committer.open_transactions() if t.transactional_id == transaction), None)
             if found is None:
                 continue
-            # Ids are reused batch after batch: only the whole handle identifies a transaction.
+            # Ids are reused batch after batch: only the complete handle identifies a transaction.
             decided = _is_decided(found, state)
             if decided != commit and not force:
                 raise _against_the_ledger(transaction, commit)
@@ -133,30 +127,26 @@ def _against_the_ledger(transaction: str, commit: bool) -> Refused:
 
 
 def _sinks(pipeline: Definition) -> list[tuple[_Holder, LedgerState]]:
-    found: list[tuple[_Holder, LedgerState]] = []
+    holders: list[tuple[_Holder, LedgerState]] = []
     incarnation, _ = logged(pipeline.checkpoint)
     spec = pipeline.spec
     sinks = spec.open()
-    ledger = sinks.ledger(spec.scope(sinks, incarnation))
-    try:
+    with closing(sinks.ledger(spec.scope(sinks, incarnation))) as ledger:
         state = ledger.look()
-    finally:
-        ledger.close()
     for endpoint in pipeline.all_sinks:
         sink = endpoint.sink()
         scope = Scope(pipeline.name, endpoint.name or sink.name, incarnation or NO_INCARNATION)
         committer = sink.committer(scope)
-        if not isinstance(committer, _Holder):
-            continue
-        found.append((committer, _projected(scope.sink, state)))
-    if not found:
+        if isinstance(committer, _Holder):
+            holders.append((committer, _projected(scope.sink, state)))
+    if not holders:
         systems = ", ".join(e.system for e in pipeline.all_sinks)
         raise UsageError(
             "NO_TRANSACTIONS",
             f"The sinks of pipeline {pipeline.name!r} ({systems}) do not keep transactions open.",
             next_step="nothing to end here; `delivered status` shows the pipeline",
         )
-    return found
+    return holders
 
 
 def _projected(sink: str, state: LedgerState) -> LedgerState:
@@ -168,9 +158,5 @@ def _is_decided(transaction: OpenTransaction, state: LedgerState) -> bool:
     """Only what was decided was ever committed."""
     if isinstance(transaction, EndLost) and transaction.committed is not None:
         return transaction.committed
-    return any(map(transaction.participant.names, _decided(state)))
-
-
-def _decided(state: LedgerState) -> list[Prepared]:
     decisions = [d for d in (state.last, *state.earlier) if d is not None]
-    return [p for d in decisions for p in d.participants if p.handle]
+    return any(transaction.participant.names(p) for d in decisions for p in d.participants if p.handle)

@@ -58,15 +58,15 @@ class Caller:
 
     def __init__(self, connection: Any, *, what: str, writes: bool = True) -> None:
         names = _names(connection)
-        self._given = connection
+        self._connection = connection
         self._alchemy: Any = None
         if names & {"sqlalchemy.Session", "sqlalchemy.scoped_session"}:
             self._alchemy = connection.connection()
         elif "sqlalchemy.Connection" in names:
             self._alchemy = connection
         self.driver = connection if self._alchemy is None else self._alchemy.connection.driver_connection
-        found = [dialect for name, dialect in _CLIENTS.items() if name in _names(self.driver)]
-        if not found:
+        dialects = [dialect for name, dialect in _CLIENTS.items() if name in _names(self.driver)]
+        if not dialects:
             raise UsageError(
                 "CONNECTION_TYPE",
                 f"{what} takes a connection of psycopg 3, PyMySQL or sqlite3, or a SQLAlchemy Session or Connection "
@@ -74,7 +74,7 @@ class Caller:
                 + ("." if self._alchemy is None else f" over {type(self.driver).__module__}."),
                 next_step="pass the connection that your business rows are written with",
             )
-        self.dialect = found[0]
+        self.dialect = dialects[0]
         self._begin(what, writes)
 
     def _begin(self, what: str, writes: bool) -> None:
@@ -154,9 +154,9 @@ class Caller:
             committed: creates the error for a transaction that ended inside.
         """
         if self._alchemy is not None:  # a session has rows that it has not sent yet: its own savepoint sends them
-            nested = self._given.begin_nested()
-            if self._given is not self._alchemy:
-                self._given.connection()  # a session makes its savepoint only now
+            nested = self._connection.begin_nested()
+            if self._connection is not self._alchemy:
+                self._connection.connection()  # a session makes its savepoint only now
             release, undo = nested.commit, nested.rollback
         else:
             name = f"delivered_{next(_numbers)}"  # MySQL: a second savepoint of one name replaces the first
@@ -166,7 +166,7 @@ class Caller:
         try:
             yield
         except BaseException:
-            with contextlib.suppress(Exception):  # the connection or the transaction is gone, and with it all rows
+            with contextlib.suppress(Exception):  # the connection or the transaction has ended, and with it all rows
                 undo()
             raise
         try:
@@ -177,6 +177,16 @@ class Caller:
     def quoted(self, name: str) -> str:
         """A table or column, `schema.table` included."""
         return quoted(self.dialect, name)
+
+    def exact(self, text: str) -> str | bytes:
+        """A text for a column that compares exactly: bytes in MySQL, whose collations ignore spaces at the end."""
+        return text.encode() if self.dialect == "mysql" else text
+
+    @property
+    def latest(self) -> str:
+        """SQL at the end of a SELECT that must see what was committed last: an ordinary read of MySQL does not see what
+        was committed after the transaction's first one."""
+        return " LOCK IN SHARE MODE" if self.dialect == "mysql" else ""
 
     def check_format(self, table: str, what: str, newest: int, absent: Refused) -> None:
         """Read the version of tables' format from `table`.
@@ -233,6 +243,11 @@ def json_text(value: Any) -> str:
 def unstorable(text: str) -> bool:
     """PostgreSQL stores no NUL; UTF-8 has no surrogates."""
     return any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text)
+
+
+def as_text(value: Any) -> str:
+    """What a database returned for a text."""
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _no_constant(name: str) -> Any:

@@ -9,7 +9,7 @@ from tests.spark.apps.connect import connected
 from tests.spark.apps.copy_topic import arguments, copy
 
 import delivered
-from delivered.operate.notebook import Shown
+from delivered.operate.notebook import CellView
 from delivered.pipeline.progress import watch
 from delivered.planner import Plan
 
@@ -72,7 +72,7 @@ def again(spark: SparkSession, bootstrap: str, topic: str, folder: Path) -> None
         second.processAllAvailable()
         progress.refresh()
         assert progress.step in ("waiting", "plan"), progress.step
-        assert progress.text in repr(Shown("again", "running", progress))
+        assert progress.text in repr(CellView("again", "running", progress))
     assert made.stop(second)
     assert "exactly_once by" in made.plan(spark)._repr_html_()
 

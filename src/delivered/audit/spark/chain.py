@@ -1,15 +1,15 @@
-"""Audit a chain of pipelines: each hop as `audit/spark/run.py` does, then the first source against the last sink.
+"""Audit a chain of pipelines: each hop as `audit/spark/audit.py` does, then the first source against the last sink.
 
 From end to end, the rows of the first source go through all transforms. Each must be in the last sink, or wait between
 two pipelines, beyond what the later one has decided. Ledgers are read first, then sources and the sink, then
-checkpoints: so each row is found at least once, and once more only if the batch that carries it on had begun.
+checkpoints: so each row is found at least once, and once more only if the batch that carries it on had started.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -18,22 +18,24 @@ import pyarrow as pa
 from pyspark import StorageLevel
 from pyspark.errors import AnalysisException
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
-from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+from pyspark.sql.pandas.types import from_arrow_schema
 
-from delivered.audit.chain import ChainReport, Stretch, linked, own_through, weakest
-from delivered.audit.outcome import contradictions
-from delivered.audit.report import AuditReport
+from delivered.audit.evidence import Damage
+from delivered.audit.judge import contradictions
+from delivered.audit.ranges import Positions, parsed
+from delivered.audit.report import AuditReport, ChainReport, Segment
 from delivered.audit.request import AuditRequest, BadExpression
-from delivered.audit.sources import Positions, parsed
-from delivered.audit.spark.reconcile import Slots, hashed, reconcile
-from delivered.audit.spark.run import Progress, audit_sink, chosen_sink, found_rows, reason, request_for
-from delivered.audit.spark.sent import SentRange, expressions, record_columns, sent_range
+from delivered.audit.spark.audit import Progress, audit_sink, chosen_sink, reason, request_for, stored_rows
+from delivered.audit.spark.dedup import union
+from delivered.audit.spark.reconcile import Slots, canonical_schema, hashed, reconcile, without_order
+from delivered.audit.spark.source import SentRows, expressions, record_columns
 from delivered.checkpoint.folder import read_view
 from delivered.contract.powers import Address, address_of
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
 from delivered.engine.shard import fingerprint_seed
 from delivered.model.errors import DeliveredError, Refused, UsageError
+from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.ranges import fitted
 from delivered.pipeline.definition import Definition
@@ -57,7 +59,7 @@ class _Hop:
     pipeline: Definition
     request: AuditRequest
     report: AuditReport
-    read: SentRange
+    read: SentRows
     start: Positions
     decided: Positions
     newest: Positions
@@ -67,16 +69,23 @@ class _Hop:
         (source,) = self.request.sources.values()
         return source
 
-    def written(self, spark: SparkSession, start: Positions, end: Positions) -> DataFrame:
+    def written(self, start: Positions, end: Positions) -> DataFrame:
         """What it writes for a range of its source."""
         slices = self.read.sources.slices(start, end) if start != end else []
-        with own_views(self.pipeline.transform, spark, self.pipeline.sources):
-            return self.read.frame(spark, slices)
+        with self._views():
+            return self.read.rows(slices)
 
-    def from_rows(self, spark: SparkSession, rows: DataFrame) -> DataFrame:
+    def written_for(self, rows: DataFrame) -> DataFrame:
         """What it writes for rows of its source."""
-        with own_views(self.pipeline.transform, spark, self.pipeline.sources):
-            return self.read.transformed(dict.fromkeys(self.pipeline.sources, rows))
+        with self._views():
+            return self.read.transform(dict.fromkeys(self.pipeline.sources, rows))
+
+    def probe(self) -> DataFrame:
+        """No rows, with the columns that it writes."""
+        return self.written(self.start, self.start)
+
+    def _views(self) -> AbstractContextManager[None]:
+        return own_views(self.pipeline.transform, self.read.spark, self.pipeline.sources)
 
 
 def audit_chain(
@@ -103,23 +112,23 @@ def audit_chain(
     last = pipelines[-1]
     ends = [chosen_sink(last, name) for name in ([sink] if sink is not None else last.sink_names)]
     spark = ready(last, spark)
-    hops: list[Stretch] = []
+    hops: list[Segment] = []
     requests: list[AuditRequest] = []
     for pipeline, endpoint in [*zip(pipelines, links, strict=False), *((last, end) for end in ends)]:
         requests.append(request_for(pipeline, endpoint, spark, samples_max)[1])
         name = requests[-1].named_sink
         report = audit_sink(pipeline, spark, name, samples_max, None, progress)
-        hops.append(Stretch(f"{pipeline.name} -> {name}", report, None))
-    through: list[Stretch] = []
+        hops.append(Segment(f"{pipeline.name} -> {name}", report, None))
+    end_to_end: list[Segment] = []
     for at in range(len(links), len(hops)):
         path = [*range(len(links)), at]
-        found, waiting = _through(
+        segment, waiting = _end_to_end(
             spark, pipelines, [requests[i] for i in path], [hops[i].report for i in path], progress
         )
         for i, rows in zip(path, waiting, strict=False):
             hops[i] = replace(hops[i], under_way=rows)
-        through.append(replace(found, name=f"{pipelines[0].name} -> {requests[at].named_sink}, from end to end"))
-    return ChainReport(tuple(p.name for p in pipelines), tuple(hops), tuple(through))
+        end_to_end.append(segment)
+    return ChainReport(tuple(p.name for p in pipelines), tuple(hops), tuple(end_to_end))
 
 
 def links_of(pipelines: Sequence[Definition]) -> list[Endpoint]:
@@ -137,7 +146,7 @@ def links_of(pipelines: Sequence[Definition]) -> list[Endpoint]:
             )
     sources = [address_of(e.source()) for p in pipelines for e in p.sources.values()]
     sinks = [[_address(e.sink()) for e in p.sinks] for p in pipelines]
-    chosen = linked([p.name for p in pipelines], sinks, sources)
+    chosen = find_links([p.name for p in pipelines], sinks, sources)
     return [p.sinks[i] for p, i in zip(pipelines, chosen, strict=False)]
 
 
@@ -149,50 +158,56 @@ def _address(sink: Sink) -> Address | None:
         return None
 
 
-def _through(
+def _end_to_end(
     spark: SparkSession,
     pipelines: Sequence[Definition],
     requests: Sequence[AuditRequest],
     reports: Sequence[AuditReport],
     progress: Progress | None,
-) -> tuple[Stretch, list[int]]:
+) -> tuple[Segment, list[int]]:
     """From the first source to one sink; and what waits for each hop, as far as it is known."""
     guarantee, uncertain = weakest([r.guarantee for r in reports])
     empty = AuditReport(pipelines[0].name, requests[-1].named_sink, guarantee, uncertain=uncertain)
+    name = f"{empty.pipeline} -> {empty.sink}, from end to end"
     waiting: list[int] = []
     try:
-        with _opened(pipelines, requests, reports) as hops, ExitStack() as held:
+        with _opened(spark, pipelines, requests, reports) as hops, ExitStack() as context:
             for hop in hops:
-                rows = hop.written(spark, hop.decided, hop.newest)
+                rows = hop.written(hop.decided, hop.newest)
                 waiting.append(max(rows.count() - hop.report.counts.in_progress, 0))
-            (progress or (lambda _: None))(f"{empty.pipeline} -> {empty.sink}, from end to end")
-            _check(hops, spark)
-            return _compared(spark, hops, empty, held), waiting
+            if progress is not None:
+                progress(name)
+            _check(hops)
+            report, under_way = _compare(spark, hops, empty, context)
+            return Segment(name, report, under_way), waiting
     except BadExpression:
         raise
     except Exception as error:
-        return Stretch("", replace(empty, unknowns=(reason(error),)), None), waiting
+        return Segment(name, replace(empty, unknowns=(reason(error),)), None), waiting
 
 
 @contextmanager
 def _opened(
-    pipelines: Sequence[Definition], requests: Sequence[AuditRequest], reports: Sequence[AuditReport]
+    spark: SparkSession,
+    pipelines: Sequence[Definition],
+    requests: Sequence[AuditRequest],
+    reports: Sequence[AuditReport],
 ) -> Iterator[list[_Hop]]:
-    with ExitStack() as held:
+    with ExitStack() as context:
         hops = []
         for pipeline, request, report in zip(pipelines, requests, reports, strict=True):
             if not report.range_from or not report.range_to:
                 raise _unfit(pipeline, "has no range that was compared with its sink")
             (name,) = pipeline.sources
-            read = held.enter_context(sent_range(request))
+            read = context.enter_context(closing(SentRows(spark, request)))
             start, decided = ({name: _offsets(text, name)} for text in (report.range_from, report.range_to))
             hops.append(_Hop(pipeline, request, report, read, start, decided, read.sources.newest()))
         yield hops
 
 
 def _offsets(text: str, name: str) -> dict[str, object]:
-    found = json.loads(text)
-    return dict(found[name]) if list(found) == [name] else dict(found)
+    offsets = json.loads(text)
+    return dict(offsets[name]) if list(offsets) == [name] else dict(offsets)
 
 
 def _unfit(pipeline: Definition, why: str) -> DeliveredError:
@@ -201,7 +216,7 @@ def _unfit(pipeline: Definition, why: str) -> DeliveredError:
     )
 
 
-def _check(hops: Sequence[_Hop], spark: SparkSession) -> None:
+def _check(hops: Sequence[_Hop]) -> None:
     """Raise DeliveredError if a hop's rows do not each come from one row of its source."""
     for hop in hops:
         if hop.pipeline.dedup is not None:
@@ -210,64 +225,60 @@ def _check(hops: Sequence[_Hop], spark: SparkSession) -> None:
             raise _unfit(hop.pipeline, "keeps one row per key")
         if hop.report.earlier is not None:
             raise _unfit(hop.pipeline, "ran with more than one transform")
-        if beyond := beyond_rows(hop.written(spark, hop.start, hop.start)):
+        if beyond := beyond_rows(hop.probe()):
             raise _unfit(hop.pipeline, f"puts rows together ({', '.join(beyond)})")
 
 
-def _compared(spark: SparkSession, hops: Sequence[_Hop], empty: AuditReport, held: ExitStack) -> Stretch:
+def _compare(
+    spark: SparkSession, hops: Sequence[_Hop], empty: AuditReport, context: ExitStack
+) -> tuple[AuditReport, int]:
+    """The report from end to end, and how many rows are still on their way."""
     last = hops[-1]
     request, scope = last.request, Scope(last.request.pipeline, last.request.named_sink, last.report.incarnation)
     origins, places = Slots(), Slots()
-    probe = last.written(spark, last.start, last.start)
-    columns = record_columns(request, probe, request.sink.scan().schema().names).names
-    held.enter_context(batches_fit_for(spark, *(h.written(spark, h.start, h.start).schema for h in hops)))
-    held.enter_context(kept_plain(spark))
+    scan, probe = request.sink.scan(), last.probe()
+    columns = record_columns(request, probe, scan.schema().names).names
+    context.enter_context(batches_fit_for(spark, *(h.probe().schema for h in hops)))
+    context.enter_context(kept_plain(spark))
 
-    def as_found(number: int, start: Positions, end: Positions, slots: Slots) -> DataFrame:
+    def in_last_sink(number: int, start: Positions, end: Positions, slots: Slots) -> DataFrame:
         """What becomes of a range of a hop's source in the last sink, for `reconcile`."""
-        frame = hops[number].written(spark, start, end)
+        frame = hops[number].written(start, end)
         for before, after in pairwise(hops[number:]):
-            frame = _carried(spark, before, after, frame)
+            frame = _carry(before, after, frame)
         if (fewer := record_columns(request, frame, columns).names) != columns:
             raise _unfit(last.pipeline, f"writes {columns} from a row, and {fewer} without what the system adds to it")
         named = f"waits for {hops[number].pipeline.name}" if number else hops[0].pipeline.name
+        canonical, seed, at = request.sink.records, fingerprint_seed(scope), _at(frame, slots, named)
         with expressions(request):
-            rows = hashed(
-                frame, request.sink.records, fingerprint_seed(scope), _at(frame, slots, named), request.id,
-                request.key, own_sql=request.own,
-            )  # fmt: skip
-        return rows.withColumn("key_hash", F.lit(None).cast("long"))
+            rows = hashed(frame, canonical, seed, at, request.id, request.key, own_sql=request.own)
+        return without_order(rows)
 
-    sink = found_rows(spark, request, request.sink.scan(), scope, probe, places).persist(StorageLevel.DISK_ONLY)
-    held.callback(sink.unpersist)
+    sink = stored_rows(spark, request, scan, scope, probe, places).persist(StorageLevel.DISK_ONLY)
+    context.callback(sink.unpersist)
     there = sink.count()
-    sent = as_found(0, hops[0].start, hops[0].decided, origins)
-    source_end = as_found(0, hops[0].decided, hops[0].newest, Slots()).count()
-    coming = [as_found(k, h.decided, h.newest, places) for k, h in enumerate(hops) if k and h.decided != h.newest]
+    sent = in_last_sink(0, hops[0].start, hops[0].decided, origins)
+    source_end = in_last_sink(0, hops[0].decided, hops[0].newest, Slots()).count()
+    coming = [in_last_sink(k, h.decided, h.newest, places) for k, h in enumerate(hops) if k and h.decided != h.newest]
     ahead = []
     for number, hop in enumerate(hops):
         planned = parsed(read_view(hop.request.checkpoint).offsets)
         if planned != hop.decided:
-            ahead.append(as_found(number, hop.decided, planned, origins))
-    held.enter_context(shuffles_fit_for(spark, there + hops[0].report.counts.sent))
-    found = sink.withColumn("key_hash", F.lit(None).cast("long"))
-    waits = 0
+            ahead.append(in_last_sink(number, hop.decided, planned, origins))
+    context.enter_context(shuffles_fit_for(spark, there + hops[0].report.counts.sent))
+    stored, waits, foreign = without_order(sink), 0, 0
     for rows in coming:
         waits += rows.count()
-        found = found.unionByName(rows, allowMissingColumns=True)
+        stored = stored.unionByName(rows, allowMissingColumns=True)
     if request.own is not None:
         foreign = there - sink.filter("own").count()
-        there -= foreign
-        found = found.filter("own")
-    else:
-        foreign = 0
-    result = reconcile(sent, _union(ahead), found, origins, places, request.samples_max)
-    counts = result.counts
+        stored = stored.filter("own")
+    result = reconcile(sent, union(ahead), stored, origins, places, request.samples_max)
     report = replace(
         empty,
         range_from=hops[0].report.range_from,
         range_to=hops[0].report.range_to,
-        counts=counts,
+        counts=result.counts,
         given_up=sum(h.report.given_up for h in hops),
         samples=result.samples,
         partitions=result.partitions,
@@ -275,19 +286,10 @@ def _compared(spark: SparkSession, hops: Sequence[_Hop], empty: AuditReport, hel
         foreign=foreign,
         id_says=last.report.id_says,
     )
-    report = replace(report, unknowns=(*contradictions(report), *_doubts(hops, report)))
+    report = replace(report, unknowns=(*contradictions(report), *_unknowns(hops, report)))
     # Beside what the sink holds: what is still on its way to it.
-    report = replace(report, counts=replace(counts, delivered=there))
-    return Stretch("", report, max(source_end + waits - counts.in_progress, 0))
-
-
-def _union(frames: Sequence[DataFrame]) -> DataFrame | None:
-    if not frames:
-        return None
-    first, *others = frames
-    for frame in others:
-        first = first.unionByName(frame)
-    return first
+    report = replace(report, counts=replace(result.counts, delivered=there - foreign))
+    return report, max(source_end + waits - result.counts.in_progress, 0)
 
 
 def _at(frame: DataFrame, slots: Slots, name: str) -> Column:
@@ -296,28 +298,28 @@ def _at(frame: DataFrame, slots: Slots, name: str) -> Column:
     return slots.placed([name] * frame.rdd.getNumPartitions())
 
 
-def _doubts(hops: Sequence[_Hop], report: AuditReport) -> list[str]:
-    counts, found = report.counts, []
+def _unknowns(hops: Sequence[_Hop], report: AuditReport) -> list[str]:
+    counts, unknowns = report.counts, []
     if counts.unexpected and not report.all_own:
-        found.append(
+        unknowns.append(
             f"{counts.unexpected:,} rows come from none of the first source: possibly foreign, there or in between"
         )
     if counts.lost and report.uncertain:
-        found.append("one hop may lose rows and another one may repeat them: a loss proves nothing against either")
+        unknowns.append("one hop may lose rows and another one may repeat them: a loss proves nothing against either")
     for hop in hops[1:]:
         (endpoint,) = hop.pipeline.sources.values()
         options = {k.lower(): v for k, v in endpoint.options.items()}
         start = options.get("startingoffsets", "earliest" if endpoint.system == "outbox" else "latest")
         if counts.lost and start != "earliest":
-            found.append(f"{hop.pipeline.name} started at {start}: what came before may be what is lost")
-    return found
+            unknowns.append(f"{hop.pipeline.name} started at {start}: what came before may be what is lost")
+    return unknowns
 
 
-def _carried(spark: SparkSession, before: _Hop, after: _Hop, frame: DataFrame) -> DataFrame:
+def _carry(before: _Hop, after: _Hop, frame: DataFrame) -> DataFrame:
     """What `after` writes, from what `before` writes; without offsets, times and all else that the system adds."""
     rows = _as_read(before, after, frame)
     try:
-        return after.from_rows(spark, rows)
+        return after.written_for(rows)
     except AnalysisException as error:
         adds = sorted({f.name for f in after.source.schema()} - set(rows.columns))
         why = f"reads what the system adds to a row ({', '.join(adds)}): {str(error).splitlines()[0]}"
@@ -328,25 +330,77 @@ def _as_read(before: _Hop, after: _Hop, frame: DataFrame) -> DataFrame:
     """Rows of a sink as the source after it reads them."""
     sink, reads, writes = before.request.sink, address_of(after.source), address_of(before.request.sink.scan())
     by_row = writes is not None and writes.names is None and "topic" in frame.columns
-    arrow = to_arrow_schema(frame.schema, timezone="UTC")
 
     def records(batch: pa.RecordBatch) -> pa.RecordBatch:
-        made = sink.records(batch)
-        return made.append_column("topic", batch.column("topic")) if by_row else made
+        stored = sink.records(batch)
+        return stored.append_column("topic", batch.column("topic")) if by_row else stored
 
-    names = set(records(pa.RecordBatch.from_pylist([], schema=arrow)).schema.names)
+    names = set(canonical_schema(frame.schema, records).names)
     schema = pa.schema([f for f in after.source.schema() if f.name in names])
-    rows = frame.mapInArrow(_each(records, schema), from_arrow_schema(schema))
+
+    def as_source(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            yield fitted(records(batch), schema)
+
+    rows = frame.mapInArrow(as_source, from_arrow_schema(schema))
     if by_row and reads is not None and reads.names is not None:
         return rows.filter(F.col("topic").isin(*sorted(reads.names)))
     return rows
 
 
-def _each(
-    records: Callable[[pa.RecordBatch], pa.RecordBatch], schema: pa.Schema
-) -> Callable[..., Iterator[pa.RecordBatch]]:
-    def each(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in batches:
-            yield fitted(records(batch), schema)
+def find_links(
+    names: Sequence[str], sinks: Sequence[Sequence[Address | None]], sources: Sequence[Address | None]
+) -> list[int]:
+    """Which sink of each pipeline but the last the next pipeline reads.
 
-    return each
+    A sink and a source are linked if they name the same system, share a server as it is written, and the source reads a
+    topic or table that the sink writes.
+
+    Args:
+        sinks: of each pipeline; None: the connector does not say where it writes.
+        sources: the only source of each pipeline.
+
+    Raises:
+        UsageError: fewer than two pipelines, two that are not linked, or one that writes there twice.
+    """
+    if len(names) < 2:
+        raise UsageError(
+            "CHAIN_SHORT",
+            f"A chain has at least two pipelines; there are {len(names)}.",
+            next_step="name them in the order of the data: delivered audit --chain relay.yaml enrich.yaml",
+        )
+    chosen = []
+    for at, (before, after) in enumerate(pairwise(names)):
+        source = sources[at + 1]
+        linked = [
+            i for i, sink in enumerate(sinks[at]) if sink is not None and source is not None and sink.meets(source)
+        ]
+        if len(linked) != 1:
+            writes = ", ".join(str(s) if s is not None else "?" for s in sinks[at])
+            raise UsageError(
+                "CHAIN_LINK",
+                f"{after} reads {source if source is not None else '?'}; {before} writes to {writes}: "
+                + ("these are not the same place." if not linked else "more than one of its sinks is this place."),
+                next_step="name the pipelines in the order of the data, each reading what the one before it writes, "
+                "with servers and names written alike (?: a system that cannot be in the middle of a chain)",
+            )
+        chosen += linked
+    return chosen
+
+
+def own_through(reports: Sequence[AuditReport]) -> str:
+    """SQL that is true for rows that the first pipeline's source sent; empty: others may have sent some in between.
+
+    Args:
+        reports: of each hop to one end.
+    """
+    *before, last = reports
+    return last.own if all(r.all_own and not r.foreign for r in before) else ""
+
+
+def weakest(guarantees: Sequence[Guarantee]) -> tuple[Guarantee, tuple[Damage, ...]]:
+    """What a chain promises, and which damage proves nothing because another hop allows it."""
+    loses, doubles = any(g.may_lose for g in guarantees), any(g.may_duplicate for g in guarantees)
+    if doubles:
+        return Guarantee.AT_LEAST_ONCE, (Damage.LOST,) if loses else ()
+    return Guarantee.AT_MOST_ONCE if loses else Guarantee.EXACTLY_ONCE, ()

@@ -1,62 +1,108 @@
 """Audit by recomputing: the transform over the whole source range, against the rows of the sink.
 
 As one batch, if that gives what the query's batches gave; else, and if the two differ, as a replay of its batches
-(`delivered.audit.spark.replay`). `delivered.audit.recompute` lists what neither can show. Rows are joined by key, and
-compared column by column. Conditional writes (`expectedVersion`) are judged in order of arrival: which rows met the
-version that they expect.
+(`delivered.audit.spark.replay`). `delivered.audit.caveats` lists what neither can show, and `_of_watermark` and
+`_of_copies` what takes a job to find. Rows are joined by key, and compared column by column. Conditional writes
+(`expectedVersion`) are judged in order of arrival: which rows met the version that they expect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from pyspark import StorageLevel
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
+from pyspark.sql.types import StructType, TimestampType
 from pyspark.sql.window import Window
 
+from delivered.audit.caveats import ALL, MISSING, Caveat, Method, find_caveats, keeps_first, operators
+from delivered.audit.judge import Result, account_for_recompute, report_of_ledger, report_of_result
 from delivered.audit.ledger import LedgerAccount, read_ledger
-from delivered.audit.outcome import Result, by_ledger, of_result
-from delivered.audit.recompute import (
-    ALL,
-    GONE,
-    Doubt,
-    Way,
-    keeps_first,
-    of_recomputed,
-    operators,
+from delivered.audit.ranges import (
+    BatchRange,
+    Positions,
+    SourceRange,
+    find_earlier,
+    parsed,
+    split_by_batch,
+    split_by_transform,
 )
 from delivered.audit.report import AuditReport
-from delivered.audit.request import AuditRequest
-from delivered.audit.sources import Positions, parsed
-from delivered.audit.spark.compared import compared
-from delivered.audit.spark.doubts import Query, closed, of_copies, of_watermark, recorded
-from delivered.audit.spark.replay import AT, BATCH, Script, replayed
-from delivered.audit.spark.sent import expressions, final_state, sent_range
-from delivered.audit.versions import earlier, version_ranges
-from delivered.checkpoint.folder import read_view
+from delivered.audit.request import AuditRequest, Recompute
+from delivered.audit.spark.compare import compare
+from delivered.audit.spark.reconcile import by_partition
+from delivered.audit.spark.replay import AT, BATCH, Script, replay
+from delivered.audit.spark.source import SentRows, expressions, final_state
+from delivered.checkpoint.folder import batch_metadata, read_view
 from delivered.kits.sql.merge import CONFLICT
 from delivered.model.capability import WriteMode
 from delivered.model.errors import DeliveredError
-from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import SOURCE, Scope
 from delivered.model.ranges import backquoted
+from delivered.model.work import Decision
 from delivered.spark.frames import keeps_partitions, kept_plain, logical_plan, shuffles_fit_for, slice_frame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pyspark.sql import Column, DataFrame, SparkSession
 
-
-_COPY, _RANK, _UNLIKE = (f"__delivered_{n}" for n in ("copy", "rank", "unlike"))
+_COPY, _RANK, _DIFFERS, _ROW, _RANGE, _TIME, _STATE, _MISSED, _WAS, _NOW = (
+    f"__delivered_{n}" for n in ("copy", "rank", "differs", "row", "range", "time", "state", "missed", "was", "now")
+)
 _TRIES = 3
 _UNDECIDED = "the ledger holds no decided batch of this checkpoint: nothing was promised yet"
 _DEDUP = "dedup drops repeats batch by batch, and a recomputation is one batch; audit without --recompute"
+_WATERMARK = "spark.watermarkDelayMs"
+"""Spark's, in the metadata of a column: it is event time, or the window of one."""
+_WINDOW_END = re.compile(r"#\d+-T\d+ms\.end AS ([^#,]+)#")
+"""In Spark's plan: a column that is the end of an event-time window."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is recomputed.
+
+    Attributes:
+        stream: the transform over streams without rows.
+        plan: its plan.
+        read: the source range.
+        ends: (batch, its end) as far as the ledger keeps them, oldest first.
+        visible: the newest decision that must be in the sink.
+        skipped: rows that the table rejected, by kind, as the ledger counts them.
+    """
+
+    spark: SparkSession
+    request: AuditRequest
+    how: Recompute
+    mode: WriteMode
+    source: SentRows
+    stream: DataFrame
+    plan: str
+    read: SourceRange
+    ends: Sequence[tuple[int, Positions]]
+    visible: Decision
+    skipped: Mapping[str, int]
+
+    @property
+    def ranges(self) -> list[BatchRange]:
+        return split_by_batch(self.read.start, self.ends)
+
+    def caveats(self, method: Method) -> list[Caveat]:
+        return find_caveats(self.how, self.plan, self.mode, method)
+
+    def rows(self) -> tuple[DataFrame, list[int]]:
+        """The rows of all batches, and for each Spark partition of the sources the index of its range."""
+        slices, indices = self.source.sources.slices_by_range(self.ranges)
+        return self.source.rows(slices), indices
 
 
 @dataclass(frozen=True)
@@ -65,19 +111,22 @@ class _Expected:
 
     Attributes:
         ran: how, for the report.
-        doubts: about this way.
-        further: doubts that take a job to find: only asked for if there is damage.
+        caveats: of this method.
+        further: those that take a job to find: only asked for if there is damage.
     """
 
     rows: DataFrame
     ran: str
-    doubts: Sequence[Doubt]
-    further: Callable[[], Sequence[Doubt]]
+    caveats: Sequence[Caveat]
+    further: Sequence[Callable[[], Sequence[Caveat]]]
+
+    def find_caveats(self, *, damaged: bool) -> list[Caveat]:
+        return [*self.caveats, *(c for find in self.further if damaged for c in find())]
 
 
-def recomputed(spark: SparkSession, request: AuditRequest, say: Callable[[str], None]) -> AuditReport:
+def recompute(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditReport:
     """Recompute the rows of all decided batches, and compare them with the sink's."""
-    how, mode = request.recompute, request.sink.capability().write
+    how, mode = request.recompute, request.write_mode
     if how is None:
         raise DeliveredError(
             "AUDIT_RECOMPUTE",
@@ -86,46 +135,43 @@ def recomputed(spark: SparkSession, request: AuditRequest, say: Callable[[str], 
         )
     scope = Scope(request.pipeline, request.named_sink, read_view(request.checkpoint).incarnation)
     scan = request.sink.scan()
-    with sent_range(request) as sent, kept_plain(spark), ExitStack() as held:
+    with closing(SentRows(spark, request)) as source, kept_plain(spark), ExitStack() as context:
         say("reading the sink and the ledger")
-        ledger, found, rows = held.enter_context(
-            _still(request, scope, lambda: slice_frame(spark, scan, scan.slices(request.sink_from)))
+        ledger, stored, rows = context.enter_context(
+            _read_unchanged(request, scope, lambda: slice_frame(spark, scan, scan.slices(request.sink_from)))
         )
         visible = ledger.visible
         if visible is None or request.dedup is not None:
-            return by_ledger(request, scope.incarnation, ledger, _UNDECIDED if visible is None else _DEDUP)
+            return report_of_ledger(request, ledger, _UNDECIDED if visible is None else _DEDUP)
         view = read_view(request.checkpoint)
-        start, unsure = sent.start()
-        end, planned = _named(parsed(visible.offsets), request), _named(parsed(view.offsets), request)
+        start, unsure = source.start()
+        read = SourceRange(start, _named(parsed(visible.offsets), request), _named(parsed(view.offsets), request))
         ends = [(batch, _named(parsed(text), request)) for batch, text in ledger.ends]
-        stream = sent.query(spark)
+        stream = source.stream()
         query = Query(
-            request, how, mode, sent, stream, logical_plan(stream), start, end, ends, visible, ledger.left_out
+            spark, request, how, mode, source, stream, logical_plan(stream), read, ends, visible, ledger.skipped
         )
-        script, impossible = _script(query)
-        ways = _ways(spark, query, script, say)
-        if not ways:
-            return by_ledger(request, scope.incarnation, ledger, f"its batches cannot be replayed: {impossible}")
-        held.enter_context(shuffles_fit_for(spark, rows + visible.total.count))
-        stored, foreign = _own(found, request)
-        found_doubts, replay = _of_ledger(request, ledger, unsure, planned != end), query.doubts(Way.REPLAY)
-        for number, way in enumerate(ways, 1):
-            with way() as expected, compared(request, how, mode, expected.rows, stored) as (both, says):
-                counts, columns = both.counts()
-                mistaken = [*expected.doubts, *(expected.further() if counts.damaged else ())]
-                last = number == len(ways) or not any(d.weighs(counts) and d not in replay for d in mistaken)
-                if last:
-                    samples = both.samples(counts, request.samples_max)
-            if last:
-                break
-        if script is None and any(d.weighs(counts) for d in mistaken):
-            mistaken.append(Doubt(f"its batches cannot be replayed: {impossible}"))
-    nothing = Fingerprint()
-    result = Result(counts, (), samples, nothing, nothing, 0)
-    report = of_result(request, scope.incarnation, ledger, view, start, end, planned, result, ordered=True)
+        impossible = _why_no_replay(query)
+        methods = _methods(query, replayable=not impossible, say=say)
+        if not methods:
+            return report_of_ledger(request, ledger, f"its batches cannot be replayed: {impossible}")
+        context.enter_context(shuffles_fit_for(spark, rows + visible.total.count))
+        own_rows, foreign = _own_rows(stored, request)
+        inherent = query.caveats(Method.REPLAY)
+        for number, method in enumerate(methods, 1):
+            with method() as expected, compare(request, how, mode, expected.rows, own_rows) as comparison:
+                counts, columns = comparison.counts()
+                caveats = expected.find_caveats(damaged=counts.damaged)
+                if number == len(methods) or not any(c.weighs(counts) and c not in inherent for c in caveats):
+                    samples = comparison.samples(counts, request.samples_max)
+                    break
+        if impossible and any(c.weighs(counts) for c in caveats):
+            caveats.append(Caveat(f"its batches cannot be replayed: {impossible}"))
+    report = report_of_result(request, ledger, read, view.batch, Result(counts, samples=samples), ordered=True)
     own = request.own or ("true" if mode.complete else "")
-    report = replace(report, fingerprints=None, id_says=says, own=own, foreign=foreign)
-    return of_recomputed(report, [*found_doubts, *mistaken], columns, says, expected.ran)
+    report = replace(report, fingerprints=None, id_says=comparison.identified_by, own=own, foreign=foreign)
+    all_caveats = [*_of_ledger(request, ledger, read, unsure), *caveats]
+    return account_for_recompute(report, all_caveats, columns, comparison.identified_by, expected.ran)
 
 
 def _named(positions: Positions, request: AuditRequest) -> Positions:
@@ -136,45 +182,40 @@ def _named(positions: Positions, request: AuditRequest) -> Positions:
     return positions
 
 
-def _script(query: Query) -> tuple[Script | None, str]:
-    """The batches to replay; or None, and why they cannot be."""
+def _why_no_replay(query: Query) -> str:
+    """Why the query's batches cannot be replayed; empty: they can."""
     names = set(query.request.sources)
     for batch, end in query.ends:
         if end.keys() != names:
-            return None, f"batch {batch} read the sources {', '.join(end)}, and the pipeline has {', '.join(names)}"
-    if not query.ends:
-        return None, "the ledger holds none of them"
-    return Script(query.start, [end for _, end in query.ends], [batch for batch, _ in query.ends]), ""
+            return f"batch {batch} read the sources {', '.join(end)}, and the pipeline has {', '.join(names)}"
+    return "" if query.ends else "the ledger holds none of them"
 
 
-def _ways(
-    spark: SparkSession, query: Query, script: Script | None, say: Callable[[str], None]
-) -> list[Callable[[], AbstractContextManager[_Expected]]]:
-    """The cheap way first, unless it cannot tell anything; then the exact one."""
-    replay = query.doubts(Way.REPLAY)
-    found: list[Callable[[], AbstractContextManager[_Expected]]] = []
-    if not any(d.damage == ALL and d not in replay for d in query.doubts(Way.ONE_BATCH)):
-        found.append(partial(_one_batch, spark, query, say))
-    if script is not None:
-        found.append(partial(_replay, spark, query, script, say))
-    return found
+def _methods(query: Query, *, replayable: bool, say: Progress) -> list[Callable[[], AbstractContextManager[_Expected]]]:
+    """The cheap method first, unless it cannot tell anything; then the exact one."""
+    inherent = query.caveats(Method.REPLAY)
+    methods: list[Callable[[], AbstractContextManager[_Expected]]] = []
+    if not any(c.damage == ALL and c not in inherent for c in query.caveats(Method.ONE_BATCH)):
+        methods.append(partial(_one_batch, query, say))
+    if replayable:
+        methods.append(partial(_replay, query, say))
+    return methods
 
 
 @contextmanager
-def _one_batch(spark: SparkSession, query: Query, say: Callable[[str], None]) -> Iterator[_Expected]:
+def _one_batch(query: Query, say: Progress) -> Iterator[_Expected]:
     say("recomputing the source range as one batch and comparing")
-    how, mode, parts = query.how, query.mode, query.parts
-    slices, numbers = query.sent.cut(parts)
-    with recorded("withWatermark") as calls:
-        frame = query.sent.frame(spark, slices)
-    found, names = query.doubts(Way.ONE_BATCH), operators(query.plan)
-    complete = closed(query) if how.output_mode == "append" else None
+    how, mode = query.how, query.mode
+    with _recorded("withWatermark") as calls:
+        frame, indices = query.rows()
+    caveats, names = query.caveats(Method.ONE_BATCH), operators(query.plan)
+    complete = _closed(query) if how.output_mode == "append" else None
     if complete is not None:
         frame = frame.where(complete)
     elif how.output_mode == "append" and "Aggregate" in names:
-        found.append(Doubt("rows that the watermark has not closed are not delivered yet", GONE))
-    single = numbers if len(query.request.sources) == 1 else ()
-    further: list[Callable[[], Sequence[Doubt]]] = [partial(of_watermark, calls, single, parts, query)]
+        caveats.append(Caveat("rows that the watermark has not closed are not delivered yet", MISSING))
+    single = indices if len(query.request.sources) == 1 else ()
+    further: list[Callable[[], Sequence[Caveat]]] = [partial(_of_watermark, calls, single, query)]
     rows = frame
     if mode.upserts and mode.version is not None:
         state = final_state(frame, mode, None)
@@ -186,64 +227,71 @@ def _one_batch(spark: SparkSession, query: Query, say: Callable[[str], None]) ->
             twice = frame.groupBy(*map(backquoted, mode.keys)).count().where("count > 1")
             further.append(partial(_if_any, twice, _several(mode)))
         rows = _without_deleted(frame, mode)
-    yield _Expected(rows, "as one batch", found, lambda: [d for each in further for d in each()])
+    yield _Expected(rows, "as one batch", caveats, further)
 
 
 @contextmanager
-def _replay(spark: SparkSession, query: Query, script: Script, say: Callable[[str], None]) -> Iterator[_Expected]:
-    count, first = len(script.ends), script.batches[0]
+def _replay(query: Query, say: Progress) -> Iterator[_Expected]:
+    count, (first, _) = len(query.ends), query.ends[0]
     say(f"replaying {count:,} batches and comparing")
-    request, found = query.request, query.doubts(Way.REPLAY)
+    request, caveats = query.request, query.caveats(Method.REPLAY)
     if first > 0:
-        found.append(
-            Doubt(f"the ledger no longer keeps batches 0 to {first - 1}, which were replayed together with {first}")
+        caveats.append(
+            Caveat(f"the ledger no longer keeps batches 0 to {first - 1}, which were replayed together with {first}")
         )
-    several, at = operators(query.plan).count("EventTimeWatermark") > 1, request.checkpoint
-    run = replayed(spark, query.sent.transformed, request.sources, at, script, query.how.output_mode, several, say)
-    with run as (frame, differs):
+    script = Script(
+        request.sources,
+        request.checkpoint,
+        query.read.start,
+        [end for _, end in query.ends],
+        [batch for batch, _ in query.ends],
+        query.how.output_mode,
+        several_watermarks=operators(query.plan).count("EventTimeWatermark") > 1,
+    )
+    with replay(query.spark, query.source.transform, script, say) as (frame, differs):
         if differs:
-            found.append(Doubt(differs))
+            caveats.append(Caveat(differs))
         if query.mode.expected is not None:
-            rows, unmet, unclear = met(spark, frame, query)
-            found += unmet
-            why = _several(query.mode)
+            rows, of_versions, unclear = _met(frame, query)
+            caveats += of_versions
+            caveat = _several(query.mode)
         else:
-            rows, unclear, why = _last(frame.drop(AT), query.mode)
-        further = [*([partial(_if_any, unclear, why)] if unclear is not None else [])]
+            rows, unclear, caveat = _last(frame.drop(AT), query.mode)
+        further: list[Callable[[], Sequence[Caveat]]] = []
+        if unclear is not None:
+            further.append(partial(_if_any, unclear, caveat))
         if keeps_first(query.plan):
-            further.append(partial(of_copies, spark, query))
-        yield _Expected(
-            rows, f"in the ledger's {count:,} batches", found, lambda: [d for each in further for d in each()]
-        )
+            further.append(partial(_of_copies, query))
+        yield _Expected(rows, f"in the ledger's {count:,} batches", caveats, further)
 
 
-_BACK = Doubt("a deleted key comes back with an older version, depending on the order of batches")
+_BACK = Caveat("a deleted key comes back with an older version, depending on the order of batches")
 
 
-def _several(mode: WriteMode) -> Doubt:
-    return Doubt(f"several rows have the same {mode.keys_text}, and the last one by arrival stays")
+def _several(mode: WriteMode) -> Caveat:
+    return Caveat(f"several rows have the same {mode.keys_text}, and the last one by arrival stays")
 
 
-def _if_any(rows: DataFrame, doubt: Doubt) -> list[Doubt]:
-    return [doubt] if rows.take(1) else []
+def _if_any(rows: DataFrame, caveat: Caveat) -> list[Caveat]:
+    return [caveat] if rows.take(1) else []
 
 
 def _without_deleted(frame: DataFrame, mode: WriteMode) -> DataFrame:
     if mode.delete is None:
         return frame
-    gone = F.coalesce(F.col(backquoted(mode.delete)), F.lit(False))
-    return frame.where(~gone).drop(mode.delete)
+    deleted = F.coalesce(F.col(backquoted(mode.delete)), F.lit(False))
+    return frame.where(~deleted).drop(mode.delete)
 
 
-def _last(frame: DataFrame, mode: WriteMode) -> tuple[DataFrame, DataFrame | None, Doubt]:
+def _last(frame: DataFrame, mode: WriteMode) -> tuple[DataFrame, DataFrame | None, Caveat]:
     """Of rows with the number of their batch, those that stay; and rows whose order within a batch would decide."""
-    rows, doubt = frame.drop(BATCH), _several(mode)
+    rows, caveat = frame.drop(BATCH), _several(mode)
     if mode.replaces:
         newest = Window.partitionBy(*map(backquoted, mode.replaces))
         kept = frame.withColumn(_COPY, F.max(BATCH).over(newest)).where(F.col(BATCH) == F.col(_COPY))
-        return kept.drop(BATCH, _COPY), None, doubt
+        return kept.drop(BATCH, _COPY), None, caveat
     if not mode.upserts:
-        return rows, None, doubt
+        return rows, None, caveat
     if mode.version is not None and mode.delete is not None:
         state = final_state(rows, mode, None)
         return state.rows, state.unclear, _BACK
@@ -254,27 +302,27 @@ def _last(frame: DataFrame, mode: WriteMode) -> tuple[DataFrame, DataFrame | Non
     by_key = Window.partitionBy(*keys).orderBy(*order)
     best = frame.withColumns({_COPY: F.row_number().over(by_key), _RANK: F.rank().over(by_key)}).where(f"{_RANK} = 1")
     row = F.xxhash64(F.to_json(F.struct(*map(backquoted, rows.columns))))
-    unclear = best.groupBy(*keys).agg((F.min(row) != F.max(row)).alias(_UNLIKE)).where(_UNLIKE)
+    unclear = best.groupBy(*keys).agg((F.min(row) != F.max(row)).alias(_DIFFERS)).where(_DIFFERS)
     kept = best.where(f"{_COPY} = 1").drop(BATCH, _COPY, _RANK)
-    return _without_deleted(kept, mode), unclear, doubt
+    return _without_deleted(kept, mode), unclear, caveat
 
 
 @contextmanager
-def _still(
+def _read_unchanged(
     request: AuditRequest, scope: Scope, frame: Callable[[], DataFrame]
 ) -> Iterator[tuple[LedgerAccount, DataFrame, int]]:
     """The sink's persisted rows, with a ledger that did not change while they were read; and their number."""
     for _ in range(_TRIES):
         before = read_ledger(request.sink, scope, request.guarantee, request.decided_by, request.dead_letters)
-        found = frame().persist(StorageLevel.DISK_ONLY)
+        stored = frame().persist(StorageLevel.DISK_ONLY)
         try:
-            rows = found.count()
+            rows = stored.count()
             after = read_ledger(request.sink, scope, request.guarantee, request.decided_by, request.dead_letters)
             if before.visible == after.visible:
-                yield after, found, rows
+                yield after, stored, rows
                 return
         finally:
-            found.unpersist()
+            stored.unpersist()
     raise DeliveredError(
         "AUDIT_MOVING",
         f"The pipeline decided a batch during each of {_TRIES} reads of the sink, whose rows replace each other.",
@@ -282,38 +330,124 @@ def _still(
     )
 
 
-def _own(found: DataFrame, request: AuditRequest) -> tuple[DataFrame, int]:
+def _own_rows(stored: DataFrame, request: AuditRequest) -> tuple[DataFrame, int]:
     """This pipeline's rows, and how many belong to other writers."""
     if request.own is None:
-        return found, 0
+        return stored, 0
     with expressions(request):
         own = F.coalesce(F.expr(request.own).cast("boolean"), F.lit(False))
-        return found.where(own), found.where(~own).count()
+        return stored.where(own), stored.where(~own).count()
 
 
-def _of_ledger(request: AuditRequest, ledger: LedgerAccount, unsure: str, underway: bool) -> list[Doubt]:
-    found: list[Doubt] = []
-    visible = ledger.visible
+def _of_ledger(request: AuditRequest, ledger: LedgerAccount, read: SourceRange, unsure: str) -> Iterator[Caveat]:
+    visible, last = ledger.visible, ledger.history.last
     if visible is None:
-        return found
+        return
     if unsure:
-        found.append(Doubt(unsure))
-    if ledger.history.last is not None and ledger.history.last.batch != visible.batch:
-        found.append(Doubt(f"batch {ledger.history.last.batch} is decided, and not all of its rows are visible yet"))
-    elif underway and request.guarantee is not Guarantee.EXACTLY_ONCE:
-        found.append(Doubt("a batch began and is not decided; some of its rows may be in the sink"))
+        yield Caveat(unsure)
+    if last is not None and last.batch != visible.batch:
+        yield Caveat(f"batch {last.batch} is decided, and not all of its rows are visible yet")
+    elif read.undecided is not None and request.guarantee is not Guarantee.EXACTLY_ONCE:
+        yield Caveat("a batch started and is not decided; some of its rows may be in the sink")
     if visible.given_up.count:
-        found.append(Doubt(f"{visible.given_up.count:,} rows were given up ({request.guarantee.value})", GONE))
-    _, others = earlier(version_ranges(visible), request.transform_version)
-    if others is not None:
-        found.append(Doubt(f"batches {others.batches} ran with another transform"))
-    return found
+        yield Caveat(f"{visible.given_up.count:,} rows were given up ({request.guarantee.value})", MISSING)
+    _, earlier = find_earlier(split_by_transform(visible, read.start), request.transform_version)
+    if earlier is not None:
+        yield Caveat(f"batches {earlier.batches} ran with another transform")
 
 
-_HELD, _MISSED, _WAS, _NOW = (f"__delivered_{n}" for n in ("held", "missed", "was", "now"))
+def _closed(query: Query) -> Column | None:
+    """Whether the newest batch's watermark has closed a row of an aggregation; None: no column shows it."""
+    times = {f.name: f for f in query.stream.schema.fields if _WATERMARK in (f.metadata or {})}
+    ends = _WINDOW_END.findall(query.plan.splitlines()[0])
+    logged = batch_metadata(query.request.checkpoint, query.visible.batch)
+    if len({*times, *ends}) != 1 or logged is None or "Aggregate" not in operators(query.plan):
+        return None
+    column = F.col(backquoted([*times, *ends][0]))
+    if times and isinstance(next(iter(times.values())).dataType, StructType):
+        column = column["end"]
+    return column <= F.timestamp_millis(F.lit(int(logged["batchWatermarkMs"])))
 
 
-def met(spark: SparkSession, frame: DataFrame, query: Query) -> tuple[DataFrame, list[Doubt], DataFrame | None]:
+def _of_watermark(calls: Sequence[_Call], indices: Sequence[int], query: Query) -> list[Caveat]:
+    """Whether a record may have been dropped as late: no newer than the newest one of earlier batches, minus the delay.
+
+    Output mode complete drops none.
+    """
+    if "EventTimeWatermark" not in operators(query.plan) or query.how.output_mode == "complete":
+        return []
+    if len(calls) != 1 or not indices or not keeps_partitions(calls[0].frame):
+        return [Caveat("records may have been dropped as late, depending on where batches ended", MISSING)]
+    below, column, delay = calls[0].frame, calls[0].arguments["eventTime"], calls[0].arguments["delayThreshold"]
+    spans = (
+        below.select(by_partition(indices).alias(_RANGE), F.col(column).cast(TimestampType()).alias(_TIME))
+        .groupBy(_RANGE)
+        .agg(
+            F.unix_micros(F.min(_TIME)).alias("low"),
+            F.unix_micros(F.max(_TIME) - F.expr(f"INTERVAL '{delay}'")).alias("mark"),
+        )
+    )
+    ranges, mark, late = query.ranges, 0, 0
+    for row in sorted(spans.where("low IS NOT NULL").collect(), key=lambda r: int(r[_RANGE])):
+        after = max(mark, row["mark"])
+        late += row["low"] <= (after if ranges[row[_RANGE]].several else mark)
+        mark = after
+    if not late:
+        return []
+    return [Caveat(f"{late} of {len(ranges)} batches hold records that may have been dropped as late", MISSING)]
+
+
+def _of_copies(query: Query) -> list[Caveat]:
+    """Whether a batch holds rows of one key that differ: which of them dropDuplicates keeps depends on their order."""
+    with _recorded("dropDuplicates", "dropDuplicatesWithinWatermark") as calls:
+        _, indices = query.rows()
+    if not calls or not all(keeps_partitions(c.frame) for c in calls):
+        return [Caveat("which of several rows with one key stays depends on their order within a batch")]
+    differing = 0
+    for call in calls:
+        subset = call.arguments.get("subset") or call.frame.columns
+        row = F.xxhash64(F.to_json(F.struct(*map(backquoted, call.frame.columns))))
+        by_key = call.frame.select(by_partition(indices).alias(_RANGE), *map(backquoted, subset), row.alias(_ROW))
+        grouped = by_key.groupBy(_RANGE, *map(backquoted, subset)).agg((F.min(_ROW) != F.max(_ROW)).alias(_COPY))
+        differing += grouped.where(_COPY).count()
+    if not differing:
+        return []
+    return [Caveat(f"{differing:,} keys have rows in one batch that differ: which one stays depends on their order")]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a DataFrame's method in a transform."""
+
+    frame: DataFrame
+    arguments: dict[str, Any]
+
+
+@contextmanager
+def _recorded(*methods: str) -> Iterator[list[_Call]]:
+    """Record calls of these methods of a DataFrame while the context is open: of a batch, Spark drops watermarks from
+    the plan."""
+    calls: list[_Call] = []
+    with ExitStack() as undo:
+        for kind in ("classic", "connect"):
+            try:
+                owner = import_module(f"pyspark.sql.{kind}.dataframe").DataFrame
+            except ImportError:  # without grpcio
+                continue
+            for method in methods:
+                original = getattr(owner, method)
+
+                def record(self: Any, *args: Any, then: Any = original, **kwargs: Any) -> Any:
+                    arguments = dict(inspect.signature(then).bind(self, *args, **kwargs).arguments)
+                    calls.append(_Call(arguments.pop("self"), arguments))
+                    return then(self, *args, **kwargs)
+
+                setattr(owner, method, record)
+                undo.callback(setattr, owner, method, original)
+        yield calls
+
+
+def _met(frame: DataFrame, query: Query) -> tuple[DataFrame, list[Caveat], DataFrame | None]:
     """What a table that was empty holds after all batches.
 
     The ledger counts the rows that missed their version. If the recomputation counts none and neither does the ledger,
@@ -323,7 +457,7 @@ def met(spark: SparkSession, frame: DataFrame, query: Query) -> tuple[DataFrame,
         frame: rows with their places.
 
     Returns:
-        the rows, doubts about them, and keys whose rows may have come in another order; None: there are none.
+        the rows, caveats, and keys whose rows may have come in another order; None: there are none.
     """
     mode, name = query.mode, str(query.mode.expected)
     keys = [*map(backquoted, mode.keys)]
@@ -331,24 +465,25 @@ def met(spark: SparkSession, frame: DataFrame, query: Query) -> tuple[DataFrame,
     kind = frame.schema[str(mode.version)].dataType
     row = F.struct(BATCH, AT, F.col(backquoted(name)).cast(kind).alias(_WAS), version.alias(_NOW))
     empty = _state(F.lit(None).cast(kind), F.lit(None).cast("int"), F.lit(None).cast("bigint"), F.lit(0))
-    held = F.aggregate(F.array_sort(F.collect_list(row)), empty, _after).alias(_HELD)
-    by_key = frame.groupBy(*keys).agg(held).select(f"{_HELD}.*")
+    held = F.aggregate(F.array_sort(F.collect_list(row)), empty, _after).alias(_STATE)
+    by_key = frame.groupBy(*keys).agg(held).select(f"{_STATE}.*")
     missed = int(by_key.agg(F.coalesce(F.sum(_MISSED), F.lit(0))).collect()[0][0])
     rows = frame.join(by_key.where(F.col(BATCH).isNotNull()).select(BATCH, AT), [BATCH, AT]).drop(BATCH, AT, name)
-    counted, found = query.left_out.get(CONFLICT, 0), []
+    counted, caveats = query.skipped.get(CONFLICT, 0), []
     if counted != missed:
-        found.append(
-            Doubt(
+        caveats.append(
+            Caveat(
                 f"the ledger counts {counted:,} rows that did not find their {name} in the table, the recomputation "
                 f"{missed:,}: others wrote to the table, or it held rows before",
                 always=True,
             )
         )
     elif counted:
-        found.append(Doubt(f"{counted:,} rows did not find their {name} in the table: others may have written to it"))
+        caveats.append(
+            Caveat(f"{counted:,} rows did not find their {name} in the table: others may have written to it")
+        )
     several = frame.groupBy(*keys, BATCH).count().where("count > 1")
-    slices, _ = query.sent.cut(query.parts)
-    return rows, found, None if keeps_partitions(query.sent.frame(spark, slices)) else several
+    return rows, caveats, None if keeps_partitions(query.rows()[0]) else several
 
 
 def _state(now: Column, batch: Column, at: Column, missed: Column) -> Column:
@@ -357,8 +492,8 @@ def _state(now: Column, batch: Column, at: Column, missed: Column) -> Column:
 
 
 def _after(held: Column, row: Column) -> Column:
-    found = F.coalesce(held[_NOW] == row[_WAS], F.lit(False))
+    as_expected = F.coalesce(held[_NOW] == row[_WAS], F.lit(False))
     return F.when(
-        F.when(row[_WAS].isNull(), held[BATCH].isNull()).otherwise(found),
+        F.when(row[_WAS].isNull(), held[BATCH].isNull()).otherwise(as_expected),
         _state(row[_NOW], row[BATCH], row[AT], held[_MISSED]),
     ).otherwise(_state(held[_NOW], held[BATCH], held[AT], held[_MISSED] + 1))

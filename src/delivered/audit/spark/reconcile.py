@@ -1,6 +1,6 @@
 """Reconcile as Spark aggregations: only bounded samples and sums reach the driver.
 
-Equivalent to `delivered.audit.reconcile`, which defines the classes; a test compares the two. One pass over each side,
+`tests/support/reconcile.py` defines the classes record by record; a test compares the two. One pass over each side,
 one shuffle by id, one by key for the order. The sides are unioned and counted rather than joined, so null ids and
 heavily repeated ids need no special case. Summing before the shuffle would not make it smaller where each record occurs
 once on each side, and took a third of the audit's processor time.
@@ -24,8 +24,8 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import LongType, StructField, StructType
 from pyspark.sql.window import Window
 
-from delivered.audit.classes import Counts, Damage, PartitionLine, Sample
-from delivered.audit.outcome import Result
+from delivered.audit.evidence import Counts, Damage, PartitionLine, Sample
+from delivered.audit.judge import NOBODY, Result
 from delivered.model.fingerprint import Fingerprint, lanes, record_hashes
 from delivered.model.ranges import fitted
 from delivered.spark.frames import Mapper, SliceRows
@@ -49,6 +49,21 @@ _ROW_BITS = 33
 Canonical = Callable[[pa.RecordBatch], pa.RecordBatch]
 
 
+def canonical_schema(columns: StructType, canonical: Canonical) -> pa.Schema:
+    """The columns that `canonical` makes of rows with these columns."""
+    return canonical(pa.RecordBatch.from_pylist([], schema=to_arrow_schema(columns, timezone="UTC"))).schema
+
+
+def by_partition(values: Sequence[int]) -> Column:
+    """For each row the value of its Spark partition; without values, 0."""
+    return F.element_at(F.array(*map(F.lit, values)), F.spark_partition_id() + 1) if values else F.lit(0)
+
+
+def without_order(hashes: DataFrame) -> DataFrame:
+    """Rows for `reconcile` whose order is not judged."""
+    return hashes.withColumn("key_hash", F.lit(None).cast("long"))
+
+
 def hashed(
     frame: DataFrame | SliceRows,
     canonical: Canonical,
@@ -69,18 +84,16 @@ def hashed(
         own_sql: SQL condition for records of this pipeline, kept as the column `own`.
         position: column of `frame` that locates the record for users, kept as `position`.
     """
-    arrow = to_arrow_schema(frame.schema, timezone="UTC")
-    empty = pa.RecordBatch.from_arrays([pa.array([], f.type) for f in arrow], schema=arrow)
-    records = from_arrow_schema(canonical(empty).schema)
+    records = from_arrow_schema(canonical_schema(frame.schema, canonical))
     own = [_LOW, _HIGH, _OTHER, *([_POSITION] if position is not None else [])]
     schema = StructType([*records.fields, *(StructField(name, LongType()) for name in own)])
     rows = frame.mapInArrow(_hasher(canonical, seed, position, to_arrow_schema(schema, timezone="UTC")), schema)
-    whole = F.lower(F.concat(F.lpad(F.hex(_LOW), 16, "0"), F.lpad(F.hex(_OTHER), 16, "0")))
+    by_content = F.lower(F.concat(F.lpad(F.hex(_LOW), 16, "0"), F.lpad(F.hex(_OTHER), 16, "0")))
     named = F.expr(id_sql).cast("string") if id_sql else F.lit(None).cast("string")
     key_sql = key_sql or ("key" if "key" in records.names else None)
     key = F.expr(key_sql) if key_sql else F.lit(None).cast("string")
     return rows.select(
-        F.coalesce(named, whole).alias("id"),
+        F.coalesce(named, by_content).alias("id"),
         (named.isNull() if id_sql else F.lit(False)).cast("int").alias("null_id"),
         F.col(_LOW).alias("low"),
         F.col(_HIGH).alias("high"),
@@ -136,8 +149,8 @@ class Slots:
         return F.lit((len(self._names) - 1) << _ROW_BITS)
 
     def name(self, slot: int | None) -> str:
-        """The partition of a slot; "-" for records that were never sent."""
-        return "-" if slot is None else self._names[slot] if slot < len(self._names) else "?"
+        """The partition of a slot; None: of records that were never sent."""
+        return NOBODY if slot is None else self._names[slot] if slot < len(self._names) else "?"
 
     def shown(self, at: int | None, position: int | None = None) -> str | None:
         if at is None:
@@ -157,7 +170,7 @@ class Slots:
 def reconcile(
     sent: DataFrame,
     ahead: DataFrame | None,
-    found: DataFrame,
+    stored: DataFrame,
     origins: Slots,
     places: Slots,
     samples_max: int = 20,
@@ -167,12 +180,12 @@ def reconcile(
     Args:
         sent: from `hashed`: what must be in the sink.
         ahead: what may be in the sink: rows of started, undecided batches.
-        found: what is in the sink.
+        stored: what is in the sink.
         origins: slots of `sent` and `ahead`.
-        places: slots of `found`.
+        places: slots of `stored`.
         samples_max: damaged records collected per class.
     """
-    both = _side(sent, "must").unionByName(_side(found, "there"))
+    both = _side(sent, "must").unionByName(_side(stored, "there"))
     if ahead is not None:
         both = both.unionByName(_side(ahead, "may"))
     classified = _classified(both, origins, places)
@@ -186,7 +199,7 @@ def reconcile(
     return Result(
         counts=counts,
         partitions=tuple(lines[name] for name in sorted(lines)[:PARTITIONS_MAX]),
-        samples=_samples(_all_damaged(classified, counts, samples_max), sent, found, origins, places),
+        samples=_samples(_all_damaged(classified, counts, samples_max), sent, stored, origins, places),
         sent=sum((line.sent_fingerprint for line in lines.values()), Fingerprint()),
         delivered=sum((line.delivered_fingerprint for line in lines.values()), Fingerprint()),
         null_ids=null_ids,
@@ -199,10 +212,7 @@ def _side(frame: DataFrame, side: str) -> DataFrame:
     is_sent = side != "there"
     nothing = F.lit(None).cast("long")
     return frame.select(
-        "id",
-        "null_id",
-        "low",
-        "high",
+        *("id", "null_id", "low", "high"),
         # Order is judged by the sent key.
         (F.col("key_hash") if is_sent else nothing).alias("key_hash"),
         *[F.lit(int(side == name)).cast("long").alias(name) for name in ("must", "may", "there")],
@@ -255,14 +265,7 @@ def _classified(both: DataFrame, origins: Slots, places: Slots) -> DataFrame:
     newest = F.max(F.when(compared, origin)).over(same_key)
     late = compared & F.col("key_hash").isNotNull() & (newest > origin)
     return by_id.select(
-        "id",
-        "must",
-        "may",
-        "there",
-        "null_id",
-        "origin",
-        "place",
-        "in_progress",
+        *("id", "must", "may", "there", "null_id", "origin", "place", "in_progress"),
         *_SUMS,
         altered.alias("altered"),
         (F.col("missing") - altered).alias("lost"),
@@ -299,37 +302,29 @@ def _fingerprint(row: dict[str, Any], side: str) -> Fingerprint:
 
 def _all_damaged(classified: DataFrame, counts: Counts, samples_max: int) -> list[tuple[Damage, Row]]:
     """Records of each kind of damage. Classifies again, if there are any: a healthy sink pays nothing for samples."""
-    seen = [d for d in Damage if counts.of(d)]
-    if not seen:
+    kinds = [d for d in Damage if counts.of(d)]
+    if not kinds:
         return []
-    damaged = classified.filter(reduce(or_, [F.col(d.value) > 0 for d in seen])).persist(StorageLevel.DISK_ONLY)
+    damaged = classified.filter(reduce(or_, [F.col(d.value) > 0 for d in kinds])).persist(StorageLevel.DISK_ONLY)
+    order = F.col("origin").asc_nulls_last(), F.col("place").asc_nulls_last(), "id"
+    shown = damaged.orderBy(*order).select("id", "origin", "place", "must", "may", "there")
     try:
-        return [(d, row) for d in seen for row in _damaged(damaged, d, samples_max)]
+        return [(d, row) for d in kinds for row in shown.filter(F.col(d.value) > 0).limit(samples_max).collect()]
     finally:
         damaged.unpersist()
 
 
-def _damaged(classified: DataFrame, damage: Damage, samples_max: int) -> list[Row]:
-    return (
-        classified.filter(F.col(damage.value) > 0)
-        .orderBy(F.col("origin").asc_nulls_last(), F.col("place").asc_nulls_last(), "id")
-        .select("id", "origin", "place", "must", "may", "there")
-        .limit(samples_max)
-        .collect()
-    )
-
-
 def _samples(
-    damaged: Sequence[tuple[Damage, Row]], sent: DataFrame, found: DataFrame, origins: Slots, places: Slots
+    damaged: Sequence[tuple[Damage, Row]], sent: DataFrame, stored: DataFrame, origins: Slots, places: Slots
 ) -> tuple[Sample, ...]:
     """Damaged records with their readable key and their position in the sink."""
-    there = _looked_up(found, [r["id"] for _, r in damaged if r["there"]])
-    gone = _looked_up(sent, [r["id"] for _, r in damaged if not r["there"]])
+    there = _look_up(stored, [r["id"] for _, r in damaged if r["there"]])
+    missing = _look_up(sent, [r["id"] for _, r in damaged if not r["there"]])
     return tuple(
         Sample(
             damage,
             r["id"],
-            (there if r["there"] else gone).get(r["id"], (None, None))[0],
+            (there if r["there"] else missing).get(r["id"], (None, None))[0],
             origins.shown(r["origin"]),
             places.shown(r["place"], there.get(r["id"], (None, None))[1]),
             r["must"] + r["may"],
@@ -339,12 +334,12 @@ def _samples(
     )
 
 
-def _looked_up(frame: DataFrame, ids: Sequence[str]) -> dict[str, tuple[str | None, int | None]]:
+def _look_up(frame: DataFrame, ids: Sequence[str]) -> dict[str, tuple[str | None, int | None]]:
     """Key of a few ids, and the position of the first copy if this side has positions."""
     if not ids:
         return {}
     wanted = frame.sparkSession.createDataFrame([(i,) for i in sorted(set(ids))], "id string")
     position = F.min_by("position", "at") if "position" in frame.columns else F.lit(None).cast("long")
-    found = frame.join(F.broadcast(wanted), "id", "left_semi").groupBy("id")
-    rows = found.agg(F.min("shown").alias("shown"), position.alias("position")).collect()
+    by_id = frame.join(F.broadcast(wanted), "id", "left_semi").groupBy("id")
+    rows = by_id.agg(F.min("shown").alias("shown"), position.alias("position")).collect()
     return {r["id"]: (r["shown"], r["position"]) for r in rows}

@@ -22,7 +22,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, SupportsTriggerAvailableNow
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
-from delivered.audit.sources import Positions
+from delivered.audit.ranges import Positions
 from delivered.checkpoint.folder import batch_metadata, open_folder
 from delivered.checkpoint.sidecar import stream_driver
 from delivered.contract.powers import planned
@@ -46,16 +46,24 @@ _PROGRESS_S = 2
 
 @dataclass(frozen=True)
 class Script:
-    """
+    """The batches to run again.
+
     Attributes:
+        sources: by name.
+        checkpoint: of the query that ran.
         start: of the first batch.
         ends: offsets of the sources after each batch.
-        batches: their numbers in the pipeline's checkpoint.
+        batches: their numbers in the checkpoint.
+        several_watermarks: a single one is the same after a restart.
     """
 
+    sources: Mapping[str, Source]
+    checkpoint: str
     start: Positions
     ends: Sequence[Positions]
     batches: Sequence[int]
+    output_mode: str
+    several_watermarks: bool
 
 
 class _Slice(InputPartition):
@@ -136,57 +144,52 @@ class ScriptSource(DataSource):
         return ScriptReader(*self.arguments)
 
 
-def _stream(spark: SparkSession, source: Source, name: str, checkpoint: str, script: Script) -> DataFrame:
-    fixed = planned(source)
-    arguments = (fixed, name, checkpoint, script.start[name], [e[name] for e in script.ends])
+def _stream(spark: SparkSession, script: Script, name: str) -> DataFrame:
+    fixed = planned(script.sources[name])
     called = f"delivered_replay_{uuid.uuid4().hex}"
-    made = {"called": called, "source_schema": from_arrow_schema(fixed.schema()), "arguments": arguments}
+    attributes = {
+        "called": called,
+        "source_schema": from_arrow_schema(fixed.schema()),
+        "arguments": (fixed, name, script.checkpoint, script.start[name], [e[name] for e in script.ends]),
+    }
     # Not importable by name, so that Spark pickles the class by value.
-    spark.dataSource.register(type("Replay", (ScriptSource,), made))
+    spark.dataSource.register(type("Replay", (ScriptSource,), attributes))
     return spark.readStream.format(called).load()
 
 
 @contextmanager
-def replayed(
+def replay(
     spark: SparkSession,
     transform: Callable[[Mapping[str, DataFrame]], DataFrame],
-    sources: Mapping[str, Source],
-    checkpoint: str,
     script: Script,
-    output_mode: str,
-    several: bool,
     say: Callable[[str], None],
 ) -> Iterator[tuple[DataFrame, str]]:
     """The rows that the batches delivered, each with its batch's place in the script, as `BATCH`, and its own among
     those of its task, as `AT`.
-
-    Args:
-        checkpoint: of the query that ran.
-        several: the query has more than one watermark.
 
     Yields:
         the rows, and why they may not be what the batches delivered; empty: they are. Of output mode complete, the rows
         of the last batch alone.
     """
     count = len(script.ends)
-    with ExitStack() as held:
-        folder = held.enter_context(_folder(spark, checkpoint))
+    with ExitStack() as context:
+        folder = context.enter_context(_folder(spark, script.checkpoint))
         rows = f"{folder}/rows"
-        held.enter_context(active(spark))
-        frames = {n: _stream(spark, s, n, checkpoint, script) for n, s in sources.items()}
-        for key, value in _settings(checkpoint, script.batches).items():
-            held.enter_context(with_setting(spark, key, value))
-        held.enter_context(with_setting(spark, _RETAINED, str(count + 2)))
+        context.enter_context(active(spark))
+        frames = {name: _stream(spark, script, name) for name in script.sources}
+        for key, value in _settings(script).items():
+            context.enter_context(with_setting(spark, key, value))
+        context.enter_context(with_setting(spark, _RETAINED, str(count + 2)))
         frame = transform(frames)
 
         def keep(df: DataFrame, number: int) -> None:
-            if number == count - 1 or (number < count and output_mode != "complete"):
+            if number == count - 1 or (number < count and script.output_mode != "complete"):
                 place = {BATCH: F.lit(number), AT: F.monotonically_increasing_id()}
                 df.withColumns(place).write.mode("append").parquet(rows)
             else:
                 df.write.format("noop").mode("overwrite").save()  # its state is needed
 
-        writer = frame.writeStream.outputMode(output_mode).foreachBatch(keep)
+        writer = frame.writeStream.outputMode(script.output_mode).foreachBatch(keep)
         query = writer.option("checkpointLocation", f"{folder}/checkpoint").trigger(availableNow=True).start()
         try:
             while not query.awaitTermination(_PROGRESS_S):
@@ -196,27 +199,23 @@ def replayed(
             query.stop()
         places = [StructField(BATCH, IntegerType()), StructField(AT, LongType())]
         schema = StructType([*frame.schema.fields, *places])
-        differs = _differs(checkpoint, f"{folder}/checkpoint", script.batches, several)
+        differs = _differs(script, f"{folder}/checkpoint")
         yield spark.read.schema(schema).parquet(rows), differs
 
 
-def _settings(checkpoint: str, batches: Sequence[int]) -> dict[str, str]:
+def _settings(script: Script) -> dict[str, str]:
     """Spark logs with a batch what its state depends on."""
-    for batch in batches:
-        if (logged := batch_metadata(checkpoint, batch)) is not None:
+    for batch in script.batches:
+        if (logged := batch_metadata(script.checkpoint, batch)) is not None:
             return {k: v for k, v in logged.get("conf", {}).items() if k not in _NOT_KEPT}
     return {}
 
 
-def _differs(checkpoint: str, again: str, batches: Sequence[int], several: bool) -> str:
-    """Why the replay is not what ran, by the watermarks that Spark logged; empty: no difference is known.
-
-    Args:
-        several: the query has more than one watermark. A single one is the same after a restart.
-    """
-    gone = 0
-    for number, batch in enumerate(batches):
-        ran, now = batch_metadata(checkpoint, batch), batch_metadata(again, number)
+def _differs(script: Script, again: str) -> str:
+    """Why the replay is not what ran, by the watermarks that Spark logged; empty: no difference is known."""
+    missing = 0
+    for number, batch in enumerate(script.batches):
+        ran, now = batch_metadata(script.checkpoint, batch), batch_metadata(again, number)
         if now is None:
             return f"the replay ended before batch {batch}: the query ran batches without input for another reason"
         if ran is not None and ran["batchWatermarkMs"] != now["batchWatermarkMs"]:
@@ -224,11 +223,11 @@ def _differs(checkpoint: str, again: str, batches: Sequence[int], several: bool)
                 f"batch {batch} ran with the watermark {ran['batchWatermarkMs']} ms, and its replay with "
                 f"{now['batchWatermarkMs']} ms: a restart of the query changes it if there are several"
             )
-        gone += ran is None and now["batchWatermarkMs"] > 0
-    if gone and several:
+        missing += ran is None and now["batchWatermarkMs"] > 0
+    if missing and script.several_watermarks:
         return (
-            f"Spark no longer keeps the watermarks of {gone:,} of {len(batches):,} batches: with several, a restart of "
-            "the query may have changed them"
+            f"Spark no longer keeps the watermarks of {missing:,} of {len(script.batches):,} batches: with several, a "
+            "restart of the query may have changed them"
         )
     return ""
 

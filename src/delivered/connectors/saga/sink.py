@@ -26,7 +26,7 @@ from delivered.model.identity import Work
 from delivered.model.work import Promise
 from delivered.patterns.saga import Log, Status, run
 from delivered.patterns.saga.definition import load
-from delivered.patterns.saga.tables import checked
+from delivered.patterns.saga.log import check_row
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class SagaSink(SendingSink):
     @staticmethod
     def _reason(id_: str, data: str) -> str | None:
         try:
-            checked(id_, data)
+            check_row(id_, data)
         except BadRecord as error:
             return error.message
         return None

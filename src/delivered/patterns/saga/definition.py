@@ -31,7 +31,7 @@ class Call:
     """What a step's functions are given.
 
     Attributes:
-        saga, id, step: names of the saga and the step; the id that the saga was begun with.
+        saga, id, step: names of the saga and the step; the id that the saga was recorded with.
         verb: which of the step's functions this is.
         key: idempotency key of the step: the same in every try, also after a crash and in another process; the undo
             gets the key of its step.
@@ -147,7 +147,7 @@ class Saga:
 
     @property
     def signature(self) -> str:
-        """Names of the steps: a worker takes only sagas that were begun with the same ones."""
+        """Names of the steps: a worker claims only sagas that were recorded with the same ones."""
         return json.dumps([s.name for s in self.steps])
 
     @property
@@ -171,17 +171,17 @@ def load(name: str) -> Saga:
     """
     module, _, attribute = name.partition(":")
     try:
-        found = getattr(import_module(module), attribute) if module and attribute else None
+        saga = getattr(import_module(module), attribute) if module and attribute else None
     except (ImportError, AttributeError) as error:
         raise UsageError(
             "SAGA_NOT_FOUND",
             f"There is no saga {name!r}: {error}.",
             next_step="write module:name, as in shop.sagas:checkout, and make the module importable (PYTHONPATH)",
         ) from error
-    if not isinstance(found, Saga):
+    if not isinstance(saga, Saga):
         raise UsageError(
             "SAGA_NOT_FOUND",
-            f"{name!r} is {type(found).__name__}; it must name a Saga.",
+            f"{name!r} is {type(saga).__name__}; it must name a Saga.",
             next_step="write module:name, as in shop.sagas:checkout",
         )
-    return found
+    return saga

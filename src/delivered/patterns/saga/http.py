@@ -19,7 +19,7 @@ from delivered.model.limits import SAGA_DATA_BYTES_MAX
 from delivered.model.options import REFERENCES, check_http_url, resolve_secret
 from delivered.model.secrets import without_passwords
 from delivered.patterns.saga.definition import Call, Rejected, Verb
-from delivered.patterns.saga.tables import stored_result
+from delivered.patterns.saga.log import stored_result
 
 if TYPE_CHECKING:
     import httpx
@@ -107,7 +107,7 @@ def _body(reply: httpx.Response, deadline: float, bytes_max: int) -> bytes:
 
 
 def _unpacked(body: bytes, how: str, bytes_max: int) -> bytes:
-    """Of a service that compresses although it was asked not to; empty if its form is not known, or wrong."""
+    """Of a service that compresses although it was asked not to; empty if the encoding is unknown, or wrong."""
     match how.strip().lower():
         case "" | "identity":
             return body
@@ -148,5 +148,5 @@ def _client(process: int) -> httpx.Client:
         import httpx
     except ImportError:
         raise MissingExtra("saga") from None
-    made: httpx.Client = limited(httpx.Client())
-    return made
+    client: httpx.Client = limited(httpx.Client())
+    return client

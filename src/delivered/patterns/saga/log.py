@@ -1,7 +1,8 @@
-"""The saga log: who runs a saga, and what happened to it. Every write is fenced by the saga's epoch.
+"""The saga log: its tables, how a saga comes into them, who runs it, and what happened to it.
 
-A worker claims a saga by raising its epoch, for as long as its longest step may take. Each write is one transaction
-that also checks the epoch: a worker that was paused until another one claimed its saga can write nothing more.
+A saga is recorded in the caller's own transaction. A worker claims it by raising its epoch, for as long as its longest
+step may take. Every later write is fenced: its transaction checks the epoch, so a worker that was paused until another
+one claimed its saga can write nothing more.
 """
 
 from __future__ import annotations
@@ -16,19 +17,97 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from delivered.kits.mysql.server import address, tls_of_url
-from delivered.model.errors import Fenced, MissingExtra, Refused, Unreachable, UsageError
-from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
+from delivered.model.errors import BadRecord, Fenced, MissingExtra, Refused, Unreachable, UsageError
+from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SAGA_DATA_BYTES_MAX, SAGA_ID_BYTES_MAX
 from delivered.model.options import Unfit, check_postgres_words, password_in_url, resolve_secret
 from delivered.model.secrets import holds_password
-from delivered.patterns.caller import NOW_MS, Caller
+from delivered.patterns.caller import NOW_MS, Caller, as_text, check_dialect, format_ddl, json_text, unstorable
 from delivered.patterns.saga.definition import Saga, Verb
 from delivered.patterns.saga.progress import Entry, Event, Status
-from delivered.patterns.saga.tables import ENTRIES, SAGAS, check_tables, checked, ddl, no_tables, record
+
+FORMAT = 1
+SAGAS, ENTRIES, FORMATS = "delivered_saga", "delivered_saga_entry", "delivered_saga_format"
+
+# Exact text: MySQL's other collations ignore case and spaces at the end.
+_TYPES = {
+    "postgres": ('VARCHAR(64) COLLATE "C"', f'VARCHAR({SAGA_ID_BYTES_MAX}) COLLATE "C"', "TEXT", ""),
+    "mysql": (
+        "VARCHAR(64) CHARACTER SET ascii COLLATE ascii_bin",
+        f"VARBINARY({SAGA_ID_BYTES_MAX})",
+        "LONGTEXT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin",
+        " ENGINE=InnoDB",
+    ),
+    "sqlite": ("TEXT", "TEXT", "TEXT", ""),
+}
 
 _CANDIDATES = 16
 CLEANED_MAX = 500
 """Sagas that one call of `clean` deletes."""
 _OPEN = (Status.RUNNING.value, Status.COMPENSATING.value)
+
+
+class DuplicateSaga(Refused):
+    """The log has a saga with this id, and other data. The transaction can go on."""
+
+
+def begin(connection: Any, saga: Saga, *, id: str, data: Any = None) -> bool:  # noqa: A002
+    """Record a saga, in the transaction that is open on `connection`. Commits nothing; a worker runs it afterwards.
+
+    Args:
+        connection: of psycopg 3, PyMySQL or sqlite3; a SQLAlchemy Session or Connection.
+        id: of this saga, given before the first try; at most 128 bytes of UTF-8. Keys of steps are made of it.
+        data: a JSON value, which every step gets.
+
+    Returns: False: the log has it already, with the same data.
+
+    Raises:
+        DuplicateSaga: the id belongs to a saga with other data.
+        Refused: the connection is in autocommit, or there are no tables, or a newer version wrote them.
+        BadRecord: a value cannot be stored. Nothing was sent to the database.
+    """
+    id_, text = check_row(id, json.dumps(data, ensure_ascii=False) if isinstance(data, str) else data)
+    caller = Caller(connection, what="saga.begin")
+    check_tables(caller)
+    return record(caller, saga, id_, text)
+
+
+def record(caller: Caller, saga: Saga, id_: str, text: str) -> bool:
+    """As `begin`, with values as `checked` returns them."""
+    key = caller.exact(id_)
+    columns = ("saga", "id", "steps", "data", "status", "entries", "epoch", "worker", "due_ms", "began_ms")
+    ((now,),) = caller.execute(f"SELECT {NOW_MS[caller.dialect]}").rows
+    values = (saga.name, key, saga.signature, text, Status.RUNNING.value, 0, 0, "", int(now), int(now))
+    if caller.insert(SAGAS, columns, values):
+        return True
+    select = f"SELECT data FROM {SAGAS} WHERE saga = ? AND id = ?{caller.latest}"
+    rows = caller.execute(select, (saga.name, key)).rows
+    if rows and json.loads(rows[0][0]) == json.loads(text):
+        return False
+    raise DuplicateSaga(
+        "SAGA_ID_REUSED",
+        f"The log has saga {saga.name} {id_!r} already, with other data.",
+        next_step="give each saga an id of its own; a repeat must bring the same data",
+    )
+
+
+def ddl(dialect: str) -> tuple[str, ...]:
+    """The statements that make the tables, unless they are there.
+
+    Args:
+        dialect: postgres, mysql (and MariaDB), or sqlite.
+    """
+    name, id_, text, tail = _TYPES[check_dialect(dialect)]
+    make = "CREATE TABLE IF NOT EXISTS"
+    return (
+        f"{make} {SAGAS} (\n  saga {name} NOT NULL,\n  id {id_} NOT NULL,\n  steps {text} NOT NULL,\n"
+        f"  data {text} NOT NULL,\n  status {name} NOT NULL,\n  entries BIGINT NOT NULL,\n  epoch BIGINT NOT NULL,\n"
+        f"  worker {name} NOT NULL,\n  due_ms BIGINT NOT NULL,\n  began_ms BIGINT NOT NULL,\n"
+        f"  PRIMARY KEY (saga, id),\n  UNIQUE (status, due_ms, saga, id)\n){tail}",
+        f"{make} {ENTRIES} (\n  saga {name} NOT NULL,\n  id {id_} NOT NULL,\n  n BIGINT NOT NULL,\n"
+        f"  epoch BIGINT NOT NULL,\n  step {name} NOT NULL,\n  verb {name} NOT NULL,\n  event {name} NOT NULL,\n"
+        f"  value {text},\n  error {text},\n  at_ms BIGINT NOT NULL,\n  PRIMARY KEY (saga, id, n)\n){tail}",
+        *format_ddl(FORMATS, FORMAT, tail),
+    )
 
 
 @dataclass
@@ -53,7 +132,7 @@ class Row:
 
     Attributes:
         step, error: of its newest entry; error of the newest one that has one.
-        age_s: since it was begun.
+        age_s: since it was recorded.
     """
 
     saga: str
@@ -99,14 +178,14 @@ class Log:
         """
         if isinstance(self.where, str) and "://" not in self.where and not Path(self.where).exists():
             raise no_tables("sqlite")
-        found = OpenLog(self._connect())
+        opened = OpenLog(self._connect())
         try:
-            with found.transaction() as caller:
+            with opened.transaction() as caller:
                 check_tables(caller)
         except BaseException:
-            found.close()
+            opened.close()
             raise
-        return found
+        return opened
 
     def create(self) -> None:
         """Make the tables, unless they are there."""
@@ -124,7 +203,7 @@ class Log:
 
     def _connect(self) -> Any:
         try:
-            return self._connected()
+            return self._connect_client()
         except Exception as error:
             if not is_lost(error):
                 raise
@@ -134,7 +213,7 @@ class Log:
                 next_step="check that the database runs, its address, and user and password",
             ) from None
 
-    def _connected(self) -> Any:
+    def _connect_client(self) -> Any:
         if not isinstance(self.where, str):
             return self.where()
         scheme = urlsplit(self.where).scheme
@@ -143,8 +222,8 @@ class Log:
             if scheme in ("postgresql", "postgres"):
                 import psycopg
 
-                given: dict[str, Any] = {} if password is None else {"password": password}
-                return psycopg.connect(self.where, connect_timeout=int(CONNECT_TIMEOUT_S), **given)
+                login: dict[str, Any] = {} if password is None else {"password": password}
+                return psycopg.connect(self.where, connect_timeout=int(CONNECT_TIMEOUT_S), **login)
             if scheme in ("mysql", "mariadb"):
                 return _mysql(self.where, password)
         except ImportError:
@@ -197,7 +276,7 @@ class OpenLog:
     def transaction(self) -> Iterator[Caller]:
         """Committed at the end, durably, or rolled back."""
         if isinstance(self._connection, sqlite3.Connection):
-            self._connection.execute("BEGIN IMMEDIATE")  # a lock taken later is refused instead of waited for
+            self._connection.execute("BEGIN IMMEDIATE")  # a lock requested later is refused instead of waited for
         try:
             caller = Caller(self._connection, what="the saga log")
             if caller.dialect == "postgres":
@@ -216,10 +295,10 @@ class OpenLog:
             rows: id, and data as JSON text; None: null.
 
         Raises:
-            DuplicateSaga: an id is taken by a saga with other data.
+            DuplicateSaga: an id belongs to a saga with other data.
             BadRecord: a value cannot be stored.
         """
-        ready = [checked(*row) for row in rows]
+        ready = [check_row(*row) for row in rows]
         with self.transaction() as caller:
             for id_, text in ready:
                 record(caller, saga, id_, text)
@@ -228,7 +307,7 @@ class OpenLog:
         """Take a saga that is due, so that nobody else runs it: this one, or any of its name and steps."""
         with self.transaction() as caller:
             now = NOW_MS[caller.dialect]
-            one, values = ("AND id = ?", [_sent(caller, id)]) if id is not None else ("", [])
+            one, values = ("AND id = ?", [caller.exact(id)]) if id is not None else ("", [])
             found = caller.execute(
                 f"SELECT id, epoch FROM {SAGAS} WHERE status IN (?, ?) AND due_ms <= {now} AND saga = ? "
                 f"AND steps = ? {one} ORDER BY due_ms LIMIT {_CANDIDATES}",
@@ -236,12 +315,12 @@ class OpenLog:
             ).rows
         for key, epoch in found:
             with self.transaction() as caller:
-                taken = caller.execute(
+                claimed = caller.execute(
                     f"UPDATE {SAGAS} SET epoch = epoch + 1, worker = ?, due_ms = {now} + ? "
                     f"WHERE saga = ? AND id = ? AND epoch = ? AND status IN (?, ?) AND due_ms <= {now}",
                     (worker, int(saga.lease_s * 1000), saga.name, key, epoch, *_OPEN),
                 ).count
-                if taken:
+                if claimed:
                     return self._read(caller, saga, key, int(epoch) + 1)
         return None
 
@@ -256,7 +335,7 @@ class OpenLog:
                 (saga.name, key),
             ).rows
         ]
-        return Claim(saga, _text(key), epoch, json.loads(data), Status(status), entries)
+        return Claim(saga, as_text(key), epoch, json.loads(data), Status(status), entries)
 
     def append(self, claim: Claim, entries: Sequence[Entry], status: Status, pause_s: float | None = None) -> None:
         """Write entries and the status that follows from them in one transaction, and keep the claim.
@@ -268,7 +347,7 @@ class OpenLog:
             Fenced: another worker claimed the saga, or a person resolved it. Nothing was written.
         """
         with self.transaction() as caller:
-            now, key = NOW_MS[caller.dialect], _sent(caller, claim.id)
+            now, key = NOW_MS[caller.dialect], caller.exact(claim.id)
             later = claim.saga.lease_s if pause_s is None else pause_s
             held = caller.execute(
                 f"UPDATE {SAGAS} SET status = ?, entries = ?, due_ms = {now} + ? "
@@ -290,7 +369,7 @@ class OpenLog:
 
     def pause_s(self, sagas: Sequence[Saga]) -> float | None:
         """Seconds until the next of these sagas is due; None: all are at rest."""
-        found: list[float] = []
+        pauses: list[float] = []
         with self.transaction() as caller:
             for saga in sagas:
                 ((due,),) = caller.execute(
@@ -298,14 +377,14 @@ class OpenLog:
                     "WHERE status IN (?, ?) AND saga = ? AND steps = ?",
                     (*_OPEN, saga.name, saga.signature),
                 ).rows
-                found += [] if due is None else [max(0.0, float(due) / 1000)]
-        return min(found, default=None)
+                pauses += [] if due is None else [max(0.0, float(due) / 1000)]
+        return min(pauses, default=None)
 
     def status(self, saga: Saga, id: str) -> Status | None:  # noqa: A002
         """None: no such saga."""
         with self.transaction() as caller:
             rows = caller.execute(
-                f"SELECT status FROM {SAGAS} WHERE saga = ? AND id = ?", (saga.name, _sent(caller, id))
+                f"SELECT status FROM {SAGAS} WHERE saga = ? AND id = ?", (saga.name, caller.exact(id))
             ).rows  # fmt: skip
         return Status(rows[0][0]) if rows else None
 
@@ -326,18 +405,18 @@ class OpenLog:
                 ).rows
                 step = newest[0][0] if newest else ""
                 error = next((e for _, e in newest if e), "")
-                listed.append(Row(saga, _text(key), Status(status), step, error, float(age_ms) / 1000, worker))
+                listed.append(Row(saga, as_text(key), Status(status), step, error, float(age_ms) / 1000, worker))
         return listed
 
     def resolve(self, id: str, event: Event, saga: str | None = None) -> Row:  # noqa: A002
-        """A person's answer to a stuck compensation: try it again (RETRY), leave it out (SKIPPED), or it was done by
+        """A person's answer to a stuck compensation: try it again (RETRY), skip it (SKIPPED), or it was done by
         hand (DONE). A worker goes on with what is left.
 
         Raises:
             UsageError: no such saga, or several; or it is not stuck.
         """
         with self.transaction() as caller:
-            key = _sent(caller, id)
+            key = caller.exact(id)
             one, values = ("AND saga = ?", [saga]) if saga is not None else ("", [])
             found = caller.execute(
                 f"SELECT saga, status, epoch, entries FROM {SAGAS} WHERE id = ? {one}", (key, *values)
@@ -393,9 +472,64 @@ def _insert(caller: Caller, saga: str, key: Any, n: int, epoch: int, entry: Entr
     )
 
 
-def _sent(caller: Caller, id_: str) -> Any:
-    return id_.encode() if caller.dialect == "mysql" else id_
+def check_tables(caller: Caller) -> None:
+    """Raise Refused if the tables are not there, or a newer version of this package made them."""
+    caller.check_format(FORMATS, "a saga log", FORMAT, no_tables(caller.dialect))
 
 
-def _text(key: Any) -> str:
-    return key.decode() if isinstance(key, bytes) else str(key)
+def no_tables(dialect: str) -> Refused:
+    return Refused(
+        "SAGA_TABLES",
+        "The database has no saga log.",
+        next_step=f'run delivered sagas create --log ..., or Log(...).create(), or the statements of ddl("{dialect}")',
+    )
+
+
+def check_row(id_: Any, data: Any) -> tuple[str, str]:
+    """A saga's id, and its data as JSON text; data that is text must be JSON already.
+
+    Raises:
+        BadRecord: they cannot be stored.
+    """
+    fits = isinstance(id_, str) and not unstorable(id_) and 0 < len(id_.encode()) <= SAGA_ID_BYTES_MAX
+    if not fits:
+        raise BadRecord(
+            "SAGA_ID",
+            f"The id is {id_!r:.200} ({type(id_).__name__}); it must be 1 to {SAGA_ID_BYTES_MAX} bytes of UTF-8, "
+            "no NUL.",
+            next_step="pass the id of the order, payment, ... that the saga is for",
+        )
+    try:
+        text = json_text(data)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadRecord("SAGA_DATA", f"The data of saga {id_!r} is no JSON: {error}.", "pass a JSON value") from None
+    if len(text.encode()) > SAGA_DATA_BYTES_MAX:
+        raise BadRecord(
+            "SAGA_DATA",
+            f"The data of saga {id_!r} has {len(text.encode()):,} bytes; the limit is {SAGA_DATA_BYTES_MAX:,}.",
+            next_step="pass a reference to it",
+        )
+    return id_, text
+
+
+def stored_result(result: Any) -> Any:
+    """A step's result as the log returns it.
+
+    Raises:
+        BadRecord: it cannot be stored.
+    """
+    try:
+        text = json_text(json.dumps(result, ensure_ascii=False, allow_nan=False))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadRecord(
+            "SAGA_RESULT",
+            f"The result {result!r:.100} is no JSON: {error}.",
+            next_step="return None, or a value that json.dumps accepts",
+        ) from None
+    if len(text.encode()) > SAGA_DATA_BYTES_MAX:
+        raise BadRecord(
+            "SAGA_RESULT",
+            f"The result has {len(text.encode()):,} bytes; the limit is {SAGA_DATA_BYTES_MAX:,}.",
+            next_step="keep the data elsewhere, and return a reference to it",
+        )
+    return json.loads(text)

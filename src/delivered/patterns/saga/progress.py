@@ -68,45 +68,43 @@ class Next:
 
 
 @dataclass
-class _Done:
+class _Calls:
     """What the log says of one step's do.
 
     Attributes:
         asked: since the last answer.
         open: whether the newest call was done is not known.
-        doubt: whether an earlier one was done is not known.
+        earlier_open: whether an earlier one was done is not known.
     """
 
     started: int = 0
     asked: int = 0
     open: bool = False
-    doubt: bool = False
+    earlier_open: bool = False
     done: bool = False
     rejected: bool = False
 
 
-def _forward(step: Step, entries: Sequence[Entry]) -> _Done:
+def _forward(step: Step, entries: Sequence[Entry]) -> _Calls:
     """Fold the entries of one step's do and ask."""
-    found = _Done()
+    calls = _Calls()
     for entry in entries:
         if entry.step != step.name or entry.verb is Verb.UNDO:
             continue
         match entry.event:
             case Event.STARTED if entry.verb is Verb.ASK:
-                found.asked += 1
+                calls.asked += 1
             case Event.STARTED:
-                found.started += 1
-                found.doubt, found.open = found.doubt or found.open, True
+                calls.started += 1
+                calls.earlier_open, calls.open = calls.earlier_open or calls.open, True
             case Event.DONE:
-                found.done = True
+                calls.done = True
             case Event.REJECTED:
-                found.rejected, found.open = True, False
+                calls.rejected, calls.open = True, False
             case Event.NOT_DONE:
-                found.open = found.doubt = False
-                found.asked = 0
-            case _:
-                pass
-    return found
+                calls.open = calls.earlier_open = False
+                calls.asked = 0
+    return calls
 
 
 def results(entries: Sequence[Entry]) -> dict[str, Any]:
@@ -117,18 +115,18 @@ def next_of(saga: Saga, entries: Sequence[Entry]) -> tuple[Status, Next | None]:
     """The saga's status, and the call that comes next; None: it is at rest."""
     backward = any(e.verb is Verb.UNDO for e in entries)  # never forward again, even if the declaration changed
     for at, step in enumerate(saga.steps):
-        found = _forward(step, entries)
-        if found.done:
+        calls = _forward(step, entries)
+        if calls.done:
             continue
-        if not backward and not found.rejected:
-            if found.started == 0:
+        if not backward and not calls.rejected:
+            if calls.started == 0:
                 return Status.RUNNING, Next(step, Verb.DO)
-            if found.open and step.ask is not None and not step.repeatable and found.asked < step.attempts_max:
-                return Status.RUNNING, Next(step, Verb.ASK, found.asked + 1)
-            known = step.repeatable or (step.ask is not None and not found.open)
-            if known and found.started < step.attempts_max:
-                return Status.RUNNING, Next(step, Verb.DO, found.started + 1)
-        perhaps = found.open or found.doubt
+            if calls.open and step.ask is not None and not step.repeatable and calls.asked < step.attempts_max:
+                return Status.RUNNING, Next(step, Verb.ASK, calls.asked + 1)
+            known = step.repeatable or (step.ask is not None and not calls.open)
+            if known and calls.started < step.attempts_max:
+                return Status.RUNNING, Next(step, Verb.DO, calls.started + 1)
+        perhaps = calls.open or calls.earlier_open
         return _undo(saga.steps[: at + perhaps], entries)
     return _undo(saga.steps, entries) if backward else (Status.COMPLETE, None)
 

@@ -15,22 +15,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken
-from delivered.model.limits import (
-    NAME_LENGTH_MAX,
-    SAGA_BACKOFF_S_MAX,
-    SAGA_ERROR_LENGTH_MAX,
-)
+from delivered.model.limits import NAME_LENGTH_MAX, SAGA_BACKOFF_S_MAX, SAGA_ERROR_LENGTH_MAX
 from delivered.model.patience import patience_s, wait_out
 from delivered.model.step import Moment, StepId, reach
 from delivered.patterns.saga.definition import Call, Done, Rejected, Saga, Verb
-from delivered.patterns.saga.log import Claim, Log, OpenLog, is_lost
+from delivered.patterns.saga.log import Claim, Log, OpenLog, is_lost, stored_result
 from delivered.patterns.saga.progress import Entry, Event, Next, Status, next_of, results
-from delivered.patterns.saga.tables import stored_result
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
-"""How often an idle worker looks for sagas that were begun meanwhile."""
+"""How often an idle worker looks for new sagas."""
 _LOST_IN_A_ROW_MAX = 10
 
 
@@ -44,7 +39,7 @@ def run(
 ) -> dict[Status, int]:
     """Run sagas until all are at rest, or `stop` is set. Any number of processes may do so at once.
 
-    A lost connection to the log is made anew for two minutes; a call that was under way then is treated as after a
+    A lost connection to the log is opened again for two minutes; a call that was under way then is treated as after a
     crash.
 
     Args:
@@ -103,13 +98,13 @@ class _Work:
 
     def _serve_all(self, opened: OpenLog, runner: Runner) -> None:
         while not self.stop.is_set():
-            taken = False
+            claimed = False
             for saga in self.sagas:
                 claim = None if self.stop.is_set() else opened.claim(saga, runner.name)
                 if claim is not None:
-                    taken = True
+                    claimed = True
                     self._count(runner.advance(opened, claim, self.stop))
-            if taken:
+            if claimed:
                 continue
             pause_s = opened.pause_s(self.sagas)
             if pause_s is None and not self.forever:
@@ -153,20 +148,20 @@ class Runner:
 
         One transaction logs the outcome of a call together with the start of the next one, before that one is made.
         """
-        said: list[Entry] = []
+        outcomes: list[Entry] = []
         last: Next | None = None
         try:
             while True:
-                status, next_ = next_of(claim.saga, [*claim.entries, *said])
-                failed = bool(said) and said[-1].event is Event.FAILED
+                status, next_ = next_of(claim.saga, [*claim.entries, *outcomes])
+                failed = bool(outcomes) and outcomes[-1].event is Event.FAILED
                 if next_ is None or failed or stop.is_set():
-                    if said or next_ is not None or status is not claim.status:
-                        self._write(opened, claim, said, status, backoff_s(last, next_) if failed else 0.0)
+                    if outcomes or next_ is not None or status is not claim.status:
+                        self._write(opened, claim, outcomes, status, backoff_s(last, next_) if failed else 0.0)
                     return status
-                self._write(opened, claim, [*said, Entry(next_.step.name, next_.verb, Event.STARTED)], status)
+                self._write(opened, claim, [*outcomes, Entry(next_.step.name, next_.verb, Event.STARTED)], status)
                 facts = {"saga": claim.saga.name, "id": claim.id, "call": f"{next_.step.name}.{next_.verb}"}
                 reach(StepId.SAGA_CALL, Moment.BEFORE, **facts)
-                said, last = [outcome(claim, next_)], next_
+                outcomes, last = [call(claim, next_)], next_
                 reach(StepId.SAGA_CALL, Moment.AFTER, **facts)
         except Fenced as error:
             log.warning("%s", error)
@@ -181,24 +176,24 @@ class Runner:
         reach(StepId.SAGA_LOG, Moment.AFTER, saga=claim.saga.name, id=claim.id, status=status.value)
 
 
-def outcome(claim: Claim, next_: Next) -> Entry:
-    """Call the step's function, and say what came of it."""
+def call(claim: Claim, next_: Next) -> Entry:
+    """Call the step's function; the entry says how it ended."""
     step, verb = next_.step, next_.verb
-    call = Call(
+    arguments = Call(
         claim.saga.name, claim.id, step.name, verb, claim.saga.key(claim.id, step), claim.data,
         results(claim.entries), next_.attempt,
     )  # fmt: skip
     entry = Entry(step.name, verb, Event.DONE)
     functions: dict[Verb, Any] = {Verb.DO: step.do, Verb.ASK: step.ask, Verb.UNDO: step.undo}
     try:
-        found = functions[verb](call)
-        if verb is Verb.ASK and found is None:
+        result = functions[verb](arguments)
+        if verb is Verb.ASK and result is None:
             return replace(entry, event=Event.NOT_DONE)
-        if verb is Verb.ASK and not isinstance(found, Done):
-            raise TypeError(f"ask returned {found!r:.100}; it must return Done(result), or None")
+        if verb is Verb.ASK and not isinstance(result, Done):
+            raise TypeError(f"ask returned {result!r:.100}; it must return Done(result), or None")
         if verb is Verb.UNDO:
             return entry
-        return replace(entry, value=stored_result(found.result if isinstance(found, Done) else found))
+        return replace(entry, value=stored_result(result.result if isinstance(result, Done) else result))
     except Rejected as error:
         event = Event.REJECTED if verb is Verb.DO else Event.FAILED
         return replace(entry, event=event, error=_short(error))

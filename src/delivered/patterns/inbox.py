@@ -1,15 +1,27 @@
-"""The table of ids, and one message's transaction."""
+"""Inbox: a consumer records a message's id in the transaction of its effect, so a duplicate has no effect.
+
+    with consume(connection, from_kafka(consumer, message), consumer="mail") as first:
+        if first:
+            connection.execute("INSERT INTO mails ...")
+    # the id and the effect are committed, or neither; then the message is acknowledged
+
+`inbox` is the first half alone, without commit and acknowledgement. A delivery is a message of confluent-kafka, pika or
+RocketMQ; the clients are the caller's, and none is imported here. Needs neither Spark nor a connector.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime as dt
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from delivered.model.errors import BadRecord, InvariantBroken, Refused, UsageError
 from delivered.patterns.caller import NOW_MS, Caller, check_dialect, quoted
+
+__all__ = ["Delivery", "clean", "consume", "ddl", "from_kafka", "from_rabbitmq", "from_rocketmq", "inbox"]
 
 TABLE = "inbox"
 ID_BYTES_MAX = 512
@@ -23,6 +35,8 @@ _TYPES = {
     "mysql": (f"VARBINARY({CONSUMER_BYTES_MAX})", f"VARBINARY({ID_BYTES_MAX})", " ENGINE=InnoDB"),
     "sqlite": ("TEXT", "TEXT", ""),
 }
+KAFKA_HEADERS = ("delivered.id", "id")
+"""Of the sinks (messageIdColumns), and of an outbox."""
 
 
 def ddl(dialect: str, table: str = TABLE) -> str:
@@ -64,10 +78,6 @@ def inbox(
     """
     values = _stored("consumer", consumer, CONSUMER_BYTES_MAX), _stored("message_id", message_id, ID_BYTES_MAX)
     caller = Caller(connection, what="inbox")
-    if caller.dialect == "mysql":
-        sent: tuple[Any, ...] = tuple(v.encode() for v in values)
-    else:
-        sent = values
     columns = ("consumer", "message_id")
 
     def committed() -> Exception:
@@ -79,11 +89,87 @@ def inbox(
 
     with caller.savepoint(committed):
         try:
-            first = caller.insert(caller.quoted(table), columns, sent)
+            first = caller.insert(caller.quoted(table), columns, [*map(caller.exact, values)])
         except Exception as error:
             _refuse_missing(caller, table, error)
             raise
         yield first
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One delivery of a message, by any broker.
+
+    Attributes:
+        id: assigned by the sender; None: it assigned none.
+        acknowledge: tell the broker that the message is done.
+        give_back: let the broker deliver it again.
+    """
+
+    id: str | bytes | None
+    acknowledge: Callable[[], object]
+    give_back: Callable[[], object]
+
+
+@contextlib.contextmanager
+def consume(connection: Any, delivery: Delivery, *, consumer: str, table: str = TABLE) -> Iterator[bool]:
+    """Whether the message is new to this consumer. At the end of the block: commit, then acknowledge.
+
+    An exception in the block or in the commit is raised after a rollback, and the message is given back. If the
+    acknowledgement fails, the client's error is raised: the effect stays, and the message comes again without effect.
+
+    Args, Raises: as `inbox`.
+    """
+    try:
+        with inbox(connection, delivery.id, consumer=consumer, table=table) as first:
+            yield first
+        connection.commit()
+    except BaseException:
+        with contextlib.suppress(Exception):  # the connection is lost, and with it the transaction
+            connection.rollback()
+        delivery.give_back()
+        raise
+    delivery.acknowledge()
+
+
+def from_kafka(consumer: Any, message: Any, *, headers: Sequence[str] = KAFKA_HEADERS) -> Delivery:
+    """Of a `confluent_kafka.Consumer` with enable.auto.commit=false: automatic commits acknowledge before the effect.
+
+    A message that is given back is read again before any later one of its partition: committing one of those would
+    acknowledge it, too.
+
+    Args:
+        headers: where the id is; the first one that the message has.
+    """
+
+    def give_back() -> None:
+        from confluent_kafka import TopicPartition
+
+        consumer.seek(TopicPartition(message.topic(), message.partition(), message.offset()))
+
+    present = dict(message.headers() or ())
+    message_id = next((present[name] for name in headers if name in present), None)
+    return Delivery(message_id, lambda: consumer.commit(message, asynchronous=False), give_back)
+
+
+def from_rabbitmq(channel: Any, method: Any, properties: Any) -> Delivery:
+    """Of a pika channel: what basic_get returns, or a consumer's callback gets. The id is the property message_id."""
+
+    def give_back() -> None:
+        with contextlib.suppress(Exception):  # a closed channel has returned its messages
+            channel.basic_nack(method.delivery_tag)
+
+    return Delivery(properties.message_id, lambda: channel.basic_ack(method.delivery_tag), give_back)
+
+
+def from_rocketmq(consumer: Any, message: Any) -> Delivery:
+    """Of a `rocketmq.SimpleConsumer`. The id is the message's only key, or that of its keys which is its message id.
+
+    A message that is given back comes again when its invisible duration ends.
+    """
+    keys = set(message.keys)
+    chosen = keys if len(keys) == 1 else keys & {message.message_id}  # the client keeps keys in no order
+    return Delivery(next(iter(chosen), None), lambda: consumer.ack(message), lambda: None)
 
 
 def clean(connection: Any, *, ttl: dt.timedelta, table: str = TABLE, limit: int = CLEANED_MAX) -> int:

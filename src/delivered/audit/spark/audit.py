@@ -1,8 +1,8 @@
 """Audit one sink of one pipeline: read its source range and the sink, and account for every record.
 
-May run while the pipeline runs, and after a crash. Decided batches must be in the sink; batches that started later may
-be. For that to hold, the ledger is read first, then the sink, then the checkpoint: the sink is never newer than what it
-is compared with.
+An audit may run while the pipeline runs, and after a crash. Decided batches must be in the sink; batches that started
+later may be. For that to hold, the ledger is read first, then the sink, then the checkpoint: the sink is never newer
+than what it is compared with.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -20,19 +20,32 @@ from pyspark import StorageLevel
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from delivered.audit.dedup import of_dedup
-from delivered.audit.judge import judged, with_earlier
+from delivered.audit.judge import (
+    account_for_dedup,
+    account_for_earlier,
+    account_for_skipped,
+    account_for_upserts,
+    contradictions,
+    judge,
+    report_of_ledger,
+    report_of_result,
+)
 from delivered.audit.ledger import read_ledger
-from delivered.audit.outcome import by_ledger, contradictions, of_result, offsets_of
-from delivered.audit.recompute import Recompute
+from delivered.audit.ranges import (
+    Earlier,
+    SourceRange,
+    find_earlier,
+    join_adjacent,
+    parsed,
+    plain,
+    split_by_transform,
+)
 from delivered.audit.report import AuditReport, unknown_report
-from delivered.audit.request import AuditRequest, BadExpression, Transform
-from delivered.audit.sources import Positions, parsed, plain
-from delivered.audit.spark.recompute import recomputed
+from delivered.audit.request import AuditRequest, BadExpression, Recompute, Transform, check_write_mode, id_sql
+from delivered.audit.spark.dedup import Deduplicated
+from delivered.audit.spark.recompute import recompute
 from delivered.audit.spark.reconcile import Slots, hashed, reconcile
-from delivered.audit.spark.sent import expressions, record_columns, sent_range
-from delivered.audit.upserts import check, id_sql, of_conditional, of_state
-from delivered.audit.versions import Earlier, earlier, version_ranges
+from delivered.audit.spark.source import FinalState, SentRows, expressions, record_columns
 from delivered.checkpoint.folder import read_view
 from delivered.contract.powers import planned
 from delivered.contract.schemas import rejecting
@@ -95,12 +108,12 @@ def request_for(
         UsageError: one of Spark's own sources.
         Refused: only a recompute can judge this.
     """
-    own = next((e for e in pipeline.sources.values() if e.is_spark_own), None)
-    if own is not None:
+    sparks = next((e for e in pipeline.sources.values() if e.is_spark_own), None)
+    if sparks is not None:
         raise UsageError(
             "AUDIT_SOURCE",
-            f"The source {own.format!r} is Spark's own, which an audit cannot read by offset range.",
-            next_step=f"read it with the format {own.system!r}",
+            f"The source {sparks.format!r} is Spark's own, which an audit cannot read by offset range.",
+            next_step=f"read it with the format {sparks.system!r}",
         )
     if not recompute and pipeline.output_mode != "append" and chosen.sink().capability().write == APPEND:
         raise Refused(
@@ -113,8 +126,7 @@ def request_for(
     sources = {n: planned(e.source()) for n, e in as_started(pipeline).items()}
     if pipeline.on_bad_row is not OnBadRow.FAIL:
         sources = {n: rejecting(s, kept=False) for n, s in sources.items()}
-    spec = pipeline.spec
-    everything = spec.open()
+    sinks = pipeline.spec.open()
     by = {**pipeline.audit_by, **chosen.audit}
     return spark, AuditRequest(
         pipeline=pipeline.name,
@@ -130,10 +142,10 @@ def request_for(
         own=by.get("own"),
         samples_max=samples_max,
         sink_from=dict(sink_from) if sink_from is not None else None,
-        decided_by=everything,
-        transform_version=spec.transform,
+        decided_by=sinks,
+        transform_version=pipeline.spec.transform,
         recompute=_recompute(pipeline, chosen) if recompute else None,
-        dead_letters=next((m.name for m in everything.members if m.dead_letters), None),
+        dead_letters=next((m.name for m in sinks.members if m.dead_letters), None),
     )
 
 
@@ -185,17 +197,17 @@ def audit(spark: SparkSession, request: AuditRequest, progress: Progress | None 
     Raises:
         UsageError: the id or key expression is invalid.
     """
-    began = time.monotonic()
+    started = time.monotonic()
     say = progress or (lambda _: None)
     try:
-        report = (_audit if request.recompute is None else recomputed)(spark, request, say)
+        report = (_account if request.recompute is None else recompute)(spark, request, say)
     except BadExpression:
         raise
     except Exception as error:
         # A failed audit proves nothing.
         report = unknown_report(request.pipeline, request.named_sink, request.guarantee, reason(error))
     versions = {"delivered": version("delivered"), "pyspark": version("pyspark")}
-    return _with(report, seconds=time.monotonic() - began, versions=versions)
+    return replace(report, seconds=time.monotonic() - started, versions=versions)
 
 
 def reason(error: Exception) -> str:
@@ -204,141 +216,130 @@ def reason(error: Exception) -> str:
     return text if len(text) <= _ERROR_LENGTH_MAX else f"{text[:_ERROR_LENGTH_MAX]} ..."
 
 
-def _with(report: AuditReport, **changes: object) -> AuditReport:
-    return AuditReport(**{**report.__dict__, **changes})
-
-
-def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditReport:
-    mode = request.sink.capability().write
-    check(mode, dedup=request.dedup is not None)
+def _account(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditReport:
+    """Account for every record."""
+    mode = request.write_mode
+    check_write_mode(mode, dedup=request.dedup is not None)
     if mode.upserts:
         request = replace(request, id=id_sql(mode), key=None)
     say("reading checkpoint and ledger")
-    incarnation = read_view(request.checkpoint).incarnation
-    scope = Scope(request.pipeline, request.named_sink, incarnation)
+    scope = Scope(request.pipeline, request.named_sink, read_view(request.checkpoint).incarnation)
     ledger = read_ledger(request.sink, scope, request.guarantee, request.decided_by, request.dead_letters)
     try:
         scan = request.sink.scan()
     except Refused as error:
         if error.code != NOT_READABLE:
             raise
-        return by_ledger(request, incarnation, ledger, reason(error))
+        return report_of_ledger(request, ledger, reason(error))
     say("reading the sink")
-    with sent_range(request) as read, ExitStack() as held:
-        probe = read.frame(spark, ()).drop(*([mode.delete] if mode.delete else []))
-        kept = from_arrow_schema(scan.schema())
-        held.enter_context(batches_fit_for(spark, probe.schema, kept))
-        held.enter_context(kept_plain(spark))
+    with ExitStack() as context:
+        source = context.enter_context(closing(SentRows(spark, request)))
+        probe = source.rows().drop(*([mode.delete] if mode.delete else []))
+        context.enter_context(batches_fit_for(spark, probe.schema, from_arrow_schema(scan.schema())))
+        context.enter_context(kept_plain(spark))
         places = Slots()
-        found = found_rows(spark, request, scan, scope, probe, places).persist(StorageLevel.DISK_ONLY)
-        try:
-            # Before the checkpoint is read: no batch in the sink is newer than the checkpoint's latest.
-            rows, foreign = _kept(found, request)
-            expected = ledger.visible.total.count if ledger.visible is not None else 0
-            held.enter_context(shuffles_fit_for(spark, rows + expected))
-            own = found.filter("own").drop("own") if request.own is not None else found
-            view = read_view(request.checkpoint)
-            start, unsure = read.start()
-            end = parsed(ledger.visible.offsets) if ledger.visible is not None else None
-            until = parsed(view.offsets)
-            ranges = version_ranges(ledger.visible) if ledger.visible is not None else []
-            again, others = earlier(ranges, request.transform_version)
-            why = _uncounted(request, start, end or until, unsure, others)
-            if len(request.sources) > 1:
-                why = why or _together(probe)
-            if why is not None:
-                return replace(by_ledger(request, incarnation, ledger, why), range_from=json.dumps(plain(start)))
-            say("reading the source range and comparing")
-            unclear, undeleted, ahead, once = 0, 0, None, None
-            if request.dedup is not None:
-                ends = [(batch, parsed(text)) for batch, text in ledger.ends]
-                once = held.enter_context(read.once(spark, scope, start, ends, end))
-            if mode.insert:
-                sent, undecided = read.first(spark, scope, start, end, until, own)
-                ordered, there = True, own.join(undecided, "id", "left_anti")
-            elif mode.upserts:
-                state = read.final(spark, start, end, until, once)
-                state.unclear.persist(StorageLevel.DISK_ONLY)
-                unclear, ordered = state.unclear.count(), True
-                sent = read.as_rows(state.rows, scope)
-                sent, there = (f.join(state.unclear, "id", "left_anti") for f in (sent, own))
-            elif once is not None:
-                coming = read.hashed(spark, scope, [(end or start, until)])[0] if until != end else None
-                sent, ahead, there = once.sides(own, coming)
-                ordered = True
-            else:
-                sent, ordered = read.hashed(spark, scope, offsets_of(again, start))
-                there = own
-                if until != end:
-                    ahead = read.hashed(spark, scope, [(end or start, until)])[0]
-            with expressions(request):
-                result = reconcile(sent, ahead, there, read.slots, places, request.samples_max)
-                if mode.upserts and not mode.insert and result.counts.unexpected:
-                    undeleted = there.join(state.gone, "id", "left_semi").count()
-                if request.own is not None and result.counts.lost and "own" in sent.columns:
-                    unsure = unsure or _own_wrong(sent, request.own)
-        finally:
-            found.unpersist()
-    report = of_result(request, incarnation, ledger, view, start, end, until, result, ordered)
+        stored = stored_rows(spark, request, scan, scope, probe, places).persist(StorageLevel.DISK_ONLY)
+        context.callback(stored.unpersist)
+        # Before the checkpoint is read: no batch in the sink is newer than the checkpoint's latest.
+        rows, foreign = _persist(stored, request)
+        expected = ledger.visible.total.count if ledger.visible is not None else 0
+        context.enter_context(shuffles_fit_for(spark, rows + expected))
+        own = stored.filter("own").drop("own") if request.own is not None else stored
+        view = read_view(request.checkpoint)
+        start, unsure = source.start()
+        end = parsed(ledger.visible.offsets) if ledger.visible is not None else None
+        read = SourceRange(start, end, parsed(view.offsets))
+        ranges = split_by_transform(ledger.visible, start) if ledger.visible is not None else []
+        current, earlier = find_earlier(ranges, request.transform_version)
+        why = _why_incomparable(request, read, unsure, earlier, probe)
+        if why is not None:
+            return replace(report_of_ledger(request, ledger, why), range_from=json.dumps(plain(start)))
+        say("reading the source range and comparing")
+        unclear, undeleted, ordered = 0, 0, True
+        deduplicated: Deduplicated | None = None
+        ahead: DataFrame | None = None
+        state: FinalState | None = None
+        if request.dedup is not None:
+            ends = [(batch, parsed(text)) for batch, text in ledger.ends]
+            deduplicated = context.enter_context(source.deduplicated(request.dedup, scope, start, ends))
+        if mode.insert:
+            sent, undecided = source.inserted(scope, read, own)
+            there = own.join(undecided, "id", "left_anti")
+        elif mode.upserts:
+            state = source.upserted(read, deduplicated)
+            state.unclear.persist(StorageLevel.DISK_ONLY)
+            unclear = state.unclear.count()
+            sent = source.hash_unordered(state.rows, scope)
+            sent, there = (f.join(state.unclear, "id", "left_anti") for f in (sent, own))
+        elif deduplicated is not None:
+            coming = source.hash(scope, [read.undecided])[0] if read.undecided is not None else None
+            sent, ahead, there = deduplicated.sides(own, coming)
+        else:
+            sent, ordered = source.hash(scope, join_adjacent(current))
+            there = own
+            if read.undecided is not None:
+                ahead = source.hash(scope, [read.undecided])[0]
+        with expressions(request):
+            result = reconcile(sent, ahead, there, source.slots, places, request.samples_max)
+            if state is not None and result.counts.unexpected:
+                undeleted = there.join(state.deleted, "id", "left_semi").count()
+            if request.own is not None and result.counts.lost and "own" in sent.columns:
+                unsure = unsure or _own_is_wrong(sent, request.own)
+        dedup_counts = deduplicated.counts if deduplicated is not None else None
+    report = report_of_result(request, ledger, read, view.batch, result, ordered)
     report = replace(report, own=request.own or "", foreign=foreign, undeleted=undeleted)
-    if others is not None:
-        adds_columns = request.sink.capability().adds_columns
-        report = with_earlier(replace(report, given_up=report.given_up - others.given_up.count), others, adds_columns)
+    if earlier is not None:
+        report = replace(report, given_up=report.given_up - earlier.given_up.count)
+        report = account_for_earlier(report, earlier, request.sink.capability().adds_columns)
     report = replace(report, unknowns=(*report.unknowns, *contradictions(report)))
     if unsure:
         report = replace(report, judged=False, unknowns=(unsure, *report.unknowns))
-    if once is not None and request.dedup is not None:
-        report = of_dedup(report, request.dedup, once.counts)
-    if mode.upserts and not mode.insert:
-        report = of_state(report, mode, unclear)
-    if mode.conditional and ledger.visible is not None:
-        report = of_conditional(report, mode, ledger.left_out, ledger.visible.total.count)
-    return judged(report, versions_known=bool(request.transform_version) and all(r.fingerprint for r in again))
+    if request.dedup is not None and dedup_counts is not None:
+        report = account_for_dedup(report, request.dedup, dedup_counts)
+    if state is not None:
+        report = account_for_upserts(report, mode, unclear)
+    if mode.conditional:
+        report = account_for_skipped(report, mode, ledger)
+    return judge(report, versions_known=bool(request.transform_version) and all(r.transform for r in current))
 
 
-def _uncounted(
-    request: AuditRequest, start: Positions, end: Positions, unsure: str, others: Earlier | None
+def _why_incomparable(
+    request: AuditRequest, read: SourceRange, unsure: str, earlier: Earlier | None, probe: DataFrame
 ) -> str | None:
     """Why source and sink cannot be compared at all; None: they can."""
-    if (wrong := backwards(plain(start), plain(end))) is not None:
+    if (wrong := backwards(plain(read.start), plain(read.end or read.planned))) is not None:
         return f"the source range ends before it starts ({wrong}): {unsure or _START_WRONG}"
-    if others is not None and (request.dedup is not None or request.sink.capability().write.upserts):
+    if earlier is not None and (request.dedup is not None or request.write_mode.upserts):
         return (
-            f"batches {others.batches} ran with another transform; the final row of a key depends on all batches, so "
+            f"batches {earlier.batches} ran with another transform; the final row of a key depends on all batches, so "
             "this transform cannot recompute it"
+        )
+    if len(request.sources) > 1 and (beyond := beyond_rows(probe)):
+        return (
+            f"the transform puts rows of several sources together ({', '.join(beyond)}): which of them met depends on "
+            "watermarks and on where batches ended, so the sources alone do not say what the sink must hold"
         )
     return None
 
 
-def _together(sent: DataFrame) -> str | None:
-    """Why sources that a transform brings together cannot be compared with the sink; None: it works row by row."""
-    beyond = beyond_rows(sent)
-    if not beyond:
-        return None
-    return (
-        f"the transform puts rows of several sources together ({', '.join(beyond)}): which of them met depends on "
-        "watermarks and on where batches ended, so the sources alone do not say what the sink must hold"
-    )
-
-
-def _kept(found: DataFrame, request: AuditRequest) -> tuple[int, int]:
-    """Persist the rows read from the sink; return their number, and how many belong to other writers."""
+def _persist(stored: DataFrame, request: AuditRequest) -> tuple[int, int]:
+    """Read the rows of the sink; return their number, and how many belong to other writers."""
     if request.own is None:
-        return found.count(), 0
+        return stored.count(), 0
     with expressions(request):
-        (row,) = found.agg(F.count("*").alias("rows"), F.count_if(~F.col("own")).alias("foreign")).collect()
+        (row,) = stored.agg(F.count("*").alias("rows"), F.count_if(~F.col("own")).alias("foreign")).collect()
     return int(row["rows"]), int(row["foreign"])
 
 
-def _own_wrong(sent: DataFrame, own: str) -> str:
+def _own_is_wrong(sent: DataFrame, own: str) -> str:
     """Why records that look lost were attributed to other writers; empty if none were."""
-    left_out = sent.filter("NOT own").count()
-    if not left_out:
+    excluded = sent.filter("NOT own").count()
+    if not excluded:
         return ""
-    return f"{own!r} is not true for {left_out:,} records that this pipeline sent: it does not identify its records"
+    return f"{own!r} is not true for {excluded:,} records that this pipeline sent: it does not identify its records"
 
 
-def found_rows(
+def stored_rows(
     spark: SparkSession, request: AuditRequest, scan: BoundedScan, scope: Scope, sent: DataFrame, places: Slots
 ) -> DataFrame:
     """Everything a reader of the sink sees, as rows for `reconcile`.

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
-from delivered.audit.classes import Counts
+from delivered.audit.evidence import Counts
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,30 @@
-"""The outbox table, and writing rows to it."""
+"""Transactional outbox: the message is a row, written in the transaction of the business rows.
+
+    id = outbox.new_id()                 # before the first attempt; retries reuse it
+    connection.execute("INSERT INTO orders ...")
+    outbox.put(connection, id=id, aggregate_type="order", aggregate_id="7", type="created", payload={"total": 12})
+    connection.commit()                  # both rows, or neither
+
+The columns are those of Debezium's outbox event router. Needs neither Spark nor a connector.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
 import uuid
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
 from delivered.model.errors import BadRecord, Refused, UsageError
-from delivered.patterns.caller import Caller, check_dialect, json_text, quoted, unstorable
+from delivered.patterns.caller import Caller, as_text, check_dialect, json_text, quoted, unstorable
 
+__all__ = ["DuplicateId", "Entry", "Layout", "ddl", "new_id", "put"]
+
+_COUNTER_BITS = 42
+_MS_BITS = 48
 TEXT_LENGTH_MAX = 255
 """Characters of aggregate type, aggregate id and type."""
 
@@ -129,12 +144,8 @@ def put(
     try:
         if caller.insert(table, columns, sent):
             return entry
-        # MySQL: an ordinary read would not see a row that was committed after this transaction's first read.
-        lock = " LOCK IN SHARE MODE" if caller.dialect == "mysql" else ""
-        found = caller.execute(
-            f"SELECT {', '.join(columns)} FROM {table} WHERE {columns[0]} = ?{lock}",  # noqa: S608
-            sent[:1],
-        ).rows
+        select = f"SELECT {', '.join(columns)} FROM {table} WHERE {columns[0]} = ?{caller.latest}"  # noqa: S608
+        rows = caller.execute(select, sent[:1]).rows
     except Exception as error:
         if not caller.missing(error):
             raise
@@ -143,14 +154,14 @@ def put(
             f"The table {layout.table} does not exist.",
             next_step=f'roll back, then run outbox.ddl("{caller.dialect}")',
         ) from error
-    if not found:  # another unique index of the table refused the row, or it was deleted meanwhile
+    if not rows:  # another unique index of the table refused the row, or it was deleted meanwhile
         raise Refused(
             "OUTBOX_ROW",
             f"{layout.table} refused id {entry.id}, but holds no row with it: another unique index refused it, "
             "or the row has been deleted since.",
             next_step="roll back; check the table's indexes, then retry with the same id",
         )
-    first = _entry(found[0])
+    first = _entry(rows[0])
     same = _content(first) == _content(entry)
     if same and on_duplicate == "ignore":
         return first
@@ -208,7 +219,7 @@ def _payload(value: Any) -> str | bytes | None:
 
 
 def _entry(row: tuple[Any, ...]) -> Entry:
-    id_, group, key, type_ = (v.decode() if isinstance(v, bytes) else str(v) for v in row[:4])
+    id_, group, key, type_ = map(as_text, row[:4])
     payload = row[4]
     if isinstance(payload, memoryview | bytearray):
         payload = bytes(payload)
@@ -226,3 +237,37 @@ def _content(entry: Entry) -> tuple[Any, ...]:
         except (ValueError, RecursionError):  # another writer's
             payload = ("text", payload)
     return (entry.aggregate_type, entry.aggregate_id, entry.type, payload)
+
+
+class _State:
+    """Time and counter of the last id of one process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.ms = 0
+        self.counter = 0
+
+
+_states: dict[int, _State] = {}
+"""Process id -> its state: a forked child must not inherit its parent's lock, which another thread may hold forever."""
+
+
+def new_id() -> uuid.UUID:
+    """A new id: milliseconds, a counter with a random start per ms, 32 random bits (RFC 9562, section 6.2, method 1).
+
+    Ids of one process increase, even if its clock is set back. Thread-safe, and safe after a fork. Call it once per
+    message, before the first attempt: with a new id per attempt, no consumer can recognise a duplicate.
+    """
+    state = _states.get(os.getpid()) or _states.setdefault(os.getpid(), _State())
+    with state.lock:
+        now = time.time_ns() // 1_000_000
+        if now > state.ms:
+            state.ms, state.counter = now, int.from_bytes(os.urandom(6), "big") >> (48 - _COUNTER_BITS + 1)
+        else:
+            state.counter += 1
+            if state.counter >> _COUNTER_BITS:
+                state.ms, state.counter = state.ms + 1, 0
+        ms, counter = state.ms, state.counter
+    high, low = counter >> 30, counter & ((1 << 30) - 1)
+    random = int.from_bytes(os.urandom(4), "big")
+    return uuid.UUID(int=(ms & ((1 << _MS_BITS) - 1)) << 80 | 0x7 << 76 | high << 64 | 0b10 << 62 | low << 32 | random)

@@ -1,4 +1,7 @@
-"""Text and JSON, errors and exit codes: 0 ok, 1 failed, 2 usage, 3 unknown."""
+"""What commands share: arguments and options, text and JSON, errors and exit codes.
+
+Exit codes: 0 ok, 1 failed, 2 usage, 3 unknown.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,29 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar, cast
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.table import Table
 from rich.text import Text
 
+from delivered.entry import Pipeline
 from delivered.model.errors import DeliveredError
 from delivered.model.options import in_file_words
 from delivered.model.secrets import one_line, plain, without_passwords
-from delivered.model.step import JsonLines, as_json
+from delivered.model.step import LOG_FORMAT, JsonLines, as_json
 from delivered.model.translate import translated
+from delivered.pipeline.file import parse_override
 from delivered.terminal import printer
 
 P = ParamSpec("P")
@@ -34,7 +43,21 @@ class Output(StrEnum):
     JSON = "json"
 
 
+class LogFormat(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
 OutputOption = Annotated[Output, typer.Option("--output", "-o", help="text or json.")]
+FileArgument = Annotated[Path, typer.Argument(help="The pipeline file.", show_default=False)]
+SetOption = Annotated[
+    list[str],
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a value of the file, for example source.path=/in."),
+]
+GuaranteeOption = Annotated[str | None, typer.Option(help="at_most_once, at_least_once or exactly_once.")]
+CheckpointOption = Annotated[str | None, typer.Option(help="Override the file's checkpoint.")]
+MasterOption = Annotated[str | None, typer.Option(help="Spark master, for example local[4].")]
+SparkLogOption = Annotated[str | None, typer.Option(help="As for run.")]
 
 _MESSAGE_LENGTH_MAX = 4_000
 
@@ -63,6 +86,21 @@ def say(text: str) -> None:
 
 def say_json(data: Any, *, one_line: bool = False) -> None:
     say(json.dumps(data, indent=None if one_line else 2, default=str))
+
+
+def answer(output: Output, data: Any, shown: str | RenderableType) -> None:
+    """A command's result: as JSON, or as text or a table."""
+    if output is Output.JSON:
+        say_json(data)
+    elif isinstance(shown, str):
+        say(shown)
+    else:
+        console().print(shown)
+
+
+def plain_table(*columns: str) -> Table:
+    """A table without lines, for results."""
+    return Table(*columns, box=None, pad_edge=False)
 
 
 def note(text: str) -> None:
@@ -96,7 +134,7 @@ def relay(line: str) -> None:
         log_line(one_line(line))
 
 
-class _Lines(logging.Handler):
+class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if as_json():
             _write(record)
@@ -104,11 +142,11 @@ class _Lines(logging.Handler):
             log_line(without_passwords(record.getMessage()))
 
 
-def tell_warnings() -> None:
+def show_warnings() -> None:
     """Print this package's warnings from now on: nothing else configures logging in this process."""
     logger = logging.getLogger("delivered")
-    if not any(isinstance(h, _Lines) for h in logger.handlers):
-        logger.addHandler(_Lines(logging.WARNING))
+    if not any(isinstance(h, _Warnings) for h in logger.handlers):
+        logger.addHandler(_Warnings(logging.WARNING))
 
 
 def stamp() -> str:
@@ -127,18 +165,49 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 def spoken(value: T) -> T:
     """Texts, alone or nested, in the vocabulary of a pipeline file, which command line users write."""
-    found: Any = value
-    if isinstance(found, str) and not isinstance(found, StrEnum):
-        found = in_file_words(found)
-    elif isinstance(found, tuple | list):
-        found = type(found)(map(spoken, found))
-    elif is_dataclass(found) and not isinstance(found, type):
-        found = replace(found, **{f.name: spoken(getattr(found, f.name)) for f in fields(found) if f.init})
-    return cast("T", found)
+    said: Any = value
+    if isinstance(said, str) and not isinstance(said, StrEnum):
+        said = in_file_words(said)
+    elif isinstance(said, tuple | list):
+        said = type(said)(map(spoken, said))
+    elif is_dataclass(said) and not isinstance(said, type):
+        said = replace(said, **{f.name: spoken(getattr(said, f.name)) for f in fields(said) if f.init})
+    return cast("T", said)
 
 
-def command(function: Callable[P, int | None]) -> Callable[P, None]:
-    """Turn a function into a command: its result is the exit code, its errors become one clear message."""
+def read(file: Path, sets: list[str], **named: Any) -> Pipeline:
+    """A pipeline file with overrides from the command line. Raises UsageError."""
+    overrides = dict(map(parse_override, sets))
+    overrides.update({k: v for k, v in named.items() if v is not None})
+    return Pipeline.from_file(file, overrides)
+
+
+def log_as(chosen: LogFormat) -> None:
+    """From now on, in this process and those that it starts."""
+    os.environ[LOG_FORMAT] = chosen.value
+
+
+def stop_on_signal(signalled: Callable[[], object] | None = None) -> threading.Event:
+    """An event that SIGTERM and Ctrl-C set.
+
+    Args:
+        signalled: called instead.
+    """
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: (signalled or stop.set)())
+    return stop
+
+
+class Commands(typer.Typer):
+    """Commands that are functions: the result is the exit code, and errors become one clear message."""
+
+    def command(self, name: str | None = None) -> Callable[[Callable[P, int | None]], Callable[P, None]]:  # type: ignore[override]
+        register = super().command(name)
+        return lambda function: register(_reporting_errors(function))
+
+
+def _reporting_errors(function: Callable[P, int | None]) -> Callable[P, None]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -149,20 +218,20 @@ def command(function: Callable[P, int | None]) -> Callable[P, None]:
         except (typer.Exit, typer.Abort):
             raise
         except BrokenPipeError:
-            # The reader of our output is gone; send everything from now on, at exit too, to /dev/null.
+            # The reader of our output has closed it; send everything from now on, at exit too, to /dev/null.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 141
         except KeyboardInterrupt:
             messages().print("interrupted")
             code = 130
         except Exception as error:
-            code = fail(error, as_json_output)
+            code = _fail(error, as_json_output)
         raise typer.Exit(code)
 
     return run
 
 
-def fail(error: Exception, as_json_output: bool) -> int:
+def _fail(error: Exception, as_json_output: bool) -> int:
     """Show an error; return its exit code."""
     if os.environ.get("DELIVERED_TRACEBACK"):
         messages().print_exception()
@@ -185,9 +254,9 @@ def fail(error: Exception, as_json_output: bool) -> int:
 
 
 def _ours(error: Exception) -> DeliveredError:
-    found = translated(error)
-    if found is not None:
-        return found
+    own = translated(error)
+    if own is not None:
+        return own
     lines = [line for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else ""
     return DeliveredError(

@@ -14,16 +14,17 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import DecimalType, DoubleType, FloatType, StructType
 from pyspark.sql.window import Window
 
-from delivered.audit.classes import Counts, Damage, Sample
-from delivered.audit.recompute import FLOAT_TOLERANCE, Recompute
-from delivered.audit.request import AuditRequest
-from delivered.audit.spark.sent import expressions, record_columns
-from delivered.audit.upserts import id_sql
+from delivered.audit.evidence import Counts, Damage, Sample
+from delivered.audit.request import AuditRequest, Recompute, id_sql
+from delivered.audit.spark.source import expressions, record_columns
 from delivered.model.capability import WriteMode
 from delivered.model.ranges import backquoted
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
+
+FLOAT_TOLERANCE = 1e-9
+"""Relative: sums of floating-point numbers depend on the order of the rows. Decimals are compared exactly."""
 
 _ID, _COPY, _MUST, _THERE = (f"__delivered_{n}" for n in ("id", "copy", "must", "there"))
 
@@ -62,11 +63,17 @@ def _identity(request: AuditRequest, how: Recompute, mode: WriteMode, columns: S
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Rows of both sides by id, and the columns that are compared."""
+class Comparison:
+    """
+    Attributes:
+        joined: rows of both sides, by id.
+        schema: the columns that are compared.
+        identified_by: what identifies a row, for the report.
+    """
 
     joined: DataFrame
     schema: StructType
+    identified_by: str
 
     def counts(self) -> tuple[Counts, list[tuple[str, int]]]:
         """Rows by what is wrong with them, and by column how many differ in it."""
@@ -80,9 +87,9 @@ class Compared:
                 for i, name in enumerate(self.schema.names)
             ],
         ).collect()
-        found = Counts(**{k: int(v) for k, v in row.asDict().items() if not k.startswith("column ")})
+        counts = Counts(**{k: int(v) for k, v in row.asDict().items() if not k.startswith("column ")})
         columns = [(name, int(row[f"column {i}"])) for i, name in enumerate(self.schema.names)]
-        return found, [(name, count) for name, count in columns if count]
+        return counts, [(name, count) for name, count in columns if count]
 
     def samples(self, counts: Counts, samples_max: int) -> tuple[Sample, ...]:
         sides = [F.col(side).isNotNull().cast("int").alias(side) for side in (_MUST, _THERE)]
@@ -95,10 +102,10 @@ class Compared:
 
 
 @contextmanager
-def compared(
+def compare(
     request: AuditRequest, how: Recompute, mode: WriteMode, expected: DataFrame, stored: DataFrame
-) -> Iterator[tuple[Compared, str]]:
-    """Both sides, and what identifies a row."""
+) -> Iterator[Comparison]:
+    """Both sides, joined and persisted while the context is open."""
     schema = record_columns(request, expected, stored.columns)
     records = request.sink.records
 
@@ -108,35 +115,34 @@ def compared(
 
     must = _typed(expected.mapInArrow(canonical, from_arrow_schema(schema)), expected.schema)
     there = _typed(stored.select(*map(backquoted, schema.names)), expected.schema, must.schema)
-    identity, says = _identity(request, how, mode, schema.names)
+    identity, identified_by = _identity(request, how, mode, schema.names)
     with expressions(request):
         joined = _joined(must, there, identity).persist(StorageLevel.DISK_ONLY)
     try:
-        yield Compared(joined, must.schema), says
+        yield Comparison(joined, must.schema, identified_by)
     finally:
         joined.unpersist()
 
 
 def _joined(must: DataFrame, there: DataFrame, identity: str | None) -> DataFrame:
     """Rows of both sides by id; copies of one id are numbered."""
-    whole = F.to_json(F.struct(*map(backquoted, must.columns)))
+    content = F.to_json(F.struct(*map(backquoted, must.columns)))
 
     def side(frame: DataFrame, name: str) -> DataFrame:
-        id_ = F.coalesce(F.expr(identity).cast("string"), whole) if identity else whole
-        copies = Window.partitionBy(_ID).orderBy(F.xxhash64(*map(backquoted, frame.columns)))
-        row = frame.select(
-            id_.alias(_ID), F.struct(*map(backquoted, frame.columns)).alias(name), *map(backquoted, frame.columns)
-        )
+        id_ = F.coalesce(F.expr(identity).cast("string"), content) if identity else content
+        columns = [*map(backquoted, frame.columns)]
+        copies = Window.partitionBy(_ID).orderBy(F.xxhash64(*columns))
+        row = frame.select(id_.alias(_ID), F.struct(*columns).alias(name), *columns)
         return row.select(_ID, name, F.row_number().over(copies).alias(_COPY))
 
     return side(must, _MUST).join(side(there, _THERE), [_ID, _COPY], "full_outer")
 
 
 def _differs(name: str, schema: StructType) -> Column:
-    sent, found = (F.col(side)[name] for side in (_MUST, _THERE))
-    differs = ~sent.eqNullSafe(found)
+    sent, stored = (F.col(side)[name] for side in (_MUST, _THERE))
+    differs = ~sent.eqNullSafe(stored)
     if isinstance(schema[name].dataType, FloatType | DoubleType):
-        near = F.abs(sent - found) <= FLOAT_TOLERANCE * F.greatest(F.abs(sent), F.abs(found))
+        near = F.abs(sent - stored) <= FLOAT_TOLERANCE * F.greatest(F.abs(sent), F.abs(stored))
         differs = differs & ~F.coalesce(near, F.lit(False))
     return differs
 

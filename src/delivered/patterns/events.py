@@ -1,4 +1,12 @@
-"""Events of an aggregate: appended at an expected version, folded into its state."""
+"""An event log: what happened to an aggregate, in order; its state is the fold of its events.
+
+    account = Aggregate("account", apply, initial={"balance": 0}, snapshot_every=100)
+    state, version = account.load(connection, "7")
+    account.append(connection, "7", [Event(new_id(), "deposited", {"amount": 5})], expected=version)
+    connection.commit()                  # the events, and whatever else this transaction wrote, or nothing
+
+Needs neither Spark nor a connector.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +19,33 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from delivered.model.errors import BadRecord, InvariantBroken, UsageError
+from delivered.model.errors import BadRecord, InvariantBroken, Refused, UsageError
 from delivered.model.limits import EVENT_BYTES_MAX, EVENTS_APPENDED_MAX
-from delivered.patterns.caller import NOW_MS, Caller, json_text, unstorable
-from delivered.patterns.events.tables import (
-    EVENTS,
-    ID_BYTES_MAX,
-    NAME_BYTES_MAX,
-    SNAPSHOTS,
-    Conflict,
-    DuplicateEvent,
-    check_tables,
-)
+from delivered.patterns.caller import NOW_MS, Caller, as_text, check_dialect, format_ddl, json_text, unstorable
+from delivered.patterns.outbox import new_id
 
+__all__ = ["Aggregate", "Appended", "Conflict", "DuplicateEvent", "Event", "Loaded", "ddl", "new_id"]
+
+FORMAT = 1
+EVENTS, SNAPSHOTS, FORMATS = "delivered_event", "delivered_event_snapshot", "delivered_event_format"
+ID_BYTES_MAX = 128
+NAME_BYTES_MAX = 64
+
+# Exact text: MySQL's other collations ignore case and spaces at the end.
+_TYPES = {
+    "postgres": {
+        "name": f'VARCHAR({NAME_BYTES_MAX}) COLLATE "C"', "key": f'VARCHAR({ID_BYTES_MAX}) COLLATE "C"', "id": "UUID",
+        "json": "TEXT", "tail": "",
+    },
+    "mysql": {
+        "name": f"VARCHAR({NAME_BYTES_MAX}) CHARACTER SET ascii COLLATE ascii_bin", "key": f"VARBINARY({ID_BYTES_MAX})",
+        "id": "CHAR(36) CHARACTER SET ascii COLLATE ascii_bin",
+        "json": "LONGTEXT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin", "tail": " ENGINE=InnoDB",
+    },
+    "sqlite": {"name": "TEXT", "key": "TEXT", "id": "TEXT", "json": "TEXT", "tail": ""},
+}  # fmt: skip
 _NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{NAME_BYTES_MAX}}}")
 _READ = 1_000
-_LOCK = {"mysql": " LOCK IN SHARE MODE"}  # an ordinary read would not see what was committed after the first one
 
 
 @dataclass(frozen=True)
@@ -62,6 +81,33 @@ class Appended(NamedTuple):
 
     version: int
     stored: bool
+
+
+class Conflict(Refused):
+    """The aggregate is not at the expected version. Nothing was written, and the transaction can go on.
+
+    Attributes:
+        found: its version; 0: it has no events.
+    """
+
+    found = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), self.args, {"found": self.found})
+
+    @classmethod
+    def at(cls, what: str, expected: int, found: int) -> Conflict:
+        conflict = cls(
+            "EVENTS_CONFLICT",
+            f"{what} is at version {found}; expected was {expected}. Nothing was written.",
+            next_step="roll back, load it again, and decide again with the state that it has now",
+        )
+        conflict.found = found
+        return conflict
+
+
+class DuplicateEvent(Refused):
+    """The log has an event with this id already. Nothing was written, and the transaction can go on."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +159,7 @@ class Aggregate:
 
         Raises:
             Conflict: the aggregate is at another version. The transaction can go on.
-            DuplicateEvent: an id is taken. The transaction can go on.
+            DuplicateEvent: an id exists. The transaction can go on.
             Refused: the connection is in autocommit, or there are no tables.
             BadRecord: a value cannot be stored.
         """
@@ -126,10 +172,9 @@ class Aggregate:
                 next_step="pass the version that load returned",
             )
         caller = self._caller(connection, "events.append", writes=True)
-        at, what = (self.name, _sent(caller, key)), f"{self.name} {key!r}"
-        lock = _LOCK.get(caller.dialect, "")
+        at, what = (self.name, caller.exact(key)), f"{self.name} {key!r}"
         where = f"FROM {EVENTS} WHERE aggregate = ? AND aggregate_id = ?"
-        if expected and not caller.execute(f"SELECT 1 {where} AND version = ?{lock}", (*at, expected)).rows:
+        if expected and not caller.execute(f"SELECT 1 {where} AND version = ?{caller.latest}", (*at, expected)).rows:
             raise Conflict.at(what, expected, self._version(caller, at))
         columns = ("aggregate", "aggregate_id", "version", "id", "type", "payload", "at_ms")
         ((now,),) = caller.execute(f"SELECT {NOW_MS[caller.dialect]}").rows
@@ -142,23 +187,24 @@ class Aggregate:
             with caller.savepoint(ended):
                 for number, row in enumerate(rows, expected + 1):
                     if not caller.insert(EVENTS, columns, (*at, number, *row, int(now))):
-                        raise _Taken(row[0])
+                        raise _Exists(row[0])
                 if self.snapshot_every and version // self.snapshot_every > expected // self.snapshot_every:
                     self._snapshot(caller, key)
-        except _Taken as taken:
-            found = caller.execute(
-                f"SELECT id {where} AND version > ? AND version <= ? ORDER BY version{lock}", (*at, expected, version)
+        except _Exists as exists:
+            stored = caller.execute(
+                f"SELECT id {where} AND version > ? AND version <= ? ORDER BY version{caller.latest}",
+                (*at, expected, version),
             ).rows
-            if [str(_text(i)) for (i,) in found] == [r[0] for r in rows]:
+            if [as_text(i) for (i,) in stored] == [r[0] for r in rows]:
                 return Appended(version, stored=False)
             own = caller.execute(
-                f"SELECT aggregate, aggregate_id, version FROM {EVENTS} WHERE id = ?{lock}", (taken.args[0],)
+                f"SELECT aggregate, aggregate_id, version FROM {EVENTS} WHERE id = ?{caller.latest}", (exists.args[0],)
             ).rows
             if own:
                 raise DuplicateEvent(
                     "EVENTS_DUPLICATE",
-                    f"The log has event {taken.args[0]} already, as version {own[0][2]} of {own[0][0]} "
-                    f"{_text(own[0][1])!r}.",
+                    f"The log has event {exists.args[0]} already, as version {own[0][2]} of {own[0][0]} "
+                    f"{as_text(own[0][1])!r}.",
                     next_step="an earlier try was committed: go on; give another event an id of its own",
                 ) from None
             raise Conflict.at(what, expected, self._version(caller, at)) from None
@@ -166,11 +212,11 @@ class Aggregate:
 
     def _caller(self, connection: Any, what: str, *, writes: bool) -> Caller:
         caller = Caller(connection, what=what, writes=writes)
-        check_tables(caller)
+        _check_tables(caller)
         return caller
 
     def _load(self, caller: Caller, key: str) -> Loaded:
-        at = (self.name, _sent(caller, key))
+        at = (self.name, caller.exact(key))
         kept = caller.execute(
             f"SELECT version, state FROM {SNAPSHOTS} WHERE aggregate = ? AND aggregate_id = ? AND fold = ?",
             (*at, self.fold),
@@ -209,21 +255,50 @@ class Aggregate:
             )
         caller.execute(
             f"INSERT INTO {SNAPSHOTS} (aggregate, aggregate_id, version, fold, state) VALUES (?, ?, ?, ?, ?) {known}",
-            (self.name, _sent(caller, key), version, self.fold, text),
+            (self.name, caller.exact(key), version, self.fold, text),
         )
 
     def _version(self, caller: Caller, at: tuple[Any, ...]) -> int:
         """As committed now."""
         rows = caller.execute(
             f"SELECT version FROM {EVENTS} WHERE aggregate = ? AND aggregate_id = ? ORDER BY version DESC LIMIT 1"
-            + _LOCK.get(caller.dialect, ""),
+            + caller.latest,
             at,
         ).rows
         return int(rows[0][0]) if rows else 0
 
 
-class _Taken(Exception):
-    """A version or an id is taken."""
+def ddl(dialect: str) -> tuple[str, ...]:
+    """The statements that make the tables, unless they are there.
+
+    Args:
+        dialect: postgres, mysql (and MariaDB), or sqlite.
+    """
+    t = _TYPES[check_dialect(dialect)]
+    key = f"aggregate {t['name']} NOT NULL,\n  aggregate_id {t['key']} NOT NULL"
+    make = "CREATE TABLE IF NOT EXISTS"
+    return (
+        f"{make} {EVENTS} (\n  {key},\n  version BIGINT NOT NULL,\n  id {t['id']} NOT NULL UNIQUE,\n"
+        f"  type {t['name']} NOT NULL,\n  payload {t['json']} NOT NULL,\n  at_ms BIGINT NOT NULL,\n"
+        f"  PRIMARY KEY (aggregate, aggregate_id, version)\n){t['tail']}",
+        f"{make} {SNAPSHOTS} (\n  {key},\n  version BIGINT NOT NULL,\n  fold BIGINT NOT NULL,\n"
+        f"  state {t['json']} NOT NULL,\n  PRIMARY KEY (aggregate, aggregate_id)\n){t['tail']}",
+        *format_ddl(FORMATS, FORMAT, t["tail"]),
+    )
+
+
+def _check_tables(caller: Caller) -> None:
+    """Raise Refused if the tables are not there, or a newer version of this package made them."""
+    absent = Refused(
+        "EVENTS_TABLES",
+        "The database has no event log.",
+        next_step=f'roll back, then run each statement of events.ddl("{caller.dialect}")',
+    )
+    caller.check_format(FORMATS, "an event log", FORMAT, absent)
+
+
+class _Exists(Exception):
+    """A version or an id exists."""
 
 
 def _events(caller: Caller, at: tuple[Any, ...], after: int, what: str) -> Iterator[tuple[int, Event]]:
@@ -235,7 +310,7 @@ def _events(caller: Caller, at: tuple[Any, ...], after: int, what: str) -> Itera
         ).rows
         for number, id_, type_, payload in rows:
             with _stored(f"version {number} of {what}"):
-                event = Event(uuid.UUID(str(_text(id_))), _text(type_), json.loads(payload))
+                event = Event(uuid.UUID(as_text(id_)), as_text(type_), json.loads(payload))
             yield int(number), event
         if len(rows) < _READ:
             return
@@ -290,11 +365,3 @@ def _json(what: str, value: Any) -> str:
             next_step="store a reference to it",
         )
     return text
-
-
-def _sent(caller: Caller, key: str) -> Any:
-    return key.encode() if caller.dialect == "mysql" else key
-
-
-def _text(value: Any) -> Any:
-    return value.decode() if isinstance(value, bytes) else value

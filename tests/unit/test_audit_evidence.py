@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.reconcile import Seen, reconcile
 
-from delivered.audit.classes import Counts, Damage, Verdict, breaches
-from delivered.audit.reconcile import Seen, reconcile
+from delivered.audit.evidence import Counts, Damage, Verdict, breaches
 from delivered.audit.report import AuditReport, unknown_report
 from delivered.model.guarantee import Guarantee
 
