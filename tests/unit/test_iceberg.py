@@ -458,7 +458,7 @@ def test_f7_a_driver_that_lost_its_claim_removes_nothing(tmp_path: Path) -> None
     other = open_ledger(sink, SCOPE)
     other.claim(Owner("other"))
     prepared = staged_in(sink)
-    shard.note_claim(ledger_key(sink.options, SCOPE), mine)  # as in the first driver's process
+    shard.record_claim(ledger_key(sink.options, SCOPE), mine)  # as in the first driver's process
     outcome = IcebergCommitter(sink.options, SCOPE).abort_orphans(())
     assert isinstance(outcome, Unknown)
     assert "DELIVERED_FENCED" in outcome.reason

@@ -152,8 +152,8 @@ class ActivemqSink(MessageSink):
 
     def _check_schema(self, schema: pa.Schema) -> None:
         known = set(COLUMNS) if self.options.key_header is not None else set(COLUMNS) - {"key"}
-        way_out = "select these columns; a column key needs the option keyHeader"
-        check_names("activemq", schema, {"value"}, known, way_out)
+        action = "select these columns; a column key needs the option keyHeader"
+        check_names("activemq", schema, {"value"}, known, action)
         check_types(schema)
 
     def _writer(self, work: Work, *, gives_up: bool) -> ActivemqWriter:

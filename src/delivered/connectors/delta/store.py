@@ -415,7 +415,7 @@ class DeltaStore:
         outcome = self._commit(table, claim, {})
         if not isinstance(outcome, Ok):
             return outcome
-        shard.note_claim(ledger_key(self._options, self._scope), claim)
+        shard.record_claim(ledger_key(self._options, self._scope), claim)
         with explained(self._options), contextlib.suppress(OSError):
             self._forget(self._refresh())
         return Ok(claim)
@@ -565,7 +565,7 @@ class DeltaStore:
                 staged = StagedFiles.of(prepared).files
                 shard.check_count(prepared, sum(f.rows for f in staged))
                 for file in staged:
-                    shard.check_whole(there, file.path, file.size)
+                    shard.check_complete(there, file.path, file.size)
                 if not files:
                     same_columns(self._options, table, self._staged_schema(table, staged[0]))
                 files.append(staged)

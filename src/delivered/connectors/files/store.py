@@ -247,7 +247,7 @@ class FilesStore:
                 handle = StagedFile.of(prepared)
                 staged = self._places.staged(self._scope.incarnation) / Path(handle.file).name
                 there = {str(staged): staged.stat().st_size} if staged.exists() else {}
-                shard.check_whole(there, str(staged), handle.bytes)
+                shard.check_complete(there, str(staged), handle.bytes)
                 shard.check_count(prepared, handle.rows)
                 staged.rename(folder / f"{prepared.shard:05d}.{self._options.format}")
 

@@ -320,7 +320,7 @@ def claims_folder(scope: Scope) -> str:
 #
 # A claim is a commit that moves a branch of the table to a new, empty snapshot; every decision asserts the snapshot of
 # its claim, and the catalog rejects it if the branch has moved. So a decision in flight never commits after a later
-# claim, and concurrent appends by others fence nobody.
+# claim, and concurrent appends by others do not fence the owner.
 
 Staged = list[tuple[Prepared, list[Any]]]
 """Participants and their data files; for mode upsert, their file names."""
@@ -367,7 +367,7 @@ class IcebergStore:
         outcome = commit(self._options, change)
         if not isinstance(outcome, Ok):
             return outcome
-        shard.note_claim(ledger_key(self._options, self._scope), epoch)
+        shard.record_claim(ledger_key(self._options, self._scope), epoch)
         return Ok(epoch)
 
     def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
@@ -439,7 +439,7 @@ class IcebergStore:
         held = records.claim()
         return Head(
             held.owner if held else None,
-            # A claim whose branch was dropped fences nobody, and no longer counts.
+            # A claim whose branch was dropped fences no owner, and no longer counts.
             held.epoch if held is not None and held.snapshot is not None else 0,
             records.newest(incarnation),
             lambda: records.decided(incarnation),
@@ -489,14 +489,14 @@ class IcebergStore:
             with shard.moving(decision, prepared):
                 if rows := StagedFiles.of(prepared).rows:
                     for name, size, _ in rows:
-                        shard.check_whole(there, name, size)
+                        shard.check_complete(there, name, size)
                     shard.check_count(prepared, sum(count for _, _, count in rows))
                     found.append((prepared, [name for name, _, _ in rows]))
                 else:
                     files = self._named(table, prepared, there)
                     for file in files:
                         name = file.file_path.removeprefix(f"{path}/")
-                        shard.check_whole(there, name, file.file_size_in_bytes)
+                        shard.check_complete(there, name, file.file_size_in_bytes)
                     shard.check_count(prepared, sum(file.record_count for file in files))
                     found.append((prepared, files))
         return found
@@ -505,13 +505,13 @@ class IcebergStore:
         """The data files in a participant's manifest."""
         handle = StagedFiles.of(prepared)
         name, size = handle.manifest, handle.bytes
-        shard.check_whole(there, name, size)
+        shard.check_complete(there, name, size)
         try:
             with explained(self._options):
                 return writer.get(table, f"{data_path(table)}/{name}", size, handle.spec)
         except DeliveredError as error:
             if isinstance(error.__cause__, FileNotFoundError):
-                shard.check_whole({}, name, size)
+                shard.check_complete({}, name, size)
             raise
 
     def _state(self, table: Any) -> LedgerState:

@@ -49,7 +49,7 @@ class MemoryStore:
             change = rule(self._head())
         if change is None:
             return Ok(None)
-        # The open transaction holds no lock: a driver paused here blocks nobody.
+        # The open transaction holds no lock: a driver paused here blocks no other.
         for p in change.move:
             facts = {"batch": change.decision.batch if change.decision else None, "shard": p.shard}
             reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)

@@ -232,7 +232,7 @@ def explained(error: Exception, options: MysqlOptions) -> DeliveredError:
     return DeliveredError(
         "MYSQL_ERROR",
         f"{where} reported: {text} (error {number}).",
-        next_step="look the error up in MySQL's manual, mend it, and start the pipeline again",
+        next_step="look the error up in MySQL's manual, correct its cause, and start the pipeline again",
     )
 
 

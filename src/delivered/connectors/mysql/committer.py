@@ -136,7 +136,7 @@ def build_committer(options: MysqlOptions, scope: Scope) -> ServerCommitter[Sess
     staging = store.build_staging(options)
 
     def drop(session: Session, table: str) -> None:
-        """Terminates the session of a hanging task, whose locks on the table would block the drop."""
+        """Terminate the session of a hanging task, whose locks on the table would block the drop."""
         nonce = store.table_nonce(table)
         if not client.session_has_ended(session, nonce, 0):
             client.end_session(session, nonce)

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     import psycopg
 
 
-# What PostgreSQL's client cannot read: texts that are not UTF-8, and times that Python has not.
+# Values that PostgreSQL's client cannot read: texts that are not UTF-8, and times outside of Python's range.
 #
 # Texts of a database with the encoding SQL_ASCII are any bytes, which the server refuses to send as UTF-8. They are
 # read and written as they are: bytes that are not UTF-8 become lone surrogates in Python, and back.
 
 _OF_ANY_BYTES = "SQL_ASCII"
 _TEXTS = ("text", "varchar", "bpchar", "name", 0)
-"""Types whose values are strings; 0: all that the client does not know."""
+"""Types whose values are strings; 0: every type unknown to the client."""
 
 
 def raw_texts(connection: psycopg.Connection[Any]) -> None:
@@ -59,7 +59,7 @@ def raw_texts(connection: psycopg.Connection[Any]) -> None:
 
 
 def beyond_python(connection: psycopg.Connection[Any]) -> None:
-    """Read dates and times that Python has not, such as infinity, as text."""
+    """Read dates and times outside of Python's range, such as infinity, as text."""
     from psycopg import DataError
     from psycopg.types import datetime as times
 
@@ -86,7 +86,7 @@ T = TypeVar("T")
 _CONNECT_TRY_S = 5
 _NO_DATABASE_RIGHT = 1044
 _SQL_MODE = "NO_AUTO_VALUE_ON_ZERO,NO_ENGINE_SUBSTITUTION,STRICT_ALL_TABLES"
-"""Whatever the server's: under PAD_CHAR_TO_FULL_LENGTH a value would be read with blanks that nobody wrote."""
+"""Overrides the server's mode: PAD_CHAR_TO_FULL_LENGTH would pad values with blanks."""
 
 
 def connect(options: OutboxOptions) -> Any:

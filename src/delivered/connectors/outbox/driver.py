@@ -208,7 +208,7 @@ class WalDriver:
         return self._in_transaction(lambda caller: positions.last(caller)[0] if positions.exists(caller) else 0)
 
     def _acknowledged(self, end: Offsets, now: slot.State) -> None:
-        """Delete or remember what was delivered up to here, then move the slot. All of it may be done again."""
+        """Delete or record the rows delivered up to here, then advance the slot. Idempotent."""
         options, at, confirmed = self._options, int(end["lsn"]), now.confirmed
         if not at or confirmed is None:
             return
@@ -261,7 +261,7 @@ class WalDriver:
         return {**offsets, "lsn": at, "leaves": leaves}
 
     def _run(self, work: Callable[[Any], T]) -> T:
-        """Work on the driver's connection, which holds the lock; it may be done again after the server was away."""
+        """Work on the driver's connection, which holds the lock; repeated after an outage of the server."""
 
         def once() -> T:
             if self._connection is None or self._connection.closed:
@@ -281,7 +281,7 @@ class WalDriver:
         )
 
     def _in_transaction(self, work: Callable[[Any], T]) -> T:
-        """As `_run`, in a transaction of its own connection."""
+        """As `_run`, in a transaction on a new connection."""
 
         def once() -> T:
             with (
@@ -293,7 +293,7 @@ class WalDriver:
         return patience.patiently(self._options.system, once, patience_s=patience.patience_s(answered=True))
 
     def _lock(self) -> None:
-        """Own the slot for the life of this driver: two queries on one slot would take each other's changes."""
+        """Own the slot while this driver lives: two queries on one slot would consume each other's changes."""
         if not self._locked:
             self._run(self._take_lock)
             self._locked = True
@@ -484,7 +484,7 @@ class PollDriver:
         return {"number": number, "#id": self._transaction(lambda caller: self._positions.id_of(caller, number))}
 
     def _transaction(self, work: Callable[[Caller], T], *, writes: bool = False) -> T:
-        """May be done again if the server was away: it numbers and deletes what is left."""
+        """Repeated after an outage of the server; `work` continues with the remaining rows."""
 
         def once() -> T:
             if self._connection is None:

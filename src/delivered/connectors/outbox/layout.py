@@ -131,7 +131,7 @@ def _seen(
 
 
 def _keys(connection: psycopg.Connection[Any], options: OutboxOptions, table: Shape, found: Shape) -> tuple[str, ...]:
-    """Names of the primary key's columns in rows of the shape `found`, whose names the table may have changed since."""
+    """Names of the primary key's columns in rows of the shape `found`; the table may have renamed them since."""
     keys, now, then = keys_of(connection, options), shape.names(table), shape.names(found)
     if set(keys) <= set(then):
         return keys

@@ -58,7 +58,7 @@ _AS_BYTES = {
     "AND table_name = ? AND column_name = ? AND data_type NOT IN ('date', 'time', 'datetime', 'timestamp', 'year', "
     "'decimal', 'float', 'double')",
 }
-"""Columns whose values the client returns as they are; of others, the database writes the text. MySQL: whether it is
+"""Columns whose values the client returns unchanged; the database converts others to text. MySQL: whether it is
 text, which the client would decode: MariaDB stores surrogates."""
 _MYSQL_TEXT = "CAST(CONVERT({0} USING utf8mb4) AS BINARY)"
 _SAMPLED = 100
@@ -106,8 +106,8 @@ class Positions:
             )
 
     def unordered(self, caller: Caller) -> str | None:
-        """What ids are whose order is not that of the rows; None: they are ordered, by what can be seen, or by a column
-        of their own.
+        """Kind of ids whose order is not that of the rows; None: they are ordered, as far as can be seen, or another
+        column orders the rows.
         """
         if self.options.order is not None:
             return None
@@ -263,7 +263,7 @@ class Positions:
         return _MYSQL_TEXT if dialect == "mysql" and described[0][0] else "{0}"
 
     def record(self, caller: Caller, rows: Sequence[tuple[int, int, Any]]) -> None:
-        """Remember what was delivered from the log: where its commit record begins, its number there, its id."""
+        """Record what was delivered from the log: start of its commit record, number within the transaction, id."""
         marks = ", ".join(["(?, ?, ?)"] * len(rows))
         caller.execute(
             f"INSERT INTO {self._table} (lsn, number, id) VALUES {marks} ON CONFLICT DO NOTHING",

@@ -137,7 +137,7 @@ def _described(connection: psycopg.Connection[Any], options: OutboxOptions) -> t
 def _lacks(
     keys: list[str], identity: str, unlogged: str | None, key: list[str], key_usable: bool, index_usable: bool
 ) -> tuple[str, str] | None:
-    """What is missing, and what to do; None: nothing."""
+    """What is missing, and how to add it; None: nothing."""
     if unlogged is not None:
         return (
             f"is {'a foreign table' if unlogged == 'foreign' else 'not logged'}, and its changes are not in the log",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import psycopg
 
 
-# What PostgreSQL says of itself, and of a slot, its publication and its table.
+# State of the server, a slot, its publication and its table, as PostgreSQL reports it.
 
 NUMBER = "{} - '0/0'::pg_lsn"
 
@@ -68,7 +68,7 @@ FROM (SELECT 1) AS one LEFT JOIN pg_replication_slots s ON s.slot_name = %(slot)
 
 @dataclass(frozen=True)
 class State:
-    """What the server says of itself, the slot, the publication and the table. Positions are bytes of WAL.
+    """State of the server, the slot, the publication and the table. Positions are bytes of WAL.
 
     Attributes:
         timeline, flushed: None: the server is a standby.
@@ -335,7 +335,7 @@ def check_table(connection: psycopg.Connection[Any], now: State, options: Outbox
 
 
 def create(connection: psycopg.Connection[Any], options: OutboxOptions, rows: Positions | None) -> None:
-    """Make publication and slot, and number the rows that are in the outbox by then.
+    """Create publication and slot, and number the rows in the outbox at that time.
 
     The slot appears under its name last, so that a crash leaves nothing that looks complete.
 
@@ -502,7 +502,7 @@ def peek(options: OutboxOptions, start: Offsets, end: int) -> Iterator[tuple[Beg
                         begin = message
                     elif begin is not None and at <= begin.lsn < end:
                         yield begin, position, message
-            # The slot only moves forward: if it is not past the start now, it was not while this read.
+            # The slot only moves forward: if it has not passed the start now, it had not during this read.
             check_slot(state(connection, options), options, start)
     finally:
         connection.close()
@@ -523,7 +523,7 @@ def _messages(connection: psycopg.Connection[Any], options: OutboxOptions, end: 
             cursor.close()
             raise
 
-    # A plan looks at the slot, too, to see the columns of the next rows.
+    # Planning reads the slot, too, for the columns of the next rows.
     cursor, rows = waiting(options, begin)
     with cursor:
         while rows:
@@ -552,7 +552,7 @@ def _names(options: OutboxOptions) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _reading(options: OutboxOptions) -> Iterator[None]:
-    """Explain what only decoding meets."""
+    """Translate errors that occur only while decoding."""
     try:
         yield
     except DeliveredError:

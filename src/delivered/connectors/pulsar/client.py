@@ -481,7 +481,7 @@ class _SecurePool(urllib3.HTTPSConnectionPool):
 
 
 def _body(reply: urllib3.BaseHTTPResponse) -> bytes:
-    """As it was sent: an answer that is compressed although nobody asked for it is not unpacked.
+    """As it was sent: an answer compressed without being requested is not unpacked.
 
     Raises:
         AnswerTooLarge
@@ -584,7 +584,7 @@ def _new_client(options: Place) -> Any:
 
 
 def _authentication(library: Any, options: Place) -> Any:
-    """By the token if there is one; the certificate is then shown by the connection alone."""
+    """By the token if there is one; the connection then presents the certificate."""
     if options.token is not None:
         return library.AuthenticationToken(supplier(options))
     if options.certificate is not None:

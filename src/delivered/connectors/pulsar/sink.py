@@ -71,8 +71,8 @@ class PulsarSink(MessageSink):
         return []
 
     def _check_schema(self, schema: pa.Schema) -> None:
-        way_out = "select these columns, for example selectExpr('key', 'to_json(struct(*)) AS value')"
-        check_names("pulsar", schema, {"value"}, _COLUMNS, way_out)
+        action = "select these columns, for example selectExpr('key', 'to_json(struct(*)) AS value')"
+        check_names("pulsar", schema, {"value"}, _COLUMNS, action)
         if self.options.schema is not None:
             check_type(self.options, schema.field("value").type)
         for field in schema:

@@ -280,8 +280,8 @@ class RabbitmqSink(MessageSink):
 
     def _check_schema(self, schema: pa.Schema) -> None:
         needed = {"value"} if self.options.routing_key is not None else {"value", "key"}
-        way_out = "select these columns; without the option routingKey, key is the routing key"
-        check_names("rabbitmq", schema, needed, COLUMNS, way_out)
+        action = "select these columns; without the option routingKey, key is the routing key"
+        check_names("rabbitmq", schema, needed, COLUMNS, action)
         check_types(schema)
         names = {"exchange": self.options.exchange, "routingKey": self.options.routing_key or ""}
         for option, name in names.items():

@@ -390,7 +390,7 @@ class StreamDriver:
         return dict(self._ends({}))
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
-        """See `delivered.contract.landmarks`: a message, hashed. AMQP 0-9-1 tells no time of a message's arrival."""
+        """See `delivered.contract.landmarks`: a message, hashed. AMQP 0-9-1 reports no arrival time."""
         found: dict[str, str] = {}
         for stream, position in at.items():
             if position > 0 and stream in self._options.streams:

@@ -383,7 +383,7 @@ class HalfSender:
 
 
 class HalfPublisher:
-    """Publishes half messages for `kits.queue.writer`. Unless held, they are committed once all are stored.
+    """Publishes half messages for `kits.queue.sink.SendingWriter`. Unless held, they are committed once all are stored.
 
     Args:
         holds: leave them for the driver to commit.

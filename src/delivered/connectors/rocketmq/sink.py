@@ -292,9 +292,9 @@ class RocketmqSink(MessageSink):
 
     def _check_schema(self, schema: pa.Schema) -> None:
         needed = {"value", *_NEEDED[self.options.kind]}
-        way_out = "select these columns; messageType=fifo takes message_group, delay takes delivery_timestamp"
+        action = "select these columns; messageType=fifo takes message_group, delay takes delivery_timestamp"
         system = f"rocketmq with messageType={self.options.kind.lower()}"
-        check_names(system, schema, needed, {*COLUMNS, "tag", *needed}, way_out)
+        check_names(system, schema, needed, {*COLUMNS, "tag", *needed}, action)
         check_types(pa.schema([f for f in schema if f.name in COLUMNS]))
         for field in schema:
             if field.name in ("tag", "message_group") and not any(fits(field.type) for fits in TEXT):

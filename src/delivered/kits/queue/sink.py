@@ -61,7 +61,7 @@ class SendingSink(ABC):
 
     @abstractmethod
     def _writer(self, work: Work, *, gives_up: bool) -> Writer:
-        """See `kits.queue.writer`."""
+        """See `kits.queue.sink.SendingWriter`."""
 
     def store(self, scope: Scope) -> Store:
         return self.ledgers.store(scope)

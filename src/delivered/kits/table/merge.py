@@ -70,19 +70,19 @@ def upsert(mode: WriteMode, rows: pa.Table, columns: pa.Schema, there: Iterable[
         files: receives the new rows. Discarded if this raises.
     """
     removes: list[F] = []
-    met = np.zeros(rows.num_rows, dtype=bool)
+    matched = np.zeros(rows.num_rows, dtype=bool)
     wanted = pa.schema([columns.field(name) for name in _key_columns(mode)])
     try:
         for file in there:
             if not _may_hold(mode, file, rows):
                 continue
             found = _matches(mode, pa.Table.from_batches(list(file.rows(wanted)), wanted), rows)
-            met[found.source] = True
+            matched[found.source] = True
             if not len(found.row):
                 continue
             removes.append(file)
             _write(files, _rewritten(mode, file.rows(columns), columns, rows, found))
-        _write(files, _new_rows(mode, rows, met, columns).to_batches(BATCH_ROWS))
+        _write(files, _new_rows(mode, rows, matched, columns).to_batches(BATCH_ROWS))
         files.finish()
     except BaseException:
         files.discard()
@@ -210,13 +210,13 @@ def _rewritten(
         yield from table.combine_chunks().to_batches()
 
 
-def _new_rows(mode: WriteMode, rows: pa.Table, met: Any, columns: pa.Schema) -> pa.Table:
+def _new_rows(mode: WriteMode, rows: pa.Table, matched: Any, columns: pa.Schema) -> pa.Table:
     """Rows of keys that are new to the table; missing columns are null.
 
     Args:
-        met: for each row, whether its key was found.
+        matched: for each row, whether its key was found.
     """
-    new = rows.filter(pa.array(~met))
+    new = rows.filter(pa.array(~matched))
     if mode.delete is not None:
         new = new.filter(pc.invert(pc.fill_null(new[mode.delete], False)))
     return _in_columns(new, columns)

@@ -108,7 +108,7 @@ def moving(decision: Decision, prepared: Prepared) -> Iterator[None]:
     reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)
 
 
-def check_whole(there: Mapping[str, int], name: str, size: int) -> None:
+def check_complete(there: Mapping[str, int], name: str, size: int) -> None:
     """
     Args:
         there: name -> size of the existing files.
@@ -139,7 +139,7 @@ def check_count(prepared: Prepared, rows: int) -> None:
 _claims: dict[Hashable, int] = {}
 
 
-def note_claim(ledger: Hashable, claim: int) -> None:
+def record_claim(ledger: Hashable, claim: int) -> None:
     """Record this process's claim of a ledger: while it is the newest, this process may delete orphans."""
     _claims[ledger] = claim
 
@@ -149,7 +149,7 @@ class Undecided:
     """Staged files of a pipeline and sink that no decision names.
 
     Attributes:
-        ledger: as passed to `note_claim`.
+        ledger: as passed to `record_claim`.
         decided: incarnation -> its newest decided batch (None: none) and the writers of that batch's files.
         claim: reads the newest claim of the ledger.
     """
