@@ -20,7 +20,6 @@ from delivered.connectors.outbox.changes import Shapes
 from delivered.connectors.outbox.client import connect, explaining, sqlstate, transaction
 from delivered.connectors.outbox.events import Reader
 from delivered.connectors.outbox.options import EARLIEST, LATEST, OWNER, OutboxOptions
-from delivered.connectors.outbox.pgoutput import Op
 from delivered.connectors.outbox.positions import DELETED_MAX, NUMBERED_MAX, Positions
 from delivered.contract.source import Offsets, Slice
 from delivered.model import patience
@@ -329,12 +328,10 @@ def _landmark(row: _Row) -> str:
 
 def _chunks(options: OutboxOptions, start: Offsets, end: int) -> Iterator[list[_Row]]:
     """Inserted rows in [start, end)."""
-    reader, some, number, last, tables = Reader(options), list[_Row](), 0, -1, slot.tables(start)
-    for begin, _, change in slot.peek(options, start, end):
-        if change.op is not Op.INSERT or change.relation.oid not in tables or change.new is None:
-            continue
+    reader, some, number, last = Reader(options), list[_Row](), 0, -1
+    for begin, relation, row in slot.inserts(options, start, end):
         number, last = (number + 1, last) if begin.lsn == last else (1, begin.lsn)
-        some.append((begin.lsn, number, reader.id_of(change.relation, change.new), begin.time_us))
+        some.append((begin.lsn, number, reader.id_of(relation, row), begin.time_us))
         if len(some) >= DELETED_MAX:
             yield some
             some = []

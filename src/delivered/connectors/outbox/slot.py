@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.outbox.client import connect, explaining, replication, sqlstate
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
-from delivered.connectors.outbox.pgoutput import Begin, Change, Decoder, Relation
+from delivered.connectors.outbox.pgoutput import Begin, Change, Decoder, Op, Relation, Row
 from delivered.connectors.outbox.positions import Positions
 from delivered.connectors.outbox.shape import check_identity
 from delivered.contract.source import Offsets
@@ -529,6 +529,14 @@ def _messages(connection: psycopg.Connection[Any], options: OutboxOptions, end: 
         while rows:
             yield from rows
             rows = cursor.fetchmany(_ROWS_FETCHED)
+
+
+def inserts(options: OutboxOptions, start: Offsets, end: int) -> Iterator[tuple[Begin, Relation, Row]]:
+    """As `peek`, of the rows inserted into the table."""
+    oids = tables(start)
+    for begin, _, change in peek(options, start, end):
+        if change.op is Op.INSERT and change.new is not None and change.relation.oid in oids:
+            yield begin, change.relation, change.new
 
 
 def tables(start: Offsets) -> frozenset[int]:

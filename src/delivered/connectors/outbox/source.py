@@ -15,7 +15,6 @@ from delivered.connectors.outbox.client import connect, explaining, transaction
 from delivered.connectors.outbox.driver import HISTORY, NUMBERED, PollDriver, WalDriver
 from delivered.connectors.outbox.layout import Layout, layout
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
-from delivered.connectors.outbox.pgoutput import Op
 from delivered.connectors.outbox.positions import Positions
 from delivered.connectors.outbox.shape import check_identity
 from delivered.connectors.outbox.slot import missing_columns
@@ -175,12 +174,9 @@ class OutboxSource:
             yield from events.Events(self.options, self.rejects).batches(rows)
 
     def _logged(self, start: dict[str, Any], end: int) -> Iterator[pa.RecordBatch]:
-        found, tables = events.Events(self.options, self.rejects), slot.tables(start)
-        reader = events.Reader(self.options)
-        for begin, _, change in slot.peek(self.options, start, end):
-            if change.op is not Op.INSERT or change.new is None or change.relation.oid not in tables:
-                continue
-            found.add(begin.lsn, begin.time_us, reader.read(change.relation, change.new))
+        found, reader = events.Events(self.options, self.rejects), events.Reader(self.options)
+        for begin, relation, row in slot.inserts(self.options, start, end):
+            found.add(begin.lsn, begin.time_us, reader.read(relation, row))
             if found.full:
                 yield found.take()
         if not found.empty:
