@@ -9,6 +9,7 @@ same numbers: one of them may be a zombie of an earlier run.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import sqlite3
@@ -197,14 +198,13 @@ def _failed(path: Path, error: OSError) -> DeliveredError:
     )
 
 
-class _Summed:
+class _Summed(io.RawIOBase):
     """A file that counts bytes and computes their checksum."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
         self.size = 0
         self.crc = 0
-        self.closed = False
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
@@ -213,20 +213,8 @@ class _Summed:
         self._file.write(view)
         return view.nbytes
 
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        self.closed = True
-
     def writable(self) -> bool:
         return True
-
-    def readable(self) -> bool:
-        return False
-
-    def seekable(self) -> bool:
-        return False
 
     def tell(self) -> int:
         return self.size
