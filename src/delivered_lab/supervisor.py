@@ -163,7 +163,7 @@ def kill_tree(pid: int) -> int:
             found = [root, *root.children(recursive=True)]
         except psutil.NoSuchProcess:
             found = []
-        # Workers of a daemon that is gone still have the command's session.
+        # Workers of a daemon that has ended still have the command's session.
         found += [p for p in psutil.process_iter() if _session(p) == pid]
         new = [p for p in found if p.pid not in stopped]
         if not new:

@@ -225,7 +225,7 @@ def _broker(folder: Path, port: int, name_server: str) -> dict[str, str]:
         # Disks of development machines are often full; the default would block all senders.
         "diskMaxUsedSpaceRatio": "99",
         "timerWheelEnable": "true",
-        # Each flush compares the whole timer wheel (37 MB): every second costs an idle broker a quarter of a core.
+        # Each flush compares all of the timer wheel (37 MB): every second costs an idle broker a quarter of a core.
         "timerFlushIntervalMs": "10000",
         # Otherwise it loses messages delivered to a receiver at the moment it ended (decision 029).
         "popConsumerKVServiceInit": "true",

@@ -219,9 +219,9 @@ def start(
         try:
             return Broker(place, *_run(place, _at(State(kind, listeners, settings), port), say))
         except DeliveredError as error:
-            # Another program can take a free port before the bind. A requested port would stay taken.
-            port_taken = "address already in use" in error.message.lower()
-            if not port_taken or port is not None or attempt == _TRIES - 1:
+            # Another program can take a free port before the bind. A requested port would stay in use.
+            port_in_use = "address already in use" in error.message.lower()
+            if not port_in_use or port is not None or attempt == _TRIES - 1:
                 raise
     raise AssertionError("not reached")
 

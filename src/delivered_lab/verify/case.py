@@ -234,7 +234,7 @@ def _setting(
         stack.callback(proxy.close)
 
     def address(of: str | None) -> str | None:
-        """The proxy's address if it serves this server: the one of the whole sink, even in a group."""
+        """The proxy's address if it serves this server: the one of the sink, even in a group."""
         return proxy.bootstrap if proxy is not None and of == kind.server else None
 
     def client(name: str) -> SinkClient:

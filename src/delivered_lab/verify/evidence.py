@@ -1,7 +1,7 @@
 """What happened in a run, in order, and everything a judge may look at.
 
 The history has a JSON line for the start and end of each operation, and for each fault. An operation ends ok, failed or
-unknown. Unknown: it may have taken effect, may still do so, or never will.
+unknown. Unknown: it may be in effect, may still come into effect, or never will.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from delivered import Guarantee
 
 
 class End(StrEnum):
-    """How an operation ended; BEGUN marks the line that opens it."""
+    """How an operation ended; STARTED marks the line that opens it."""
 
-    BEGUN = "begun"
+    STARTED = "begun"
     OK = "ok"
     FAILED = "failed"
     UNKNOWN = "unknown"
@@ -117,11 +117,11 @@ def fired(history: Iterable[Operation]) -> list[str]:
 
 def sends(history: Iterable[Operation]) -> dict[str, End]:
     """Record id -> outcome of its send. One that never ended is unknown; of several, ok beats unknown beats failed."""
-    rank = {End.OK: 3, End.UNKNOWN: 2, End.BEGUN: 2, End.FAILED: 1}
+    rank = {End.OK: 3, End.UNKNOWN: 2, End.STARTED: 2, End.FAILED: 1}
     best: dict[str, End] = {}
     for o in history:
         if o.process.startswith("producer") and o.name == "send":
-            end = End.UNKNOWN if o.end is End.BEGUN else o.end
+            end = End.UNKNOWN if o.end is End.STARTED else o.end
             for record in o.value["ids"]:
                 if record not in best or rank[end] > rank[best[record]]:
                     best[record] = end
@@ -181,7 +181,7 @@ class Evidence:
         offered: ids ever sent, whatever the outcome.
         seen: by the continuous reader, in its order.
         final: by the last reader, after everything ended; None: there was no final read.
-        snapshots: moments at which the reader saw the whole sink at once, as (seconds, effects visible).
+        snapshots: moments at which the reader saw all of the sink at once, as (seconds, effects visible).
         batches: effects of each batch, from the checkpoint and the source; None: unknown.
         batch_atomic: whether the sink claims that a batch becomes visible atomically.
         ordered: whether effects of one key must become visible in the order in which they were sent.

@@ -44,7 +44,7 @@ class Reader:
     """
     Attributes:
         seen: every effect, in the order found.
-        snapshots: moments at which the whole sink was seen at once, as (seconds, effects visible).
+        snapshots: moments at which all of the sink was seen at once, as (seconds, effects visible).
         upserted: an operator's rows replace those with their key.
     """
 
@@ -110,7 +110,7 @@ class Reader:
             self._error = f"{type(error).__name__}: {error}"
 
     def _follow_newest(self) -> None:
-        """Read the whole sink again and again. While it cannot be read, there is nothing to see."""
+        """Read the sink from its beginning again and again. While it cannot be read, there is nothing to see."""
         before: frozenset[str] = frozenset()
         for last in polling(self._stop, _POLL_S):
             try:
@@ -160,7 +160,7 @@ class LatestByKey:
         return found
 
     def went_back(self, found: Sequence[Seen], at_s: float) -> list[Seen]:
-        """Keys whose number is lower than at the previous call, or that are gone."""
+        """Keys whose number is lower than at the previous call, or that are missing."""
         now: dict[str, int] = {}
         for s in found:
             if s.key is not None and s.number is not None:
@@ -277,7 +277,7 @@ class Fixture:
         part = self.left[: max(1, round(share * len(self.records)))]
         ids = [self._record_id(r) for r in part]
         self._sent += len(part)
-        self.history.add("producer", "send", End.BEGUN, {"ids": ids})
+        self.history.add("producer", "send", End.STARTED, {"ids": ids})
         self.setting.source.send(part)
         self.history.add("producer", "send", End.OK, {"ids": ids})
         if arrive:
@@ -375,7 +375,7 @@ class Fixture:
         run.started_s, run.after_kill = self.history.now_s, self._killed
         self._killed = False
         self.runs.append(run)
-        self.history.add(run.name, "run", End.BEGUN, {"crash": crash, "arguments": arguments})
+        self.history.add(run.name, "run", End.STARTED, {"crash": crash, "arguments": arguments})
         return run
 
     def end(self, run: Run, timeout_s: float = END_TIMEOUT_S) -> str | None:

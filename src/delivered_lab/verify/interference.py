@@ -126,10 +126,10 @@ def _in_a_batch(fixture: Fixture, run: Run) -> Run:
     for _ in range(TRIES_MAX):
         seen = len(fixture.batches_planned())
 
-        def begun(run: Run = run, seen: int = seen) -> bool:
+        def started(run: Run = run, seen: int = seen) -> bool:
             return not run.lives or len(fixture.batches_planned()) > seen
 
-        fixture.wait(begun, "the next batch begins")
+        fixture.wait(started, "the next batch begins")
         if run.lives:
             break
         fixture.end(run)
@@ -357,7 +357,7 @@ def _pause_until_expired(fixture: Fixture, run: Run, hit: Path) -> None:
 
 
 paused_past_timeout = at_point(lambda _: "commit.decide:before@batch=1", _pause_until_expired)
-"""A whole driver is paused with a prepared batch until its transactions have expired; then it resumes and decides."""
+"""All of a driver is paused with a prepared batch until its transactions have expired; then it resumes and decides."""
 
 
 RECEIVER_POINTS = (

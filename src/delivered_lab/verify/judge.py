@@ -138,8 +138,8 @@ def aborted_read(evidence: Evidence) -> Finding:
     if evidence.states is not None:
         return _found("aborted_read", [text for text, known in _strange_states(evidence) if known])
     there = {(s.partition, s.position): s.effect for s in _final(evidence)}
-    gone = [s.effect for s in evidence.seen if there.get((s.partition, s.position)) != s.effect]
-    return _found("aborted_read", gone)
+    missing = [s.effect for s in evidence.seen if there.get((s.partition, s.position)) != s.effect]
+    return _found("aborted_read", missing)
 
 
 def torn_batch(evidence: Evidence) -> Finding:
@@ -156,7 +156,7 @@ def torn_batch(evidence: Evidence) -> Finding:
     if evidence.batches is None:
         return Finding("torn_batch", Verdict.UNKNOWN, note="which records make a batch is not known")
     if not evidence.snapshots:
-        return Finding("torn_batch", Verdict.UNKNOWN, note="nobody saw the whole sink at once")
+        return Finding("torn_batch", Verdict.UNKNOWN, note="nobody saw all of the sink at once")
     batches_of = Counter(effect for batch in evidence.batches.values() for effect in batch)
     own = {number: {e for e in batch if batches_of[e] == 1} for number, batch in evidence.batches.items()}
     torn = [

@@ -241,10 +241,10 @@ def run_matrix(
         store.load()
         todo = [c for c in todo if not store.settled(c) or (template is not None and c.fault.name == "none")]
     if not can_mount():
-        left_out = [c for c in todo if MOUNT in c.fault.needs]
+        skipped = [c for c in todo if MOUNT in c.fault.needs]
         todo = [c for c in todo if MOUNT not in c.fault.needs]
-        if left_out:
-            say(f"{len(left_out)} cases need to mount a small disk, which only root may; they are left out")
+        if skipped:
+            say(f"{len(skipped)} cases need to mount a small disk, which only root may; they are skipped")
     waiting: queue.SimpleQueue[Case] = queue.SimpleQueue()
     for case in todo:
         waiting.put(case)

@@ -76,7 +76,7 @@ def chained(frame: DataFrame) -> DataFrame:
 
 
 def sessions(frame: DataFrame) -> DataFrame:
-    # A fractional gap: records at whole seconds never lie on its border.
+    # A fractional gap: records at integer seconds never lie on its border.
     found = _summed(frame, F.session_window("time", f"{SESSION_GAP_S} seconds 500 milliseconds"))
     return _rows(found, F.concat_ws("@", "k", _at(F.col("w.start"), 1)), "n", "s")
 

@@ -1,4 +1,4 @@
-"""What an operator must leave in the sink, recomputed in plain Python from the whole source.
+"""What an operator must leave in the sink, recomputed in plain Python from all records of the source.
 
 Pipelines (operators.py) share only the numbers below. Each oracle takes the values of a source's records, in any order,
 and returns value by key of the rows that are determined however the records were cut into batches:

@@ -4,7 +4,7 @@ the controller that starts, kills and restarts it in a process of its own.
     python -m delivered_lab.verify.producer '{"source": ..., "records": file, "notes": file, "portion": 20, ...}'
 
 It writes a note before it sends a portion and one after the acknowledgement, each on disk before it goes on. After a
-restart it resends what was begun and not acknowledged: the source may then hold these twice. With `"again": false` it
+restart it resends what was started and not acknowledged: the source may then hold these twice. With `"again": false` it
 skips them: the source may then hold them or not.
 """
 
@@ -59,7 +59,7 @@ class Producer:
             "pause_s": pause_s,
             "again": again,
         }
-        self._noted = 0
+        self._reported = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, stop_at: int | None = None, moment: str = "before") -> Path:
@@ -105,13 +105,13 @@ class Producer:
 
     def _note(self) -> None:
         notes = read_notes(self._notes)
-        for n in notes[self._noted :]:
-            self._history.add("producer", "send", End.OK if n["end"] == "ok" else End.BEGUN, {"ids": n["ids"]})
-        self._noted = len(notes)
+        for n in notes[self._reported :]:
+            self._history.add("producer", "send", End.OK if n["end"] == "ok" else End.STARTED, {"ids": n["ids"]})
+        self._reported = len(notes)
 
 
 def read_notes(path: Path) -> list[dict[str, Any]]:
-    """A producer's notes: {"at": portion, "end": "begun" | "ok", "ids": [...]}."""
+    """A producer's notes: {"at": portion, "end": "started" | "ok", "ids": [...]}."""
     if not path.exists():
         return []
     found = []
@@ -150,7 +150,7 @@ def main() -> None:
                 continue
             part = records[at : at + portion]
             ids = [r.id for r in part]
-            note(at, "begun", ids)
+            note(at, "started", ids)
             stand(at, "before")
             source.send(part)
             stand(at, "after")

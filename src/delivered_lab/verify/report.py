@@ -56,7 +56,7 @@ def write_report(results: Sequence[Result], path: Path) -> None:
 
 
 def page(results: Sequence[Result]) -> str:
-    """The whole file."""
+    """The page, as HTML."""
     return html.page("delivered verify", _CASES_TEMPLATE, **_values(results))
 
 
@@ -152,7 +152,7 @@ def timeline(history: Sequence[Operation]) -> str:
     def x(at_s: float) -> float:
         return _LEFT + (_WIDTH - _LEFT - 12) * at_s / until
 
-    drivers = [o.process for o in history if o.name == "run" and o.end is End.BEGUN]
+    drivers = [o.process for o in history if o.name == "run" and o.end is End.STARTED]
     rows = {name: _TOP + _ROW * n for n, name in enumerate(["producer", *drivers, "reader"])}
     height = _TOP + _ROW * len(rows) + 26
     drawn = [f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="timeline of {until:.0f} seconds">']
@@ -162,9 +162,9 @@ def timeline(history: Sequence[Operation]) -> str:
         for name, y in rows.items()
     ]
     for o in history:
-        if o.name == "run" and o.end is not End.BEGUN:
-            begun = next((b.at_s for b in history if b.process == o.process and b.end is End.BEGUN), 0.0)
-            drawn.append(_run_bar(x(begun), x(o.at_s), rows[o.process], o))
+        if o.name == "run" and o.end is not End.STARTED:
+            started_s = next((b.at_s for b in history if b.process == o.process and b.end is End.STARTED), 0.0)
+            drawn.append(_run_bar(x(started_s), x(o.at_s), rows[o.process], o))
         elif o.name == "send" and o.end is End.OK:
             drawn.append(f'<circle class="send" cx="{x(o.at_s):.1f}" cy="{rows["producer"]}" r="3"/>')
     drawn += _seen(history, x, rows["reader"])
@@ -351,7 +351,7 @@ def write_index(folder: Path) -> Path:
 
 
 def index(runs: Sequence[Run], folder: Path) -> str:
-    """The whole file."""
+    """The page, as HTML."""
     return html.page(
         "delivered verify: runs",
         _RUNS_TEMPLATE,

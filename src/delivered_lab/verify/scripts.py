@@ -137,7 +137,7 @@ def nothing(fixture: Fixture) -> None:
 
 
 def kill_at(fixture: Fixture, where: str) -> bool:
-    """Start the pipeline, and kill the whole process tree when it has stopped at a point. False: it ended before."""
+    """Start the pipeline, and kill its process tree when it has stopped at a point. False: it ended before."""
     run = fixture.start(where)
     found = run.wait_hit(HIT_TIMEOUT_S)
     if found is None:
@@ -168,12 +168,12 @@ def random_kills(times: int) -> Scripted:
     """
 
     def script(fixture: Fixture) -> None:
-        began_s, run = _begun(fixture, 1 / (2 * times))
+        began_s, run = _wait_batch(fixture, 1 / (2 * times))
         fixture.end(run)
         length_s = time.monotonic() - began_s
         for share in [round(fixture.random.uniform(0, 0.9), 3) for _ in range(times)]:
             for _ in range(TRIES_MAX):
-                began_s, run = _begun(fixture, 1 / (3 * times))
+                began_s, run = _wait_batch(fixture, 1 / (3 * times))
                 fixture.wait(after(share * length_s), "the moment comes")
                 if run.lives:
                     fixture.kill(run)
@@ -188,18 +188,18 @@ def random_kills(times: int) -> Scripted:
     return script, ("kill at random",) * times
 
 
-def _begun(fixture: Fixture, share: float) -> tuple[float, Run]:
+def _wait_batch(fixture: Fixture, share: float) -> tuple[float, Run]:
     """Send a share of the records, start the pipeline and wait until it begins a batch; return when, and the run."""
     if fixture.left:
         fixture.send(share)
     planned, logged = len(fixture.batches_planned()), len(fixture.batches_logged())
     run = fixture.start()
 
-    def begun() -> bool:
+    def started() -> bool:
         # A rerun batch already has its file: a new log entry shows progress.
         return not run.lives or len(fixture.batches_planned()) > planned or len(fixture.batches_logged()) > logged
 
-    fixture.wait(begun, "a batch begins")
+    fixture.wait(started, "a batch begins")
     return time.monotonic(), run
 
 
@@ -329,7 +329,7 @@ def older_checkpoint(fixture: Fixture) -> None:
 
 
 def checkpoint_deleted(fixture: Fixture) -> None:
-    """The checkpoint is gone: reading from the start would write everything twice."""
+    """The checkpoint is missing: reading from the start would write everything twice."""
     fixture.send(0.5)
     must_go_through(fixture, "the first half")
     kept = fixture.folder / "checkpoint.kept"
@@ -399,9 +399,9 @@ def zombie(step: str, locked: str | None) -> Script:
     """A driver is paused before a step; another takes over and finishes; then the first one resumes.
 
     Args:
-        locked: the error of other writers while one writer locks the whole sink.
+        locked: the error of other writers while one writer locks all of the sink.
 
-    A paused driver that locks the whole sink cannot be taken over: the second one must report so, and the first must
+    A paused driver that locks all of the sink cannot be superseded: the second one must report so, and the first must
     succeed. A two-phase upsert locks its keys: the second driver may be rejected because of them, and a start after the
     first one has ended continues. A driver that had already decided can no longer be stopped: it may end either way.
     """

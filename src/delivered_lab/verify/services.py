@@ -125,14 +125,14 @@ class Run:
         return killed
 
     def pause(self) -> int:
-        """SIGSTOP the whole tree; return the number of processes."""
+        """SIGSTOP all of the tree; return the number of processes."""
         return self._signal(signal.SIGSTOP)
 
     def resume(self) -> int:
         return self._signal(signal.SIGCONT)
 
     def kill_one(self, pid: int) -> bool:
-        """SIGKILL one process of the tree; False if it is gone or not in this tree."""
+        """SIGKILL one process of the tree; False if it has ended or is not in this tree."""
         for p in self._tree():
             if p.pid == pid:
                 p.kill()
@@ -369,7 +369,7 @@ class Receiving:
         command = [*DELIVERED, "receive", str(self._pipeline), "--output", "json"]
         run = start(RECEIVER, number, self._folder, command, crash, self._env)
         self._runs.append(run)
-        self._history.add(run.name, "run", End.BEGUN, {"crash": crash})
+        self._history.add(run.name, "run", End.STARTED, {"crash": crash})
         return run
 
     def stop(self) -> None:

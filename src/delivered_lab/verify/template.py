@@ -127,7 +127,7 @@ def load(path: Path) -> Template:
 
 
 def row_effect(key: str | None, value: str) -> Effect:
-    """The effect is the whole content of a row."""
+    """The effect is the content of a row."""
     digest = hashlib.blake2b(json.dumps([key, value]).encode(), digest_size=10).hexdigest()
     return Effect(digest, key, None)
 

@@ -33,7 +33,7 @@ class Record:
     Attributes:
         id: unique, unless the workload sends a record twice on purpose.
         number: its position in the sequence of its key, from 0.
-        filler: characters of payload beyond the header; raw: the whole value, in place of a generated one.
+        filler: characters of payload beyond the header; raw: the value, in place of a generated one.
     """
 
     id: str
@@ -461,7 +461,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload("doubled", "records that are in the source two and three times", _doubled),
         Workload(
             "sparse",
-            "a filter that leaves nothing of whole batches",
+            "a filter that leaves nothing of some batches",
             _spread,
             _sparse,
             arrow=f"{_MODULE}:sparse",

@@ -153,14 +153,14 @@ class Sagas:
                 for table in ("delivered_saga", "delivered_saga_entry"):
                     execute(connection, f"DELETE FROM {table}")  # noqa: S608
                 connection.commit()
-        self.begun: list[str] = []
+        self.started: list[str] = []
 
     def begin(self, sagas: Mapping[str, Any]) -> None:
         with contextlib.closing(connect(self.dialect, self.url)) as connection:
             for id_, data in sagas.items():
                 saga.begin(connection, self.saga, id=id_, data=data)
             connection.commit()
-        self.begun += sagas
+        self.started += sagas
 
     def worker(self, crash: str = "", **spec: Any) -> Process:
         given = {
@@ -187,7 +187,7 @@ class Sagas:
     def gather(self) -> None:
         """What a disagreement says is an effect that was not to be; a saga that is not at rest is lost."""
         statuses = self.statuses()
-        self.end.expected = Counter(self.begun)
+        self.end.expected = Counter(self.started)
         at_rest = [i for i, status in statuses.items() if status in ("complete", "compensated")]
         self.end.found = Counter([*at_rest, *disagreements(self.shop, statuses)])
 
@@ -198,12 +198,12 @@ class Sagas:
 def killed_everywhere(moments: Sequence[str]) -> tuple[dict[str, Any], list[Point]]:
     """A saga for each point: of those that end well at every do, of those that turn back at every undo, too; the ask,
     and a second kill in the same call."""
-    begun: dict[str, Any] = {}
+    sagas_started: dict[str, Any] = {}
     points: list[Point] = []
 
     def add(name: str, data: dict[str, Any], *kills: tuple[str, str]) -> None:
-        id_ = f"{name}-{len(begun)}"
-        begun[id_] = data
+        id_ = f"{name}-{len(sagas_started)}"
+        sagas_started[id_] = data
         points.extend((id_, call, moment) for call, moment in kills)
 
     for moment in moments:
@@ -217,12 +217,12 @@ def killed_everywhere(moments: Sequence[str]) -> tuple[dict[str, Any], list[Poin
     add("quiet", {})
     add("quiet", {"fail": "confirm"})
     add("doubt", {"flaky": ["pay"], "denies": "pay"}, ("reserve.do", "in"))
-    return begun, points
+    return sagas_started, points
 
 
 def _sagas_killed(moments: Sequence[str], world: Sagas) -> None:
-    begun, points = killed_everywhere(moments)
-    world.begin(begun)
+    started, points = killed_everywhere(moments)
+    world.begin(started)
     world.run_killed(points)
 
 
@@ -252,7 +252,7 @@ def _three(world: Sagas) -> None:
     for worker in workers:
         must_end(world.end.ended(worker), worker)
     world.end.fire("three workers")
-    ran = {i: {p for j, _, p in world.shop.calls if j == i} for i in world.begun}
+    ran = {i: {p for j, _, p in world.shop.calls if j == i} for i in world.started}
     world.shop.effects += [(i, "two workers") for i, pids in ran.items() if len(pids) != 1]
 
 

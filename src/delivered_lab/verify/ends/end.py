@@ -104,7 +104,7 @@ class End:
         env = {**self.environment.env, **(env or {})}
         process = Process(what, number, module, spec, self.folder, env)
         self._started.append(process)
-        self.history.add(process.name, "run", Ended.BEGUN, {"point": spec.get("point", "")})
+        self.history.add(process.name, "run", Ended.STARTED, {"point": spec.get("point", "")})
         return process
 
     def pipeline(self, file: Path, crash: str = "") -> Run:
@@ -112,7 +112,7 @@ class End:
         command = [sys.executable, "-m", "delivered_lab.verify.loop", str(file)]
         run = start(DRIVER, len(self._started) + 1, self.folder, command, crash, self.environment.env)
         self._started.append(run)
-        self.history.add(run.name, "run", Ended.BEGUN, {"crash": crash})
+        self.history.add(run.name, "run", Ended.STARTED, {"crash": crash})
         return run
 
     def run_out(self, run: Run) -> str | None:

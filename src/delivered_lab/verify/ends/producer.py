@@ -40,7 +40,7 @@ class Shop:
     Attributes:
         address: for `applications.connect`; url: for the source.
         ids: of the messages, given out before the first request.
-        gone: requests whose business rows the database lost in a fail-over, after their messages were sent on.
+        lost: requests whose business rows the database lost in a fail-over, after their messages were sent on.
     """
 
     def __init__(self, end: End) -> None:
@@ -56,7 +56,7 @@ class Shop:
         self.box, self.orders = f"box_{end.name}", f"orders_{end.name}"
         self.ids = [str(outbox.new_id()) for _ in range(MESSAGES)]
         self.sink = end.folder / "sink.db"
-        self.gone: Sequence[int] = ()
+        self.lost: Sequence[int] = ()
         self._polled = ""
         self.execute(outbox.ddl(self.dialect, outbox.Layout(table=self.box)))
         self.execute(f"CREATE TABLE {self.orders} (n INTEGER, message VARCHAR(64))")
@@ -145,7 +145,7 @@ class Shop:
         end = self.end
         numbers = [n for (n,) in self.execute(f"SELECT n FROM {self.orders}")]  # noqa: S608
         end.expected = Counter(f"message {n}" for n in range(MESSAGES))
-        end.expected.update(f"order {n}" for n in range(MESSAGES) if n not in self.gone)
+        end.expected.update(f"order {n}" for n in range(MESSAGES) if n not in self.lost)
         end.found = Counter(f"order {n}" for n in numbers)
         with contextlib.closing(sqlite3.connect(self.sink)) as sink:
             there = sink.execute("SELECT 1 FROM sqlite_master WHERE name = 'messages'").fetchone()
@@ -171,7 +171,10 @@ def _application_killed(shop: Shop) -> None:
         process = shop.application(point, n)
         must_end(shop.end.ended(process), process, wanted=[-signal.SIGKILL])
         shop.end.fire("application killed", point=point, n=n)
-        if point in ("before", "in_late"):  # what it asks for again is in the outbox in one case, and gone in the other
+        if point in (
+            "before",
+            "in_late",
+        ):  # what it asks for again is in the outbox in one case, and deleted in the other
             shop.deliver()
     shop.serve()
     shop.deliver()
@@ -246,7 +249,7 @@ def _failed_over(slot_survives: bool) -> Any:
         server.restart()
         wait_for(lambda: shop.execute("SELECT pg_is_in_recovery()") == [(False,)], 60.0, "the standby is promoted")
         end.fire("failed over", slot=slot_survives)
-        shop.gone = range(third, 2 * third)
+        shop.lost = range(third, 2 * third)
         # The new primary's log passes the old positions.
         shop.execute(f"CREATE TABLE noise_{end.name} AS SELECT repeat('x', 1000) FROM generate_series(1, 2000)")  # noqa: S608
         _must_stop(shop, "OUTBOX_TIMELINE", "after the fail-over", None)

@@ -135,7 +135,7 @@ class Shop:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 _, step, verb, id_ = self.path.split("/")
-                with suppress(OSError):  # the caller is gone
+                with suppress(OSError):  # the caller was killed
                     answer = shop.serve(id_, step, verb, self.headers["Idempotency-Key"], body, self.headers["X-Pid"])
                     if answer is None:
                         self.close_connection = True

@@ -42,7 +42,7 @@ class Poll:
 
     Attributes:
         rows: new since the previous step.
-        snapshot: whether the step saw the whole sink at one moment.
+        snapshot: whether the step saw all of the sink at one moment.
     """
 
     rows: Sequence[Row]
@@ -257,7 +257,7 @@ class SinkKind:
         source: what feeds its pipelines unless a workload or a fault needs topics.
         two_phase: under exactly_once, shards stay open from prepare to apply.
         locks: another program can hold a lock that writers need.
-        locked: error of other writers while one writer locks the whole sink; None: the sink cannot be locked.
+        locked: error of other writers while one writer locks all of the sink; None: the sink cannot be locked.
         shared: others commit to the table meanwhile.
         statements: of its protocol, which a proxy parses; None: not a SQL server.
         members: several sinks that share every batch, all or nothing; empty: a single sink.
@@ -359,7 +359,7 @@ def digest(name: str) -> str:
 
 
 def as_row(partition: str, position: int, columns: Mapping[str, Any]) -> Row:
-    """A row of a table. With columns other than key and value, the whole row is its value."""
+    """A row of a table. With columns other than key and value, the row as JSON is its value."""
     if list(columns) == ["key", "value"]:
         return Row(partition, position, as_text(columns["key"]), as_text(columns["value"]) or "")
     return Row(partition, position, None, json.dumps({name: as_text(v) for name, v in columns.items()}))

@@ -69,8 +69,8 @@ class Topic:
             made.result(ANSWER_TIMEOUT_S)
 
     def remove(self) -> None:
-        for gone in self._admin().delete_topics(self.names).values():
-            gone.result(ANSWER_TIMEOUT_S)
+        for deletion in self._admin().delete_topics(self.names).values():
+            deletion.result(ANSWER_TIMEOUT_S)
 
     def options(self) -> dict[str, Any]:
         # With several topics, every row names its own.

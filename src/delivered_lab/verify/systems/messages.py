@@ -116,7 +116,7 @@ class Messages(ABC):
         raise TimeoutError(f"{self.name} could not be read to its end within {ANSWER_TIMEOUT_S:.0f} s: {failure}")
 
     def follow(self, seen: Callable[[Poll], None], stop: threading.Event) -> None:
-        """While the server is down, there is nothing to see. Messages taken by a final reader are seen here too."""
+        """While the server is down, there is nothing to see. Messages received by a final reader are seen here too."""
         count = 0
         for _ in polling(stop):
             try:

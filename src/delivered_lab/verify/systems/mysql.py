@@ -136,7 +136,7 @@ class MysqlTable(SqlTable):
 
     def _drop(self, connection: Any) -> None:
         if connection is not None and connection.open:
-            connection._force_close()  # skip the goodbye: the server may be gone
+            connection._force_close()  # skip the goodbye: the server may be down
 
     def _state(self, connection: Any) -> tuple[Any, ...]:
         with connection.cursor() as cursor:

@@ -19,7 +19,7 @@ from delivered_lab.verify.workloads import PARTITIONS, Record
 _READ_MAX = 1_000
 _WAIT_MS, _READ_MS, _SEND_MS = 200, 10_000, 10_000
 _BATCH = 10
-_WHOLE_ENTRY = (1 << 16) - 1
+_LAST_IN_ENTRY = (1 << 16) - 1
 _POSITION = re.compile(r"(-?\d+):(-?\d+)(?::(\d+))?")
 
 
@@ -130,7 +130,7 @@ class PulsarSource(SourceClient):
             read = _POSITION.match(text)
             if read is None:
                 raise ValueError(f"the checkpoint holds {text!r}, which is no position")
-            index = _WHOLE_ENTRY if read[3] is None else int(read[3])
+            index = _LAST_IN_ENTRY if read[3] is None else int(read[3])
             found[f"{self.name}-partition-{partition}"] = _order(int(read[1]), int(read[2]), index) + 1
         return found
 

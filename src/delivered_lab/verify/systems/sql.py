@@ -147,7 +147,7 @@ class SqlTable(ABC):
 
     @abstractmethod
     def _drop(self, connection: Any) -> None:
-        """Close a connection whose server may be gone; None: there is none."""
+        """Close a connection whose server may be down; None: there is none."""
 
     @abstractmethod
     def _state(self, connection: Any) -> tuple[Any, ...]:

@@ -45,7 +45,7 @@ class SqliteTable:
         for _ in polling(stop):
             rows, total = self._after(newest)
             if total != count + len(rows):
-                # Rows that were seen are gone: reread everything, and let the checkers compare.
+                # Rows that were seen are missing: reread everything, and let the checkers compare.
                 rows, total = self._after(-1)
                 count = 0
             if rows:

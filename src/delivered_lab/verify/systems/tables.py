@@ -102,7 +102,7 @@ class FileTable(ABC):
         try:
             now = again()
         except Exception as error:
-            raise ReadDisturbed(f"what a reader had begun to read cannot be read any more: {error}") from error
+            raise ReadDisturbed(f"what a reader had started to read cannot be read any more: {error}") from error
         if now != before:
             raise ReadDisturbed(f"a reader began with {before} rows and ended with {now}")
 
