@@ -67,10 +67,9 @@ class Peer:
 
 
 def _jars() -> Path:
-    from delivered.machine import java_home
     from delivered_lab.brokers.fetch import fetch_jars
 
-    return fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, java_home() / "bin" / "java", print, transitive=False)
+    return fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, print, transitive=False)
 
 
 def _environment(name: str = "peers-env", packages: Sequence[str] = PACKAGES) -> Path:
@@ -94,7 +93,7 @@ def flink() -> tuple[str, str, str]:
     from delivered_lab.brokers.fetch import fetch_jars
 
     java = java_home()
-    jars = fetch_jars("flink-kafka/5.0.0-2.2", FLINK_JARS, java / "bin" / "java", print, transitive=False)
+    jars = fetch_jars("flink-kafka/5.0.0-2.2", FLINK_JARS, print, transitive=False)
     return str(_environment("flink-env", FLINK_PACKAGES)), str(jars), str(java)
 
 

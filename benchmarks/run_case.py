@@ -88,14 +88,12 @@ def timed(work: Callable[[], None], cpu_elsewhere: Callable[[], float] = lambda:
 
 
 def make_session(case: Case) -> SparkSession:
-    from delivered.machine import java_home
     from delivered.spark.session import session
     from delivered_lab.brokers.fetch import fetch_jars
 
     conf = {"spark.driver.memory": "2g"}
     if case.jars:
-        java = java_home() / "bin" / "java"
-        folder = fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, java, print, transitive=False)
+        folder = fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, print, transitive=False)
         conf["spark.jars"] = ",".join(str(jar) for jar in sorted(folder.glob("*.jar")))
     spark = session("bench", "local[2]", conf)
     spark.sparkContext.setLogLevel("ERROR")

@@ -35,7 +35,7 @@ from delivered.connectors.kafka.topics import id_prefix
 from delivered.machine import cache_folder
 from delivered.pipeline.definition import Definition
 from delivered_lab import brokers
-from delivered_lab.brokers.fetch import unpacked
+from delivered_lab.brokers.fetch import fetch_packages
 from delivered_lab.brokers.servers import free_ports
 
 SEEN_WITHIN_S = 15.0
@@ -78,7 +78,7 @@ def fetched(url: str, method: str = "GET") -> str:
 
 def prometheus() -> Path:
     """The program, from Debian's package."""
-    root = unpacked("prometheus", cache_folder() / "prometheus" / "debian", ["prometheus"], "31 MB", print)
+    root = fetch_packages("prometheus", cache_folder() / "prometheus" / "debian", ["prometheus"], "31 MB", print)
     return root / "usr" / "bin" / "prometheus"
 
 

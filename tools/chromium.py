@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from delivered.machine import cache_folder
-from delivered_lab.brokers.fetch import unpacked
+from delivered_lab.brokers.fetch import fetch_packages
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _QUIET = ("--disable-gpu", "--disable-background-networking", "--disable-component-update", "--no-first-run")
@@ -29,7 +29,9 @@ def program(apt: Sequence[str] = ()) -> tuple[str, dict[str, str]]:
     command = ["apt-get", "install", "-s", "--no-install-recommends", *apt, "chromium"]
     plan = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     packages = [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
-    root = unpacked("chromium", cache_folder() / "chromium", packages, "115 MB and the libraries missing here", print)
+    root = fetch_packages(
+        "chromium", cache_folder() / "chromium", packages, "115 MB and the libraries missing here", print
+    )
     libraries = [str(root / at / "x86_64-linux-gnu") for at in ("usr/lib", "lib")]
     libraries.append(f"{libraries[0]}/pulseaudio")
     return str(root / "usr/lib/chromium/chromium"), {"LD_LIBRARY_PATH": ":".join(libraries)}

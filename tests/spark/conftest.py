@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import pytest
 from benchmarks.cases import SPARK_KAFKA_JARS
 
-from delivered.machine import java_home
 from delivered.model.errors import DeliveredError
 from delivered_lab.brokers.fetch import fetch_jars
 
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 def spark_kafka_jars() -> str:
     """JARs of Spark's own Kafka connector, comma-separated; empty if unavailable."""
     try:
-        java = java_home() / "bin" / "java"
-        folder = fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, java, print, transitive=False)
+        folder = fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, print, transitive=False)
     except DeliveredError as error:
         print(f"without Spark's own Kafka connector: {error}")
         return ""

@@ -11,7 +11,6 @@ import yaml
 from benchmarks.cases import SPARK_KAFKA_JARS
 from tests.kafka_tools import produce, read_committed
 
-from delivered.machine import java_home
 from delivered_lab.brokers.fetch import fetch_jars
 from delivered_lab.supervisor import run
 
@@ -20,7 +19,7 @@ ROWS = 300
 
 @pytest.mark.matrix
 def test_the_jvm_source_is_read_exactly_once(kafka: Any, tmp_path: Path) -> None:
-    jars = fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, java_home() / "bin" / "java", print, transitive=False)
+    jars = fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, print, transitive=False)
     source, sink = kafka.topic(2), kafka.topic(2)
     produce(kafka.bootstrap, source, ((f"k{i % 7}".encode(), str(i).encode()) for i in range(ROWS)))
     servers = {"kafka.bootstrap.servers": kafka.bootstrap}

@@ -21,7 +21,6 @@ from tests.kafka_tools import produce, read_committed
 
 import delivered
 from delivered.checkpoint.sidecar import METADATA_FILE
-from delivered.machine import java_home
 from delivered_lab.brokers.fetch import fetch_jars
 from delivered_lab.supervisor import run
 
@@ -53,7 +52,7 @@ def logged(checkpoint: Path) -> dict[int, dict[str, Any]]:
 @pytest.mark.matrix
 def test_both_connectors_go_on_from_each_others_batches(kafka: Any, tmp_path: Path) -> None:
     """Ours dies after a decision, Spark's own goes on and dies after the next, ours finishes: each record once."""
-    jars = fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, java_home() / "bin" / "java", print, transitive=False)
+    jars = fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, print, transitive=False)
     source, sink = kafka.topic(2), kafka.topic(2)
     produce(kafka.bootstrap, source, ((f"k{i % 7}".encode(), str(i).encode()) for i in range(ROWS)))
     servers = {"kafka.bootstrap.servers": kafka.bootstrap}

@@ -14,7 +14,7 @@ import pytest
 from delivered.clients.kafka.sasl import LIBRARY
 from delivered.machine import cache_folder
 from delivered.model.errors import DeliveredError
-from delivered_lab.brokers.fetch import unpacked
+from delivered_lab.brokers.fetch import fetch_packages
 from delivered_lab.brokers.servers import end, free_ports, launch
 
 PACKAGES = (
@@ -36,7 +36,7 @@ class Realm:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True)
         try:
-            root = unpacked("Kerberos", cache_folder() / "kerberos" / "root", PACKAGES, "1.6 MB", lambda _: None)
+            root = fetch_packages("Kerberos", cache_folder() / "kerberos" / "root", PACKAGES, "1.6 MB", lambda _: None)
         except DeliveredError as error:
             pytest.skip(f"no Kerberos server here: {error}")
         [libraries] = [p.parent for p in root.glob("usr/lib/*/libkdb5.so.10")]

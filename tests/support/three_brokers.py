@@ -26,10 +26,9 @@ from tests.support.servers import Kafka, KafkaCluster
 
 from delivered.clients.kafka.errors import NoAnswer
 from delivered.clients.kafka.protocol import Wire
-from delivered.machine import java_home
 from delivered_lab import brokers
 from delivered_lab.brokers import kafka as server
-from delivered_lab.brokers.servers import free_ports
+from delivered_lab.brokers.servers import State, free_ports
 
 NODES = (1, 2, 3)
 _SAFE = {"min.insync.replicas": "2"}
@@ -60,8 +59,9 @@ class ThreeBrokers(KafkaCluster):
 
         first = folder / "1"
         first.mkdir(parents=True)
-        listeners = dict.fromkeys(server.listeners_wanted(False, False), "127.0.0.1:1")
-        server.prepare(java_home(), first, listeners, {}, own(1), lambda _: None)
+        listeners = dict.fromkeys(server.listeners_wanted({"tls": False, "scram": {}}), "127.0.0.1:1")
+        settings = {"scram": {}, "properties": own(1), "heap_mb": 256}
+        server.prepare(first, State("kafka", listeners, settings), lambda _: None)
         meta = (first / "data" / "meta.properties").read_text().splitlines()
         cluster = next(line for line in meta if line.startswith("cluster.id="))
         for node in NODES[1:]:

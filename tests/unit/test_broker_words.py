@@ -34,8 +34,8 @@ def test_the_line_for_a_pipeline_file_is_one(kind: str, tmp_path: Path) -> None:
 
 def test_a_server_moves_to_the_port_that_is_asked_for() -> None:
     kafka = State("kafka", {"PLAINTEXT": "127.0.0.1:20000", "CONTROLLER": "127.0.0.1:20001"}, {})
-    assert brokers.run._at(kafka, None) is kafka
-    moved = brokers.run._at(kafka, 9092).listeners
+    assert brokers._at(kafka, None) is kafka
+    moved = brokers._at(kafka, 9092).listeners
     assert moved == {"PLAINTEXT": "127.0.0.1:9092", "CONTROLLER": "127.0.0.1:20001"}
 
 

@@ -15,7 +15,7 @@ started, gate = [], threading.Barrier(8)
 
 def start(n):
     gate.wait()
-    started.append(launch(["sleep", "60"], Path(f"{sys.argv[1]}/{n}.log"), {}, dies_with_parent=True))
+    started.append(launch(["sleep", "60"], Path(f"{sys.argv[1]}/{n}.log"), dies_with_parent=True))
 
 threads = [threading.Thread(target=start, args=(n,)) for n in range(8)]
 for t in threads: t.start()

@@ -5,15 +5,12 @@ Anonymous clients may do everything; clients with a user need the password (`del
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from delivered.machine import java_home
 from delivered_lab.brokers.fetch import Say, fetch_archive
-from delivered_lab.brokers.servers import Server
+from delivered_lab.brokers.servers import Server, State, as_lines, connected, java_command, open_packages
 
 VERSION = "2.40.0"
 ARTIFACT = ("org.apache.activemq", "apache-artemis", VERSION)
@@ -26,65 +23,49 @@ _PERMISSIONS = (
 )
 
 
-def url(address: str) -> str:
-    return f"stomp://{address}"
-
-
-def fetch(java: Path, say: Say) -> Path:
+def fetch(say: Say) -> Path:
     """The server's folder, fetched once."""
-    return fetch_archive(f"artemis/{VERSION}", ARTIFACT, ("lib",), "47 MB", java, say)
+    return fetch_archive(f"artemis/{VERSION}", ARTIFACT, ("lib",), "47 MB", say)
 
 
-def prepare(
-    folder: Path, listeners: Mapping[str, str], properties: Mapping[str, str], heap_mb: int, say: Say
-) -> list[str]:
-    """Fetch the server if missing, write its configuration; return the command to run.
-
-    Args:
-        properties: for Artemis's broker.properties, for instance {"journalDatasync": "false"}.
-
-    Raises:
-        DeliveredError: no Java, or the download failed.
-    """
-    java = java_home() / "bin" / "java"
-    home = fetch(java, say)
+def prepare(folder: Path, state: State, say: Say) -> list[str]:
+    """Properties are those of Artemis's broker.properties, for instance {"journalDatasync": "false"}."""
+    home = fetch(say)
     etc = folder / "etc"
     etc.mkdir(exist_ok=True)
     files = {
-        "broker.xml": _broker(folder, listeners[STOMP]),
+        "broker.xml": _broker(folder, state.listeners[STOMP]),
         "bootstrap.xml": _bootstrap(etc),
         "management.xml": '<management-context xmlns="http://activemq.apache.org/schema"/>\n',
         "login.config": _LOGIN,
         "users.properties": f"{USER} = {PASSWORD}\n",
         "roles.properties": f"{_ROLE} = {USER}\n",
-        "broker.properties": "".join(f"{k}={v}\n" for k, v in properties.items()),
+        "broker.properties": as_lines(state.settings["properties"]),
         "log4j2.properties": _LOG,
     }
     for name, text in files.items():
         (etc / name).write_text(text, encoding="utf-8")
     return [
-        str(java),
-        f"-Xmx{heap_mb}m",
-        "-XX:+UseSerialGC",
-        "-XX:MaxMetaspaceSize=128m",
-        "-Djava.net.preferIPv4Stack=true",
-        f"-Djava.security.auth.login.config={etc / 'login.config'}",
-        f"-Dartemis.home={home}",
-        f"-Dartemis.instance={folder}",
-        f"-Dartemis.instance.etc={etc}",
-        f"-Dlog4j2.configurationFile={etc / 'log4j2.properties'}",
-        "-Dlog4j2.disableJmx=true",
-        "--add-opens=java.base/jdk.internal.misc=ALL-UNNAMED",
-        *("-cp", str(home / "lib" / "*"), "org.apache.activemq.artemis.cli.Artemis"),
-        *("run", "--properties", str(etc / "broker.properties")),
+        *java_command(
+            state.settings["heap_mb"],
+            home / "lib",
+            "-XX:+UseSerialGC",
+            "-XX:MaxMetaspaceSize=128m",
+            f"-Djava.security.auth.login.config={etc / 'login.config'}",
+            f"-Dartemis.home={home}",
+            f"-Dartemis.instance={folder}",
+            f"-Dartemis.instance.etc={etc}",
+            f"-Dlog4j2.configurationFile={etc / 'log4j2.properties'}",
+            "-Dlog4j2.disableJmx=true",
+            *open_packages("java.base/jdk.internal.misc"),
+        ),
+        *("org.apache.activemq.artemis.cli.Artemis", "run", "--properties", str(etc / "broker.properties")),
     ]
 
 
-def answers(address: str, timeout_s: float = 2.0) -> bool:
-    """Whether the server at `address` opens a STOMP connection."""
-    host, _, port = address.rpartition(":")
-    with suppress(OSError), socket.create_connection((host, int(port)), timeout_s) as peer:
-        peer.settimeout(timeout_s)
+def answers(state: State) -> bool:
+    """Whether the server opens a STOMP connection."""
+    with suppress(OSError), connected(state.listeners[STOMP]) as peer:
         peer.sendall(b"CONNECT\naccept-version:1.2\nhost:localhost\n\n\0")
         answered = peer.makefile("rb").read(9) == b"CONNECTED"
         peer.sendall(b"DISCONNECT\n\n\0")  # else the server logs a lost connection
@@ -157,12 +138,9 @@ appender.console.layout.pattern = %d %-5level [%logger] %msg%n
 
 SERVER = Server(
     listeners=lambda _: [STOMP],
-    main=STOMP,
-    fetch=lambda say: fetch(java_home() / "bin" / "java", say),
-    prepare=lambda folder, state, say: prepare(
-        folder, state.listeners, state.settings["properties"], state.settings["heap_mb"], say
-    ),
-    answers=lambda state: answers(state.listeners[STOMP]),
-    url=url,
+    prepare=prepare,
+    answers=answers,
+    fetch=fetch,
+    url="stomp://{}",
     pipeline='{{format: activemq, url: "{url}", queue: orders, log: orders-log}}',
 )

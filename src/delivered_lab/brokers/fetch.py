@@ -21,22 +21,19 @@ from pathlib import Path
 from xml.sax.saxutils import quoteattr
 
 from delivered import DeliveredError, MissingExtra
-from delivered.machine import cache_folder
+from delivered.machine import cache_folder, java_home
 
 FETCH_TIMEOUT_S = 900.0
 HASHES = Path(__file__).with_name("hashes.txt")
 Say = Callable[[str], None]
 
 
-def fetch_jars(
-    name: str, artifacts: Sequence[tuple[str, str, str]], java: Path, say: Say, transitive: bool = True
-) -> Path:
+def fetch_jars(name: str, artifacts: Sequence[tuple[str, str, str]], say: Say, transitive: bool = True) -> Path:
     """The folder with the JARs of `artifacts` and their runtime dependencies; fetched once.
 
     Args:
         name: of the folder, with the version: "kafka/4.3.0".
         artifacts: Maven's (group, artifact, version).
-        java: the `java` to run Ivy with.
         transitive: False: without dependencies.
 
     Raises:
@@ -50,7 +47,7 @@ def fetch_jars(
     )
 
     def fetch(work: Path) -> Path:
-        _run_ivy(name, needs, ("jar", "bundle"), java, work, poms=True)  # some JARs are OSGi bundles
+        _run_ivy(name, needs, ("jar", "bundle"), work, poms=True)  # some JARs are OSGi bundles
         check_hashes(name, work / "lib")
         return work / "lib"
 
@@ -62,15 +59,14 @@ def fetch_archive(
     artifact: tuple[str, str, str],
     folders: Sequence[str] | None,
     size: str,
-    java: Path,
     say: Say,
     classifier: str = "bin",
 ) -> Path:
     """The folder with `folders` of an artifact that is a .tar.gz; fetched once.
 
     Args:
-        name, artifact, java: as for `fetch_jars`.
-        folders: of the archive, below its top folder; others are left out. None: it has no top folder, and all is kept.
+        name, artifact: as for `fetch_jars`.
+        folders: of the archive, below its top folder; others are skipped. None: it has no top folder, and all is kept.
         size: of the download, for messages.
 
     Raises:
@@ -84,9 +80,9 @@ def fetch_archive(
     )
 
     def fetch(work: Path) -> Path:
-        _run_ivy(name, need, ("tar.gz",), java, work, poms=False)
+        _run_ivy(name, need, ("tar.gz",), work, poms=False)
         check_hashes(name, work / "lib")
-        made = work / "made"
+        unpacked = work / "unpacked"
         (packed,) = (work / "lib").glob("*.tar.gz")
         with tarfile.open(packed) as archive:
             for member in archive:
@@ -95,8 +91,8 @@ def fetch_archive(
                     inside = inside.partition("/")[2]
                 if folders is None or inside.startswith(tuple(f"{f}/" for f in folders)):
                     member.name = inside
-                    archive.extract(member, made, filter="data")
-        return made
+                    archive.extract(member, unpacked, filter="data")
+        return unpacked
 
     return _once(name, "server", f" ({size})", fetch, say)
 
@@ -141,7 +137,7 @@ def _once(name: str, what: str, size: str, fetch: Callable[[Path], Path], say: S
     return ready
 
 
-def _run_ivy(name: str, needs: str, types: Sequence[str], java: Path, work: Path, poms: bool) -> None:
+def _run_ivy(name: str, needs: str, types: Sequence[str], work: Path, poms: bool) -> None:
     """Download `needs`, in Ivy's notation of dependencies, into `work`/lib.
 
     Args:
@@ -163,16 +159,16 @@ def _run_ivy(name: str, needs: str, types: Sequence[str], java: Path, work: Path
         encoding="utf-8",
     )
     pattern = str(work / "lib" / "[artifact]-[revision](-[classifier]).[ext]")
-    command = [str(java), "-XX:TieredStopAtLevel=1", "-cp", str(_spark_jars() / "*"), "org.apache.ivy.Main"]
+    command = [
+        str(java_home() / "bin" / "java"),
+        "-XX:TieredStopAtLevel=1",
+        "-cp",
+        str(_spark_jars() / "*"),
+        "org.apache.ivy.Main",
+    ]
     command += ["-settings", str(settings), "-ivy", str(module), "-confs", "default"]
     command += ["-retrieve", pattern, "-types", *types]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
-        )
-        failed, output = done.returncode != 0, done.stdout + done.stderr
-    except subprocess.TimeoutExpired:
-        failed, output = True, f"not finished after {FETCH_TIMEOUT_S:.0f} s"
+    failed, output = _run(command, work)
     # Ivy exits with 0 even if an artifact was not found.
     if failed or "UNRESOLVED DEPENDENCIES" in output or not list(work.glob("lib/*.*")):
         lines = [x.strip() for x in output.splitlines() if x.strip(" \t:")]
@@ -206,24 +202,21 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-_TIMEOUT_S = 600.0
-
-
-def unpacked(
+def fetch_packages(
     system: str,
     root: Path,
     packages: Sequence[str],
     size: str,
     say: Say,
-    mend: Callable[[Path, Path], None] | None = None,
+    fix: Callable[[Path, Path], None] | None = None,
 ) -> Path:
-    """The folder with the files of these packages, fetched once.
+    """The folder with the files of Debian's packages, fetched once.
 
     Args:
         system: its name, for messages.
         root: the folder.
         size: of the download, for messages.
-        mend: called with the folder of the unpacked files and with `root`, their final place.
+        fix: called with the folder of the unpacked files, and with their final place.
 
     Raises:
         DeliveredError: no Debian system, or the download failed.
@@ -240,32 +233,37 @@ def unpacked(
     say(f"fetching {system} from Debian's packages, once ({size})")
     work = Path(tempfile.mkdtemp(prefix=".fetch-", dir=root.parent))
     try:
-        _run(system, ["apt-get", "download", "-q", *packages], work)
-        made = work / "root"
+        _run_debian(system, ["apt-get", "download", "-q", *packages], work)
+        unpacked = work / "root"
         for package in sorted(work.glob("*.deb")):
-            _run(system, ["dpkg-deb", "-x", str(package), str(made)], work)
-        if mend is not None:
-            mend(made, root)
-        (made / ".ready").touch()
+            _run_debian(system, ["dpkg-deb", "-x", str(package), str(unpacked)], work)
+        if fix is not None:
+            fix(unpacked, root)
+        (unpacked / ".ready").touch()
         with suppress(OSError):  # another process has fetched the same
-            made.rename(root)
+            unpacked.rename(root)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return root
 
 
-def _run(system: str, command: list[str], folder: Path) -> None:
-    try:
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
-            env={**os.environ, "LC_ALL": "C"},
-        )  # fmt: skip
-        failed, output = done.returncode != 0, done.stderr.strip()
-    except subprocess.TimeoutExpired:
-        failed, output = True, f"not finished after {_TIMEOUT_S:.0f} s"
+def _run_debian(system: str, command: list[str], folder: Path) -> None:
+    failed, output = _run(command, folder)
     if failed:
         raise DeliveredError(
             "DOWNLOAD_FAILED",
-            f"{command[0]} failed while {system} was being fetched. Output: {output[-600:]}",
+            f"{command[0]} failed while {system} was being fetched. Output: {output.strip()[-600:]}",
             next_step="run apt-get update, check the connection to Debian's servers, and run the command again",
         )
+
+
+def _run(command: list[str], folder: Path) -> tuple[bool, str]:
+    """Whether a command failed, and its output."""
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False,
+            stdin=subprocess.DEVNULL, env={**os.environ, "LC_ALL": "C"},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return True, f"not finished after {FETCH_TIMEOUT_S:.0f} s"
+    return done.returncode != 0, done.stdout + done.stderr

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import secrets
-import socket
 import struct
-import subprocess
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +15,17 @@ from typing import Any
 from delivered import DeliveredError, MissingExtra, Unreachable
 from delivered.machine import java_home
 from delivered_lab.brokers.fetch import Say, fetch_jars
-from delivered_lab.brokers.servers import Server, State, make_certificate, telling_lines
+from delivered_lab.brokers.servers import (
+    Server,
+    State,
+    as_lines,
+    connected,
+    java_command,
+    log_level,
+    make_certificate,
+    run_tool,
+    write_private,
+)
 
 VERSION = "4.3.0"
 ARTIFACTS = [
@@ -31,68 +38,42 @@ PLAINTEXT = "PLAINTEXT"
 _CLEANER_BYTES = 16 << 20
 
 
-def listeners_wanted(tls: bool, scram: bool) -> list[str]:
+def listeners_wanted(settings: Mapping[str, Any]) -> list[str]:
     """Names of the listeners: PLAINTEXT always; SSL, SASL_PLAINTEXT and SASL_SSL on request."""
-    names = [PLAINTEXT]
-    if tls:
-        names.append("SSL")
-    if scram:
-        names.append("SASL_PLAINTEXT")
-    if tls and scram:
-        names.append("SASL_SSL")
-    return [*names, CONTROLLER]
+    tls, scram = settings["tls"], bool(settings["scram"])
+    wanted = ((PLAINTEXT, True), ("SSL", tls), ("SASL_PLAINTEXT", scram), ("SASL_SSL", tls and scram))
+    return [*(name for name, chosen in wanted if chosen), CONTROLLER]
 
 
-def prepare(
-    home: Path,
-    folder: Path,
-    listeners: Mapping[str, str],
-    scram: Mapping[str, str],
-    properties: Mapping[str, str],
-    say: Say,
-) -> None:
+def prepare(folder: Path, state: State, say: Say) -> list[str]:
     """Write the configuration, and format the storage if it is new."""
+    listeners, scram = state.listeners, state.settings["scram"]
     config = _properties(folder, listeners, bool(scram))
     if "SSL" in listeners:
-        config |= _tls_properties(home, folder)
-    config |= properties
+        config |= _tls_properties(folder)
+    config |= state.settings["properties"]
     if config["process.roles"] == "broker":  # it joins another one's cluster
         config["listeners"] = ",".join(f"{x}://{at}" for x, at in listeners.items() if x != CONTROLLER)
     path = folder / "server.properties"
-    text = "".join(f"{k}={v}\n" for k, v in config.items())
-    path.touch(mode=0o600)
-    path.write_text(text, encoding="utf-8")
-    if (folder / "data" / "meta.properties").is_file():
-        return
-    # A cluster id is 16 bytes in base64; the tool would parse a leading "-" as an option.
-    cluster = "A" + base64.urlsafe_b64encode(secrets.token_bytes(16)).decode()[1:22]
-    arguments = ["format", "-t", cluster, "-c", str(path)]
-    for user, password in scram.items():
-        arguments += ["--add-scram", f"SCRAM-SHA-512=[name={user},password={password}]"]
-    command = [*_java(home, 128, say), "kafka.tools.StorageTool", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    if done.returncode != 0:
-        output = telling_lines(done.stdout + done.stderr)
-        raise DeliveredError(
-            "BROKER_START",
-            f"Kafka could not format its storage in {folder / 'data'}. Output: {output}",
-            next_step="delivered brokers stop kafka, remove the folder, start again",
-        )
+    write_private(path, as_lines(config))
+    if not (folder / "data" / "meta.properties").is_file():
+        # A cluster id is 16 bytes in base64; the tool would parse a leading "-" as an option.
+        cluster = "A" + base64.urlsafe_b64encode(secrets.token_bytes(16)).decode()[1:22]
+        arguments = ["format", "-t", cluster, "-c", str(path)]
+        for user, password in scram.items():
+            arguments += ["--add-scram", f"SCRAM-SHA-512=[name={user},password={password}]"]
+        what = f"Kafka could not format its storage in {folder / 'data'}."
+        next_step = "delivered brokers stop kafka, remove the folder, start again"
+        run_tool([*_java(128, say), "kafka.tools.StorageTool", *arguments], what, next_step)
+    return [*_java(state.settings["heap_mb"], say), "kafka.Kafka", str(path)]
 
 
-def command(home: Path, folder: Path, heap_mb: int, say: Say) -> list[str]:
-    """The command that runs the server."""
-    return [*_java(home, heap_mb, say), "kafka.Kafka", str(folder / "server.properties")]
-
-
-def answers(address: str, timeout_s: float = 2.0) -> bool:
-    """Whether the broker at `address` (a PLAINTEXT listener) answers and is registered."""
-    host, _, port = address.rpartition(":")
+def answers(state: State) -> bool:
+    """Whether the broker answers at its PLAINTEXT listener and is registered."""
     client = b"delivered"
     # Metadata, version 1, with an empty list of topics: requests only the brokers.
     body = struct.pack(">hhih", 3, 1, 1, len(client)) + client + struct.pack(">i", 0)
-    with suppress(OSError, struct.error), socket.create_connection((host, int(port)), timeout_s) as peer:
-        peer.settimeout(timeout_s)
+    with suppress(OSError, struct.error), connected(state.listeners[PLAINTEXT]) as peer:
         peer.sendall(struct.pack(">i", len(body)) + body)
         stream = peer.makefile("rb")
         (size,) = struct.unpack(">i", stream.read(4))
@@ -101,25 +82,14 @@ def answers(address: str, timeout_s: float = 2.0) -> bool:
     return False
 
 
-def fetch(java: Path, say: Say) -> Path:
+def fetch(say: Say) -> Path:
     """The folder with the server's JARs, fetched once."""
-    return fetch_jars(f"kafka/{VERSION}", ARTIFACTS, java, say)
+    return fetch_jars(f"kafka/{VERSION}", ARTIFACTS, say)
 
 
-def _java(home: Path, heap_mb: int, say: Say) -> list[str]:
-    java = home / "bin" / "java"
-    jars = fetch(java, say)
-    level = os.environ.get("DELIVERED_BROKER_LOG", "warn")
-    return [
-        str(java),
-        f"-Xmx{heap_mb}m",
-        "-XX:+UseG1GC",
-        "-XX:MaxMetaspaceSize=128m",
-        "-Djava.net.preferIPv4Stack=true",
-        f"-Dorg.slf4j.simpleLogger.defaultLogLevel={level}",
-        "-cp",
-        str(jars / "*"),
-    ]
+def _java(heap_mb: int, say: Say) -> list[str]:
+    level = f"-Dorg.slf4j.simpleLogger.defaultLogLevel={log_level()}"
+    return java_command(heap_mb, fetch(say), "-XX:+UseG1GC", "-XX:MaxMetaspaceSize=128m", level)
 
 
 def _properties(folder: Path, listeners: Mapping[str, str], scram: bool) -> dict[str, str]:
@@ -167,8 +137,8 @@ def _properties(folder: Path, listeners: Mapping[str, str], scram: bool) -> dict
     return config
 
 
-def _tls_properties(home: Path, folder: Path) -> dict[str, str]:
-    store, password = make_certificate(home, folder)
+def _tls_properties(folder: Path) -> dict[str, str]:
+    store, password = make_certificate(java_home(), folder)
     return {
         "ssl.keystore.type": "PKCS12",
         "ssl.keystore.location": str(store),
@@ -177,20 +147,13 @@ def _tls_properties(home: Path, folder: Path) -> dict[str, str]:
     }
 
 
-def _prepared(folder: Path, state: State, say: Say) -> list[str]:
-    home, settings = java_home(), state.settings
-    prepare(home, folder, state.listeners, settings["scram"], settings["properties"], say)
-    return command(home, folder, settings["heap_mb"], say)
-
-
 SERVER = Server(
-    listeners=lambda settings: listeners_wanted(settings["tls"], bool(settings["scram"])),
-    main=PLAINTEXT,
+    listeners=listeners_wanted,
+    prepare=prepare,
+    answers=answers,
+    fetch=fetch,
+    url="{}",
     hidden=frozenset({CONTROLLER}),
-    fetch=lambda say: fetch(java_home() / "bin" / "java", say),
-    prepare=_prepared,
-    answers=lambda state: answers(state.listeners[PLAINTEXT]),
-    url=str,
     takes=frozenset({"tls", "scram"}),
     pipeline='{{format: kafka, kafka.bootstrap.servers: "{url}", subscribe: orders}}',
     first_steps=(
@@ -200,6 +163,8 @@ SERVER = Server(
     ),
 )
 
+
+# -- topics and records for a first try, with the client of the extra `kafka` ------------------------------------------
 
 _TIMEOUT_S = 30.0
 _READ_AT_ONCE = 1_000
@@ -213,6 +178,11 @@ def _client() -> Any:
     return confluent_kafka
 
 
+def _unreachable(bootstrap: str, error: Any) -> Unreachable:
+    text = f"Kafka at {bootstrap} does not answer: {error.args[0].str()}"
+    return Unreachable("KAFKA_UNREACHABLE", text, next_step="delivered brokers start kafka")
+
+
 def make_topics(bootstrap: str, names: Sequence[str], partitions: int) -> list[str]:
     """Create topics; returns the new ones.
 
@@ -223,26 +193,22 @@ def make_topics(bootstrap: str, names: Sequence[str], partitions: int) -> list[s
     library = _client()
     admin = library.admin.AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
     wanted = [library.admin.NewTopic(n, partitions, 1) for n in dict.fromkeys(names)]
-    made = []
+    created = []
     for name, future in admin.create_topics(wanted, request_timeout=_TIMEOUT_S).items():
         try:
             future.result(_TIMEOUT_S)
-            made.append(name)
+            created.append(name)
         except library.KafkaException as error:
             if error.args[0].code() == library.KafkaError.TOPIC_ALREADY_EXISTS:
                 continue
             if error.args[0].retriable() or error.args[0].code() < 0:
-                raise Unreachable(
-                    "KAFKA_UNREACHABLE",
-                    f"Kafka at {bootstrap} does not answer: {error.args[0].str()}",
-                    next_step="delivered brokers start kafka",
-                ) from None
+                raise _unreachable(bootstrap, error) from None
             raise DeliveredError(
                 "TOPIC",
                 f"The topic {name!r} was not created: {error.args[0].str()}",
                 next_step="delivered brokers topic NAME, with letters, digits, '.', '_' and '-'",
             ) from None
-    return made
+    return created
 
 
 def produce(bootstrap: str, topic: str, records: int) -> None:
@@ -254,11 +220,7 @@ def produce(bootstrap: str, topic: str, records: int) -> None:
     library = _client()
     producer = library.Producer({"bootstrap.servers": bootstrap, "enable.idempotence": True, "log_level": 0})
     failed: list[str] = []
-
-    def on_delivery(error: Any, _: Any) -> None:
-        if error is not None:
-            failed.append(error.str())
-
+    on_delivery = lambda error, _: None if error is None else failed.append(error.str())  # noqa: E731
     for i in range(records):
         value = json.dumps({"id": f"order-{i:04}", "amount": (i * 37) % 1000 / 10}).encode()
         while True:
@@ -287,18 +249,14 @@ def consume(bootstrap: str, topic: str) -> Iterator[tuple[int, int, bytes | None
     consumer = library.Consumer({"bootstrap.servers": bootstrap, **settings})
     try:
         try:
-            found = consumer.list_topics(topic, _TIMEOUT_S).topics[topic]
+            metadata = consumer.list_topics(topic, _TIMEOUT_S).topics[topic]
         except library.KafkaException as error:
-            raise Unreachable(
-                "KAFKA_UNREACHABLE",
-                f"Kafka at {bootstrap} does not answer: {error.args[0].str()}",
-                next_step="delivered brokers start kafka",
-            ) from None
-        if found.error is not None:
+            raise _unreachable(bootstrap, error) from None
+        if metadata.error is not None:
             raise DeliveredError(
-                "TOPIC", f"{topic!r} at {bootstrap}: {found.error.str()}", f"delivered brokers topic {topic}"
+                "TOPIC", f"{topic!r} at {bootstrap}: {metadata.error.str()}", f"delivered brokers topic {topic}"
             )
-        left = set(found.partitions)
+        left = set(metadata.partitions)
         consumer.assign([library.TopicPartition(topic, p, library.OFFSET_BEGINNING) for p in left])
         while left:
             for message in consumer.consume(_READ_AT_ONCE, _TIMEOUT_S):

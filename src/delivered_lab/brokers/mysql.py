@@ -8,16 +8,13 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
-import socket
-import subprocess
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from delivered import DeliveredError
 from delivered.machine import cache_folder
-from delivered_lab.brokers.fetch import Say, unpacked
-from delivered_lab.brokers.servers import Server, telling_lines
+from delivered_lab.brokers.fetch import Say, fetch_packages
+from delivered_lab.brokers.servers import Server, State, as_lines, connected, run_tool, split_address
 
 MYSQL = "MYSQL"
 USER, DATABASE = "delivered", "dev"
@@ -39,21 +36,13 @@ _SETTINGS = {
 _TABLES = ("system_tables", "performance_tables", "system_tables_data")
 
 
-def url(address: str) -> str:
-    return f"mysql://{USER}@{address}/{DATABASE}"
-
-
 def fetch(say: Say) -> Path:
     """The folder with the files of its Debian packages, fetched once."""
-    return unpacked("MariaDB", cache_folder() / "mariadb" / "debian", PACKAGES, "10 MB", say)
+    return fetch_packages("MariaDB", cache_folder() / "mariadb" / "debian", PACKAGES, "10 MB", say)
 
 
-def prepare(folder: Path, address: str, properties: Mapping[str, str], say: Say) -> list[str]:
-    """Fetch the server if missing, initialise its data folder, write its settings; return the command to run.
-
-    Raises:
-        DeliveredError: no Debian system, the download failed, or the server could not create its tables.
-    """
+def prepare(folder: Path, state: State, say: Say) -> list[str]:
+    """Initialises the data folder if it is new."""
     root, data = fetch(say), folder / "data"
     start, users = folder / "my.cnf", folder / "users.sql"
     settings = {
@@ -62,17 +51,18 @@ def prepare(folder: Path, address: str, properties: Mapping[str, str], say: Say)
         "plugin_dir": root / "usr/lib/mysql/plugin",
         "lc_messages_dir": root / "usr/share/mysql",
         "character_sets_dir": root / "usr/share/mysql/charsets",
-        "port": address.rpartition(":")[2],
+        "port": split_address(state.listeners[MYSQL])[1],
         "tmpdir": folder / "tmp",
-        "user": _user(),
+        # It does not start as root without this option; other users cannot set it.
+        "user": pwd.getpwuid(os.geteuid()).pw_name,
         # Users need no password, so none may read or write the files of the user who runs the server.
         "secure_file_priv": folder / "files",
         **_SETTINGS,
-        **properties,
+        **state.settings["properties"],
     }
     for name in ("tmp", "files"):
         (folder / name).mkdir(exist_ok=True)
-    start.write_text("[mariadbd]\n" + "".join(f"{k} = {v}\n" for k, v in settings.items()), encoding="utf-8")
+    start.write_text("[mariadbd]\n" + as_lines(settings, " = "), encoding="utf-8")
     # The server reads one statement per line.
     users.write_text(
         f"CREATE USER IF NOT EXISTS '{USER}'@'127.0.0.1';\n"
@@ -82,21 +72,19 @@ def prepare(folder: Path, address: str, properties: Mapping[str, str], say: Say)
     )
     command = [*_program(root), f"--defaults-file={start}"]
     if not (data / ".made").exists():
-        _make(command, root, data)
+        _create_tables(command, root, data)
     return [*command, f"--init-file={users}"]
 
 
-def answers(address: str, timeout_s: float = 2.0) -> bool:
-    """Whether the server at `address` greets with protocol version 10, as it does once it accepts logins."""
-    host, _, port = address.rpartition(":")
-    with suppress(OSError), socket.create_connection((host, int(port)), timeout_s) as peer:
-        peer.settimeout(timeout_s)
+def answers(state: State) -> bool:
+    """Whether the server greets with protocol version 10, as it does once it accepts logins."""
+    with suppress(OSError), connected(state.listeners[MYSQL]) as peer:
         head = peer.makefile("rb").read(5)
         return len(head) == 5 and head[4] == 10
     return False
 
 
-def _make(command: list[str], root: Path, data: Path) -> None:
+def _create_tables(command: list[str], root: Path, data: Path) -> None:
     """The server's own tables."""
     shutil.rmtree(data, ignore_errors=True)
     (data / "mysql").mkdir(parents=True)
@@ -104,17 +92,13 @@ def _make(command: list[str], root: Path, data: Path) -> None:
     script = "CREATE DATABASE IF NOT EXISTS mysql;\nUSE mysql;\n"
     for name in _TABLES:
         script += next(share.glob(f"*_{name}.sql")).read_text(encoding="utf-8")
-    done = subprocess.run(
-        [*command, "--bootstrap", "--log-warnings=0", "--max-allowed-packet=8M", "--net-buffer-length=16K"],
-        input=script, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    if done.returncode != 0:
+    options = ("--bootstrap", "--log-warnings=0", "--max-allowed-packet=8M", "--net-buffer-length=16K")
+    try:
+        what = f"MariaDB could not create its tables in {data}."
+        run_tool([*command, *options], what, "remove the folder, and start again", input=script)
+    except DeliveredError:
         shutil.rmtree(data, ignore_errors=True)
-        raise DeliveredError(
-            "BROKER_START",
-            f"MariaDB could not create its tables in {data}. Output: {telling_lines(done.stdout + done.stderr)}",
-            next_step="remove the folder, and start again",
-        )
+        raise
     (data / ".made").touch()
 
 
@@ -123,17 +107,11 @@ def _program(root: Path) -> list[str]:
     return ["/usr/bin/env", f"LD_LIBRARY_PATH={libraries}", str(root / "usr/sbin/mariadbd")]
 
 
-def _user() -> str:
-    """The server does not start as root without this option; other users cannot set it."""
-    return pwd.getpwuid(os.geteuid()).pw_name
-
-
 SERVER = Server(
     listeners=lambda _: [MYSQL],
-    main=MYSQL,
+    prepare=prepare,
+    answers=answers,
     fetch=fetch,
-    prepare=lambda folder, state, say: prepare(folder, state.listeners[MYSQL], state.settings["properties"], say),
-    answers=lambda state: answers(state.listeners[MYSQL]),
-    url=url,
+    url=f"mysql://{USER}@{{}}/{DATABASE}",
     pipeline='{{format: mysql, url: "{url}", dbtable: orders, ifNotExists: true}}',
 )

@@ -8,18 +8,16 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import stat
 import struct
-import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from delivered import DeliveredError
 from delivered_lab.brokers.fetch import Say
-from delivered_lab.brokers.servers import Server, State, telling_lines
+from delivered_lab.brokers.servers import Server, State, as_lines, connected, run_tool, split_address, telling_lines
 
 POSTGRESQL = "POSTGRESQL"
 USER = DATABASE = "delivered"
@@ -42,47 +40,27 @@ _SETTINGS = {
 }
 
 
-def url(address: str) -> str:
-    return f"postgresql://{USER}@{address}/{DATABASE}"
-
-
-def prepare(folder: Path, address: str, properties: Mapping[str, str]) -> None:
-    """Create the cluster if it is new, and write its settings.
-
-    Raises:
-        DeliveredError: no server is installed, or initdb failed; the message ends with its output.
-    """
+def prepare(folder: Path, state: State, say: Say) -> list[str]:
+    """Create the cluster if it is new, and write its settings."""
+    say("preparing PostgreSQL")
     data, found = data_folder(folder), programs()
     if not (data / "PG_VERSION").is_file():
         _clear(data)
-        command = [*as_server_user(), str(found / "initdb"), "-D", str(data), "-U", USER, "-A", "trust"]
-        command += ["-E", "UTF8", "--no-locale", "--no-instructions"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd="/")
-        if done.returncode != 0:
+        try:
+            _create_cluster(found, data)
+        except DeliveredError:
             _clear(data)
-            raise DeliveredError(
-                "BROKER_START",
-                f"PostgreSQL's initdb failed in {data}. Output: {telling_lines(done.stdout + done.stderr)}",
-                next_step="remove the folder, and start again",
-            )
-        _make_database(found, data)
-    port = address.rpartition(":")[2]
-    settings = {**_SETTINGS, "port": port, **{k: _quoted(v) for k, v in properties.items()}}
-    text = "".join(f"{k} = {v}\n" for k, v in settings.items())
-    (data / "postgresql.auto.conf").write_text(text, encoding="utf-8")
+            raise
+    settings = {**_SETTINGS, "port": split_address(state.listeners[POSTGRESQL])[1]}
+    settings |= {k: _quoted(v) for k, v in state.settings["properties"].items()}
+    (data / "postgresql.auto.conf").write_text(as_lines(settings, " = "), encoding="utf-8")
+    return [*as_server_user(state.settings["dies_with_parent"]), str(found / "postgres"), "-D", str(data)]
 
 
-def command(folder: Path, dies_with_parent: bool) -> list[str]:
-    """The command that runs the server."""
-    return [*as_server_user(dies_with_parent), str(programs() / "postgres"), "-D", str(data_folder(folder))]
-
-
-def answers(address: str, timeout_s: float = 2.0) -> bool:
-    """Whether the server at `address` accepts logins without a password and is ready."""
-    host, _, port = address.rpartition(":")
+def answers(state: State) -> bool:
+    """Whether the server accepts logins without a password and is ready."""
     words = b"user\0" + USER.encode() + b"\0database\0" + DATABASE.encode() + b"\0\0"
-    with suppress(OSError, struct.error), socket.create_connection((host, int(port)), timeout_s) as peer:
-        peer.settimeout(timeout_s)
+    with suppress(OSError, struct.error), connected(state.listeners[POSTGRESQL]) as peer:
         peer.sendall(struct.pack(">ii", 8 + len(words), 196_608) + words)
         stream = peer.makefile("rb")
         while (kind := stream.read(1)) not in (b"", b"E"):
@@ -138,19 +116,17 @@ def _open_to_all(path: Path) -> bool:
     return all(f.stat().st_mode & 0o001 for f in path.absolute().parents)
 
 
-def _make_database(folder: Path, data: Path) -> None:
-    """Uses single-user mode, which opens no port."""
-    base = [*as_server_user(), str(folder / "postgres"), "--single", "-D", str(data), "postgres"]
-    done = subprocess.run(
-        base, input=f"CREATE DATABASE {DATABASE};\n", capture_output=True, text=True, timeout=60, check=False, cwd="/"
-    )
-    if done.returncode != 0 or "ERROR" in done.stderr:
-        _clear(data)
-        raise DeliveredError(
-            "BROKER_START",
-            f"PostgreSQL could not create its database. Output: {telling_lines(done.stderr)}",
-            next_step="remove the folder, and start again",
-        )
+def _create_cluster(folder: Path, data: Path) -> None:
+    """And its database, in single-user mode, which opens no port."""
+    again, user = "remove the folder, and start again", as_server_user()
+    options = ["-U", USER, "-A", "trust", "-E", "UTF8", "--no-locale", "--no-instructions"]
+    what = f"PostgreSQL's initdb failed in {data}."
+    run_tool([*user, str(folder / "initdb"), "-D", str(data), *options], what, again, cwd="/")
+    single = [*user, str(folder / "postgres"), "--single", "-D", str(data), "postgres"]
+    what = "PostgreSQL could not create its database."
+    output = run_tool(single, what, again, input=f"CREATE DATABASE {DATABASE};\n", cwd="/")
+    if "ERROR" in output:
+        raise DeliveredError("BROKER_START", f"{what} Output: {telling_lines(output)}", next_step=again)
 
 
 def programs() -> Path:
@@ -245,19 +221,12 @@ def _quoted(value: str) -> str:
     return "'" + value.replace("'", "''") + "'"
 
 
-def _prepared(folder: Path, state: State, say: Say) -> list[str]:
-    say("preparing PostgreSQL")
-    prepare(folder, state.listeners[POSTGRESQL], state.settings["properties"])
-    return command(folder, state.settings["dies_with_parent"])
-
-
 SERVER = Server(
     listeners=lambda _: [POSTGRESQL],
-    main=POSTGRESQL,
+    prepare=prepare,
+    answers=answers,
     fetch=None,
-    prepare=_prepared,
-    answers=lambda state: answers(state.listeners[POSTGRESQL]),
-    url=url,
+    url=f"postgresql://{USER}@{{}}/{DATABASE}",
     stop=signal.SIGINT,  # SIGTERM would wait until every client has disconnected
     pipeline='{{format: postgres, url: "{url}", dbtable: orders, ifNotExists: true}}',
     first_steps=(("look", 'psql "{url}"'),),

@@ -17,7 +17,6 @@ import base64
 import hashlib
 import hmac
 import json
-import os
 import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,7 +25,17 @@ from pathlib import Path
 
 from delivered.machine import java_home
 from delivered_lab.brokers.fetch import Say, fetch_archive
-from delivered_lab.brokers.servers import Server, State, make_certificate
+from delivered_lab.brokers.servers import (
+    Server,
+    State,
+    as_lines,
+    java_command,
+    log_level,
+    make_certificate,
+    open_packages,
+    split_address,
+    write_private,
+)
 
 VERSION = "4.0.4"
 ARTIFACT = ("org.apache.pulsar", "pulsar-server-distribution", VERSION)
@@ -49,14 +58,6 @@ appender.console.layout.pattern = %d{ISO8601} %-5p %c{1} %m%n
 rootLogger.level = {level}
 rootLogger.appenderRef.console.ref = console
 """
-
-
-def url(address: str) -> str:
-    return f"pulsar://{address}"
-
-
-def listeners_wanted(tls: bool) -> list[str]:
-    return [PULSAR, HTTP, PULSAR_SSL, HTTPS] if tls else [PULSAR, HTTP]
 
 
 def make_token(secret: bytes, role: str, expires: float | None = None) -> str:
@@ -84,71 +85,47 @@ def with_tokens(secret: bytes) -> dict[str, str]:
     }
 
 
-def fetch(java: Path, say: Say) -> Path:
+def fetch(say: Say) -> Path:
     """The server's folder, fetched once."""
-    return fetch_archive(f"pulsar/{VERSION}", ARTIFACT, ("lib", "conf"), "239 MB", java, say)
+    return fetch_archive(f"pulsar/{VERSION}", ARTIFACT, ("lib", "conf"), "239 MB", say)
 
 
-def prepare(
-    home: Path, folder: Path, listeners: Mapping[str, str], heap_mb: int, properties: Mapping[str, str], say: Say
-) -> list[str]:
-    """Fetch the server if missing, write its configuration; return the command to run.
-
-    Args:
-        home: of the Java runtime.
-    """
-    java = home / "bin" / "java"
-    root = fetch(java, say)
-    tls = _tls_properties(home, folder, listeners) if HTTPS in listeners else {}
-    config = {**_distributed(root / "conf" / "standalone.conf"), **_properties(listeners), **tls, **properties}
-    file = folder / "standalone.conf"
-    file.touch(mode=0o600)
-    file.write_text("".join(f"{k}={v}\n" for k, v in config.items()), encoding="utf-8")
-    logging = folder / "log4j2.properties"
-    level = os.environ.get("DELIVERED_BROKER_LOG", "warn")
-    logging.write_text(_LOGGING.replace("{level}", level), encoding="utf-8")
+def prepare(folder: Path, state: State, say: Say) -> list[str]:
+    root, listeners, data = fetch(say), state.listeners, folder / "data"
+    tls = _tls_properties(folder, listeners) if HTTPS in listeners else {}
+    distributed = _distributed(root / "conf" / "standalone.conf")
+    file, logging = folder / "standalone.conf", folder / "log4j2.properties"
+    write_private(file, as_lines({**distributed, **_properties(listeners), **tls, **state.settings["properties"]}))
+    logging.write_text(_LOGGING.replace("{level}", log_level()), encoding="utf-8")
     return [
-        str(java),
-        f"-Xmx{heap_mb}m",
-        "-XX:+UseG1GC",
-        f"-XX:MaxDirectMemorySize={DIRECT_MB}m",
-        "-Djava.net.preferIPv4Stack=true",
-        "-Dio.netty.tryReflectionSetAccessible=true",
-        "-Dpulsar.allocator.exit_on_oom=true",
-        "-Dlog4j2.is.webapp=false",
-        "-Dlog4j.shutdownHookEnabled=false",
-        f"-Dlog4j.configurationFile={logging}",
-        f"-Dbookkeeper.metadata.bookie.drivers={_METADATA}BookieDriver",
-        f"-Dbookkeeper.metadata.client.drivers={_METADATA}ClientDriver",
-        *(f"--add-opens={package}=ALL-UNNAMED" for package in _OPENS),
-        "-cp",
-        str(root / "lib" / "*"),
-        "org.apache.pulsar.PulsarStandaloneStarter",
-        "--config",
-        str(file),
-        "--no-functions-worker",
-        "--no-stream-storage",
-        "--advertised-address",
-        "127.0.0.1",
-        "--metadata-dir",
-        str(folder / "data" / "metadata"),
-        "--bookkeeper-dir",
-        str(folder / "data" / "bookkeeper"),
+        *java_command(
+            state.settings["heap_mb"],
+            root / "lib",
+            "-XX:+UseG1GC",
+            f"-XX:MaxDirectMemorySize={DIRECT_MB}m",
+            "-Dio.netty.tryReflectionSetAccessible=true",
+            "-Dpulsar.allocator.exit_on_oom=true",
+            "-Dlog4j2.is.webapp=false",
+            "-Dlog4j.shutdownHookEnabled=false",
+            f"-Dlog4j.configurationFile={logging}",
+            f"-Dbookkeeper.metadata.bookie.drivers={_METADATA}BookieDriver",
+            f"-Dbookkeeper.metadata.client.drivers={_METADATA}ClientDriver",
+            *open_packages(*_OPENS),
+        ),
+        *("org.apache.pulsar.PulsarStandaloneStarter", "--config", str(file)),
+        *("--no-functions-worker", "--no-stream-storage", "--advertised-address", "127.0.0.1"),
+        *("--metadata-dir", str(data / "metadata"), "--bookkeeper-dir", str(data / "bookkeeper")),
     ]
 
 
-def answers(address: str, properties: Mapping[str, str], timeout_s: float = 10.0) -> bool:
-    """Whether the health check of the broker at `address` (HTTP), which writes and reads a message, succeeds.
-
-    Args:
-        properties: that it was started with; they include its own token, if required.
-    """
-    own = properties.get(_OWN_LOGIN, "")
+def answers(state: State) -> bool:
+    """Whether the broker's health check, which writes and reads a message, succeeds."""
+    own = state.settings["properties"].get(_OWN_LOGIN, "")  # if tokens are required
     headers = {"Authorization": f"Bearer {own.removeprefix('token:')}"} if own.startswith("token:") else {}
-    request = urllib.request.Request(f"http://{address}/admin/v2/brokers/health", headers=headers)
+    url = f"http://{state.listeners[HTTP]}/admin/v2/brokers/health"
     with suppress(OSError, HTTPException):
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=timeout_s) as reply:
+        with opener.open(urllib.request.Request(url, headers=headers), timeout=10.0) as reply:
             return bool(reply.read().strip() == b"ok")
     return False
 
@@ -160,11 +137,11 @@ def _distributed(file: Path) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _tls_properties(home: Path, folder: Path, listeners: Mapping[str, str]) -> dict[str, str]:
-    store, password = make_certificate(home, folder)
+def _tls_properties(folder: Path, listeners: Mapping[str, str]) -> dict[str, str]:
+    store, password = make_certificate(java_home(), folder)
     return {
-        "brokerServicePortTls": _port(listeners[PULSAR_SSL]),
-        "webServicePortTls": _port(listeners[HTTPS]),
+        "brokerServicePortTls": split_address(listeners[PULSAR_SSL])[1],
+        "webServicePortTls": split_address(listeners[HTTPS])[1],
         "tlsEnabledWithKeyStore": "true",
         "tlsKeyStoreType": "PKCS12",
         "tlsKeyStore": str(store),
@@ -179,18 +156,14 @@ def _tls_properties(home: Path, folder: Path, listeners: Mapping[str, str]) -> d
     }
 
 
-def _port(address: str) -> str:
-    return address.rpartition(":")[2]
-
-
 def _base64(part: bytes) -> bytes:
     return base64.urlsafe_b64encode(part).rstrip(b"=")
 
 
 def _properties(listeners: Mapping[str, str]) -> dict[str, str]:
     return {
-        "brokerServicePort": _port(listeners[PULSAR]),
-        "webServicePort": _port(listeners[HTTP]),
+        "brokerServicePort": split_address(listeners[PULSAR])[1],
+        "webServicePort": split_address(listeners[HTTP])[1],
         "bindAddress": "127.0.0.1",
         "advertisedAddress": "127.0.0.1",
         # Otherwise BookKeeper listens on a public address.
@@ -212,18 +185,12 @@ def _properties(listeners: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _prepared(folder: Path, state: State, say: Say) -> list[str]:
-    settings = state.settings
-    return prepare(java_home(), folder, state.listeners, settings["heap_mb"], settings["properties"], say)
-
-
 SERVER = Server(
-    listeners=lambda settings: listeners_wanted(settings["tls"]),
-    main=PULSAR,
-    fetch=lambda say: fetch(java_home() / "bin" / "java", say),
-    prepare=_prepared,
-    answers=lambda state: answers(state.listeners[HTTP], state.settings["properties"]),
-    url=url,
+    listeners=lambda settings: [PULSAR, HTTP, *((PULSAR_SSL, HTTPS) if settings["tls"] else ())],
+    prepare=prepare,
+    answers=answers,
+    fetch=fetch,
+    url="pulsar://{}",
     takes=frozenset({"tls"}),
     pipeline='{{format: pulsar, url: "{url}", adminUrl: "http://{HTTP}", topics: orders}}',
 )

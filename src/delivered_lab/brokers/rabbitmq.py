@@ -7,14 +7,13 @@ which ends with the server.
 from __future__ import annotations
 
 import shutil
-import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from delivered.machine import cache_folder, write_launcher
-from delivered_lab.brokers.fetch import Say, unpacked
-from delivered_lab.brokers.servers import Server
+from delivered_lab.brokers.fetch import Say, fetch_packages
+from delivered_lab.brokers.servers import Server, State, as_lines, connected, split_address
 
 AMQP, EPMD, ERLANG = "AMQP", "EPMD", "ERLANG"
 USER = "guest"
@@ -33,19 +32,11 @@ _SETTINGS = {
 }
 
 
-def url(address: str) -> str:
-    return f"amqp://{USER}:{USER}@{address}/"
-
-
-def prepare(folder: Path, listeners: Mapping[str, str], properties: Mapping[str, str], say: Say) -> list[str]:
-    """Fetch the server if missing, write its configuration; return the command to run.
-
-    Raises:
-        DeliveredError: no Debian system, or the download failed.
-    """
-    root = fetch(say)
-    settings = {"listeners.tcp.1": listeners[AMQP], **_SETTINGS, **properties}
-    (folder / "rabbitmq.conf").write_text("".join(f"{k} = {v}\n" for k, v in settings.items()), encoding="utf-8")
+def prepare(folder: Path, state: State, say: Say) -> list[str]:
+    """Configuration, and a script that starts the port mapper and the server."""
+    root, listeners = fetch(say), state.listeners
+    settings = {"listeners.tcp.1": listeners[AMQP], **_SETTINGS, **state.settings["properties"]}
+    (folder / "rabbitmq.conf").write_text(as_lines(settings, " = "), encoding="utf-8")
     (folder / "enabled_plugins").write_text("[].\n", encoding="utf-8")
     (folder / "logs").mkdir(exist_ok=True)
     launcher = folder / "start.sh"
@@ -53,11 +44,9 @@ def prepare(folder: Path, listeners: Mapping[str, str], properties: Mapping[str,
     return ["/bin/sh", str(launcher)]
 
 
-def answers(address: str, timeout_s: float = 2.0) -> bool:
-    """Whether the server at `address` opens an AMQP 0-9-1 connection."""
-    host, _, port = address.rpartition(":")
-    with suppress(OSError), socket.create_connection((host, int(port)), timeout_s) as peer:
-        peer.settimeout(timeout_s)
+def answers(state: State) -> bool:
+    """Whether the server opens an AMQP 0-9-1 connection."""
+    with suppress(OSError), connected(state.listeners[AMQP]) as peer:
         peer.sendall(b"AMQP\x00\x00\x09\x01")
         # A method frame (1) on channel 0 whose method is connection.start (10, 10).
         head = peer.makefile("rb").read(11)
@@ -68,7 +57,7 @@ def answers(address: str, timeout_s: float = 2.0) -> bool:
 def _script(root: Path, folder: Path, listeners: Mapping[str, str]) -> str:
     erlang = root / "usr/lib/erlang"
     home = next((root / "usr/lib/rabbitmq/lib").glob("rabbitmq_server-*"))
-    epmd = listeners[EPMD].rpartition(":")[2]
+    epmd = split_address(listeners[EPMD])[1]
     variables = {
         "HOME": folder,  # for Erlang's cookie
         "PATH": f"{erlang}/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -76,7 +65,7 @@ def _script(root: Path, folder: Path, listeners: Mapping[str, str]) -> str:
         "ERL_EPMD_ADDRESS": "127.0.0.1",
         "ERL_EPMD_PORT": epmd,
         "RABBITMQ_NODENAME": "delivered@localhost",
-        "RABBITMQ_DIST_PORT": listeners[ERLANG].rpartition(":")[2],
+        "RABBITMQ_DIST_PORT": split_address(listeners[ERLANG])[1],
         "RABBITMQ_CONF_ENV_FILE": folder / "none",
         "RABBITMQ_CONFIG_FILE": folder / "rabbitmq.conf",
         "RABBITMQ_ADVANCED_CONFIG_FILE": folder / "none.config",
@@ -97,20 +86,19 @@ def _script(root: Path, folder: Path, listeners: Mapping[str, str]) -> str:
 def fetch(say: Say) -> Path:
     """The folder with the files of its Debian packages, fetched once."""
 
-    def mend(made: Path, root: Path) -> None:
-        erl = made / "usr/lib/erlang/bin/erl"
+    def fix(unpacked: Path, root: Path) -> None:
+        erl = unpacked / "usr/lib/erlang/bin/erl"
         erl.write_text(erl.read_text().replace("ROOTDIR=/usr/lib/erlang", f"ROOTDIR='{root}/usr/lib/erlang'"))
 
-    return unpacked("RabbitMQ", cache_folder() / "rabbitmq" / "debian", PACKAGES, "34 MB", say, mend)
+    return fetch_packages("RabbitMQ", cache_folder() / "rabbitmq" / "debian", PACKAGES, "34 MB", say, fix)
 
 
 SERVER = Server(
     listeners=lambda _: [AMQP, EPMD, ERLANG],
-    main=AMQP,
-    hidden=frozenset({EPMD, ERLANG}),
+    prepare=prepare,
+    answers=answers,
     fetch=fetch,
-    prepare=lambda folder, state, say: prepare(folder, state.listeners, state.settings["properties"], say),
-    answers=lambda state: answers(state.listeners[AMQP]),
-    url=url,
+    url=f"amqp://{USER}:{USER}@{{}}/",
+    hidden=frozenset({EPMD, ERLANG}),
     pipeline='{{format: rabbitmq, url: "{url}", queue: orders, log: orders-log}}',
 )

@@ -7,8 +7,6 @@ Its proxy and replication listen on every address, which no setting changes, so 
 from __future__ import annotations
 
 import json
-import os
-import socket
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,10 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from delivered import DeliveredError
-from delivered.machine import java_home
 from delivered_lab.brokers.enclosed import Enclosed
 from delivered_lab.brokers.fetch import Say, fetch_jars
-from delivered_lab.brokers.servers import Server
+from delivered_lab.brokers.servers import (
+    Server,
+    State,
+    as_lines,
+    connected,
+    java_command,
+    log_level,
+    open_packages,
+    split_address,
+)
 
 VERSION = "5.5.0"
 ARTIFACTS = [("org.apache.rocketmq", f"rocketmq-{part}", VERSION) for part in ("namesrv", "proxy", "tools")]
@@ -39,70 +45,55 @@ _OPENS = (
 )
 
 
-def url(address: str) -> str:
-    return address
-
-
-def fetch(java: Path, say: Say) -> Path:
+def fetch(say: Say) -> Path:
     """The folder with the server's JARs, fetched once."""
-    return fetch_jars(f"rocketmq/{VERSION}", ARTIFACTS, java, say)
+    return fetch_jars(f"rocketmq/{VERSION}", ARTIFACTS, say)
 
 
-def prepare(
-    folder: Path, listeners: Mapping[str, str], properties: Mapping[str, str], heap_mb: int, say: Say
-) -> list[str]:
-    """Fetch the server if missing, write its configuration; return the command to run.
-
-    Args:
-        properties: of broker.conf; with `proxy.` before the name, of rmq-proxy.json.
+def prepare(folder: Path, state: State, say: Say) -> list[str]:
+    """Properties are those of broker.conf; with `proxy.` before the name, of rmq-proxy.json.
 
     Raises:
-        DeliveredError: no Java, the download failed, or no network namespace can be created.
+        DeliveredError: also if no network namespace can be created.
     """
-    java = java_home() / "bin" / "java"
-    jars = fetch(java, say)
-    ports = {name: int(address.rpartition(":")[2]) for name, address in listeners.items()}
+    jars, properties = fetch(say), state.settings["properties"]
+    ports = {name: int(split_address(address)[1]) for name, address in state.listeners.items()}
     for name in ("conf", "logs"):
         (folder / name).mkdir(exist_ok=True)
-    name_server = f"127.0.0.1:{ports[NAMESRV]}"
+    conf, name_server = folder / "conf", f"127.0.0.1:{ports[NAMESRV]}"
     of_broker = {k: v for k, v in properties.items() if not k.startswith(PROXY)}
     of_proxy = {k.removeprefix(PROXY): _value(v) for k, v in properties.items() if k.startswith(PROXY)}
-    broker = {**_broker(folder, ports[BROKER], name_server), **of_broker}
-    proxy = {**_proxy(ports[GRPC], name_server), **of_proxy}
     files = {
-        "namesrv.conf": _lines({"listenPort": str(ports[NAMESRV]), "bindAddress": "127.0.0.1"}),
-        "broker.conf": _lines(broker),
-        "rmq-proxy.json": json.dumps(proxy),
-        "logback.xml": _LOGBACK.replace("{level}", os.environ.get("DELIVERED_BROKER_LOG", "warn")),
+        "namesrv.conf": as_lines({"listenPort": ports[NAMESRV], "bindAddress": "127.0.0.1"}),
+        "broker.conf": as_lines({**_broker(folder, ports[BROKER], name_server), **of_broker}),
+        "rmq-proxy.json": json.dumps({**_proxy(ports[GRPC], name_server), **of_proxy}),
+        "logback.xml": _LOGBACK.replace("{level}", log_level()),
     }
     for name, text in files.items():
-        (folder / "conf" / name).write_text(text, encoding="utf-8")
-    conf = str(folder / "conf")
+        (conf / name).write_text(text, encoding="utf-8")
 
-    def run(main: str, heap: int, *arguments: str) -> list[str]:
+    def run(heap_mb: int, *arguments: str) -> list[str]:
         return [
-            str(java),
-            f"-Xmx{heap}m",
-            "-XX:+UseSerialGC",
-            "-XX:MaxMetaspaceSize=192m",
-            f"-XX:MaxDirectMemorySize={DIRECT_MB}m",
-            "-Djava.net.preferIPv4Stack=true",
-            f"-Duser.home={folder}",  # contains the logs
-            f"-Drocketmq.home.dir={folder}",
-            "-Dtls.server.mode=disabled",  # would need a native library
-            f"-Drmq.logback.configurationFile={conf}/logback.xml",
-            *(f"--add-opens={package}=ALL-UNNAMED" for package in _OPENS),
-            *("-cp", str(jars / "*"), main, *arguments),
+            *java_command(
+                heap_mb,
+                jars,
+                "-XX:+UseSerialGC",
+                "-XX:MaxMetaspaceSize=192m",
+                f"-XX:MaxDirectMemorySize={DIRECT_MB}m",
+                f"-Duser.home={folder}",  # contains the logs
+                f"-Drocketmq.home.dir={folder}",
+                "-Dtls.server.mode=disabled",  # would need a native library
+                f"-Drmq.logback.configurationFile={conf}/logback.xml",
+                *open_packages(*_OPENS),
+            ),
+            *arguments,
         ]
 
+    proxy = ("-pm", "LOCAL", "-n", name_server, "-bc", f"{conf}/broker.conf", "-pc", f"{conf}/rmq-proxy.json")
     return Enclosed(
         commands=[
-            run("org.apache.rocketmq.namesrv.NamesrvStartup", 64, "-c", f"{conf}/namesrv.conf"),
-            run(
-                "org.apache.rocketmq.proxy.ProxyStartup",
-                heap_mb,
-                *("-pm", "LOCAL", "-n", name_server, "-bc", f"{conf}/broker.conf", "-pc", f"{conf}/rmq-proxy.json"),
-            ),
+            run(64, "org.apache.rocketmq.namesrv.NamesrvStartup", "-c", f"{conf}/namesrv.conf"),
+            run(state.settings["heap_mb"], "org.apache.rocketmq.proxy.ProxyStartup", *proxy),
         ],
         waits=[ports[NAMESRV], None],
         ports=sorted(ports.values()),
@@ -110,17 +101,14 @@ def prepare(
     ).command(folder)
 
 
-def answers(listeners: Mapping[str, str], timeout_s: float = 2.0) -> bool:
+def answers(state: State) -> bool:
     """Whether the proxy speaks HTTP/2, and the name server knows the broker."""
     with suppress(OSError, ValueError, DeliveredError):
-        host, _, port = listeners[GRPC].rpartition(":")
-        with socket.create_connection((host, int(port)), timeout_s) as peer:
-            peer.settimeout(timeout_s)
+        with connected(state.listeners[GRPC]) as peer:
             peer.sendall(_PREFACE)
             if peer.makefile("rb").read(4)[3:] != b"\x04":  # SETTINGS
                 return False
-        known = ask(listeners[NAMESRV], _CLUSTER_INFO, {}, timeout_s=timeout_s)
-        return b"brokerAddrs" in known
+        return b"brokerAddrs" in ask(state.listeners[NAMESRV], _CLUSTER_INFO, {}, timeout_s=2.0)
     return False
 
 
@@ -183,9 +171,7 @@ def answer(
     """
     header = {"code": code, "language": "JAVA", "version": 399, "opaque": 1, "flag": 0, "extFields": dict(fields)}
     head = json.dumps(header).encode()
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout_s) as peer:
-        peer.settimeout(timeout_s)
+    with connected(address, timeout_s) as peer:
         peer.sendall(struct.pack(">ii", 4 + len(head) + len(body), len(head)) + head + body)
         stream = peer.makefile("rb")
         start = stream.read(8)
@@ -250,10 +236,6 @@ def _value(text: str) -> Any:
         return text
 
 
-def _lines(settings: Mapping[str, str]) -> str:
-    return "".join(f"{k}={v}\n" for k, v in settings.items())
-
-
 _LOGBACK = """<configuration>
   <appender name="console" class="ch.qos.logback.core.ConsoleAppender">
     <encoder><pattern>%d %-5level %logger{0} %msg%n</pattern></encoder>
@@ -265,12 +247,9 @@ _LOGBACK = """<configuration>
 
 SERVER = Server(
     listeners=lambda _: [GRPC, NAMESRV, BROKER],
-    main=GRPC,
-    fetch=lambda say: fetch(java_home() / "bin" / "java", say),
-    prepare=lambda folder, state, say: prepare(
-        folder, state.listeners, state.settings["properties"], state.settings["heap_mb"], say
-    ),
-    answers=lambda state: answers(state.listeners),
-    url=url,
+    prepare=prepare,
+    answers=answers,
+    fetch=fetch,
+    url="{}",
     pipeline='{{format: rocketmq, endpoints: "{url}", topic: orders, group: orders, log: orders-log}}',
 )

@@ -12,9 +12,9 @@ import secrets
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from delivered import DeliveredError
+from delivered.machine import java_home
 from delivered_lab.brokers.fetch import Say
 
 PORTS_LOW, PORTS_HIGH = 20_000, 32_000
@@ -56,22 +57,21 @@ class Identity:
         return process
 
 
-def launch(command: Sequence[str], log: Path, environment: dict[str, str], dies_with_parent: bool) -> Identity:
+def launch(command: Sequence[str], log: Path, dies_with_parent: bool) -> Identity:
     """Start a program in a session of its own, with its output appended to `log`."""
     if dies_with_parent:
         # For Linux the starting thread is the parent: this one lives as long as the process.
-        return _LASTING.submit(_launch, command, log, environment, True).result()
-    return _launch(command, log, environment, False)
+        return _LASTING.submit(_launch, command, log, True).result()
+    return _launch(command, log, False)
 
 
-def _launch(command: Sequence[str], log: Path, environment: dict[str, str], dies_with_parent: bool) -> Identity:
+def _launch(command: Sequence[str], log: Path, dies_with_parent: bool) -> Identity:
     with log.open("ab") as out:
         process = subprocess.Popen(
             command,
             stdout=out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **environment},
             start_new_session=True,
             preexec_fn=_die_with_parent if dies_with_parent else None,
         )
@@ -131,7 +131,7 @@ class State:
     """A server's state in its data folder.
 
     Attributes:
-        listeners: security protocol -> "127.0.0.1:port".
+        listeners: security protocol -> "127.0.0.1:port"; the first one has no TLS and no passwords.
         identity: the last process, running or not; None: never started.
     """
 
@@ -140,10 +140,14 @@ class State:
     settings: dict[str, Any]
     identity: Identity | None = None
 
+    @property
+    def main(self) -> str:
+        """Address of the listener without TLS and passwords."""
+        return next(iter(self.listeners.values()))
+
     def save(self, folder: Path) -> None:
         fresh = folder / f".state.{os.getpid()}"
-        fresh.touch(mode=0o600)  # settings may contain secrets
-        fresh.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        write_private(fresh, json.dumps(asdict(self), indent=1))  # settings may contain secrets
         fresh.replace(folder / "state.json")
 
     @classmethod
@@ -159,69 +163,109 @@ class State:
 
 @dataclass(frozen=True)
 class Server:
-    """
+    """What a kind of server needs.
+
     Attributes:
-        listeners: settings -> names of its listeners, one port each.
-        main: the listener without TLS and passwords.
+        listeners: settings -> names of its listeners, one port each; the first one has no TLS and no passwords.
+        prepare: fetches it if missing, writes configuration and storage; returns the command to run. Raises
+            DeliveredError: it is not available here, or the download failed.
+        answers: whether the server accepts requests.
         fetch: downloads it into the cache; None: part of the package or the system.
         hidden: listeners that are not for clients.
-        prepare: writes configuration and storage if missing; returns the command to run.
-        answers: whether the server accepts requests.
-        url: address -> URL for clients.
+        url: of clients, with `{}` for the address.
         takes: which of tls and scram it supports.
         stop: signal that stops it, even with open connections.
-        pipeline: a source or sink of a pipeline file, with `{url}` for the address and `{HTTP}` for a listener's.
-        first_steps: commands to run after the start, `{url}` likewise.
+        pipeline: a source or sink of a pipeline file, with `{url}`, and `{HTTP}` for a listener's address.
+        first_steps: purpose and command to run after the start, `{url}` likewise.
     """
 
     listeners: Callable[[Mapping[str, Any]], list[str]]
-    main: str
-    fetch: Callable[[Say], object] | None
     prepare: Callable[[Path, State, Say], list[str]]
     answers: Callable[[State], bool]
-    url: Callable[[str], str]
+    fetch: Callable[[Say], object] | None
+    url: str
+    pipeline: str
     hidden: frozenset[str] = frozenset()
     takes: frozenset[str] = frozenset()
     stop: signal.Signals = signal.SIGTERM
-    pipeline: str = ""
     first_steps: tuple[tuple[str, str], ...] = ()
 
 
-def make_certificate(java_home: Path, folder: Path) -> tuple[Path, str]:
-    """A self-signed certificate for 127.0.0.1 and localhost, valid for ten years; created once per folder.
+@contextmanager
+def connected(address: str, timeout_s: float = 2.0) -> Iterator[socket.socket]:
+    """A connection for a question to a server that may not answer yet."""
+    host, port = split_address(address)
+    with socket.create_connection((host, int(port)), timeout_s) as peer:
+        peer.settimeout(timeout_s)
+        yield peer
 
-    Clients trust the PEM file ca.pem in the folder.
+
+def split_address(address: str) -> tuple[str, str]:
+    """Host and port."""
+    host, _, port = address.rpartition(":")
+    return host, port
+
+
+def java_command(heap_mb: int, jars: Path | None, *options: str) -> list[str]:
+    """Java with the JARs of a folder; the main class and its arguments follow."""
+    common = (f"-Xmx{heap_mb}m", "-Djava.net.preferIPv4Stack=true", *options)
+    return [str(java_home() / "bin" / "java"), *common, *(() if jars is None else ("-cp", str(jars / "*")))]
+
+
+def open_packages(*packages: str) -> list[str]:
+    """Java's own packages that a server's libraries reach into."""
+    return [f"--add-opens={package}=ALL-UNNAMED" for package in packages]
+
+
+def log_level() -> str:
+    return os.environ.get("DELIVERED_BROKER_LOG", "warn")
+
+
+def as_lines(settings: Mapping[str, object], sign: str = "=") -> str:
+    return "".join(f"{name}{sign}{value}\n" for name, value in settings.items())
+
+
+def run_tool(command: Sequence[str], what: str, next_step: str, **options: Any) -> str:
+    """The output of a program that prepares a server.
+
+    Raises:
+        DeliveredError: it failed. The message ends with its output.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+    if done.returncode != 0:
+        text = f"{what} Output: {telling_lines(done.stdout + done.stderr)}"
+        raise DeliveredError("BROKER_START", text, next_step=next_step)
+    return str(done.stdout + done.stderr)
+
+
+def make_certificate(java_home: Path, folder: Path) -> tuple[Path, str]:
+    """A self-signed certificate for 127.0.0.1 and localhost, valid for ten years; created once per folder, by Java's
+    keytool. Clients trust the PEM file ca.pem in the folder.
 
     Returns:
         The server's key store (PKCS12), and its password.
     """
-    store, trusted, password = folder / "server.p12", folder / "ca.pem", _password(folder / "keystore.password")
+    store, trusted, file = folder / "server.p12", folder / "ca.pem", folder / "keystore.password"
+    if not file.is_file():
+        write_private(file, secrets.token_hex(16))
+    password = file.read_text(encoding="utf-8")
     if trusted.is_file():
         return store, password
-    tool = str(java_home / "bin" / "keytool")
     same = ["-alias", "server", "-keystore", str(store), "-storetype", "PKCS12", "-storepass", password]
     names = ["-dname", "CN=localhost", "-ext", "SAN=dns:localhost,ip:127.0.0.1", "-ext", "BC:critical=ca:true"]
-    _run([tool, "-genkeypair", *same, "-keyalg", "RSA", "-keysize", "2048", "-validity", "3650", *names])
-    _run([tool, "-exportcert", *same, "-rfc", "-file", str(trusted)])
+    for arguments in (
+        ["-genkeypair", *same, "-keyalg", "RSA", "-keysize", "2048", "-validity", "3650", *names],
+        ["-exportcert", *same, "-rfc", "-file", str(trusted)],
+    ):
+        what = "keytool could not create a certificate."
+        run_tool([str(java_home / "bin" / "keytool"), *arguments], what, "delivered doctor, which checks Java")
     return store, password
 
 
-def _password(file: Path) -> str:
-    if not file.is_file():
-        file.touch(mode=0o600)
-        file.write_text(secrets.token_hex(16), encoding="utf-8")
-    return file.read_text(encoding="utf-8")
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    if done.returncode != 0:
-        output = (done.stdout + done.stderr).strip()[-300:]
-        raise DeliveredError(
-            "CERTIFICATE_FAILED",
-            f"keytool could not create a certificate: {output}",
-            next_step="delivered doctor, which checks Java",
-        )
+def write_private(file: Path, text: str) -> None:
+    """Write a file that only this user may read."""
+    file.touch(mode=0o600)
+    file.write_text(text, encoding="utf-8")
 
 
 def _found() -> dict[str, Server]:
