@@ -18,11 +18,12 @@ from delivered_lab import brokers
 from delivered_lab.verify.proxy import ANSWERED, ASKED, Fired, NetworkFault, Rule, StreamProxy
 from delivered_lab.verify.systems import SINK_KINDS
 from delivered_lab.verify.systems.activemq import ArtemisQueue
-from delivered_lab.verify.systems.base import Poll
+from delivered_lab.verify.systems.base import Poll, SinkPlace
 from delivered_lab.verify.systems.messages import Messages
 from delivered_lab.verify.systems.pulsar import PulsarTopic
 from delivered_lab.verify.systems.rabbitmq import RabbitExchange
 from delivered_lab.verify.systems.rocketmq import RocketTopic
+from delivered_lab.verify.workloads import WORKLOADS
 
 READERS: dict[str, type[Messages]] = {
     "rabbitmq": RabbitExchange,
@@ -33,7 +34,7 @@ READERS: dict[str, type[Messages]] = {
 
 
 def made(system: str, broker: brokers.Broker, folder: Path, name: str) -> Messages:
-    drain = READERS[system](broker, name, folder / "ledger.db")
+    drain = READERS[system](SINK_KINDS[system], SinkPlace(name, broker, folder, None, WORKLOADS["keyed"]))
     drain.create()
     return drain
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -15,9 +16,11 @@ from tests.support.servers import Mysql, Postgres
 
 from delivered_lab import brokers
 from delivered_lab.verify.proxy import Fired, MysqlProxy, NetworkFault, PostgresProxy, Rule, SqlProxy
-from delivered_lab.verify.systems.base import Poll
+from delivered_lab.verify.systems import SINK_KINDS
+from delivered_lab.verify.systems.base import Poll, SinkPlace
 from delivered_lab.verify.systems.mysql import MysqlTable
 from delivered_lab.verify.systems.postgres import PgTable
+from delivered_lab.verify.workloads import WORKLOADS
 
 Drained = PgTable | MysqlTable
 
@@ -27,11 +30,14 @@ class System:
     """A database's statements: begin a transaction, prepare it, commit it."""
 
     proxy: Callable[..., SqlProxy]
-    drain: Callable[..., Drained]
+    drain: type[Drained]
     begin: str
     prepare: tuple[str, ...]
     commit_prepared: str
     rule: str
+
+    def table(self, server: brokers.Broker, name: str) -> Drained:
+        return self.drain(SINK_KINDS[self.drain.system], SinkPlace(name, server, Path(), None, WORKLOADS["keyed"]))
 
     def connect(self, broker: brokers.Broker, drain: Drained, proxy: SqlProxy | None) -> Any:
         address = broker.bootstrap if proxy is None else proxy.bootstrap
@@ -84,7 +90,7 @@ def proxy(server: brokers.Broker, system: System, fired: list[Fired]) -> Iterato
 
 @pytest.fixture
 def drain(server: brokers.Broker, system: System, request: pytest.FixtureRequest) -> Iterator[Drained]:
-    found = system.drain(server, request.node.name)
+    found = system.table(server, request.node.name)
     found.create()
     yield found
     found.remove()
@@ -196,7 +202,7 @@ def test_a_rule_for_commit_leaves_that_of_prepared_ones_alone(
 
 def test_a_reader_lives_through_a_kill_of_the_server(name: str, system: System, request: pytest.FixtureRequest) -> None:
     own = request.getfixturevalue(f"new_{name}")()
-    drain = system.drain(own.broker, "killed")
+    drain = system.table(own.broker, "killed")
     drain.create()
     looks: list[Poll] = []
     first, second, stop = threading.Event(), threading.Event(), threading.Event()

@@ -14,7 +14,6 @@ from typing import Any
 from uuid import uuid4
 
 from delivered import Guarantee
-from delivered_lab import brokers
 from delivered_lab.verify.systems.base import Poll, Row, SinkKind, SinkPlace, SourceClient, digest, polling
 from delivered_lab.verify.systems.log import Log
 from delivered_lab.verify.workloads import PARTITIONS, source_id
@@ -30,34 +29,21 @@ OWN_ADDRESS = {"F2": "its client connects to the address that the broker adverti
 
 
 class Messages(ABC):
-    """Rows hold only values: each broker carries keys in its own way, if at all.
+    """Rows hold only values: each broker carries keys in its own way, if at all. The judge may kill the server; what
+    the broker cannot store is in a file on the driver's machine, the ledger.
 
     Attributes:
         last: content of the judge's newest own message; met: contents of those that arrived.
-
-    Args:
-        server: that the judge may kill.
-        name: of the case.
-        ledger: a file on the driver's machine, for what the broker cannot store.
-        pipeline_address: the server's address for the pipeline: its own, or a proxy's.
     """
 
     system = "messages"
     batch_atomic = False
 
-    def __init__(
-        self,
-        server: brokers.Broker,
-        name: str,
-        ledger: Path,
-        pipeline_address: str | None = None,
-        extra: dict[str, Any] | None = None,
-    ) -> None:
-        self.name = f"effects-{digest(name)}"
-        self._server = server
-        self._ledger = ledger
-        self._address = pipeline_address or server.bootstrap
-        self._extra = extra or {}
+    def __init__(self, kind: SinkKind, place: SinkPlace) -> None:
+        del kind
+        self.name = f"effects-{digest(place.name)}"
+        self._server, self._ledger, self._extra = place.server, place.disk / "ledger.db", place.extra
+        self._address = place.pipeline_address or self._server.bootstrap
         self._found: list[Row] = []
         self.last = ""
         self.met: set[str] = set()
@@ -143,20 +129,13 @@ class Messages(ABC):
         time.sleep(_RETRY_S)
 
 
-def sent_by(made: type[Messages]) -> Callable[[SinkKind, SinkPlace], Messages]:
-    """The client of a message sink in a case."""
-    return lambda _, at: made(at.server, at.name, at.disk / "ledger.db", at.pipeline_address, dict(at.extra))
-
-
-def sending(made: type[Messages], absent: Mapping[str, str] | None = None, ordered: bool = True) -> SinkKind:
+def sending(client: type[Messages], absent: Mapping[str, str] | None = None, ordered: bool = True) -> SinkKind:
     """A broker that cannot hold messages back."""
-    system = made.system
+    system = client.system
     no_reader = {"F5": "its readers take messages one by one, so there is no read to interrupt"}
     weaker = (Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE)
     absent = {**no_reader, **(absent or {})}
-    return SinkKind(
-        system, system, sent_by(made), system, absent=absent, guarantees=weaker, sends=True, ordered=ordered
-    )
+    return SinkKind(system, system, client, system, absent=absent, guarantees=weaker, sends=True, ordered=ordered)
 
 
 @dataclass

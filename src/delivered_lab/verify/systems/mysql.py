@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from delivered_lab import brokers
 from delivered_lab.verify.proxy import MysqlProxy
-from delivered_lab.verify.systems.base import Row, SinkKind, SinkPlace, Statements, System, as_row
+from delivered_lab.verify.systems.base import Row, SinkKind, Statements, System, as_row
 from delivered_lab.verify.systems.sql import ANSWER_TIMEOUT_S, LOCK_TIMEOUT_S, RETRY_S, SEEN, SqlTable
 
 _XA_NOT_ENDED = 1397
@@ -17,32 +16,16 @@ _KINDS = {"bytea": "longblob", "text": "longtext"}
 
 
 class MysqlTable(SqlTable):
-    """Has the server to itself.
-
-    Args:
-        kinds: types of the columns key and value, as PostgreSQL names them.
-    """
+    """Has the server to itself."""
 
     system = "mysql"
     begin_snapshot = ("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ", "START TRANSACTION WITH CONSISTENT SNAPSHOT")
     lock = (f"SET lock_wait_timeout = {LOCK_TIMEOUT_S}", "LOCK TABLES {table} WRITE")
     unlock = "UNLOCK TABLES"
 
-    def __init__(
-        self,
-        server: brokers.Broker,
-        name: str,
-        pipeline_address: str | None = None,
-        kinds: tuple[str, str] = ("bytea", "bytea"),
-        two_phase: bool = False,
-        extra: dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__(server, name, pipeline_address, two_phase, extra)
-        self._kinds = kinds
-
     def create(self) -> None:
         self.remove()
-        key, value = (_KINDS[k] for k in self._kinds)
+        key, value = (_KINDS[k] for k in self._place.workload.kinds)
         if self.upserted:
             key = "varbinary(255) NOT NULL UNIQUE"
         with self._cursor("") as cursor:
@@ -162,13 +145,9 @@ def _prepared(cursor: Any) -> list[tuple[str, str]]:
     return found
 
 
-def _client(kind: SinkKind, at: SinkPlace) -> MysqlTable:
-    return MysqlTable(at.server, at.name, at.pipeline_address, at.workload.kinds, kind.two_phase, dict(at.extra))
-
-
 def _sink(name: str, two_phase: bool) -> SinkKind:
     words = Statements("XA PREPARE", "XA COMMIT", "LOAD DATA")
-    return SinkKind(name, "mysql", _client, "mysql", two_phase=two_phase, locks=True, statements=words, upserts=True)
+    return SinkKind(name, "mysql", MysqlTable, "mysql", two_phase=two_phase, locks=True, statements=words, upserts=True)
 
 
 SYSTEM = System((_sink("mysql", False), _sink("mysql-xa", True)), proxy=MysqlProxy)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from delivered_lab import brokers
 from delivered_lab.verify.proxy import PostgresProxy
-from delivered_lab.verify.systems.base import Row, SinkKind, SinkPlace, Statements, System, as_row
+from delivered_lab.verify.systems.base import Row, SinkKind, Statements, System, as_row
 from delivered_lab.verify.systems.sql import LOCK_TIMEOUT_S, SEEN, SqlTable
 
 if TYPE_CHECKING:
@@ -19,46 +17,27 @@ _TABLESPACE = "small"
 
 
 class PgTable(SqlTable):
-    """
-    Args:
-        kinds: types of the columns key and value. The table then has an extra column that numbers its rows as they are
-            written; a pipeline that ignored column defaults could not write to it. None: the pipeline creates the
-            table, with any columns.
-        disk: a small disk that holds the table, and nothing else of the server.
-    """
+    """A typed table has an extra column that numbers its rows as they are written; a pipeline that ignored column
+    defaults could not write to it. A small disk holds the table, and nothing else of the server."""
 
     system = "postgres"
     begin_snapshot = ("BEGIN ISOLATION LEVEL REPEATABLE READ",)
     lock = ("BEGIN", f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'", "LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
 
-    def __init__(
-        self,
-        server: brokers.Broker,
-        name: str,
-        pipeline_address: str | None = None,
-        kinds: tuple[str, str] | None = ("bytea", "bytea"),
-        two_phase: bool = False,
-        disk: Path | None = None,
-        extra: dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__(server, name, pipeline_address, two_phase, extra)
-        self._kinds = kinds
-        self._disk = disk
-
     def create(self) -> None:
         self.remove()
         with self._session("postgres") as connection:
-            if self._disk is not None:
-                place = self._disk / "tablespace"
+            if self._place.small is not None:
+                place = self._place.small / "tablespace"
                 place.mkdir()
                 owner = (self._server.folder / "data").stat()
                 os.chown(place, owner.st_uid, owner.st_gid)
                 connection.execute(f"CREATE TABLESPACE {_TABLESPACE} LOCATION '{place}'")
             connection.execute(f"CREATE DATABASE {self.database}")
-        if self._kinds is not None:
-            key, value = self._kinds
+        if self._place.typed:
+            key, value = self._place.workload.kinds
             unique = " PRIMARY KEY" if self.upserted else ""
-            where = f"TABLESPACE {_TABLESPACE}" if self._disk is not None else ""
+            where = f"TABLESPACE {_TABLESPACE}" if self._place.small is not None else ""
             with self._session() as connection:
                 connection.execute(
                     f"CREATE TABLE {self.name} (key {key}{unique}, value {value}, {SEEN} bigserial) {where}"
@@ -71,7 +50,7 @@ class PgTable(SqlTable):
             self.roll_back_prepared()
         with self._session("postgres") as connection:
             connection.execute(f"DROP DATABASE IF EXISTS {self.database} WITH (FORCE)")
-            if self._disk is not None:
+            if self._place.small is not None:
                 connection.execute(f"DROP TABLESPACE IF EXISTS {_TABLESPACE}")
 
     def options(self) -> dict[str, Any]:
@@ -80,7 +59,7 @@ class PgTable(SqlTable):
             # Unencrypted, so that a proxy can parse it.
             "url": f"postgresql://delivered@{self._address}/{self.database}?sslmode=disable&gssencmode=disable",
             "dbtable": self.name,
-            **({"ifNotExists": "true"} if self._kinds is None else {}),
+            **({"ifNotExists": "true"} if not self._place.typed else {}),
             **self._asked,
         }
 
@@ -153,21 +132,16 @@ class PgTable(SqlTable):
 
     @property
     def _position(self) -> str:
-        if self._kinds is not None:
+        if self._place.typed:
             return SEEN
         # For a table created by the pipeline, a row's location: its page, and the place in it.
         return "((ctid::text::point)[0]::bigint * 65536 + (ctid::text::point)[1]::bigint)"
 
 
-def _client(kind: SinkKind, at: SinkPlace) -> PgTable:
-    kinds = at.workload.kinds if at.typed else None
-    return PgTable(at.server, at.name, at.pipeline_address, kinds, kind.two_phase, at.small, dict(at.extra))
-
-
 def _sink(name: str, two_phase: bool) -> SinkKind:
     words = Statements("PREPARE TRANSACTION", "COMMIT PREPARED", "COPY")
     return SinkKind(
-        name, "postgres", _client, "postgres", two_phase=two_phase, locks=True, statements=words, upserts=True, own=True
+        name, "postgres", PgTable, "postgres", two_phase=two_phase, locks=True, statements=words, upserts=True, own=True
     )
 
 

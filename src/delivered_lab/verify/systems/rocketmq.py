@@ -18,7 +18,7 @@ from typing import Any
 from delivered import Guarantee
 from delivered_lab.brokers import rocketmq
 from delivered_lab.verify.systems.base import Row, SinkKind, SourceKind, SourcePlace, System, as_text
-from delivered_lab.verify.systems.messages import CONFIRM_TIMEOUT_S, OWN_ADDRESS, Messages, Queue, sending, sent_by
+from delivered_lab.verify.systems.messages import CONFIRM_TIMEOUT_S, OWN_ADDRESS, Messages, Queue, sending
 from delivered_lab.verify.workloads import Record
 
 _PULL, _MAX_OFFSET, _RUNTIME = 11, 30, 28
@@ -195,7 +195,7 @@ _MESSAGES = sending(RocketTopic, OWN_ADDRESS, ordered=False)
 _TRANSACTIONS = SinkKind(
     "rocketmq-2pc",
     "rocketmq",
-    sent_by(RocketTransactions),
+    RocketTransactions,
     "rocketmq",
     two_phase=True,
     locked="HALF_MESSAGES_LOCKED",

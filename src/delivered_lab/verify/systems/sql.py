@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from delivered_lab import brokers
-from delivered_lab.verify.systems.base import Poll, ReadDisturbed, Row, digest
+from delivered_lab.verify.systems.base import Poll, ReadDisturbed, Row, SinkKind, SinkPlace, digest
 
 ANSWER_TIMEOUT_S = 60.0
 LOCK_TIMEOUT_S = 20
@@ -21,12 +20,7 @@ SEEN = "seen_as"
 
 
 class SqlTable(ABC):
-    """A table `effects` in a database of its own.
-
-    Args:
-        server: that the judge may kill; name: of the case.
-        pipeline_address: the server's address for the pipeline: its own, or a proxy's.
-        extra: options of the sink.
+    """A table `effects` in a database of its own, on a server that the judge may kill.
 
     Attributes:
         begin_snapshot: statements that begin a transaction with a single snapshot; lock, unlock: of a table.
@@ -36,21 +30,14 @@ class SqlTable(ABC):
     lock: tuple[str, ...] = ()
     unlock = "COMMIT"
 
-    def __init__(
-        self,
-        server: brokers.Broker,
-        name: str,
-        pipeline_address: str | None = None,
-        two_phase: bool = False,
-        extra: dict[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, kind: SinkKind, place: SinkPlace) -> None:
         self.name = "effects"
         # A name in the server's alphabet, however long the case's name is.
-        self.database = f"case_{digest(name)}"
-        self.batch_atomic = not two_phase
-        self._server = server
-        self._address = pipeline_address or server.bootstrap
-        self._asked = {**({"mechanism": "two_phase"} if two_phase else {}), **(extra or {})}
+        self.database = f"case_{digest(place.name)}"
+        self.batch_atomic = not kind.two_phase
+        self._place, self._server = place, place.server
+        self._address = place.pipeline_address or self._server.bootstrap
+        self._asked = {**({"mechanism": "two_phase"} if kind.two_phase else {}), **place.extra}
 
     @property
     def upserted(self) -> bool:
