@@ -133,6 +133,10 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    def save(self) -> None:
+        """Next to the case's history."""
+        (Path(self.folder) / "result.json").write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Result:
         known = cls.__dataclass_fields__
@@ -146,28 +150,41 @@ def run_case(case: Case, environment: Environment, *, plain_s: float | None = No
         plain_s: time to the first effect of a plain restart; None: unknown.
         audit: also run `delivered audit`. Under at_most_once it always runs, to count what was given up.
     """
-    began = time.monotonic()
+    started_s = time.monotonic()
     folder = environment.folder / case.name
     empty(folder)
+    fixture: Fixture | None = None
     with contextlib.ExitStack() as stack:
-        try:
-            fixture = stack.enter_context(_fixture(case, environment, folder, plain_s, stack))
-            judgement = _run(case, fixture, audit)
-        except Exception as error:
-            (folder / "judge.log").write_text(traceback.format_exc(), encoding="utf-8")
-            text = str(error) if isinstance(error, DeliveredError) else f"{type(error).__name__}: {error}"
-            return result_of(
-                case, folder, began, Judgement(Verdict.UNKNOWN, (), (f"the verifier could not go on: {text}",))
-            )
-        result = result_of(case, folder, began, judgement)
+
+        def judged() -> Judgement:
+            nonlocal fixture
+            opened = stack.enter_context(_fixture(case, environment, folder, plain_s, stack))
+            judgement = _run(case, opened, audit)
+            fixture = opened
+            return judgement
+
+        judgement = unknown_on_error(folder, judged)
+        result = build_result(case, folder, started_s, judgement)
+        if fixture is None:
+            return result
         _add_facts(case, result, fixture)
         if judgement.verdict is Verdict.HELD:
             with contextlib.suppress(Exception):
                 fixture.setting.sink.remove()
-    (folder / "result.json").write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
+    result.save()
     if judgement.verdict is Verdict.HELD:
         _tidy(folder)
     return result
+
+
+def unknown_on_error(folder: Path, judged: Callable[[], Judgement]) -> Judgement:
+    """A judgement; unknown if the verifier could not go on."""
+    try:
+        return judged()
+    except Exception as error:
+        (folder / "judge.log").write_text(traceback.format_exc(), encoding="utf-8")
+        text = str(error) if isinstance(error, DeliveredError) else f"{type(error).__name__}: {error}"
+        return Judgement(Verdict.UNKNOWN, (), (f"the verifier could not go on: {text}",))
 
 
 def _run(case: Case, fixture: Fixture, audit: bool) -> Judgement:
@@ -269,7 +286,7 @@ def _setting(
     )
 
 
-def result_of(case: Case, folder: Path, began: float, judgement: Judgement) -> Result:
+def build_result(case: Case, folder: Path, started_s: float, judgement: Judgement) -> Result:
     names = f"{case.sink}/{case.guarantee.value}/{case.workload}/{case.fault.name}"
     source = f" --source {case.source}" if case.source else ""
     return Result(
@@ -289,7 +306,7 @@ def result_of(case: Case, folder: Path, began: float, judgement: Judgement) -> R
         text=case.fault.text,
         reasons=list(judgement.reasons),
         findings=[f.to_json() for f in judgement.findings],
-        seconds=round(time.monotonic() - began, 1),
+        seconds=round(time.monotonic() - started_s, 1),
         folder=str(folder),
         again=f"delivered verify --only {names} --seed {case.seed} --service {case.service}{source}",
     )
@@ -330,10 +347,11 @@ def _tidy(folder: Path) -> None:
 Say = Callable[[str], None]
 
 
+@dataclass
 class Environment:
     """Runs cases one after the other.
 
-    Args:
+    Attributes:
         env: for the pipelines' processes.
         sink_options: override the options of every sink in the pipeline file; `format` replaces the connector.
         template: the user's own pipeline, run by every case.
@@ -341,34 +359,26 @@ class Environment:
         variant: what the programs of both ends do wrong on purpose; empty: nothing.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        say: Say,
-        env: dict[str, str] | None = None,
-        sink_options: dict[str, Any] | None = None,
-        template: Template | None = None,
-        source_format: str | None = None,
-        variant: str = "",
-    ) -> None:
-        self.variant = variant
-        self.folder = folder
-        self.source_format = source_format
-        self.template = template
-        self.env = dict(env or {})
-        if template is not None:
-            parts = [str(template.folder), self.env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
-            self.env["PYTHONPATH"] = os.pathsep.join(p for p in parts if p)
-        self.sink_options = sink_options or {}
-        self._say = say
-        self._servers: dict[str, brokers.Broker] = {}
+    folder: Path
+    say: Say
+    env: dict[str, str] = field(default_factory=dict)
+    sink_options: dict[str, Any] = field(default_factory=dict)
+    template: Template | None = None
+    source_format: str | None = None
+    variant: str = ""
+    _servers: dict[str, brokers.Broker] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.template is not None:
+            paths = [str(self.template.folder), self.env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
+            self.env = {**self.env, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
 
     def server(self, kind: str) -> brokers.Broker:
         """This environment's server, started on first use; `kind` as named by `delivered_lab.brokers`."""
         if kind not in self._servers:
             place = self._place(kind)
             shutil.rmtree(place, ignore_errors=True)
-            self._say(f"starting {kind}")
+            self.say(f"starting {kind}")
             properties = dict(SYSTEMS[kind].properties)
             self._servers[kind] = brokers.start(kind, place, properties=properties, dies_with_parent=True)
         return self._servers[kind]

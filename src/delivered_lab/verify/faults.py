@@ -61,6 +61,7 @@ class Fault:
     """
     Attributes:
         place: one of `PLACES`.
+        script: over a `Fixture`; of both ends, over a world of theirs.
         requires: names that must fire, each as often as it is listed.
         parts: those of `requires` by failure point, if the case passes several; `place` is then one of them.
         workload: the one that this fault needs; None: the case's.
@@ -75,7 +76,7 @@ class Fault:
     name: str
     place: str
     text: str
-    script: Script
+    script: Callable[[Any], None]
     requires: tuple[str, ...] = ()
     workload: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from delivered_lab.verify.services import (
     DRIVER,
     SERVICES,
     SPARK,
-    Receiving,
+    Receivers,
     Run,
     Service,
     VerifierError,
@@ -235,7 +235,7 @@ class Fixture:
         self.result: Evidence | None = None
         self.records = records(setting.workload, setting.seed)
         self.reader = Reader(setting.name, setting.sink, setting.workload, setting.seed, self.history)
-        self.receiving: Receiving | None = None
+        self.receiving: Receivers | None = None
         self._sent = 0
         self._killed = False
 
@@ -249,7 +249,7 @@ class Fixture:
         if isinstance(source, QueueSource):
             # A copy: a receiver may be reading the file while the pipeline's is rewritten.
             file = shutil.copy(self.pipeline_file(), self.folder / "receivers.yaml")
-            self.receiving = Receiving(self.folder, source, Path(file), self.history, self.setting.env)
+            self.receiving = Receivers(self.folder, source, Path(file), self.history, self.setting.env)
 
     def close(self) -> None:
         """Stop everything that this fixture started. May be called again."""
@@ -289,7 +289,7 @@ class Fixture:
             self.receiving.settle({i for i, end in sends(self.history).items() if end is End.OK})
 
     @property
-    def receivers(self) -> Receiving:
+    def receivers(self) -> Receivers:
         return self._present(self.receiving, "NO_RECEIVER", "its source needs no receiver")
 
     def producer(self, portion: int, pause_s: float, again: bool = True) -> Producer:

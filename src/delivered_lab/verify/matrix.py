@@ -257,7 +257,7 @@ def run_matrix(
         return ends is not None and time.monotonic() >= ends
 
     def work(number: int) -> None:
-        environment = Environment(folder / f"environment{number}", say, env, template=template)
+        environment = Environment(folder / f"environment{number}", say, dict(env or {}), template=template)
         try:
             while not enough():
                 try:

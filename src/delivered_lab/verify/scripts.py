@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from delivered import Guarantee
@@ -218,17 +218,23 @@ def worker_killed(*points: str) -> Scripted:
 
 def task_retried(*points: str) -> Scripted:
     """The first attempt of a task fails at the first point, the second one at the second, and so on."""
-    failing = [f"{p}@attempt={n}!raise" for n, p in enumerate(points)]
+    where = [f"{p}@attempt={n}" for n, p in enumerate(points)]
+    return _failing("task failed", points, where, "the run whose task failed")
+
+
+def _failing(name: str, points: Sequence[str], where: Sequence[str], when: str) -> Scripted:
+    """One run, in which a task fails at each point, and which must succeed."""
 
     def script(fixture: Fixture) -> None:
         fixture.send()
-        run = fixture.start(",".join(failing))
-        while (found := run.wait_hit(HIT_TIMEOUT_S)) is not None:
-            fixture.fire(f"task failed@{found[1].point.partition('@')[0]}", facts=dict(found[1].facts))
-        fixture.stops.append(Stop((), fixture.end(run), "the run whose task failed"))
+        run = fixture.start(",".join(f"{p}!raise" for p in where))
+        while (hit := run.wait_hit(HIT_TIMEOUT_S)) is not None:
+            fixture.fire(f"{name}@{points[where.index(hit[1].point.partition('!')[0])]}", facts=dict(hit[1].facts))
+        code = fixture.end(run)
+        fixture.stops.append(Stop((), code, f"{when}: {last_words(run)}" if code else when))
         fixture.drain()
 
-    return script, tuple(f"task failed@{p}" for p in points)
+    return script, tuple(f"{name}@{p}" for p in points)
 
 
 def speculation(where: str) -> Script:
@@ -412,8 +418,7 @@ def zombie(step: str, locked: str | None) -> Script:
         hit = waits(fixture, first)
         if hit is None:
             return
-        first.pause()
-        fixture.fire("paused", processes=len(first.workers()))
+        fixture.fire("paused", processes=first.pause())
         code = fixture.end(fixture.start("", "--takeover"))
         held = code is not None and code == locked
         if not held:
@@ -520,18 +525,7 @@ STAGE_RERUN = {**RETRIES, "spark": {STAGE_RERUNS: "true"}}
 
 def stage_rerun(*points: str) -> Scripted:
     """At each point a task fails, and runs again under the number of its first attempt."""
-    failing = ",".join(f"{p}!raise" for p in points)
-
-    def script(fixture: Fixture) -> None:
-        fixture.send()
-        run = fixture.start(failing)
-        while (found := run.wait_hit(HIT_TIMEOUT_S)) is not None:
-            fixture.fire(f"stage rerun@{found[1].point.partition('!')[0]}", facts=dict(found[1].facts))
-        code = fixture.end(run)
-        fixture.stops.append(Stop((), code, f"the run whose stage ran again: {last_words(run)}" if code else ""))
-        fixture.drain()
-
-    return script, tuple(f"stage rerun@{p}" for p in points)
+    return _failing("stage rerun", points, points, "the run whose stage ran again")
 
 
 LOST_END = ("the source lost its end", "its log grew past the position")

@@ -30,11 +30,16 @@ from delivered_lab.verify.workloads import Workload
 
 _POLL_S = 0.02
 AUDIT_TIMEOUT_S = 240.0
+_LOG_TIMEOUT_S = _STOP_TIMEOUT_S = _CLUSTER_TIMEOUT_S = 60.0
+_STARTS_MAX = 40
+_HOSTS = ("127.0.0.2", "127.0.0.3")
+_DEPLOY = "org.apache.spark.deploy"
 DRIVER, RECEIVER = "driver", "receiver"
 _CODE = re.compile(r"\[DELIVERED_([A-Z0-9_]+)\]")
 DELIVERED = (sys.executable, "-m", "delivered.cli.main")
 """`delivered` as on the command line, but with the interpreter's path."""
 
+LOOP_MODULE = "delivered_lab.verify.loop"
 QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto"
 """A short-lived JVM starts faster without its second compiler."""
 
@@ -131,6 +136,13 @@ class Run:
     def resume(self) -> int:
         return self._signal(signal.SIGCONT)
 
+    def wait_stopped(self) -> None:
+        """Wait until it has stopped itself. Raises RuntimeError if it ended instead."""
+        _, status = os.waitpid(self.process.pid, os.WUNTRACED)
+        if not os.WIFSTOPPED(status):
+            self.process.returncode = os.waitstatus_to_exitcode(status)
+            raise RuntimeError(f"{self.name} ended with {self.process.returncode}: {last_words(self)}")
+
     def kill_one(self, pid: int) -> bool:
         """SIGKILL one process of the tree; False if it has ended or is not in this tree."""
         for p in self._tree():
@@ -139,19 +151,6 @@ class Run:
                 psutil.wait_procs([p], timeout=10)
                 return True
         return False
-
-    def workers(self) -> list[psutil.Process]:
-        """Spark's Python workers, forked by a daemon: below the JVM, or below the template (spark/template.py)."""
-        found = []
-        for p in self._tree():
-            with contextlib.suppress(psutil.Error):
-                parent = p.parent()
-                if parent is None or p.pid == parent.pid:
-                    continue
-                by_command = any("spark.daemon" in x or "delivered_lab.verify.loop" in x for x in parent.cmdline())
-                if by_command or p.name() == parent.name() in _FORKED:
-                    found.append(p)
-        return found
 
     def _tree(self) -> list[psutil.Process]:
         try:
@@ -167,10 +166,6 @@ class Run:
                 p.send_signal(number)
                 count += 1
         return count
-
-
-_FORKED = ("tasks", "plan")
-"""Names that the template gives to processes."""
 
 
 def start(
@@ -253,7 +248,7 @@ def _spark_audit(pipeline: Path, folder: Path, env: Mapping[str, str] | None) ->
 
 
 def _engine_command(pipeline: Path, *_: object) -> list[str]:
-    return [sys.executable, "-m", "delivered_lab.verify.loop", str(pipeline)]
+    return [sys.executable, "-m", LOOP_MODULE, str(pipeline)]
 
 
 def _engine_accounts(pipeline: Path, folder: Path, env: Mapping[str, str] | None) -> dict[str, Any]:
@@ -311,33 +306,25 @@ class VerifierError(DeliveredError):
         super().__init__(code, message, next_step)
 
 
-_LOG_TIMEOUT_S = 60.0
-_STOP_TIMEOUT_S = 60.0
-_STARTS_MAX = 40
-
-
-class Receiving:
-    """One receiver at a time, unless a script starts another alongside. Not thread-safe.
+@dataclass
+class Receivers:
+    """Receivers of a queue next to the pipeline: one at a time, unless a script starts another alongside. Not
+    thread-safe.
 
     Attributes:
-        stops: ends of receivers that were not killed; they must have been asked to stop.
-
-    Args:
         pipeline: a file of which only the source is read.
+        stops: ends of receivers that were not killed; they must have been asked to stop.
     """
 
-    def __init__(
-        self, folder: Path, queue: QueueSource, pipeline: Path, history: History, env: Mapping[str, str]
-    ) -> None:
-        self._folder = folder
-        self._queue = queue
-        self._pipeline = pipeline
-        self._history = history
-        self._env = env
-        self.stops: list[Stop] = []
-        self._runs: list[Run] = []
-        self._over: set[int] = set()
-        self._given_up: frozenset[str] = frozenset()
+    folder: Path
+    queue: QueueSource
+    pipeline: Path
+    history: History
+    env: Mapping[str, str]
+    stops: list[Stop] = field(default_factory=list)
+    _runs: list[Run] = field(default_factory=list)
+    _over: set[int] = field(default_factory=set)
+    _given_up: frozenset[str] = frozenset()
 
     def ready(self) -> None:
         """Ensure that the log exists: without it no pipeline can be planned.
@@ -345,7 +332,7 @@ class Receiving:
         Raises:
             VerifierError: the receiver that was started for it ended.
         """
-        log = self._queue.log / "_delta_log"
+        log = self.queue.log / "_delta_log"
         if log.exists():
             return
         run = next((r for r in self._runs if r.lives), None) or self.start()
@@ -366,10 +353,10 @@ class Receiving:
                 "RECEIVER_FAILED", f"Receivers were started {_STARTS_MAX} times: {last_words(self._runs[-1])}"
             )
         number = len(self._runs) + 1
-        command = [*DELIVERED, "receive", str(self._pipeline), "--output", "json"]
-        run = start(RECEIVER, number, self._folder, command, crash, self._env)
+        command = [*DELIVERED, "receive", str(self.pipeline), "--output", "json"]
+        run = start(RECEIVER, number, self.folder, command, crash, self.env)
         self._runs.append(run)
-        self._history.add(run.name, "run", End.STARTED, {"crash": crash})
+        self.history.add(run.name, "run", End.STARTED, {"crash": crash})
         return run
 
     def stop(self) -> None:
@@ -377,18 +364,18 @@ class Receiving:
         for run in self._runs:
             if run.lives:
                 run.stop(_STOP_TIMEOUT_S)
-        self._note()
+        self._record_ends()
 
     def kill(self, run: Run) -> None:
         """SIGKILL a receiver."""
-        self._history.add(run.name, "run", End.UNKNOWN, {"killed": run.kill()})
+        self.history.add(run.name, "run", End.UNKNOWN, {"killed": run.kill()})
         self._over.add(run.number)
 
     def close(self) -> None:
         """Kill all that are running. May be called again."""
         for run in self._runs:
             if run.lives:
-                self._history.add(run.name, "run", End.OK, {"ended with the case": run.kill()})
+                self.history.add(run.name, "run", End.OK, {"ended with the case": run.kill()})
 
     def settle(self, sent: Collection[str]) -> None:
         """Wait until all of these ids are in the log, or no more can arrive. Ids that were waited for in vain are not
@@ -397,40 +384,35 @@ class Receiving:
         Starts a receiver if none is running.
         """
         wanted = frozenset(sent) - self._given_up
-        grew_at, before = time.monotonic(), self._queue.arrived()
+        grew_at, before = time.monotonic(), self.queue.arrived()
         while not wanted <= before:
             if not any(run.lives for run in self._runs):
-                self._note()
+                self._record_ends()
                 self.start()
-            now = self._queue.arrived()
+            now = self.queue.arrived()
             begins = not any(run.lives and run.output.stat().st_size for run in self._runs)
             if now != before or begins:
                 grew_at, before = time.monotonic(), now
-            if time.monotonic() - grew_at > self._queue.patience_s:
+            if time.monotonic() - grew_at > self.queue.patience_s:
                 self.stop()  # what it held is now in the log and acknowledged; the rest is in the queue
-                left = self._queue.left()
-                if left or self._queue.arrived() != before:
+                left = self.queue.left()
+                if left or self.queue.arrived() != before:
                     grew_at = time.monotonic()
                     continue
                 missing = sorted(wanted - before)
                 if left is not None:
                     self._given_up |= wanted - before
-                self._history.add("receivers", "settle", End.UNKNOWN, {"missing": len(missing), "some": missing[:10]})
+                self.history.add("receivers", "settle", End.UNKNOWN, {"missing": len(missing), "some": missing[:10]})
                 return
             time.sleep(_POLL_S)
 
-    def _note(self) -> None:
+    def _record_ends(self) -> None:
         for run in self._runs:
             if not run.lives and run.number not in self._over:
                 self._over.add(run.number)
                 self.stops.append(Stop((), run.code, run.name))
                 end = End.OK if run.code is None else End.FAILED
-                self._history.add(run.name, "run", end, {"code": run.code, "output": last_words(run)})
-
-
-_HOSTS = ("127.0.0.2", "127.0.0.3")
-_CLUSTER_TIMEOUT_S = 60.0
-_DEPLOY = "org.apache.spark.deploy"
+                self.history.add(run.name, "run", end, {"code": run.code, "output": last_words(run)})
 
 
 class Cluster:

@@ -249,7 +249,7 @@ def _operator(
     make: Callable[[random.Random, int], Iterator[Record]],
     oracle: Callable[[Sequence[str]], dict[str, str]],
     function: str,
-    *sinks: str,
+    sinks: tuple[str, ...] = ("sqlite", "postgres", "kafka", "delta"),
     **more: Any,
 ) -> Workload:
     """A stateful workload, in small batches, so that most of them find state of an earlier one."""
@@ -261,58 +261,48 @@ def _operator(
     )  # fmt: skip
 
 
-_EACH = {"faults": _AT_EVERY_POINT}
-_UPDATE = {"output_mode": "update"}
+_EACH: dict[str, Any] = {"faults": _AT_EVERY_POINT}
+_UPDATE: dict[str, Any] = {"output_mode": "update"}
 OPERATORS = (
     _operator(
         "totals", "running count and sum by key, some of them null; update", _timed, oracles.totals, "totals",
-        "sqlite", "postgres", "kafka", "delta", **_EACH, **_UPDATE,
+        **_EACH, **_UPDATE,
     ),
     _operator(
         "windows", "count and sum by key and window, with late records; append", _timed, oracles.windows, "windows",
-        "kafka", "delta", "sqlite", **_EACH,
+        ("kafka", "delta", "sqlite"), **_EACH,
     ),
-    _operator(
-        "windows-update", "the same; update", _timed, oracles.windows, "windows",
-        "sqlite", "postgres", "kafka", "delta", **_UPDATE,
-    ),
+    _operator("windows-update", "the same; update", _timed, oracles.windows, "windows", **_UPDATE),
     _operator(
         "sessions", "count and sum by key and session, with late records; append", _bursts, oracles.sessions,
-        "sessions", "sqlite", "postgres", "kafka", "delta",
+        "sessions",
     ),
     _operator(
         "chained", "an aggregate by long windows of one by short windows; append", _timed, oracles.chained, "chained",
-        "sqlite", "postgres", "kafka", "delta",
     ),
     _operator(
         "distinct", "dropDuplicates, of copies at any distance; append", _copies, oracles.distinct, "distinct",
-        "sqlite", "postgres", "kafka", "delta",
     ),
     _operator(
         "distinct-within", "dropDuplicatesWithinWatermark: later copies come out again; append", _copies,
-        oracles.distinct_within, "distinct_within", "sqlite", "postgres", "kafka", "delta",
+        oracles.distinct_within, "distinct_within",
     ),
     _operator(
         "join", "orders with payments of the same stream within 30 s; append", _payments, oracles.joined, "joined",
-        "sqlite", "postgres", "kafka", "delta",
     ),
     _operator(
         "join-outer", "the same, and orders that nobody paid in time; append", _payments, oracles.joined_outer,
-        "joined_outer", "sqlite", "postgres", "kafka", "delta",
+        "joined_outer",
     ),
     _operator(
         "lookup", "a join with a table that is another one after each start; append", _timed, oracles.looked_up,
-        "looked_up", "sqlite", "postgres", "kafka", "delta", table=_regions, accepts=oracles.is_version,
+        "looked_up", table=_regions, accepts=oracles.is_version,
     ),
     _operator(
         "visits", "transformWithState: several rows by key, and timers of event time; append", _visits, oracles.visits,
-        "visits", "sqlite", "postgres", "kafka", "delta",
-        spark={"spark.sql.streaming.stateStore.providerClass": _ROCKSDB},
+        "visits", spark={"spark.sql.streaming.stateStore.providerClass": _ROCKSDB},
     ),
-    _operator(
-        "visits-pandas", "applyInPandasWithState: the same; append", _visits, oracles.visits, "visits_pandas",
-        "sqlite", "postgres", "kafka", "delta",
-    ),
+    _operator("visits-pandas", "applyInPandasWithState: the same; append", _visits, oracles.visits, "visits_pandas"),
 )  # fmt: skip
 
 
@@ -444,88 +434,50 @@ _OF_CHANGES = (
     "older-checkpoint", "checkpoint-deleted",
 )  # fmt: skip
 
-WORKLOADS: dict[str, Workload] = {
-    w.name: w
-    for w in (
-        *OPERATORS,
-        Workload("unique", "ids, each once, spread evenly", _plain),
-        Workload("keyed", "sequences of 16 keys in 4 partitions", _keyed),
-        Workload(
-            "topics",
-            "two topics with four partitions each, in every batch",
-            _topics,
-            arrow=f"{_MODULE}:to_topics",
-            topics=2,
-        ),
-        Workload("skewed", "nine of ten records in one partition, one partition empty", _skewed),
-        Workload("doubled", "records that are in the source two and three times", _doubled),
-        Workload(
-            "sparse",
-            "a filter that leaves nothing of some batches",
-            _spread,
-            _sparse,
-            arrow=f"{_MODULE}:sparse",
-            rows_per_batch=100,
-        ),
-        Workload(
-            "changes",
-            "upserts: the newest record of each of 16 keys is in the sink",
-            _keyed,
-            faults=_OF_CHANGES,
-            # Without a version, so that a batch applied late or twice shows.
-            sink={"mode": "upsert", "keyColumns": "key"},
-        ),
-        Workload("big", "records of 1 MB", _big, records=48, rows_per_batch=12),
-        Workload(
-            "fan-out-sql",
-            "a filter, and one record to two, in SQL",
-            _keyed,
-            _fan_out,
-            _FAN_OUT_SQL,
-            kinds=("bytea", "text"),
-            ordered=False,
-        ),
-        Workload(
-            "fan-out", "the same from Arrow to Arrow", _keyed, _fan_out, arrow=f"{_MODULE}:fan_out", ordered=False
-        ),
-        Workload("sql", "a transform in SQL that changes nothing", _keyed, sql=_SAME_SQL),
-        Workload(
-            "windowed",
-            "counts and sums per key and window of event time, with state and a watermark",
-            _spread,
-            together=_windows,
-            python=f"{_MODULE}:windowed",
-            kinds=("text", "text"),
-            ordered=False,
-        ),
-        Workload(
-            "poison",
-            "two records that the transform cannot take",
-            _poisoned,
-            _no_poison,
-            arrow=f"{_MODULE}:refuses_poison",
-            faults=(),
-        ),
-        Workload("oversized", "a record that is too large for the sink as it is set", _oversized, faults=()),
-        Workload(
-            "random",
-            "a transform that gives other rows each time",
-            _keyed,
-            arrow=f"{_MODULE}:other_each_time",
-            faults=(),
-            deterministic=False,
-        ),
-        Workload(
-            "random-sql",
-            "the same in SQL",
-            _keyed,
-            sql=_RANDOM_SQL,
-            kinds=("bytea", "text"),
-            faults=(),
-            deterministic=False,
-        ),
-    )
-}
+_ALL: tuple[Workload, ...] = (
+    Workload("unique", "ids, each once, spread evenly", _plain),
+    Workload("keyed", "sequences of 16 keys in 4 partitions", _keyed),
+    Workload(
+        "topics", "two topics with four partitions each, in every batch", _topics, arrow=f"{_MODULE}:to_topics",
+        topics=2,
+    ),
+    Workload("skewed", "nine of ten records in one partition, one partition empty", _skewed),
+    Workload("doubled", "records that are in the source two and three times", _doubled),
+    Workload(
+        "sparse", "a filter that leaves nothing of some batches", _spread, _sparse, arrow=f"{_MODULE}:sparse",
+        rows_per_batch=100,
+    ),
+    # Without a version, so that a batch applied late or twice shows.
+    Workload(
+        "changes", "upserts: the newest record of each of 16 keys is in the sink", _keyed, faults=_OF_CHANGES,
+        sink={"mode": "upsert", "keyColumns": "key"},
+    ),
+    Workload("big", "records of 1 MB", _big, records=48, rows_per_batch=12),
+    Workload(
+        "fan-out-sql", "a filter, and one record to two, in SQL", _keyed, _fan_out, _FAN_OUT_SQL,
+        kinds=("bytea", "text"), ordered=False,
+    ),
+    Workload("fan-out", "the same from Arrow to Arrow", _keyed, _fan_out, arrow=f"{_MODULE}:fan_out", ordered=False),
+    Workload("sql", "a transform in SQL that changes nothing", _keyed, sql=_SAME_SQL),
+    Workload(
+        "windowed", "counts and sums per key and window of event time, with state and a watermark", _spread,
+        together=_windows, python=f"{_MODULE}:windowed", kinds=("text", "text"), ordered=False,
+    ),
+    Workload(
+        "poison", "two records that the transform cannot take", _poisoned, _no_poison,
+        arrow=f"{_MODULE}:refuses_poison", faults=(),
+    ),
+    Workload("oversized", "a record that is too large for the sink as it is set", _oversized, faults=()),
+    Workload(
+        "random", "a transform that gives other rows each time", _keyed, arrow=f"{_MODULE}:other_each_time", faults=(),
+        deterministic=False,
+    ),
+    Workload(
+        "random-sql", "the same in SQL", _keyed, sql=_RANDOM_SQL, kinds=("bytea", "text"), faults=(),
+        deterministic=False,
+    ),
+)  # fmt: skip
+WORKLOADS = {w.name: w for w in (*OPERATORS, *_ALL)}
 
 
 def records(workload: Workload, seed: int, count: int | None = None) -> list[Record]:

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from delivered.crash import CRASH, CRASH_DIR
 from delivered.patterns import inbox, saga
 from delivered_lab.verify.ends import sagas
 from delivered_lab.verify.ends.applications import connect, execute
-from delivered_lab.verify.ends.end import End, Process, Trial, must_end
+from delivered_lab.verify.ends.end import End
 from delivered_lab.verify.ends.sagas import Shop, disagreements
+from delivered_lab.verify.faults import Fault
+from delivered_lab.verify.services import Run
 from delivered_lab.verify.systems import KAFKA, SOURCE_KINDS
 from delivered_lab.verify.systems.base import SourcePlace
 from delivered_lab.verify.workloads import Record
@@ -74,7 +75,7 @@ class Inbox:
         source.send(records)
         self.spec |= {"address": server.url, "queue": place.queue, "group": f"{place.queue}-group"}
 
-    def consumer(self, point: str = "", n: int = -1, **spec: str) -> Process:
+    def consumer(self, point: str = "", n: int = -1, **spec: str) -> Run:
         """Start one; it ends when nothing is left.
 
         Args:
@@ -85,7 +86,7 @@ class Inbox:
 
     def rest(self) -> None:
         process = self.consumer()
-        must_end(self.end.ended(process), process)
+        self.end.must_end(process)
 
     def gather(self) -> None:
         self.end.expected = Counter(f"effect {n}" for n in range(MESSAGES))
@@ -121,7 +122,7 @@ def _nothing(world: Inbox) -> None:
 def _killed(kills: Sequence[tuple[str, int]], world: Inbox) -> None:
     for point, n in kills:
         process = world.consumer(point, n)
-        must_end(world.end.ended(process), process, wanted=[-signal.SIGKILL])
+        world.end.must_end(process, -signal.SIGKILL)
         world.end.fire(f"consumer killed {point}", n=n)
     world.rest()
 
@@ -131,8 +132,8 @@ def _two(world: Inbox) -> None:
     group = f"{world.spec['queue']}-second" if world.broker == KAFKA else world.spec.get("group", "")
     both = [world.consumer(), world.consumer(group=group)]
     for process in both:
-        must_end(world.end.ended(process), process)
-    repeats = [int(p.words.split()[-1]) for p in both]
+        world.end.must_end(process)
+    repeats = [int(p.output.read_text().split()[-1]) for p in both]
     world.end.fire("two consumers", repeats=repeats)
     world.rest()
 
@@ -162,22 +163,19 @@ class Sagas:
             connection.commit()
         self.started += sagas
 
-    def worker(self, crash: str = "", **spec: Any) -> Process:
+    def worker(self, crash: str = "", **spec: Any) -> Run:
         given = {
             "dialect": self.dialect, "log": self.url, "shop": self.shop.url, "variant": self.end.variant, **spec,
         }  # fmt: skip
-        hits = self.end.folder / "hits"
-        hits.mkdir(exist_ok=True)
-        env = {CRASH: crash, CRASH_DIR: str(hits)} if crash else {}
-        return self.end.start("worker", "delivered_lab.verify.ends.sagas", given, env)
+        return self.end.start("worker", "delivered_lab.verify.ends.sagas", given, crash)
 
     def run_killed(self, points: Sequence[Point]) -> None:
         """Workers, one after the other, until one ends by itself; each of the others is killed at a point."""
         self.shop.kills |= {p for p in points if p[2] in ("lost", "in")}
         crash = ",".join(f"saga.call:{m}@id={i}@call={c}!kill" for i, c, m in points if m in ("before", "after"))
         process = self.worker(crash, kills=len(points) + 1)
-        must_end(self.end.ended(process), process)
-        for _ in range(int(json.loads(process.words.splitlines()[-1])["killed"])):
+        self.end.must_end(process)
+        for _ in range(int(json.loads(process.output.read_text().splitlines()[-1])["killed"])):
             self.end.fire("worker killed")
 
     def statuses(self) -> dict[str, str]:
@@ -240,35 +238,35 @@ def _paused(world: Sagas) -> None:
         first.wait_stopped()
         world.end.fire("worker paused")
         second = world.worker()
-        must_end(world.end.ended(second), second)
+        world.end.must_end(second)
     finally:
-        first.go_on()
-    must_end(world.end.ended(first), first)
+        first.resume()
+    world.end.must_end(first)
 
 
 def _three(world: Sagas) -> None:
     world.begin({f"s{i}": {"fail": "confirm"} if i % 3 == 0 else {} for i in range(30)})
     workers = [world.worker(margin_s=60) for _ in range(3)]
     for worker in workers:
-        must_end(world.end.ended(worker), worker)
+        world.end.must_end(worker)
     world.end.fire("three workers")
     ran = {i: {p for j, _, p in world.shop.calls if j == i} for i in world.started}
     world.shop.effects += [(i, "two workers") for i, pids in ran.items() if len(pids) != 1]
 
 
-def trials(system: str) -> Iterator[Trial]:
+def faults(system: str) -> Iterator[Fault]:
     if system.startswith("saga"):
-        yield Trial("none", "none", "an undisturbed run", _undisturbed)
+        yield Fault("none", "none", "an undisturbed run", _undisturbed)
         for place, moments in (("F6a", ("before", "lost")), ("F6b", ("in",)), ("F6c", ("after",))):
             name = {"F6a": "before-each-call", "F6b": "in-each-call", "F6c": "after-each-call"}[place]
             fires = ("worker killed",) * len(killed_everywhere(moments)[1])
             text = f"workers are killed {name.partition('-')[0]} every call of every step, compensation and question"
-            yield Trial(f"killed-{name}", place, text, partial(_sagas_killed, moments), fires)
+            yield Fault(f"killed-{name}", place, text, partial(_sagas_killed, moments), fires)
         text = "a worker is paused after an effect, until another one has finished; then it goes on"
-        yield Trial("worker-paused", "F7", text, _paused, ("worker paused",))
-        yield Trial("three-workers", "F7", "three workers at once", _three, ("three workers",))
+        yield Fault("worker-paused", "F7", text, _paused, ("worker paused",))
+        yield Fault("three-workers", "F7", "three workers at once", _three, ("three workers",))
         return
-    yield Trial("none", "none", "an undisturbed run: every second message comes twice", _nothing)
+    yield Fault("none", "none", "an undisturbed run: every second message comes twice", _nothing)
     for name, place, kills in (
         ("before", "F6a", (("before", 4), ("before", 12))),
         ("between", "F6b", (("in", 4), ("in_late", 10), ("in", 16), ("in_late", 20))),
@@ -276,6 +274,6 @@ def trials(system: str) -> Iterator[Trial]:
     ):
         fires = tuple(f"consumer killed {point}" for point, _ in kills)
         text = f"the consumer is killed {name} its transaction" + " and acknowledgement" * (name == "after")
-        yield Trial(f"consumer-killed-{name}", place, text, partial(_killed, kills), fires)
+        yield Fault(f"consumer-killed-{name}", place, text, partial(_killed, kills), fires)
     text = "two consumers at once get the same messages"
-    yield Trial("two-consumers", "F7", text, _two, ("two consumers",))
+    yield Fault("two-consumers", "F7", text, _two, ("two consumers",))

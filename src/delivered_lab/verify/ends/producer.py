@@ -17,8 +17,9 @@ from typing import Any
 
 from delivered.patterns import outbox
 from delivered_lab.verify.ends.applications import connect, execute
-from delivered_lab.verify.ends.end import End, Process, Trial, must_end
+from delivered_lab.verify.ends.end import End
 from delivered_lab.verify.evidence import Stop
+from delivered_lab.verify.faults import Fault
 from delivered_lab.verify.services import Run, VerifierError
 from delivered_lab.verify.systems.base import wait_for
 
@@ -69,7 +70,7 @@ class Shop:
 
     def application(
         self, point: str = "", n: int = -1, numbers: Sequence[int] | None = None, stops: bool = False
-    ) -> Process:
+    ) -> Run:
         """Start one; it serves the requests with these numbers.
 
         Args:
@@ -86,7 +87,7 @@ class Shop:
     def serve(self, numbers: Sequence[int] | None = None) -> None:
         """Without faults, to the end."""
         process = self.application(numbers=numbers)
-        must_end(self.end.ended(process), process)
+        self.end.must_end(process)
 
     def relay(self, crash: str = "", timeline: int | None = None) -> Run:
         """Start it. Its pipeline reads what is there, and ends."""
@@ -169,7 +170,7 @@ def _nothing(shop: Shop) -> None:
 def _application_killed(shop: Shop) -> None:
     for point, n in _KILLS:
         process = shop.application(point, n)
-        must_end(shop.end.ended(process), process, wanted=[-signal.SIGKILL])
+        shop.end.must_end(process, -signal.SIGKILL)
         shop.end.fire("application killed", point=point, n=n)
         if point in (
             "before",
@@ -200,8 +201,8 @@ def _late(shop: Shop) -> None:
         shop.serve(range(1, MESSAGES // 2))
         shop.deliver()
     finally:
-        late.go_on()
-    must_end(shop.end.ended(late), late)
+        late.resume()
+    shop.end.must_end(late)
     shop.serve(range(MESSAGES // 2, MESSAGES))
     shop.deliver()
 
@@ -214,8 +215,8 @@ def _server_killed(shop: Shop) -> None:
     shop.server.kill()
     shop.server.restart()
     shop.end.fire("server killed", during="application")
-    process.go_on()
-    shop.end.ended(process)  # its connection is lost; the client asks again
+    process.resume()
+    shop.end.must_end(process, None)  # its connection is lost; the client asks again
     shop.serve(half)
     run = shop.relay("commit.decide:before@batch=1!wait")
     hit = run.wait_hit(60.0)
@@ -285,23 +286,23 @@ def promote(data: Path, standby: Path, slot_survives: bool) -> None:
     data.chmod(0o700)
 
 
-def trials(system: str) -> Iterator[Trial]:
+def faults(system: str) -> Iterator[Fault]:
     _, dialect, method = system.split("-")
-    yield Trial("none", "none", "an undisturbed run", _nothing)
+    yield Fault("none", "none", "an undisturbed run", _nothing)
     text = "the application is killed before, twice in, and after its business transaction; it is asked again"
-    yield Trial("application-killed", "F1", text, _application_killed, ("application killed",) * 4)
+    yield Fault("application-killed", "F1", text, _application_killed, ("application killed",) * 4)
     if dialect != "sqlite":
         text = "the database is killed in a transaction of the application, and under a batch of the relay"
-        yield Trial("server-killed", "F3", text, _server_killed, ("server killed",) * 2)
+        yield Fault("server-killed", "F3", text, _server_killed, ("server killed",) * 2)
     script, fires = _killed(*_BETWEEN)
-    yield Trial("relay-killed", "F6b", "the relay is killed at every step between reading and recording", script, fires)
+    yield Fault("relay-killed", "F6b", "the relay is killed at every step between reading and recording", script, fires)
     script, fires = _killed(*_AFTER)
     text = "the relay is killed before and after its slot moved, or its rows were deleted"
-    yield Trial("relay-killed-after", "F6c", text, script, fires)
+    yield Fault("relay-killed-after", "F6c", text, script, fires)
     if dialect != "sqlite":  # SQLite has one writer: no transaction commits after a later one
         text = "a transaction stays open while later ones commit and are sent on; then it commits"
-        yield Trial("late-commit", "F7", text, _late, ("application paused",))
+        yield Fault("late-commit", "F7", text, _late, ("application paused",))
     if method == "log":
         for name, survives in (("failed-over", True), ("failed-over-without-slot", False)):
             text = f"a standby without the last transactions is promoted, {'with' if survives else 'without'} the slot"
-            yield Trial(name, "F8", text, _failed_over(survives), ("failed over",))
+            yield Fault(name, "F8", text, _failed_over(survives), ("failed over",))

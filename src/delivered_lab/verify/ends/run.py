@@ -2,71 +2,59 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
-from delivered import DeliveredError, Guarantee
-from delivered_lab.verify.case import Case, Environment, Result, result_of
+from delivered import Guarantee
+from delivered_lab.verify.case import Case, Environment, Result, build_result, unknown_on_error
 from delivered_lab.verify.ends import consumer, producer
-from delivered_lab.verify.ends.end import End, Trial, digest
+from delivered_lab.verify.ends.end import End
 from delivered_lab.verify.evidence import Evidence, History, Seen, fired
-from delivered_lab.verify.faults import Fault
 from delivered_lab.verify.fixture import empty
-from delivered_lab.verify.judge import Judgement, Verdict, judge
-from delivered_lab.verify.scripts import nothing
+from delivered_lab.verify.judge import Judgement, judge
 from delivered_lab.verify.services import CONSUMER, PRODUCER
+from delivered_lab.verify.systems.base import digest
 
 SYSTEMS = {PRODUCER: producer.SYSTEMS, CONSUMER: consumer.SYSTEMS}
 WORKLOAD = "ends"
 _CHECKERS = ("lost", "duplicated", "unexpected", "stopped_right")
 
 
-def trials(service: str, system: str) -> Iterator[Trial]:
-    return producer.trials(system) if service == PRODUCER else consumer.trials(system)
-
-
 def cases(service: str, seed: int) -> list[Case]:
+    faults = producer.faults if service == PRODUCER else consumer.faults
     return [
-        Case(
-            system, Guarantee.EXACTLY_ONCE, WORKLOAD, Fault(t.name, t.place, t.text, nothing, t.requires), seed, service
-        )
+        Case(system, Guarantee.EXACTLY_ONCE, WORKLOAD, fault, seed, service)
         for system in SYSTEMS[service]
-        for t in trials(service, system)
+        for fault in faults(system)
     ]
 
 
 def run_case(case: Case, environment: Environment) -> Result:
     """Run and judge a case of an end. An error in judging gives unknown, never a pass."""
-    began = time.monotonic()
+    started_s = time.monotonic()
     folder = environment.folder / case.name
     empty(folder)
-    trial = next(t for t in trials(case.service, case.sink) if t.name == case.fault.name)
-    with History(folder / "history.jsonl") as history:
+    with History(folder / "history.jsonl") as history, contextlib.ExitStack() as stack:
         end = End(case.sink, digest(f"{case.name}{time.time_ns()}"), folder, environment, history)
-        world: Any = None
-        try:
+        stack.callback(end.close)
+
+        def judged() -> Judgement:
             world = _world(case, end)
-            trial.script(world)
+            stack.callback(world.close)
+            case.fault.script(world)
             world.gather()
-            judgement = judge(_evidence(end, trial), _CHECKERS)
-        except Exception as error:
-            (folder / "judge.log").write_text(traceback.format_exc(), encoding="utf-8")
-            text = str(error) if isinstance(error, DeliveredError) else f"{type(error).__name__}: {error}"
-            judgement = Judgement(Verdict.UNKNOWN, (), (f"the verifier could not go on: {text}",))
-        finally:
-            end.close()
-            if world is not None:
-                world.close()
-    result = result_of(case, folder, began, judgement)
+            return judge(_evidence(end, case.fault.requires), _CHECKERS)
+
+        judgement = unknown_on_error(folder, judged)
+    result = build_result(case, folder, started_s, judgement)
     result.faults = fired(history)
     result.fired, result.final_read = len(result.faults), bool(end.expected)
     result.sent, result.delivered = end.expected.total(), end.found.total()
     if end.stays_down:
         result.lost, result.undelivered = 0, result.lost
-    (folder / "result.json").write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
+    result.save()
     return result
 
 
@@ -76,12 +64,12 @@ def _world(case: Case, end: End) -> Any:
     return consumer.Sagas(end) if case.sink.startswith("saga") else consumer.Inbox(end)
 
 
-def _evidence(end: End, trial: Trial) -> Evidence:
+def _evidence(end: End, required: Sequence[str]) -> Evidence:
     return Evidence(
         Guarantee.EXACTLY_ONCE,
         expected=end.expected,
         final=[Seen(effect) for effect in end.found.elements()],
-        required=trial.requires,
+        required=required,
         fired=fired(end.history),
         stops=end.stops,
         stays_down=end.stays_down,
