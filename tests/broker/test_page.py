@@ -128,7 +128,7 @@ def test_a_transaction_is_aborted_by_keyboard(
 def test_the_matrix_leads_to_a_timeline_and_the_token_stays_out_of_pages(browser: Any, tmp_path: Path) -> None:
     """Without the token there is nothing; a browser that brought it has it in a cookie, and in no page or address."""
     history = [
-        Operation(0.0, "driver 1", "run", End.BEGUN, {}),
+        Operation(0.0, "driver 1", "run", End.STARTED, {}),
         Operation(1.0, "fault", "SIGKILL of the driver", End.OK, {}),
         Operation(1.1, "driver 1", "run", End.UNKNOWN, {}),
         Operation(2.0, "reader", "read", End.OK, {"all": 12}),

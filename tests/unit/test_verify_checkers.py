@@ -177,7 +177,7 @@ def test_worst_of_verdicts() -> None:
 def test_a_history_comes_back_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     with History(path) as history:
-        history.add("producer", "send", End.BEGUN, {"ids": ["a", "b"]})
+        history.add("producer", "send", End.STARTED, {"ids": ["a", "b"]})
         history.add("fault", "kill", End.OK, {"batch": 3})
         written = list(history)
     assert load(path) == written
@@ -194,7 +194,7 @@ def test_how_a_send_ended() -> None:
     def send(end: End, *ids: str) -> Operation:
         return Operation(0, "producer 1", "send", end, {"ids": list(ids)})
 
-    history = [send(End.BEGUN, "a", "b", "c"), send(End.OK, "a"), send(End.FAILED, "c"), send(End.BEGUN, "d")]
+    history = [send(End.STARTED, "a", "b", "c"), send(End.OK, "a"), send(End.FAILED, "c"), send(End.STARTED, "d")]
     assert sends(history) == {"a": End.OK, "b": End.UNKNOWN, "c": End.UNKNOWN, "d": End.UNKNOWN}
     assert sends([send(End.FAILED, "a")]) == {"a": End.FAILED}
-    assert fired([Operation(0, "fault", "kill", End.BEGUN), Operation(1, "fault", "kill", End.OK)]) == ["kill"]
+    assert fired([Operation(0, "fault", "kill", End.STARTED), Operation(1, "fault", "kill", End.OK)]) == ["kill"]

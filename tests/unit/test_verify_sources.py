@@ -150,9 +150,9 @@ class Sent:
         (End.OK, 1, None),
         (End.OK, 0, "lost"),
         (End.OK, 2, "duplicated"),
-        (End.BEGUN, 0, None),
-        (End.BEGUN, 1, None),
-        (End.BEGUN, 2, "duplicated"),
+        (End.STARTED, 0, None),
+        (End.STARTED, 1, None),
+        (End.STARTED, 2, "duplicated"),
         (None, 1, "unexpected"),
     ],
 )
