@@ -23,7 +23,7 @@ from docs import (
 )
 
 from delivered.model.options import OptionTable
-from delivered.pipeline.entries import as_text
+from delivered.pipeline.file import as_text
 from delivered.pipeline.registry import connectors
 from delivered.pipeline.spec import PIPELINE_OPTIONS
 

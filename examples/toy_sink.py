@@ -30,7 +30,7 @@ from delivered.model.ranges import fitted
 from delivered.model.work import Handle, Prepared, Promise
 
 if TYPE_CHECKING:  # executors do without
-    from delivered.ledger.store import Ledgers, Store
+    from delivered.ledger import Ledgers, Store
 
 ROWS = pa.schema([("key", pa.string()), ("value", pa.string())])
 FOLDER = OptionType(lambda text: Path(PATH.read(text)))

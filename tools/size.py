@@ -74,7 +74,7 @@ def _returned(protocol: type, name: str) -> list[type]:
     member = inspect.getattr_static(protocol, name, None)
     function = member.fget if isinstance(member, property) else member
     # Named in annotations alone, so that executors do not load it.
-    names = {"Store": importlib.import_module("delivered.ledger.store").Store}
+    names = {"Store": importlib.import_module("delivered.ledger").Store}
     open_: list[Any] = [typing.get_type_hints(function, localns=names).get("return")] if function is not None else []
     found = []
     while open_:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from tests.broker.sink_help import Rig
 
-from delivered.ledger.ledger import Ledger
+from delivered.ledger import Ledger
 
 
 @pytest.fixture

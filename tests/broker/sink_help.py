@@ -28,7 +28,7 @@ from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Sinks
-from delivered.ledger.ledger import Ledger
+from delivered.ledger import Ledger
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work

@@ -15,6 +15,7 @@ from kafka.protocol.producer.transaction import EndTxnRequest
 from tests.broker.sink_help import EXACT, FIRST, SCHEMA, SECOND, Child, Rig, decision, rows, store_of
 from tests.kafka_tools import read_committed
 
+from delivered import ledger as rules
 from delivered.clients.kafka.errors import NoAnswer
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import Transaction
@@ -24,9 +25,8 @@ from delivered.connectors.kafka.committer import find_marker, marker_partition
 from delivered.connectors.kafka.store import KafkaStore
 from delivered.connectors.kafka.topics import STATE_PARTITION, CommittedReader, Keys, ledger_topic
 from delivered.engine.context import open_ledger
-from delivered.ledger import ledger as rules
-from delivered.ledger.ledger import Ledger
-from delivered.model import record_format
+from delivered.ledger import Ledger
+from delivered.model import work
 from delivered.model.errors import Fenced, LedgerBehind, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.limits import OWNERS_REMEMBERED
@@ -484,7 +484,7 @@ def test_ledger_of_the_release_before_is_continued_and_refused_there(
     """Its keys lack the pipeline, so pipelines of one topic may share them."""
     with monkeypatch.context() as before:
         before.setattr(Keys, "key", Keys.old)
-        before.setattr(record_format, "FORMAT", 1)
+        before.setattr(work, "RECORD_FORMAT", 1)
         before.setattr(store_module, "MOVED", {})
         one = opened()
         one.claim(FIRST)
@@ -511,4 +511,4 @@ def test_ledger_of_the_release_before_is_continued_and_refused_there(
     owners = {r.key: r.value for r in reader.read(time.monotonic() + 60)}
     left = owners[Keys(rig.scope).old("owner")]
     assert left is not None
-    assert json.loads(left)["format"] == record_format.FORMAT > 1, "a release that reads up to 1 refuses it"
+    assert json.loads(left)["format"] == work.RECORD_FORMAT > 1, "a release that reads up to 1 refuses it"

@@ -13,7 +13,7 @@ from tests.broker.sink_help import FIRST, SECOND, Forger, Rig, decision, store_o
 from delivered.connectors.kafka import topics
 from delivered.connectors.kafka.store import Trust, holders
 from delivered.connectors.kafka.topics import HISTORY_PARTITION, STATE_PARTITION, Keys, ledger_topic
-from delivered.ledger.ledger import Ledger
+from delivered.ledger import Ledger
 from delivered.model.errors import InvariantBroken
 from delivered.model.outcome import Ok
 from delivered.model.work import Begun, Owner

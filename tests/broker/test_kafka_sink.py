@@ -30,7 +30,7 @@ from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
 from delivered.model.work import Owner, Prepared, Promise
-from delivered.source.columns import HEADERS
+from delivered.source import HEADERS
 
 WEAKER = [Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE]
 

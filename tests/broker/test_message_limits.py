@@ -20,7 +20,7 @@ from delivered.engine.sinks import Sinks
 from delivered.model.bad_row import OnBadRow
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink
-from delivered.source.columns import HEADERS
+from delivered.source import HEADERS
 
 Row = dict[str, Any]
 Bad = Mapping[str, Sequence[str]]

@@ -23,7 +23,7 @@ from delivered.model.errors import BadRecord, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.work import Promise
-from delivered.source.columns import HEADERS
+from delivered.source import HEADERS
 
 
 @pytest.mark.parametrize("partitions", [0, 3])

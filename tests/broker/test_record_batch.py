@@ -19,7 +19,7 @@ from delivered.clients.kafka import record_batch as rb
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.record_batch import COMPRESSIONS
 from delivered.machine import java_home
-from delivered.source.columns import HEADERS
+from delivered.source import HEADERS
 from delivered_lab.brokers.kafka import fetch
 
 pytestmark = pytest.mark.skipif(not rb.available(), reason="no compiler here")

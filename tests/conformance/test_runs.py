@@ -12,13 +12,13 @@ import pytest
 from tests.support.sinks import EXACT, SCHEMA, SHARDS, SINKS, Rig
 from tests.support.sweeps import sweep
 
+from delivered import ledger as rules
 from delivered.contract.powers import ready_target
 from delivered.engine import decide
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.ledger import ledger as rules
 from delivered.model.capability import Commit
 from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from tests.support.sinks import SCHEMA, SINKS
 
+from delivered import ledger as rules
 from delivered.contract.powers import ready_target
 from delivered.contract.sink import Sink
 from delivered.engine.context import open_ledger
-from delivered.ledger import ledger as rules
-from delivered.ledger.ledger import Ledger
-from delivered.model import identity, record_format
+from delivered.ledger import Ledger
+from delivered.model import identity, work
 from delivered.model.errors import DeliveredError, Fenced, Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -253,8 +253,8 @@ def test_ledger_of_a_later_version_is_refused(
     )
     ledger = open_ledger(sink, scope)
     with monkeypatch.context() as later:
-        later.setattr(record_format, "FORMAT", record_format.FORMAT + 1)
-        later.setattr(record_format, "check_format", lambda *_: None)
+        later.setattr(work, "RECORD_FORMAT", work.RECORD_FORMAT + 1)
+        later.setattr(work, "check_format", lambda *_: None)
         ledger.claim(Owner("a", "host", 1, 2))
         assert ledger.decide(decision) == Ok(None)
     ledger.close()

@@ -16,7 +16,7 @@ from tests.crash.scenarios import expected_points
 from tests.crash.sim import Checkpoint, Crash, Sim, again, codes, points
 from tests.support.sweeps import sweep
 
-from delivered.ledger.ledger import state_of
+from delivered.ledger import state_of
 from delivered.model.capability import Commit
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee

@@ -16,7 +16,7 @@ from delivered.connectors.memory.store import MemoryCommitter
 from delivered.connectors.memory.world import Answer
 from delivered.engine import decide, recover, repair, rules, shard
 from delivered.engine.arbiter import Grant, Grants
-from delivered.ledger.ledger import Ledger
+from delivered.ledger import Ledger
 from delivered.model.capability import Commit
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee

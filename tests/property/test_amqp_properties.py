@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.amqp import Encoded, nested, table, text
 
 from delivered.connectors.rabbitmq.properties import UNREADABLE, Properties, headers
-from delivered.source.columns import header_name, id_bytes, id_text
+from delivered.source import header_name, id_bytes, id_text
 
 short = st.binary(max_size=255)
 SHORT = ("content_type", "correlation_id", "reply_to", "message_id", "type", "app_id", "user_id", "expiration")

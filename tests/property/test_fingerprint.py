@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delivered.model import native
+from delivered.model import fingerprint as hashing
 from delivered.model.fingerprint import Fingerprint, fingerprint, record_hashes, seed_of
 
 SEED = seed_of("orders", "sink")
@@ -30,13 +30,13 @@ rows = st.lists(st.tuples(values, values), max_size=12)
 @pytest.fixture(scope="module", autouse=True, params=["C", "numpy"])
 def computed_by(request: pytest.FixtureRequest) -> Iterator[str]:
     by = str(request.param)
-    if by == "C" and native.library() is None:
+    if by == "C" and hashing.library() is None:
         compiler = os.environ.get("CC", "cc")
-        assert shutil.which(compiler) is None, f"there is {compiler}, but no {native.LIBRARY}: run `make setup`"
+        assert shutil.which(compiler) is None, f"there is {compiler}, but no {hashing.LIBRARY}: run `make setup`"
         pytest.skip("no compiler here")
     with pytest.MonkeyPatch.context() as patch:
         if by == "numpy":
-            patch.setattr(native, "library", lambda: None)
+            patch.setattr(hashing, "library", lambda: None)
         yield by
 
 
@@ -132,7 +132,7 @@ def test_the_library_and_numpy_agree(some: Any, numbers: Any, start: int) -> Non
     whole = batch(some).append_column("n", pa.array(numbers[: len(some)], pa.int64())).slice(start)
     by_default = record_hashes(whole, SEED).tolist(), fingerprint(whole, SEED)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "library", lambda: None)
+        patch.setattr(hashing, "library", lambda: None)
         assert by_default == (record_hashes(whole, SEED).tolist(), fingerprint(whole, SEED))
 
 
@@ -250,7 +250,7 @@ def test_the_library_and_numpy_agree_on_every_type(kind: pa.DataType, some: list
     whole = pa.record_batch([column(kind, [None, *some, None]), column(kind, [*some, None, None])], names=["v", "w"])
     by_default = record_hashes(whole, SEED).tolist()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "library", lambda: None)
+        patch.setattr(hashing, "library", lambda: None)
         assert by_default == record_hashes(whole, SEED).tolist()
 
 

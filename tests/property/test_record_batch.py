@@ -27,7 +27,7 @@ from delivered.clients.kafka import record_batch as rb
 from delivered.clients.kafka import record_batch_native as native
 from delivered.clients.kafka.record_batch import COMPRESSIONS, FAULTS, scratch
 from delivered.model.errors import BadRecord, UsageError
-from delivered.source.columns import HEADERS, micros
+from delivered.source import HEADERS, micros
 
 BIG = 1 << 20
 WHERE = ("orders", 3)

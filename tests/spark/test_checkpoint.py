@@ -25,7 +25,7 @@ from tests.support.halted import killed
 import delivered
 from delivered.audit.evidence import Verdict
 from delivered.connectors.log import append
-from delivered.model.record_format import FORMAT
+from delivered.model.work import RECORD_FORMAT
 from delivered.planner import Refusal
 from delivered_lab import supervisor
 
@@ -108,14 +108,14 @@ def test_back_to_an_earlier_version(spark: SparkSession, tmp_path: Path) -> None
             assert connection.execute(statement).rowcount == 1
 
     later = "UPDATE _delivered_decision SET decision = json_set(decision, '$.format', {})"
-    change(later.format(FORMAT + 1))
+    change(later.format(RECORD_FORMAT + 1))
     life.refused("FORMAT_NEWER")
-    change(later.format(FORMAT))
+    change(later.format(RECORD_FORMAT))
     change("INSERT INTO _delivered_migration VALUES (999, 0)")
     life.refused("LEDGER_NEWER")
     change("DELETE FROM _delivered_migration WHERE version = 999")
     kept = first.read_text()
-    first.write_text(json.dumps({**json.loads(kept), "format": FORMAT + 1}))
+    first.write_text(json.dumps({**json.loads(kept), "format": RECORD_FORMAT + 1}))
     life.refused("FORMAT_NEWER")
     assert once(rows(database), 20)
     first.write_text(kept)

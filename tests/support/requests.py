@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from delivered.model.capability import Commit, SinkCapability, SourceCapability
 from delivered.model.guarantee import Guarantee
-from delivered.pipeline.registry import alternatives
+from delivered.pipeline.facts import alternatives
 from delivered.planner import (
     CheckpointFacts,
     Request,

@@ -18,7 +18,7 @@ from delivered.connectors.files.options import Places
 from delivered.connectors.files.sink import FilesSink
 from delivered.connectors.files.store import FilesCommitter
 from delivered.engine.context import open_ledger
-from delivered.ledger.ledger import Ledger
+from delivered.ledger import Ledger
 from delivered.model.errors import Fenced, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee

@@ -26,8 +26,17 @@ from delivered.model.dedup import Dedup
 from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
-from delivered.model.record_format import FORMAT, LOG_FORMAT, LOG_PROPERTY
-from delivered.model.work import Begun, Decision, Handle, Owner, Prepared, Promise
+from delivered.model.work import (
+    LOG_FORMAT,
+    LOG_PROPERTY,
+    RECORD_FORMAT,
+    Begun,
+    Decision,
+    Handle,
+    Owner,
+    Prepared,
+    Promise,
+)
 
 FORMATS = Path(__file__).parent / "formats"
 UNNUMBERED: dict[str, str] = json.loads((FORMATS / "unnumbered.json").read_text())
@@ -96,7 +105,7 @@ def test_stored_record_is_read(records: str, kind: str, tmp_path: Path) -> None:
             assert [p.given_up for p in found.participants] == [{}, {}, {"unknown": 2}], "it stood in the handle"
             stored = json.loads(text)
             stored["participants"][2] |= {"handle": {}, "given_up": {"unknown": 2}}
-            assert json.loads(found.to_json()) == {**stored, "format": FORMAT}
+            assert json.loads(found.to_json()) == {**stored, "format": RECORD_FORMAT}
         case "owner":
             assert found == (owner, {})
         case "owner_kafka":
@@ -125,7 +134,7 @@ def test_stored_record_is_read(records: str, kind: str, tmp_path: Path) -> None:
             raise AssertionError(f"no test of {kind}")
 
 
-@pytest.mark.parametrize("newer", [FORMAT + 1, "2024a", -1])
+@pytest.mark.parametrize("newer", [RECORD_FORMAT + 1, "2024a", -1])
 @pytest.mark.parametrize("kind", READERS)
 def test_record_of_a_later_version_is_refused(kind: str, newer: object, tmp_path: Path) -> None:
     text = json.dumps({**json.loads(FORMAT_1[kind]), "format": newer})
@@ -199,7 +208,7 @@ def test_written_records_are_read_again() -> None:
     owner, begun = Owner("a", "b", 1, 2, ("c",)), Begun(1, "{}")
     assert Owner.from_json(owner.to_json(epoch=3)) == (owner, {"epoch": 3})
     assert Begun.from_json(begun.to_json()) == begun
-    assert json.loads(owner.to_json())["format"] == FORMAT
+    assert json.loads(owner.to_json())["format"] == RECORD_FORMAT
 
 
 def test_log_of_a_later_version_is_refused(tmp_path: Path) -> None:
@@ -210,6 +219,6 @@ def test_log_of_a_later_version_is_refused(tmp_path: Path) -> None:
     append(path, pa.table({"value": [b"a"]}))
     assert open_table(path, {}).metadata().configuration[LOG_PROPERTY] == str(LOG_FORMAT)
     table = deltalake.DeltaTable(path)
-    table.alter.set_table_properties({LOG_PROPERTY: str(FORMAT + 1)}, raise_if_not_exists=False)
+    table.alter.set_table_properties({LOG_PROPERTY: str(RECORD_FORMAT + 1)}, raise_if_not_exists=False)
     with pytest.raises(Refused, match="FORMAT_NEWER"):
         append(path, pa.table({"value": [b"b"]}))

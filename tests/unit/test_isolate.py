@@ -18,7 +18,7 @@ from delivered.engine.isolate import isolated, rejecting_schema, with_rejected
 from delivered.model.bad_row import OnBadRow, reason_of
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
-from delivered.source.columns import COLUMNS
+from delivered.source import COLUMNS
 
 AT = datetime(2026, 1, 2, tzinfo=UTC)
 

@@ -20,7 +20,7 @@ from delivered.connectors.log import journal as journals
 from delivered.connectors.log.table import write_progress
 from delivered.contract.queue import Entered
 from delivered.model.outcome import Failed, Ok, Unknown
-from delivered.source.columns import HEADERS, id_text
+from delivered.source import HEADERS, id_text
 
 
 def values(path: Path) -> list[bytes]:

@@ -11,8 +11,8 @@ from delivered.connectors.kafka import CONNECTOR, columns
 from delivered.connectors.kafka.options import producer_config
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.guarantee import Guarantee
-from delivered.source.columns import HEADER, HEADERS
-from delivered.source.columns import columns as of_source
+from delivered.source import HEADER, HEADERS
+from delivered.source import columns as of_source
 
 SERVERS = {"kafka.bootstrap.servers": "h:1", "topic": "t"}
 

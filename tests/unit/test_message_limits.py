@@ -23,7 +23,7 @@ from delivered.model.errors import BadRecord
 from delivered.model.identity import Scope, Work
 from delivered.model.ranges import BYTES_MAX
 from delivered.pipeline.registry import find_sink
-from delivered.source.columns import HEADERS
+from delivered.source import HEADERS
 
 WORK = Work(Scope("p", "s", "i"), 0, 0)
 RABBITMQ = {"url": "amqp://h:1", "exchange": "x", "ledger": "/nowhere/l.db"}

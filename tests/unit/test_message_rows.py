@@ -13,7 +13,7 @@ from delivered.model.errors import BadRecord
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.pipeline.registry import find_sink
-from delivered.source.columns import HEADERS
+from delivered.source import HEADERS
 
 OPTIONS: dict[str, dict[str, str]] = {
     "rabbitmq": {"url": "amqp://localhost"},

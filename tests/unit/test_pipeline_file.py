@@ -14,8 +14,7 @@ from delivered.cli.example import FILE, write_example
 from delivered.entry import Pipeline
 from delivered.model.errors import UsageError
 from delivered.pipeline.definition import parse_trigger
-from delivered.pipeline.entries import as_text, schema
-from delivered.pipeline.file import load_file, load_text, parse_override
+from delivered.pipeline.file import as_text, load_file, load_text, parse_override, schema
 from delivered.pipeline.transform import load_function, transform
 from delivered.planner import Trigger
 
@@ -266,7 +265,7 @@ def test_a_missing_file_is_one_clear_error() -> None:
 
 
 def test_the_published_schema_is_up_to_date() -> None:
-    assert SCHEMA.read_text(encoding="utf-8") == as_text(), "run: python -m delivered.pipeline.entries " + str(SCHEMA)
+    assert SCHEMA.read_text(encoding="utf-8") == as_text(), "run: python -m delivered.pipeline.file " + str(SCHEMA)
 
 
 def test_the_schema_knows_every_option_and_no_other() -> None:

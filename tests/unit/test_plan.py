@@ -21,7 +21,8 @@ from delivered.model.dedup import TABLE, Dedup
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import StepId
 from delivered.model.work import Owner
-from delivered.pipeline.registry import alternatives, connector, find_sink, find_source
+from delivered.pipeline.facts import alternatives
+from delivered.pipeline.registry import connector, find_sink, find_source
 from delivered.planner import (
     CheckpointFacts,
     EarlierFacts,

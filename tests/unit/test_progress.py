@@ -18,7 +18,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.work import Account
 from delivered.pipeline import progress
 from delivered.pipeline.progress import Progress
-from delivered.source.lag import lag
+from delivered.source import lag
 
 
 @dataclass

@@ -13,8 +13,8 @@ from delivered.connectors.log.journal import rows_of
 from delivered.contract.queue import Entered, JournalSize, MessageBatch
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.source import isolate, receive
-from delivered.source.receive import ReceiveLimits, ReceiveLoop
+from delivered.receiver import loop as loops
+from delivered.receiver.loop import ReceiveLimits, ReceiveLoop
 
 
 class Broker:
@@ -151,7 +151,7 @@ def test_what_nobody_can_tell_is_not_acknowledged() -> None:
 
 
 def test_a_lost_connection_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receive, "_RECONNECT_S", 0.01)
+    monkeypatch.setattr(loops, "_RECONNECT_S", 0.01)
     broker, journal = Broker(100), Memory()
     broker.dies_after = [15, 30]
     loop = ReceiveLoop(broker.connect, journal, LIMITS)
@@ -161,8 +161,8 @@ def test_a_lost_connection_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_queue_that_stays_away_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receive, "_RECONNECT_S", 0.01)
-    monkeypatch.setattr(receive, "SOURCE_PATIENCE_S", 0.05)
+    monkeypatch.setattr(loops, "_RECONNECT_S", 0.01)
+    monkeypatch.setattr(loops, "SOURCE_PATIENCE_S", 0.05)
     broker = Broker(100)
     broker.dies_after = [15]
     loop = ReceiveLoop(broker.connect, Memory(), LIMITS)
@@ -214,7 +214,7 @@ class Picky(Memory):
 def test_what_the_log_refuses_alone_is_quarantined_after_so_many_times(
     monkeypatch: pytest.MonkeyPatch, raises: bool
 ) -> None:
-    monkeypatch.setattr(isolate, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(loops, "_RETRY_S", 0.0)
     broker, journal, quarantine = Broker(100), Picky({"id3", "id4", "id77"}, raises), Memory()
     counts = run(broker, journal, quarantine=quarantine).counts
     assert sorted(broker.forgotten) == list(range(100))
@@ -228,7 +228,7 @@ def test_what_the_log_refuses_alone_is_quarantined_after_so_many_times(
 
 
 def test_a_store_that_refuses_everything_is_broken_and_no_message_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolate, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(loops, "_RETRY_S", 0.0)
     broker, quarantine = Broker(9), Memory()
     with pytest.raises(DeliveredError, match="returned to the queue: too large for a time"):
         run(broker, Picky({f"id{n}" for n in range(9)}), quarantine=quarantine)
@@ -239,7 +239,7 @@ def test_a_store_that_refuses_everything_is_broken_and_no_message_is_bad(monkeyp
 
 def test_code_that_raises_at_everything_is_broken_after_ten(monkeypatch: pytest.MonkeyPatch) -> None:
     """For any split of the messages into batches."""
-    monkeypatch.setattr(isolate, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(loops, "_RETRY_S", 0.0)
     broker, quarantine = Broker(100), Memory()
     with pytest.raises(DeliveredError, match="11 messages in a row"):
         run(broker, Picky({f"id{n}" for n in range(100)}, raises=True), quarantine=quarantine)
@@ -248,7 +248,7 @@ def test_code_that_raises_at_everything_is_broken_after_ten(monkeypatch: pytest.
 
 
 def test_dead_letters_that_cannot_be_kept_are_not_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolate, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(loops, "_RETRY_S", 0.0)
     broker = Broker(20)
     with pytest.raises(DeliveredError, match="returned to the queue: disk full"):
         run(broker, Picky({"id3"}), quarantine=Memory(Failed("disk full"), Failed("disk full")))
@@ -265,7 +265,7 @@ def test_without_a_place_for_them_the_receiver_ends_and_says_so() -> None:
 
 def test_dead_letters_are_written_readable_when_they_are_refused_as_they_are() -> None:
     bad = MessageBatch(["a\ud800", None], [b"k", None], [b"v", b""], [[("h", b"x")], []], [1 << 80, None], [1, 2])
-    copy = isolate.readable(bad)
+    copy = loops.readable(bad)
     assert copy.ids == ["'a\\ud800'", None]
     assert copy.values == [b"v", b""]
     assert dict(copy.headers[0])["delivered.time_us"] == str(1 << 80).encode()
@@ -274,7 +274,7 @@ def test_dead_letters_are_written_readable_when_they_are_refused_as_they_are() -
 
 
 def test_while_the_log_is_full_no_message_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receive, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(loops, "_PAUSE_S", 0.01)
     broker, journal = Broker(200), Memory()
     journal.bytes = 100
     seen: list[int] = []

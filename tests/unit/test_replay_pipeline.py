@@ -19,7 +19,7 @@ from delivered.connectors.log.source import LogSource
 from delivered.connectors.pulsar.source import PulsarSource
 from delivered.model.errors import DeliveredError
 from delivered.pipeline.spec import Reading
-from delivered.source.ranges import earlier
+from delivered.source import earlier
 from delivered.spark.readers import StreamReader
 
 HOURS = [datetime(2026, 11, 24, h, tzinfo=UTC) for h in range(4)]

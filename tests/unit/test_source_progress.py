@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from delivered.source.lag import spark_metrics as lag
+from delivered.source import spark_metrics as lag
 
 
 def test_lag_is_spelled_as_sparks_kafka_source_does() -> None:

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delivered.source.ranges import Range, admit, backwards, split
+from delivered.source import Range, admit, backwards, split
 
 SIZES = st.dictionaries(st.integers(0, 40), st.integers(0, 10**12), max_size=30)
 RANGES = st.lists(

@@ -27,7 +27,7 @@ from delivered.connectors.sqlite.sink import SqliteSink
 from delivered.connectors.sqlite.store import SqliteCommitter
 from delivered.connectors.sqlite.writer import folder_of
 from delivered.engine.context import open_ledger
-from delivered.ledger.ledger import Ledger
+from delivered.ledger import Ledger
 from delivered.model.errors import BadRecord, DeliveredError, Fenced, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee

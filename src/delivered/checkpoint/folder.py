@@ -18,11 +18,10 @@ from typing import Any, TypeVar
 from pyarrow import fs
 
 from delivered.kits.table.durable import put, put_first, sync
-from delivered.model import record_format
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.identity import SOURCE
 from delivered.model.limits import OFFSETS_BYTES_MAX
-from delivered.model.work import CheckpointView
+from delivered.model.work import CheckpointView, with_format, without_format
 
 T = TypeVar("T")
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*:")
@@ -268,7 +267,7 @@ def read_record(
     if text is None:
         return None
     try:
-        return of(record_format.known(json.loads(text), what))
+        return of(without_format(json.loads(text), what))
     except (ValueError, KeyError, TypeError) as error:
         raise InvariantBroken(
             damaged,
@@ -280,7 +279,7 @@ def read_record(
 
 def write_record(location: str, file: str, record: Mapping[str, Any], *, first: bool = False) -> None:
     """Write a record to a sidecar file, with its format. As `write`."""
-    write(location, file, json.dumps(record_format.numbered(record), separators=(",", ":")).encode(), first=first)
+    write(location, file, json.dumps(with_format(record), separators=(",", ":")).encode(), first=first)
 
 
 def _unreadable(location: str, error: Exception) -> Unreachable:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from delivered.contract.queue import Queue
     from delivered.contract.sink import Sink
     from delivered.contract.source import Source
-    from delivered.ledger.store import Ledgers
+    from delivered.ledger import Ledgers
 
 
 @dataclass(frozen=True)

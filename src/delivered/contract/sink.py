@@ -22,7 +22,7 @@ from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.work import Prepared, Promise
 
 if TYPE_CHECKING:  # not needed on executors
-    from delivered.ledger.store import Store
+    from delivered.ledger import Store
 
 
 Shards = Sequence[tuple[Work, Prepared]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from delivered.contract.sink import Sink
 from delivered.engine.committers import Committers
 from delivered.engine.sinks import Sinks
-from delivered.ledger.ledger import Ledger
+from delivered.ledger import Ledger
 from delivered.model.capability import LedgerPlace
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope

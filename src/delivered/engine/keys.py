@@ -14,8 +14,7 @@ from delivered.engine.dead_letters import split_rejected
 from delivered.engine.sinks import Member, Sinks
 from delivered.model.bad_row import plain_rows
 from delivered.model.errors import UsageError
-from delivered.model.fingerprint import record_hashes
-from delivered.model.native import U64
+from delivered.model.fingerprint import U64, record_hashes
 
 _SEED, _OTHER = 0x64656C69, 0x76657265
 

@@ -12,7 +12,7 @@ from delivered.engine.ends import confirm_logged, settle_ends
 from delivered.engine.orphans import abort_late_orphans, abort_orphans
 from delivered.engine.rules import ArchivedRun, BegunBatch, DecidedBatch, NewBatch, Verdict, judge
 from delivered.engine.target import check_targets, known_targets
-from delivered.ledger.ledger import Ledger
+from delivered.ledger import Ledger
 from delivered.model.errors import DeliveredError, LedgerAhead, LedgerBehind, OutcomeUnknown, PromiseBroken, Refused
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger

@@ -18,7 +18,7 @@ from delivered.model.identity import Scope, checked_name
 
 if TYPE_CHECKING:  # not needed on executors
     from delivered.engine.committers import Committers
-    from delivered.ledger.ledger import Ledger
+    from delivered.ledger import Ledger
 
 Route = Callable[[pa.RecordBatch], pa.RecordBatch]
 """Selects a sink's rows and columns of a batch. Picklable; deterministic."""
@@ -181,7 +181,7 @@ class Sinks:
     def ledger(self, scope: Scope) -> Ledger:
         """The ledger of this scope, kept by `decider`. Connects on first use."""
         from delivered.engine.store import SharedStore
-        from delivered.ledger.ledger import Ledger
+        from delivered.ledger import Ledger
 
         place, decider = self.place, self.decider
         others = [(m.sink, replace(scope, sink=m.name)) for m in self.members if m is not decider]

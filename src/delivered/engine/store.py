@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from delivered.contract.sink import Sink
-from delivered.ledger.ledger import Ledger, state_of
-from delivered.ledger.store import Change, Head, Store
+from delivered.ledger import Change, Head, Ledger, Store, state_of
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope
 from delivered.model.outcome import Ok, Outcome
@@ -27,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class SharedStore:
-    """See `delivered.ledger.store.Store`."""
+    """See `delivered.ledger.Store`."""
 
     def __init__(self, scope: Scope, deciding: Store, others: Sequence[tuple[Sink, Scope]]) -> None:
         self._scope = scope

@@ -15,7 +15,7 @@ from delivered.model.identity import Scope, Work
 if TYPE_CHECKING:
     from delivered.contract.finding import Finding
     from delivered.contract.sink import BoundedScan, Committer, Writer
-    from delivered.ledger.store import Store
+    from delivered.ledger import Store
 
 
 class Parts:

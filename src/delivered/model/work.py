@@ -10,12 +10,58 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
-from delivered.model import record_format
-from delivered.model.errors import InvariantBroken
+from delivered.model.errors import InvariantBroken, Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import TRANSFORM_VERSIONS_BYTES_MAX, TRANSFORM_VERSIONS_KEPT
+
+# Format versions of durable records: older formats are read, newer ones are refused.
+
+RECORD_FORMAT = 2
+"""Format of records written by this version.
+
+0: records without one, from before formats were numbered. 2: decisions and begun batches have a sequence. A release
+without it would order them by time."""
+LOG_FORMAT = 1
+"""Of receivers' logs."""
+FORMAT_KEY = "format"
+LOG_PROPERTY = "delivered.format"
+"""Table property with the format of a receiver's log."""
+
+
+def with_format(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record as written: its format first."""
+    return {FORMAT_KEY: RECORD_FORMAT, **record}
+
+
+def without_format(record: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """A record as read, without its format.
+
+    Args:
+        what: the record, for the error: "a decision", "a marker".
+
+    Raises:
+        Refused: a later version of this package wrote it.
+    """
+    fields = dict(record)
+    check_format(fields.pop(FORMAT_KEY, 0), what)
+    return fields
+
+
+def check_format(version: Any, what: str, newest: int = RECORD_FORMAT) -> None:
+    """
+    Raises:
+        Refused: this version cannot be read here.
+    """
+    if not isinstance(version, int) or not 0 <= version <= newest:
+        raise Refused(
+            "FORMAT_NEWER",
+            f"The pipeline's state holds {what} in format {version!r}; this version of delivered reads formats up to "
+            f"{newest}. Nothing was changed.",
+            next_step="run the pipeline with the version of delivered that wrote it, or a later one",
+        )
+
 
 # Running totals of a sink, by version of the transform.
 
@@ -188,7 +234,7 @@ class Handle:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, as `json.loads` returns them."""
         stored = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
-        plain: dict[str, Any] = json.loads(json.dumps({record_format.KEY: self.FORMAT, **stored}, default=asdict))
+        plain: dict[str, Any] = json.loads(json.dumps({FORMAT_KEY: self.FORMAT, **stored}, default=asdict))
         return plain
 
     @classmethod
@@ -201,13 +247,13 @@ class Handle:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Self:
-        record_format.check_format(stored.get(record_format.KEY, 0), f"a {cls.__name__}", cls.FORMAT)
+        check_format(stored.get(FORMAT_KEY, 0), f"a {cls.__name__}", cls.FORMAT)
         made: Self = _typed(cls, stored)
         return made
 
     def names(self, prepared: Prepared) -> bool:
         """Whether this is the participant's handle."""
-        return {**prepared.handle, record_format.KEY: self.FORMAT} == self.to_json()
+        return {**prepared.handle, FORMAT_KEY: self.FORMAT} == self.to_json()
 
 
 @dataclass(frozen=True)
@@ -522,7 +568,7 @@ class Decision:
         others = {n: a.to_json() for n, a in self.accounts.items() if n != self.scope.sink}
         return json.dumps(
             {
-                record_format.KEY: record_format.FORMAT,
+                FORMAT_KEY: RECORD_FORMAT,
                 "pipeline": self.scope.pipeline,
                 "sink": self.scope.sink,
                 "incarnation": self.scope.incarnation,
@@ -546,7 +592,7 @@ class Decision:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Decision:
-        data = record_format.known(json.loads(text), "a decision")
+        data = without_format(json.loads(text), "a decision")
         own = Account.from_json(data)
         others = {n: Account.from_json(a) for n, a in data.get("others", {}).items()}
         return cls(
@@ -582,11 +628,11 @@ class Begun:
 
     def to_json(self) -> str:
         fields = {"batch": self.batch, "offsets": self.offsets, "sequence": self.sequence}
-        return json.dumps(record_format.numbered(fields), separators=(",", ":"))
+        return json.dumps(with_format(fields), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Begun:
-        data = record_format.known(json.loads(text), "a begun batch")
+        data = without_format(json.loads(text), "a begun batch")
         return cls(data["batch"], data["offsets"], data.get("sequence", 0))
 
 
@@ -609,12 +655,12 @@ class Owner:
 
     def to_json(self, **of_store: Any) -> str:
         """Includes what the store keeps in the same record."""
-        return json.dumps(record_format.numbered({**asdict(self), **of_store}), separators=(",", ":"))
+        return json.dumps(with_format({**asdict(self), **of_store}), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> tuple[Owner, dict[str, Any]]:
         """The owner, and what the store keeps in the same record."""
-        data = record_format.known(json.loads(text), "an owner")
+        data = without_format(json.loads(text), "an owner")
         superseded = tuple(data.pop("superseded"))
         fields = {name: data.pop(name) for name in ("id", "host", "process", "started_ms")}
         return cls(**fields, superseded=superseded), data

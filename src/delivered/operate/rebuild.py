@@ -24,7 +24,7 @@ from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets
 from delivered.engine.context import Context
 from delivered.engine.owner import living, new_owner
-from delivered.ledger.store import Store, Swap, SwapsTables
+from delivered.ledger import Store, Swap, SwapsTables
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.identity import by_source

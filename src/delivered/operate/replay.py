@@ -29,11 +29,10 @@ from delivered.model.identity import SOURCE, Scope, derived_name
 from delivered.model.secrets import without_passwords
 from delivered.pipeline.definition import AVAILABLE_NOW, Definition, endpoint_of
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.entries import SinkEntry
-from delivered.pipeline.file import load_yaml
+from delivered.pipeline.file import SinkEntry, load_yaml
 from delivered.pipeline.registry import connector
 from delivered.pipeline.spec import NO_INCARNATION
-from delivered.source.ranges import backwards
+from delivered.source import backwards
 
 P = TypeVar("P", bound=Definition)
 

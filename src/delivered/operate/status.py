@@ -30,7 +30,7 @@ from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.receive import is_gone
 from delivered.planner import Trigger
-from delivered.source.lag import lag_by_partition
+from delivered.source import lag_by_partition
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.model.errors import Refused, UsageError
-from delivered.model.record_format import check_format
+from delivered.model.work import check_format
 
 DIALECTS = ("postgres", "mysql", "sqlite")
 _DUPLICATE_MYSQL, _NO_TABLE_MYSQL = 1062, 1146

@@ -22,8 +22,15 @@ from delivered.model.options import choice
 from delivered.model.secrets import shown
 from delivered.model.work import Tolerance
 from delivered.pipeline.endpoint import Endpoint, as_text, parse_projection, refuse_passwords
-from delivered.pipeline.entries import AuditEntry, DedupEntry, PipelineFile, SinkEntry, SourceEntry, TransformEntry
-from delivered.pipeline.file import load_file
+from delivered.pipeline.file import (
+    AuditEntry,
+    DedupEntry,
+    PipelineFile,
+    SinkEntry,
+    SourceEntry,
+    TransformEntry,
+    load_file,
+)
 from delivered.pipeline.registry import connector, connectors
 from delivered.pipeline.spec import PipelineSpec, SinkSpec
 from delivered.pipeline.transform import (

@@ -26,7 +26,7 @@ from delivered.model.identity import SOURCE, Scope
 from delivered.model.work import CheckpointView, LedgerState
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.registry import alternatives
+from delivered.pipeline.registry import connectors
 from delivered.pipeline.spec import NO_INCARNATION, PipelineSpec, SinkSpec
 from delivered.pipeline.transform import changing_in_sql
 from delivered.planner import (
@@ -40,6 +40,7 @@ from delivered.planner import (
     TransformFacts,
     make_plan,
 )
+from delivered.planner.request import Alternatives
 
 # Whether a sink upserts by the key that changes of its source name their rows by.
 
@@ -433,3 +434,13 @@ def _with(endpoint: Endpoint, versions: dict[str, int]) -> Endpoint:
     given = {name.lower() for name in endpoint.options}
     options = {n: v for n, v in source.by_versions(versions).items() if n not in given}
     return endpoint.with_options(**options)
+
+
+def alternatives() -> Alternatives:
+    """What a refusal can recommend, from all installed connectors."""
+    installed = connectors().values()
+    able = [(c.name, c.transactions) for c in installed if c.transactions is not None]
+    return Alternatives(
+        tuple(f"{name} with {option}" if option else name for name, option in able),
+        tuple(c.name for c in installed if c.key_table),
+    )

@@ -13,11 +13,11 @@ from itertools import takewhile
 from typing import Any
 
 from delivered.checkpoint.folder import is_done
-from delivered.ledger.ledger import Ledger
+from delivered.ledger import Ledger
 from delivered.model.errors import DeliveredError
 from delivered.model.patience import within
 from delivered.pipeline.definition import Definition
-from delivered.source.lag import lag
+from delivered.source import lag
 
 _RATE_OVER_S = 10.0
 _LOOK_S_MAX = 1.0

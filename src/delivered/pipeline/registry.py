@@ -14,10 +14,9 @@ from delivered.contract.source import Source
 from delivered.kits.schemas.options import URL, FormatOptions
 from delivered.model.errors import UsageError
 from delivered.model.options import OptionTable
-from delivered.planner.request import Alternatives
 
 if TYPE_CHECKING:
-    from delivered.source.received import ReceivedSource
+    from delivered.receiver.source import ReceivedSource
 
 ENTRY_POINTS = "delivered.connectors"
 PREFIX = "delivered_"
@@ -36,16 +35,6 @@ def _entries() -> dict[str, EntryPoint]:
 def connectors() -> dict[str, Connector]:
     """Every installed connector by name."""
     return {name: entry.load() for name, entry in sorted(_entries().items())}
-
-
-def alternatives() -> Alternatives:
-    """What a refusal can recommend, from all installed connectors."""
-    installed = connectors().values()
-    able = [(c.name, c.transactions) for c in installed if c.transactions is not None]
-    return Alternatives(
-        tuple(f"{name} with {option}" if option else name for name, option in able),
-        tuple(c.name for c in installed if c.key_table),
-    )
 
 
 def connector(name: str) -> Connector:
@@ -97,7 +86,7 @@ def received(system: str, options: Mapping[str, str]) -> ReceivedSource:
     Raises:
         UsageError: no such connector, not a queue, or a bad option.
     """
-    from delivered.source.received import ReceivedSource, ReceiveOptions, without_ids
+    from delivered.receiver.source import ReceivedSource, ReceiveOptions, without_ids
 
     found = connector(system)
     queue, table = found.queue(options), found.received().options.TABLE

@@ -12,7 +12,7 @@ wraps, once per process:
     newSession             registers our formats in the new session
     start, save            a batch that runs again has the same shards (shards.py)
     explain()              adds that PySpark asks a batch source for its offsets only once
-    StreamingQueryProgress lag and description of a source, as Spark's Kafka source reports them (source/lag.py)
+    StreamingQueryProgress lag and description of a source, as Spark's Kafka source reports them (source.py)
 
 Calls that do not involve our formats are passed through unchanged.
 """
@@ -40,7 +40,7 @@ from delivered.model.translate import from_our_code, translated
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import PREFIX, connector
 from delivered.pipeline.spec import CHECKPOINT, OPTION, StartCheck, idiom_option
-from delivered.source.lag import spark_metrics
+from delivered.source import spark_metrics
 from delivered.spark.declarative import analyse, without_accumulators
 from delivered.spark.jvm import is_connect, make_active
 from delivered.spark.reachable import check_executors

@@ -19,7 +19,7 @@ from delivered.engine.direct import pack
 from delivered.model.limits import LANDMARK_EVERY_S, LANDMARK_IDLE_EVERY_S
 from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
-from delivered.source.ranges import earlier
+from delivered.source import earlier
 from delivered.spark.task import arm, running_batch, running_task
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.sink import SqliteSink
 from delivered.contract.connector import Connector, Made
 from delivered.contract.sink import Committer
-from delivered.ledger.store import Change, Head, Ledgers
+from delivered.ledger import Change, Head, Ledgers
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope, Work

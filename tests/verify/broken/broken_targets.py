@@ -16,7 +16,7 @@ from broken_sinks import BrokenSink, Put, Row
 
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.contract.connector import Connector, Made
-from delivered.ledger.store import Ledgers
+from delivered.ledger import Ledgers
 from delivered.model.options import Option, Options, option, several
 
 

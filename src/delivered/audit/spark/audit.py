@@ -59,7 +59,7 @@ from delivered.model.identity import Scope
 from delivered.pipeline.definition import Definition, grouping_columns
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import as_started, sink_as_started
-from delivered.source.ranges import backwards
+from delivered.source import backwards
 from delivered.spark.frames import SliceRows, batches_fit_for, beyond_rows, kept_plain, shuffles_fit_for
 from delivered.spark.rows import Failing, accepted, apply_transform, own_views, projected
 from delivered.spark.start import ready

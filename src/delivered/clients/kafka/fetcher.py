@@ -21,7 +21,7 @@ from delivered.clients.kafka.record_batch import CorruptBatch, Decoded, Partitio
 from delivered.clients.kafka.settings import committed_only, resolved
 from delivered.model.limits import DECOMPRESSED_BYTES_MAX, KAFKA_RESPONSE_BYTES_MAX, REQUEST_TIMEOUT_S
 from delivered.model.patience import within
-from delivered.source.columns import columns
+from delivered.source import columns
 
 FETCH_BYTES = 4 << 20
 CHUNK_BYTES = 2 << 20

@@ -23,7 +23,7 @@ from delivered.model.errors import BadRecord, MissingExtra, UsageError
 from delivered.model.limits import SOURCE_QUEUE_KBYTES
 from delivered.model.options import REFERENCES
 from delivered.model.patience import Stall
-from delivered.source.columns import HEADERS, TIMESTAMP, columns, header_name, micros
+from delivered.source import HEADERS, TIMESTAMP, columns, header_name, micros
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from delivered.clients.kafka import record_batch_native as native
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
 from delivered.model.limits import DECOMPRESSED_BYTES_MAX, RECORD_BATCH_BYTES_MAX
-from delivered.source.columns import HEADER, REPRESENTED, TIMESTAMP, columns, header_name
+from delivered.source import HEADER, REPRESENTED, TIMESTAMP, columns, header_name
 
 Partition = tuple[str, int]
 """Topic and number."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from delivered.model.errors import BadRecord, DeliveredError
-from delivered.model.native import Signatures, load
+from delivered.model.fingerprint import Signatures, load
 
 LIBRARY = Path(__file__).with_name("record_batch.lib")
 """Where hatch_build.py puts it."""

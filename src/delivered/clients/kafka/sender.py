@@ -22,7 +22,7 @@ from delivered.clients.kafka.transactions import Transaction
 from delivered.model.errors import BadRecord
 from delivered.model.limits import RECORD_BATCH_BYTES_MAX, REQUEST_TIMEOUT_S
 from delivered.model.patience import Stall
-from delivered.source.columns import HEADERS
+from delivered.source import HEADERS
 
 # Record batches of one partition between encoding and acknowledgement: their order, sequences, retries. No I/O.
 #

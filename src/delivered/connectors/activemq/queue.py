@@ -16,7 +16,7 @@ from delivered.model.answers import JsonAnswer, UnexpectedAnswer
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.outcome import Ok, Outcome, Unknown
-from delivered.source.columns import intact, micros
+from delivered.source import intact, micros
 
 # Checks an Artemis broker's queue over its management address.
 

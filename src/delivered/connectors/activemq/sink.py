@@ -14,7 +14,7 @@ from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan
 from delivered.kits.queue.columns import COLUMNS, check_names, check_types, column, text
 from delivered.kits.queue.sink import MessageSink, SendingWriter, sends
-from delivered.ledger.store import Ledgers
+from delivered.ledger import Ledgers
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Refused, Unreachable
 from delivered.model.guarantee import Guarantee

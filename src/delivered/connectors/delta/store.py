@@ -36,8 +36,7 @@ from delivered.kits.table import shard
 from delivered.kits.table.committer import StagedFilesCommitter
 from delivered.kits.table.merge import BATCH_ROWS, Effect, one_of_each, staged_rows, upsert
 from delivered.kits.table.store import ArchiveFiles
-from delivered.ledger.ledger import by_time, outdated, state_of
-from delivered.ledger.store import Change, Head
+from delivered.ledger import Change, Head, by_time, outdated, state_of
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, OWNERS_REMEMBERED
@@ -384,7 +383,7 @@ class _File:
 
 
 class DeltaStore:
-    """See `delivered.ledger.store.Store`."""
+    """See `delivered.ledger.Store`."""
 
     def __init__(self, options: DeltaOptions, scope: Scope) -> None:
         self._options = options

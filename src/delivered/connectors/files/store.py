@@ -29,8 +29,7 @@ from delivered.kits.table import shard
 from delivered.kits.table.committer import StagedFilesCommitter, unlink_others
 from delivered.kits.table.durable import make_folder, put, sync, write_new
 from delivered.kits.table.store import ArchiveFiles, Store
-from delivered.ledger.ledger import by_time, outdated, state_of
-from delivered.ledger.store import Change, Head
+from delivered.ledger import Change, Head, by_time, outdated, state_of
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, OWNERS_REMEMBERED
@@ -70,7 +69,7 @@ class FilesCommitter(StagedFilesCommitter):
 
 
 class FilesStore:
-    """See `delivered.ledger.store.Store`."""
+    """See `delivered.ledger.Store`."""
 
     def __init__(self, options: FilesOptions, scope: Scope) -> None:
         self._options = options

@@ -30,8 +30,7 @@ from delivered.kits.table import shard
 from delivered.kits.table.committer import StagedFilesCommitter
 from delivered.kits.table.merge import Effect
 from delivered.kits.table.store import Store
-from delivered.ledger.ledger import by_time, outdated, state_of
-from delivered.ledger.store import Change, Head
+from delivered.ledger import Change, Head, by_time, outdated, state_of
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
@@ -327,7 +326,7 @@ Staged = list[tuple[Prepared, list[Any]]]
 
 
 class IcebergStore:
-    """See `delivered.ledger.store.Store`."""
+    """See `delivered.ledger.Store`."""
 
     def __init__(self, options: IcebergOptions, scope: Scope) -> None:
         self._options = options

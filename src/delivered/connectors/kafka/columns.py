@@ -11,7 +11,7 @@ from delivered.connectors.kafka.options import SINK_OWNER, TOPIC_LENGTH_MAX, is_
 from delivered.kits.queue.columns import ID
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.ranges import EVERYTHING, Range, check, unstorable
-from delivered.source.columns import COLUMNS, HEADER, HEADERS
+from delivered.source import COLUMNS, HEADER, HEADERS
 
 KNOWN = ("key", "value", "headers", "topic", "partition", "message_id")
 OF_SOURCES = {name: COLUMNS.field(name).type for name in ("offset", "timestamp", "timestampType")}

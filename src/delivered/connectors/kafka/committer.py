@@ -53,14 +53,13 @@ from delivered.connectors.kafka.topics import (
     topic_id,
 )
 from delivered.contract.sink import Committer, Shards
-from delivered.model import record_format
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.limits import RECOVERY_WAIT_S, REQUEST_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.patience import left_s
-from delivered.model.work import Prepared
+from delivered.model.work import Prepared, with_format, without_format
 
 
 def marker_partition(scope: Scope) -> int:
@@ -79,12 +78,12 @@ def marker_value(work: Work, fingerprint: Fingerprint) -> bytes:
         "attempt": work.attempt,
         "fingerprint": str(fingerprint),
     }
-    return json.dumps(record_format.numbered(marker), separators=(",", ":")).encode()
+    return json.dumps(with_format(marker), separators=(",", ":")).encode()
 
 
 def read_marker(value: bytes) -> tuple[str, int, Fingerprint]:
     """Incarnation, batch and fingerprint of a marker."""
-    marker = record_format.known(json.loads(value), "a marker")
+    marker = without_format(json.loads(value), "a marker")
     return marker["incarnation"], marker["batch"], Fingerprint.parse(marker["fingerprint"])
 
 

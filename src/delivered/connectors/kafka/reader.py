@@ -40,8 +40,7 @@ from delivered.kits.warm import WarmClients
 from delivered.model.errors import InvariantBroken, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, RESTART_CONFIRM_S, SOURCE_PATIENCE_S
 from delivered.model.patience import within
-from delivered.source.columns import columns
-from delivered.source.ranges import Range
+from delivered.source import Range, columns
 
 # The driver's requests of the Kafka source: partitions, offsets, and offsets of a consumer group.
 

@@ -14,12 +14,12 @@ from delivered.connectors.kafka.options import SINK_OWNER, SinkOptions
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Writer
 from delivered.kits.queue.columns import identified, identified_schema
-from delivered.ledger.store import Store
+from delivered.ledger import Store
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.source.scan import SourceScan
+from delivered.source import SourceScan
 
 
 @dataclass(frozen=True)

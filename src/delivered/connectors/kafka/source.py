@@ -37,8 +37,7 @@ from delivered.contract.source import REJECTED, Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.limits import RESTART_CONFIRM_S
-from delivered.source.columns import columns
-from delivered.source.ranges import Range, admit, split
+from delivered.source import Range, admit, columns, split
 
 if TYPE_CHECKING:
     from delivered.connectors.kafka.reader import KafkaAdopter

@@ -43,8 +43,7 @@ from delivered.connectors.kafka.topics import (
     is_moved,
     ledger_topic,
 )
-from delivered.ledger.ledger import outdated, state_of
-from delivered.ledger.store import Change, Head
+from delivered.ledger import Change, Head, outdated, state_of
 from delivered.model.errors import DeliveredError, InvariantBroken, LedgerBehind, OutcomeUnknown
 from delivered.model.identity import OTHERS_MAX, OtherLedger, Scope, named_first
 from delivered.model.limits import (
@@ -520,7 +519,7 @@ _Records = list[tuple[bytes, bytes | None]]
 
 
 class KafkaStore:
-    """See `delivered.ledger.store.Store`."""
+    """See `delivered.ledger.Store`."""
 
     def __init__(self, options: SinkOptions, scope: Scope) -> None:
         self._options = options

@@ -27,8 +27,8 @@ from delivered.kits.table.durable import sync
 from delivered.model.errors import DeliveredError
 from delivered.model.limits import APPEND_ATTEMPTS_MAX, LOG_FILES_MAX
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.source.columns import HEADER, HEADERS, id_bytes, id_text
-from delivered.source.window import Window
+from delivered.receiver.window import Window
+from delivered.source import HEADER, HEADERS, id_bytes, id_text
 
 ID_HEADER = "delivered.id"
 """Header with the sender's id of a record; the first of this name counts, and null stands for no id."""

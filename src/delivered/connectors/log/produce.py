@@ -20,7 +20,7 @@ from delivered.kits.options import absolute
 from delivered.kits.table.durable import sync, sync_checkpoint
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import record_hashes
-from delivered.model.record_format import LOG_FORMAT, LOG_PROPERTY
+from delivered.model.work import LOG_FORMAT, LOG_PROPERTY
 
 PARTITIONS_MAX = 1_000
 """Each partition of an append is an open file."""

@@ -19,8 +19,7 @@ from delivered.contract.queue import ReceiverReport
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
-from delivered.source.columns import TIMESTAMP, columns
-from delivered.source.ranges import admit
+from delivered.source import TIMESTAMP, admit, columns
 
 # Reads a range of offsets of one partition as record batches.
 #

@@ -19,10 +19,9 @@ import pyarrow as pa
 
 from delivered.contract.queue import ReceiverReport
 from delivered.kits.table import durable
-from delivered.model import record_format
 from delivered.model.errors import InvariantBroken, MissingExtra, Unreachable, UsageError
-from delivered.model.record_format import LOG_PROPERTY, check_format
-from delivered.source.columns import HEADERS, TIMESTAMP
+from delivered.model.work import LOG_PROPERTY, check_format, with_format, without_format
+from delivered.source import HEADERS, TIMESTAMP
 
 STORED = pa.schema(
     [
@@ -258,7 +257,7 @@ def put(path: str, storage: Mapping[str, str], folder: str, name: str, text: str
 
 def write_progress(path: str, storage: Mapping[str, str], reader: str, offsets: Mapping[int, int]) -> None:
     """Store a reader's position next to the log, for deletion behind all readers. It may lag, but is never ahead."""
-    record = record_format.numbered({"offsets": {str(p): o for p, o in offsets.items()}})
+    record = with_format({"offsets": {str(p): o for p, o in offsets.items()}})
     put(path, storage, PROGRESS, reader, json.dumps(record))
 
 
@@ -270,7 +269,7 @@ def read_progress(path: str, storage: Mapping[str, str], reader: str) -> dict[in
             found = json.loads(file.read())
     except (FileNotFoundError, ValueError):
         return None
-    return {int(p): int(o) for p, o in record_format.known(found, "a reader's progress")["offsets"].items()}
+    return {int(p): int(o) for p, o in without_format(found, "a reader's progress")["offsets"].items()}
 
 
 # Reports of a log's receivers, a file each in a folder next to the table's data.

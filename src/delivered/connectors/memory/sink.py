@@ -23,7 +23,7 @@ from delivered.model.work import Promise
 
 if TYPE_CHECKING:
     from delivered.connectors.memory.store import MemoryCommitter
-    from delivered.ledger.store import Store
+    from delivered.ledger import Store
 
 
 Canonical = Callable[[pa.RecordBatch], pa.RecordBatch]

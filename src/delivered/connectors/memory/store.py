@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from delivered.connectors.memory.world import Answer, Opened, Participant, State, World
 from delivered.contract.sink import Committer
-from delivered.ledger.ledger import state_of
-from delivered.ledger.store import Change, Head
+from delivered.ledger import Change, Head, state_of
 from delivered.model.capability import Commit
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
@@ -18,7 +17,7 @@ from delivered.model.work import Decision, LedgerState, Owner, Prepared
 
 
 class MemoryStore:
-    """See `delivered.ledger.store.Store`."""
+    """See `delivered.ledger.Store`."""
 
     where = "in memory"
 

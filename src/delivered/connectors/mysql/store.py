@@ -35,8 +35,7 @@ from delivered.connectors.mysql.target import MysqlMerge, Target, find, read_def
 from delivered.kits.sql.database import CLAIM_WAIT_S, LEDGER_TABLES, Connection, Definition, Dialect, Server, quoted
 from delivered.kits.sql.ledger import SqlLedger
 from delivered.kits.sql.merge import ORDER, ROUND, Merge
-from delivered.kits.sql.stage import Staging
-from delivered.kits.sql.transactions import Names, PreparedRows
+from delivered.kits.sql.transactions import Names, PreparedRows, Staging
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.model.work import Prepared

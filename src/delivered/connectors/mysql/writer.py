@@ -23,9 +23,8 @@ from delivered.connectors.mysql.target import TYPES
 from delivered.kits.sql.database import Definition, give, quoted, take
 from delivered.kits.sql.merge import check_rows, stored
 from delivered.kits.sql.options import Mechanism
-from delivered.kits.sql.stage import delete
 from delivered.kits.sql.table import check_nulls
-from delivered.kits.sql.transactions import PreparedRows, mark, new_nonce
+from delivered.kits.sql.transactions import PreparedRows, delete, mark, new_nonce
 from delivered.kits.sql.trial import bytes_of, long_values, refused, too_long
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken
 from delivered.model.fingerprint import Fingerprint

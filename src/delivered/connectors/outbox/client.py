@@ -14,7 +14,7 @@ from delivered.model import patience
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.patterns.caller import Caller, cause
-from delivered.source.columns import id_bytes, id_text
+from delivered.source import id_bytes, id_text
 
 if TYPE_CHECKING:
     import psycopg

@@ -13,8 +13,8 @@ from delivered.connectors.outbox.options import OWNER, ROUTE, OutboxOptions
 from delivered.connectors.outbox.pgoutput import BYTEA, UNCHANGED, Relation, Row, Value, unhexed
 from delivered.connectors.outbox.positions import text
 from delivered.model.errors import BadRecord, InvariantBroken
-from delivered.source.columns import COLUMNS as OF_MESSAGES
-from delivered.source.columns import HEADERS, TIMESTAMP, id_bytes, id_text
+from delivered.source import COLUMNS as OF_MESSAGES
+from delivered.source import HEADERS, TIMESTAMP, id_bytes, id_text
 
 COLUMNS = pa.schema([f for f in OF_MESSAGES if f.name != "partition"]).append(HEADERS)
 """No partition, so that a sink chooses it by the key. offset: where the commit record begins, or the row's number.

@@ -15,7 +15,7 @@ from typing import Any
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.model.errors import BadRecord, InvariantBroken, UsageError
 from delivered.patterns.caller import Caller, quoted
-from delivered.source.columns import id_bytes
+from delivered.source import id_bytes
 
 DELETED_MAX = 1_000
 """Rows that one transaction deletes."""

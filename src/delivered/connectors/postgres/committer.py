@@ -20,10 +20,9 @@ from delivered.connectors.postgres.target import Target, find
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.ledger import SwappingLedger
 from delivered.kits.sql.merge import ORDER, ROUND
-from delivered.kits.sql.stage import Staging
 from delivered.kits.sql.table import missing_at_server
-from delivered.kits.sql.transactions import Names, OpenTransaction, ServerCommitter, Shards, new_nonce
-from delivered.ledger.store import Swap
+from delivered.kits.sql.transactions import Names, OpenTransaction, ServerCommitter, Shards, Staging, new_nonce
+from delivered.ledger import Swap
 from delivered.model.errors import Refused
 from delivered.model.identity import Scope, Work
 

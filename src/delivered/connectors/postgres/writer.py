@@ -19,9 +19,8 @@ from delivered.connectors.postgres.target import migrate
 from delivered.kits.sql.database import Definition, give, take
 from delivered.kits.sql.merge import check_count, check_rows
 from delivered.kits.sql.options import Mechanism
-from delivered.kits.sql.stage import delete
 from delivered.kits.sql.table import check_widths
-from delivered.kits.sql.transactions import Names, PreparedRows, mark, new_nonce
+from delivered.kits.sql.transactions import Names, PreparedRows, delete, mark, new_nonce
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee

@@ -17,8 +17,8 @@ from delivered.kits.schemas.avro import AVRO, KINDS, Shape, read_avro, read_json
 from delivered.kits.schemas.schema import array_of
 from delivered.kits.schemas.values import Unmappable, Unreadable, in_words
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
-from delivered.source.columns import COLUMNS as OF_MESSAGES
-from delivered.source.columns import HEADERS, TIMESTAMP, columns, header_name, micros
+from delivered.source import COLUMNS as OF_MESSAGES
+from delivered.source import HEADERS, TIMESTAMP, columns, header_name, micros
 
 # A topic's registered schemas, and the column `value` decoded by them.
 #

@@ -18,13 +18,12 @@ from delivered.contract.sink import BoundedScan
 from delivered.kits.queue.columns import TEXT, check_names, identified
 from delivered.kits.queue.sink import MessageSink, SendingWriter, sends
 from delivered.kits.schemas.values import canonical
-from delivered.ledger.store import Ledgers
+from delivered.ledger import Ledgers
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
-from delivered.source.columns import HEADERS
-from delivered.source.scan import SourceScan
+from delivered.source import HEADERS, SourceScan
 
 _COLUMNS = ("key", "value", "headers", "event_time", "message_id")
 

@@ -50,7 +50,7 @@ from delivered.kits.schemas.values import canonical
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable, UsageError
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_PATIENCE_S
-from delivered.source.ranges import admit
+from delivered.source import admit
 
 log = logging.getLogger("delivered.pulsar")
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from delivered.model.bad_row import bytes_as_json
-from delivered.source.columns import header_name
+from delivered.source import header_name
 
 OFFSET = "x-stream-offset"
 """Header with which RabbitMQ says a message's place in a stream."""

@@ -14,7 +14,7 @@ from delivered.contract.finding import Finding
 from delivered.contract.queue import MessageBatch, Receiver
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.outcome import Ok, Outcome, Unknown
-from delivered.source.columns import id_text, micros
+from delivered.source import id_text, micros
 
 # Receives messages: one connection, one channel, manual acknowledgements, a bounded prefetch.
 

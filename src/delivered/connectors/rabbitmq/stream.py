@@ -27,8 +27,7 @@ from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable, UsageError
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_PATIENCE_S
-from delivered.source.columns import columns, micros
-from delivered.source.ranges import admit
+from delivered.source import admit, columns, micros
 
 # Consumes a stream from an offset, and finds a stream's first and last offset.
 #

@@ -25,8 +25,7 @@ from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.record_format import check_format
-from delivered.model.work import Prepared
+from delivered.model.work import Prepared, check_format
 
 # The journal of ended half messages: tables in the ledger's file, and a lock file next to it.
 #

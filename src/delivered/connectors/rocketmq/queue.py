@@ -22,7 +22,7 @@ from delivered.contract.queue import MessageBatch, Receiver
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import RECEIVE_BYTES_MAX, REQUEST_TIMEOUT_S
 from delivered.model.outcome import Ok, Outcome, Unknown
-from delivered.source.columns import intact, micros
+from delivered.source import intact, micros
 
 # Converts RocketMQ messages to rows of the log.
 

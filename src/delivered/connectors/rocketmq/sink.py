@@ -16,7 +16,7 @@ from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Writer
 from delivered.kits.queue.columns import COLUMNS, TEXT, ServerLimits, check_names, check_types, column, text
 from delivered.kits.queue.sink import OWN_ID_BYTES_MAX, MessageSink, Nothing, SendingWriter, sends
-from delivered.ledger.store import Ledgers
+from delivered.ledger import Ledgers
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import BadRecord, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint

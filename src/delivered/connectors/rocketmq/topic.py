@@ -28,7 +28,7 @@ from delivered.connectors.rocketmq.remoting import (
 from delivered.contract.source import Offsets, Slice
 from delivered.model.errors import PromiseBroken
 from delivered.model.limits import REQUEST_TIMEOUT_S
-from delivered.source.columns import id_bytes
+from delivered.source import id_bytes
 
 _HEAD = struct.Struct(">iiiiiqqiq")  # size, magic, checksum, queue, flag, queue offset, log offset, system flag, born
 _LONG_TOPIC = -626843477  # magic of the second version, whose topic may have more than 127 bytes

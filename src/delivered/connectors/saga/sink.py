@@ -17,7 +17,7 @@ from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Writer
 from delivered.kits.queue.columns import TEXT, check_names, column
 from delivered.kits.queue.sink import SendingSink, sends
-from delivered.ledger.store import Ledgers
+from delivered.ledger import Ledgers
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import BadRecord, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint

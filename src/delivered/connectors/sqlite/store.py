@@ -20,7 +20,7 @@ from delivered.kits.sql.ledger import SqlLedger, SwappingLedger
 from delivered.kits.sql.merge import SKIPPED_VERSION, check_count, check_emptied, counted, kept
 from delivered.kits.sql.transactions import decided
 from delivered.kits.table.committer import StagedFilesCommitter, unlink_others
-from delivered.ledger.store import Store, Swap
+from delivered.ledger import Store, Swap
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Outcome
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SqliteLedgers:
-    """See `delivered.ledger.store.Ledgers`: a file of ledgers for sinks that cannot hold one."""
+    """See `delivered.ledger.Ledgers`: a file of ledgers for sinks that cannot hold one."""
 
     path: str
 

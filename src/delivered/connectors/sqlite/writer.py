@@ -38,8 +38,8 @@ from delivered.kits.sql.merge import (
     key_in_two_shards,
     stored,
 )
-from delivered.kits.sql.stage import delete, upsert
 from delivered.kits.sql.table import check_nulls
+from delivered.kits.sql.transactions import delete, upsert
 from delivered.kits.sql.trial import bytes_of, long_values
 from delivered.kits.table.durable import make_folder, sync
 from delivered.model.errors import DeliveredError, InvariantBroken

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from delivered.contract.finding import Finding
 from delivered.contract.sink import Committer, Writer
 from delivered.kits.queue.columns import as_bytes, identified, identified_schema
-from delivered.ledger.store import Ledgers, Store
+from delivered.ledger import Ledgers, Store
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.fingerprint import Fingerprint

@@ -40,7 +40,7 @@ from delivered.model.identity import Scope, Work
 from delivered.model.work import Promise
 
 if TYPE_CHECKING:
-    from delivered.ledger.store import Store
+    from delivered.ledger import Store
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from delivered.kits.schemas.registry import Registered, connected
 from delivered.kits.schemas.schema import Ask, Decoder, schema_of
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import BadRecord, DeliveredError, Refused, UsageError
-from delivered.source.ranges import earlier
+from delivered.source import earlier
 
 
 @dataclass(frozen=True)

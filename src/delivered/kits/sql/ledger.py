@@ -18,8 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from delivered.kits.sql.database import CLAIM_WAIT_S, C, Connection, Database, Dialect, scope_values
 from delivered.kits.sql.merge import fold
-from delivered.ledger.ledger import outdated, state_of
-from delivered.ledger.store import Change, Head, Swap
+from delivered.ledger import Change, Head, Swap, outdated, state_of
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable
 from delivered.model.identity import OtherLedger, Scope, named_first
 from delivered.model.limits import CONNECT_TIMEOUT_S, KEY_MEMORIES_KEPT, LEDGER_HISTORY_BATCHES
@@ -56,10 +55,10 @@ class DecidedTable(Protocol):
         """Rename two tables. Only called if the ledger is a `SwapsTables`."""
 
     def has_swapped(self, swap: Swap) -> bool:
-        """See `delivered.ledger.store.SwapsTables`."""
+        """See `delivered.ledger.SwapsTables`."""
 
     def cannot_swap(self) -> str | None:
-        """See `delivered.ledger.store.SwapsTables`."""
+        """See `delivered.ledger.SwapsTables`."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,7 @@ class Records:
 
 
 class SqlLedger(Generic[C]):
-    """See `delivered.ledger.store.Store`.
+    """See `delivered.ledger.Store`.
 
     Args:
         table: whose rows the decisions make visible; None: those of other systems, which commit by themselves.
@@ -437,7 +436,7 @@ class SqlLedger(Generic[C]):
 
 
 class SwappingLedger(SqlLedger[C]):
-    """See `delivered.ledger.store.SwapsTables`: a database that renames tables in a transaction."""
+    """See `delivered.ledger.SwapsTables`: a database that renames tables in a transaction."""
 
     def __init__(self, database: Database[C], scope: Scope, table: DecidedTable, role: str = "ledger") -> None:
         super().__init__(database, scope, table, role)

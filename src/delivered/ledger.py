@@ -1,18 +1,21 @@
-"""The rules of a ledger: one owner at a time, one decision per batch, no write under an earlier claim."""
+"""The rules of a ledger, once: one owner at a time, one decision per batch, no write under an earlier claim.
+
+`Ledger` has the rules, on top of a `Store`, which only reads, and writes atomically under a claim.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
-from delivered.ledger.store import Change, Head, Store, Swap
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, LedgerAhead, LedgerBehind, Unreachable
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_INCARNATIONS, OUTAGE_PATIENCE_S, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.work import Archived, Begun, Decision, LedgerState, Owner
+from delivered.model.work import Archived, Begun, Decision, LedgerState, Owner, Prepared
 
 
 class Ledger:
@@ -275,3 +278,113 @@ def outdated(state: LedgerState) -> Outdated:
         (*(d.scope.incarnation for d in decided), *(i for i, _ in begun)),
         (*(d.archived for d in decided), *(Archived.begun(i) for i, _ in begun)),
     )
+
+
+# What a store of a ledger implements.
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the next write of a scope depends on.
+
+    Attributes:
+        owner: the last one to claim; None: nobody yet.
+        epoch: of that claim; 0: there is none.
+        batch: the newest decided batch of this incarnation; None: none.
+        last: reads its decision. Only called if the batch number is not enough.
+        begun: reads this incarnation's last begun batch.
+    """
+
+    owner: Owner | None
+    epoch: int
+    batch: int | None
+    last: Callable[[], Decision | None]
+    begun: Callable[[], Begun | None]
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Two tables to swap: `new` gets the name of the sink's table, whose rows stay as `kept`.
+
+    Attributes:
+        new, kept: without schema, not quoted.
+    """
+
+    new: str
+    kept: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one write stores atomically: a begun batch or a decision.
+
+    Attributes:
+        swap: of tables, in the same transaction (`SwapsTables`).
+        move: participants whose staged rows this write makes visible. Empty if, by the plan, every sink commits its
+            prepared rows after the decision.
+    """
+
+    begun: Begun | None = None
+    decision: Decision | None = None
+    move: tuple[Prepared, ...] = ()
+    swap: Swap | None = None
+
+
+@runtime_checkable
+class SwapsTables(Protocol):
+    """Implemented by a `Store` in the database of the sink's table, if its transactions can rename tables."""
+
+    def has_swapped(self, swap: Swap) -> bool:
+        """Whether the tables have changed places. Read-only."""
+
+    def cannot_swap(self) -> str | None:
+        """Why another table cannot take the place of the sink's; None: it can. Read-only."""
+
+
+class Store(Protocol):
+    """One scope's ledger store. Runs on the driver, in two processes of one owner; used by one thread.
+
+    A call that raises `DeliveredError` wrote nothing. Calls that may have written return an `Outcome`.
+    """
+
+    @property
+    def where(self) -> str:
+        """The ledger's location, for errors: "in topic 'orders-ledger'"."""
+
+    def read(self) -> LedgerState:
+        """Everything committed before this call. Raises if records that an owner needs are missing."""
+
+    def peek(self) -> LedgerState:
+        """As `read`, for a process without a claim; empty if there is no ledger yet. Writes nothing."""
+
+    def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
+        """Try once to become the owner; return the claim's epoch.
+
+        Calls `successor` for the owner that follows the head it read; this may raise, and may be called again. After
+        Ok, no write of an earlier claim succeeds, not even one in flight. Forgets what `ledger.outdated` returns.
+        Failed, Unknown: another owner claimed meanwhile, or there was no answer; retriable.
+        """
+
+    def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
+        """Call `rule` for the change to this head, and write it; None: nothing to write, Ok.
+
+        `rule` raises if the claim is outdated. It may be called again with a newer head, but never after a change with
+        unknown outcome was sent (P19). The same write makes the rows of `Change.move` visible, and reaches the crash
+        points of `commit.apply` once for each; Failed if staged rows of one are gone.
+        """
+
+    def history(self) -> Iterable[Decision]:
+        """Kept decisions of this incarnation, oldest first; at most about `limits.LEDGER_HISTORY_BATCHES`."""
+
+    def others(self) -> Sequence[OtherLedger]:
+        """Ledgers of other pipelines and sinks in the same place."""
+
+    def close(self) -> None:
+        """Release connections. May be called again."""
+
+
+class Ledgers(Protocol):
+    """A place of ledgers, for sinks whose system cannot hold one. Picklable."""
+
+    def store(self, scope: Scope) -> Store:
+        """Storage for the ledger of this scope. Connects on first use."""

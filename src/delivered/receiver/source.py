@@ -18,7 +18,7 @@ from delivered.model import limits
 from delivered.model.capability import SourceCapability
 from delivered.model.dedup import DURATION_MS, duration
 from delivered.model.options import Option, Options, OptionType, choice, option, prefixed, several, whole
-from delivered.source.receive import ReceiveLimits
+from delivered.receiver.loop import ReceiveLimits
 
 QUARANTINE_SUFFIX = ".bad"
 

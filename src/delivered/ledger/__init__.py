@@ -1,1 +1,0 @@
-"""The rules of a ledger, on top of stores that only read and write."""

@@ -1,1 +1,0 @@
-"""Shared code of sources: admission limits, splitting into slices, a message's columns. Pure."""
