@@ -56,7 +56,7 @@ def store(paths: Sequence[Path]) -> None:
     write_file(STORED, f'{{"format": {FORMAT}, "results": [\n{lines}\n]}}\n')
 
 
-def of_matrix(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def matrix_results(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Without those of a soak, of a source that was asked for and of both ends, which have tables of their own."""
     found = [r for r in results if not r["fault"].startswith(SOAK) and not r.get("source")]
     return [r for r in found if r["service"] not in ENDS]
@@ -75,7 +75,7 @@ def both_ends(results: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def of_sources(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def source_results(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of sources that were asked for, under exactly_once."""
     return [r for r in results if r.get("source") and r["guarantee"] == Guarantee.EXACTLY_ONCE]
 
@@ -252,7 +252,7 @@ def pairs(results: Sequence[dict[str, Any]]) -> list[str]:
 
 def page() -> str:
     everything = load()
-    results = of_matrix(everything)
+    results = matrix_results(everything)
     fired = sum(int(r["fired"]) for r in results)
     places = [f"| {p} | {text} |" for p, text in PLACES.items() if p != "none"]
     return "\n".join(
@@ -286,7 +286,7 @@ def page() -> str:
             "",
             "## Every source with every sink",
             "",
-            *_between(of_sources(everything)),
+            *_between(source_results(everything)),
             "",
             "## Both ends",
             "",

@@ -27,11 +27,11 @@ from delivered_lab.verify.scripts import (
     Script,
     kill_at,
     kills,
-    point,
     random_kills,
     remove_log_entry,
     shards_changed,
     start_a_second,
+    step_name,
     worker_killed,
 )
 from delivered_lab.verify.services import Run
@@ -129,7 +129,7 @@ def _producer() -> Iterator[Fault]:
 
 
 def _server(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
-    prepare, decide = (point(guarantee, s) for s in ("prepare", "decide"))
+    prepare, decide = (step_name(guarantee, s) for s in ("prepare", "decide"))
     exactly = guarantee is EXACTLY
     if kind.server is not None:
         points = [f"{prepare}:before", f"{decide}:after"]
@@ -150,7 +150,7 @@ def _server(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
 
 
 def _memory(guarantee: Guarantee) -> Iterator[Fault]:
-    write, prepare = (point(guarantee, s) for s in ("write", "prepare"))
+    write, prepare = (step_name(guarantee, s) for s in ("write", "prepare"))
     killed = worker_killed(f"{write}:after", f"{prepare}:before")
     yield Fault("worker-killed", "F4", "one Python worker is killed with what it held", *killed)
     text = "no byte is left on the disk of checkpoint and table"
@@ -159,7 +159,7 @@ def _memory(guarantee: Guarantee) -> Iterator[Fault]:
 
 def _consumer(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
     sink, exactly, at_most = kind.name, guarantee is EXACTLY, guarantee is AT_MOST
-    write, prepare, decide = (point(guarantee, s) for s in ("write", "prepare", "decide"))
+    write, prepare, decide = (step_name(guarantee, s) for s in ("write", "prepare", "decide"))
     before = ["recover.claim:after", f"{write}:before", "recover.abort_orphans:after"]
     if at_most:
         before.insert(1, "batch.begin:after")
@@ -204,7 +204,7 @@ def _zombies(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
     # blocks every takeover, which is outside any guarantee.
     exactly = guarantee is EXACTLY
     for step in ("decide", "prepare", *(["apply"] if exactly and kind.name != SQLITE else [])):
-        text = f"a driver is paused before {point(guarantee, step)}, another takes over, the first wakes up"
+        text = f"a driver is paused before {step_name(guarantee, step)}, another takes over, the first wakes up"
         script, quick = scripts.zombie(step, kind.locked), exactly and kind.name == SQLITE and step == "decide"
         yield Fault(f"zombie-{step}", "F7", text, script, ("paused", "woken up"), quick=quick)
     text = "a second driver starts on the checkpoint of a living one"
@@ -246,7 +246,7 @@ def _state(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
     ):
         quick = guarantee is EXACTLY and sink == SQLITE and name == "log-entry-removed"
         yield Fault(name, "F8", text, script, (fired,), quick=quick)
-    prepare, decide = (point(guarantee, s) for s in ("prepare", "decide"))
+    prepare, decide = (step_name(guarantee, s) for s in ("prepare", "decide"))
     fires = (f"kill@{prepare}:after", f"kill@{decide}:after")
     text, script = "the number of shards changes over two kills", shards_changed(scripts.by_hint)
     yield Fault("shards-changed", "F8", text, script, fires, workload="sql", keeps_order=False)
@@ -264,7 +264,7 @@ def _state(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
 def _pairs(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
     """Faults of two parts at a time."""
     exactly = guarantee is EXACTLY
-    prepare, decide = (point(guarantee, s) for s in ("prepare", "decide"))
+    prepare, decide = (step_name(guarantee, s) for s in ("prepare", "decide"))
     if kind.server is not None:
         between = [
             f"{prepare}:after",
@@ -312,11 +312,11 @@ def source_catalogue(guarantee: Guarantee, sink: str, source: str) -> list[Fault
     if guarantee not in SINK_KINDS[sink].guarantees:
         return []
     kind = SOURCE_KINDS[source]
-    return [NOTHING, *_of_source(guarantee, kind), *(_receivers(guarantee) if kind.queue else ())]
+    return [NOTHING, *_source_faults(guarantee, kind), *(_receivers(guarantee) if kind.queue else ())]
 
 
-def _of_source(guarantee: Guarantee, source: SourceKind) -> Iterator[Fault]:
-    write, decide = (point(guarantee, s) for s in ("write", "decide"))
+def _source_faults(guarantee: Guarantee, source: SourceKind) -> Iterator[Fault]:
+    write, decide = (step_name(guarantee, s) for s in ("write", "decide"))
     text = "the producing application is killed before a send, and after one that it could not note: it sends it again"
     yield Fault("producer-killed-at", "F1", text, *interference.producer_killed_at("before", "after"))
     if source.server is not None:
@@ -335,7 +335,7 @@ def _of_source(guarantee: Guarantee, source: SourceKind) -> Iterator[Fault]:
 
 def _receivers(guarantee: Guarantee) -> Iterator[Fault]:
     """Redelivered messages come behind others, so order is not judged."""
-    decide = point(guarantee, "decide")
+    decide = step_name(guarantee, "decide")
     text = "the receiver is killed at each of its steps, from taking messages to acknowledging them"
     yield Fault("receiver-killed", "F6c", text, *interference.receiver_killed(), keeps_order=False)
     text = "the receiver is killed three times at random moments"
@@ -463,7 +463,7 @@ def _stream() -> Iterator[Fault]:
 
 def _table_log(guarantee: Guarantee) -> Iterator[Fault]:
     # After the writer has read the log, before it commits.
-    where = "commit.apply:before" if guarantee is EXACTLY else f"{point(guarantee, 'prepare')}:before"
+    where = "commit.apply:before" if guarantee is EXACTLY else f"{step_name(guarantee, 'prepare')}:before"
     text = "others append to the table, and compact it, between a batch's look at the log and its commit"
     yield Fault("other-writers", "F2", text, *interference.other_writers(where))
     text = "somebody alters the table between a batch's look at the log and its commit"

@@ -32,7 +32,7 @@ from delivered_lab.verify.services import (
     start,
 )
 from delivered_lab.verify.systems.base import Poll, QueueSource, Row, SinkClient, SourceClient, polling, wait_for
-from delivered_lab.verify.systems.group import at_sink, sinks_of
+from delivered_lab.verify.systems.group import at_sink, sink_entries
 from delivered_lab.verify.template import Template, row_effect
 from delivered_lab.verify.workloads import TABLE, Record, Workload, records
 
@@ -328,7 +328,7 @@ class Fixture:
             "checkpoint": str(self.checkpoint),
             "source": source,
             "transform": self._transform(),
-            "sinks": [sink | self.extra.get("sink", {}) for sink in sinks_of(s.sink)],
+            "sinks": [sink | self.extra.get("sink", {}) for sink in sink_entries(s.sink)],
             "trigger": self.extra.get("trigger", "available_now"),
             "master": self.extra.get("master", "local[2]"),
         }

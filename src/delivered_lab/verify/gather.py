@@ -19,7 +19,7 @@ from delivered_lab.verify.evidence import End, Evidence, Seen, fired, sends
 from delivered_lab.verify.fixture import Fixture
 from delivered_lab.verify.services import Run, VerifierError
 from delivered_lab.verify.systems.base import QueueSource, Row
-from delivered_lab.verify.systems.group import at_sink, names_of
+from delivered_lab.verify.systems.group import at_sink, sink_names
 from delivered_lab.verify.template import row_effect
 from delivered_lab.verify.workloads import source_id
 
@@ -168,7 +168,7 @@ def _source_id(fixture: Fixture, row: Row) -> str:
 def _effects(fixture: Fixture, key: str | None, value: str) -> list[str]:
     workload = fixture.setting.workload
     found = [workload.effect_of(key, v).id for v in workload.effects(value)]
-    return [at_sink(sink, effect) for sink in names_of(fixture.setting.sink) for effect in found]
+    return [at_sink(sink, effect) for sink in sink_names(fixture.setting.sink) for effect in found]
 
 
 def _recoveries(fixture: Fixture) -> list[float]:

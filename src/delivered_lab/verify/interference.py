@@ -15,7 +15,7 @@ from delivered_lab.supervisor import Hit
 from delivered_lab.verify.evidence import Stop
 from delivered_lab.verify.fixture import END_TIMEOUT_S, HIT_TIMEOUT_S, Fixture
 from delivered_lab.verify.proxy import Rule
-from delivered_lab.verify.scripts import TRIES_MAX, Script, Scripted, after, at_each, at_point, point_of, waits
+from delivered_lab.verify.scripts import TRIES_MAX, Script, Scripted, after, at_each, at_point, case_step, waits
 from delivered_lab.verify.services import Run, VerifierError
 from delivered_lab.verify.systems.base import Lockable, LongReads, ReadDisturbed, SharedTable, TwoPhase
 
@@ -204,7 +204,7 @@ def source_restarted(fixture: Fixture, meanwhile: Callable[[], None] = lambda: N
 def disk_full(fixture: Fixture) -> None:
     """The disk of checkpoint, staging and table is full for a while."""
     fixture.send()
-    run = fixture.start(f"{point_of(fixture, 'write')}:before!wait")
+    run = fixture.start(f"{case_step(fixture, 'write')}:before!wait")
     hit = waits(fixture, run)
     if hit is not None:
         filler = fixture.checkpoint.parent / "filler"
@@ -235,7 +235,7 @@ def hold_lock(fixture: Fixture, run: Run, hit: Path) -> None:
 
 def lock_held(step: str) -> Script:
     """The same when a writer reaches a step."""
-    return at_point(lambda fixture: f"{point_of(fixture, step)}:before", hold_lock)
+    return at_point(lambda fixture: f"{case_step(fixture, step)}:before", hold_lock)
 
 
 def read_slowly(fixture: Fixture, run: Run, hit: Path) -> None:
@@ -251,7 +251,7 @@ def read_slowly(fixture: Fixture, run: Run, hit: Path) -> None:
     fixture.stops.append(Stop((), disturbed, "a reader while a batch commits"))
 
 
-slow_reader = at_point(lambda fixture: f"{point_of(fixture, 'decide')}:before@batch=1", read_slowly)
+slow_reader = at_point(lambda fixture: f"{case_step(fixture, 'decide')}:before@batch=1", read_slowly)
 """A batch commits in the middle of a read: reader and writer must not disturb each other."""
 
 

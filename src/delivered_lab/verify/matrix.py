@@ -101,7 +101,7 @@ def cases(choice: Choice) -> list[Case]:
     if choice.service in ENDS:
         found = both_ends.cases(choice.service, choice.seed)
         return [c for c in found if not choice.only or any(_matches(c, p) for p in choice.only)]
-    found = _of_sources(choice) if choice.sources else _of_sinks(choice)
+    found = _source_cases(choice) if choice.sources else _sink_cases(choice)
     if choice.quick:
         found = [c for c in found if c.fault.quick and c.workload == DEFAULT_WORKLOAD]
     possible = [c for c in found if _possible(c) and (not choice.workloads or c.workload in choice.workloads)]
@@ -109,7 +109,7 @@ def cases(choice: Choice) -> list[Case]:
     return chosen if choice.per_place is None else _few(chosen, choice.per_place)
 
 
-def _of_sources(choice: Choice) -> list[Case]:
+def _source_cases(choice: Choice) -> list[Case]:
     return [
         Case(sink, guarantee, DEFAULT_WORKLOAD, fault, choice.seed, choice.service, source)
         for guarantee in GUARANTEES
@@ -120,7 +120,7 @@ def _of_sources(choice: Choice) -> list[Case]:
     ]
 
 
-def _of_sinks(choice: Choice) -> list[Case]:
+def _sink_cases(choice: Choice) -> list[Case]:
     of_soak = choice.faults is not None
     every = [(g, s, f) for g in GUARANTEES for s in SINKS for f in catalogue(g, s) if f.soak == of_soak]
     first = [(g, s, f.workload or DEFAULT_WORKLOAD, f) for g, s, f in every]

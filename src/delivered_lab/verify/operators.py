@@ -170,5 +170,5 @@ def visits_pandas(frame: DataFrame) -> DataFrame:
         yield pd.DataFrame({"key": [f"{key[0]}#{m}" for m in reached], "value": [str(m) for m in reached]})
 
     grouped = _timed(frame).groupBy("k")
-    made = grouped.applyInPandasWithState(by_visit, _ROWS, f"{_COUNTED}, newest bigint", "append", "EventTimeTimeout")
-    return made.where(F.col("key").startswith("v"))
+    rows = grouped.applyInPandasWithState(by_visit, _ROWS, f"{_COUNTED}, newest bigint", "append", "EventTimeTimeout")
+    return rows.where(F.col("key").startswith("v"))

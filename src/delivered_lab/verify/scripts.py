@@ -48,14 +48,14 @@ _POINTS = {
 # -- building blocks ---------------------------------------------------------------------------------------------------
 
 
-def point(guarantee: Guarantee, step: str) -> str:
+def step_name(guarantee: Guarantee, step: str) -> str:
     """A step's name under a guarantee."""
     return _POINTS[guarantee][step]
 
 
-def point_of(fixture: Fixture, step: str) -> str:
+def case_step(fixture: Fixture, step: str) -> str:
     """The same for the guarantee of a fixture."""
-    return point(fixture.setting.guarantee, step)
+    return step_name(fixture.setting.guarantee, step)
 
 
 def after(seconds: float) -> Callable[[], bool]:
@@ -377,7 +377,7 @@ def shards_changed(change: Callable[[Fixture, int], None]) -> Script:
         fixture.send()
         for shards, step in ((3, "prepare"), (5, "decide")):
             change(fixture, shards)
-            kill_at(fixture, f"{point_of(fixture, step)}:after")
+            kill_at(fixture, f"{case_step(fixture, step)}:after")
         change(fixture, 2)
         fixture.drain()
 
@@ -414,7 +414,7 @@ def zombie(step: str, locked: str | None) -> Script:
 
     def script(fixture: Fixture) -> None:
         fixture.send()
-        first = fixture.start(f"{point_of(fixture, step)}:before@batch=1!wait")
+        first = fixture.start(f"{case_step(fixture, step)}:before@batch=1!wait")
         hit = waits(fixture, first)
         if hit is None:
             return
@@ -446,7 +446,7 @@ def start_a_second(fixture: Fixture, first: Run, hit: Path) -> None:
 
 
 second_driver = at_point(
-    lambda fixture: f"{point_of(fixture, 'decide')}:before@batch=1",
+    lambda fixture: f"{case_step(fixture, 'decide')}:before@batch=1",
     start_a_second,
     must="the first driver, which nobody may disturb",
 )
@@ -487,7 +487,7 @@ CLOCKS = ("a clock an hour ahead", "a clock that is right", "a clock an hour beh
 def clocks_differ(fixture: Fixture) -> None:
     """Three checkpoints follow each other, each on a host whose clock is earlier by an hour. The second one dies after
     a decision: the third must finish it, though by the clocks it is older than the first one's."""
-    decide = point_of(fixture, "decide")
+    decide = case_step(fixture, "decide")
     fixture.send(0.3)
     fixture.clock_s = HOUR_S
     must_go_through(fixture, "on a host whose clock is an hour ahead")

@@ -55,7 +55,7 @@ class Template:
             make=lambda _random, _count: iter(self.sample),
             ordered=False,
             records=len(self.sample),
-            teller=row_effect,
+            effect_reader=row_effect,
         )
 
     @property

@@ -77,7 +77,7 @@ class Workload:
         ordered: effects of one key must appear in the order of their numbers.
         topics: of source and sink; more than one needs a source with topics.
         faults: those that are tried with it, besides those that name it.
-        teller: (key, value) of the sink -> effect; None: from the value, as `Record.value` made it.
+        effect_reader: (key, value) of the sink -> effect; None: from the value, as `Record.value` wrote it.
         sink: more options of the sink in the pipeline file.
         oracle: values of all source records -> value by key of the rows that the sink must hold; None: rows have no
             identifying keys. accepts: (wanted, found) -> whether a value is as good; None: none is.
@@ -102,7 +102,7 @@ class Workload:
     topics: int = 1
     faults: tuple[str, ...] = ("none", "killed-twice")
     deterministic: bool = True
-    teller: Callable[[str | None, str], Effect] | None = None
+    effect_reader: Callable[[str | None, str], Effect] | None = None
     sink: Mapping[str, str] = field(default_factory=dict)
     oracle: Callable[[Sequence[str]], dict[str, str]] | None = None
     accepts: Callable[[str, str], bool] | None = None
@@ -124,7 +124,9 @@ class Workload:
         """The effect that a row in the sink stands for."""
         if self.oracle is not None:
             return Effect(f"{key} = {value}", key, None)
-        return self.teller(key, value) if self.teller is not None else effect_of(value, self.deterministic)
+        return (
+            self.effect_reader(key, value) if self.effect_reader is not None else effect_of(value, self.deterministic)
+        )
 
     def sink_options(self, upserts: bool) -> dict[str, str]:
         """
@@ -187,19 +189,19 @@ def _bursts(random: random.Random, count: int) -> Iterator[Record]:
 
 def _copies(random: random.Random, count: int) -> Iterator[Record]:
     """Every fifth record again a little later, every tenth much later; only late copies have a new event time."""
-    made: list[Record] = []
+    records: list[Record] = []
     far = oracles.LATE_S + 20
     for i in range(count):
         counts, first = i < _COUNTING * count, None
         if counts and i % 5 == 4:
-            made.append(replace(made[i - 1 - random.randrange(4)], partition=i % PARTITIONS))
+            records.append(replace(records[i - 1 - random.randrange(4)], partition=i % PARTITIONS))
         else:
             if counts and i % 10 == 7 and i >= far:
-                first = json.loads(made[i - far].value)
+                first = json.loads(records[i - far].value)
             key = f"k{i % 16}" if counts else oracles.TAIL
             amount = first["amount"] if first else random.randrange(1_000)
-            made.append(_event(i, key, i, amount, first["id"] if first else ""))
-        yield made[-1]
+            records.append(_event(i, key, i, amount, first["id"] if first else ""))
+        yield records[-1]
 
 
 def _payments(random: random.Random, count: int) -> Iterator[Record]:

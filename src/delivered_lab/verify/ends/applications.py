@@ -61,8 +61,7 @@ def application(spec: dict[str, Any]) -> None:
     other = connect(spec["dialect"], spec["url"]) if spec["variant"] == "other_transaction" else None
     layout = outbox.Layout(table=spec["outbox"])
     for n in spec.get("numbers") or range(len(spec["ids"])):
-        given = spec["ids"][n]
-        message = outbox.new_id() if spec["variant"] == "id_per_try" else given
+        message = outbox.new_id() if spec["variant"] == "id_per_try" else spec["ids"][n]
         reached("before", n)
         if spec.get("asks") and execute(connection, f"SELECT 1 FROM {spec['orders']} WHERE n = {n}"):  # noqa: S608
             continue  # the source may have deleted the message, so its id protects no more
@@ -129,7 +128,7 @@ def _acknowledged(reached: Killer, n: int, delivery: Delivery) -> None:
     delivery.acknowledge()
 
 
-def of_rabbitmq(spec: dict[str, Any]) -> Iterator[tuple[int, Delivery]]:
+def read_rabbitmq(spec: dict[str, Any]) -> Iterator[tuple[int, Delivery]]:
     import pika
 
     broker = pika.BlockingConnection(pika.URLParameters(spec["address"]))
@@ -142,7 +141,7 @@ def of_rabbitmq(spec: dict[str, Any]) -> Iterator[tuple[int, Delivery]]:
     broker.close()
 
 
-def of_kafka(spec: dict[str, Any]) -> Iterator[tuple[int, Delivery]]:
+def read_kafka(spec: dict[str, Any]) -> Iterator[tuple[int, Delivery]]:
     from confluent_kafka import Consumer, TopicPartition
 
     broker = Consumer(
@@ -157,7 +156,7 @@ def of_kafka(spec: dict[str, Any]) -> Iterator[tuple[int, Delivery]]:
     broker.close()
 
 
-def of_rocketmq(spec: dict[str, Any]) -> Iterator[tuple[int, Delivery]]:
+def read_rocketmq(spec: dict[str, Any]) -> Iterator[tuple[int, Delivery]]:
     from delivered_lab.verify.systems.rocketmq import quiet_library
 
     client = quiet_library()
@@ -185,7 +184,7 @@ def of_rocketmq(spec: dict[str, Any]) -> Iterator[tuple[int, Delivery]]:
     broker.shutdown()
 
 
-BROKERS = {"rabbitmq": of_rabbitmq, "kafka": of_kafka, "rocketmq": of_rocketmq}
+BROKERS = {"rabbitmq": read_rabbitmq, "kafka": read_kafka, "rocketmq": read_rocketmq}
 
 
 def run_process(spec: dict[str, Any]) -> tuple[int, str]:

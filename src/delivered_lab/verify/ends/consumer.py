@@ -81,8 +81,8 @@ class Inbox:
         Args:
             point, n: SIGKILL at this point of message n.
         """
-        given = {**self.spec, **spec, "point": point, "n": n}
-        return self.end.start("consumer", "delivered_lab.verify.ends.applications", given)
+        values = {**self.spec, **spec, "point": point, "n": n}
+        return self.end.start("consumer", "delivered_lab.verify.ends.applications", values)
 
     def rest(self) -> None:
         process = self.consumer()
@@ -105,8 +105,8 @@ def _to_kafka(bootstrap: str, topic: str, records: Sequence[Record]) -> None:
     from confluent_kafka.cimpl import NewTopic
 
     admin = AdminClient({"bootstrap.servers": bootstrap})  # kept: without it, the request ends
-    made = admin.create_topics([NewTopic(topic, 1, 1)])
-    made[topic].result(30)
+    creations = admin.create_topics([NewTopic(topic, 1, 1)])
+    creations[topic].result(30)
     producer = Producer({"bootstrap.servers": bootstrap, "acks": "all"})
     for r in records:
         producer.produce(topic, r.value.encode(), headers={"id": r.id})
@@ -164,10 +164,10 @@ class Sagas:
         self.started += sagas
 
     def worker(self, crash: str = "", **spec: Any) -> Run:
-        given = {
+        values = {
             "dialect": self.dialect, "log": self.url, "shop": self.shop.url, "variant": self.end.variant, **spec,
         }  # fmt: skip
-        return self.end.start("worker", "delivered_lab.verify.ends.sagas", given, crash)
+        return self.end.start("worker", "delivered_lab.verify.ends.sagas", values, crash)
 
     def run_killed(self, points: Sequence[Point]) -> None:
         """Workers, one after the other, until one ends by itself; each of the others is killed at a point."""

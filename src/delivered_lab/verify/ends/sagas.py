@@ -57,12 +57,12 @@ def checkout(url: str) -> Saga:
     )
 
 
-def _broken(variant: str, made: Saga) -> Saga:
+def _broken(variant: str, saga_: Saga) -> Saga:
     """Args: variant: "module:name", broken on purpose for tests of the judge; empty: nothing is."""
     if not variant:
-        return made
+        return saga_
     module, _, name = variant.partition(":")
-    broken: Saga = importlib.import_module(module).break_it(name, made)
+    broken: Saga = importlib.import_module(module).break_it(name, saga_)
     return broken
 
 

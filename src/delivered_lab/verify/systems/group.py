@@ -29,7 +29,7 @@ class GroupClient:
             member.create()
 
     def options(self) -> dict[str, Any]:
-        raise TypeError("a group of sinks has several options: see sinks_of")
+        raise TypeError("a group of sinks has several options: see sink_entries")
 
     def read(self) -> list[Row]:
         return [replace(row, sink=name) for name, member in self.members.items() for row in member.read()]
@@ -58,12 +58,12 @@ class GroupClient:
             member.remove()
 
 
-def names_of(sink: SinkClient) -> tuple[str, ...]:
+def sink_names(sink: SinkClient) -> tuple[str, ...]:
     """As in `Row.sink`: one empty name for a single sink."""
     return tuple(sink.members) if isinstance(sink, GroupClient) else ("",)
 
 
-def sinks_of(sink: SinkClient) -> list[dict[str, Any]]:
+def sink_entries(sink: SinkClient) -> list[dict[str, Any]]:
     """Sinks in the pipeline file."""
     if isinstance(sink, GroupClient):
         return [{"name": name, **member.options()} for name, member in sink.members.items()]

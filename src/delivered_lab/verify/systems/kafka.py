@@ -65,8 +65,8 @@ class Topic:
     def create(self) -> None:
         from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
-        for made in self._admin().create_topics([NewTopic(n, self.partitions, 1) for n in self.names]).values():
-            made.result(ANSWER_TIMEOUT_S)
+        for creation in self._admin().create_topics([NewTopic(n, self.partitions, 1) for n in self.names]).values():
+            creation.result(ANSWER_TIMEOUT_S)
 
     def remove(self) -> None:
         for deletion in self._admin().delete_topics(self.names).values():
