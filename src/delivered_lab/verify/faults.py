@@ -87,6 +87,25 @@ class Fault:
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+DROP, LOSE, DELAY = NetworkFault.LOSE_REQUEST, NetworkFault.LOSE_REPLY, NetworkFault.DELAY_REPLY
+LATE = NetworkFault.LATE_REQUEST
+SOAK_FRAMES = 12
+SOAK_STARTS_MAX = 30
+"""A lost decision request ends the start; every start meets some of them."""
+DECISION = ".decision"
+"""Identifies a deciding transaction: one of its statements contains this text."""
+_BLACK_HOLE = (
+    "for 3 s nothing arrives anywhere, then every connection is reset; twice",
+    interference.black_hole,
+    ("black hole", "reset") * 2,
+)
+Harm = Callable[[Fixture, Run, Path], None]
+_MOMENTS = ("before", "after")
+_SMALL_BATCHES = {"rows_per_batch": 50}
+"""Most starts complete a batch; the last ones must still find some."""
+_BEFORE, _RECORDED = ("recover.claim:after", "write.stage:before"), ("log:before", "log:after")
+_BETWEEN = ("write.prepare:after", "commit.decide:after", "commit.apply:before")
+_STORED, _WORKER, _SENDS = "commit.apply:after", "write.prepare:before", "write.prepare:before"
 NOTHING = Fault("none", "none", "an undisturbed run", scripts.nothing)
 _QUICK_BETWEEN = {(EXACTLY, KAFKA), (AT_LEAST, SQLITE), (AT_MOST, SQLITE)}
 _EVERYWHERE = (SQLITE, KAFKA, KAFKA_LIBRDKAFKA, POSTGRES, DELTA)
@@ -350,18 +369,7 @@ def _receivers(guarantee: Guarantee) -> Iterator[Fault]:
     yield Fault("receiver-zombie", "F7", text, interference.receiver_zombie, fires, needs=(BROKER,), keeps_order=False)
 
 
-DROP, LOSE, DELAY = NetworkFault.LOSE_REQUEST, NetworkFault.LOSE_REPLY, NetworkFault.DELAY_REPLY
-LATE = NetworkFault.LATE_REQUEST
-SOAK_FRAMES = 12
-SOAK_STARTS_MAX = 30
-"""A lost decision request ends the start; every start meets some of them."""
-DECISION = ".decision"
-"""Identifies a deciding transaction: one of its statements contains this text."""
-_BLACK_HOLE = (
-    "for 3 s nothing arrives anywhere, then every connection is reset; twice",
-    interference.black_hole,
-    ("black hole", "reset") * 2,
-)
+# -- the network, and others at work on the same table -----------------------------------------------------------------
 
 
 def before_sink(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
@@ -470,17 +478,16 @@ def _table_log(guarantee: Guarantee) -> Iterator[Fault]:
     yield Fault("table-altered", "F2", text, *interference.table_altered(where))
 
 
-Harm = Callable[[Fixture, Run, Path], None]
-_MOMENTS = ("before", "after")
-_SMALL_BATCHES = {"rows_per_batch": 50}
-"""Most starts complete a batch; the last ones must still find some."""
-_BEFORE, _RECORDED = ("recover.claim:after", "write.stage:before"), ("log:before", "log:after")
-_BETWEEN = ("write.prepare:after", "commit.decide:after", "commit.apply:before")
-_STORED, _WORKER, _SENDS = "commit.apply:after", "write.prepare:before", "write.prepare:before"
+# -- every failure point in one case -----------------------------------------------------------------------------------
 
 
 def everywhere(kind: SinkKind) -> Fault:
-    """Under exactly_once, for a sink without two phases, or Kafka."""
+    """One case that passes every failure point: kills and interference one after the other, each in a later batch.
+
+    A case of one fault says where a guarantee breaks, and starts its pipeline two to nine times for it. A start of a
+    query that keeps state takes long: these few starts show that it holds at every failure point. Under exactly_once,
+    for a sink without two phases, or Kafka.
+    """
     harms = _harms(kind)
     rules = _replies_lost(kind)
     server = kind.server is not None

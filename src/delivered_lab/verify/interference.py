@@ -24,6 +24,10 @@ TRANSACTION_TIMEOUT_S = 10
 _EXPIRED_TIMEOUT_S = 60
 _HELD_S = 3.0
 _PRODUCER_KILLED = "producer killed {} a send"
+RECEIVER_POINTS = (
+    "receive.take:after", "receive.persist:before", "receive.persist:after", "receive.ack:before", "receive.ack:after",
+)  # fmt: skip
+"""What a receiver of good messages reaches, in this order: nothing stops before it takes a message."""
 
 
 def _able(fixture: Fixture, power: Any, what: str) -> Any:
@@ -360,10 +364,7 @@ paused_past_timeout = at_point(lambda _: "commit.decide:before@batch=1", _pause_
 """All of a driver is paused with a prepared batch until its transactions have expired; then it resumes and decides."""
 
 
-RECEIVER_POINTS = (
-    "receive.take:after", "receive.persist:before", "receive.persist:after", "receive.ack:before", "receive.ack:after",
-)  # fmt: skip
-"""What a receiver of good messages reaches, in this order: nothing stops before it takes a message."""
+# -- receivers of a queue ----------------------------------------------------------------------------------------------
 
 
 def receiver_killed(*points: str) -> tuple[Script, tuple[str, ...]]:

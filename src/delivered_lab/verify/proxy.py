@@ -24,6 +24,11 @@ ASKED, ANSWERED = "asked", "answered"
 _PIECE = 1 << 16
 _CONNECT_TIMEOUT_S = 5.0
 _LATE_ANSWER_S = 15.0
+_FRAME_BYTES_MAX = 128 << 20
+_MESSAGE_BYTES_MAX = 64 << 20
+_QUERY, _PARSE = b"Q", b"P"
+_COMMAND_QUERY = 3
+_BEGINS = ("BEGIN", "START TRANSACTION", "XA START")
 
 
 class NetworkFault(StrEnum):
@@ -319,7 +324,7 @@ def reset(s: socket.socket) -> None:
     close(s)
 
 
-_FRAME_BYTES_MAX = 128 << 20
+# -- Kafka -------------------------------------------------------------------------------------------------------------
 
 
 class Api(StrEnum):
@@ -351,7 +356,9 @@ class _Pending:
 
 
 class KafkaProxy(Proxy[_Pending]):
-    """Between Kafka's clients and its broker."""
+    """Knows only what all frames share: the length, and in a request the API key, its version and a correlation id.
+    Where a response names the broker's address, it replaces the port with its own: in every version of these responses
+    the port follows the host as four bytes, so their layout need not be known."""
 
     def session(self) -> _Pending:
         return _Pending()
@@ -396,10 +403,7 @@ def _read_frame(source: socket.socket) -> bytes:
     return head + read_exactly(source, size)
 
 
-_MESSAGE_BYTES_MAX = 64 << 20
-_QUERY, _PARSE = b"Q", b"P"
-_COMMAND_QUERY = 3
-_BEGINS = ("BEGIN", "START TRANSACTION", "XA START")
+# -- SQL databases -----------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -259,6 +259,9 @@ _log = logging.getLogger(__name__)
 RUNS, INDEX = "runs", "index.html"
 
 
+# -- runs of a folder --------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class Run:
     """

@@ -29,6 +29,13 @@ TRIES_MAX = 6
 ATTEMPTS_MAX = 4
 RETRIES = {"master": f"local[2,{ATTEMPTS_MAX}]"}
 """More keys for a pipeline file whose tasks may fail three times. By default a local master gives up at once."""
+STAGE_RERUN = {**RETRIES, "spark": {STAGE_RERUNS: "true"}}
+"""More keys of a pipeline file: a failed task runs again in a new attempt of its stage, and is numbered 0 again."""
+_KEYS_HELD = "LOCK_TIMEOUT"
+"""The error of a writer whose keys are locked by another open transaction."""
+BACK_FIRST_S = 3.0
+"""The pipeline starts at most so long after the server is back: within it, the server finishes what it had open."""
+HOUR_S = 3_600
 _SPECULATION = {
     "spark.speculation": "true",
     "spark.speculation.interval": "100ms",
@@ -222,6 +229,11 @@ def task_retried(*points: str) -> Scripted:
     return _failing("task failed", points, where, "the run whose task failed")
 
 
+def stage_rerun(*points: str) -> Scripted:
+    """At each point a task fails, and runs again under the number of its first attempt."""
+    return _failing("stage rerun", points, points, "the run whose stage ran again")
+
+
 def _failing(name: str, points: Sequence[str], where: Sequence[str], when: str) -> Scripted:
     """One run, in which a task fails at each point, and which must succeed."""
 
@@ -397,8 +409,7 @@ def by_shuffle(fixture: Fixture, shards: int) -> None:
     fixture.extra["spark"] = {"spark.sql.shuffle.partitions": str(shards)}
 
 
-_KEYS_HELD = "LOCK_TIMEOUT"
-"""The error of a writer whose keys are locked by another open transaction."""
+# -- F7: two drivers on one checkpoint ---------------------------------------------------------------------------------
 
 
 def zombie(step: str, locked: str | None) -> Script:
@@ -453,9 +464,7 @@ second_driver = at_point(
 """A second driver starts, without a takeover request, while the first one is in the middle of a batch."""
 
 
-BACK_FIRST_S = 3.0
-"""The pipeline starts at most so long after the server is back: within it, the server finishes what it had open."""
-HOUR_S = 3_600
+# -- two parts at a time: driver and server, hosts whose clocks differ, a source that lost its end ---------------------
 
 
 def killed_together(*points: str) -> Scripted:
@@ -517,15 +526,6 @@ def _next_checkpoint(fixture: Fixture) -> None:
     fixture.checkpoint.rename(fixture.checkpoint.with_name(f"{fixture.checkpoint.name}.{len(fixture.runs)}"))
     fixture.extra["source"] = {"startingOffsets": json.dumps(json.loads(offsets))}
     fixture.extra["pipeline"] = {"new_checkpoint": "accept"}
-
-
-STAGE_RERUN = {**RETRIES, "spark": {STAGE_RERUNS: "true"}}
-"""More keys of a pipeline file: a failed task runs again in a new attempt of its stage, and is numbered 0 again."""
-
-
-def stage_rerun(*points: str) -> Scripted:
-    """At each point a task fails, and runs again under the number of its first attempt."""
-    return _failing("stage rerun", points, points, "the run whose stage ran again")
 
 
 LOST_END = ("the source lost its end", "its log grew past the position")

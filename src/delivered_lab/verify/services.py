@@ -306,6 +306,9 @@ class VerifierError(DeliveredError):
         super().__init__(code, message, next_step)
 
 
+# -- receivers of a queue ----------------------------------------------------------------------------------------------
+
+
 @dataclass
 class Receivers:
     """Receivers of a queue next to the pipeline: one at a time, unless a script starts another alongside. Not
@@ -413,6 +416,9 @@ class Receivers:
                 self.stops.append(Stop((), run.code, run.name))
                 end = End.OK if run.code is None else End.FAILED
                 self.history.add(run.name, "run", end, {"code": run.code, "output": last_words(run)})
+
+
+# -- a Spark with executors on two hosts -------------------------------------------------------------------------------
 
 
 class Cluster:
