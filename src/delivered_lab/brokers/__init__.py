@@ -249,11 +249,7 @@ def _at(state: State, port: int | None) -> State:
 
 
 def attach(folder: Path | str) -> Broker:
-    """The server of a data folder, running or not.
-
-    Raises:
-        UsageError: no server was ever started there.
-    """
+    """The server of a data folder, running or not. Raises UsageError: no server was ever started there."""
     place = Path(folder).resolve()
     state = State.load(place)
     if state is None or state.identity is None:

@@ -98,10 +98,7 @@ def fetch_archive(
 
 
 def check_hashes(name: str, folder: Path) -> None:
-    """
-    Raises:
-        DeliveredError: a file of this download has not the hash that we know, or no hash is known.
-    """
+    """Raises DeliveredError: a file of this download has not the hash that we know, or no hash is known."""
     lines = HASHES.read_text(encoding="utf-8").splitlines()
     known = {path: digest for digest, _, path in (line.partition(" ") for line in lines)}
     for file in sorted(folder.iterdir()):

@@ -219,11 +219,7 @@ class Evidence:
 
     @property
     def found(self) -> Counter[str]:
-        """Effect -> copies in the final read.
-
-        Raises:
-            ValueError: there was none.
-        """
+        """Effect -> copies in the final read. Raises ValueError: there was none."""
         if self.final is None:
             raise ValueError("nobody read the sink at the end")
         return Counter(s.effect for s in self.final)

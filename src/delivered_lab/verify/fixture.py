@@ -319,10 +319,7 @@ class Fixture:
         return self._present(self.setting.proxy, "NO_PROXY", "its pipeline reaches its server directly")
 
     def _present(self, part: Part | None, code: str, why: str) -> Part:
-        """
-        Raises:
-            VerifierError: the case has no such part.
-        """
+        """Raises VerifierError: the case has no such part."""
         if part is None:
             raise VerifierError(code, f"The fault does not apply to case {self.setting.name}: {why}.")
         return part
@@ -384,10 +381,7 @@ class Reader:
             self._thread.join(_JOIN_S)
 
     def check(self) -> None:
-        """
-        Raises:
-            VerifierError: it ended early.
-        """
+        """Raises VerifierError: it ended early."""
         if self._error is not None:
             raise VerifierError("READER_DIED", f"The reader of case {self._name} ended early: {self._error}")
 

@@ -31,10 +31,7 @@ RECEIVER_POINTS = (
 
 
 def _able(fixture: Fixture, power: Any, what: str) -> Any:
-    """
-    Raises:
-        VerifierError: the sink lacks this ability.
-    """
+    """Raises VerifierError: the sink lacks this ability."""
     sink = fixture.setting.sink
     if not isinstance(sink, power):
         name = fixture.setting.name

@@ -266,20 +266,12 @@ def _final(evidence: Evidence) -> list[Seen]:
 
 
 CHECKERS: dict[str, Checker] = {
-    "lost": lost,
-    "duplicated": duplicated,
-    "unexpected": unexpected,
-    "by_key": by_key,
-    "source_kept": source_kept,
-    "unseen": unseen,
-    "aborted_read": aborted_read,
-    "torn_batch": torn_batch,
-    "order": order,
-    "hanging": hanging,
-    "accounts": accounts,
-    "stopped_right": stopped_right,
-    "recovery": recovery,
-}
+    checker.__name__: checker
+    for checker in (
+        lost, duplicated, unexpected, by_key, source_kept, unseen, aborted_read, torn_batch, order, hanging, accounts,
+        stopped_right, recovery,
+    )
+}  # fmt: skip
 
 
 # -- the only place that turns findings into a verdict -----------------------------------------------------------------

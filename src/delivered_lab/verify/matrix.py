@@ -186,10 +186,7 @@ class Store:
     results: dict[tuple[Any, ...], Result] = field(default_factory=dict)
 
     def load(self) -> None:
-        """
-        Raises:
-            UsageError: a newer version of this program wrote the file.
-        """
+        """Raises UsageError: a newer version of this program wrote the file."""
         if self.path.exists():
             for data in read_results(self.path)["results"]:
                 result = Result.from_json(data)

@@ -297,10 +297,7 @@ class StreamProxy(Proxy[None]):
 
 
 def read_exactly(source: socket.socket, size: int) -> bytes:
-    """
-    Raises:
-        EOFError: the connection ended early.
-    """
+    """Raises EOFError: the connection ended early."""
     parts = bytearray()
     while len(parts) < size:
         part = source.recv(min(size - len(parts), 1 << 20))

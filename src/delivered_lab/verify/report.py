@@ -47,10 +47,7 @@ class Square:
 
 
 def write_report(results: Sequence[Result], path: Path) -> None:
-    """
-    Raises:
-        MissingExtra: the page needs the extra `report`.
-    """
+    """Raises MissingExtra: the page needs the extra `report`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(results), encoding="utf-8")
 
@@ -343,11 +340,7 @@ def load_runs(folder: Path) -> list[Run]:
 
 
 def write_index(folder: Path) -> Path:
-    """The page that lists the runs of a folder.
-
-    Raises:
-        MissingExtra: it needs the extra `report`.
-    """
+    """The page that lists the runs of a folder. Raises MissingExtra: it needs the extra `report`."""
     path = folder / INDEX
     path.write_text(index(load_runs(folder), folder), encoding="utf-8")
     return path

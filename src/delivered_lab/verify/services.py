@@ -92,11 +92,7 @@ class Run:
             time.sleep(_POLL_S)
 
     def wait_end(self, timeout_s: float) -> int:
-        """Its exit code.
-
-        Raises:
-            TimeoutError: it did not end in time. It goes on.
-        """
+        """Its exit code. Raises TimeoutError: it did not end in time. It goes on."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -115,11 +111,7 @@ class Run:
         release(hit)
 
     def stop(self, timeout_s: float) -> int:
-        """SIGTERM: a graceful stop. Returns its exit code.
-
-        Raises:
-            TimeoutError: it did not end in time. It goes on.
-        """
+        """SIGTERM: a graceful stop. Returns its exit code. Raises TimeoutError: it did not end in time. It goes on."""
         self.process.terminate()
         return self.wait_end(timeout_s)
 
@@ -212,11 +204,7 @@ def skewed(env: Mapping[str, str], seconds: int, read: Path) -> dict[str, str]:
 
 
 def _asked(command: list[str], log: Path, env: Mapping[str, str] | None) -> dict[str, Any]:
-    """The JSON output of a product command.
-
-    Raises:
-        VerifierError: it printed none.
-    """
+    """The JSON output of a product command. Raises VerifierError: it printed none."""
     variables = {**os.environ, "JDK_JAVA_OPTIONS": QUICK_JAVA, **(env or {})}
     with log.open("wb") as errors:
         done = subprocess.run(

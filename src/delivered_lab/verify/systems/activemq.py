@@ -153,10 +153,7 @@ def _open(bootstrap: str) -> tuple[Any, Frames]:
 
 
 def _expect(frames: Frames, kind: str) -> Any:
-    """
-    Raises:
-        ConnectionError: something else came, or nothing.
-    """
+    """Raises ConnectionError: something else came, or nothing."""
     try:
         found, frame = frames.get(timeout=CONFIRM_TIMEOUT_S)
     except queue.Empty:

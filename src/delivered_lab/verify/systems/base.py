@@ -342,11 +342,7 @@ def polling(stop: threading.Event, pause_s: float = _POLL_S) -> Iterator[bool]:
 
 
 def wait_for(what: Callable[[], bool], timeout_s: float, text: str) -> None:
-    """Wait until a condition is true.
-
-    Raises:
-        TimeoutError: it did not become true in time.
-    """
+    """Wait until a condition is true. Raises TimeoutError: it did not become true in time."""
     deadline = time.monotonic() + timeout_s
     while not what():
         if time.monotonic() > deadline:

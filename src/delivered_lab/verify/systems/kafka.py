@@ -82,16 +82,8 @@ class Topic:
     def send(self, records: Sequence[Record]) -> None:
         from confluent_kafka import Producer
 
-        producer = Producer(
-            {
-                "bootstrap.servers": self.bootstrap,
-                "acks": "all",
-                "enable.idempotence": True,
-                "linger.ms": 5,
-                "message.max.bytes": MESSAGE_BYTES_MAX,
-                **_QUIET,
-            }
-        )
+        settings = {"acks": "all", "enable.idempotence": True, "linger.ms": 5, "message.max.bytes": MESSAGE_BYTES_MAX}
+        producer = Producer({"bootstrap.servers": self.bootstrap, **settings, **_QUIET})
         failed: list[str] = []
         for r in records:
             while True:
@@ -113,11 +105,8 @@ class Topic:
             )
 
     def read(self) -> list[Row]:
-        """Up to the current last stable offset of every partition.
-
-        Raises:
-            TimeoutError: the end was not reached within 60 s.
-        """
+        """Up to the current last stable offset of every partition. Raises TimeoutError: the end was not reached within
+        60 s."""
         ends = self.ends()
         consumer = self._consumer(ends)
         found: list[Row] = []
@@ -134,14 +123,12 @@ class Topic:
     def follow(self, seen: Callable[[Poll], None], stop: threading.Event) -> None:
         consumer = self._consumer(self._all())
         try:
-            while not stop.is_set():
-                rows = self._rows(consumer.consume(1_000, 0.05))
-                if rows:
-                    seen(Poll(rows, snapshot=False))
-            ends, deadline = self.ends(), time.monotonic() + _END_TIMEOUT_S
-            while not self._reached(consumer, ends) and time.monotonic() < deadline:
-                rows = self._rows(consumer.consume(1_000, 0.2))
-                if rows:
+            ends: dict[tuple[str, int], int] | None = None
+            deadline = 0.0
+            while ends is None or (not self._reached(consumer, ends) and time.monotonic() < deadline):
+                if ends is None and stop.is_set():
+                    ends, deadline = self.ends(), time.monotonic() + _END_TIMEOUT_S
+                if rows := self._rows(consumer.consume(1_000, 0.05)):
                     seen(Poll(rows, snapshot=False))
         finally:
             consumer.close()
@@ -149,15 +136,9 @@ class Topic:
     def offsets(self, logged: Any) -> dict[str, int]:
         return {f"{name}-{p}": int(at) for name in self.names for p, at in logged.get(name, {}).items()}
 
-    def address(self) -> dict[str, Any]:
-        return {"system": "kafka", "bootstrap": self.bootstrap, "name": self.name, "topics": len(self.names)}
-
     def ends(self, committed: bool = True) -> dict[tuple[str, int], int]:
-        """(topic, partition) -> last stable offset, or the end of the log.
-
-        Raises:
-            KafkaException: no answer within 60 s.
-        """
+        """(topic, partition) -> last stable offset, or the end of the log. Raises KafkaException: no answer within 60
+        s."""
         from confluent_kafka import KafkaException
 
         deadline = time.monotonic() + ANSWER_TIMEOUT_S

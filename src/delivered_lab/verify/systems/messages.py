@@ -80,10 +80,7 @@ class Messages(ABC):
         return {"format": self.system, **self.place(), "ledger": str(self._ledger), **self._extra}
 
     def read(self) -> list[Row]:
-        """
-        Raises:
-            TimeoutError: not everything came within 60 s.
-        """
+        """Raises TimeoutError: not everything came within 60 s."""
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         failure: Exception | None = None
         marked = False

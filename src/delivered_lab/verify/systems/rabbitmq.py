@@ -102,10 +102,7 @@ class RabbitStreams(SourceClient):
             _publish_records(self.url, stream, [r for r in records if r.partition % PARTITIONS == number])
 
     def read(self) -> list[Row]:
-        """
-        Raises:
-            TimeoutError: not everything came within 30 s.
-        """
+        """Raises TimeoutError: not everything came within 30 s."""
         return [row for stream in self.streams for row in self._read(stream)]
 
     def offsets(self, logged: Any) -> dict[str, int]:

@@ -45,10 +45,7 @@ class SqlTable(ABC):
         return self._asked.get("mode") == "upsert"
 
     def read(self) -> list[Row]:
-        """
-        Raises:
-            Exception: the client's own; the server did not answer within 60 s.
-        """
+        """Raises Exception: the client's own; the server did not answer within 60 s."""
         with self._session() as connection:
             return self._new(connection, set())
 

@@ -107,10 +107,7 @@ class FileTable(ABC):
             raise ReadDisturbed(f"a reader began with {before} rows and ended with {now}")
 
     def _rows(self, name: str) -> list[Row]:
-        """
-        Raises:
-            OSError: the file is missing, or not Parquet.
-        """
+        """Raises OSError: the file is missing, or not Parquet."""
         import pyarrow.parquet as pq
 
         number = self._number(name)
