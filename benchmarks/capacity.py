@@ -185,7 +185,6 @@ def connections(folder: Path, only: str) -> list[dict[str, Any]]:
 
 def decide(sink: Any, batches: int) -> None:
     """As many batches of a new checkpoint, by one driver."""
-    from delivered.contract.powers import ready_target
     from delivered.engine.context import Context
     from delivered.engine.decide import commit_batch
     from delivered.engine.recover import plan_batch
@@ -195,7 +194,7 @@ def decide(sink: Any, batches: int) -> None:
     from delivered.model.work import CheckpointView, Owner
 
     rows = pa.RecordBatch.from_pydict({"key": [b"k"], "value": [b"v"]})
-    ready_target(sink, rows.schema)
+    sink.ready_target(rows.schema)
     sinks, scope = Sinks.one(sink), Scope("orders", sink.name, uuid.uuid4().hex)
     context = Context.open(sinks, scope, Guarantee.EXACTLY_ONCE, Owner("driver"))
     since = None

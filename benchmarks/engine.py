@@ -18,7 +18,6 @@ def exactly_once() -> Callable[[Path, Any], None]:
     pool = multiprocessing.get_context("spawn").Pool(CORES)
 
     def run(folder: Path, sink: Any) -> None:
-        from delivered.contract.powers import ready_target
         from delivered.engine.context import Context
         from delivered.engine.decide import commit_batch
         from delivered.engine.recover import plan_batch
@@ -27,7 +26,7 @@ def exactly_once() -> Callable[[Path, Any], None]:
         from delivered.model.identity import Scope
         from delivered.model.work import CheckpointView, Owner
 
-        ready_target(sink, pq.read_schema(files(folder)[0]))
+        sink.ready_target(pq.read_schema(files(folder)[0]))
         scope = Scope(uuid.uuid4().hex, sink.name, "i")
         context = Context.open(Sinks.one(sink, scope.sink), scope, Guarantee.EXACTLY_ONCE, Owner("o"))
         plan = plan_batch(context, CheckpointView("i", 0, "{}", None), first=True)

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from delivered.contract.connector import Connector, Made
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Committer
+from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.options import PATH, external_ledger, sink_name
 from delivered.kits.table.durable import make_folder, put_first, sync
@@ -67,7 +67,7 @@ class StagedFile(Handle):
     file: str
 
 
-class ToyWriter:
+class ToyWriter(Writer):
     def __init__(self, folder: Path, work: Work, guarantee: Guarantee) -> None:
         self._exact = guarantee is Guarantee.EXACTLY_ONCE
         self._hidden = folder / f".{stem(work)}{uuid.uuid4().hex[:16]}.jsonl"  # two writers may share one Work
@@ -131,7 +131,7 @@ class ToyCommitter(Committer):
 
 
 @dataclass(frozen=True)
-class ToyScan:
+class ToyScan(BoundedScan):
     folder: Path
 
     def schema(self) -> pa.Schema:
@@ -147,7 +147,7 @@ class ToyScan:
 
 
 @dataclass(frozen=True)
-class ToySink:
+class ToySink(Sink):
     options: ToyOptions
     ledgers: Ledgers
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import grimp
-from typing_extensions import get_protocol_members, is_protocol
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "delivered"
@@ -35,6 +34,8 @@ _PRIVATE = re.compile(
     r"|(?:Desk|Stretch|Doubt|Unlike|Made|Shown|Way)(?![a-z])"
 )
 """Words that a reader of the field would not search for."""
+_PROTOCOL = re.compile(r"^class \w+\((?:.*\W)?(?:Protocol|ABC)\b.*\):$", re.MULTILINE)
+"""What connectors implement: a class to derive from, or to look like."""
 CONTRACT = "delivered.contract.sink"
 HAPPY_PATH = ("files of the happy path", "modules loaded by driver and task")
 """Measured by `tools.happy_path`, which needs servers."""
@@ -58,29 +59,27 @@ def sizes(folder: Path, by: int) -> dict[str, dict[str, int]]:
 
 
 def sink_methods() -> dict[str, list[str]]:
-    """Protocol -> its members, for the sink's and for each that one of these methods returns, and so on."""
+    """Base class -> methods that a sink must have, for `Sink` and each base that one of them returns, and so on."""
     found: dict[str, list[str]] = {}
     open_ = [importlib.import_module(CONTRACT).Sink]
     while open_:
-        protocol = open_.pop(0)
-        if protocol.__name__ not in found:
-            found[protocol.__name__] = sorted(get_protocol_members(protocol))
-            open_ += [p for name in found[protocol.__name__] for p in _returned(protocol, name)]
+        base = open_.pop(0)
+        if base.__name__ not in found:
+            found[base.__name__] = sorted(base.__abstractmethods__)
+            open_ += [b for name in found[base.__name__] for b in _returned(base, name)]
     return found
 
 
-def _returned(protocol: type, name: str) -> list[type]:
-    """Protocols of ours in what a method returns, at any depth of the annotation."""
-    member = inspect.getattr_static(protocol, name, None)
+def _returned(base: type, name: str) -> list[type]:
+    """Base classes of ours in what a method returns, at any depth of the annotation."""
+    member = inspect.getattr_static(base, name, None)
     function = member.fget if isinstance(member, property) else member
-    # Named in annotations alone, so that executors do not load it.
-    names = {"Store": importlib.import_module("delivered.ledger").Store}
-    open_: list[Any] = [typing.get_type_hints(function, localns=names).get("return")] if function is not None else []
+    open_: list[Any] = [typing.get_type_hints(function).get("return")] if function is not None else []
     found = []
     while open_:
         kind = open_.pop()
         open_ += typing.get_args(kind)
-        if isinstance(kind, type) and is_protocol(kind) and kind.__module__.startswith("delivered."):
+        if inspect.isabstract(kind) and kind.__module__.startswith("delivered."):
             found.append(kind)
     return found
 
@@ -121,7 +120,7 @@ def measures() -> dict[str, int]:
         "lines": sum(lines.values()),
         "lines without the lab": sum(n for path, n in lines.items() if path.parts[0] == "delivered"),
         "lines of `spark/`": sum(n for path, n in lines.items() if path.parts[1] == "spark"),
-        "protocols of the contract": len(re.findall(r"^class .*\bProtocol\b.*\):$", contract, re.MULTILINE)),
+        "protocols of the contract": len(_PROTOCOL.findall(contract)),
         "places that ask whether sinks are one or several": count(re.compile(r"Sink \| SinkGroup|\bis_group\b")),
         "private words": count(_PRIVATE),
     }

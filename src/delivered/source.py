@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import pyarrow as pa
 
-from delivered.contract.powers import Address, address_of, planned
-from delivered.contract.source import Offsets, Slice, Source
+from delivered.contract.sink import BoundedScan
+from delivered.contract.source import Address, Offsets, Slice, Source
 
 HEADER = pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())])
 HEADERS = pa.field("headers", pa.list_(HEADER))
@@ -173,19 +173,6 @@ def backwards(start: Mapping[str, Any], end: Mapping[str, Any]) -> str | None:
     return None
 
 
-def earlier(end: Mapping[str, Any], until: Mapping[str, Any]) -> dict[str, Any]:
-    """Per partition, the earlier of two positions of one source; only partitions that `until` names.
-
-    Args:
-        end, until: nested by partition; numbers.
-    """
-    found: dict[str, Any] = {}
-    for name, bound in until.items():
-        at = end.get(name, bound)
-        found[name] = earlier(at, bound) if isinstance(bound, Mapping) else min(at, bound)
-    return found
-
-
 def _apportion(weights: Mapping[Key, int], seats: int, total: int) -> dict[Key, int]:
     """Distribute `seats` (at most `total`, the sum of `weights`) by largest remainder, none above its weight."""
     if total == 0:
@@ -199,14 +186,13 @@ def _apportion(weights: Mapping[Key, int], seats: int, total: int) -> dict[Key, 
 
 
 @dataclass(frozen=True)
-class SourceScan:
+class SourceScan(BoundedScan):
     """See `delivered.contract.sink.BoundedScan`."""
 
     source: Source
 
-    def planned(self) -> SourceScan:
-        """See `delivered.contract.powers.Planned`."""
-        return SourceScan(planned(self.source))
+    def planned(self) -> Self:
+        return replace(self, source=self.source.planned())
 
     def schema(self) -> pa.Schema:
         return self.source.schema()
@@ -218,8 +204,7 @@ class SourceScan:
             return driver.slices(_over(start, since or {}), end)
 
     def address(self) -> Address | None:
-        """See `delivered.contract.powers.HasAddress`."""
-        return address_of(self.source)
+        return self.source.address()
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         return self.source.read(piece)

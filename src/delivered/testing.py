@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 
 from delivered.checkpoint.sidecar import stream_driver
-from delivered.contract.powers import planned
 from delivered.contract.source import Offsets, Slice, SourceDriver
 from delivered.crash import install_from_environment
 from delivered.engine import grants
@@ -73,7 +72,7 @@ class Batches:
             raise DeliveredError("LOOP_SINKS", text, next_step=_BY_SPARK)
         self.pipeline = pipeline
         (source,) = pipeline.sources.values()
-        self.source = planned(source.source())
+        self.source = source.source().planned()
         self.rows_max = self.source.rows_per_batch_max
         self.sinks = pipeline.spec.open()
         direct = Direct if pipeline.on_bad_row is OnBadRow.FAIL else Direct.rejecting
@@ -143,7 +142,7 @@ def definition(path: Path) -> dict[str, Any]:
 def first_records(path: Path, rows_max: int) -> list[tuple[bytes | None, bytes | None]]:
     """Key and value of the first records that the source of a pipeline file holds. Acknowledges nothing."""
     (source,) = Pipeline.from_file(path, {"source.startingOffsets": "earliest"}).sources.values()
-    reads = planned(source.source())
+    reads = source.source().planned()
     driver = reads.driver()
     with closing(driver):
         start = driver.initial()

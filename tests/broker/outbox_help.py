@@ -13,7 +13,6 @@ import pyarrow as pa
 import pytest
 
 from delivered.connectors.outbox import CONNECTOR
-from delivered.contract.powers import planned
 from delivered.contract.source import Offsets, Source
 from delivered.patterns import outbox
 from delivered_lab.verify.ends import applications
@@ -180,7 +179,9 @@ class Table:
     def source(self, settings: str = "", **options: str) -> Source:
         """As it is planned now. Args: settings: of the session, as a role or a database may set them."""
         url = f"{self.server.url}?options={quote(settings)}" if settings else self.server.url
-        return planned(CONNECTOR.source({"url": url, "table": self.name, **{k.lower(): v for k, v in options.items()}}))
+        return CONNECTOR.source(
+            {"url": url, "table": self.name, **{k.lower(): v for k, v in options.items()}}
+        ).planned()
 
     def stream(self, at: Any = None, settings: str = "", **options: str) -> Stream:
         source = self.source(settings, **options)

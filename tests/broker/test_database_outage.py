@@ -15,7 +15,6 @@ from tests.support.scans import scanned
 from tests.support.servers import paused
 from tests.support.sweeps import sweep
 
-from delivered.contract.powers import ready_target
 from delivered.model import patience
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ def test_the_database_of_an_iceberg_catalog_is_away(new_postgres: Callable[..., 
         "catalog.warehouse": f"file://{tmp_path}/lake",
     }
     sink = CONNECTOR.sink({"table": "shop.orders", "ifNotExists": "true", **catalog})
-    ready_target(sink, SCHEMA)
+    sink.ready_target(SCHEMA)
     running = Running(sink)
     running.go_on()
     for how in ("kill", "stop"):

@@ -13,7 +13,7 @@ from tests.support.servers import Kafka
 
 from delivered.clients.kafka.listing import open_in, partitions_of
 from delivered.clients.kafka.protocol import Wire
-from delivered.clients.kafka.transactions import OpenTransaction, Transaction, describe, describe_all, listed
+from delivered.clients.kafka.transactions import Transaction, TransactionState, describe, describe_all, listed
 from delivered.connectors.kafka import CONNECTOR, store
 from delivered.connectors.kafka.committer import marker_partition
 from delivered.connectors.kafka.store import Again, LedgerProducer
@@ -81,7 +81,7 @@ def end_of(rig: Rig, message: ShardMessage) -> str:
     return found.state
 
 
-def ids_of(rig: Rig) -> dict[str, OpenTransaction | None]:
+def ids_of(rig: Rig) -> dict[str, TransactionState | None]:
     """What the coordinator knows of all the pipeline's ids; an id that is used gets another epoch."""
     wire = Wire({"bootstrap.servers": rig.kafka.bootstrap})
     prefix = f"delivered.{rig.pipeline}."
@@ -91,7 +91,7 @@ def ids_of(rig: Rig) -> dict[str, OpenTransaction | None]:
     return found
 
 
-def shards_of(rig: Rig) -> dict[str, OpenTransaction | None]:
+def shards_of(rig: Rig) -> dict[str, TransactionState | None]:
     return {name: now for name, now in ids_of(rig).items() if ".ledger." not in name}
 
 

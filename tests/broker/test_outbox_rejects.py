@@ -14,8 +14,6 @@ import pyarrow as pa
 import pytest
 from tests.broker.outbox_help import METHODS, Shop, Stream, Table, changed, ids, read, shop
 
-from delivered.contract.powers import planned
-from delivered.contract.schemas import RejectsRecords, rejecting
 from delivered.contract.source import REJECTED, Source
 from delivered.engine.dead_letters import split_rejected
 from delivered.model.bad_row import as_json_text, from_json_texts
@@ -36,7 +34,6 @@ def split(table: pa.Table) -> tuple[pa.Table, list[dict[str, Any]]]:
 
 def letter(rejected: dict[str, Any], source: Source) -> pa.RecordBatch:
     """As a retry reads it from the dead letters."""
-    assert isinstance(source, RejectsRecords)
     record = {n: rejected[n] for n in ("key", "value", "offset")} | json.loads(rejected["more"])
     return from_json_texts([as_json_text(record)], source.raw_schema())
 
@@ -63,7 +60,7 @@ def test_changes_that_spark_cannot_hold_are_rejected_and_the_others_delivered(po
     with pytest.raises(BadRecord, match=r"OUTBOX_VALUE.*column day .*on_bad_row: dead_letter"):
         read(stream.source, stream.at, end)
 
-    source = rejecting(stream.source, kept=True)
+    source = stream.source.rejecting(kept=True)
     rows, rejected = split(read(source, stream.at, end))
     assert read(source, stream.at, end).num_rows == rows.num_rows + len(rejected)
     assert [(r[0], r[-2]) for r in changed(rows)] == [(10, "insert"), (0, "update"), (1, "delete")]
@@ -75,7 +72,7 @@ def test_changes_that_spark_cannot_hold_are_rejected_and_the_others_delivered(po
         "id": "1", "day": None, "at": "294276-12-31 00:00:00", "zoned": None, "amount": None, "huge": None,
         "span": "1 year", "key": None, "value": None, "topic": None,
     }  # fmt: skip
-    left_out = read(rejecting(stream.source, kept=False), stream.at, end)
+    left_out = read(stream.source.rejecting(kept=False), stream.at, end)
     assert left_out.equals(rows)
 
     # A retry: still no row; a row once the type holds it.
@@ -83,10 +80,10 @@ def test_changes_that_spark_cannot_hold_are_rejected_and_the_others_delivered(po
     _, again = split_rejected(source.decoded(letter(bad, source)))
     assert again is not None
     assert again[0].as_py()["reason"] == bad["reason"]
-    assert rejecting(stream.source, kept=False).decoded(letter(bad, source)).num_rows == 0
+    assert stream.source.rejecting(kept=False).decoded(letter(bad, source)).num_rows == 0
     stream.driver.acknowledge(end)
     table.execute("ALTER TABLE {} ALTER at TYPE text")
-    now = rejecting(planned(replace(source, layout=None)), kept=True)
+    now = replace(source, layout=None).planned().rejecting(kept=True)
     good, none = split_rejected(now.decoded(letter(bad, now)))
     assert none is None
     assert good is not None
@@ -94,7 +91,7 @@ def test_changes_that_spark_cannot_hold_are_rejected_and_the_others_delivered(po
     assert (row["id"], row["at"], row["_op"], row["_lsn"]) == (10, "294276-01-01 00:00:00", "update", kept[4]["_lsn"])
     table.execute("ALTER TABLE {} DROP span")
     with pytest.raises(ValueError, match="span"):
-        gone = rejecting(planned(replace(source, layout=None)), kept=True)
+        gone = replace(source, layout=None).planned().rejecting(kept=True)
         gone.decoded(letter(bad, gone))
     stream.close()
 
@@ -144,7 +141,7 @@ def test_texts_of_a_database_without_an_encoding_are_their_bytes(postgres_log: A
         put(0)
         source = box.source()
         assert [f for f in source.preflight() if f.refuses] == []
-        stream = Stream(rejecting(source, kept=True))
+        stream = Stream(source.rejecting(kept=True))
         start = stream.at
         end = stream.driver.latest(start, None)
         with pytest.raises(BadRecord, match="OUTBOX_TOPIC"):
@@ -160,7 +157,7 @@ def test_texts_of_a_database_without_an_encoding_are_their_bytes(postgres_log: A
         assert box.left() == 0
         stream.close()
 
-        retried = rejecting(box.source(topic="all"), kept=True)
+        retried = box.source(topic="all").rejecting(kept=True)
         good, none = split_rejected(retried.decoded(letter(rejected, retried)))
         assert none is None
         assert good is not None
@@ -179,7 +176,7 @@ def test_a_change_with_a_text_that_is_not_utf_8_is_rejected_with_its_bytes(postg
         end = stream.driver.latest(stream.at, None)
         with pytest.raises(BadRecord, match=r"OUTBOX_VALUE.*column name"):
             read(stream.source, stream.at, end)
-        rows, (rejected,) = split(read(rejecting(stream.source, kept=True), stream.at, end))
+        rows, (rejected,) = split(read(stream.source.rejecting(kept=True), stream.at, end))
         assert [r[:2] for r in changed(rows)] == [(0, "a"), (2, "c")]
         assert json.loads(rejected["more"])["_change"] == [["id", "1"], ["name", {"base64": "Y2Fm6Q=="}]]
         stream.close()
@@ -203,7 +200,7 @@ def test_messages_that_cannot_be_delivered_are_rejected_alone(
     stream = Stream(source)
     with pytest.raises(BadRecord, match="OUTBOX_PAYLOAD"):
         read(source, stream.at, stream.driver.latest(stream.at, None))
-    stream = Stream(rejecting(source, kept=True), stream.at)
+    stream = Stream(source.rejecting(kept=True), stream.at)
     found = stream.batch()
     assert found is not None
     rows, (rejected,) = split(found)
@@ -220,7 +217,7 @@ def test_texts_that_sqlite_keeps_are_their_bytes(tmp_path: Path, request: pytest
     raw = "CAST(x'636166e9' AS TEXT)"
     for n, kind in enumerate(("'order'", raw, "'order'")):
         box.execute(f"INSERT INTO {box.table} VALUES ('{n}' || {raw}, {kind}, {raw}, {raw}, {raw})")
-    stream = Stream(rejecting(box.source(), kept=True))
+    stream = Stream(box.source().rejecting(kept=True))
     found = stream.batch()
     assert found is not None
     rows, (rejected,) = split(found)
@@ -239,7 +236,7 @@ def test_surrogates_that_mariadb_keeps_are_their_bytes(request: pytest.FixtureRe
     box.execute(f"ALTER TABLE {box.table} MODIFY payload longtext")
     for n, kind in enumerate(("'order'", raw, "'order'")):
         box.execute(f"INSERT INTO {box.table} VALUES ('{n}', {kind}, {raw}, {raw}, {raw})")
-    stream = Stream(rejecting(box.source(), kept=True))
+    stream = Stream(box.source().rejecting(kept=True))
     found = stream.batch()
     assert found is not None
     rows, (rejected,) = split(found)

@@ -13,7 +13,7 @@ from tests.support.sweeps import sweep
 
 import delivered
 from delivered.connectors.outbox import CONNECTOR
-from delivered.contract.source import Rechecks, Source
+from delivered.contract.source import Source
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken, Refused
 from delivered.planner import Plan, Refusal
 
@@ -257,7 +257,6 @@ def test_a_changed_key_leaves_no_row_behind_and_only_that_is_a_delete(
 def test_a_key_or_an_identity_that_is_lost_later_is_a_problem_of_the_status_and_a_stop(orders: Table) -> None:
     stream = started(orders)
     source = orders.source()
-    assert isinstance(source, Rechecks)
     source.recheck()
     orders.execute("ALTER TABLE {0} DROP CONSTRAINT {0}_pkey")
     with pytest.raises(Refused, match=r"OUTBOX_IDENTITY.*no primary key.*goes on where it stood"):
@@ -365,9 +364,8 @@ def test_partitions_that_are_published_as_tables_of_their_own(postgres_log: Any,
     name = "table" if changes else "dbtable"
 
     def source() -> Source:
-        from delivered.contract.powers import planned
 
-        return planned(CONNECTOR.source({"url": postgres_log.url, name: table.name}))
+        return CONNECTOR.source({"url": postgres_log.url, name: table.name}).planned()
 
     (finding,) = [f for f in source().preflight() if f.refuses]
     assert finding.code == "OUTBOX_PUBLICATION"

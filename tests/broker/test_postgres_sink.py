@@ -413,7 +413,7 @@ def test_p13_p20_abort_orphans_touches_only_its_own_and_shows_their_age(
     assert [(f.code, f.refuses) for f in rig.sink.preflight(EXACT)] == [("PREPARED_TRANSACTION_OLD", False)]
     committer = rig.context("next").committers
     listed = committer.open_transactions()
-    assert [(t.batch, t.shard, t.state) for t in listed] == [(0, 0, "Prepared"), (0, 1, "Prepared")]
+    assert [t.state for t in listed] == ["Prepared"] * 2
     assert all(0 <= t.age_s() < 60 for t in listed)
     assert all(len(t.transactional_id.encode()) < 200 for t in listed)
     assert committer.abort_orphans(()) == Ok(2)

@@ -15,7 +15,6 @@ from tests.support.pulsar import ids, read_all, sink, source, taken
 from tests.support.pulsar_schemas import batch, read_back, record, registers, told, versions, write
 from tests.support.servers import Pulsar
 
-from delivered.contract.powers import ready_target
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.fingerprint import fingerprint
 from delivered.model.guarantee import Guarantee
@@ -116,7 +115,7 @@ def test_what_does_not_fit_is_refused_before_the_start(pulsar: Pulsar, tmp_path:
     inner = pa.list_(pa.struct([("x", pa.string()), ("y", pa.int32())]))
     rows = batch(pa.struct([("id", pa.int64()), ("at", inner)]))
     with pytest.raises(UsageError, match="SCHEMA_INCOMPATIBLE") as caught:
-        ready_target(sink(tmp_path, pulsar, topic, schema="avro"), rows.schema)
+        sink(tmp_path, pulsar, topic, schema="avro").ready_target(rows.schema)
     for said in (
         "version 0",
         "'id' is string there, and the column is int64",
@@ -126,14 +125,14 @@ def test_what_does_not_fit_is_refused_before_the_start(pulsar: Pulsar, tmp_path:
     ):
         assert said in caught.value.message
     with pytest.raises(UsageError, match="it is AVRO, but the option schema is json"):
-        ready_target(sink(tmp_path, pulsar, topic, schema="json"), rows.schema)
+        sink(tmp_path, pulsar, topic, schema="json").ready_target(rows.schema)
     assert len(versions(pulsar, topic)) == 1
 
     closed = pulsar.namespace(isAllowAutoUpdateSchema=False)
     full = pulsar.topic(namespace=closed)
     made = sink(tmp_path, pulsar, full, schema="avro")
     with pytest.raises(UsageError, match=r"the brokers rejected the schema of the rows.*may not register"):
-        ready_target(made, batch(NAMED).schema)
+        made.ready_target(batch(NAMED).schema)
     short = sink(tmp_path, pulsar, topic, schema="json")
     for kind, said in (
         (pa.binary(), "it is binary"),

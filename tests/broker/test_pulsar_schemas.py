@@ -12,7 +12,6 @@ from tests.support.pulsar import read, read_all, rows, source
 from tests.support.pulsar_schemas import V0, V1, avro, record, registers, send, told
 from tests.support.servers import Pulsar
 
-from delivered.contract.powers import planned
 from delivered.model.errors import BadRecord, UsageError
 
 
@@ -20,7 +19,7 @@ from delivered.model.errors import BadRecord, UsageError
 def test_values_are_structs_by_the_version_that_the_query_was_planned_with(pulsar: Pulsar, kind: str) -> None:
     topic = pulsar.topic(2)
     send(pulsar, f"{topic}-partition-0", V0, [{"id": 1, "name": "a"}, {"id": None, "name": None}], kind)
-    src = planned(source(pulsar, topic, schema="topic"))
+    src = source(pulsar, topic, schema="topic").planned()
     old = pa.struct([("id", pa.int64()), ("name", pa.string())])
     assert src.schema().field("value").type == old
     assert src.preflight() == []
@@ -107,21 +106,21 @@ def test_what_has_no_columns_is_refused_before_the_start(pulsar: Pulsar) -> None
         (finding,) = source(pulsar, topic, schema="topic").preflight()
         assert (finding.code, finding.refuses) == ("SCHEMA_UNMAPPABLE", True)
         with pytest.raises(UsageError, match=said):
-            planned(source(pulsar, topic, schema="topic"))
+            source(pulsar, topic, schema="topic").planned()
     topic = pulsar.topic()
     with pytest.raises(UsageError, match=r"SCHEMA_MISSING.*no schema"):
-        planned(source(pulsar, topic, schema="topic"))
+        source(pulsar, topic, schema="topic").planned()
     text = pulsar.topic()
     pulsar.client().create_producer(text, schema=__import__("pulsar").schema.StringSchema()).close()
     with pytest.raises(UsageError, match=r"STRING schema.*only AVRO and JSON"):
-        planned(source(pulsar, text, schema="topic"))
+        source(pulsar, text, schema="topic").planned()
     first, second = pulsar.topic(), pulsar.topic()
     send(pulsar, first, V0, [])
     send(pulsar, second, V1, [])
     with pytest.raises(UsageError, match="SCHEMAS_DIFFER"):
         source(pulsar, f"{first},{second}", schema="topic").schema()
     with pytest.raises(UsageError, match="no version 7"):
-        planned(source(pulsar, first, schema="topic", schemaVersion=7))
+        source(pulsar, first, schema="topic", schemaVersion=7).planned()
     for options in ({"schemaVersion": "0"}, {"schema": "topic", "schemaVersion": "0", "topics": "a,b"}):
         with pytest.raises(UsageError, match="OPTION_CONFLICT"):
             source(pulsar, first, **options)
@@ -167,7 +166,7 @@ def test_a_message_without_a_schema_or_of_another_meaning_is_an_error(pulsar: Pu
     at = datetime(2024, 2, 29, tzinfo=UTC)
     send(pulsar, topic, millis, [{"at": at}])
     send(pulsar, topic, micros, [{"at": at}])  # the brokers find these compatible
-    src = planned(source(pulsar, topic, schema="topic"))
+    src = source(pulsar, topic, schema="topic").planned()
     with pytest.raises(BadRecord, match=r"field 'at' is timestamp-millis; in version 1.*timestamp-micros"):
         read_all(src)
     start, end = src.driver().batch()

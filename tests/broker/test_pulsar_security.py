@@ -25,7 +25,6 @@ from delivered.connectors.pulsar.client import Admin
 from delivered.connectors.pulsar.options import PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar.source import check_connection
 from delivered.connectors.pulsar.writer import Publisher
-from delivered.contract.powers import ready_target
 from delivered.machine import java_home
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
@@ -148,7 +147,7 @@ def test_roles_do_what_they_may_over_tls(guarded: Pulsar, tmp_path: Path) -> Non
     batch = pa.record_batch([pa.array([{"id": 1}])], names=["value"])
     into = sink(tmp_path, place(guarded, "writer"), typed, schema="avro")
     assert into.preflight(Guarantee.AT_LEAST_ONCE) == []
-    ready_target(into, batch.schema)
+    into.ready_target(batch.schema)
     written(into, batch)
     found = read_all(source(place(guarded, "reader"), typed, schema="topic"))
     assert found.column("value").to_pylist() == [{"id": 1}]

@@ -13,7 +13,6 @@ from tests.support.sinks import EXACT, SCHEMA, SHARDS, SINKS, Rig
 from tests.support.sweeps import sweep
 
 from delivered import ledger as rules
-from delivered.contract.powers import ready_target
 from delivered.engine import decide
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
@@ -54,7 +53,7 @@ class Run:
         self.offsets = f"run {name}"
 
     def plan(self) -> BatchPlan:
-        ready_target(self.rig.sink, self.rig.schema)
+        self.rig.sink.ready_target(self.rig.schema)
         return plan_batch(
             self.context, CheckpointView(self.rig.incarnation, 0, self.offsets, None, run=True), first=True
         )

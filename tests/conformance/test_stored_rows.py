@@ -12,7 +12,6 @@ import pytest
 from tests.support.keyed_stores import STORES, Store
 from tests.support.sinks import EXACT, Rig
 
-from delivered.contract.powers import ready_target
 from delivered.engine.shard import write_shard
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.guarantee import Guarantee
@@ -307,7 +306,7 @@ def test_the_plan_shows_what_was_checked(made: Made, database: str) -> None:
     [line] = sink.checked_target()
     assert "filled by the server twice (generated)" in line
     with pytest.raises(UsageError, match=r"COLUMN_COMPUTED.*Column 'twice'"):
-        ready_target(sink, pa.schema([("id", pa.int64()), ("twice", pa.int64())]))
+        sink.ready_target(pa.schema([("id", pa.int64()), ("twice", pa.int64())]))
 
 
 @pytest.mark.parametrize("database", POSTGRES)
@@ -318,8 +317,8 @@ def test_the_plan_shows_identity_columns_and_rows_do_not_give_them(made: Made, d
     [line] = sink.checked_target()
     assert "no widths; filled by the server id (identity)" in line
     with pytest.raises(UsageError, match=r"COLUMN_COMPUTED.*Column 'id' .*identity"):
-        ready_target(sink, pa.schema([("id", pa.int64()), ("text", pa.string())]))
-    ready_target(sink, pa.schema([("text", pa.string())]))
+        sink.ready_target(pa.schema([("id", pa.int64()), ("text", pa.string())]))
+    sink.ready_target(pa.schema([("text", pa.string())]))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -18,7 +18,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.support.sinks import SCHEMA, SINKS
 
 from delivered import ledger as rules
-from delivered.contract.powers import ready_target
 from delivered.contract.sink import Sink
 from delivered.engine.context import open_ledger
 from delivered.ledger import Ledger
@@ -215,7 +214,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def check(sink: Sink, histories: int, phases: Collection[Phase] = tuple(Phase)) -> None:
-    ready_target(sink, SCHEMA)
+    sink.ready_target(SCHEMA)
     run_state_machine_as_test(
         lambda: StoreMachine(sink),
         settings=settings(
@@ -240,7 +239,7 @@ def test_ledger_of_a_later_version_is_refused(
 ) -> None:
     """It is written by this version, with later numbers in its records."""
     sink, scope = SINKS[name](request), Scope(f"store{next(_pipelines)}", "sink", "i")
-    ready_target(sink, SCHEMA)
+    sink.ready_target(SCHEMA)
     decision = Decision(
         scope,
         "a",
@@ -270,7 +269,7 @@ def test_ledger_of_a_later_version_is_refused(
 def test_records_of_an_earlier_release_precede_later_ones(name: str, request: pytest.FixtureRequest) -> None:
     """They have no sequence. The newest of them has a time ahead of all others."""
     sink, pipeline = SINKS[name](request), f"store{next(_pipelines)}"
-    ready_target(sink, SCHEMA)
+    sink.ready_target(SCHEMA)
     hour_ms, start_ms = 3_600_000, 1_700_000_000_000
     for incarnation, at_ms, sequence in (
         ("old", start_ms, 0), ("newest-old", start_ms + 2 * hour_ms, 0), ("new", start_ms + hour_ms, 1)
@@ -315,7 +314,7 @@ def test_p33_pipelines_in_one_place_do_not_touch_each_others_ledgers(
     if name.startswith(("postgres", "mysql")):  # other tests' ledgers are in the same database
         monkeypatch.setattr(identity, "OTHERS_MAX", 10_000)
     sink, unique = in_one_place(SINKS[name](request)), f"n{next(_pipelines)}"
-    ready_target(sink, SCHEMA)
+    sink.ready_target(SCHEMA)
 
     def scope(at: int, incarnation: str) -> Scope:
         return Scope(f"{unique}{NEIGHBOURS[at][0]}", NEIGHBOURS[at][1], incarnation)

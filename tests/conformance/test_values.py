@@ -25,7 +25,6 @@ from delivered.connectors.files import CONNECTOR as FILES
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.memory.world import make_world
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract.powers import ValidatesRows, ready_target
 from delivered.contract.sink import Sink
 from delivered.engine.sinks import Sinks
 from delivered.model.bad_row import OnBadRow
@@ -180,7 +179,7 @@ def expected(system: System) -> list[str | None]:
 @pytest.mark.parametrize("system", SYSTEMS, indirect=True)
 def test_every_moment_is_written_exactly_or_is_a_bad_row(system: System) -> None:
     sink, batch, bad = system.make("v"), rows(), expected(system)
-    assert isinstance(sink, ValidatesRows)
+    assert sink.capability().validates
     reasons = sink.invalid_rows(batch)
     told = [None] * batch.num_rows if reasons is None else reasons.to_pylist()
     assert [r and r.split()[1].rstrip(":") for r in told] == bad
@@ -269,7 +268,7 @@ def test_a_delta_table_partitioned_by_bytes_is_refused(tmp_path: Path) -> None:
     schema = pa.schema([("id", pa.int64()), ("v", pa.binary())])
     DeltaTable.create(str(tmp_path / "t"), schema, partition_by=["v"])
     with pytest.raises(UsageError, match=r"PARTITION_TYPE.*binary"):
-        ready_target(DELTA.sink({"path": str(tmp_path / "t"), "partitionBy": "v"}), schema)
+        DELTA.sink({"path": str(tmp_path / "t"), "partitionBy": "v"}).ready_target(schema)
 
 
 @pytest.mark.parametrize("mode", ["append", "upsert"])
@@ -311,7 +310,7 @@ def test_a_partition_that_the_iceberg_client_cannot_commit_is_a_bad_row(
     """It writes them as text, too, with Python's dates. Without partitionBy, the table says how it is partitioned."""
     sink = sink_at(tmp_path, partitionBy=by)
     batch = pa.record_batch([pa.array([0, 1]), values], names=["id", "v"])
-    ready_target(sink, batch.schema)
+    sink.ready_target(batch.schema)
     if known:
         reasons = sink.invalid_rows(batch)
         assert reasons is not None

@@ -11,7 +11,6 @@ from tests.crash.letter_sim import EXACTLY, NTH_MAX, LetterSim
 from tests.crash.sim import Crash, points
 
 from delivered.connectors.memory.sink import MemorySink
-from delivered.engine import dead_letters
 from delivered.engine.sinks import Sinks
 from delivered.kits.table.bad_rows import unwritable
 from delivered.model.capability import Commit
@@ -64,6 +63,6 @@ def test_one_crash_at_every_point(how: str) -> None:
 
 
 def test_a_trial_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dead_letters, "TriesRows", type("Nothing", (), {}))
+    monkeypatch.setattr(TriedSink, "refused_rows", MemorySink.refused_rows)
     sim = TriedSim(EXACTLY, commits=(Commit.TWO_PHASE, Commit.ONE_TRANSACTION)).run()
     assert sim.verdict() != []

@@ -18,7 +18,6 @@ from tests.kafka_tools import read_committed
 from tests.support.halted import killed
 
 import delivered
-from delivered.contract.powers import HoldsTransactions
 from delivered.model.identity import Scope
 from delivered.model.outcome import Ok
 from delivered.spark.frames import with_setting
@@ -153,7 +152,6 @@ def test_a_decided_batch_whose_transactions_expired_is_written_again_on_other_co
     whole = delivered.Pipeline.from_file(file)
     (endpoint,) = whole.sinks
     with closing(endpoint.sink().committer(Scope(topic, endpoint.sink().name, "any"))) as committer:
-        assert isinstance(committer, HoldsTransactions)
         open_ = [t.transactional_id for t in committer.open_transactions()]
         assert open_, "its transactions are prepared"
         for transactional_id in open_:

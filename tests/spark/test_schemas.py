@@ -17,7 +17,6 @@ from tests.spark.framed import ORDER, TOTAL, framed, run, unframed
 from tests.support.halted import killed
 
 import delivered
-from delivered.contract.powers import HoldsTransactions
 from delivered.model.identity import Scope
 from delivered.model.outcome import Ok
 from delivered.operate.dead_letters import dead_letters, retry
@@ -80,7 +79,6 @@ def test_a_decided_batch_written_again_has_the_same_bytes_and_letters(
     for name, endpoint in (("totals", whole.sinks[0]), ("letters", whole.dead_letter)):
         assert endpoint is not None
         with closing(endpoint.sink().committer(Scope("again", name, "any"))) as committer:
-            assert isinstance(committer, HoldsTransactions)
             open_ = [t.transactional_id for t in committer.open_transactions()]
             assert open_, f"{name}: its transactions are prepared"
             for transactional_id in open_:

@@ -12,7 +12,6 @@ from tests.broker.send_help import writer
 from tests.support.scans import scanned
 from tests.support.servers import Pulsar
 
-from delivered.contract.powers import ready_target
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.work import Promise
 
@@ -68,7 +67,7 @@ def batch(kind: pa.DataType, *values: dict[str, Any] | None) -> pa.RecordBatch:
 
 def write(made: Any, rows: pa.RecordBatch) -> None:
     made.check_schema(rows.schema)
-    ready_target(made, rows.schema)
+    made.ready_target(rows.schema)
     task = writer(made)
     try:
         task.stage(rows)

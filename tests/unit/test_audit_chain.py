@@ -9,7 +9,7 @@ import pytest
 from delivered.audit.evidence import Counts, Damage, Verdict
 from delivered.audit.report import AuditReport, ChainReport, Segment
 from delivered.audit.spark.chain import find_links, own_through, weakest
-from delivered.contract.powers import Address
+from delivered.contract.source import Address
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_source

@@ -8,7 +8,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from delivered.contract.powers import ValidatesRows
 from delivered.model.errors import BadRecord
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
@@ -25,7 +24,7 @@ OPTIONS: dict[str, dict[str, str]] = {
 
 def reasons(system: str, path: Path, rows: dict[str, Any], **more: str) -> list[str | None]:
     sink = find_sink(system, {**OPTIONS[system], "ledger": str(path / "ledger.db"), **more})
-    assert isinstance(sink, ValidatesRows)
+    assert sink.capability().validates
     batch = pa.record_batch(rows)
     found = sink.invalid_rows(batch)
     return [None] * batch.num_rows if found is None else found.to_pylist()

@@ -67,7 +67,6 @@ PLANS = {
         ASKED,
         sinks=(TO_KAFKA, replace(TO_POSTGRES, name="refused", label="postgres refused")),
         on_bad_row=OnBadRow.DEAD_LETTER,
-        validating=("orders-clean", "refused"),
         dead_letters="refused",
     ),
     "dead_letters_of_a_function": replace(
@@ -75,7 +74,6 @@ PLANS = {
         sinks=(TO_KAFKA, replace(TO_POSTGRES, name="refused", label="postgres refused")),
         on_bad_row=OnBadRow.DEAD_LETTER,
         transform=TransformFacts("arrow", "clean"),
-        validating=("orders-clean", "refused"),
         dead_letters="refused",
     ),
     "dead_letters_of_sql": replace(
@@ -83,7 +81,6 @@ PLANS = {
         sinks=(TO_KAFKA, replace(TO_POSTGRES, name="refused", label="postgres refused")),
         on_bad_row=OnBadRow.DEAD_LETTER,
         transform=TransformFacts("sql", "SELECT ..."),
-        validating=("orders-clean", "refused"),
         dead_letters="refused",
     ),
     "dedup": replace(ASKED, dedup=Dedup(("order_id",), 3_600_000, drops_late=True)),
@@ -131,7 +128,7 @@ REFUSALS = {
     "refused_two_last_resources": replace(
         ASKED, sinks=(TO_SQLITE, TO_KAFKA, replace(TO_SQLITE, name="copies", label="sqlite copies.db copies"))
     ),
-    "refused_drop": replace(ASKED, on_bad_row=OnBadRow.DROP, validating=("orders-clean",)),
+    "refused_drop": replace(ASKED, on_bad_row=OnBadRow.DROP),
     "refused_name_twice": replace(ASKED, sinks=(TO_KAFKA, TO_POSTGRES, TO_KAFKA)),
     "refused_one_of_two_cannot_commit": replace(ASKED, sinks=(TO_KAFKA, TO_HTTP)),
     "refused_local_source": replace(ASKED, sources=(LOG,), execution=Execution(cluster=True)),

@@ -13,13 +13,13 @@ import pyarrow as pa
 import pytest
 
 import delivered
+from delivered.connectors.kafka.source import KafkaSource
 from delivered.connectors.log import append
 from delivered.connectors.log.options import LogOptions
 from delivered.connectors.log.source import LogSource
 from delivered.connectors.pulsar.source import PulsarSource
 from delivered.model.errors import DeliveredError
 from delivered.pipeline.spec import Reading
-from delivered.source import earlier
 from delivered.spark.readers import StreamReader
 
 HOURS = [datetime(2026, 11, 24, h, tzinfo=UTC) for h in range(4)]
@@ -110,7 +110,8 @@ def test_a_bounded_reader_ends_and_acknowledges_nothing(tmp_path: Path) -> None:
 
 
 def test_the_earlier_of_two_positions() -> None:
-    assert earlier({"t": {"0": 5, "1": 2, "2": 9}}, {"t": {"0": 3, "1": 4}}) == {"t": {"0": 3, "1": 2}}
+    kafka = KafkaSource.__new__(KafkaSource)
+    assert kafka.earlier({"t": {"0": 5, "1": 2, "2": 9}}, {"t": {"0": 3, "1": 4}}) == {"t": {"0": 3, "1": 2}}
     pulsar = PulsarSource.__new__(PulsarSource)
     one, two = "persistent://public/default/one", "persistent://public/default/two"
     end, until = {one: {"-1": "7:5"}, two: {"0": "9:1>12"}}, {one: {"-1": "7:5:2"}, two: {"0": "10:0"}}

@@ -17,7 +17,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 
 from delivered.checkpoint import rejected, sidecar
-from delivered.contract.source import REJECTED, Slice
+from delivered.contract.source import REJECTED, Slice, Source, SourceDriver
 from delivered.engine.dead_letters import split_rejected
 from delivered.engine.direct import ArrowTransform, Direct, pack
 from delivered.kits.schemas import source as source_module
@@ -28,6 +28,7 @@ from delivered.kits.schemas.registry import Registered
 from delivered.kits.schemas.schema import Decoder, Encoder, schema_of, unfit
 from delivered.kits.schemas.source import FormattedSource
 from delivered.kits.schemas.values import canonical
+from delivered.model.capability import SourceCapability
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
 from delivered.pipeline.registry import find_sink, find_source
 
@@ -192,11 +193,16 @@ def test_rows_that_do_not_fit_a_schema() -> None:
     assert [d is None for d in data.to_pylist()] == [False, True] and reasons[0] is None and reasons[1]
 
 
-class Inner:
+class Inner(Source):
     """A source of two batches."""
 
-    rows_per_batch_max = None
     batches: tuple[pa.RecordBatch, ...] = ()
+
+    def capability(self) -> SourceCapability:
+        return SourceCapability("inner", replayable=True)
+
+    def driver(self) -> SourceDriver:
+        raise NotImplementedError
 
     def schema(self) -> pa.Schema:
         return self.batches[0].schema
@@ -217,7 +223,7 @@ def test_a_source_fails_or_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     inner.batches = (pa.RecordBatch.from_pydict(rows),)
     options = FormatOptions.parse({"value.format": "avro", "schema.registry.url": "http://r"})
-    source: Any = FormattedSource("delivered_kafka source", inner, options, (OLD,))  # type: ignore[arg-type]
+    source: Any = FormattedSource("delivered_kafka source", inner, options, (OLD,))
     piece = Slice(1)
     with pytest.raises(
         BadRecord, match=r"RECORD_UNDECODABLE.*topic t, partition 0, offset 12 .*its value: it has 3 bytes"

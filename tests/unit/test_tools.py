@@ -67,9 +67,9 @@ def test_an_import_that_no_row_names_is_found() -> None:
     assert list(rooms.strays(graph, ["d"], rooms.read_table(PAGE))) == [imports[1]]
 
 
-def test_a_sink_implements_what_its_protocols_declare() -> None:
+def test_a_sink_implements_what_its_bases_declare() -> None:
     found = size.sink_methods()
-    assert {"preflight", "capability"} <= set(found["Sink"])
+    assert {"writer", "capability"} <= set(found["Sink"])
     assert len(found) > 1, "what a sink returns counts too"
 
 

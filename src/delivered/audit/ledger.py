@@ -10,9 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from delivered.contract.ends import EndLost
-from delivered.contract.powers import HoldsTransactions, OpenTransaction
-from delivered.contract.sink import Committer, Sink
+from delivered.contract.sink import Committer, OpenTransaction, Sink
 from delivered.engine.sinks import Sinks
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
@@ -162,13 +160,13 @@ def read_ledger(
         return account
     committer = sink.committer(scope)
     try:
-        still_open = list(committer.open_transactions()) if isinstance(committer, HoldsTransactions) else []
+        still_open = list(committer.open_transactions() or ())
         hidden = _hidden_shards(committer, history.last, still_open)
         account.skipped = committer.left_out()
     finally:
         committer.close()
     account.transactions = tuple(map(_describe, still_open))
-    account.notes += [_describe_lost(t) for t in still_open if isinstance(t, EndLost)]
+    account.notes += [_describe_lost(t) for t in still_open if t.end_lost]
     if hidden:
         account.visible = history.before
         account.notes.append(
@@ -184,7 +182,7 @@ def _describe(transaction: OpenTransaction) -> str:
     return f"{transaction.transactional_id}, {transaction.state}{since}: {', '.join(transaction.targets)}"
 
 
-def _describe_lost(transaction: EndLost) -> str:
+def _describe_lost(transaction: OpenTransaction) -> str:
     return (
         f"{transaction.transactional_id} was ended, but its brokers lost the end: it hides its own and all later "
         f"records of {', '.join(transaction.targets)} from read_committed readers. A start of the pipeline ends "

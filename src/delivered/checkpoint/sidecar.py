@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.checkpoint import folder
-from delivered.contract.landmarks import HasLandmarks
-from delivered.contract.powers import HasOffsetMetadata
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.model.dedup import Dedup
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused
@@ -111,7 +109,7 @@ class Landmarks:
         Raises:
             InvariantBroken: the source has other records before the position now, and the user wants to be stopped.
         """
-        if self._checked or self._location is None or not isinstance(driver, HasLandmarks):
+        if self._checked or self._location is None:
             return
         record = folder.read_record(
             self._location, self._file, "the landmarks of a source's offsets", _fields, "LANDMARKS_DAMAGED",
@@ -130,7 +128,7 @@ class Landmarks:
         Raises:
             InvariantBroken: as `check`.
         """
-        if self._location is None or not isinstance(driver, HasLandmarks):
+        if self._location is None:
             return
         if self._known is not None and self._known[0] == position:
             return
@@ -263,7 +261,7 @@ def _read(location: str, file: str) -> list[_Entry]:
     return folder.read_record(location, file, what, entries, "OFFSET_METADATA_DAMAGED", without=lost) or []
 
 
-class PlainDriver:
+class PlainDriver(SourceDriver):
     """A source's driver that takes and returns offsets in the format of Spark's own connector."""
 
     def __init__(self, driver: SourceDriver, metadata: OffsetMetadata) -> None:
@@ -305,12 +303,11 @@ class PlainDriver:
         self._driver.acknowledge(end)
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
-        return self._driver.landmarks(self._metadata.joined(at)) if isinstance(self._driver, HasLandmarks) else {}
+        return self._driver.landmarks(self._metadata.joined(at))
 
     def check_landmarks(self, at: Offsets, known: Mapping[str, str]) -> None:
-        if isinstance(self._driver, HasLandmarks):
-            # The stream's first position may have none of its own.
-            self._driver.check_landmarks({**self._metadata.lasting(), **self._metadata.joined(at)}, known)
+        # The stream's first position may have none of its own.
+        self._driver.check_landmarks({**self._metadata.lasting(), **self._metadata.joined(at)}, known)
 
     def close(self) -> None:
         self._driver.close()
@@ -330,9 +327,10 @@ def stream_driver(source: Source, location: str | None, *, writes: bool = True, 
         name: of the source.
     """
     driver = source.driver()
-    if not isinstance(source, HasOffsetMetadata):
+    known = source.capability()
+    if not known.offset_metadata:
         return driver
-    metadata = OffsetMetadata(location, source.offset_metadata, source.lasting_metadata, writes=writes, name=name)
+    metadata = OffsetMetadata(location, known.offset_metadata, known.lasting_metadata, writes=writes, name=name)
     return PlainDriver(driver, metadata)
 
 

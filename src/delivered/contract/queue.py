@@ -5,9 +5,10 @@ Receivers move its messages into a journal, and pipelines read the journal.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 from delivered.contract.finding import Finding
 from delivered.model.outcome import Outcome
@@ -56,9 +57,10 @@ class MessageBatch:
         return self.ids, self.keys, self.values, self.headers, self.times_us, self.handles
 
 
-class Receiver(Protocol):
+class Receiver(ABC):
     """One connection to a queue. Used by one thread of one process."""
 
+    @abstractmethod
     def receive(self, count_max: int, wait_s: float) -> MessageBatch:
         """At most `count_max` messages, in the queue's order; waits up to `wait_s` for the first one.
 
@@ -66,44 +68,47 @@ class Receiver(Protocol):
         Dies here: the messages are redelivered. Raises Unreachable if the connection is lost permanently.
         """
 
+    @abstractmethod
     def acknowledge(self, handles: Sequence[Any]) -> Outcome[int]:
         """Let the queue delete these messages. Returns how many. Unknown or Failed: they may be redelivered."""
 
+    @abstractmethod
     def give_back(self, handles: Sequence[Any]) -> None:
         """Return these messages to the queue, for any consumer. Best effort: closing does the same."""
 
+    @abstractmethod
     def close(self) -> None:
         """Return unacknowledged messages to the queue, and disconnect. May be called again."""
 
 
-@runtime_checkable
-class Queue(Protocol):
+class Queue(ABC):
     """A queue as the user declared it: validated options, no connection. Picklable."""
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """Shown to users; also the default name of its journal."""
 
     @property
+    @abstractmethod
     def redelivers_after_s(self) -> float:
         """How long after a message was received the queue may redeliver it, if its receiver died or hangs."""
 
+    @abstractmethod
+    def receiver(self) -> Receiver: ...
+
     def assumes(self) -> tuple[str, ...]:
         """Assumptions about this queue and its senders."""
+        return ()
 
     def preflight(self) -> Sequence[Finding]:
         """Check on the live system that messages can be received, without receiving any."""
-
-    def receiver(self) -> Receiver: ...
-
-
-@runtime_checkable
-class NamesIds(Protocol):
-    """A queue that needs an option to find the senders' ids."""
+        return ()
 
     @property
     def without_ids(self) -> str | None:
         """Why redelivered messages cannot be recognized, as a clause after "and"; None: they can."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -127,9 +132,10 @@ class JournalSize:
     files: int
 
 
-class Journal(Protocol):
+class Journal(ABC):
     """The durable log that receivers write to. Any number of processes may write, each with its own object."""
 
+    @abstractmethod
     def append(self, batch: MessageBatch) -> Outcome[Entered]:
         """Atomically append the messages whose ids are not in the window. Ok: the whole batch is durable.
 
@@ -137,15 +143,18 @@ class Journal(Protocol):
         it. Failed: nothing was added. Unknown: something may have been added; do not acknowledge.
         """
 
+    @abstractmethod
     def size(self) -> JournalSize:
         """What readers can see now."""
 
+    @abstractmethod
     def maintain(self, exact: bool = False) -> int:
         """Compact small files, and delete records that every reader has passed. Returns the number of deleted records.
 
         exact: delete all of them, even if files must be rewritten; otherwise only where that is cheap.
         """
 
+    @abstractmethod
     def close(self) -> None: ...
 
 

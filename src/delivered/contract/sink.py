@@ -6,32 +6,36 @@ never will, Unknown that it may have happened.
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Self
 
 import pyarrow as pa
 
 from delivered.contract.finding import Finding
-from delivered.contract.source import Offsets, Slice
+from delivered.contract.source import Address, Offsets, Slice
 from delivered.model.capability import SinkCapability
+from delivered.model.errors import InvariantBroken, Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Target, Work
-from delivered.model.outcome import Ok, Outcome, Unknown
-from delivered.model.work import Prepared, Promise
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.work import Handle, Prepared, Promise
 
 if TYPE_CHECKING:  # not needed on executors
-    from delivered.ledger import Store
+    from delivered.ledger import Ledgers, Store
 
 
 Shards = Sequence[tuple[Work, Prepared]]
 """Participants, each with its unit of work."""
 
 
-class Writer(Protocol):
+class Writer(ABC):
     """Writes one shard of one batch in one attempt. Runs on an executor, in one thread, used once."""
 
+    @abstractmethod
     def stage(self, batch: pa.RecordBatch) -> None:
         """Write rows. Blocks while the sink is behind, so memory stays bounded.
 
@@ -40,6 +44,7 @@ class Writer(Protocol):
         Dies here: no row is visible (exactly_once); some may be (otherwise).
         """
 
+    @abstractmethod
     def prepare(self, fingerprint: Fingerprint) -> Promise:
         """Make the rows durable and committable.
 
@@ -54,16 +59,21 @@ class Writer(Protocol):
         """
 
     def abort(self) -> None:
-        """Discard staged rows as far as possible. May be called at any time, repeatedly, and after an error."""
+        """Discard staged rows as far as possible; `Committer.abort_orphans` removes the rest.
+
+        May be called at any time, repeatedly, and after an error.
+        """
+        return
 
 
-class Committer(Protocol):
+class Committer(ABC):
     """Commits and aborts participants; the tasks that prepared them may have ended. Runs on the driver.
 
-    A committer derives from this class and implements `commit`, `was_committed`, `abort`, `abort_orphans` and `close`.
-    It inherits the rest, which then says that its system has nothing of the kind.
+    A committer derives from this class and implements the abstract methods. It inherits the rest, which then says that
+    its system has nothing of the kind.
     """
 
+    @abstractmethod
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """Make a decided participant visible. Idempotent: may be called again, by another process.
 
@@ -73,6 +83,7 @@ class Committer(Protocol):
         earlier one did. Unknown: call again.
         """
 
+    @abstractmethod
     def was_committed(self, work: Work, prepared: Prepared) -> bool:
         """Whether these rows of the shard are visible, by evidence stored in the sink with the rows.
 
@@ -81,12 +92,14 @@ class Committer(Protocol):
         Reflects every transaction ended earlier by `abort_orphans` or `commit`.
         """
 
+    @abstractmethod
     def abort(self, prepared: Prepared) -> Outcome[None]:
         """Abort an undecided participant. Idempotent.
 
         Also runs in a task, if one of several sinks failed to prepare.
         """
 
+    @abstractmethod
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         """Abort every open participant of this pipeline and sink, of any incarnation, except those in `keep`.
 
@@ -95,6 +108,7 @@ class Committer(Protocol):
 
     def close(self) -> None:
         """Release connections. May be called again."""
+        return
 
     def commit_all(self, shards: Shards) -> Sequence[Outcome[None]]:
         """`commit` for each, in fewer round trips, with the outcomes in the same order.
@@ -159,6 +173,18 @@ class Committer(Protocol):
         """Those of the skipped rows that their database keeps. Read-only."""
         return ()
 
+    def open_transactions(self) -> Sequence[OpenTransaction] | None:
+        """Participants of this pipeline and sink, of any incarnation, that stay open in the system until they are
+        committed or aborted, oldest first; None: none ever stays open. Raises Unreachable."""
+        return None
+
+    def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:  # noqa: ARG002
+        """Commit or abort one of them manually.
+
+        Raises UsageError if the id is not one of this package's, or has no open transaction.
+        """
+        return Failed("this sink keeps no transaction open")
+
 
 @dataclass(frozen=True)
 class LeftOutRow:
@@ -174,15 +200,45 @@ class LeftOutRow:
     record: str
 
 
-class BoundedScan(Protocol):
+@dataclass(frozen=True)
+class OpenTransaction:
+    """An open transaction at a sink, for operators and for the audit.
+
+    Attributes:
+        state: in the system's own terms.
+        participant: the handle that a decision names it by, if one does.
+        targets: of its rows.
+        started_ms: milliseconds since 1970, by the server's clock if available; None: unknown.
+        timeout_s: age at which the system aborts it by itself; None: never.
+        end_lost: its system reports its end, and still hides its rows and what was written behind them.
+        committed: how it ended, if its end was lost; None: the system does not know any more.
+    """
+
+    transactional_id: str
+    state: str
+    participant: Handle
+    targets: tuple[str, ...]
+    started_ms: int | None
+    timeout_s: float | None = None
+    end_lost: bool = False
+    committed: bool | None = None
+
+    def age_s(self) -> float | None:
+        """Seconds since it was opened, by this machine's clock."""
+        return None if self.started_ms is None else max(0.0, time.time() - self.started_ms / 1000)
+
+
+class BoundedScan(ABC):
     """A one-time read of a sink's current content. Picklable; holds no connection."""
 
+    @abstractmethod
     def schema(self) -> pa.Schema:
         """The columns of `Sink.records`, plus those that the system adds (Kafka: partition and offset).
 
         Raises a `DeliveredError` if there is nothing to read, or reading fails.
         """
 
+    @abstractmethod
     def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
         """Split the sink's content at the time of the call. Runs on the driver.
 
@@ -190,40 +246,188 @@ class BoundedScan(Protocol):
             since: where to start, in the system's own terms ({"rowid": 5001}), if it has an order.
         """
 
+    @abstractmethod
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         """Runs on an executor. Bounded memory."""
 
+    def planned(self) -> Self:
+        """As `Source.planned`."""
+        return self
 
-@runtime_checkable
-class Sink(Protocol):
-    """A sink as the user declared it: validated options, no connection. Picklable."""
+    def address(self) -> Address | None:
+        """As `Source.address`."""
+        return None
+
+
+KEY_BYTES = 16
+"""Length of a key's hash: neither forged nor accidental collisions are feasible."""
+
+
+class KeyMemory(ABC):
+    """Keys of the records that decided batches delivered. Runs on executors; used by one thread.
+
+    Recorded keys take effect in the transaction of the batch's decision, which also expires old ones. So a rerun of a
+    batch gets the same answers: it never sees its own keys, nor those of an undecided batch.
+    """
+
+    @abstractmethod
+    def known(self, batch: int, keys: Sequence[bytes]) -> dict[bytes, list[int]]:
+        """Keys that earlier batches delivered, with the expiry of each of their records in microseconds since 1970.
+
+        Without records that expired before this batch. Idempotent, even after the decision.
+        """
+
+    @abstractmethod
+    def note(self, batch: int, keys: Sequence[bytes], times: Sequence[int], untils: Sequence[int]) -> None:
+        """Record the keys of the running batch: each record's event time, and when it expires.
+
+        Durable when it returns; called before any of the records is passed on. Another attempt may record the same
+        keys again. What attempts under an earlier claim of the ledger recorded is void.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release connections. May be called again."""
+
+
+class Sink(ABC):
+    """A sink as the user declared it: validated options, no connection. Picklable.
+
+    A sink derives from this class and implements the abstract methods. It inherits the rest, which then says that its
+    system has nothing of the kind.
+
+    Attributes:
+        ledgers: hold this sink's ledger, if its connector has `external_ledger`.
+    """
+
+    ledgers: Ledgers
+
+    @abstractmethod
+    def capability(self) -> SinkCapability:
+        """Static: contacts no server."""
+
+    @abstractmethod
+    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The rows as a reader of the sink sees them: canonical columns, order and types. Input of the fingerprint."""
+
+    @abstractmethod
+    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
+        """Runs on an executor. May reuse warm clients of earlier shards in this process."""
+
+    @abstractmethod
+    def committer(self, scope: Scope) -> Committer: ...
 
     @property
     def name(self) -> str:
         """Default name of this sink in its pipeline, where names are unique."""
+        return self.capability().system
 
-    def capability(self) -> SinkCapability:
-        """Static: contacts no server."""
-
-    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
+    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:  # noqa: ARG002
         """Check that the live system supports the guarantee. Runs on the driver before the first batch."""
+        return ()
+
+    def check_guarantee(self, guarantee: Guarantee) -> None:  # noqa: ARG002
+        """Raise UsageError if an option contradicts the guarantee. Runs on the driver; contacts no server."""
+        return
 
     def check_schema(self, schema: pa.Schema) -> None:
         """Raise UsageError if rows of this schema cannot be written. Runs on the driver; contacts no server."""
-
-    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The rows as a reader of the sink sees them: canonical columns, order and types. Input of the fingerprint."""
-
-    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
-        """Runs on an executor. May reuse warm clients of earlier shards in this process."""
+        self.records(pa.RecordBatch.from_pylist([], schema))
 
     def scan(self) -> BoundedScan:
         """All records that a reader of this sink sees, for the audit. Raises Refused if they cannot be read back."""
+        raise Refused(
+            "NOT_READABLE", f"{self.name} cannot be read back.", next_step="audit with the target's own client"
+        )
 
     def store(self, scope: Scope) -> Store:
         """Storage for the ledger of this scope (`ledger.Ledger` adds the rules). Connects on first use."""
+        return self.ledgers.store(scope)
 
-    def committer(self, scope: Scope) -> Committer: ...
+    def check_ledger(self, scope: Scope) -> Sequence[Finding]:  # noqa: ARG002
+        """Settings of the place of the ledger, or of the markers, under which decisions may be lost.
+
+        Read-only. Raises Unreachable.
+        """
+        return ()
+
+    def checked_target(self) -> Sequence[str]:
+        """What preflight looked at in a target whose definition may change what is written: triggers, rules, types.
+
+        One line per target, for the plan. Called after a preflight without refusals. Changes nothing.
+        """
+        return ()
+
+    def ready_target(self, schema: pa.Schema) -> None:  # noqa: ARG002
+        """Create the target if the options request it, and validate the schema against it.
+
+        Needed where the target stores the ledger, or only targets created here have an identity. Runs on the driver
+        before a start's first claim. May be called again, and by two drivers concurrently. Changes no rows. Raises
+        UsageError if rows of this schema cannot be written to the target.
+        """
+        return
+
+    def add_columns(self, schema: pa.Schema) -> None:  # noqa: ARG002
+        """Add nullable columns that the target lacks, if the options request it.
+
+        Runs on the driver after a start's recovery, under its claim, before a row is staged: recovery ends prepared
+        transactions, which would block it. May be called again, and by a fenced driver. Changes no rows. Raises
+        UsageError if rows of this schema cannot be written to the target.
+        """
+        return
+
+    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:  # noqa: ARG002
+        """The reason for each invalid row, null for valid ones; None: all rows are valid (`SinkCapability.validates`).
+
+        Runs on an executor. Deterministic; contacts no server.
+        """
+        return None
+
+    def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:  # noqa: ARG002
+        """As `invalid_rows`, of rows that are valid, for reasons that only its server or library knows.
+
+        Asks it, and changes nothing there. Runs on an executor, only if bad rows do not stop the query. Constraints
+        are not tried. May be called for rows that are not written.
+        """
+        return None
+
+    def key_memory(self, scope: Scope) -> KeyMemory:
+        """The keys of a dedup, next to the ledger of the deciding sink (`SinkCapability.remembers`).
+
+        Runs on an executor, after the ledger of this scope was claimed.
+        """
+        raise InvariantBroken("DEDUP_MEMORY", f"The sink {scope.sink!r} has no table of keys.")
+
+    @property
+    def schema_columns(self) -> Sequence[str]:
+        """Columns whose records name a registered schema.
+
+        Their bytes depend on the schema's id, so a batch that runs again after its decision is written with the same.
+        """
+        return ()
+
+    def check_rows(self, schema: pa.Schema) -> None:  # noqa: ARG002
+        """Raise UsageError if the registry has no schema that rows of `schema` fit, or would refuse a declared one.
+
+        Runs on the driver; changes nothing. Raises Unreachable.
+        """
+        return
+
+    def settled(self, schema: pa.Schema) -> Self:  # noqa: ARG002
+        """A copy that names the schemas to write rows with, as the registry has them now; a declared one is registered.
+
+        Runs on the driver at a start's first batch. Raises UsageError if the registry refuses the schema, or rows do
+        not fit it; Unreachable.
+        """
+        return self
+
+    def schema_ids(self) -> Mapping[str, int]:
+        """Ids of the schemas that a settled copy names, by column."""
+        return {}
+
+    def by_ids(self, ids: Mapping[str, int]) -> Self:  # noqa: ARG002
+        """As `settled`, with the schemas of these ids. Raises UsageError: the registry no longer has one."""
+        return self
 
 
 DEAD_LETTERS = pa.schema(

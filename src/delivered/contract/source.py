@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Self
 
 import pyarrow as pa
 
 from delivered.contract.finding import Finding
+from delivered.contract.queue import DedupWindow, ReceiverReport
 from delivered.model.capability import SourceCapability
 
 Offsets = dict[str, Any]
@@ -28,9 +30,39 @@ class Slice:
     partition: str = ""
 
 
-class SourceDriver(Protocol):
-    """Plans the batches of a source. Runs on the driver, in one long-lived process; used by one thread."""
+@dataclass(frozen=True)
+class Address:
+    """Where a sink writes, or a source reads.
 
+    Attributes:
+        system: "kafka".
+        servers: as the options spell them.
+        names: of topics or tables; None: each row, or a pattern, says which.
+    """
+
+    system: str
+    servers: frozenset[str]
+    names: frozenset[str] | None
+
+    def meets(self, other: Address) -> bool:
+        """Whether one reads what the other writes."""
+        if self.system != other.system or not self.servers & other.servers:
+            return False
+        return self.names is None or other.names is None or bool(self.names & other.names)
+
+    def __str__(self) -> str:
+        names = "topics or tables by row" if self.names is None else ", ".join(sorted(self.names))
+        return f"{self.system} {names} at {', '.join(sorted(self.servers))}"
+
+
+class SourceDriver(ABC):
+    """Plans the batches of a source. Runs on the driver, in one long-lived process; used by one thread.
+
+    A driver derives from this class and implements the abstract methods. It inherits the rest, which then says that its
+    system has nothing of the kind.
+    """
+
+    @abstractmethod
     def initial(self) -> Offsets:
         """Where a new checkpoint starts, by `startingOffsets`. Not called if the checkpoint has offsets.
 
@@ -38,65 +70,205 @@ class SourceDriver(Protocol):
         when batch 0 is rerun.
         """
 
+    @abstractmethod
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         """Where the next batch may end: at most about `rows_max` records after `start`; None: no limit."""
 
+    @abstractmethod
     def newest(self) -> Offsets | None:
         """The current end of the source, for the lag in progress reports."""
 
+    @abstractmethod
     def freeze(self) -> None:
         """Trigger.AvailableNow: offer no record newer than this call."""
 
+    @abstractmethod
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
         """Split a batch. The same start and end give the same slices in the same order, in any process."""
 
+    @abstractmethod
     def batch(self) -> tuple[Offsets, Offsets]:
         """Start and end of a batch read: `startingOffsets` to `endingOffsets`."""
 
-    def acknowledge(self, end: Offsets) -> None:
+    def acknowledge(self, end: Offsets) -> None:  # noqa: ARG002
         """Report progress: the end of a batch that Spark logged. May be called repeatedly for a batch, or never."""
+        return
 
     def close(self) -> None:
         """Release connections. May be called again."""
+        return
+
+    def waiting_since(self, start: Offsets, end: Offsets) -> Mapping[str, int] | None:  # noqa: ARG002
+        """When the records were written that wait; None: this source cannot tell.
+
+        Partition, named as by `source.lag`, -> when its first record of [start, end) was written, in milliseconds since
+        1970; a partition without one is absent. Read-only. Raises Unreachable.
+        """
+        return None
+
+    def landmarks(self, at: Offsets) -> Mapping[str, str]:  # noqa: ARG002
+        """Partition -> description of its last record before `at`, which another history would not have.
+
+        Where a source was restored from an older copy, or deleted and recreated, other records may have the positions
+        that were read. A landmark shows it where positions do not. The same for as long as the record exists; a
+        partition without one is absent. Read-only. Raises Unreachable, UsageError.
+        """
+        return {}
+
+    def check_landmarks(self, at: Offsets, known: Mapping[str, str]) -> None:  # noqa: ARG002
+        """Compare what `landmarks(at)` returned at an earlier start with what the source has now.
+
+        Raises InvariantBroken if another record is there, and the options say to stop; else logs a warning. A record
+        that is missing proves nothing here: retention or compaction may have removed it.
+
+        The identity in `at` (a topic's or a table's id, a server's), if the source has one, is compared first, and then
+        epochs: what was recreated has other records too, and the user reads the cause. A difference that `latest` and
+        `slices` report is left to them.
+        """
+        return
 
 
-@runtime_checkable
-class Source(Protocol):
-    """A source as the user declared it: validated options, no connection. Picklable."""
+@dataclass(frozen=True)
+class Resumption:
+    """Where another reader stopped.
+
+    Attributes:
+        offsets: as `SourceDriver.initial` gives them.
+        partitions: source partition -> (offset of the next record, its current lag in records).
+        notes: what was assumed.
+    """
+
+    offsets: Offsets
+    partitions: Mapping[str, tuple[int, int]]
+    notes: tuple[str, ...] = ()
+
+
+class Source(ABC):
+    """A source as the user declared it: validated options, no connection. Picklable.
+
+    A source derives from this class and implements the abstract methods. It inherits the rest, which then says that its
+    system has nothing of the kind.
+    """
+
+    @abstractmethod
+    def capability(self) -> SourceCapability:
+        """Static: contacts no server."""
+
+    @abstractmethod
+    def schema(self) -> pa.Schema:
+        """Columns that `read` returns. Static if possible."""
+
+    @abstractmethod
+    def driver(self) -> SourceDriver: ...
+
+    @abstractmethod
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        """Runs on an executor. Bounded memory; the same slice gives the same records, in the same order."""
 
     @property
     def rows_per_batch_max(self) -> int | None:
         """The user's admission limit (`maxOffsetsPerTrigger`), if any."""
-
-    def capability(self) -> SourceCapability:
-        """Static: contacts no server."""
+        return None
 
     def preflight(self) -> Sequence[Finding]:
         """Check on the live system that this source can be read. Runs on the driver before the first batch."""
-
-    def schema(self) -> pa.Schema:
-        """Columns that `read` returns. Static if possible."""
-
-    def driver(self) -> SourceDriver: ...
-
-    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
-        """Runs on an executor. Bounded memory; the same slice gives the same records, in the same order."""
-
-
-@runtime_checkable
-class NamesRows(Source, Protocol):
-    """A source of changes, whose updates and deletes are of a row that a key names."""
-
-    def row_key(self) -> tuple[str, ...]:
-        """Columns of the key; none: it has none, or no changes. Of a planned source it contacts no server."""
-
-
-@runtime_checkable
-class Rechecks(Protocol):
-    """A source whose server may lose later what preflight checked at the start."""
+        return ()
 
     def recheck(self) -> None:
-        """Read-only. Raises DeliveredError: a start would be refused now."""
+        """Check what the server may lose after `preflight`. Read-only. Raises DeliveredError: a start would be refused
+        now."""
+        return
+
+    def planned(self) -> Self:
+        """A copy with the current columns fixed; itself if they are fixed already.
+
+        Runs on the driver, once per query, before `schema`. Queries the system; raises UsageError if it has no columns.
+        """
+        return self
+
+    def address(self) -> Address | None:
+        """Where this reads, to see whether one pipeline reads what another one wrote; contacts no server.
+
+        None: not known.
+        """
+        return None
+
+    def row_key(self) -> tuple[str, ...]:
+        """Columns of the key that names the row of an update or delete; none: it has none, or no changes.
+
+        Of a planned source it contacts no server.
+        """
+        return ()
+
+    def earlier(self, end: Offsets, until: Offsets) -> Offsets:
+        """Per partition, the earlier of two positions; only partitions that `until` names. Pure.
+
+        Here, positions are numbers, nested by partition.
+        """
+        at: Offsets = {name: end.get(name, bound) for name, bound in until.items()}
+        return {n: self.earlier(at[n], to) if isinstance(to, dict) else min(at[n], to) for n, to in until.items()}
+
+    def resumption(self, stopped: Offsets | str | int) -> Resumption | None:  # noqa: ARG002
+        """Where another reader stopped. Runs on the driver; read-only. None: this source cannot tell.
+
+        Args:
+            stopped: the offsets in a checkpoint of Spark's own source; the name of a consumer group, refused while it
+                has members; or a time in milliseconds since 1970, for each partition's first record at or after it.
+
+        Raises Refused if records would be skipped or may have been read, and Unreachable.
+        """
+        return None
+
+    def rate(self) -> float | None:
+        """Records per second of a log's busiest partition, over its last appends. None: too few to tell.
+
+        Raises DeliveredError if the log cannot be read.
+        """
+        return None
+
+    def receivers(self) -> Sequence[ReceiverReport] | None:
+        """The receivers that did not leave: they run, or died; None: none fill this source.
+
+        Read-only. Raises DeliveredError if the log cannot be read.
+        """
+        return None
+
+    def dedup_window(self) -> DedupWindow | None:
+        """How long messages are recognised; None: too few appends to tell, or messages without ids.
+
+        Read-only. Raises DeliveredError.
+        """
+        return None
+
+    def wal_held_back(self) -> int | None:
+        """Bytes of WAL that this source keeps its server from removing; None: nothing. Read-only. Raises
+        Unreachable."""
+        return None
+
+    def rejecting(self, *, kept: bool, raw: bool = False) -> Self:  # noqa: ARG002
+        """A copy that skips a record that it cannot decode (`SourceCapability.decodes`), instead of failing.
+
+        Args:
+            kept: instead, it has the column REJECTED, and gives the record as a row that is null but for it.
+            raw: it has the column RAW, in front of REJECTED.
+        """
+        return self
+
+    def raw_schema(self) -> pa.Schema:
+        """Columns of records that are not decoded."""
+        return self.schema()
+
+    def decoded(self, raw: pa.RecordBatch) -> pa.RecordBatch:
+        """Such records, as `read` returns them."""
+        return raw
+
+    def newest_versions(self) -> Mapping[str, int]:
+        """By column, the newest version of its registered schema; without those whose schema the options name."""
+        return {}
+
+    def by_versions(self, versions: Mapping[str, int]) -> Mapping[str, str]:  # noqa: ARG002
+        """Options that name these versions."""
+        return {}
 
 
 REJECTED = pa.field(

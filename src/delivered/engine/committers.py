@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from delivered.contract.powers import HoldsTransactions, OpenTransaction
-from delivered.contract.sink import Committer, Shards
+from delivered.contract.sink import Committer, OpenTransaction, Shards
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
@@ -88,9 +87,10 @@ class Committers:
         return {sink: target for targets in every for sink, target in targets.items()}
 
     def open_transactions(self) -> list[OpenTransaction]:
-        """See `delivered.contract.powers.HoldsTransactions`: of every sink that holds them."""
-        holders = [c for c in self.by_name.values() if isinstance(c, HoldsTransactions)]
-        return [transaction for committer in holders for transaction in committer.open_transactions()]
+        """Of every sink that holds them."""
+        return [
+            transaction for committer in self.by_name.values() for transaction in committer.open_transactions() or ()
+        ]
 
     def close(self) -> None:
         for committer in self.by_name.values():

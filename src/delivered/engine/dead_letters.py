@@ -10,10 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.contract.powers import ValidatesRows
 from delivered.contract.sink import DEAD_LETTERS, SOURCE_LETTERS, Sink
 from delivered.contract.source import REJECTED
-from delivered.contract.trial import TriesRows
 from delivered.model.bad_row import as_json_text, plain_rows
 from delivered.model.identity import Scope
 from delivered.model.ranges import first_reason
@@ -31,11 +29,9 @@ def validated(sink: Sink, rows: pa.RecordBatch) -> tuple[pa.RecordBatch, pa.Arra
 
 def rejections(sink: Sink, rows: pa.RecordBatch) -> pa.Array | None:
     """Each row's reason for rejection (null: valid), by the sink, then by its server; None if all are valid."""
-    reasons = sink.invalid_rows(rows) if isinstance(sink, ValidatesRows) else None
+    reasons = sink.invalid_rows(rows)
     if reasons is not None and reasons.null_count == len(reasons):
         reasons = None
-    if not isinstance(sink, TriesRows) or rows.num_rows == 0:
-        return reasons
     valid = rows if reasons is None else rows.filter(pc.is_null(reasons))
     refused = sink.refused_rows(valid) if valid.num_rows else None
     if refused is None or reasons is None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from delivered.contract.schemas import rejecting
 from delivered.contract.source import Slice, Source
 from delivered.engine.dead_letters import split_rejected
 from delivered.engine.isolate import isolated, only_rejected, without_raw
@@ -57,7 +56,7 @@ class Direct:
     def rejecting(cls, source: Source, transform: ArrowTransform) -> Direct:
         """Neither records that cannot be decoded nor rows that the transform raises for fail the task."""
         function = transform.function is not None
-        return cls(rejecting(source, kept=True, raw=function), transform, function)
+        return cls(source.rejecting(kept=True, raw=function), transform, function)
 
     def schema(self) -> pa.Schema:
         """Schema of the sink's rows. Runs the transform on an empty batch."""

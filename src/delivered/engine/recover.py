@@ -57,7 +57,7 @@ def plan_batch(
             the same session may have restarted the query, or have fenced a decision of unknown outcome.
         keeps_state: whether the query is stateful. Then a decided batch is read again and compared: Spark commits the
             rerun's state, which must not contain undelivered rows.
-        add_columns: adds columns that the sinks' targets lack (`delivered.contract.powers.AddsColumns`).
+        add_columns: adds columns that the sinks' targets lack (`delivered.contract.sink.Sink`).
 
     Raises:
         Fenced, LedgerAhead, LedgerBehind, TargetChanged, PromiseBroken, Refused, OutcomeUnknown: a new start can

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from delivered.contract.powers import KeyMemory
+from delivered.contract.sink import KeyMemory
 from delivered.model.step import Moment, StepId, reach
 
 KEY, TIME, AT, TIE = (f"__delivered_seen_{n}" for n in ("key", "time", "at", "tie"))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from delivered.contract.powers import add_columns, ready_target
 from delivered.contract.sink import DEAD_LETTERS, Sink
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import LedgerPlace
@@ -161,12 +160,12 @@ class Sinks:
     def ready_target(self, schema: pa.Schema) -> None:
         """Prepare every target, before a claim. The schema is that of the rows before routing."""
         for member, own in self.own_schemas(schema):
-            ready_target(member.sink, own)
+            member.sink.ready_target(own)
 
     def add_columns(self, schema: pa.Schema) -> None:
         """Extend every target, after recovery."""
         for member, own in self.own_schemas(schema):
-            add_columns(member.sink, own)
+            member.sink.add_columns(own)
 
     def with_sinks(self, sinks: Mapping[str, Sink]) -> Sinks:
         """A copy with these sinks in place of the members' of the same names."""

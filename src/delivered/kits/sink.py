@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyarrow as pa
 
+from delivered.contract.sink import Sink
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 
@@ -40,7 +40,7 @@ class Parts:
         return getattr(import_module(f"{self.folder}.{module}"), name)
 
 
-class StoreSink(ABC):
+class StoreSink(Sink):
     """Base of a dataclass with the field `options`. Holds no connection; secrets are pickled as references.
 
     Attributes:
@@ -57,12 +57,6 @@ class StoreSink(ABC):
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
         found: Sequence[Finding] = self.parts["preflight"](self.options, guarantee)
         return found
-
-    @abstractmethod
-    def check_schema(self, schema: pa.Schema) -> None: ...
-
-    @abstractmethod
-    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch: ...
 
     def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
         made: Writer = self.parts["writer"](self.options, work, guarantee, schema)

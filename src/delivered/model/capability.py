@@ -96,6 +96,12 @@ class SourceCapability:
         consumed: why what a pipeline was delivered cannot be read again by another one; empty: it can.
         records: by which of several clients records are read, and why, for the plan; empty: there is one.
         assumes: what the guarantee assumes of this source.
+        received: receivers fill it, and recognise messages that are redelivered.
+        decodes: it decodes records, and can go on after one that it cannot decode.
+        offset_metadata: top-level keys of offsets that other connectors to the system cannot read. Spark's offset log
+            gets the offsets without them; the checkpoint sidecar keeps them, and restores them before the driver sees
+            the offsets again.
+        lasting_metadata: those of them that stay valid for later offsets until they change; the others belong to one.
     """
 
     system: str
@@ -107,6 +113,10 @@ class SourceCapability:
     consumed: str = ""
     records: str = ""
     assumes: tuple[str, ...] = ()
+    received: bool = False
+    decodes: bool = False
+    offset_metadata: frozenset[str] = frozenset()
+    lasting_metadata: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -121,7 +131,8 @@ class SinkCapability:
         can_disable_retries: the sink can send without retries (needed for at_most_once).
         local: it uses files on one machine.
         prepared_timeout_s: seconds after which the sink drops a prepared participant; None: never.
-        remembers: it can keep dedup's keys next to its ledger (`delivered.contract.powers.Remembers`).
+        remembers: it can keep dedup's keys next to its ledger (`Sink.key_memory`).
+        validates: it detects invalid rows before it writes them (`Sink.invalid_rows`).
         write: whether records are appended or replace others.
         adds_columns: it may have added columns to its table, which earlier rows read back as null.
         records: as of a source, how they are written.
@@ -142,6 +153,7 @@ class SinkCapability:
     can_disable_retries: bool = True
     prepared_timeout_s: float | None = None
     remembers: bool = False
+    validates: bool = False
     write: WriteMode = APPEND
     adds_columns: bool = False
     records: str = ""

@@ -491,7 +491,7 @@ class Decision:
         revision: 0, plus one for each rewrite of shards after the decision.
         sequence: place in the ledger's order, see `LedgerState.next_sequence`; a revision keeps it. 0: an earlier
             release, which ordered by `decided_at_ms`, made the decision.
-        targets: sink name -> identity of its target (see `contract.powers`), if it has one.
+        targets: sink name -> identity of its target (see `Committer.targets`), if it has one.
         transforms: the versions of the transform that this incarnation's batches ran with, oldest first, this batch's
             last. Empty: never known. Bounded: the oldest ones are merged.
     """

@@ -29,7 +29,6 @@ import pyarrow as pa
 from pyarrow import fs
 
 from delivered.checkpoint.folder import open_folder, read_record, write_record
-from delivered.contract.powers import planned
 from delivered.contract.sink import Sink
 from delivered.engine.context import Context
 from delivered.engine.dead_letters import rejections
@@ -232,7 +231,7 @@ class Desk:
     def _types(self) -> dict[str, pa.DataType]:
         """Of the sink's columns; empty: all are text."""
         try:
-            schema = planned(self._sink.scan()).schema()
+            schema = self._sink.scan().planned().schema()
         except Refused:  # it cannot be read back
             return {}
         mode = self._sink.capability().write

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from delivered.checkpoint.folder import logged
-from delivered.contract.powers import planned
 from delivered.model.errors import Refused, UsageError
 from delivered.model.limits import DEAD_LETTERS_BATCH_MAX, DEAD_LETTERS_MAX
 from delivered.operate.dead_letter_batches import DeadLetter, Desk, Settlement, Status, letter_id
@@ -159,7 +158,7 @@ def _in_sink(pipeline: Definition, incarnation: str) -> Iterator[DeadLetter]:
     """Letters in the dead-letter sink."""
     if pipeline.dead_letter is None or incarnation == NO_INCARNATION:
         return
-    scan = planned(pipeline.dead_letter.sink().scan())
+    scan = pipeline.dead_letter.sink().scan().planned()
     for row in (r for piece in scan.slices() for batch in scan.read(piece) for r in batch.to_pylist()):
         told = row if "record" in row else json.loads(row["value"])
         if (told["pipeline"], told["incarnation"]) == (pipeline.name, incarnation):

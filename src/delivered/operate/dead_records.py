@@ -13,8 +13,6 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from delivered.contract.powers import planned
-from delivered.contract.schemas import RejectsRecords, WritesBySchema, rejecting
 from delivered.contract.sink import SOURCE_LETTERS, TRANSFORM_LETTERS
 from delivered.contract.source import COORDINATES, Source
 from delivered.engine.dead_letters import split_rejected, validated
@@ -58,7 +56,7 @@ class RecordDesk(Desk):
             if not endpoint.projection.is_plain:
                 return f"the sink {name!r} has expressions in select or where, which run in Spark alone: {_REPLAY}"
         for member in self._sinks.members:
-            if isinstance(member.sink, WritesBySchema):
+            if member.sink.schema_columns:
                 return f"the sink {member.name!r} writes with a registry's schema, fixed when a query starts: {_REPLAY}"
         return None
 
@@ -87,10 +85,7 @@ class RecordDesk(Desk):
     def _rows_of(self, letter: DeadLetter) -> tuple[pa.RecordBatch | None, str]:
         source, transform = self._source(), self._pipeline.transform
         try:
-            if isinstance(source, RejectsRecords):
-                batch = source.decoded(_record(letter, source.raw_schema()))
-            else:
-                batch = _record(letter, source.schema())
+            batch = source.decoded(_record(letter, source.raw_schema()))
         except (ValueError, TypeError, pa.ArrowException) as error:
             return None, f"its record does not suit the source's columns: {error}"
         rows, records = split_rejected(batch)
@@ -131,8 +126,8 @@ class RecordDesk(Desk):
 
     def _source(self) -> Source:
         if self._source_opened is None:
-            source = planned(next(iter(self._pipeline.sources.values())).source())
-            self._source_opened = rejecting(source, kept=True)
+            source = next(iter(self._pipeline.sources.values())).source().planned()
+            self._source_opened = source.rejecting(kept=True)
         return self._source_opened
 
     def _left_out(self) -> int:

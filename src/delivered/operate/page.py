@@ -10,7 +10,6 @@ from pathlib import Path
 
 from delivered import html
 from delivered.checkpoint.history import audits, batches
-from delivered.contract.powers import HasDedupWindow
 from delivered.model.errors import DeliveredError
 from delivered.model.work import STEPS, BatchReport
 from delivered.operate.state import Status, summary
@@ -62,7 +61,7 @@ def _read(endpoint: Endpoint) -> str:
     if endpoint.is_spark_own:
         return "Spark's own source"
     source = endpoint.source()
-    if isinstance(source, HasDedupWindow):
+    if source.capability().received:
         return "receivers log, then acknowledge; ids recognised"
     return "offsets, replayable" if source.capability().replayable else "not replayable"
 

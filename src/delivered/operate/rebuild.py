@@ -19,7 +19,6 @@ import psutil
 
 from delivered.checkpoint import sidecar
 from delivered.checkpoint.folder import logged
-from delivered.contract.powers import planned
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets
 from delivered.engine.context import Context
@@ -105,7 +104,7 @@ class Rebuild(Generic[P]):
 
     def compare(self) -> Comparison:
         """Read both tables. Call it while the pipeline is stopped."""
-        old, new = (planned(_only(p).sink().scan()) for p in (self._origin, self.pipeline))
+        old, new = (_only(p).sink().scan().planned() for p in (self._origin, self.pipeline))
         names = set(old.schema().names)
         if names != set(new.schema().names):
             ours, theirs = (", ".join(s.schema().names) for s in (old, new))

@@ -22,7 +22,6 @@ from pydantic import ValidationError
 
 from delivered.checkpoint import sidecar
 from delivered.checkpoint.folder import read_record, write_record
-from delivered.contract.powers import HasOffsetMetadata, planned
 from delivered.contract.source import Offsets
 from delivered.model.errors import Refused, UsageError
 from delivered.model.identity import SOURCE, Scope, derived_name
@@ -171,8 +170,7 @@ def _resolve(name: str, source: Endpoint, start: str, end: str) -> tuple[Offsets
         )
     if isinstance(_place(start, name), int):
         _retained(source, start, begin)
-    own = source.source()
-    metadata = own.offset_metadata if isinstance(own, HasOffsetMetadata) else ()
+    metadata = source.source().capability().offset_metadata
     return begin, {k: v for k, v in until.items() if k not in metadata}
 
 
@@ -237,7 +235,7 @@ def offsets_at(source: Endpoint, word: str, name: str = SOURCE) -> Offsets:
             options[_OF_NONE] = LATEST
     else:
         options["startingOffsets"] = place
-    with closing(planned(replace(source, options=options).source()).driver()) as driver:
+    with closing(replace(source, options=options).source().planned().driver()) as driver:
         return driver.initial()
 
 

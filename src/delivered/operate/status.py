@@ -16,8 +16,7 @@ from typing import Any
 
 from delivered.checkpoint.folder import is_done, logged
 from delivered.checkpoint.history import batches, last_audits, totals
-from delivered.contract.powers import DatesRecords, HasDedupWindow, HoldsBackWal, ListsReceivers
-from delivered.contract.source import Rechecks, Source
+from delivered.contract.source import Source
 from delivered.engine.owner import running
 from delivered.model.dedup import duration
 from delivered.model.errors import DeliveredError, UsageError
@@ -66,10 +65,9 @@ def _status(pipeline: Definition) -> Status:
             with _asking(problems):
                 source = endpoint.source()
                 _ask_source(name, source, answers)
-                if isinstance(source, HasDedupWindow):
+                if source.capability().received:
                     answers.setdefault("queues", {})[name] = (endpoint.system, _destination(endpoint))
-                if isinstance(source, Rechecks):
-                    source.recheck()
+                source.recheck()
     newest_reports = batches(pipeline.checkpoint, 20)
     status = Status(
         pipeline.name,
@@ -91,12 +89,10 @@ def _ask_source(name: str, source: Source, answers: dict[str, Any]) -> None:
         if value is not None:
             answers.setdefault(what, {})[name] = value
 
-    if isinstance(source, ListsReceivers):
-        add("receivers", tuple(source.receivers()))
-    if isinstance(source, HasDedupWindow):
-        add("windows", source.dedup_window())
-    if isinstance(source, HoldsBackWal):
-        add("wal_held_back", source.wal_held_back())
+    reports = source.receivers()
+    add("receivers", None if reports is None else tuple(reports))
+    add("windows", source.dedup_window())
+    add("wal_held_back", source.wal_held_back())
     at = answers.get("positions", {}).get(name)
     if at is None:
         return
@@ -104,8 +100,8 @@ def _ask_source(name: str, source: Source, answers: dict[str, Any]) -> None:
         newest = driver.newest()
         behind = lag_by_partition({"endOffset": at, "latestOffset": newest}) if newest is not None else None
         add("lag", behind)
-        if isinstance(driver, DatesRecords) and newest is not None and behind is not None:
-            add("waiting_since_ms", driver.waiting_since(json.loads(at), newest) if any(behind.values()) else {})
+        if newest is not None and behind is not None:
+            add("waiting_since_ms", driver.waiting_since(json.loads(at) if any(behind.values()) else newest, newest))
 
 
 @contextlib.contextmanager

@@ -1,16 +1,15 @@
-"""Open transactions of a pipeline, for an operator: list, abort or apply them by hand. For sinks whose committer is a
-`HoldsTransactions`."""
+"""Open transactions of a pipeline, for an operator: list, abort or apply them by hand. For sinks whose committer
+holds transactions open."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from delivered.checkpoint.folder import logged
-from delivered.contract.ends import EndLost
-from delivered.contract.powers import HoldsTransactions, OpenTransaction
-from delivered.contract.sink import Committer
+from delivered.contract.sink import Committer, OpenTransaction
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
 from delivered.model.identity import Scope
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
@@ -18,11 +17,6 @@ from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.work import LedgerState
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.spec import NO_INCARNATION
-
-
-@runtime_checkable
-class _Holder(HoldsTransactions, Committer, Protocol):
-    """A committer with transactions."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +55,11 @@ def open_transactions(pipeline: Definition) -> list[Open]:
         Unreachable: a server did not answer.
     """
     transactions: list[Open] = []
-    for committer, state in _sinks(pipeline):
-        for t in committer.open_transactions():
-            decided, lost = _is_decided(t, state), isinstance(t, EndLost)
+    for committer, found, state in _held(pipeline):
+        for t in found:
+            decided = _is_decided(t, state)
             transactions.append(
-                Open(t.transactional_id, t.state, t.age_s(), decided, t.targets, t.timeout_s(), hanging=lost)
+                Open(t.transactional_id, t.state, t.age_s(), decided, t.targets, t.timeout_s, hanging=t.end_lost)
             )
         committer.close()
     return transactions
@@ -79,9 +73,9 @@ def end_transaction(pipeline: Definition, transaction: str, *, commit: bool, for
         UsageError: no such transaction.
         OutcomeUnknown: the server did not confirm the outcome.
     """
-    for committer, state in _sinks(pipeline):
+    for committer, transactions, state in _held(pipeline):
         try:
-            found = next((t for t in committer.open_transactions() if t.transactional_id == transaction), None)
+            found = next((t for t in transactions if t.transactional_id == transaction), None)
             if found is None:
                 continue
             # Ids are reused batch after batch: only the complete handle identifies a transaction.
@@ -126,8 +120,9 @@ def _against_the_ledger(transaction: str, commit: bool) -> Refused:
     )
 
 
-def _sinks(pipeline: Definition) -> list[tuple[_Holder, LedgerState]]:
-    holders: list[tuple[_Holder, LedgerState]] = []
+def _held(pipeline: Definition) -> Iterator[tuple[Committer, Sequence[OpenTransaction], LedgerState]]:
+    """By sink that holds transactions open; the caller closes the committer."""
+    holds = False
     incarnation, _ = logged(pipeline.checkpoint)
     spec = pipeline.spec
     sinks = spec.open()
@@ -137,16 +132,17 @@ def _sinks(pipeline: Definition) -> list[tuple[_Holder, LedgerState]]:
         sink = endpoint.sink()
         scope = Scope(pipeline.name, endpoint.name or sink.name, incarnation or NO_INCARNATION)
         committer = sink.committer(scope)
-        if isinstance(committer, _Holder):
-            holders.append((committer, _projected(scope.sink, state)))
-    if not holders:
+        if (transactions := committer.open_transactions()) is None:
+            continue
+        holds = True
+        yield committer, transactions, _projected(scope.sink, state)
+    if not holds:
         systems = ", ".join(e.system for e in pipeline.all_sinks)
         raise UsageError(
             "NO_TRANSACTIONS",
             f"The sinks of pipeline {pipeline.name!r} ({systems}) do not keep transactions open.",
             next_step="nothing to end here; `delivered status` shows the pipeline",
         )
-    return holders
 
 
 def _projected(sink: str, state: LedgerState) -> LedgerState:
@@ -156,7 +152,7 @@ def _projected(sink: str, state: LedgerState) -> LedgerState:
 
 def _is_decided(transaction: OpenTransaction, state: LedgerState) -> bool:
     """Only what was decided was ever committed."""
-    if isinstance(transaction, EndLost) and transaction.committed is not None:
+    if transaction.committed is not None:
         return transaction.committed
     decisions = [d for d in (state.last, *state.earlier) if d is not None]
     return any(transaction.participant.names(p) for d in decisions for p in d.participants if p.handle)

@@ -10,7 +10,7 @@ from typing import Any
 
 from delivered.checkpoint import sidecar
 from delivered.checkpoint.folder import holds_state, logged, read_view
-from delivered.contract.powers import Adopts, Resumption
+from delivered.contract.source import Resumption
 from delivered.model.errors import Refused, UsageError
 from delivered.model.identity import by_source
 from delivered.model.work import CheckpointView
@@ -62,14 +62,14 @@ def adopt(
         )
     name, source = next(iter(pipeline.sources.items()))
     origin = None if len(pipeline.sources) > 1 or source.is_spark_own else source.source()
-    if not isinstance(origin, Adopts):
-        raise UsageError(
-            "ADOPT_SOURCE",
-            f"The pipeline's source is {', '.join(pipeline.sources)} ({source.system}); adopt needs one source, Kafka.",
-            next_step="continue on the old checkpoint (docs/migrate.md)",
-        )
+    unfit = UsageError(
+        "ADOPT_SOURCE",
+        f"The pipeline's source is {', '.join(pipeline.sources)} ({source.system}); adopt needs one source, Kafka.",
+        next_step="continue on the old checkpoint (docs/migrate.md)",
+    )
+    if origin is None:
+        raise unfit
     _not_started(pipeline)
-    adopter = origin.adopter()
     view = None
     if checkpoint is not None:
         view = _finished(str(checkpoint))
@@ -80,15 +80,16 @@ def adopt(
                 f"The query of {str(checkpoint)!r} has {len(lines)} sources; adopt supports one.",
                 next_step="continue on the old checkpoint (docs/migrate.md)",
             )
-        resumption = adopter.of_offsets(_offsets(next(iter(lines.values())), str(checkpoint)))
+        resumption = origin.resumption(_offsets(next(iter(lines.values())), str(checkpoint)))
         where = f"batch {view.batch} of the checkpoint {str(checkpoint)!r}, its last one, committed"
     elif group is not None:
-        resumption, where = (
-            adopter.of_group(group),
-            f"the committed offsets of the consumer group {group!r}, without members",
-        )
+        resumption = origin.resumption(group)
+        where = f"the committed offsets of the consumer group {group!r}, without members"
     else:
-        resumption, where = adopter.of_time(int(timestamp_ms or 0)), f"the first records at or after {timestamp_ms} ms"
+        resumption = origin.resumption(int(timestamp_ms or 0))
+        where = f"the first records at or after {timestamp_ms} ms"
+    if resumption is None:
+        raise unfit
     adoption = Adoption(where, pipeline.checkpoint, resumption.partitions, (*resumption.notes, *_notes(view, group)))
     _keep(pipeline, name, resumption, write=False)
     if not write:

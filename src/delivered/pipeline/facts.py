@@ -12,10 +12,7 @@ from delivered.checkpoint import sidecar
 from delivered.checkpoint.folder import is_done, logged, newest_offsets, read_view, repartitions_before, unwritable
 from delivered.checkpoint.sidecar import changed_dedup, decider, removed
 from delivered.contract.finding import Finding
-from delivered.contract.powers import ChecksTarget, ValidatesRows, check_ledger, planned
-from delivered.contract.schemas import ReadsBySchema, WritesBySchema
 from delivered.contract.sink import Sink
-from delivered.contract.source import NamesRows
 from delivered.engine.owner import living
 from delivered.engine.recover import other_ledgers
 from delivered.engine.rules import judge
@@ -53,12 +50,9 @@ def check_change_key(pipeline: Definition, sink: Endpoint, mode: WriteMode) -> I
     if pipeline.transform.kind not in ("none", "sql"):
         return
     source = endpoints[0].source()
-    if not isinstance(source, NamesRows):
-        return
     try:
-        source = planned(source)
         key, wanted = source.row_key(), {name.lower() for name in mode.keys}
-        columns = {name.lower() for name in source.schema().names}
+        columns = {name.lower() for name in source.planned().schema().names} if key else set()
     except DeliveredError:
         return  # said by the source's preflight
     if not key or wanted == {name.lower() for name in key} or not wanted <= columns:
@@ -132,7 +126,6 @@ def gather(pipeline: Definition, session: SessionFacts | None, *, offline: bool,
         transform=transform,
         execution=_execution(pipeline, session),
         on_bad_row=pipeline.on_bad_row,
-        validating=tuple(n.name for (_, s), n in zip(made, sinks, strict=True) if isinstance(s, ValidatesRows)),
         dead_letters=sinks[-1].name if pipeline.dead_letter is not None else None,
         dedup=pipeline.dedup,
         alternatives=alternatives(),
@@ -175,9 +168,8 @@ def _sink(pipeline: Definition, endpoint: Endpoint, sink: Sink, offline: bool, r
         if readable:
             findings += _run_preflight(lambda: check_change_key(pipeline, endpoint, sink.capability().write))
         scope = Scope(pipeline.name, endpoint.name or sink.name, NO_INCARNATION)
-        findings += _run_preflight(lambda: check_ledger(sink, scope))
-        if isinstance(sink, ChecksTarget):
-            checked = tuple(sink.checked_target())
+        findings += _run_preflight(lambda: sink.check_ledger(scope))
+        checked = tuple(sink.checked_target())
     found = (*_in_clear(endpoint, sink), *findings)
     return SinkFacts(endpoint.name or sink.name, endpoint.label, sink.capability(), found, checked)
 
@@ -337,7 +329,7 @@ def _refused_by_plan(spec: PipelineSpec, sinks: Sinks, checkpoint: str) -> None:
 
 def _sink_facts(spec: PipelineSpec, declared: SinkSpec, member: Member) -> SinkFacts:
     label = Endpoint(declared.system, declared.options).label
-    ledger = check_ledger(member.sink, Scope(spec.pipeline, member.name, NO_INCARNATION))
+    ledger = member.sink.check_ledger(Scope(spec.pipeline, member.name, NO_INCARNATION))
     findings = (*member.sink.preflight(spec.guarantee), *ledger)
     return SinkFacts(member.name, label, member.sink.capability(), findings)
 
@@ -380,11 +372,11 @@ def sink_as_started(pipeline: Definition, endpoint: Endpoint) -> Sink:
     """A sink that tells which rows it accepts as in the newest batches; as declared, if none was planned."""
     sink = endpoint.sink()
     newest = logged(pipeline.checkpoint)[1]
-    if not isinstance(sink, WritesBySchema) or newest is None:
+    if newest is None or not sink.schema_columns:
         return sink
     name, known = endpoint.name or sink.name, sidecar.written_schemas(pipeline.checkpoint, newest) or {}
-    ids = {c: known[f"{name}.{c}"] for c in sink.columns if f"{name}.{c}" in known}
-    return sink.by_ids(ids) if len(ids) == len(sink.columns) else sink
+    ids = {c: known[f"{name}.{c}"] for c in sink.schema_columns if f"{name}.{c}" in known}
+    return sink.by_ids(ids) if len(ids) == len(sink.schema_columns) else sink
 
 
 def for_start(pipeline: Definition) -> dict[str, Endpoint]:
@@ -398,12 +390,11 @@ def for_start(pipeline: Definition) -> dict[str, Endpoint]:
     kept = sidecar.read_schemas(pipeline.checkpoint) if unfinished else {}
     found: dict[str, dict[str, int]] = {}
     for name, endpoint in pipeline.sources.items():
-        source = None if endpoint.is_spark_own else endpoint.source()
-        if isinstance(source, ReadsBySchema):
-            before = kept.get(name, {})
-            found[name] = {c: before.get(c, v) for c, v in source.newest_versions().items()}
-    if found:
-        sidecar.keep_read_schemas(pipeline.checkpoint, found)
+        versions = {} if endpoint.is_spark_own else endpoint.source().newest_versions()
+        before = kept.get(name, {})
+        if versions:
+            found[name] = {c: before.get(c, v) for c, v in versions.items()}
+    sidecar.keep_read_schemas(pipeline.checkpoint, found)
     return {name: _with(endpoint, found.get(name, {})) for name, endpoint in pipeline.sources.items()}
 
 
@@ -428,11 +419,10 @@ def unfit_for_unfinished(pipeline: Definition, why: str) -> UsageError | None:
 
 
 def _with(endpoint: Endpoint, versions: dict[str, int]) -> Endpoint:
-    source = endpoint.source() if versions else None
-    if not isinstance(source, ReadsBySchema):
+    if not versions:
         return endpoint
     given = {name.lower() for name in endpoint.options}
-    options = {n: v for n, v in source.by_versions(versions).items() if n not in given}
+    options = {n: v for n, v in endpoint.source().by_versions(versions).items() if n not in given}
     return endpoint.with_options(**options)
 
 

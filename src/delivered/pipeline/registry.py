@@ -86,14 +86,14 @@ def received(system: str, options: Mapping[str, str]) -> ReceivedSource:
     Raises:
         UsageError: no such connector, not a queue, or a bad option.
     """
-    from delivered.receiver.source import ReceivedSource, ReceiveOptions, without_ids
+    from delivered.receiver.source import ReceivedSource, ReceiveOptions
 
     found = connector(system)
     queue, table = found.queue(options), found.received().options.TABLE
     receive = ReceiveOptions.read(table.owner, table.restore(options))
     storage = {f"storage.{k}": v for k, v in receive.storage.items()}
     log = find_source("log", {"path": receive.log, **receive.log_options, **storage})
-    if without_ids(queue):
+    if queue.without_ids:
         receive = replace(receive, ids_required=False)
     return ReceivedSource(found.name, queue, receive, log)
 

@@ -164,8 +164,8 @@ def _bad_rows(request: Request) -> list[str]:
         else f"goes to {request.dead_letters} in the same batch, with the reason"
     )
     written = [s.name for s in request.sinks if s.name != request.dead_letters]
-    validating = [n for n in written if n in request.validating]
-    blind = [n for n in written if n not in request.validating]
+    validating = [s.name for s in request.sinks if s.name in written and s.capability.validates]
+    blind = [n for n in written if n not in validating]
     found = []
     if validating:
         found.append(f"a row that is invalid for {' or '.join(validating)} {goes}")

@@ -176,7 +176,6 @@ class Request:
 
     Attributes:
         on_bad_row: what happens to a row that is invalid for a sink.
-        validating: names of the sinks that detect such rows before they write.
         dead_letters: name of the dead-letter sink, which is the last one; None: there is none.
         dedup: which duplicates in the source are dropped; None: none.
         output_mode: of the query, as Spark spells it.
@@ -190,7 +189,6 @@ class Request:
     transform: TransformFacts = TransformFacts()
     execution: Execution = Execution()
     on_bad_row: OnBadRow = OnBadRow.FAIL
-    validating: tuple[str, ...] = ()
     dead_letters: str | None = None
     dedup: Dedup | None = None
     alternatives: Alternatives = Alternatives()

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from delivered.contract.finding import Finding
-from delivered.contract.powers import HasOffsetMetadata, ListsReceivers, MeasuresRate
-from delivered.contract.queue import DedupWindow, NamesIds, Queue, ReceiverReport
+from delivered.contract.queue import DedupWindow, Queue, ReceiverReport
 from delivered.contract.source import Slice, Source, SourceDriver
 from delivered.model import limits
 from delivered.model.capability import SourceCapability
@@ -145,7 +144,7 @@ class ReceiveOptions(Options):
 
 
 @dataclass(frozen=True)
-class ReceivedSource:
+class ReceivedSource(Source):
     """The log behind a queue, as the queue's source.
 
     Attributes:
@@ -164,7 +163,7 @@ class ReceivedSource:
 
     def capability(self) -> SourceCapability:
         inner, options = self.log.capability(), self.options
-        lacks = without_ids(self.queue) or (
+        lacks = self.queue.without_ids or (
             "" if options.ids_required else "with messageId=none it cannot be recognised"
         )
         repeats = ""
@@ -184,6 +183,9 @@ class ReceivedSource:
             replayable=True,
             repeats=repeats,
             local=inner.local,
+            received=True,
+            offset_metadata=inner.offset_metadata,
+            lasting_metadata=inner.lasting_metadata,
             assumes=(
                 f"`delivered receive` is running: it writes {self.queue.name} to the log and only then acknowledges",
                 *(() if repeats else (known,)),
@@ -199,17 +201,15 @@ class ReceivedSource:
         return list(self._short_window())
 
     def dedup_window(self) -> DedupWindow | None:
-        """See `delivered.contract.powers.HasDedupWindow`."""
         options = self.options
-        rate = self.log.rate() if isinstance(self.log, MeasuresRate) else None
+        rate = self.log.rate()
         if not rate or self.capability().repeats:
             return None
         for_s = min(options.dedup_for_ms / 1000, limits.DEDUP_WINDOW_MAX / rate)
         return DedupWindow(max(options.window / rate, for_s), self.queue.redelivers_after_s, rate)
 
-    def receivers(self) -> Sequence[ReceiverReport]:
-        """See `delivered.contract.powers.ListsReceivers`."""
-        return self.log.receivers() if isinstance(self.log, ListsReceivers) else ()
+    def receivers(self) -> Sequence[ReceiverReport] | None:
+        return self.log.receivers()
 
     def _short_window(self) -> Iterator[Finding]:
         """A warning if ids are forgotten before the queue may redeliver their messages."""
@@ -227,24 +227,11 @@ class ReceivedSource:
     def schema(self) -> pa.Schema:
         return self.log.schema()
 
-    @property
-    def offset_metadata(self) -> frozenset[str]:
-        return self.log.offset_metadata if isinstance(self.log, HasOffsetMetadata) else frozenset()
-
-    @property
-    def lasting_metadata(self) -> frozenset[str]:
-        return self.log.lasting_metadata if isinstance(self.log, HasOffsetMetadata) else frozenset()
-
     def driver(self) -> SourceDriver:
         return self.log.driver()
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         return self.log.read(piece)
-
-
-def without_ids(queue: Queue) -> str | None:
-    """Why messages of this queue have no id; None: senders may set one."""
-    return queue.without_ids if isinstance(queue, NamesIds) else None
 
 
 def _start_receiver(finding: Finding) -> Finding:

@@ -12,8 +12,6 @@ from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from delivered.contract.finding import Finding
-from delivered.contract.powers import planned
-from delivered.contract.schemas import WritesBySchema
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.identity import SOURCE
 from delivered.pipeline.definition import Definition
@@ -73,13 +71,12 @@ def checked_transform(pipeline: Definition, spark: SparkSession) -> tuple[Findin
     if own or pipeline.transform.kind not in ("none", "sql"):
         return ()
     try:
-        sources = {n: planned(e.source()).schema() for n, e in pipeline.sources.items()}
+        sources = {n: e.source().planned().schema() for n, e in pipeline.sources.items()}
         schemas, repeatable = _results(pipeline, spark, sources)
         for endpoint, columns in zip(pipeline.sinks, schemas, strict=True):
             sink = endpoint.sink()
             sink.check_schema(columns)
-            if isinstance(sink, WritesBySchema):
-                sink.check_rows(columns)
+            sink.check_rows(columns)
     except UsageError as error:
         return (Finding.refusal(error),)
     except DeliveredError:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from pyspark.errors import AnalysisException, ParseException
 
-from delivered.contract.powers import KEY_BYTES, Remembers
-from delivered.contract.sink import Sink
+from delivered.contract.sink import KEY_BYTES, Sink
 from delivered.contract.source import COORDINATES
 from delivered.engine.repeats import AT, HELPERS, KEY, TIE, without_seen
 from delivered.engine.repeats import TIME as SEEN_AT
@@ -104,8 +103,6 @@ def without_seen_repeats(frame: DataFrame, dedup: Dedup, sink: Sink, scope: Scop
         scope: of that sink, still without an incarnation.
         shards: number of partitions that the keys are hashed to; for two_phase, the same when a batch runs again.
     """
-    if not isinstance(sink, Remembers):
-        raise InvariantBroken("DEDUP_MEMORY", f"The sink {scope.sink!r} has no table of keys.")
     schema = frame.schema
     columns = [f"`{c.replace('`', '``')}`" for c in frame.columns]
     keyed = with_keys(frame, dedup)
@@ -152,7 +149,7 @@ def _text(value: str, kind: str, column: str) -> str:
 class _Task:
     """Picklable; holds no connection."""
 
-    sink: Remembers
+    sink: Sink
     scope: Scope
     within_us: int
 

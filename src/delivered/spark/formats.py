@@ -16,8 +16,6 @@ from pyspark.sql.datasource import (
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import BooleanType, StructField, StructType
 
-from delivered.contract.powers import ChecksGuarantee, planned
-from delivered.contract.schemas import rejecting
 from delivered.contract.source import REJECTED, Source
 from delivered.engine.direct import SLICE_COLUMN, SLICE_SCHEMA, Direct
 from delivered.engine.sinks import Sinks
@@ -51,7 +49,7 @@ class DeliveredDataSource(DataSource):
             return self._table(table)
         reading, found = self._reading, SLICE_SCHEMA
         if not reading.direct:
-            found = rejecting(self._planned_source(), kept=False, raw=reading.raw).schema()
+            found = self._planned_source().rejecting(kept=False, raw=reading.raw).schema()
         schema: StructType = from_arrow_schema(found)
         return schema
 
@@ -94,7 +92,7 @@ class DeliveredDataSource(DataSource):
     def _planned_source(self, schema: StructType | None = None) -> Source:
         """The source whose schema Spark was given: it reuses this object afterwards."""
         if self._planned is None:
-            self._planned = planned(self._source(schema))
+            self._planned = self._source(schema).planned()
         return self._planned
 
     def _sinks(self, spec: PipelineSpec, rows: pa.Schema, overwrite: bool) -> Sinks:
@@ -108,8 +106,7 @@ class DeliveredDataSource(DataSource):
             )
         sinks = spec.open()
         for member in sinks.members:
-            if isinstance(member.sink, ChecksGuarantee):
-                member.sink.check_guarantee(spec.guarantee)
+            member.sink.check_guarantee(spec.guarantee)
         sinks.check_schema(rows)
         return sinks
 
@@ -119,7 +116,7 @@ class DeliveredDataSource(DataSource):
             sink = PipelineSpec.parse(self.system, options).sinks[0].open()
             rows = sink.records(pa.RecordBatch.from_pylist([], schema=sink.scan().schema())).schema
         else:
-            rows = planned(find_source(self.system, options)).schema()
+            rows = find_source(self.system, options).planned().schema()
         return tables.with_options(from_arrow_schema(rows), options)
 
     def _check_start(self) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import ArrayType, MapType, StructType
 
-from delivered.contract.powers import planned
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Slice, Source
 from delivered.model.ranges import fitted
@@ -77,7 +76,7 @@ class SliceRows:
     """Every record of `slices`, read lazily. For classic sessions and Spark Connect."""
 
     def __init__(self, spark: SparkSession, source: Source | BoundedScan, slices: Sequence[Slice]) -> None:
-        self._spark, self._source, self._slices = spark, planned(source), list(slices)
+        self._spark, self._source, self._slices = spark, source.planned(), list(slices)
         self.schema = from_arrow_schema(self._source.schema())
 
     def mapInArrow(self, function: Mapper, schema: StructType) -> DataFrame:  # noqa: N802

@@ -11,15 +11,12 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from delivered.checkpoint import rejected, sidecar
 from delivered.checkpoint.sidecar import Landmarks, PlainDriver, stream_driver
-from delivered.contract.powers import OrdersOffsets
-from delivered.contract.schemas import RejectsRecords
 from delivered.contract.source import Slice, Source, SourceDriver
 from delivered.engine.dead_letters import split_rejected
 from delivered.engine.direct import pack
 from delivered.model.limits import LANDMARK_EVERY_S, LANDMARK_IDLE_EVERY_S
 from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
-from delivered.source import earlier
 from delivered.spark.task import arm, running_batch, running_task
 
 if TYPE_CHECKING:
@@ -93,8 +90,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             idle_s = 0.0 if self._ends else LANDMARK_IDLE_EVERY_S
             self._landmarks.keep(self._driver, start, idle_s if end == start else LANDMARK_EVERY_S)
         if self._reading.until is not None:
-            bounded = self._source.earlier if isinstance(self._source, OrdersOffsets) else earlier
-            sooner = bounded(end, self._reading.until)
+            sooner = self._source.earlier(end, self._reading.until)
             if isinstance(self._driver, PlainDriver):
                 self._driver.bounded(end, sooner, start)
             return sooner
@@ -119,11 +115,11 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if self._reading.direct and isinstance(partition, SlicePartition):
             return iter([pack(partition.piece)])
-        if self._reading.rejects and isinstance(self._source, RejectsRecords):
+        if self._reading.rejects and self._source.capability().decodes:
             return self._rejecting(self._source, partition)
         return read_slice(self._source, partition, self._reading.pipeline)
 
-    def _rejecting(self, source: RejectsRecords, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+    def _rejecting(self, source: Source, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The rows; records that never became one are stored for the end of the batch."""
         name = f"{self._reading.source}-{_digest(partition)}"
         source = source.rejecting(kept=True, raw=self._reading.raw)

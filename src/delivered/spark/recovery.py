@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyspark.sql.datasource import WriterCommitMessage
 
-from delivered.contract.schemas import WritesBySchema
+from delivered.contract.sink import Sink
 from delivered.contract.source import REJECTED
 from delivered.engine.grants import may_send
 from delivered.engine.shard import write_shard
@@ -147,16 +147,18 @@ def with_schemas(spec: PipelineSpec, sinks: Sinks, schema: pa.Schema, plan: Batc
     undecided batch takes what the registry had at the start of the query; that is stored before its tasks start.
     """
     own = [(m.name, m.sink, rows) for m, rows in sinks.own_schemas(schema)]
-    formatted = [(name, each, rows) for name, each, rows in own if isinstance(each, WritesBySchema)]
+    formatted = [(name, each, rows) for name, each, rows in own if each.schema_columns]
     if not formatted or (plan.action is Action.SKIP and not plan.rewrite):
         return sinks
     from delivered.checkpoint import sidecar
 
     where, decided = spec.checkpoint, is_decided(plan)
     known = sidecar.written_schemas(where, plan.batch) if decided and where is not None else None
-    made: dict[str, WritesBySchema]
-    if known is not None and all(f"{name}.{c}" in known for name, each, _ in formatted for c in each.columns):
-        made = {name: each.by_ids({c: known[f"{name}.{c}"] for c in each.columns}) for name, each, _ in formatted}
+    made: dict[str, Sink]
+    if known is not None and all(f"{name}.{c}" in known for name, each, _ in formatted for c in each.schema_columns):
+        made = {
+            name: each.by_ids({c: known[f"{name}.{c}"] for c in each.schema_columns}) for name, each, _ in formatted
+        }
     else:
         key = (plan.scope, spec.start)
         if not spec.start or key not in _settled:
@@ -211,5 +213,5 @@ def runner(spec: PipelineSpec, sinks: Sinks, incarnation: str) -> Runner:
 
 _RUNNERS_MAX = 8
 _runners: OrderedDict[tuple[Scope, str, str], Runner] = OrderedDict()
-_settled: dict[tuple[Scope, str], dict[str, WritesBySchema]] = {}
+_settled: dict[tuple[Scope, str], dict[str, Sink]] = {}
 """Sinks with their schemas, of the start that was planned last."""

@@ -15,7 +15,6 @@ from pyspark import cloudpickle
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
-from delivered.contract.powers import ValidatesRows
 from delivered.contract.sink import Sink
 from delivered.contract.source import REJECTED, Source
 from delivered.engine.dead_letters import validated
@@ -200,7 +199,7 @@ def routed(
 
 def accepted(frame: DataFrame, sink: Sink) -> DataFrame:
     """The valid rows of a frame, as the sink validates them."""
-    if not isinstance(sink, ValidatesRows):
+    if not sink.capability().validates:
         return frame
 
     def pick(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -26,8 +26,6 @@ from pyspark.sql import SparkSession
 from delivered.checkpoint import sidecar
 from delivered.checkpoint.folder import logged
 from delivered.checkpoint.sidecar import keep_decider, keep_removed
-from delivered.contract.powers import planned
-from delivered.contract.schemas import RejectsRecords
 from delivered.contract.source import COORDINATES, Offsets, Source
 from delivered.engine.direct import Direct
 from delivered.model.bad_row import OnBadRow
@@ -212,7 +210,7 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Path) -> Streamin
     spec = replace(pipeline.spec, drain=str(drain), start=uuid.uuid4().hex)
     check_executors(spark, {"guarantee": spec.guarantee.value})
     endpoints = for_start(pipeline)
-    sources = {n: None if e.is_spark_own else planned(e.source()) for n, e in endpoints.items()}
+    sources = {n: None if e.is_spark_own else e.source().planned() for n, e in endpoints.items()}
     for name, source in sources.items():
         if source is not None:
             sidecar.keep_first(pipeline.checkpoint, partial(_initial, source), name)
@@ -279,7 +277,7 @@ def _spark_projects(spec: PipelineSpec) -> bool:
 
 def _rejecting(spec: PipelineSpec, pipeline: Definition, sources: Iterable[Source | None]) -> PipelineSpec:
     """The spec with what tasks that read the sources do about records that never become rows."""
-    decodes = spec.on_bad_row is not OnBadRow.FAIL and any(isinstance(s, RejectsRecords) for s in sources)
+    decodes = spec.on_bad_row is not OnBadRow.FAIL and any(s is not None and s.capability().decodes for s in sources)
     return replace(spec, rejects=decodes, raw=decodes and pipeline.transform.isolates)
 
 

@@ -22,7 +22,6 @@ from tests.support.catalogue.values import BY_NAME, KINDS, NAMES, Kind, canonica
 from delivered.connectors.outbox import CONNECTOR
 from delivered.connectors.outbox.slot import lsn_text
 from delivered.connectors.postgres.sink import TYPES
-from delivered.contract.powers import planned
 from delivered.model.errors import BadRecord, UsageError
 
 Statement = tuple[str, Any]
@@ -312,7 +311,7 @@ def _one_name(server: Any, table: str, option: str, column: str, name: str) -> s
         if not server.execute(kept, option, name):  # cut at 63 bytes
             return NO_VALUE
         given = CONNECTOR.source({"url": server.url, "table": option, "slot": "named", "publication": "named"})
-        source = planned(given)
+        source = given.planned()
         if any(f.refuses for f in source.preflight()):
             return AT_START
         stream = Stream(source)

@@ -19,8 +19,6 @@ from delivered.audit.evidence import Counts, Fingerprints, Verdict
 from delivered.audit.report import AuditReport
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.memory.world import make_world, world
-from delivered.contract.powers import ready_target
-from delivered.contract.schemas import WritesBySchema
 from delivered.contract.sink import Sink
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import fingerprint_seed, write_shard
@@ -127,11 +125,10 @@ def refused_at_start(sink: Sink, schema: pa.Schema, guarantee: Guarantee) -> boo
     """As `start()` and the first batch ask, in this order."""
     try:
         sink.check_schema(schema)
-        if isinstance(sink, WritesBySchema):
-            sink.check_rows(schema)
+        sink.check_rows(schema)
         if any(f.refuses for f in sink.preflight(guarantee)):
             return True
-        ready_target(sink, schema)
+        sink.ready_target(schema)
     except (UsageError, Refused):
         return True
     return False
@@ -147,7 +144,7 @@ def _outcomes(path: Path, places: Sequence[Place], *target: str) -> list[str]:
     if refused_at_start(sink, batch.schema, path.guarantee):
         return _apart(path, places)
     try:
-        settled = sink.settled(batch.schema) if isinstance(sink, WritesBySchema) else sink
+        settled = sink.settled(batch.schema)
     except UsageError:
         return _apart(path, places)
     name = f"letters{next(_count)}"

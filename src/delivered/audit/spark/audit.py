@@ -47,8 +47,6 @@ from delivered.audit.spark.recompute import recompute
 from delivered.audit.spark.reconcile import Slots, hashed, reconcile
 from delivered.audit.spark.source import FinalState, SentRows, expressions, record_columns
 from delivered.checkpoint.folder import read_view
-from delivered.contract.powers import planned
-from delivered.contract.schemas import rejecting
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Source
 from delivered.engine.shard import fingerprint_seed
@@ -123,9 +121,9 @@ def request_for(
             next_step="delivered audit --recompute",
         )
     spark = ready(pipeline, session)
-    sources = {n: planned(e.source()) for n, e in as_started(pipeline).items()}
+    sources = {n: e.source().planned() for n, e in as_started(pipeline).items()}
     if pipeline.on_bad_row is not OnBadRow.FAIL:
-        sources = {n: rejecting(s, kept=False) for n, s in sources.items()}
+        sources = {n: s.rejecting(kept=False) for n, s in sources.items()}
     sinks = pipeline.spec.open()
     by = {**pipeline.audit_by, **chosen.audit}
     return spark, AuditRequest(

@@ -30,9 +30,8 @@ from delivered.audit.spark.dedup import union
 from delivered.audit.spark.reconcile import Slots, canonical_schema, hashed, reconcile, without_order
 from delivered.audit.spark.source import SentRows, expressions, record_columns
 from delivered.checkpoint.folder import read_view
-from delivered.contract.powers import Address, address_of
 from delivered.contract.sink import Sink
-from delivered.contract.source import Source
+from delivered.contract.source import Address, Source
 from delivered.engine.shard import fingerprint_seed
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.guarantee import Guarantee
@@ -144,7 +143,7 @@ def links_of(pipelines: Sequence[Definition]) -> list[Endpoint]:
                 f"{pipeline.name} reads {len(pipeline.sources)} sources; in a chain, each pipeline reads one.",
                 next_step="audit it alone: delivered audit",
             )
-    sources = [address_of(e.source()) for p in pipelines for e in p.sources.values()]
+    sources = [e.source().address() for p in pipelines for e in p.sources.values()]
     sinks = [[_address(e.sink()) for e in p.sinks] for p in pipelines]
     chosen = find_links([p.name for p in pipelines], sinks, sources)
     return [p.sinks[i] for p, i in zip(pipelines, chosen, strict=False)]
@@ -153,7 +152,7 @@ def links_of(pipelines: Sequence[Definition]) -> list[Endpoint]:
 def _address(sink: Sink) -> Address | None:
     """Where a sink writes: where its reader reads."""
     try:
-        return address_of(sink.scan())
+        return sink.scan().address()
     except Refused:
         return None
 
@@ -328,7 +327,7 @@ def _carry(before: _Hop, after: _Hop, frame: DataFrame) -> DataFrame:
 
 def _as_read(before: _Hop, after: _Hop, frame: DataFrame) -> DataFrame:
     """Rows of a sink as the source after it reads them."""
-    sink, reads, writes = before.request.sink, address_of(after.source), address_of(before.request.sink.scan())
+    sink, reads, writes = before.request.sink, after.source.address(), before.request.sink.scan().address()
     by_row = writes is not None and writes.names is None and "topic" in frame.columns
 
     def records(batch: pa.RecordBatch) -> pa.RecordBatch:

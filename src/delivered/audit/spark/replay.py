@@ -25,7 +25,6 @@ from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 from delivered.audit.ranges import Positions
 from delivered.checkpoint.folder import batch_metadata, open_folder
 from delivered.checkpoint.sidecar import stream_driver
-from delivered.contract.powers import planned
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.model.errors import InvariantBroken
 from delivered.spark.frames import with_setting
@@ -145,7 +144,7 @@ class ScriptSource(DataSource):
 
 
 def _stream(spark: SparkSession, script: Script, name: str) -> DataFrame:
-    fixed = planned(script.sources[name])
+    fixed = script.sources[name].planned()
     called = f"delivered_replay_{uuid.uuid4().hex}"
     attributes = {
         "called": called,

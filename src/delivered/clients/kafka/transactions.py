@@ -35,7 +35,7 @@ class Transaction(Handle):
 
 
 @dataclass(frozen=True)
-class OpenTransaction:
+class TransactionState:
     """An unfinished transaction, for display.
 
     Attributes:
@@ -53,13 +53,6 @@ class OpenTransaction:
     @property
     def transactional_id(self) -> str:
         return self.participant.transactional_id
-
-    def age_s(self) -> float | None:
-        """Seconds since it was opened, by this machine's clock."""
-        return None if self.started_ms < 0 else max(0.0, time.time() - self.started_ms / 1000)
-
-    def timeout_s(self) -> float:
-        return self.timeout_ms / 1000
 
 
 def end_request(handle: Transaction, commit: bool) -> Any:
@@ -285,7 +278,7 @@ def _placement(wire: Wire) -> dict[int, tuple[int, int]] | None:
     return placed
 
 
-def describe(wire: Wire, transactional_id: str) -> OpenTransaction | None:
+def describe(wire: Wire, transactional_id: str) -> TransactionState | None:
     """The coordinator's state of one id; None: unknown id. Raises NoAnswer."""
     from kafka.protocol.admin.transactions import DescribeTransactionsRequest
 
@@ -302,11 +295,11 @@ def describe(wire: Wire, transactional_id: str) -> OpenTransaction | None:
     return _described(wire.patiently(ask))
 
 
-def describe_all(wire: Wire, transactional_ids: Collection[str]) -> dict[str, OpenTransaction | None]:
+def describe_all(wire: Wire, transactional_ids: Collection[str]) -> dict[str, TransactionState | None]:
     """`describe` for many ids: their coordinators are asked side by side. Raises NoAnswer."""
     from kafka.protocol.admin.transactions import DescribeTransactionsRequest
 
-    found: dict[str, OpenTransaction | None] = {}
+    found: dict[str, TransactionState | None] = {}
 
     def ask() -> None:
         wire.find_coordinators(transactional_ids)
@@ -336,12 +329,12 @@ def describe_all(wire: Wire, transactional_ids: Collection[str]) -> dict[str, Op
     return found
 
 
-def _described(row: Any) -> OpenTransaction | None:
+def _described(row: Any) -> TransactionState | None:
     if row.error_code == protocol.TRANSACTIONAL_ID_NOT_FOUND:
         return None
     if row.error_code != protocol.NONE:
         raise NoAnswer(f"{row.transactional_id}: {name_of(row.error_code)}")
-    return OpenTransaction(
+    return TransactionState(
         Transaction(row.transactional_id, row.producer_id, row.producer_epoch),
         state=row.transaction_state,
         started_ms=row.transaction_start_time_ms,

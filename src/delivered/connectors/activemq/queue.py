@@ -11,7 +11,7 @@ from typing import Any
 from delivered.connectors.activemq.client import HEARTBEAT_MS, Session
 from delivered.connectors.activemq.options import ActivemqOptions, Place
 from delivered.contract.finding import Finding
-from delivered.contract.queue import MessageBatch, Receiver
+from delivered.contract.queue import MessageBatch, Queue, Receiver
 from delivered.model.answers import JsonAnswer, UnexpectedAnswer
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
@@ -188,7 +188,7 @@ _DIGITS_MAX = 19
 """Of a time: a Java long."""
 
 
-class ActivemqReceiver:
+class ActivemqReceiver(Receiver):
     """Handles are (number of the connection, id for ACK), valid only on that connection."""
 
     def __init__(self, options: ActivemqOptions) -> None:
@@ -282,7 +282,7 @@ def _time_us(text: str | None) -> int | None:
 
 
 @dataclass(frozen=True)
-class ActivemqQueue:
+class ActivemqQueue(Queue):
     options: ActivemqOptions
 
     @property

@@ -32,7 +32,6 @@ class DeltaSink(FileTableSink):
     )
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """See `delivered.contract.powers.ValidatesRows`."""
         reasons, parts = super().invalid_rows(batch), unstorable_parts(self.options.partition_by or (), batch)
         return first_of(reasons, parts)
 
@@ -47,6 +46,7 @@ class DeltaSink(FileTableSink):
             apply="nothing to do; the decision made the rows visible",
             send="one commit of the log per shard, visible when it completes",
             batch_atomic=True,
+            validates=True,
             write=self.options.write,
             adds_columns=self.options.merge_schema,
             local=self.options.local,

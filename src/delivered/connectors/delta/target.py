@@ -25,6 +25,7 @@ from delivered.connectors.delta.client import (
     sync_versions,
 )
 from delivered.connectors.delta.options import DeltaOptions
+from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.table import target
 from delivered.kits.table.store import packed
@@ -312,7 +313,7 @@ BATCH_ROWS = 65_536
 
 
 @dataclass(frozen=True)
-class DeltaScan:
+class DeltaScan(BoundedScan):
     """See `delivered.contract.sink.BoundedScan`. Reads the newest version, which must not be vacuumed meanwhile."""
 
     options: DeltaOptions

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from delivered.connectors.files.options import FilesOptions, failed, schema_file
+from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.table import target
 from delivered.kits.table.store import packed
@@ -242,7 +243,7 @@ def _meant(value: Any, kind: pa.DataType) -> Any:
 
 
 @dataclass(frozen=True)
-class FolderScan:
+class FolderScan(BoundedScan):
     """See `delivered.contract.sink.BoundedScan`. Reads all files that a reader of the folder sees."""
 
     options: FilesOptions

@@ -45,6 +45,7 @@ class FilesSink(StoreSink):
             apply="nothing to do; the decision made the rows visible",
             send="one folder per shard, renamed into place",
             batch_atomic=True,
+            validates=True,
             local=True,
             assumes=(
                 "the folder is on one file system with atomic rename, and is backed up and restored as one",
@@ -91,11 +92,9 @@ class FilesSink(StoreSink):
             )
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """See `delivered.contract.powers.ValidatesRows`."""
         return ranges.unstorable(self.options.range, batch)
 
     def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """See `delivered.contract.trial.TriesRows`."""
         schema = TYPES.canonical_schema(batch.schema)
 
         def write(rows: pa.RecordBatch) -> None:

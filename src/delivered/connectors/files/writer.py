@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from delivered.connectors.files import formats
 from delivered.connectors.files.options import FilesOptions, Places, StagedFile, failed, take_away
+from delivered.contract.sink import Writer
 from delivered.kits.table.durable import make_folder, sync
 from delivered.kits.table.shard import while_staging
 from delivered.model import ranges
@@ -29,7 +30,7 @@ def writer(options: FilesOptions, work: Work, guarantee: Guarantee, schema: pa.S
     return kind(options, work, schema)
 
 
-class StagingWriter:
+class StagingWriter(Writer):
     """exactly_once: a staged file, which the decision moves to the batch's folder."""
 
     def __init__(self, options: FilesOptions, work: Work, schema: pa.Schema) -> None:

@@ -13,6 +13,7 @@ from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.target import compare
 from delivered.connectors.iceberg.types import TYPES, plain
 from delivered.connectors.iceberg.writer import IcebergFiles
+from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql.merge import stored
 from delivered.kits.table.merge import Effect, one_of_each, staged_rows, upsert
@@ -63,7 +64,7 @@ NONE = -1
 
 
 @dataclass(frozen=True)
-class IcebergScan:
+class IcebergScan(BoundedScan):
     """See `delivered.contract.sink.BoundedScan`. Reads the newest snapshot, without deleted rows; it must not expire
     meanwhile."""
 

@@ -37,7 +37,6 @@ class IcebergSink(FileTableSink):
     )
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """See `delivered.contract.powers.ValidatesRows`."""
         reasons, parts = super().invalid_rows(batch), unstorable_parts(self.options.partition_by or (), batch)
         return first_of(reasons, parts)
 
@@ -52,6 +51,7 @@ class IcebergSink(FileTableSink):
             apply="nothing to do; the decision made the rows visible",
             send="one snapshot per shard, visible when it is committed",
             batch_atomic=True,
+            validates=True,
             write=self.options.write,
             adds_columns=self.options.merge_schema,
             local=self.options.local,

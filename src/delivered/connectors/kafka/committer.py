@@ -25,8 +25,8 @@ from delivered.clients.kafka.listing import OpenAt, end_at, held, open_in, parti
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.record_batch import Partition
 from delivered.clients.kafka.transactions import (
-    OpenTransaction,
     Transaction,
+    TransactionState,
     describe,
     describe_all,
     end,
@@ -52,7 +52,7 @@ from delivered.connectors.kafka.topics import (
     open_transactions,
     topic_id,
 )
-from delivered.contract.sink import Committer, Shards
+from delivered.contract.sink import Committer, OpenTransaction, Shards
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Target, Work
@@ -209,7 +209,7 @@ _ENDING_S = 5.0
 
 
 @dataclass(frozen=True)
-class Hanging(OpenTransaction):
+class Hanging(TransactionState):
     """A transaction that partitions hold open although its coordinator has ended it. `state`: "Hanging".
 
     Attributes:
@@ -272,7 +272,7 @@ def find_hanging(
         pause_s = min(pause_s * 1.5, 0.25)
 
 
-def _is_hanging(at: OpenAt, now: OpenTransaction | None) -> bool | None:
+def _is_hanging(at: OpenAt, now: TransactionState | None) -> bool | None:
     """None: not known yet."""
     if now is None or now.participant.producer_id != at.producer_id:
         return True
@@ -283,7 +283,7 @@ def _is_hanging(at: OpenAt, now: OpenTransaction | None) -> bool | None:
     return now.state != "Ongoing" or at.epoch < now.participant.epoch
 
 
-def _hanging(name: str, at: Sequence[OpenAt], now: OpenTransaction | None) -> Hanging:
+def _hanging(name: str, at: Sequence[OpenAt], now: TransactionState | None) -> Hanging:
     committed = None
     # To fence a transaction, its coordinator aborts it under the next epoch.
     if (
@@ -629,11 +629,14 @@ class KafkaCommitter(Committer):
     def open_transactions(self) -> list[OpenTransaction]:
         """This sink's unfinished transactions in this pipeline, of all incarnations, oldest first.
 
-        Includes those that partitions hold open although their coordinator has ended them (`evidence.Hanging`).
+        Includes those that partitions hold open although their coordinator has ended them.
 
         Raises:
             Unreachable: a broker did not answer.
         """
+        return [_shown(t) for t in self._unfinished()]
+
+    def _unfinished(self) -> list[TransactionState]:
         try:
             return [*open_transactions(self._wire, self._scope), *self._ends.hanging()]
         except NoAnswer as error:
@@ -656,7 +659,7 @@ class KafkaCommitter(Committer):
                 f"{self._scope.sink!r}: their ids start with {id_prefix(self._scope)!r}.",
                 next_step="list them with `delivered transactions list`",
             )
-        found = next((t for t in self.open_transactions() if t.transactional_id == transactional_id), None)
+        found = next((t for t in self._unfinished() if t.transactional_id == transactional_id), None)
         if found is None:
             raise UsageError(
                 "TRANSACTION_NOT_OPEN",
@@ -671,3 +674,17 @@ class KafkaCommitter(Committer):
         wire, self._opened = self._opened, None
         if wire is not None:
             wire.close()
+
+
+def _shown(found: TransactionState) -> OpenTransaction:
+    hanging = found if isinstance(found, Hanging) else None
+    return OpenTransaction(
+        found.transactional_id,
+        found.state,
+        found.participant,
+        found.targets,
+        started_ms=None if found.started_ms < 0 else found.started_ms,
+        timeout_s=found.timeout_ms / 1000,
+        end_lost=hanging is not None,
+        committed=None if hanging is None else hanging.committed,
+    )

@@ -12,7 +12,7 @@ from delivered.clients.kafka.record_batch import RECORD_OVERHEAD
 from delivered.connectors.kafka import columns
 from delivered.connectors.kafka.options import SINK_OWNER, SinkOptions
 from delivered.contract.finding import Finding
-from delivered.contract.sink import BoundedScan, Committer, Writer
+from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
 from delivered.kits.queue.columns import identified, identified_schema
 from delivered.ledger import Store
 from delivered.model.capability import Commit, SinkCapability
@@ -23,7 +23,7 @@ from delivered.source import SourceScan
 
 
 @dataclass(frozen=True)
-class KafkaSink:
+class KafkaSink(Sink):
     """See `delivered.contract.sink.Sink`. Picklable; secrets travel as references."""
 
     options: SinkOptions
@@ -45,6 +45,7 @@ class KafkaSink:
             apply="EndTxn(commit) for each shard, from the driver",
             send=f"kafka {target}: acks=all",
             batch_atomic=False,
+            validates=True,
             prepared_timeout_s=float(timeout),
             records=path(self.options.through, self.options.client, SINK_SETTINGS, "Arrow, encoded in C"),
             assumes=(
@@ -72,7 +73,6 @@ class KafkaSink:
         return preflight(self.options, guarantee)
 
     def check_ledger(self, scope: Scope) -> Sequence[Finding]:
-        """See `delivered.contract.powers.ChecksLedger`."""
         from delivered.connectors.kafka.preflight import check_ledger
 
         return check_ledger(self.options, scope)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import pyarrow as pa
 import tenacity
@@ -32,15 +32,14 @@ from delivered.connectors.kafka.options import (
 )
 from delivered.connectors.kafka.reader import KafkaDriverClient, Rejecting, joined, raw_schema, resolve
 from delivered.contract.finding import Finding
-from delivered.contract.powers import Address
-from delivered.contract.source import REJECTED, Offsets, Slice
+from delivered.contract.source import REJECTED, Address, Offsets, Resumption, Slice, Source, SourceDriver
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.limits import RESTART_CONFIRM_S
 from delivered.source import Range, admit, columns, split
 
 if TYPE_CHECKING:
-    from delivered.connectors.kafka.reader import KafkaAdopter
+    pass
 
 
 # Whether a partition's log is still the one that a position was read from (P29).
@@ -173,7 +172,7 @@ _CONFIRM_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True)
-class KafkaSource:
+class KafkaSource(Source):
     """`delivered_kafka` as a source. Holds options, no connection."""
 
     options: SourceOptions
@@ -182,14 +181,6 @@ class KafkaSource:
     @property
     def rows_per_batch_max(self) -> int | None:
         return self.options.rows_max
-
-    @property
-    def offset_metadata(self) -> frozenset[str]:
-        return METADATA
-
-    @property
-    def lasting_metadata(self) -> frozenset[str]:
-        return LASTING
 
     def capability(self) -> SourceCapability:
         assumes = [
@@ -203,7 +194,16 @@ class KafkaSource:
         if not self.options.committed_only:
             assumes.append("read_uncommitted: records of transactions that abort later count")
         records = path(self.options.through, self.options.client, SOURCE_SETTINGS, "Arrow, decoded in C")
-        return SourceCapability("kafka", replayable=True, sent_twice=True, records=records, assumes=tuple(assumes))
+        return SourceCapability(
+            "kafka",
+            replayable=True,
+            sent_twice=True,
+            records=records,
+            assumes=tuple(assumes),
+            decodes=True,
+            offset_metadata=METADATA,
+            lasting_metadata=LASTING,
+        )
 
     def preflight(self) -> Sequence[Finding]:
         try:
@@ -230,7 +230,7 @@ class KafkaSource:
             client.close()
         return []
 
-    def planned(self) -> KafkaSource:
+    def planned(self) -> Self:
         check_settings(OWNER, self.options.client)
         by_arrow(OWNER, self.options.through, self.options.client, SOURCE_SETTINGS)
         return self
@@ -240,7 +240,6 @@ class KafkaSource:
         return schema.append(REJECTED) if self.rejects is not None and self.rejects.kept else schema
 
     def address(self) -> Address:
-        """See `delivered.contract.powers.HasAddress`."""
         options = self.options
         named = options.topics if options.partitions is None else [topic for topic, _ in options.partitions]
         servers = options.client["bootstrap.servers"].replace(" ", "").split(",")
@@ -249,11 +248,10 @@ class KafkaSource:
     def driver(self) -> KafkaDriver:
         return KafkaDriver(self.options)
 
-    def adopter(self) -> KafkaAdopter:
-        """See `delivered.contract.powers.Adopts`."""
-        from delivered.connectors.kafka.reader import KafkaAdopter
+    def resumption(self, stopped: Offsets | str | int) -> Resumption:
+        from delivered.connectors.kafka.reader import resumption
 
-        return KafkaAdopter(self.options)
+        return resumption(self.options, stopped)
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         from delivered.connectors.kafka.reader import read_range
@@ -262,7 +260,7 @@ class KafkaSource:
         read = partial(read_range, self.options, wanted := Range((topic, partition), start, end))
         return read() if self.rejects is None else self.rejects.read(read, wanted.key)
 
-    def rejecting(self, *, kept: bool, raw: bool = False) -> KafkaSource:  # noqa: ARG002 - RejectsRecords
+    def rejecting(self, *, kept: bool, raw: bool = False) -> Self:  # noqa: ARG002 - it has the bytes
         return replace(self, rejects=Rejecting(self.options.headers, kept))
 
     def raw_schema(self) -> pa.Schema:
@@ -281,7 +279,7 @@ class _Snapshot:
     epochs: Mapping[Partition, int]
 
 
-class KafkaDriver:
+class KafkaDriver(SourceDriver):
     """See `delivered.contract.source.SourceDriver`."""
 
     def __init__(self, options: SourceOptions) -> None:
@@ -343,7 +341,7 @@ class KafkaDriver:
         return Positions(snapshot.ends, snapshot.ids).to_json()
 
     def waiting_since(self, start: Offsets, end: Offsets) -> dict[str, int]:
-        """See `delivered.contract.powers.DatesRecords`; by the records' timestamps."""
+        """By the records' timestamps."""
         from delivered.connectors.kafka.reader import written_at
 
         at, ends = Positions.from_json(start).at, Positions.from_json(end).at
@@ -351,12 +349,11 @@ class KafkaDriver:
         return {f"{t}/{n}": ms for (t, n), ms in written_at(self._options, waiting).items()} if waiting else {}
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
-        """See `delivered.contract.landmarks`: the header of a record batch."""
+        """The header of a record batch."""
         found = self._history.landmarks(Positions.from_json(at).at)
         return {f"{topic}/{number}": text for (topic, number), text in found.items()}
 
     def check_landmarks(self, at: Offsets, known: Mapping[str, str]) -> None:
-        """See `delivered.contract.landmarks`."""
         read = Positions.from_json(at)
         _, ids = self._client.partitions()
         # `latest` and `slices` report topics that were recreated, and logs that parted, with their offsets.

@@ -17,7 +17,14 @@ from delivered.clients.kafka import protocol
 from delivered.clients.kafka.errors import NoAnswer, only
 from delivered.clients.kafka.protocol import Wire, name_of
 from delivered.clients.kafka.record_batch_native import library
-from delivered.clients.kafka.transactions import OPEN_STATES, OpenTransaction, Transaction, describe, initialise, listed
+from delivered.clients.kafka.transactions import (
+    OPEN_STATES,
+    Transaction,
+    TransactionState,
+    describe,
+    initialise,
+    listed,
+)
 from delivered.connectors.kafka.options import LEDGER_TOPICS, SinkOptions
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused, Unreachable
 from delivered.model.identity import Scope, Work
@@ -201,7 +208,7 @@ def is_ours(scope: Scope, candidate: str) -> bool:
     return candidate.startswith(prefix) and re.fullmatch(r"\d+\.\d{1,2}", candidate[len(prefix) :]) is not None
 
 
-def open_transactions(wire: Wire, scope: Scope) -> list[OpenTransaction]:
+def open_transactions(wire: Wire, scope: Scope) -> list[TransactionState]:
     """This sink's unfinished transactions in this pipeline, oldest first. Raises NoAnswer."""
     deadline = time.monotonic() + REQUEST_TIMEOUT_S
     found = [describe(wire, name) for name in listed(wire, partial(is_ours, scope), OPEN_STATES, deadline)]

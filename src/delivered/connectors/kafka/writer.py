@@ -21,11 +21,12 @@ from delivered.clients.kafka.listing import open_in
 from delivered.clients.kafka.protocol import Wire, server_name
 from delivered.clients.kafka.record_batch import Rows
 from delivered.clients.kafka.sender import Cluster, Sender
-from delivered.clients.kafka.transactions import OpenTransaction, Transaction, describe, initialise, producer_id
+from delivered.clients.kafka.transactions import Transaction, TransactionState, describe, initialise, producer_id
 from delivered.connectors.kafka import columns
 from delivered.connectors.kafka.committer import marker_key, marker_partition, marker_value, written_partitions
 from delivered.connectors.kafka.options import SINK_OWNER, SinkOptions, producer_config
 from delivered.connectors.kafka.topics import ledger_topic, transactional_id
+from delivered.contract.sink import Writer
 from delivered.kits.queue.columns import identified
 from delivered.kits.warm import WarmClients, retire
 from delivered.model.errors import BadRecord, DeliveredError, Fenced, Refused, Unreachable, UsageError
@@ -198,7 +199,7 @@ def _check_ended(wire: Wire, options: SinkOptions, work: Work, held: Transaction
         )
 
 
-def state_of(options: SinkOptions, name: str) -> OpenTransaction:
+def state_of(options: SinkOptions, name: str) -> TransactionState:
     """The coordinator's state of a transactional id. Raises ProducerError: no answer, or unknown id."""
     try:
         found = describe(_cluster(options).wire, name)
@@ -359,7 +360,7 @@ def _refuse_failures(producer: AnyProducer, options: SinkOptions) -> None:
         raise delivery_error(producer.failures, options)
 
 
-class TransactionalWriter:
+class TransactionalWriter(Writer):
     """exactly_once: rows and a marker in one transaction, left open for the driver to commit or abort."""
 
     def __init__(self, options: SinkOptions, work: Work) -> None:
@@ -437,7 +438,7 @@ class TransactionalWriter:
         return self._taken.producer
 
 
-class DirectWriter:
+class DirectWriter(Writer):
     """Sends rows without a transaction, through a pooled producer.
 
     at_least_once: an unacknowledged record fails the task, whose rows are sent again.

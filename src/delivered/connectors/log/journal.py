@@ -22,7 +22,7 @@ from delivered.connectors.log import produce
 from delivered.connectors.log import table as layout
 from delivered.connectors.log.source import RangeReader
 from delivered.connectors.log.table import read_progress
-from delivered.contract.queue import Entered, JournalSize, MessageBatch
+from delivered.contract.queue import Entered, Journal, JournalSize, MessageBatch
 from delivered.kits.table.durable import sync
 from delivered.model.errors import DeliveredError
 from delivered.model.limits import APPEND_ATTEMPTS_MAX, LOG_FILES_MAX
@@ -41,7 +41,7 @@ _VERSIONS_SYNCED_AT_START = 100
 _COMPACTED_BYTES = 128 << 20
 
 
-class LogJournal:
+class LogJournal(Journal):
     """
     Args:
         path: from `absolute`.

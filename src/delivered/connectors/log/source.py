@@ -16,7 +16,7 @@ from delivered.connectors.log.options import EARLIEST, LATEST, LogOptions, Posit
 from delivered.connectors.log.table import STORED, LogFile, Receivers, damaged, write_progress
 from delivered.contract.finding import Finding
 from delivered.contract.queue import ReceiverReport
-from delivered.contract.source import Offsets, Slice
+from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.source import TIMESTAMP, admit, columns
@@ -177,7 +177,7 @@ _ID = "#log"
 
 
 @dataclass(frozen=True)
-class LogSource:
+class LogSource(Source):
     """`delivered_log`. Holds options, no connection."""
 
     options: LogOptions
@@ -186,20 +186,14 @@ class LogSource:
     def rows_per_batch_max(self) -> int | None:
         return self.options.rows_max
 
-    @property
-    def offset_metadata(self) -> frozenset[str]:
-        return frozenset({_ID})
-
-    @property
-    def lasting_metadata(self) -> frozenset[str]:
-        return frozenset({_ID})
-
     def capability(self) -> SourceCapability:
         local = layout.is_local(self.options.path)
         return SourceCapability(
             system="log",
             replayable=True,
             local=local,
+            offset_metadata=frozenset({_ID}),
+            lasting_metadata=frozenset({_ID}),
             assumes=(
                 f"nothing deletes rows of the Delta table {self.options.name} that a checkpoint still needs; "
                 "compaction and vacuum are fine",
@@ -263,7 +257,7 @@ class LogSource:
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-class LogDriver:
+class LogDriver(SourceDriver):
     """Offsets are `{"version": v, "offsets": {"0": 12}, "#log": id}`: the next offset of each partition, and the table
     version that the batch's end was read from, so that a replay opens the same files directly."""
 
@@ -296,19 +290,18 @@ class LogDriver:
         return self._offsets(now, now.ends())
 
     def waiting_since(self, start: Offsets, end: Offsets) -> dict[str, int]:
-        """See `delivered.contract.powers.DatesRecords`; when the records were appended."""
+        """When the records were appended."""
         at, begin = self._at(int(end.get("version", -1))), _read(start)
         waiting = {p: at.overlapping(p, begin.get(p, 0), stop) for p, stop in _read(end).items()}
         return {str(p): files[0].appended_ms for p, files in waiting.items() if files}
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
-        """See `delivered.contract.landmarks`: the commit with the newest record at the time."""
+        """The commit with the newest record at the time."""
         version = int(at.get("version", -1))
         digest = layout.commit_digest(self._options.path, self._storage, version) if version >= 0 else None
         return {} if digest is None else {"version": digest}
 
     def check_landmarks(self, at: Offsets, known: Mapping[str, str]) -> None:
-        """See `delivered.contract.landmarks`."""
         now = self.landmarks(at).get("version")
         if now is not None and known.get("version", now) != now:
             self._refresh()

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from delivered.connectors.memory.options import MemorySinkOptions
 from delivered.connectors.memory.world import ROWS, Opened, Participant, State, World, world
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Writer
+from delivered.contract.sink import BoundedScan, Sink, Writer
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import BadRecord, PromiseBroken, UsageError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Canonical = Callable[[pa.RecordBatch], pa.RecordBatch]
 
 
-class StagingWriter:
+class StagingWriter(Writer):
     """exactly_once: rows stay in a participant of their own until it is decided."""
 
     def __init__(self, world: World, work: Work, canonical: Canonical) -> None:
@@ -59,7 +59,7 @@ class StagingWriter:
             self._participant.state = State.ABORTED
 
 
-class SendingWriter:
+class SendingWriter(Writer):
     """at_least_once, at_most_once: staged rows are visible at once."""
 
     def __init__(self, world: World, work: Work, canonical: Canonical) -> None:
@@ -79,12 +79,8 @@ class SendingWriter:
 
 
 @dataclass(frozen=True)
-class MemorySink:
+class MemorySink(Sink):
     options: MemorySinkOptions
-
-    @property
-    def name(self) -> str:
-        return "memory"
 
     def capability(self) -> SinkCapability:
         one = self.options.commit is Commit.ONE_TRANSACTION
@@ -98,6 +94,7 @@ class MemorySink:
             apply="nothing is left to do" if one else "the rows become visible, shard by shard",
             send="rows are visible at once",
             batch_atomic=one,
+            validates=True,
             local=True,
         )
 
@@ -161,7 +158,7 @@ class MemorySink:
 
 
 @dataclass(frozen=True)
-class MemoryScan:
+class MemoryScan(BoundedScan):
     """What readers of a world's sink see."""
 
     world: str

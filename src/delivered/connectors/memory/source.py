@@ -10,7 +10,7 @@ import pyarrow as pa
 from delivered.connectors.memory.options import MemorySourceOptions
 from delivered.connectors.memory.world import ROWS, world
 from delivered.contract.finding import Finding
-from delivered.contract.source import Offsets, Slice
+from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.model.capability import SourceCapability
 from delivered.model.step import Moment, StepId, reach
 
@@ -18,7 +18,7 @@ _ROWS_PER_BATCH = 1024
 
 
 @dataclass(frozen=True)
-class MemorySource:
+class MemorySource(Source):
     options: MemorySourceOptions
 
     @property
@@ -53,7 +53,7 @@ class MemorySource:
             yield batch
 
 
-class MemoryDriver:
+class MemoryDriver(SourceDriver):
     """Offsets: partition, as text -> index of the next row."""
 
     def __init__(self, source: MemorySource) -> None:
@@ -86,9 +86,3 @@ class MemoryDriver:
 
     def batch(self) -> tuple[Offsets, Offsets]:
         return self.initial(), self.newest()
-
-    def acknowledge(self, end: Offsets) -> None:
-        """Nothing to acknowledge."""
-
-    def close(self) -> None:
-        """Nothing to close."""

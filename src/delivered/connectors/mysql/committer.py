@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 
 from delivered.connectors.mysql import client, store, target
 from delivered.connectors.mysql.options import MysqlOptions
+from delivered.contract.sink import OpenTransaction
 from delivered.kits.mysql.server import DENIED
-from delivered.kits.sql.transactions import Names, OpenTransaction, ServerCommitter, Shards, new_nonce
+from delivered.kits.sql.transactions import Names, ServerCommitter, Shards, new_nonce, open_transaction
 from delivered.model.errors import Refused
 from delivered.model.identity import Scope, Work
 
@@ -82,11 +83,8 @@ def list_transactions(session: Session, scope: Scope, options: MysqlOptions) -> 
     for gid in _prepared(session):
         match = _ID.fullmatch(gid[len(prefix) :]) if gid.startswith(prefix) else None
         if match is not None:
-            batch, shard, since = int(match[1]), int(match[2]), int(match[3], 16)
-            found.append(
-                OpenTransaction(gid, batch, shard, since, (options.table_text,), database=options.ledger_schema)
-            )
-    return sorted(found, key=lambda t: (t.started_ms, t.transactional_id))
+            found.append((int(match[3], 16), gid))
+    return [open_transaction(gid, started_ms, options) for started_ms, gid in sorted(found)]
 
 
 def all_started_ms(session: Session) -> list[int]:
@@ -193,8 +191,9 @@ def give_up_earlier(session: Session, work: Work, options: MysqlOptions) -> None
 
     If the driver has decided one of them in the meantime, the shard is rewritten.
     """
+    shard = f"{id_prefix(work.scope, options.ledger_schema)}{work.batch}.{work.shard}:"
     for transaction in list_transactions(session, work.scope, options):
-        if (transaction.batch, transaction.shard) == (work.batch, work.shard):
+        if transaction.transactional_id.startswith(shard):
             end(session, transaction.transactional_id, commit=False)
 
 

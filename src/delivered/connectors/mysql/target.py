@@ -340,7 +340,7 @@ def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
 def add_columns(session: Session, options: MysqlOptions, schema: pa.Schema) -> None:
     """Add the columns that the table lacks, then remember them: ALTER TABLE commits. Outside a transaction.
 
-    See `delivered.contract.powers.AddsColumns`. Raises MySQLError, too.
+    See `delivered.contract.sink.Sink.add_columns`. Raises MySQLError, too.
 
     Args:
         schema: plain types.

@@ -23,6 +23,7 @@ from delivered.connectors.mysql.target import TYPES
 from delivered.kits.sql.database import Definition, give, quoted, take
 from delivered.kits.sql.merge import check_rows, stored
 from delivered.kits.sql.options import Mechanism
+from delivered.kits.sql.sink import ShardWriter
 from delivered.kits.sql.table import check_nulls
 from delivered.kits.sql.transactions import PreparedRows, delete, mark, new_nonce
 from delivered.kits.sql.trial import bytes_of, long_values, refused, too_long
@@ -231,7 +232,7 @@ class Loading:
         self.rows += rows
 
 
-class LoadWriter:
+class LoadWriter(ShardWriter):
     """See `delivered.contract.sink.Writer`.
 
     exactly_once, two_phase: writes rows and a marker to the target, in an XA transaction that `prepare` leaves
@@ -403,7 +404,7 @@ _TIMESTAMPS_US = (1_000_000, (2**31 - 1) * 1_000_000)
 
 
 def refused_rows(session: Session, options: MysqlOptions, batch: pa.RecordBatch) -> pa.Array | None:
-    """See `delivered.contract.trial.TriesRows`. Outside a transaction.
+    """See `delivered.contract.sink.Sink.refused_rows`. Outside a transaction.
 
     Creates the table first if the options request it. Loads suspicious rows into an empty temporary table like the
     target, with its generated columns but without its constraints, except MariaDB's on JSON columns.

@@ -21,7 +21,7 @@ from delivered.connectors.outbox.client import connect, explaining, sqlstate, tr
 from delivered.connectors.outbox.events import Reader
 from delivered.connectors.outbox.options import EARLIEST, LATEST, OWNER, OutboxOptions
 from delivered.connectors.outbox.positions import DELETED_MAX, NUMBERED_MAX, Positions
-from delivered.contract.source import Offsets, Slice
+from delivered.contract.source import Offsets, Slice, SourceDriver
 from delivered.model import patience
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused, Unreachable, UsageError
 from delivered.patterns.caller import Caller
@@ -42,7 +42,7 @@ WAL, NUMBERED, HISTORY = "wal", "numbered", "history"
 """What a slice reads: the log; rows that were there before the slot; delivered rows that were kept."""
 
 
-class WalDriver:
+class WalDriver(SourceDriver):
     """See `delivered.contract.source.SourceDriver`.
 
     Offsets are {"lsn": 26214400, "#system": "7304...", "#timeline": 1, "#table": 16384}: a position in the WAL, and
@@ -108,12 +108,12 @@ class WalDriver:
         return None if now.flushed is None else self._offsets(now, now.flushed)
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
-        """See `delivered.contract.landmarks`: the last transaction with a row, if this driver has acknowledged it."""
+        """The last transaction with a row, if this driver has acknowledged it."""
         known = self._delivered
         return {_LAST: known[1]} if known is not None and known[0] == int(at["lsn"]) else {}
 
     def check_landmarks(self, at: Offsets, known: Mapping[str, str]) -> None:
-        """See `delivered.contract.landmarks`. A slot that stands after the transaction knows that it was read. One that
+        """A slot that stands after the transaction knows that it was read. One that
         stands before it went back, by a crash of the server or in an older copy, and can be read again.
         """
         if _LAST not in known:
@@ -356,7 +356,7 @@ def in_use(holder: str, what: str, options: OutboxOptions) -> Refused:
 _NEW = -1
 
 
-class PollDriver:
+class PollDriver(SourceDriver):
     """See `delivered.contract.source.SourceDriver`.
 
     Offsets are {"number": 12, "#id": "018f..."}: the last row that was read. -1: nothing is numbered yet.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 
@@ -19,8 +19,7 @@ from delivered.connectors.outbox.positions import Positions
 from delivered.connectors.outbox.shape import check_identity
 from delivered.connectors.outbox.slot import missing_columns
 from delivered.contract.finding import Finding
-from delivered.contract.powers import Address
-from delivered.contract.source import REJECTED, Slice, SourceDriver
+from delivered.contract.source import REJECTED, Address, Slice, Source, SourceDriver
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.patterns.caller import quoted
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class OutboxSource:
+class OutboxSource(Source):
     """
     Attributes:
         layout: of a change stream: its columns, as the next rows had them when the query was planned.
@@ -73,6 +72,7 @@ class OutboxSource:
             system="outbox",
             replayable=True,
             local=options.dialect == "sqlite",
+            decodes=True,
             consumed="an outbox forgets what its pipeline is past: its slot moves on, or its rows are deleted",
             assumes=tuple(assumes),
         )
@@ -84,12 +84,10 @@ class OutboxSource:
             return [Finding.refusal(error)]
 
     def row_key(self) -> tuple[str, ...]:
-        """See `delivered.contract.source.NamesRows`."""
         found = self.planned().layout
         return () if found is None else found.keys
 
     def recheck(self) -> None:
-        """See `delivered.contract.source.Rechecks`."""
         self._checked()
 
     def _checked(self) -> list[Finding]:
@@ -104,7 +102,7 @@ class OutboxSource:
         with contextlib.closing(connect(self.options)) as connection, explaining(self.options):
             return slot.state(connection, self.options).held_back
 
-    def planned(self) -> OutboxSource:
+    def planned(self) -> Self:
         if self.options.changes is None or self.layout is not None:
             return self
         with contextlib.closing(connect(self.options)) as connection, explaining(self.options):
@@ -115,17 +113,15 @@ class OutboxSource:
         schema = events.COLUMNS if self.options.changes is None else self._layout().columns
         return schema.append(REJECTED) if self.rejects is not None and self.rejects.kept else schema
 
-    def rejecting(self, *, kept: bool, raw: bool = False) -> OutboxSource:  # noqa: ARG002 - RejectsRecords
+    def rejecting(self, *, kept: bool, raw: bool = False) -> Self:  # noqa: ARG002 - it has the bytes
         return replace(self, rejects=Rejecting(kept))
 
     def raw_schema(self) -> pa.Schema:
-        """See `delivered.contract.schemas.RejectsRecords`."""
         if self.options.changes is None:
             return events.COLUMNS.append(MESSAGE)
         return self._layout().columns.append(CHANGE)
 
     def decoded(self, raw: pa.RecordBatch) -> pa.RecordBatch:
-        """See `delivered.contract.schemas.RejectsRecords`."""
         rejects = self.rejects or Rejecting(kept=False)
         if self.options.changes is None:
             found = events.Events(self.options, rejects).restored(raw)
@@ -145,7 +141,6 @@ class OutboxSource:
         return found
 
     def address(self) -> Address:
-        """See `delivered.contract.powers.HasAddress`."""
         options = self.options
         return Address(options.dialect, frozenset([options.place]), frozenset([options.table.removeprefix("public.")]))
 

@@ -17,11 +17,12 @@ from delivered.connectors.postgres import target
 from delivered.connectors.postgres.client import PostgresDatabase
 from delivered.connectors.postgres.sink import PostgresOptions
 from delivered.connectors.postgres.target import Target, find
+from delivered.contract.sink import OpenTransaction
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.ledger import SwappingLedger
 from delivered.kits.sql.merge import ORDER, ROUND
 from delivered.kits.sql.table import missing_at_server
-from delivered.kits.sql.transactions import Names, OpenTransaction, ServerCommitter, Shards, Staging, new_nonce
+from delivered.kits.sql.transactions import Names, ServerCommitter, Shards, Staging, new_nonce, open_transaction
 from delivered.ledger import Swap
 from delivered.model.errors import Refused
 from delivered.model.identity import Scope, Work
@@ -56,18 +57,12 @@ def open_transactions(
 ) -> list[OpenTransaction]:
     """Every prepared transaction of this pipeline and sink in this database, oldest first. Raises psycopg.Error."""
     rows = connection.execute(
-        "SELECT gid, (extract(epoch FROM prepared) * 1000)::bigint, owner, database FROM pg_prepared_xacts "
+        "SELECT gid, (extract(epoch FROM prepared) * 1000)::bigint FROM pg_prepared_xacts "
         "WHERE database = current_database() AND starts_with(gid, %s) ORDER BY prepared, gid",
         [id_prefix(scope, options.ledger_schema)],
     ).fetchall()
-    found = []
-    for gid, prepared_ms, user, database in rows:
-        if is_ours(scope, options.ledger_schema, gid):
-            batch, shard = gid.rsplit(".", 3)[1:3]
-            found.append(
-                OpenTransaction(gid, int(batch), int(shard), prepared_ms, (options.table_text,), user, database)
-            )
-    return found
+    own = [(gid, prepared_ms) for gid, prepared_ms in rows if is_ours(scope, options.ledger_schema, gid)]
+    return [open_transaction(gid, prepared_ms, options) for gid, prepared_ms in own]
 
 
 def give_up_earlier(connection: psycopg.Connection[Any], work: Work, options: PostgresOptions) -> None:

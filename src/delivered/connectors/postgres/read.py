@@ -12,8 +12,7 @@ from delivered.connectors.postgres import target
 from delivered.connectors.postgres.client import PostgresDatabase
 from delivered.connectors.postgres.sink import PostgresOptions
 from delivered.connectors.postgres.target import version_of
-from delivered.contract.powers import Address
-from delivered.contract.source import Offsets, Slice
+from delivered.contract.source import Address, Offsets, Slice
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.table import TableScan, never_written, steps
 from delivered.kits.sql.text import read_csv
@@ -37,7 +36,6 @@ class PostgresScan(TableScan):
         return PostgresDatabase(self.options)
 
     def address(self) -> Address:
-        """See `delivered.contract.powers.HasAddress`."""
         options = self.options
         table = options.table_text.removeprefix("public.")
         return Address("postgres", frozenset([options.place]), frozenset([table]))

@@ -135,7 +135,7 @@ def _alter(connection: psycopg.Connection[Any], options: PostgresOptions, statem
 def add_columns(connection: psycopg.Connection[Any], options: PostgresOptions, schema: pa.Schema) -> None:
     """Add the columns that the table lacks, and remember them, in one transaction. Outside a transaction.
 
-    See `delivered.contract.powers.AddsColumns`. Raises psycopg.Error, too.
+    See `delivered.contract.sink.Sink.add_columns`. Raises psycopg.Error, too.
 
     Args:
         schema: plain types.

@@ -29,7 +29,7 @@ _WIDE = 400
 def refused_rows(
     connection: psycopg.Connection[Any], options: PostgresOptions, batch: pa.RecordBatch
 ) -> pa.Array | None:
-    """See `delivered.contract.trial.TriesRows`. Outside a transaction.
+    """See `delivered.contract.sink.Sink.refused_rows`. Outside a transaction.
 
     Creates the table first if the options request it. Loads suspicious rows into an empty table like the target, with
     its indexes but without its constraints, in a transaction that is rolled back: no row of the target is locked, and

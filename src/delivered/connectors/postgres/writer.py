@@ -19,6 +19,7 @@ from delivered.connectors.postgres.target import migrate
 from delivered.kits.sql.database import Definition, give, take
 from delivered.kits.sql.merge import check_count, check_rows
 from delivered.kits.sql.options import Mechanism
+from delivered.kits.sql.sink import ShardWriter
 from delivered.kits.sql.table import check_widths
 from delivered.kits.sql.transactions import Names, PreparedRows, delete, mark, new_nonce
 from delivered.model.errors import InvariantBroken
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     import psycopg
 
 
-class CopyWriter:
+class CopyWriter(ShardWriter):
     """See `delivered.contract.sink.Writer`.
 
     exactly_once, two_phase: COPY into the target and a marker, in a transaction that `prepare` leaves prepared.

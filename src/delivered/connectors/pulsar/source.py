@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 
@@ -44,8 +44,7 @@ from delivered.connectors.pulsar.positions import (
     to_json,
 )
 from delivered.contract.finding import Finding
-from delivered.contract.powers import Address
-from delivered.contract.source import RAW, Offsets, Slice
+from delivered.contract.source import RAW, Address, Offsets, Slice, Source, SourceDriver
 from delivered.kits.schemas.values import canonical
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable, UsageError
@@ -58,7 +57,7 @@ _Snapshot = Mapping[Partition, Bounds]
 
 
 @dataclass(frozen=True)
-class PulsarSource:
+class PulsarSource(Source):
     """`delivered_pulsar` as a source. Holds options, no connection."""
 
     options: SourceOptions
@@ -80,10 +79,9 @@ class PulsarSource:
             assumes.append(
                 "failOnDataLoss is false: messages that Pulsar deletes before they are read are lost, with a warning"
             )
-        return SourceCapability(system="pulsar", replayable=True, sent_twice=True, assumes=tuple(assumes))
+        return SourceCapability("pulsar", replayable=True, sent_twice=True, assumes=tuple(assumes), decodes=True)
 
     def address(self) -> Address:
-        """See `delivered.contract.powers.HasAddress`."""
         return Address("pulsar", frozenset([self.options.url]), frozenset(self.options.topics))
 
     def preflight(self) -> Sequence[Finding]:
@@ -111,7 +109,6 @@ class PulsarSource:
         return []
 
     def earlier(self, end: Offsets, until: Offsets) -> Offsets:
-        """See `delivered.contract.powers.OrdersOffsets`."""
         at, bounds = from_json(end), from_json(until)
         return to_json({p: min(bound, at.get(p, bound), key=lambda x: x.order) for p, bound in bounds.items()})
 
@@ -128,15 +125,14 @@ class PulsarSource:
         schema = columns_of(self.options.headers, found[0][1] if found and not self.options.canonical else None)
         return schema if self.rejects is None or not found else self.rejects.columns(schema)
 
-    def rejecting(self, *, kept: bool, raw: bool = False) -> PulsarSource:
-        """See `delivered.contract.schemas.RejectsRecords`: messages that their schema does not fit."""
+    def rejecting(self, *, kept: bool, raw: bool = False) -> Self:
+        """Of messages that their schema does not fit."""
         return replace(self, rejects=Rejecting(kept, raw)) if self.options.typed else self
 
     def raw_schema(self) -> pa.Schema:
         return columns_of(self.options.headers, None).append(VERSION) if self.options.typed else self.schema()
 
     def decoded(self, raw: pa.RecordBatch) -> pa.RecordBatch:
-        """See `delivered.contract.schemas.RejectsRecords`."""
         if not self.options.typed:
             return raw
         (topic,), admin = set(raw.column("topic").to_pylist()), Admin(self.options)
@@ -151,8 +147,7 @@ class PulsarSource:
         rejects = self.rejects or Rejecting(kept=False, raw=False)
         return rejects.rows(made, [raw.column(f.name) for f in RAW.type], reasons)
 
-    def planned(self) -> PulsarSource:
-        """See `delivered.contract.powers`."""
+    def planned(self) -> Self:
         options = self.options
         if self.schemas or not options.typed:
             return self
@@ -169,7 +164,7 @@ class PulsarSource:
         return read_slice(self.options, (topic, number), first, last, schema, self.rejects)
 
 
-class PulsarDriver:
+class PulsarDriver(SourceDriver):
     """See `delivered.contract.source.SourceDriver`."""
 
     def __init__(self, options: SourceOptions) -> None:
@@ -218,7 +213,7 @@ class PulsarDriver:
         return to_json({p: b.last for p, b in self._snapshot().items()})
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
-        """See `delivered.contract.landmarks`: the last entry read, hashed, with the time at which it was published."""
+        """The last entry read, hashed, with the time at which it was published."""
         found: dict[str, str] = {}
         for partition, position in from_json(at).items():
             topic = physical(partition)
@@ -227,7 +222,6 @@ class PulsarDriver:
         return found
 
     def check_landmarks(self, at: Offsets, known: Mapping[str, str]) -> None:
-        """See `delivered.contract.landmarks`."""
         now, positions = self.landmarks(at), {physical(p): position for p, position in from_json(at).items()}
         for topic, digest in now.items():
             if known.get(topic, digest) != digest:

@@ -11,7 +11,7 @@ from delivered.connectors.rabbitmq.client import Kind, connect, explained, kind,
 from delivered.connectors.rabbitmq.options import RabbitmqOptions
 from delivered.connectors.rabbitmq.properties import headers, routing_key
 from delivered.contract.finding import Finding
-from delivered.contract.queue import MessageBatch, Receiver
+from delivered.contract.queue import MessageBatch, Queue, Receiver
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.source import id_text, micros
@@ -19,7 +19,7 @@ from delivered.source import id_text, micros
 # Receives messages: one connection, one channel, manual acknowledgements, a bounded prefetch.
 
 
-class RabbitmqReceiver:
+class RabbitmqReceiver(Receiver):
     """Handles are delivery tags, valid only on this connection."""
 
     def __init__(self, options: RabbitmqOptions) -> None:
@@ -116,7 +116,7 @@ CONSUMER_TIMEOUT_S = 1_800.0
 
 
 @dataclass(frozen=True)
-class RabbitmqQueue:
+class RabbitmqQueue(Queue):
     options: RabbitmqOptions
 
     @property

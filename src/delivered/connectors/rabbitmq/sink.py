@@ -31,7 +31,7 @@ _limits = ServerLimits("rabbitmq")
 
 
 def refused_rows(options: RabbitmqSinkOptions, batch: pa.RecordBatch) -> pa.Array | None:
-    """See `delivered.contract.trial.TriesRows`.
+    """See `delivered.contract.sink.Sink.refused_rows`.
 
     Publishes one message in a transaction that is rolled back: no queue gets it.
     """
@@ -294,7 +294,6 @@ class RabbitmqSink(MessageSink):
                 )
 
     def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """See `delivered.contract.trial.TriesRows`."""
         return refused_rows(self.options, batch)
 
     def _writer(self, work: Work, *, gives_up: bool) -> RabbitmqWriter:

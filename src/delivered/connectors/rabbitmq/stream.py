@@ -23,7 +23,7 @@ from delivered.connectors.rabbitmq.options import EARLIEST, LATEST, OWNER, Place
 from delivered.connectors.rabbitmq.properties import OFFSET, headers, routing_key, stream_offset
 from delivered.contract.connector import Connector, Made
 from delivered.contract.finding import Finding
-from delivered.contract.source import Offsets, Slice
+from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable, UsageError
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_PATIENCE_S
@@ -311,7 +311,7 @@ CONNECTOR = Connector(
 
 
 @dataclass(frozen=True)
-class RabbitmqStreamSource:
+class RabbitmqStreamSource(Source):
     """Holds options, no connection."""
 
     options: StreamOptions
@@ -356,7 +356,7 @@ class RabbitmqStreamSource:
         return read_slice(self.options, self.schema(), *piece.data)
 
 
-class StreamDriver:
+class StreamDriver(SourceDriver):
     """See `delivered.contract.source.SourceDriver`. Offsets are {"orders": 12}: per stream, the next message."""
 
     def __init__(self, options: StreamOptions) -> None:
@@ -389,7 +389,7 @@ class StreamDriver:
         return dict(self._ends({}))
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
-        """See `delivered.contract.landmarks`: a message, hashed. AMQP 0-9-1 reports no arrival time."""
+        """A message, hashed. AMQP 0-9-1 reports no arrival time."""
         found: dict[str, str] = {}
         for stream, position in at.items():
             if position > 0 and stream in self._options.streams:
@@ -399,7 +399,6 @@ class StreamDriver:
         return found
 
     def check_landmarks(self, at: Offsets, known: Mapping[str, str]) -> None:
-        """See `delivered.contract.landmarks`."""
         for stream, now in self.landmarks(at).items():
             if known.get(stream, now) != now:
                 self._lost(

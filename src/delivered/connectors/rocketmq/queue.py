@@ -18,7 +18,7 @@ from typing import Any
 from delivered.connectors.rocketmq.client import Session, library
 from delivered.connectors.rocketmq.options import RocketmqOptions
 from delivered.contract.finding import Finding
-from delivered.contract.queue import MessageBatch, Receiver
+from delivered.contract.queue import MessageBatch, Queue, Receiver
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import RECEIVE_BYTES_MAX, REQUEST_TIMEOUT_S
 from delivered.model.outcome import Ok, Outcome, Unknown
@@ -148,7 +148,7 @@ class Held:
     renewal: Future[Any] | None = None
 
 
-class RocketmqReceiver:
+class RocketmqReceiver(Receiver):
     """Handles are `Held`."""
 
     def __init__(self, options: RocketmqOptions) -> None:
@@ -440,7 +440,7 @@ def _one_each(queues: Sequence[Any]) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class RocketmqQueue:
+class RocketmqQueue(Queue):
     """
     Attributes:
         seen: not empty once topic and group were found: for a while after a restart, servers know neither.

@@ -32,7 +32,7 @@ _limits = ServerLimits("rocketmq")
 
 
 def refused_rows(options: RocketmqSinkOptions, batch: pa.RecordBatch) -> pa.Array | None:
-    """See `delivered.contract.trial.TriesRows`. Brokers have a limit of the same name, which is not reported."""
+    """See `delivered.contract.sink.Sink.refused_rows`. Brokers have a limit of the same name, which is not reported."""
     return _limits.refused(batch, options.endpoints, lambda size: _limit(options, size))
 
 
@@ -245,6 +245,7 @@ class RocketmqSink(MessageSink):
             apply="each half message is committed once, by one process at a time",
             send=f"rocketmq {options.topic}: half messages, committed when all of a shard are stored, each sent once",
             batch_atomic=False,
+            validates=True,
             prepared_timeout_s=HALF_MESSAGES_KEPT_S,
             assumes=(
                 f"the ledger {options.ledger} is one file for every driver of this pipeline, and kept as long as the "
@@ -319,7 +320,6 @@ class RocketmqSink(MessageSink):
         return RocketmqCommitter(self.options, scope) if self.options.kind == TRANSACTION else _PlainCommitter()
 
     def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """See `delivered.contract.trial.TriesRows`."""
         return refused_rows(self.options, batch)
 
     def _writer(self, work: Work, *, gives_up: bool) -> RocketmqWriter:

@@ -25,6 +25,7 @@ from delivered.connectors.rocketmq.remoting import (
     Peer,
     Place,
 )
+from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets, Slice
 from delivered.model.errors import PromiseBroken
 from delivered.model.limits import REQUEST_TIMEOUT_S
@@ -212,7 +213,7 @@ _SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True)
-class RocketmqScan:
+class RocketmqScan(BoundedScan):
     """See `delivered.contract.sink.BoundedScan`."""
 
     options: RocketmqSinkOptions

@@ -88,7 +88,6 @@ class SagaSink(SendingSink):
                 )
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """See `delivered.contract.powers.ValidatesRows`."""
         reasons = [self._reason(*row) for row in zip(column(batch, "id"), column(batch, "data"), strict=True)]
         return pa.array(reasons, pa.string()) if any(reasons) else None
 
@@ -125,7 +124,7 @@ def log_of(options: SagaOptions) -> Log:
     return Log(options.log, options.password)
 
 
-class SagaWriter:
+class SagaWriter(Writer):
     """See `delivered.contract.sink.Writer`."""
 
     def __init__(self, options: SagaOptions) -> None:

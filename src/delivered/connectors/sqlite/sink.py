@@ -62,6 +62,7 @@ class SqliteSink(DatabaseSink):
             send=f"short transactions into {table}, visible at once",
             batch_atomic=True,
             remembers=True,
+            validates=True,
             local=True,
             write=self.options.write,
             adds_columns=self.options.merge_schema,
@@ -114,12 +115,10 @@ class SqliteSink(DatabaseSink):
             yield from table_findings(self.options, target.read_definition(connection, self.options))
 
     def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """See `delivered.contract.trial.TriesRows`."""
         found: pa.Array | None = self.parts["refused_rows"](self.options, batch)
         return found
 
     def checked_target(self) -> Sequence[str]:
-        """See `delivered.contract.powers.ChecksTarget`."""
         if not Path(self.options.path).exists():
             return ()
         found = SqliteDatabase(self.options.path).ask(
@@ -128,7 +127,6 @@ class SqliteSink(DatabaseSink):
         return checked(self.options, found)
 
     def ready_target(self, schema: pa.Schema) -> None:
-        """See `delivered.contract.powers.NeedsTarget`."""
         with self._altering() as connection:
             if self.options.merge_schema and target.table_columns(connection, self.options.table):
                 target.add_columns(connection, self.options, schema, alter=False)
@@ -136,7 +134,6 @@ class SqliteSink(DatabaseSink):
                 target.ready(connection, self.options, schema)
 
     def add_columns(self, schema: pa.Schema) -> None:
-        """See `delivered.contract.powers.AddsColumns`."""
         if self.options.merge_schema:
             with self._altering() as connection:
                 target.add_columns(connection, self.options, schema, alter=True)

@@ -27,6 +27,7 @@ from delivered.connectors.sqlite import target
 from delivered.connectors.sqlite.client import SqliteDatabase, connect, explained, migrate, rollback, writing
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.target import TYPES
+from delivered.contract.sink import Writer
 from delivered.kits.sql.database import Definition, quoted
 from delivered.kits.sql.merge import (
     ORDER,
@@ -286,7 +287,7 @@ def writer(options: SqliteOptions, work: Work, guarantee: Guarantee, schema: pa.
     return DirectWriter(options, work, schema)
 
 
-class StagingWriter:
+class StagingWriter(Writer):
     """exactly_once: stages rows in a file for the driver's transaction."""
 
     def __init__(self, options: SqliteOptions, work: Work, schema: pa.Schema) -> None:
@@ -335,7 +336,7 @@ class StagingWriter:
         return filled
 
 
-class DirectWriter:
+class DirectWriter(Writer):
     """at_least_once, at_most_once: short transactions, each visible at once; never resends rows.
 
     mode upsert: one transaction per shard, at its end.
@@ -420,7 +421,7 @@ _FIXED_BYTES = 9
 
 
 def refused_rows(options: SqliteOptions, batch: pa.RecordBatch) -> pa.Array | None:
-    """See `delivered.contract.trial.TriesRows`.
+    """See `delivered.contract.sink.Sink.refused_rows`.
 
     Inserts rows into an empty copy of the table in memory, if the table computes anything of them. The copy has the
     table's indexes, but no triggers; a row that breaks a constraint is skipped. Only reads the database.

@@ -185,7 +185,7 @@ class ServerLimits:
         self._found: dict[Hashable, _Found] = {}
 
     def refused(self, batch: pa.RecordBatch, server: Hashable, ask: Callable[[int], int | None]) -> pa.Array | None:
-        """See `delivered.contract.trial.TriesRows`: rows whose value is longer than the server accepts.
+        """See `delivered.contract.sink.Sink.refused_rows`: rows whose value is longer than the server accepts.
 
         Args:
             ask: the server's limit, if a value of so many bytes is above it; None: it is accepted.

@@ -6,7 +6,7 @@ Ids of messages are stable across reruns of a batch, so consumers can detect dup
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Committer, Writer
+from delivered.contract.sink import Committer, Sink, Writer
 from delivered.kits.queue.columns import as_bytes, identified, identified_schema
-from delivered.ledger import Ledgers, Store
+from delivered.ledger import Ledgers
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.fingerprint import Fingerprint
@@ -26,7 +26,7 @@ from delivered.model.outcome import Failed, Ok, Outcome
 from delivered.model.work import Prepared, Promise
 
 
-class SendingSink(ABC):
+class SendingSink(Sink):
     """Driver side of such a sink; subclasses write the rows.
 
     Attributes:
@@ -63,9 +63,6 @@ class SendingSink(ABC):
     def _writer(self, work: Work, *, gives_up: bool) -> Writer:
         """See `kits.queue.sink.SendingWriter`."""
 
-    def store(self, scope: Scope) -> Store:
-        return self.ledgers.store(scope)
-
     def committer(self, scope: Scope) -> Committer:
         del scope
         return Nothing()
@@ -78,9 +75,6 @@ class MessageSink(SendingSink):
         options: also with `message_id_columns`.
     """
 
-    @abstractmethod
-    def capability(self) -> SinkCapability: ...
-
     def check_schema(self, schema: pa.Schema) -> None:
         self._check_schema(identified_schema(self.capability().system, schema, self.options.message_id_columns))
 
@@ -92,7 +86,6 @@ class MessageSink(SendingSink):
     def _writer(self, work: Work, *, gives_up: bool) -> SendingWriter[Any, Any]: ...
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """See `delivered.contract.powers.ValidatesRows`."""
         return self._writer(Work(Scope("p", self.name, "i"), 0, 0), gives_up=False).unsendable(batch)
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -119,6 +112,7 @@ def sends(
         apply="not possible",
         send=send,
         batch_atomic=False,
+        validates=True,
         assumes=tuple(assumes),
         limits=tuple(limits),
         **more,
@@ -143,9 +137,6 @@ class Nothing(Committer):
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         del keep
         return Ok(0)
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 _ROWS = 1_000
@@ -185,7 +176,7 @@ class Publisher(Protocol[M]):
         """May be called again."""
 
 
-class SendingWriter(ABC, Generic[Given, M]):
+class SendingWriter(Writer, Generic[Given, M]):
     """
     Args:
         options: with `message_id_columns`.

@@ -1,31 +1,21 @@
 """A sink whose keys or values have a schema: rows are encoded before they are staged.
 
 Fingerprints and audits see the values as canonical text, which no schema version changes. The bytes name a schema, so a
-batch keeps the ids that it was decided with: see `WritesBySchema`.
+batch keeps the ids that it was decided with: see `Sink.schema_columns`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.contract.finding import Finding
-from delivered.contract.powers import (
-    Address,
-    ChecksGuarantee,
-    ValidatesRows,
-    add_columns,
-    address_of,
-    check_ledger,
-    planned,
-    ready_target,
-)
 from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
-from delivered.contract.source import Offsets, Slice
+from delivered.contract.source import Address, Offsets, Slice
 from delivered.kits.schemas.options import FormatOptions, Side
 from delivered.kits.schemas.registry import Incompatible, Registered, connected
 from delivered.kits.schemas.schema import Decoder, Encoder, schema_of, unfit
@@ -44,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FormattedSink:
+class FormattedSink(Sink):
     """See `delivered.contract.sink.Sink`; what it does not encode is the inner sink's.
 
     Attributes:
@@ -63,7 +53,8 @@ class FormattedSink:
     def capability(self) -> SinkCapability:
         inner = self.sink.capability()
         written = "; ".join(self._described(s) for s in self.options.sides)
-        return replace(inner, records="; ".join([*([inner.records] if inner.records else []), written]))
+        records = "; ".join([*([inner.records] if inner.records else []), written])
+        return replace(inner, records=records, validates=True)
 
     def _described(self, side: Side) -> str:
         if side.declared is not None:
@@ -75,7 +66,7 @@ class FormattedSink:
         return f"{side.column} as {side.format} by {by}"
 
     def _subject(self, side: Side) -> str:
-        names = getattr(address_of(self.sink.scan()), "names", None)
+        names = getattr(self.sink.scan().address(), "names", None)
         return side.subject_of(self.owner, next(iter(names)) if names is not None and len(names) == 1 else None)
 
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
@@ -88,12 +79,10 @@ class FormattedSink:
         return found
 
     def check_ledger(self, scope: Scope) -> Sequence[Finding]:
-        """See `delivered.contract.powers.ChecksLedger`."""
-        return check_ledger(self.sink, scope)
+        return self.sink.check_ledger(scope)
 
     def check_guarantee(self, guarantee: Guarantee) -> None:
-        if isinstance(self.sink, ChecksGuarantee):
-            self.sink.check_guarantee(guarantee)
+        self.sink.check_guarantee(guarantee)
 
     def check_schema(self, schema: pa.Schema) -> None:
         for side in self.options.sides:
@@ -107,31 +96,27 @@ class FormattedSink:
         self.sink.check_schema(self._encoded_schema(schema))
 
     def ready_target(self, schema: pa.Schema) -> None:
-        """See `delivered.contract.powers.NeedsTarget`."""
-        ready_target(self.sink, self._encoded_schema(schema))
+        self.sink.ready_target(self._encoded_schema(schema))
 
     def add_columns(self, schema: pa.Schema) -> None:
-        """See `delivered.contract.powers.AddsColumns`."""
-        add_columns(self.sink, self._encoded_schema(schema))
+        self.sink.add_columns(self._encoded_schema(schema))
 
     def check_rows(self, schema: pa.Schema) -> None:
-        """See `delivered.contract.schemas.WritesBySchema`."""
         for side in self.options.sides:
             self._fits(side, schema, self._now(side, register=False))
 
     @property
-    def columns(self) -> Sequence[str]:
+    def schema_columns(self) -> Sequence[str]:
         return [s.column for s in self.options.sides]
 
-    def settled(self, schema: pa.Schema) -> FormattedSink:
-        """See `delivered.contract.schemas.WritesBySchema`."""
+    def settled(self, schema: pa.Schema) -> Self:
         self.check_rows(schema)
         return replace(self, schemas=tuple(self._now(s, register=True) for s in self.options.sides))
 
     def schema_ids(self) -> Mapping[str, int]:
         return {s.column: r.id for s, r in zip(self.options.sides, self.schemas, strict=False)}
 
-    def by_ids(self, ids: Mapping[str, int]) -> FormattedSink:
+    def by_ids(self, ids: Mapping[str, int]) -> Self:
         found = [connected(self.options.registry).by_id(ids[s.column]) for s in self.options.sides]
         if None in found:
             raise UsageError(
@@ -177,12 +162,11 @@ class FormattedSink:
             )
 
     def _encoded_schema(self, schema: pa.Schema) -> pa.Schema:
-        return _with_bytes(schema, self.columns)
+        return _with_bytes(schema, self.schema_columns)
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """See `delivered.contract.powers.ValidatesRows`."""
         encoded, reasons = self._encoded(batch)
-        inner = self.sink.invalid_rows(encoded) if isinstance(self.sink, ValidatesRows) else None
+        inner = self.sink.invalid_rows(encoded)
         if not reasons:
             return inner
         own = pa.array([reasons.get(n) for n in range(batch.num_rows)], pa.string())
@@ -246,7 +230,7 @@ class FormattedSink:
         return self.sink.committer(scope)
 
 
-class _EncodingWriter:
+class _EncodingWriter(Writer):
     """See `delivered.contract.sink.Writer`."""
 
     def __init__(self, sink: FormattedSink, writer: Writer) -> None:
@@ -264,15 +248,14 @@ class _EncodingWriter:
 
 
 @dataclass(frozen=True)
-class FormattedScan:
+class FormattedScan(BoundedScan):
     """See `delivered.contract.sink.BoundedScan`: the sink's records, each read by the schema it was written with."""
 
     scan: BoundedScan
     options: FormatOptions
 
-    def planned(self) -> FormattedScan:
-        """See `delivered.contract.powers.Planned`."""
-        return replace(self, scan=planned(self.scan))
+    def planned(self) -> Self:
+        return replace(self, scan=self.scan.planned())
 
     def schema(self) -> pa.Schema:
         return self.scan.schema()
@@ -281,7 +264,7 @@ class FormattedScan:
         return self.scan.slices(since)
 
     def address(self) -> Address | None:
-        return address_of(self.scan)
+        return self.scan.address()
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         ask = connected_later(self.options)

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.contract.finding import Finding
-from delivered.contract.powers import (
+from delivered.contract.queue import DedupWindow, ReceiverReport
+from delivered.contract.source import (
+    COORDINATES,
+    RAW,
+    REJECTED,
     Address,
-    Adopter,
-    Adopts,
-    HasOffsetMetadata,
-    HoldsBackWal,
-    OrdersOffsets,
-    address_of,
-    planned,
+    Offsets,
+    Resumption,
+    Slice,
+    Source,
+    SourceDriver,
 )
-from delivered.contract.schemas import RejectsRecords, rejecting
-from delivered.contract.source import COORDINATES, RAW, REJECTED, Offsets, Rechecks, Slice, Source, SourceDriver
 from delivered.kits.schemas.avro import Unmappable
 from delivered.kits.schemas.options import FormatOptions, Side, version_option
 from delivered.kits.schemas.registry import Registered, connected
 from delivered.kits.schemas.schema import Ask, Decoder, schema_of
 from delivered.model.capability import SourceCapability
-from delivered.model.errors import BadRecord, DeliveredError, Refused, UsageError
-from delivered.source import earlier
+from delivered.model.errors import BadRecord, DeliveredError, UsageError
 
 
 @dataclass(frozen=True)
-class FormattedSource:
+class FormattedSource(Source):
     """See `delivered.contract.source.Source`; what it does not decode is the inner source's.
 
     Attributes:
@@ -53,20 +53,13 @@ class FormattedSource:
     def rows_per_batch_max(self) -> int | None:
         return self.source.rows_per_batch_max
 
-    @property
-    def offset_metadata(self) -> frozenset[str]:
-        return self.source.offset_metadata if isinstance(self.source, HasOffsetMetadata) else frozenset()
-
-    @property
-    def lasting_metadata(self) -> frozenset[str]:
-        return self.source.lasting_metadata if isinstance(self.source, HasOffsetMetadata) else frozenset()
-
     def capability(self) -> SourceCapability:
         inner = self.source.capability()
         read = "; ".join(self._described(s) for s in self.options.sides)
         return replace(
             inner,
             records="; ".join([*([inner.records] if inner.records else []), read]),
+            decodes=True,
             assumes=(*inner.assumes, f"the schema registry {self.options.url} keeps the schemas that records name"),
         )
 
@@ -79,7 +72,7 @@ class FormattedSource:
         return f"{side.column} from {side.format} by {by}"
 
     def _subject(self, side: Side) -> str:
-        names = getattr(address_of(self.source), "names", None)
+        names = getattr(self.source.address(), "names", None)
         return side.subject_of(self.owner, next(iter(names)) if names is not None and len(names) == 1 else None)
 
     def preflight(self) -> Sequence[Finding]:
@@ -90,12 +83,11 @@ class FormattedSource:
             found.append(Finding.refusal(error))
         return found
 
-    def planned(self) -> FormattedSource:
-        """See `delivered.contract.powers.Planned`."""
+    def planned(self) -> Self:
         if self.schemas:
             return self
         schemas = tuple(self._registered(s) for s in self.options.sides)
-        return replace(self, source=planned(self.source), schemas=schemas)
+        return replace(self, source=self.source.planned(), schemas=schemas)
 
     def _registered(self, side: Side) -> Registered:
         declared = side.declared_text()
@@ -113,7 +105,6 @@ class FormattedSource:
         return schema.append(REJECTED) if self.kept else schema
 
     def newest_versions(self) -> dict[str, int]:
-        """See `delivered.contract.schemas.ReadsBySchema`."""
         open_ = [s for s in self.options.sides if s.declared is None and s.version is None]
         return {s.column: find(self.owner, self.options, s, self._subject(s)).version for s in open_}
 
@@ -121,40 +112,38 @@ class FormattedSource:
         return {version_option(column): str(version) for column, version in versions.items()}
 
     def address(self) -> Address | None:
-        return address_of(self.source)
+        return self.source.address()
 
-    def adopter(self) -> Adopter:
-        if isinstance(self.source, Adopts):
-            return self.source.adopter()
-        raise Refused(
-            "ADOPT_SOURCE",
-            f"{self.owner} cannot start where another reader stopped.",
-            next_step="set startingOffsets to where it stopped",
-        )
+    def resumption(self, stopped: Offsets | str | int) -> Resumption | None:
+        return self.source.resumption(stopped)
+
+    def rate(self) -> float | None:
+        return self.source.rate()
+
+    def receivers(self) -> Sequence[ReceiverReport] | None:
+        return self.source.receivers()
+
+    def dedup_window(self) -> DedupWindow | None:
+        return self.source.dedup_window()
 
     def wal_held_back(self) -> int | None:
-        return self.source.wal_held_back() if isinstance(self.source, HoldsBackWal) else None
+        return self.source.wal_held_back()
 
     def recheck(self) -> None:
-        if isinstance(self.source, Rechecks):
-            self.source.recheck()
+        self.source.recheck()
 
     def earlier(self, end: Offsets, until: Offsets) -> Offsets:
-        inner = self.source
-        return inner.earlier(end, until) if isinstance(inner, OrdersOffsets) else earlier(end, until)
+        return self.source.earlier(end, until)
 
-    def rejecting(self, *, kept: bool, raw: bool = False) -> FormattedSource:
-        """See `delivered.contract.schemas.RejectsRecords`."""
-        return replace(self, source=rejecting(self.source, kept=kept), rejects=True, kept=kept, raw=raw)
+    def rejecting(self, *, kept: bool, raw: bool = False) -> Self:
+        return replace(self, source=self.source.rejecting(kept=kept), rejects=True, kept=kept, raw=raw)
 
     def raw_schema(self) -> pa.Schema:
-        inner = self.source
-        return inner.raw_schema() if isinstance(inner, RejectsRecords) else inner.schema()
+        return self.source.raw_schema()
 
     def decoded(self, raw: pa.RecordBatch) -> pa.RecordBatch:
         full = self.planned()
-        inner = full.source.decoded(raw) if isinstance(full.source, RejectsRecords) else raw
-        return full._decoded(inner, full._decoders(), full.schema())
+        return full._decoded(full.source.decoded(raw), full._decoders(), full.schema())
 
     def driver(self) -> SourceDriver:
         return self.source.driver()

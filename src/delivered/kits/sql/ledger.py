@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
+from delivered.contract.sink import KeyMemory
 from delivered.kits.sql.database import CLAIM_WAIT_S, C, Connection, Database, Dialect, scope_values
 from delivered.kits.sql.merge import fold
 from delivered.ledger import Change, Head, Swap, outdated, state_of
@@ -539,8 +540,8 @@ def keep(sql: Dialect, connection: Connection, decision: Decision, epoch: int) -
     reach(StepId.DEDUP_KEEP, Moment.AFTER, batch=decision.batch)
 
 
-class KeyTable(Generic[C]):
-    """See `delivered.contract.powers.KeyMemory`."""
+class KeyTable(KeyMemory, Generic[C]):
+    """See `delivered.contract.sink.KeyMemory`."""
 
     def __init__(self, database: Database[C], scope: Scope) -> None:
         self._database = database

@@ -761,7 +761,7 @@ def findings(options: TableOptions, found: Definition, *, loads: bool = False) -
 
 
 def checked(options: TableOptions, found: Definition) -> Sequence[str]:
-    """See `delivered.contract.powers.ChecksTarget`."""
+    """See `delivered.contract.sink.Sink.checked_target`."""
     if not found.exists:
         return ()
     parts = (

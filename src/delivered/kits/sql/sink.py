@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pyarrow as pa
 
 from delivered.contract.finding import Finding
-from delivered.contract.powers import KeyMemory
-from delivered.contract.sink import Writer
+from delivered.contract.sink import KeyMemory, Writer
 from delivered.kits.sink import StoreSink
 from delivered.kits.sql.database import Server
 from delivered.kits.sql.merge import check_columns, checked, stored, without_key
@@ -45,7 +45,6 @@ class TableSink(StoreSink):
         return fitted(batch, self.types.canonical_schema(batch.schema))
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """See `delivered.contract.powers.ValidatesRows`."""
         return without_key(self.options.write, batch, self.types.unstorable(batch))
 
 
@@ -144,6 +143,7 @@ class ServerSink(DatabaseSink):
             "system": self.parts.folder.rpartition(".")[2],
             "send": f"{terms.load} into {into}, one transaction per shard, visible when it commits",
             "remembers": True,
+            "validates": True,
             "write": self.options.write,
             "adds_columns": self.options.merge_schema,
         }
@@ -209,7 +209,6 @@ class ServerSink(DatabaseSink):
         return RedoWriter(self.parts["database"](self.options), guarantee, make)
 
     def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """See `delivered.contract.trial.TriesRows`."""
         server: Server[Any] = self.parts["database"](self.options)
 
         def once() -> pa.Array | None:
@@ -219,12 +218,11 @@ class ServerSink(DatabaseSink):
         return server.waiting(once, kept=True)
 
     def checked_target(self) -> Sequence[str]:
-        """See `delivered.contract.powers.ChecksTarget`."""
         server: Server[Any] = self.parts["database"](self.options)
         return checked(self.options, server.ask(lambda connection: server.definition(connection, columns=True)))
 
     def ready_target(self, schema: pa.Schema) -> None:
-        """See `delivered.contract.powers.NeedsTarget`: a table that is there must take every column. Tasks check the
+        """See `delivered.contract.sink.Sink`: a table that is there must take every column. Tasks check the
         types, and create a table that is missing, with the first rows."""
         server: Server[Any] = self.parts["database"](self.options)
         found = server.waiting(lambda: server.ask(lambda connection: server.definition(connection, columns=True)))
@@ -233,7 +231,6 @@ class ServerSink(DatabaseSink):
                 raise column_computed(self.options.table_text, name)
 
     def add_columns(self, schema: pa.Schema) -> None:
-        """See `delivered.contract.powers.AddsColumns`."""
         if not self.options.merge_schema:
             return
         server: Server[Any] = self.parts["database"](self.options)
@@ -256,13 +253,14 @@ log = logging.getLogger("delivered.outage")
 T = TypeVar("T")
 
 
-class ShardWriter(Writer, Protocol):
+class ShardWriter(Writer):
     @property
+    @abstractmethod
     def possible(self) -> PreparedRows | None:
         """What `prepare` may have left at the server when it raised; None: nothing."""
 
 
-class RedoWriter:
+class RedoWriter(Writer):
     """See `delivered.contract.sink.Writer`.
 
     Until a shard is prepared, losing its connection rolls it back, so it may be sent again. After an unknown outcome of

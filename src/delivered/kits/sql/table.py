@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.contract.finding import Finding
+from delivered.contract.sink import BoundedScan
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.options import ServerOptions, TableOptions
 from delivered.model import ranges
@@ -191,7 +192,7 @@ def check_nulls(batch: pa.RecordBatch, filled: Collection[str]) -> None:
 SLICES_MAX = 256
 
 
-class TableScan(ABC):
+class TableScan(BoundedScan):
     """See `delivered.contract.sink.BoundedScan`. Rows keep the Arrow types they were written with."""
 
     def schema(self) -> pa.Schema:

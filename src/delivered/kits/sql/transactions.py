@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Committer, LeftOutRow
+from delivered.contract.sink import Committer, LeftOutRow, OpenTransaction
 from delivered.kits.sql.database import C, Connection, Definition, Dialect, Server, quoted, scope_values
 from delivered.kits.sql.merge import (
     SKIPPED_VERSION,
@@ -106,34 +106,9 @@ class PreparedRows(Handle):
     index: str = ""
 
 
-@dataclass(frozen=True)
-class OpenTransaction:
-    """One prepared transaction, for display. See `delivered.contract.powers.OpenTransaction`.
-
-    Attributes:
-        started_ms: when it was prepared, in milliseconds since 1970; by the server's clock if available.
-        user: who prepared it, if available.
-    """
-
-    transactional_id: str
-    batch: int
-    shard: int
-    started_ms: int
-    targets: tuple[str, ...]
-    user: str = ""
-    database: str = ""
-    state: str = "Prepared"
-
-    @property
-    def participant(self) -> PreparedRows:
-        return PreparedRows(self.transactional_id)
-
-    def age_s(self) -> float:
-        """Seconds since it was prepared, by this machine's clock."""
-        return age_of(self.started_ms)
-
-    def timeout_s(self) -> None:
-        return None
+def open_transaction(gid: str, started_ms: int, options: ServerOptions) -> OpenTransaction:
+    """A prepared transaction, as operators and audits see it."""
+    return OpenTransaction(gid, "Prepared", PreparedRows(gid), (options.table_text,), started_ms)
 
 
 def check_deletions(options: ServerOptions) -> Iterator[Finding]:

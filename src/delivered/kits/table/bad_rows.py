@@ -139,7 +139,7 @@ class Trial(Protocol):
     """Judges rows by the table as it was when it was first asked."""
 
     def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """See `delivered.contract.trial.TriesRows`."""
+        """See `delivered.contract.sink.Sink.refused_rows`."""
 
 
 def unwritable(

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from delivered.contract.sink import Writer
 from delivered.kits.table.store import Store
 from delivered.model.errors import Fenced, InvariantBroken, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
@@ -240,7 +241,7 @@ class ShardFiles(Protocol):
         """Delete what was written. Never raises."""
 
 
-class StagingWriter:
+class StagingWriter(Writer):
     """exactly_once: files stay invisible until the driver commits them."""
 
     def __init__(self, work: Work, files: ShardFiles) -> None:

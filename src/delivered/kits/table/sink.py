@@ -28,7 +28,6 @@ class FileTableSink(TableSink):
         self.parts["ready"](self.options, stored(self.options.write, schema))
 
     def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """See `delivered.contract.trial.TriesRows`."""
         key = (self.options, batch.schema, int(time.monotonic() // TRIAL_AGE_S))
         with _trials.lent(key, lambda: self.parts["trial"](self.options, batch.schema)) as trial:
             return trial.refused(batch)
