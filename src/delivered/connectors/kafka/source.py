@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
 import pyarrow as pa
 import tenacity
@@ -37,9 +37,6 @@ from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.limits import RESTART_CONFIRM_S
 from delivered.source import Range, admit, columns, split
-
-if TYPE_CHECKING:
-    pass
 
 
 # Whether a partition's log is still the one that a position was read from (P29).
