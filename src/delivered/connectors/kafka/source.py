@@ -38,7 +38,6 @@ from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.limits import RESTART_CONFIRM_S
 from delivered.source import Range, admit, columns, split
 
-
 # Whether a partition's log is still the one that a position was read from (P29).
 #
 # A log can lose its end: an unclean leader election, a broker with an older copy of its disk. Once it has grown past
