@@ -29,6 +29,7 @@ TO_KAFKA = SinkFacts(
         apply="EndTxn per shard",
         send="idempotent producer, acks=all",
         batch_atomic=False,
+        validates=True,
         prepared_timeout_s=600,
         assumes=("readers of orders-clean use isolation.level=read_committed",),
     ),
@@ -46,6 +47,7 @@ TO_SQLITE = SinkFacts(
         apply="the shard's rows into the open transaction",
         send="INSERT, a transaction per chunk",
         batch_atomic=True,
+        validates=True,
         local=True,
     ),
 )
@@ -62,6 +64,7 @@ TO_POSTGRES = SinkFacts(
         apply="COMMIT PREPARED per shard",
         send="COPY, a transaction per shard",
         batch_atomic=False,
+        validates=True,
         assumes=("the database is backed up and restored as a whole",),
     ),
 )
