@@ -198,7 +198,7 @@ def test_longest_names_fit_a_transaction_id() -> None:
     one, two = Scope("a", "b.c", "i"), Scope("a.b", "c", "i")
     assert not transactions.is_ours(one, "delivered", transactions.new_id(Work(two, 0, 0), "delivered"))
     assert not transactions.is_ours(one, "delivered", transactions.new_id(Work(one, 0, 0), "another_ledger"))
-    staging = transactions.names_of(work.scope, "delivered").staging(work, "0" * 16)
+    staging = transactions.build_names(work.scope, "delivered").staging(work, "0" * 16)
     assert len(staging) <= 64
 
 

@@ -26,7 +26,7 @@ from tests.support.zygote import Zygote
 from delivered.connectors import delta, files, iceberg
 from delivered.contract.sink import Sink
 from delivered.engine.context import open_ledger
-from delivered.kits.table.shard import batch_of
+from delivered.kits.table.shard import parse_batch
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
 from delivered.model.identity import Scope
 from delivered.model.outcome import Ok
@@ -309,7 +309,7 @@ def fenced(world: TableWorld, point: str) -> str:
     world.abort_orphans()
     world.judge()
     # What the zombie staged for a batch decided long ago is left to the table's vacuum.
-    assert [f for f in world.staged() if (batch_of(f.name) or 0) >= BATCHES - 1] == []
+    assert [f for f in world.staged() if (parse_batch(f.name) or 0) >= BATCHES - 1] == []
     return error
 
 

@@ -17,7 +17,7 @@ from delivered.connectors.kafka.options import SinkOptions
 from delivered.connectors.kafka.topics import Keys
 from delivered.connectors.mysql import committer as mysql
 from delivered.connectors.postgres import committer as postgres
-from delivered.connectors.rocketmq.publish import group_of
+from delivered.connectors.rocketmq.publish import producer_group
 from delivered.kits.options import queue_sink_name
 from delivered.kits.queue.sink import SendingWriter
 from delivered.kits.sql.transactions import Names
@@ -49,7 +49,7 @@ OF_A_SCOPE: dict[str, Callable[[Scope], Any]] = {
     "postgres gid": lambda s: postgres.id_prefix(s, "delivered"),
     "mysql xid": lambda s: mysql.id_prefix(s, "delivered"),
     "staging table": lambda s: Names(s, "delivered").staging_prefix,
-    "rocketmq group": group_of,
+    "rocketmq group": producer_group,
     "message id": message_id,
     "staged files": sink_folder,
     "delta application id": lambda s: DeltaNames(s).owner,

@@ -45,10 +45,10 @@ def test_a_message_enters_once(log: Path) -> None:
 
 def test_messages_with_nothing_but_an_id_are_written_as_any_others(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = replace(messages("a", "ü", "c" * 300), headers=[(), [], ()])
-    alone = journals.rows_of(replace(plain, times_us=[1, 2, 3]))
+    alone = journals.build_rows(replace(plain, times_us=[1, 2, 3]))
     monkeypatch.setattr(journals, "_ids_alone", None)  # not used for mixed ones
-    mixed = journals.rows_of(replace(plain, headers=[(), [("h", None)], ()], times_us=[1, 2, 3]))
-    without = journals.rows_of(replace(plain, ids=["a", None, "c" * 300], times_us=[1, 2, 3]))
+    mixed = journals.build_rows(replace(plain, headers=[(), [("h", None)], ()], times_us=[1, 2, 3]))
+    without = journals.build_rows(replace(plain, ids=["a", None, "c" * 300], times_us=[1, 2, 3]))
     assert alone.schema == mixed.schema == without.schema
     headers = alone.column("headers").to_pylist()
     assert headers == [[{"key": "delivered.id", "value": i.encode()}] for i in plain.ids if i is not None]
@@ -124,7 +124,7 @@ def test_partitions_by_key_survive_a_restart(log: Path) -> None:
 
 def steal(log: Path, *ids: str) -> None:
     """Append as a receiver on another machine, which shares no lock with this one."""
-    produce.append(str(log), pa.table(pa.Table.from_batches([journals.rows_of(messages(*ids))])))
+    produce.append(str(log), pa.table(pa.Table.from_batches([journals.build_rows(messages(*ids))])))
 
 
 def test_two_processes_that_append_one_message_leave_it_once(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,8 +246,8 @@ def test_an_id_is_the_one_that_its_sender_set_whatever_its_headers_say(
     given_: list[tuple[str | None, list[tuple[str, bytes | None]]]],
 ) -> None:
     batch = replace(messages(*(f"{n}" for n in range(len(given_)))), ids=[i for i, _ in given_])
-    rows = journals.rows_of(replace(batch, headers=[h for _, h in given_]))
-    assert journals.ids_of(rows.column("headers")) == batch.ids
+    rows = journals.build_rows(replace(batch, headers=[h for _, h in given_]))
+    assert journals.read_ids(rows.column("headers")) == batch.ids
 
 
 def test_ids_of_any_bytes_are_recognised_after_a_restart(log: Path) -> None:

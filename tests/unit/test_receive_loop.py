@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from delivered.connectors.log.journal import rows_of
+from delivered.connectors.log.journal import build_rows
 from delivered.contract.queue import Entered, JournalSize, MessageBatch
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
@@ -270,7 +270,7 @@ def test_dead_letters_are_written_readable_when_they_are_refused_as_they_are() -
     assert copy.values == [b"v", b""]
     assert dict(copy.headers[0])["delivered.time_us"] == str(1 << 80).encode()
     assert dict(copy.headers[0])["delivered.headers"] == b"[('h', b'x')]"
-    assert len(rows_of(copy)) == 2
+    assert len(build_rows(copy)) == 2
 
 
 def test_while_the_log_is_full_no_message_is_held(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from delivered.connectors.sqlite.client import MIGRATIONS, migrate
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.sink import SqliteSink
 from delivered.connectors.sqlite.store import SqliteCommitter
-from delivered.connectors.sqlite.writer import folder_of
+from delivered.connectors.sqlite.writer import staging_folder
 from delivered.engine.context import open_ledger
 from delivered.ledger import Ledger
 from delivered.model.errors import BadRecord, DeliveredError, Fenced, Unreachable, UsageError
@@ -348,7 +348,7 @@ def test_p16_decision_again_adds_nothing(tmp_path: Path) -> None:
 def test_staged_file_that_is_not_what_was_prepared_is_not_decided(tmp_path: Path, damage: str) -> None:
     sink = sink_at(tmp_path)
     whole, prepared = stage(sink, ROWS, 0), stage(sink, ROWS, 1)
-    path = folder_of(sink.options, SCOPE) / str(prepared.handle["path"])
+    path = staging_folder(sink.options, SCOPE) / str(prepared.handle["path"])
     data = bytearray(path.read_bytes())
     if damage == "cut":
         path.write_bytes(data[:-100])
@@ -369,7 +369,7 @@ def test_names_cannot_leave_their_folder(tmp_path: Path) -> None:
     sink = sink_at(tmp_path)
     for pipeline, name in (("..", ".."), ("a.b", "c"), ("a", "b.c")):
         prepared = stage(sink, ROWS, scope=Scope(pipeline, name, "i0"))
-        path = folder_of(sink.options, Scope(pipeline, name, "i0")) / str(prepared.handle["path"])
+        path = staging_folder(sink.options, Scope(pipeline, name, "i0")) / str(prepared.handle["path"])
         assert path.resolve().is_relative_to(sink.options.staging.resolve())
     assert len({p.parent for p in sink.options.staging.rglob("*.arrow")}) == 3  # P13: "a.b"+"c" is not "a"+"b.c"
 

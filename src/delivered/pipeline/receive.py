@@ -55,9 +55,9 @@ class Presence:
     """
 
     def __init__(self, log: str, storage: Mapping[str, str]) -> None:
-        from delivered.connectors.log import receivers_of
+        from delivered.connectors.log import open_receivers
 
-        self._receivers = receivers_of(log, storage)
+        self._receivers = open_receivers(log, storage)
         self._every_s = _EVERY_S if self._receivers.local else _EVERY_REMOTE_S
         self._report = ReceiverReport(new_owner(psutil.Process()), 0)
         self._due = 0.0

@@ -121,7 +121,7 @@ def next_claim(claim: int) -> int:
     return ((claim >> _CLAIM_BITS) + 1) << _CLAIM_BITS | secrets.randbits(_CLAIM_BITS)
 
 
-def claim_of(owner_file: str) -> int:
+def parse_claim(owner_file: str) -> int:
     """The claim in a file name; 0: not such a file."""
     digits = owner_file.rpartition("/")[2].removesuffix(".json")
     return int(digits) if digits.isdigit() else 0
@@ -317,7 +317,7 @@ class DeltaCommitter(StagedFilesCommitter):
 
 
 def _writers(prepared: Prepared) -> set[str]:
-    return {shard.writer_of(f.path) for f in StagedFiles.of(prepared).files} if prepared.handle else set()
+    return {shard.parse_writer(f.path) for f in StagedFiles.of(prepared).files} if prepared.handle else set()
 
 
 # The ledger in the table's own log: one commit adds a batch's files and its decision.
@@ -619,8 +619,8 @@ class DeltaStore:
                 expired += records.store.files(names.started_folder(incarnation))
         # Keep some: another process may be reading one that was the newest until now. Claims in flight have newer
         # files. Files without a claim in their name are being written by another driver.
-        owners = sorted((f for f in records.store.files(names.owner_folder) if claim_of(f)), key=claim_of)
-        self._take_away(expired + [f for f in owners[:-OWNERS_REMEMBERED] if claim_of(f) < state.epoch])
+        owners = sorted((f for f in records.store.files(names.owner_folder) if parse_claim(f)), key=parse_claim)
+        self._take_away(expired + [f for f in owners[:-OWNERS_REMEMBERED] if parse_claim(f) < state.epoch])
 
     def _forget_batches(self, batch: int) -> None:
         horizon = batch - LEDGER_HISTORY_BATCHES
@@ -628,7 +628,7 @@ class DeltaStore:
             return
         with contextlib.suppress(OSError):
             files = self._records.store.files(self._names.decided_folder(self._scope.incarnation))
-            self._take_away(f for f in files if (shard.batch_of(f) or 0) <= horizon)
+            self._take_away(f for f in files if (shard.parse_batch(f) or 0) <= horizon)
 
     def _take_away(self, names: Iterable[str]) -> None:
         """Delete unreferenced files; the next claim finds those that remain."""

@@ -60,7 +60,7 @@ def unstorable_parts(names: Sequence[str], batch: pa.RecordBatch) -> pa.Array | 
     return reasons
 
 
-def folder_of(part: Part) -> str:
+def part_folder(part: Part) -> str:
     """`day=2024-05-01/`, in Hive style. Readers use the log, not this name, so a long one is shortened."""
     return "".join(
         f"{_short(f'{quote(k, safe=str())}={NULL if v is None else quote(v, safe=str())}')}/" for k, v in part

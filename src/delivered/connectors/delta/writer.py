@@ -30,7 +30,7 @@ from delivered.connectors.delta.client import (
     require_table,
 )
 from delivered.connectors.delta.options import DeltaOptions
-from delivered.connectors.delta.target import TYPES, Part, folder_of, required, same_columns, text, unstorable_parts
+from delivered.connectors.delta.target import TYPES, Part, part_folder, required, same_columns, text, unstorable_parts
 from delivered.contract.sink import Writer
 from delivered.kits.sql.merge import check_rows
 from delivered.kits.table import bad_rows, shard
@@ -42,118 +42,6 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
 from delivered.model.ranges import check, fitted
-
-
-class Required:
-    """Reads the table when rows have the first null that it may refuse."""
-
-    def __init__(self, options: DeltaOptions) -> None:
-        self._options = options
-        self._table: pa.Schema | None = None
-
-    def check(self, batch: pa.RecordBatch) -> None:
-        """Raises BadRecord for a null within a column. Nulls of columns themselves are found by the files' statistics
-        when they are committed, which reads the table anyway."""
-        if bad_rows.has_nested_nulls(batch):
-            bad_rows.check(
-                self._options.where, batch, self._within(batch, [f.with_nullable(True) for f in self._schema])
-            )
-
-    def reasons(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """For each row, why the table refuses a null of it."""
-        if not any(c.null_count for c in batch.columns) and not bad_rows.has_nested_nulls(batch):
-            return None
-        return self._within(batch, list(self._schema))
-
-    @property
-    def _schema(self) -> pa.Schema:
-        if self._table is None:
-            table = open_table(self._options)  # none yet: the commit says so
-            self._table = pa.schema([] if table is None else table.schema().to_arrow())
-        return self._table
-
-    def _within(self, batch: pa.RecordBatch, fields: Sequence[pa.Field]) -> pa.Array | None:
-        return bad_rows.unfilled(self._options.write, pa.schema(fields), batch)
-
-
-COLUMNS_MAX = 32
-"""Columns with bounds, Delta's default for `delta.dataSkippingNumIndexedCols`."""
-TEXT_MAX = 32
-STATISTICS_BYTES_MAX = 4_000
-"""Maximum size of a file's statistics, which are part of the size-limited decision."""
-_HIGHEST = "\U0010ffff"
-
-
-def file_statistics(metadata: Any, not_a_number: Collection[str]) -> str:
-    """The statistics of a Parquet file from its footer, as Delta's JSON.
-
-    Args:
-        not_a_number: columns that contain NaN.
-    """
-    bounds: dict[str, tuple[Any, Any]] = {}
-    nulls: dict[str, int] = {}
-    complete = metadata.num_columns <= COLUMNS_MAX and not not_a_number
-    for index in range(metadata.num_columns):
-        column = metadata.schema.column(index)
-        if "." in column.path or column.max_repetition_level:
-            continue
-        groups = [metadata.row_group(i).column(index).statistics for i in range(metadata.num_row_groups)]
-        if any(s is None or not s.has_null_count for s in groups):
-            complete = False
-            continue
-        nulls[column.path] = sum(s.null_count for s in groups)
-        filled = [s for s in groups if s.num_values]
-        if column.physical_type == "BYTE_ARRAY" and column.logical_type.type != "STRING":
-            continue  # binary has no bounds in Delta
-        if filled:
-            found = _bounds_of(filled)
-            complete = complete and found is not None
-            if found is not None:
-                bounds[column.path] = found
-    statistics: dict[str, Any] = {"numRecords": metadata.num_rows, "nullCount": nulls}
-    if complete and bounds:
-        statistics |= {"minValues": {k: low for k, (low, _) in bounds.items()}}
-        statistics |= {"maxValues": {k: high for k, (_, high) in bounds.items()}}
-    text = json.dumps(statistics, separators=(",", ":"), ensure_ascii=False)
-    while len(text.encode()) > STATISTICS_BYTES_MAX and len(statistics) > 1:
-        statistics.popitem()
-        statistics.pop("minValues", None)
-        text = json.dumps(statistics, separators=(",", ":"), ensure_ascii=False)
-    return text
-
-
-def _bounds_of(groups: Sequence[Any]) -> tuple[Any, Any] | None:
-    """Of a column, from its statistics in all row groups that have values."""
-    if not all(s.has_min_max for s in groups):
-        return None
-    try:
-        return _bounds(min(s.min for s in groups), max(s.max for s in groups))
-    except OverflowError:  # a date or time outside Python's years
-        return None
-
-
-def _bounds(low: Any, high: Any) -> tuple[Any, Any] | None:
-    if isinstance(low, bool | int):
-        return low, high
-    if isinstance(low, float):
-        return (low, high) if math.isfinite(low) and math.isfinite(high) else None
-    if isinstance(low, str):
-        return low[:TEXT_MAX], high if len(high) <= TEXT_MAX else high[:TEXT_MAX] + _HIGHEST
-    if isinstance(low, dt.datetime):
-        if high.year >= 9999:
-            return None
-        return _milliseconds(low), _milliseconds(high + dt.timedelta(microseconds=-high.microsecond % 1000))
-    if isinstance(low, dt.date):
-        return low.isoformat(), high.isoformat()
-    if isinstance(low, decimal.Decimal) and max(len(d.as_tuple().digits) for d in (low, high)) <= 15:
-        return float(low), float(high)
-    return None
-
-
-def _milliseconds(value: dt.datetime) -> str:
-    """Truncated to milliseconds, as the client writes them; in UTC if zoned."""
-    plain = value.replace(tzinfo=None) if value.tzinfo is None else value.astimezone(dt.UTC).replace(tzinfo=None)
-    return plain.isoformat(" " if value.tzinfo is None else "T", "milliseconds") + ("" if value.tzinfo is None else "Z")
 
 
 def writer(options: DeltaOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
@@ -188,7 +76,7 @@ class DeltaFiles:
         self._place = shard.new_place(work, direct)
         self._files: PartFiles[Part] = PartFiles(
             into or partial(Store, options), self._place, self._stored, {"compression": options.compression},
-            folder_of,
+            part_folder,
         )  # fmt: skip
         self._done: list[DataFile] = []
         self._table: Any = None
@@ -240,6 +128,121 @@ class DeltaFiles:
 
     def discard(self) -> None:
         self._files.discard()
+
+
+class Required:
+    """Reads the table when rows have the first null that it may refuse."""
+
+    def __init__(self, options: DeltaOptions) -> None:
+        self._options = options
+        self._table: pa.Schema | None = None
+
+    def check(self, batch: pa.RecordBatch) -> None:
+        """Raises BadRecord for a null within a column. Nulls of columns themselves are found by the files' statistics
+        when they are committed, which reads the table anyway."""
+        if bad_rows.has_nested_nulls(batch):
+            bad_rows.check(
+                self._options.where, batch, self._within(batch, [f.with_nullable(True) for f in self._schema])
+            )
+
+    def reasons(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """For each row, why the table refuses a null of it."""
+        if not any(c.null_count for c in batch.columns) and not bad_rows.has_nested_nulls(batch):
+            return None
+        return self._within(batch, list(self._schema))
+
+    @property
+    def _schema(self) -> pa.Schema:
+        if self._table is None:
+            table = open_table(self._options)  # none yet: the commit says so
+            self._table = pa.schema([] if table is None else table.schema().to_arrow())
+        return self._table
+
+    def _within(self, batch: pa.RecordBatch, fields: Sequence[pa.Field]) -> pa.Array | None:
+        return bad_rows.unfilled(self._options.write, pa.schema(fields), batch)
+
+
+COLUMNS_MAX = 32
+"""Columns with bounds, Delta's default for `delta.dataSkippingNumIndexedCols`."""
+
+TEXT_MAX = 32
+
+STATISTICS_BYTES_MAX = 4_000
+"""Maximum size of a file's statistics, which are part of the size-limited decision."""
+
+_HIGHEST = "\U0010ffff"
+
+
+def file_statistics(metadata: Any, not_a_number: Collection[str]) -> str:
+    """The statistics of a Parquet file from its footer, as Delta's JSON.
+
+    Args:
+        not_a_number: columns that contain NaN.
+    """
+    bounds: dict[str, tuple[Any, Any]] = {}
+    nulls: dict[str, int] = {}
+    complete = metadata.num_columns <= COLUMNS_MAX and not not_a_number
+    for index in range(metadata.num_columns):
+        column = metadata.schema.column(index)
+        if "." in column.path or column.max_repetition_level:
+            continue
+        groups = [metadata.row_group(i).column(index).statistics for i in range(metadata.num_row_groups)]
+        if any(s is None or not s.has_null_count for s in groups):
+            complete = False
+            continue
+        nulls[column.path] = sum(s.null_count for s in groups)
+        filled = [s for s in groups if s.num_values]
+        if column.physical_type == "BYTE_ARRAY" and column.logical_type.type != "STRING":
+            continue  # binary has no bounds in Delta
+        if filled:
+            found = _column_bounds(filled)
+            complete = complete and found is not None
+            if found is not None:
+                bounds[column.path] = found
+    statistics: dict[str, Any] = {"numRecords": metadata.num_rows, "nullCount": nulls}
+    if complete and bounds:
+        statistics |= {"minValues": {k: low for k, (low, _) in bounds.items()}}
+        statistics |= {"maxValues": {k: high for k, (_, high) in bounds.items()}}
+    text = json.dumps(statistics, separators=(",", ":"), ensure_ascii=False)
+    while len(text.encode()) > STATISTICS_BYTES_MAX and len(statistics) > 1:
+        statistics.popitem()
+        statistics.pop("minValues", None)
+        text = json.dumps(statistics, separators=(",", ":"), ensure_ascii=False)
+    return text
+
+
+def _column_bounds(groups: Sequence[Any]) -> tuple[Any, Any] | None:
+    """Of a column, from its statistics in all row groups that have values."""
+    if not all(s.has_min_max for s in groups):
+        return None
+    try:
+        return _bounds(min(s.min for s in groups), max(s.max for s in groups))
+    except OverflowError:  # a date or time outside Python's years
+        return None
+
+
+def _bounds(low: Any, high: Any) -> tuple[Any, Any] | None:
+    if isinstance(low, bool | int):
+        return low, high
+    if isinstance(low, float):
+        return (low, high) if math.isfinite(low) and math.isfinite(high) else None
+    if isinstance(low, str):
+        return low[:TEXT_MAX], high if len(high) <= TEXT_MAX else high[:TEXT_MAX] + _HIGHEST
+    if isinstance(low, dt.datetime):
+        if high.year >= 9999:
+            return None
+        return _milliseconds(low), _milliseconds(high + dt.timedelta(microseconds=-high.microsecond % 1000))
+    if isinstance(low, dt.date):
+        return low.isoformat(), high.isoformat()
+    if isinstance(low, decimal.Decimal) and max(len(d.as_tuple().digits) for d in (low, high)) <= 15:
+        return float(low), float(high)
+    return None
+
+
+def _milliseconds(value: dt.datetime) -> str:
+    """Truncated to milliseconds, as the client writes them; in UTC if zoned."""
+    plain = value.replace(tzinfo=None) if value.tzinfo is None else value.astimezone(dt.UTC).replace(tzinfo=None)
+    return plain.isoformat(" " if value.tzinfo is None else "T", "milliseconds") + ("" if value.tzinfo is None else "Z")
 
 
 class DeltaTrial:

@@ -268,7 +268,7 @@ class IcebergCommitter(StagedFilesCommitter):
             long_past = records is not None and records.archived(incarnation) is not None
             return sys.maxsize if long_past else None, set()
         merged_by = records.writer(incarnation)
-        merged = set() if merged_by is None else {shard.writer_of(f"{merged_by}-")}
+        merged = set() if merged_by is None else {shard.parse_writer(f"{merged_by}-")}
         return decision.batch, _writers(decision.of(self._scope.sink)) | merged
 
     def _epoch(self) -> int | None:
@@ -291,7 +291,7 @@ class IcebergCommitter(StagedFilesCommitter):
                 records = Records(require_table(self._options), self._scope)
                 newest, mark = records.newest(incarnation), records.mark(incarnation) or "none"
                 for name in there:
-                    batch = shard.batch_of(name)
+                    batch = shard.parse_batch(name)
                     if batch is not None and (
                         newest is None or batch > newest or (batch == newest and mark not in name)
                     ):
@@ -303,12 +303,12 @@ class IcebergCommitter(StagedFilesCommitter):
         current = branch.manifest_list if branch is not None else ""
         undecided.check_claim()
         # Higher numbers may belong to a claim in flight.
-        old = [c for c in claims if held is not None and (shard.batch_of(c) or 0) <= held.epoch]
+        old = [c for c in claims if held is not None and (shard.parse_batch(c) or 0) <= held.epoch]
         files.remove([*found, *(c for c in old if not current.endswith(c))])
 
 
 def _writers(prepared: Sequence[Prepared]) -> set[str]:
-    return {shard.writer_of(f"{StagedFiles.of(p).writer}-") for p in prepared if p.handle}
+    return {shard.parse_writer(f"{StagedFiles.of(p).writer}-") for p in prepared if p.handle}
 
 
 def claims_folder(scope: Scope) -> str:

@@ -140,7 +140,7 @@ _AS_DATES = frozenset({"identity", "day", "hour"})
 _TRUNCATE = "truncate["
 
 
-def parts_of(table: Any) -> tuple[Part, ...]:
+def partition_parts(table: Any) -> tuple[Part, ...]:
     """The table's partition spec. Nested columns have their path, which is no column of the rows."""
     schema = table.schema()
     found = ((schema.find_column_name(f.source_id), str(f.transform)) for f in table.spec().fields)

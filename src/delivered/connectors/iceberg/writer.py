@@ -32,7 +32,7 @@ from pyiceberg.typedef import Record
 from delivered.connectors.iceberg.client import TableChange, commit, data_path, require_table, store, writing
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.target import check_features, compare, same_columns
-from delivered.connectors.iceberg.types import TYPES, parts_of, to_arrow, unstorable_parts
+from delivered.connectors.iceberg.types import TYPES, partition_parts, to_arrow, unstorable_parts
 from delivered.contract.sink import Writer
 from delivered.kits.sql.merge import check_rows, stored
 from delivered.kits.table import bad_rows, shard
@@ -49,6 +49,129 @@ from delivered.model.ranges import check, first_of, fitted
 from delivered.model.work import Handle
 
 
+def writer(options: IcebergOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
+    exactly_once = guarantee is Guarantee.EXACTLY_ONCE
+    if exactly_once and options.write.upserts:
+        return shard_writer(work, guarantee, StagedRows(options, work, schema))
+    return shard_writer(work, guarantee, IcebergFiles(options, work, schema, direct=not exactly_once, requires=True))
+
+
+class IcebergFiles:
+    """See `delivered.kits.table.shard.ShardFiles`. Reads the table on the first row.
+
+    Args:
+        requires: whether nulls are checked that the table refuses.
+    """
+
+    def __init__(
+        self, options: IcebergOptions, work: Work, schema: pa.Schema, direct: bool, requires: bool = False
+    ) -> None:
+        self._options = options
+        self._requires = requires
+        self._work = work
+        self._schema = TYPES.canonical_schema(schema)
+        self._place = shard.new_place(work, direct)
+        self._table: Any = None
+        self._stored: pa.Schema | None = None
+        self._files: PartFiles[Part] | None = None
+        self._done: list[Any] = []
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        TYPES.check_values(batch)
+        with but_missing(writing(self._options)):
+            files, stored = self._open_files()
+            check(TYPES.system, batch, unstorable_parts(partition_parts(self._table), batch))
+            plain = fitted(batch, self._schema)
+            if self._requires:
+                bad_rows.check(self._options.where, plain, unfilled(self._options.write, self._table, plain))
+            for part, rows in parts(self._table, plain, fitted(plain, stored)):
+                files.write(part, rows)
+
+    @property
+    def done(self) -> list[Any]:
+        """After `finish`: the client's data files."""
+        return self._done
+
+    @property
+    def writer(self) -> str:
+        """Common prefix of the file names."""
+        return f"{self._place.folder}/{self._place.stem}"
+
+    def finish(self) -> int:
+        if self._files is None:
+            return 0
+        with but_missing(writing(self._options)):
+            path = data_path(self._table)
+            self._done = data_files(self._table, path, self._files.finish())
+        return sum(int(f.record_count) for f in self._done)
+
+    def handle(self) -> StagedFiles | None:
+        if not self._done:
+            return None
+        with but_missing(writing(self._options)):
+            name = self._place.sibling("manifest.avro")
+            output = self._table.io.new_output(f"{data_path(self._table)}/{name}")
+            size = put(self._table, output, self._done)
+        now = self._table.metadata
+        columns = tuple(self._columns())
+        return StagedFiles(self.writer, len(self._done), size, now.current_schema_id, now.default_spec_id, columns)
+
+    def check(self) -> None:
+        self._fits(require_table(self._options))
+
+    def commit(self) -> Outcome[None]:
+        def change(now: Any) -> TableChange:
+            self._fits(now)
+            scope = self._work.scope
+            summary = {
+                "delivered.pipeline": scope.pipeline,
+                "delivered.sink": scope.sink,
+                "delivered.incarnation": scope.incarnation,
+                "delivered.batch": str(self._work.batch),
+                "delivered.shard": str(self._work.shard),
+            }
+            return TableChange(
+                folder=shard.direct_folder(scope), prefix=f"{self._work.batch}-", summary=summary, files=self._done
+            )
+
+        return commit(self._options, change)
+
+    def discard(self) -> None:
+        if self._files is not None:
+            self._files.discard()
+            with contextlib.suppress(Exception):
+                store(self._table, data_path(self._table)).remove([self._place.sibling("manifest.avro")])
+
+    def _open_files(self) -> tuple[PartFiles[Part], pa.Schema]:
+        if self._files is None or self._stored is None:
+            table = self._table = self._opened()
+            check_features(self._options, table)
+            compare(self._options, table, self._schema)
+            columns = {f.name: f for f in to_arrow(table.schema())}
+            self._stored = pa.schema([self._column(columns[name]) for name in self._schema.names])
+            options = {"compression": self._options.compression, "store_decimal_as_integer": True}
+            self._files = PartFiles(self._store, self._place, self._stored, options)
+        return self._files, self._stored
+
+    def _column(self, field: pa.Field) -> pa.Field:
+        """A column in the files."""
+        return field
+
+    def _opened(self) -> Any:
+        return require_table(self._options)
+
+    def _store(self) -> Store:
+        return store(self._table, data_path(self._table))
+
+    def _fits(self, now: Any) -> None:
+        written = self._table.metadata
+        same_columns(self._options, now, written.current_schema_id, written.default_spec_id, self._columns())
+
+    def _columns(self) -> list[int]:
+        """Field ids in the files."""
+        return [f.field_id for f in self._table.schema().fields if f.name in self._schema.names]
+
+
 def unfilled(mode: WriteMode, table: Any, batch: pa.RecordBatch) -> pa.Array | None:
     """See `delivered.kits.table.bad_rows.unfilled`."""
     from pyiceberg.io.pyarrow import schema_to_pyarrow
@@ -63,6 +186,7 @@ def unfilled(mode: WriteMode, table: Any, batch: pa.RecordBatch) -> pa.Array | N
 
 Part = tuple[Any, ...]
 """Values of the partition fields, as in a manifest: dates and times are integers."""
+
 _NO_SNAPSHOT = 0
 """Placeholder for the snapshot id, which the driver fills in when it copies the entries."""
 
@@ -239,7 +363,7 @@ class StagedRows:
         with writing(self._options):
             files = self._open_files()
             bad_rows.check(self._options.where, batch, unfilled(self._options.write, self._table, batch))
-            check(TYPES.system, batch, unstorable_parts(parts_of(self._table), batch))
+            check(TYPES.system, batch, unstorable_parts(partition_parts(self._table), batch))
             files.write((), batch)
 
     def finish(self) -> int:
@@ -272,129 +396,6 @@ class StagedRows:
         return self._files
 
 
-def writer(options: IcebergOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
-    exactly_once = guarantee is Guarantee.EXACTLY_ONCE
-    if exactly_once and options.write.upserts:
-        return shard_writer(work, guarantee, StagedRows(options, work, schema))
-    return shard_writer(work, guarantee, IcebergFiles(options, work, schema, direct=not exactly_once, requires=True))
-
-
-class IcebergFiles:
-    """See `delivered.kits.table.shard.ShardFiles`. Reads the table on the first row.
-
-    Args:
-        requires: whether nulls are checked that the table refuses.
-    """
-
-    def __init__(
-        self, options: IcebergOptions, work: Work, schema: pa.Schema, direct: bool, requires: bool = False
-    ) -> None:
-        self._options = options
-        self._requires = requires
-        self._work = work
-        self._schema = TYPES.canonical_schema(schema)
-        self._place = shard.new_place(work, direct)
-        self._table: Any = None
-        self._stored: pa.Schema | None = None
-        self._files: PartFiles[Part] | None = None
-        self._done: list[Any] = []
-
-    def write(self, batch: pa.RecordBatch) -> None:
-        TYPES.check_values(batch)
-        with but_missing(writing(self._options)):
-            files, stored = self._open_files()
-            check(TYPES.system, batch, unstorable_parts(parts_of(self._table), batch))
-            plain = fitted(batch, self._schema)
-            if self._requires:
-                bad_rows.check(self._options.where, plain, unfilled(self._options.write, self._table, plain))
-            for part, rows in parts(self._table, plain, fitted(plain, stored)):
-                files.write(part, rows)
-
-    @property
-    def done(self) -> list[Any]:
-        """After `finish`: the client's data files."""
-        return self._done
-
-    @property
-    def writer(self) -> str:
-        """Common prefix of the file names."""
-        return f"{self._place.folder}/{self._place.stem}"
-
-    def finish(self) -> int:
-        if self._files is None:
-            return 0
-        with but_missing(writing(self._options)):
-            path = data_path(self._table)
-            self._done = data_files(self._table, path, self._files.finish())
-        return sum(int(f.record_count) for f in self._done)
-
-    def handle(self) -> StagedFiles | None:
-        if not self._done:
-            return None
-        with but_missing(writing(self._options)):
-            name = self._place.sibling("manifest.avro")
-            output = self._table.io.new_output(f"{data_path(self._table)}/{name}")
-            size = put(self._table, output, self._done)
-        now = self._table.metadata
-        columns = tuple(self._columns())
-        return StagedFiles(self.writer, len(self._done), size, now.current_schema_id, now.default_spec_id, columns)
-
-    def check(self) -> None:
-        self._fits(require_table(self._options))
-
-    def commit(self) -> Outcome[None]:
-        def change(now: Any) -> TableChange:
-            self._fits(now)
-            scope = self._work.scope
-            summary = {
-                "delivered.pipeline": scope.pipeline,
-                "delivered.sink": scope.sink,
-                "delivered.incarnation": scope.incarnation,
-                "delivered.batch": str(self._work.batch),
-                "delivered.shard": str(self._work.shard),
-            }
-            return TableChange(
-                folder=shard.direct_folder(scope), prefix=f"{self._work.batch}-", summary=summary, files=self._done
-            )
-
-        return commit(self._options, change)
-
-    def discard(self) -> None:
-        if self._files is not None:
-            self._files.discard()
-            with contextlib.suppress(Exception):
-                store(self._table, data_path(self._table)).remove([self._place.sibling("manifest.avro")])
-
-    def _open_files(self) -> tuple[PartFiles[Part], pa.Schema]:
-        if self._files is None or self._stored is None:
-            table = self._table = self._opened()
-            check_features(self._options, table)
-            compare(self._options, table, self._schema)
-            columns = {f.name: f for f in to_arrow(table.schema())}
-            self._stored = pa.schema([self._column(columns[name]) for name in self._schema.names])
-            options = {"compression": self._options.compression, "store_decimal_as_integer": True}
-            self._files = PartFiles(self._store, self._place, self._stored, options)
-        return self._files, self._stored
-
-    def _column(self, field: pa.Field) -> pa.Field:
-        """A column in the files."""
-        return field
-
-    def _opened(self) -> Any:
-        return require_table(self._options)
-
-    def _store(self) -> Store:
-        return store(self._table, data_path(self._table))
-
-    def _fits(self, now: Any) -> None:
-        written = self._table.metadata
-        same_columns(self._options, now, written.current_schema_id, written.default_spec_id, self._columns())
-
-    def _columns(self) -> list[int]:
-        """Field ids in the files."""
-        return [f.field_id for f in self._table.schema().fields if f.name in self._schema.names]
-
-
 class IcebergTrial:
     """See `delivered.kits.table.bad_rows.Trial`."""
 
@@ -407,7 +408,7 @@ class IcebergTrial:
     def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
         batch = fitted(batch, self._schema)
         reasons = unfilled(self._options.write, self._table, batch)
-        reasons = first_of(reasons, unstorable_parts(parts_of(self._table), batch))
+        reasons = first_of(reasons, unstorable_parts(partition_parts(self._table), batch))
         return unwritable(batch.select(self._stored.names), self._write, reasons)
 
     def _write(self, rows: pa.RecordBatch) -> None:

@@ -31,7 +31,7 @@ def open_journal(*args: Any, **kwargs: Any) -> Any:
     return LogJournal(absolute(path), *rest, **kwargs)
 
 
-def receivers_of(path: str, storage: Any) -> Any:
+def open_receivers(path: str, storage: Any) -> Any:
     """See `delivered.connectors.log.table.Receivers`."""
     from delivered.connectors.log.table import Receivers
     from delivered.kits.options import absolute

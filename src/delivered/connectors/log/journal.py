@@ -171,20 +171,20 @@ class LogJournal(Journal):
         for batch in reader.read(fs, files):
             stop = at + batch.num_rows
             appended_ms = max(f.appended_ms for f in files if f.low < stop and f.high >= at)
-            self.window.add(partition, at, ids_of(batch.column("headers")), appended_ms)
+            self.window.add(partition, at, read_ids(batch.column("headers")), appended_ms)
             at = stop
 
     def _write(self, batch: MessageBatch, fresh: Sequence[int]) -> tuple[list[Any], dict[int, list[str | None]]]:
         """Data files for these messages, and their ids in order."""
         chosen = batch if len(fresh) == len(batch) else batch.pick(fresh)
-        rows = rows_of(chosen)
+        rows = build_rows(chosen)
         parts = list(produce.rows_by_partition(rows, self._partitions if self._partitions > 1 else None))
         ids: dict[int, list[str | None]] = {}
         if len(parts) == 1:
             ids[parts[0][0]] = list(chosen.ids)
         else:
             for partition, rows in parts:
-                ids.setdefault(partition, []).extend(ids_of(rows.column("headers")))
+                ids.setdefault(partition, []).extend(read_ids(rows.column("headers")))
         return produce.write_files(self._path, self._storage, parts, self.window.ends), ids
 
     def _committed(self, files: Sequence[Any], ids: Mapping[int, list[str | None]]) -> None:
@@ -272,7 +272,7 @@ class LogJournal(Journal):
         layout.sync_versions(self._path, before.version + 1, self._table.version())
 
 
-def rows_of(batch: MessageBatch) -> pa.RecordBatch:
+def build_rows(batch: MessageBatch) -> pa.RecordBatch:
     """Messages as rows of the log; the sender's id becomes the first header."""
     now_us = time.time_ns() // 1000
     plain = not any(batch.headers) and None not in batch.ids
@@ -316,8 +316,8 @@ def _entries(batch: MessageBatch) -> tuple[pa.Array, pa.Array, Any]:
     return pa.array(names, pa.string()), pa.array(values, pa.binary()), ends
 
 
-def ids_of(headers: pa.Array) -> list[str | None]:
-    """The ids stored by `rows_of`; None for a record without one."""
+def read_ids(headers: pa.Array) -> list[str | None]:
+    """The ids stored by `build_rows`; None for a record without one."""
     found: list[str | None] = [None] * len(headers)
     parents = pc.list_parent_indices(headers)
     entries = pc.list_flatten(headers)

@@ -124,6 +124,8 @@ def _check_version(session: Session, options: MysqlOptions) -> None:
         )
 
 
+# Errors, by the numbers that MySQL and MariaDB share.
+
 LOCK_TIMEOUT, DEADLOCK = 1205, 1213
 NO_TABLE, NO_DATABASE = 1146, 1049
 XA_UNKNOWN = 1397
@@ -169,7 +171,7 @@ _BY_NUMBER: dict[int, tuple[type[DeliveredError], str, str]] = {
 }
 
 
-def number_of(error: BaseException) -> int:
+def error_number(error: BaseException) -> int:
     """The server's or the client's error number; 0: none, the connection was already closed."""
     first = error.args[0] if error.args else 0
     return first if isinstance(first, int) else 0
@@ -177,18 +179,18 @@ def number_of(error: BaseException) -> int:
 
 def is_lost(error: BaseException) -> bool:
     """Whether the connection was lost, so that the outcome of the last statement is unknown."""
-    return number_of(error) in LOST
+    return error_number(error) in LOST
 
 
 def about_a_row(error: BaseException) -> bool:
     """Whether the server refused a row, not the statement."""
-    return number_of(error) in _ROW
+    return error_number(error) in _ROW
 
 
 def explained(error: Exception, options: MysqlOptions) -> DeliveredError:
     """Translate an error. The client's messages never contain passwords."""
-    number = number_of(error)
-    text, where = message_of(error), f"MySQL at {options.place}"
+    number = error_number(error)
+    text, where = error_message(error), f"MySQL at {options.place}"
     if number in LOGIN:
         return Unreachable(
             "MYSQL_LOGIN",
@@ -241,12 +243,12 @@ def row_refused(text: str, options: MysqlOptions) -> BadRecord:
     return BadRecord("ROW_REFUSED", f"MySQL at {options.place}{_REFUSED}{text}.", _FILTER)
 
 
-def reason_of(error: BadRecord) -> str:
+def refusal_text(error: BadRecord) -> str:
     """The text that `row_refused` was given."""
     return error.message.partition(_REFUSED)[2].rstrip(".")
 
 
-def message_of(error: BaseException) -> str:
+def error_message(error: BaseException) -> str:
     """The server's message on one line."""
     text = str(error.args[1]) if len(error.args) > 1 else str(error)
     return " ".join(text.split())[:1500] or type(error).__name__
@@ -257,11 +259,13 @@ def alter(session: Session, options: MysqlOptions, statement: str) -> None:
     try:
         session.execute(statement)
     except Exception as error:
-        if number_of(error) not in DENIED:
+        if error_number(error) not in DENIED:
             raise
         plain = statement.replace('"', "`")  # sessions of ours quote names as standard SQL does
         raise no_right_to_alter(options, error, plain, f"GRANT ALTER ON {options.table_text} TO the user") from error
 
+
+# The ledger's tables, versioned, in their own database.
 
 _NAME_TYPE = "varchar(64) CHARACTER SET ascii COLLATE ascii_bin NOT NULL"
 _SCOPE = f"pipeline {_NAME_TYPE}, sink {_NAME_TYPE}, incarnation {_NAME_TYPE}, batch bigint NOT NULL"
@@ -327,12 +331,12 @@ def with_values(schema: str) -> str:
     return quoted(schema).replace("%", "%%")
 
 
-def version_of(connection: Session, schema: str) -> int:
+def ledger_version(connection: Session, schema: str) -> int:
     """Version of the ledger's tables; 0: they do not exist. Raises MySQLError."""
     try:
         row = connection.execute(f"SELECT coalesce(max(version), 0) FROM {quoted(schema)}.migration").fetchone()
     except Exception as error:
-        if number_of(error) in (NO_TABLE, NO_DATABASE):
+        if error_number(error) in (NO_TABLE, NO_DATABASE):
             return 0
         raise
     return int(row[0])
@@ -345,7 +349,7 @@ def migrate(connection: Session, schema: str) -> None:
         UsageError: a newer version of this package created them.
         MySQLError: the server rejected it.
     """
-    if is_newest(version_of(connection, schema), len(MIGRATIONS), f"in database {schema!r}"):
+    if is_newest(ledger_version(connection, schema), len(MIGRATIONS), f"in database {schema!r}"):
         return
     s = quoted(schema)
     with alone(connection):
@@ -353,13 +357,13 @@ def migrate(connection: Session, schema: str) -> None:
         there = "SELECT 1 FROM information_schema.schemata WHERE schema_name = %s"
         if connection.execute(there, [schema]).fetchone() is None:
             connection.execute(f"CREATE DATABASE IF NOT EXISTS {s} CHARACTER SET utf8mb4 COLLATE utf8mb4_bin")
-        if version_of(connection, schema) == 0:
+        if ledger_version(connection, schema) == 0:
             connection.execute(
                 f"CREATE TABLE IF NOT EXISTS {s}.migration (version integer PRIMARY KEY, "
                 f"applied_at datetime(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6)) {_TABLE}"
             )
         # Check again: another process may have been faster.
-        for version in range(version_of(connection, schema), len(MIGRATIONS)):
+        for version in range(ledger_version(connection, schema), len(MIGRATIONS)):
             for statement in MIGRATIONS[version]:
                 connection.execute(statement.format(s=s))
             connection.execute(
@@ -378,6 +382,9 @@ def alone(connection: Session) -> Iterator[None]:
         if held:
             with contextlib.suppress(Exception):
                 connection.execute("SELECT RELEASE_LOCK(%s)", [_LOCK])
+
+
+# Sessions that may block others, known by the named lock that each one holds.
 
 
 def register_session(session: Session, nonce: str | None = None) -> None:

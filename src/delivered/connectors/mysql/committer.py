@@ -35,14 +35,14 @@ CLOSES_S, KILLED_S = 1.0, 5.0
 _ID = re.compile(r"(\d+)\.(\d+):([0-9a-f]{11,16})\.([0-9a-f]{16})\.[A-Za-z0-9._-]*")
 
 
-def names_of(scope: Scope, ledger_schema: str) -> Names:
+def build_names(scope: Scope, ledger_schema: str) -> Names:
     """With a longer check than elsewhere, because the names are not part of an id's first half."""
     return Names(scope, ledger_schema, check_bytes=8)
 
 
 def id_prefix(scope: Scope, ledger_schema: str) -> str:
     """Prefix of all ids of this pipeline and sink, in any incarnation, and of no others."""
-    return f"delivered.{names_of(scope, ledger_schema).check}."
+    return f"delivered.{build_names(scope, ledger_schema).check}."
 
 
 def new_id(work: Work, ledger_schema: str) -> str:
@@ -59,15 +59,15 @@ def is_ours(scope: Scope, ledger_schema: str, candidate: str) -> bool:
     return candidate.startswith(prefix) and _ID.fullmatch(candidate[len(prefix) :]) is not None
 
 
-def nonce_of(gid: str) -> str:
+def parse_nonce(gid: str) -> str:
     return gid.partition(":")[2].split(".")[1]
 
 
-def staging_of(names: Names, gid: str) -> str:
+def staging_table(names: Names, gid: str) -> str:
     """The staging table of an upsert's transaction."""
     first, _, _ = gid.partition(":")
     batch, shard = first.split(".")[2:4]
-    return names.staging(Work(names.scope, int(batch), int(shard)), nonce_of(gid))
+    return names.staging(Work(names.scope, int(batch), int(shard)), parse_nonce(gid))
 
 
 def xid(gid: str) -> str:
@@ -110,17 +110,17 @@ def end(session: Session, gid: str, commit: bool) -> bool:
             session.execute(statement)
             return True
         except ERRORS as error:
-            if client.number_of(error) != client.XA_UNKNOWN:
+            if client.error_number(error) != client.XA_UNKNOWN:
                 raise
             if gid not in _prepared(session):
                 return False
             if not wait_s:
                 raise
         # Its session is closing, or hangs: a paused task, a lost machine.
-        if not client.session_has_ended(session, nonce_of(gid), wait_s):
-            client.end_session(session, nonce_of(gid))
+        if not client.session_has_ended(session, parse_nonce(gid), wait_s):
+            client.end_session(session, parse_nonce(gid))
             # MariaDB 10.11 may acknowledge a commit while the killed session still ends, and then roll back.
-            client.session_has_ended(session, nonce_of(gid), KILLED_S)
+            client.session_has_ended(session, parse_nonce(gid), KILLED_S)
     raise AssertionError("not reached")
 
 
@@ -130,7 +130,7 @@ def build_committer(options: MysqlOptions, scope: Scope) -> ServerCommitter[Sess
     A staging table is dropped afterwards: the server cannot drop tables inside a transaction. It may acknowledge a
     commit and lose it: seen with MariaDB 10.11, in 1 of 30 commits right after the session that prepared was killed.
     """
-    schema, names = options.ledger_schema, names_of(scope, options.ledger_schema)
+    schema, names = options.ledger_schema, build_names(scope, options.ledger_schema)
     staging = store.build_staging(options)
 
     def drop(session: Session, table: str) -> None:
@@ -149,7 +149,7 @@ def build_committer(options: MysqlOptions, scope: Scope) -> ServerCommitter[Sess
         staged=lambda session: store.list_staging_tables(session, names),
         drop=drop,
         identity=lambda session: target.identity(session, options),
-        staging_of=lambda gid: staging_of(names, gid) if options.write.merges else None,
+        staging_of=lambda gid: staging_table(names, gid) if options.write.merges else None,
         tables_remain=True,
         loses_commits=True,
     )
@@ -167,11 +167,11 @@ def check_allowed(session: Session, options: MysqlOptions) -> None:
     try:
         session.execute("XA RECOVER")
     except ERRORS as error:
-        if client.number_of(error) not in DENIED:
+        if client.error_number(error) not in DENIED:
             raise
         raise Refused(
             "XA_DENIED",
-            f"The user may not list prepared transactions of MySQL at {options.place} ({client.message_of(error)}), "
+            f"The user may not list prepared transactions of MySQL at {options.place} ({client.error_message(error)}), "
             "which mechanism two_phase requires.",
             next_step="GRANT XA_RECOVER_ADMIN ON *.* TO the user, or write "
             '.option("mechanism", "one_transaction"), which needs no such privilege',

@@ -156,6 +156,6 @@ def _denied(session: Session, options: MysqlOptions, found: target.Found) -> lis
         except Exception as error:
             if client.is_lost(error):
                 raise
-            if client.number_of(error) in DENIED:
+            if client.error_number(error) in DENIED:
                 denied.append(right)
     return denied

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from delivered.connectors.mysql import target
-from delivered.connectors.mysql.client import version_of
+from delivered.connectors.mysql.client import ledger_version
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.store import MysqlDatabase
 from delivered.contract.source import Offsets, Slice
@@ -40,7 +40,7 @@ class MysqlScan(TableScan):
     def _stored_schema(self) -> pa.Schema | None:
         def question(session: Session) -> pa.Schema | None:
             found = target.find(session, self.options)
-            if found is None or version_of(session, self.options.ledger_schema) == 0:
+            if found is None or ledger_version(session, self.options.ledger_schema) == 0:
                 return None
             return target.stored_schema(session, self.options, found)
 

@@ -22,12 +22,12 @@ from delivered.connectors.mysql.client import (
     check_writable,
     connect,
     end_session,
+    error_number,
     explained,
     is_lost,
+    ledger_version,
     migrate,
-    number_of,
     register_session,
-    version_of,
     with_values,
 )
 from delivered.connectors.mysql.options import MysqlOptions
@@ -148,10 +148,10 @@ class MysqlDatabase(Server["Session"]):
         return is_lost(error)
 
     def is_locked(self, error: BaseException) -> bool:
-        return number_of(error) in (LOCK_TIMEOUT, DEADLOCK)
+        return error_number(error) in (LOCK_TIMEOUT, DEADLOCK)
 
     def is_constraint(self, error: Exception) -> bool:
-        return number_of(error) in CONSTRAINTS
+        return error_number(error) in CONSTRAINTS
 
     def idle(self, connection: Session) -> bool:
         return connection.idle
@@ -165,7 +165,7 @@ class MysqlDatabase(Server["Session"]):
         return None if found is None else found.full
 
     def version(self, connection: Session) -> int:
-        return version_of(connection, self.options.ledger_schema)
+        return ledger_version(connection, self.options.ledger_schema)
 
     def migrate(self, connection: Session) -> None:
         migrate(connection, self.options.ledger_schema)

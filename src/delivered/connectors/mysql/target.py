@@ -386,7 +386,7 @@ def check_hidden(session: Session, options: MysqlOptions) -> None:
     try:
         session.execute(f"SELECT 1 FROM {text_of(options)} LIMIT 0")
     except Exception as error:
-        if client.number_of(error) not in (client.NO_TABLE, client.NO_DATABASE):
+        if client.error_number(error) not in (client.NO_TABLE, client.NO_DATABASE):
             raise
 
 

@@ -149,7 +149,7 @@ def _escaped(column: pa.Array, form: Form) -> pa.Array:
     return column
 
 
-def packet_of(session: Session) -> int | None:
+def packet_limit(session: Session) -> int | None:
     """Bytes of a statement at most, if rows are sent in statements; None: LOAD DATA sends them. Raises MySQLError."""
     local, packet = session.execute("SELECT @@local_infile, @@max_allowed_packet").fetchone()
     return None if local else int(packet)
@@ -172,7 +172,7 @@ class Loading:
         self._options = options
         self._sent = 0
         self.rows = 0
-        self._packet = packet_of(session)
+        self._packet = packet_limit(session)
         if self._packet is None:
             self._form = LOAD
             self._statement = (
@@ -363,8 +363,8 @@ class LoadWriter(ShardWriter):
             self._gid = committer.new_id(self._work, self._options.ledger_schema)
         self._target = ready = target.ready(session, self._options, self._schema)
         if self._moved_later or self._merges:
-            names = committer.names_of(self._work.scope, self._options.ledger_schema)
-            nonce = committer.nonce_of(self._gid) if self._prepares else new_nonce()
+            names = committer.build_names(self._work.scope, self._options.ledger_schema)
+            nonce = committer.parse_nonce(self._gid) if self._prepares else new_nonce()
             table = names.staging(self._work, nonce)
             client.register_session(session, nonce)
             store.create(session, self._options, table, ready)
@@ -379,7 +379,7 @@ class LoadWriter(ShardWriter):
 
     def _open_xa(self, session: Session) -> None:
         if not session.nonce:
-            client.register_session(session, committer.nonce_of(self._gid))
+            client.register_session(session, committer.parse_nonce(self._gid))
         session.execute(f"XA START {committer.xid(self._gid)}")
 
     def _merge(self, session: Session, found: Definition) -> None:
@@ -432,7 +432,7 @@ def refused_rows(session: Session, options: MysqlOptions, batch: pa.RecordBatch)
     for unit, of in widths.items():
         reasons = first_of(reasons, too_long(batch, of, unit))
     valid = _valid_json(session, found)
-    suspects = _suspects(batch, names, columns, bool(valid), packet_of(session))
+    suspects = _suspects(batch, names, columns, bool(valid), packet_limit(session))
     if reasons is not None:
         suspects = pc.and_(suspects, pc.is_null(reasons))
     if not pc.any(suspects).as_py():
@@ -452,11 +452,11 @@ def refused_rows(session: Session, options: MysqlOptions, batch: pa.RecordBatch)
             loading.add(rows)
             loading.end()
         except BadRecord as error:
-            return client.reason_of(error).replace(own, options.table_text)
+            return client.refusal_text(error).replace(own, options.table_text)
         except ERRORS as error:
             if not client.about_a_row(error):
                 raise
-            return client.message_of(error).replace(own, options.table_text)
+            return client.error_message(error).replace(own, options.table_text)
         finally:
             session.execute(f"DELETE FROM {table}")
         return None

@@ -394,7 +394,7 @@ class Shapes:
             if one.truncates and options.accepts(one.at):
                 continue
             if not one.truncates:
-                new = shape.of_relation(one.relation)
+                new = shape.build_shape(one.relation)
                 if known is None or new == known or self._extends(known, new):
                     known = new
                     continue

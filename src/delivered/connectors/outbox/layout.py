@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from delivered.connectors.outbox import shape, slot
 from delivered.connectors.outbox.options import OWNER, OutboxOptions
-from delivered.connectors.outbox.shape import Shape, keys_of
+from delivered.connectors.outbox.shape import Shape, find_keys
 from delivered.connectors.outbox.slot import State, check_slot, state
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.patterns.caller import quoted
@@ -122,7 +122,7 @@ def _seen(
     end = now.flushed or 0
     for count in (1, None):  # one transaction is enough if it has the shape that the table has
         found = slot.waiting(options, lambda count=count: slot.relations(connection, options, now.table, end, count))
-        seen = [(s.before, shape.of_relation(s.relation)) for s in found if not s.truncates]
+        seen = [(s.before, shape.build_shape(s.relation)) for s in found if not s.truncates]
         if seen and all(_plain(s) == table for _, s in seen):
             break
     if seen and all(before is not None for before, _ in seen):
@@ -132,7 +132,7 @@ def _seen(
 
 def _keys(connection: psycopg.Connection[Any], options: OutboxOptions, table: Shape, found: Shape) -> tuple[str, ...]:
     """Names of the primary key's columns in rows of the shape `found`; the table may have renamed them since."""
-    keys, now, then = keys_of(connection, options), shape.names(table), shape.names(found)
+    keys, now, then = find_keys(connection, options), shape.names(table), shape.names(found)
     if set(keys) <= set(then):
         return keys
     if set(keys) <= set(now) and [c[1] for c in table] == [c[1] for c in found]:

@@ -25,7 +25,7 @@ Column = tuple[str, int, int, bool]
 Shape = tuple[Column, ...]
 
 
-def of_relation(relation: Relation) -> Shape:
+def build_shape(relation: Relation) -> Shape:
     return tuple(zip(relation.columns, relation.types, relation.modifiers, relation.keys, strict=True))
 
 
@@ -123,7 +123,7 @@ def check_identity(connection: psycopg.Connection[Any], options: OutboxOptions, 
             )
 
 
-def keys_of(connection: psycopg.Connection[Any], options: OutboxOptions) -> tuple[str, ...]:
+def find_keys(connection: psycopg.Connection[Any], options: OutboxOptions) -> tuple[str, ...]:
     """Columns of the primary key: the table's, else that which its partitions have; none: there is none."""
     return tuple(_described(connection, options)[0])
 

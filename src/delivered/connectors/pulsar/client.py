@@ -30,153 +30,143 @@ from delivered.model.limits import CONNECT_TIMEOUT_S, SOURCE_PATIENCE_S
 from delivered.model.options import is_reference, resolve_secret
 from delivered.model.secrets import REDACTED
 
-# The token: resolved on use, checked for its form, described in errors. Never shown.
-
-_FORM = re.compile(r"[\x21-\x7e]+")
-_SHORT = 8
+_warm: dict[tuple[int, str], Any] = {}
 
 
-def secret(options: Place) -> str | None:
-    """The token; do not keep it, as it may change.
+def pulsar() -> Any:
+    """The client library, imported on use. Raises MissingExtra."""
+    try:
+        import pulsar
+    except ImportError:
+        raise MissingExtra("pulsar") from None
+    return pulsar
 
-    Raises:
-        UsageError: the variable or file of the reference is missing, or does not contain a token.
+
+def version_schema() -> Any:
+    """A reader schema that makes `Message.value` the message's schema version, -1 for none.
+
+    Only schemas get the version from the client; its own `schema_version` decodes bytes as text.
     """
-    if options.token is None:
-        return None
-    found = resolve_secret("token", options.token).strip()
-    if not _FORM.fullmatch(found):
-        what = f"{len(found)} characters, some of which are invalid in a token" if found else "nothing"
-        raise UsageError(
-            "OPTION_VALUE",
-            f"The option 'token' ({_reference(options)}) holds {what}.",
-            next_step="write only the token there, on one line: letters, digits, '-', '_' and '.'",
+
+    class Versions(pulsar().schema.BytesSchema):  # type: ignore[misc]
+        def decode_message(self, message: Any) -> int:
+            return int(message.int_schema_version())
+
+    return Versions()
+
+
+def registers(kind: str, text: str) -> Any:
+    """A producer schema, registered with the topic if missing; values are already encoded."""
+    import _pulsar
+
+    class Encoded(pulsar().schema.BytesSchema):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self._schema_info = _pulsar.SchemaInfo(getattr(_pulsar.SchemaType, kind), kind, text)
+
+    return Encoded()
+
+
+def warm_client(options: Place) -> Any:
+    """This process's client with these options."""
+    name = (os.getpid(), repr((options.url, options.token, options.trusted, options.certificate, options.key)))
+    if name not in _warm:
+        _warm[name] = _new_client(options)
+    return _warm[name]
+
+
+def _new_client(options: Place) -> Any:
+    library = pulsar()
+    secret(options)  # fail early if it cannot be read
+    if (found := tls_error(options)) is not None:
+        raise found
+    try:
+        return library.Client(
+            options.url,
+            authentication=_authentication(library, options),
+            operation_timeout_seconds=int(CONNECT_TIMEOUT_S),
+            connection_timeout_ms=int(CONNECT_TIMEOUT_S * 1000),
+            tls_trust_certs_file_path=trusted_file(options),
+            tls_validate_hostname=True,
+            tls_certificate_file_path=options.certificate,
+            tls_private_key_file_path=options.key,
+            # By default it prints every connection attempt to the standard output.
+            logger=library.ConsoleLogger(library.LoggerLevel.Error),
         )
-    return found
+    except library.PulsarException as error:
+        raise explained(error, options, options.url) from None
 
 
-def supplier(options: Place) -> Callable[[], str]:
-    """For a long-lived client: the next connection uses a replaced token.
-
-    It is called in the client's threads, which must not raise: an unreadable token is empty, so it is rejected.
-    """
-
-    def supply() -> str:
-        try:
-            return secret(options) or ""
-        except UsageError:
-            return ""
-
-    return supply
-
-
-def hidden(options: Place, detail: str) -> str:
-    """A message without the token."""
-    try:
-        token = secret(options)
-    except UsageError:
-        return detail
-    # A short one is a mistake, and its letters occur elsewhere in the text.
-    return detail if token is None or len(token) < _SHORT else detail.replace(token, REDACTED)
-
-
-def not_permitted(options: Place, what: str) -> UsageError:
-    """Args: what: what was rejected, and by whom; a sentence without its full stop."""
-    description, step = _described(options)
-    return UsageError("NOT_PERMITTED", f"{hidden(options, what)}. {description}.", next_step=step)
-
-
-def _described(options: Place) -> tuple[str, str]:
-    """The token's own claims (unverified), and the next step."""
-    if options.token is None:
-        return "No token was given", "set the option token to env:NAME or file:PATH"
-    try:
-        token = secret(options)
-    except UsageError as error:
-        return error.message.rstrip("."), "store the token there again"
-    claims = _claims(token or "")
-    name = f"The token ({_reference(options)})"
-    if claims is None:
-        return f"{name} is not a JSON Web Token", "store a Pulsar token there: pulsar tokens create --subject ROLE"
-    role = claims.get("sub")
-    known = f"{name} has the role {role!r}" if role is not None else f"{name} names no role"
-    expires = claims.get("exp")
-    if isinstance(expires, int | float) and 0 < expires <= time.time():
-        at = datetime.fromtimestamp(expires, UTC)
-        return f"{known}, and expired at {at:%Y-%m-%d %H:%M:%S} UTC", "store a new token there, and start again"
-    return known, (
-        "check that it was signed with the brokers' key, and its role's permissions: pulsar-admin namespaces "
-        f"permissions TENANT/NAMESPACE; reading needs consume, writing produce (grant-permission --role "
-        f"{role or 'ROLE'} --actions ...)"
-    )
-
-
-def _claims(token: str) -> dict[str, Any] | None:
-    parts = token.split(".")
-    if len(parts) != 3:
-        return None
-    try:
-        found = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _reference(options: Place) -> str:
-    token = options.token or ""
-    return token if is_reference(token) else "given literally, not as env:NAME or file:PATH"
-
-
-# TLS to the brokers: trusted certificates, and why a handshake failed.
-
-_PORT = 6651
-
-
-def trusted_file(options: Place) -> str | None:
-    """For the client library, which takes one file; None: it uses certifi's."""
-    return options.trusted or ssl.get_default_verify_paths().cafile
-
-
-def untrusted(options: Place, where: str, error: ssl.SSLCertVerificationError) -> UsageError:
-    """The error for a rejected certificate at `where`, a URL."""
-    return options.untrusted(where, error, "url and adminUrl")
-
-
-def tls_error(options: Place) -> DeliveredError | None:
-    """The certificate error at `url`, which the client library does not report; None: no error, or no answer."""
-    parts = urlsplit(options.url)
-    if parts.scheme != "pulsar+ssl":
-        return None
-    try:
-        checks = options.tls_context()
-    except UsageError as error:
-        return error
-    for address in parts.netloc.split(","):
-        host, port = _split(address)
-        try:
-            with (
-                socket.create_connection((host, port), CONNECT_TIMEOUT_S) as peer,
-                checks.wrap_socket(peer, server_hostname=host),
-            ):
-                pass
-        except ssl.SSLCertVerificationError as error:
-            return untrusted(options, f"pulsar+ssl://{address}", error)
-        except OSError:
-            continue
+def _authentication(library: Any, options: Place) -> Any:
+    """By the token if there is one; the connection then presents the certificate."""
+    if options.token is not None:
+        return library.AuthenticationToken(supplier(options))
+    if options.certificate is not None:
+        return library.AuthenticationTLS(options.certificate, options.key)
     return None
 
 
-def _split(address: str) -> tuple[str, int]:
-    parts = urlsplit(f"//{address}")
-    return parts.hostname or "", parts.port or _PORT
+def explained(error: Exception, options: Place, what: str) -> DeliveredError:
+    """Translate an error of the client. Args: what: the requested topic."""
+    library = pulsar()
+    detail = hidden(options, str(error) or type(error).__name__)
+    match error:
+        case library.TopicNotFound():
+            return UsageError(
+                "TOPIC_MISSING",
+                f"The topic {what!r} does not exist at {options.url}: {detail}",
+                next_step="create the topic, or correct its name",
+            )
+        case library.AuthenticationError() | library.AuthorizationError() | library.ErrorGettingAuthenticationData():
+            return not_permitted(options, f"this client is not authorized to use {what!r} at {options.url}: {detail}")
+        case library.IncompatibleSchema():
+            return UsageError(
+                "SCHEMA_INCOMPATIBLE",
+                f"The brokers at {options.url} rejected the producer's schema for {what!r}: it is incompatible with "
+                "the registered one, or bytes are not allowed.",
+                next_step="check `pulsar-admin schemas get`; write with schema avro or json, or to another topic",
+            )
+        case library.MessageTooBig():
+            return BadRecord(
+                "RECORD_TOO_LARGE",
+                f"{what} at {options.url} does not accept a message of that size: {detail}",
+                next_step="lower the option messageBytesMax, or set chunking to true",
+            )
+    return (
+        tls_error(options)
+        or _refusal(options, what)
+        or Unreachable(
+            "PULSAR_UNREACHABLE",
+            f"Pulsar at {options.url} did not answer about {what!r}, or the connection was lost: {detail}",
+            next_step="check the option url, and that the brokers are running and reachable from here",
+        )
+    )
 
+
+def _refusal(options: Place, what: str) -> UsageError | None:
+    """Ask the HTTP service: brokers reject a token by closing the connection, and the client just reconnects."""
+    topic = re.sub(r"-partition-\d+$", "", what)
+    try:
+        Admin(options).partitions(topic if topic.startswith("persistent://") else f"{PREFIX}{topic}")
+    except UsageError as error:
+        return error
+    except DeliveredError:
+        pass
+    return None
+
+
+# The admin API.
 
 T = TypeVar("T")
 
 _PAUSE_S = 0.3
+
 _REDIRECTS_MAX = 5
+
 _DETAIL_MAX = 200
+
 _PARTITIONS_MAX = 100_000
+
 _ANSWER_BYTES_MAX = 64 << 20
 """More than any entry, or the statistics of any topic."""
 
@@ -516,126 +506,143 @@ def _whole(headers: Mapping[str, str], name: str, missing: int) -> int:
     return next((int(text) for text in texts if re.fullmatch("[0-9]{1,9}", text)), missing)
 
 
-_warm: dict[tuple[int, str], Any] = {}
+# The token: resolved on use, checked for its form, described in errors. Never shown.
+
+_FORM = re.compile(r"[\x21-\x7e]+")
+
+_SHORT = 8
 
 
-def pulsar() -> Any:
-    """The client library, imported on use. Raises MissingExtra."""
-    try:
-        import pulsar
-    except ImportError:
-        raise MissingExtra("pulsar") from None
-    return pulsar
+def secret(options: Place) -> str | None:
+    """The token; do not keep it, as it may change.
+
+    Raises:
+        UsageError: the variable or file of the reference is missing, or does not contain a token.
+    """
+    if options.token is None:
+        return None
+    found = resolve_secret("token", options.token).strip()
+    if not _FORM.fullmatch(found):
+        what = f"{len(found)} characters, some of which are invalid in a token" if found else "nothing"
+        raise UsageError(
+            "OPTION_VALUE",
+            f"The option 'token' ({_reference(options)}) holds {what}.",
+            next_step="write only the token there, on one line: letters, digits, '-', '_' and '.'",
+        )
+    return found
 
 
-def version_schema() -> Any:
-    """A reader schema that makes `Message.value` the message's schema version, -1 for none.
+def supplier(options: Place) -> Callable[[], str]:
+    """For a long-lived client: the next connection uses a replaced token.
 
-    Only schemas get the version from the client; its own `schema_version` decodes bytes as text.
+    It is called in the client's threads, which must not raise: an unreadable token is empty, so it is rejected.
     """
 
-    class Versions(pulsar().schema.BytesSchema):  # type: ignore[misc]
-        def decode_message(self, message: Any) -> int:
-            return int(message.int_schema_version())
+    def supply() -> str:
+        try:
+            return secret(options) or ""
+        except UsageError:
+            return ""
 
-    return Versions()
-
-
-def registers(kind: str, text: str) -> Any:
-    """A producer schema, registered with the topic if missing; values are already encoded."""
-    import _pulsar
-
-    class Encoded(pulsar().schema.BytesSchema):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self._schema_info = _pulsar.SchemaInfo(getattr(_pulsar.SchemaType, kind), kind, text)
-
-    return Encoded()
+    return supply
 
 
-def warm_client(options: Place) -> Any:
-    """This process's client with these options."""
-    name = (os.getpid(), repr((options.url, options.token, options.trusted, options.certificate, options.key)))
-    if name not in _warm:
-        _warm[name] = _new_client(options)
-    return _warm[name]
-
-
-def _new_client(options: Place) -> Any:
-    library = pulsar()
-    secret(options)  # fail early if it cannot be read
-    if (found := tls_error(options)) is not None:
-        raise found
+def hidden(options: Place, detail: str) -> str:
+    """A message without the token."""
     try:
-        return library.Client(
-            options.url,
-            authentication=_authentication(library, options),
-            operation_timeout_seconds=int(CONNECT_TIMEOUT_S),
-            connection_timeout_ms=int(CONNECT_TIMEOUT_S * 1000),
-            tls_trust_certs_file_path=trusted_file(options),
-            tls_validate_hostname=True,
-            tls_certificate_file_path=options.certificate,
-            tls_private_key_file_path=options.key,
-            # By default it prints every connection attempt to the standard output.
-            logger=library.ConsoleLogger(library.LoggerLevel.Error),
-        )
-    except library.PulsarException as error:
-        raise explained(error, options, options.url) from None
+        token = secret(options)
+    except UsageError:
+        return detail
+    # A short one is a mistake, and its letters occur elsewhere in the text.
+    return detail if token is None or len(token) < _SHORT else detail.replace(token, REDACTED)
 
 
-def _authentication(library: Any, options: Place) -> Any:
-    """By the token if there is one; the connection then presents the certificate."""
-    if options.token is not None:
-        return library.AuthenticationToken(supplier(options))
-    if options.certificate is not None:
-        return library.AuthenticationTLS(options.certificate, options.key)
-    return None
+def not_permitted(options: Place, what: str) -> UsageError:
+    """Args: what: what was rejected, and by whom; a sentence without its full stop."""
+    description, step = _described(options)
+    return UsageError("NOT_PERMITTED", f"{hidden(options, what)}. {description}.", next_step=step)
 
 
-def explained(error: Exception, options: Place, what: str) -> DeliveredError:
-    """Translate an error of the client. Args: what: the requested topic."""
-    library = pulsar()
-    detail = hidden(options, str(error) or type(error).__name__)
-    match error:
-        case library.TopicNotFound():
-            return UsageError(
-                "TOPIC_MISSING",
-                f"The topic {what!r} does not exist at {options.url}: {detail}",
-                next_step="create the topic, or correct its name",
-            )
-        case library.AuthenticationError() | library.AuthorizationError() | library.ErrorGettingAuthenticationData():
-            return not_permitted(options, f"this client is not authorized to use {what!r} at {options.url}: {detail}")
-        case library.IncompatibleSchema():
-            return UsageError(
-                "SCHEMA_INCOMPATIBLE",
-                f"The brokers at {options.url} rejected the producer's schema for {what!r}: it is incompatible with "
-                "the registered one, or bytes are not allowed.",
-                next_step="check `pulsar-admin schemas get`; write with schema avro or json, or to another topic",
-            )
-        case library.MessageTooBig():
-            return BadRecord(
-                "RECORD_TOO_LARGE",
-                f"{what} at {options.url} does not accept a message of that size: {detail}",
-                next_step="lower the option messageBytesMax, or set chunking to true",
-            )
-    return (
-        tls_error(options)
-        or _refusal(options, what)
-        or Unreachable(
-            "PULSAR_UNREACHABLE",
-            f"Pulsar at {options.url} did not answer about {what!r}, or the connection was lost: {detail}",
-            next_step="check the option url, and that the brokers are running and reachable from here",
-        )
+def _described(options: Place) -> tuple[str, str]:
+    """The token's own claims (unverified), and the next step."""
+    if options.token is None:
+        return "No token was given", "set the option token to env:NAME or file:PATH"
+    try:
+        token = secret(options)
+    except UsageError as error:
+        return error.message.rstrip("."), "store the token there again"
+    claims = _claims(token or "")
+    name = f"The token ({_reference(options)})"
+    if claims is None:
+        return f"{name} is not a JSON Web Token", "store a Pulsar token there: pulsar tokens create --subject ROLE"
+    role = claims.get("sub")
+    known = f"{name} has the role {role!r}" if role is not None else f"{name} names no role"
+    expires = claims.get("exp")
+    if isinstance(expires, int | float) and 0 < expires <= time.time():
+        at = datetime.fromtimestamp(expires, UTC)
+        return f"{known}, and expired at {at:%Y-%m-%d %H:%M:%S} UTC", "store a new token there, and start again"
+    return known, (
+        "check that it was signed with the brokers' key, and its role's permissions: pulsar-admin namespaces "
+        f"permissions TENANT/NAMESPACE; reading needs consume, writing produce (grant-permission --role "
+        f"{role or 'ROLE'} --actions ...)"
     )
 
 
-def _refusal(options: Place, what: str) -> UsageError | None:
-    """Ask the HTTP service: brokers reject a token by closing the connection, and the client just reconnects."""
-    topic = re.sub(r"-partition-\d+$", "", what)
+def _claims(token: str) -> dict[str, Any] | None:
+    parts = token.split(".")
+    if len(parts) != 3:
+        return None
     try:
-        Admin(options).partitions(topic if topic.startswith("persistent://") else f"{PREFIX}{topic}")
+        found = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _reference(options: Place) -> str:
+    token = options.token or ""
+    return token if is_reference(token) else "given literally, not as env:NAME or file:PATH"
+
+
+# TLS to the brokers: trusted certificates, and why a handshake failed.
+
+_PORT = 6651
+
+
+def trusted_file(options: Place) -> str | None:
+    """For the client library, which takes one file; None: it uses certifi's."""
+    return options.trusted or ssl.get_default_verify_paths().cafile
+
+
+def untrusted(options: Place, where: str, error: ssl.SSLCertVerificationError) -> UsageError:
+    """The error for a rejected certificate at `where`, a URL."""
+    return options.untrusted(where, error, "url and adminUrl")
+
+
+def tls_error(options: Place) -> DeliveredError | None:
+    """The certificate error at `url`, which the client library does not report; None: no error, or no answer."""
+    parts = urlsplit(options.url)
+    if parts.scheme != "pulsar+ssl":
+        return None
+    try:
+        checks = options.tls_context()
     except UsageError as error:
         return error
-    except DeliveredError:
-        pass
+    for address in parts.netloc.split(","):
+        host, port = _split(address)
+        try:
+            with (
+                socket.create_connection((host, port), CONNECT_TIMEOUT_S) as peer,
+                checks.wrap_socket(peer, server_hostname=host),
+            ):
+                pass
+        except ssl.SSLCertVerificationError as error:
+            return untrusted(options, f"pulsar+ssl://{address}", error)
+        except OSError:
+            continue
     return None
+
+
+def _split(address: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{address}")
+    return parts.hostname or "", parts.port or _PORT

@@ -17,7 +17,7 @@ from typing import IO
 from urllib.parse import quote
 
 from delivered.connectors.rocketmq.options import RocketmqSinkOptions
-from delivered.connectors.rocketmq.publish import COMMIT, ROLLBACK, Ending, HalfMessage, HalfMessages, group_of
+from delivered.connectors.rocketmq.publish import COMMIT, ROLLBACK, Ending, HalfMessage, HalfMessages, producer_group
 from delivered.connectors.rocketmq.remoting import Cluster, Place
 from delivered.connectors.rocketmq.topic import added, open_half_messages
 from delivered.contract.sink import Committer
@@ -271,7 +271,7 @@ class RocketmqCommitter(Committer):
             for broker in dict.fromkeys(p.broker for p in self._cluster.places()):
                 for message in open_half_messages(self._cluster, broker, tops.get(broker, -1) + 1):
                     name = message.properties.get("PGROUP", "")
-                    if name.rpartition(".")[0] == group_of(self._scope) and name not in kept:
+                    if name.rpartition(".")[0] == producer_group(self._scope) and name not in kept:
                         found[name][broker].append(HalfMessage(message.place, message.offset))
             count = self._journal.void(found)
             for name, half_messages in found.items():

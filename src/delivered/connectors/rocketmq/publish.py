@@ -287,7 +287,7 @@ def unpacked(text: str) -> list[HalfMessage]:
     return half_messages
 
 
-def group_of(scope: Scope) -> str:
+def producer_group(scope: Scope) -> str:
     """Prefix of the producer groups of a sink's writers, the same for every incarnation."""
     both = f"{scope.pipeline}/{scope.sink}"
     plain = re.sub(r"[^A-Za-z0-9_-]", "_", both)[:80]
@@ -296,7 +296,7 @@ def group_of(scope: Scope) -> str:
 
 def new_name(scope: Scope) -> str:
     """Producer group of one writer."""
-    return f"{group_of(scope)}.{uuid.uuid4().hex}"
+    return f"{producer_group(scope)}.{uuid.uuid4().hex}"
 
 
 class HalfSender:

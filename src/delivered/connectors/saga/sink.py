@@ -67,8 +67,8 @@ class SagaSink(SendingSink):
         self._create()
 
     def _create(self) -> None:
-        log_of(self.options).create()
-        log_of(self.options).open().close()
+        open_log(self.options).create()
+        open_log(self.options).open().close()
 
     def ready_target(self, schema: pa.Schema) -> None:
         """Make the log's tables, unless they are there."""
@@ -120,7 +120,7 @@ log = logging.getLogger(__name__)
 _ROWS = 1_000
 
 
-def log_of(options: SagaOptions) -> Log:
+def open_log(options: SagaOptions) -> Log:
     return Log(options.log, options.password)
 
 
@@ -137,7 +137,7 @@ class SagaWriter(Writer):
         if not batch.num_rows:
             return
         rows = list(zip(column(batch, "id"), column(batch, "data"), strict=True))
-        with contextlib.closing(log_of(self._options).open()) as opened:
+        with contextlib.closing(open_log(self._options).open()) as opened:
             for at in range(0, len(rows), _ROWS):
                 opened.begin(self._saga, rows[at : at + _ROWS])
         self._ids.update(dict.fromkeys(id_ for id_, _ in rows))
@@ -147,7 +147,7 @@ class SagaWriter(Writer):
         del fingerprint
         if self._ids:
             options = self._options
-            rested = run(log_of(options), self._saga, ids=list(self._ids), threads=options.threads)
+            rested = run(open_log(options), self._saga, ids=list(self._ids), threads=options.threads)
             if stuck := rested.get(Status.STUCK, 0):
                 log.warning("%d sagas are stuck; see them: delivered sagas list --log %s", stuck, options.log)
         return Promise()

@@ -194,7 +194,7 @@ class SqliteDatabase(Database[sqlite3.Connection]):
         return Path(self.path).exists()
 
     def version(self, connection: sqlite3.Connection) -> int:
-        return version_of(connection)
+        return ledger_version(connection)
 
     def migrate(self, connection: sqlite3.Connection) -> None:
         migrate(connection, self.path)
@@ -288,7 +288,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 """Statements that migrate the ledger's tables from version n to n + 1. Append-only."""
 
 
-def version_of(connection: sqlite3.Connection) -> int:
+def ledger_version(connection: sqlite3.Connection) -> int:
     """Version of the ledger's tables; 0: they do not exist."""
     if connection.execute("SELECT 1 FROM sqlite_master WHERE name = '_delivered_migration'").fetchone() is None:
         return 0
@@ -304,7 +304,7 @@ def migrate(connection: sqlite3.Connection, path: str) -> None:
         DeliveredError: the database rejected it.
     """
     try:
-        if is_newest(version_of(connection), len(MIGRATIONS), f"in {path!r}"):
+        if is_newest(ledger_version(connection), len(MIGRATIONS), f"in {path!r}"):
             return
     except sqlite3.Error as error:
         raise explained(error, path) from error
@@ -313,7 +313,7 @@ def migrate(connection: sqlite3.Connection, path: str) -> None:
             "CREATE TABLE IF NOT EXISTS _delivered_migration (version INTEGER PRIMARY KEY, applied_at_ms INTEGER)"
         )
         # Check again: another process may have been faster.
-        for version in range(version_of(connection), len(MIGRATIONS)):
+        for version in range(ledger_version(connection), len(MIGRATIONS)):
             for statement in MIGRATIONS[version]:
                 connection.execute(statement)
             connection.execute(

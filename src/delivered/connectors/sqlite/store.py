@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from delivered.connectors.sqlite import target, writer
-from delivered.connectors.sqlite.client import DIALECT, SqliteDatabase, version_of
+from delivered.connectors.sqlite.client import DIALECT, SqliteDatabase, ledger_version
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.writer import Merging, StagedRows, read_staged, staged_schema
 from delivered.contract.sink import LeftOutRow
@@ -158,4 +158,6 @@ class SqliteCommitter(StagedFilesCommitter):
         database = SqliteDatabase(self._options.path)
         if not database.exists():
             return default
-        return database.ask(lambda connection: question(connection) if version_of(connection) >= version else default)
+        return database.ask(
+            lambda connection: question(connection) if ledger_version(connection) >= version else default
+        )

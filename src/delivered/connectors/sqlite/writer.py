@@ -68,7 +68,7 @@ class StagedRows(Handle):
     crc32: int
 
 
-def folder_of(options: SqliteOptions, scope: Scope) -> Path:
+def staging_folder(options: SqliteOptions, scope: Scope) -> Path:
     """Folder for all incarnations of one pipeline and sink, and no others."""
     # The prefix keeps a pipeline named ".." inside.
     return options.staging / f"pipeline={scope.pipeline}" / f"sink={scope.sink}"
@@ -78,7 +78,7 @@ class StagedFile:
     """One shard being staged. Used by one thread."""
 
     def __init__(self, options: SqliteOptions, work: Work, schema: pa.Schema) -> None:
-        self._folder = folder_of(options, work.scope)
+        self._folder = staging_folder(options, work.scope)
         name = f"{work.scope.incarnation}.{work.batch}.{work.shard}.{work.attempt}.{uuid.uuid4().hex}{_SUFFIX}"
         self._final = self._folder / name
         self._part = self._folder / (name + _UNFINISHED)
@@ -133,7 +133,7 @@ def read_staged(options: SqliteOptions, scope: Scope, staged: StagedRows) -> Ite
     Raises:
         InvariantBroken: the file is missing, or differs from what was prepared.
     """
-    path = folder_of(options, scope) / Path(staged.path).name
+    path = staging_folder(options, scope) / Path(staged.path).name
     try:
         size, crc = _checksum(path)
     except FileNotFoundError:
@@ -159,7 +159,7 @@ def read_staged(options: SqliteOptions, scope: Scope, staged: StagedRows) -> Ite
 def staged_schema(options: SqliteOptions, scope: Scope, staged: StagedRows) -> pa.Schema:
     """The schema of a prepared shard."""
     try:
-        with pa.memory_map(str(folder_of(options, scope) / Path(staged.path).name)) as source:
+        with pa.memory_map(str(staging_folder(options, scope) / Path(staged.path).name)) as source:
             return pa.ipc.open_file(source).schema
     except (OSError, pa.ArrowInvalid) as error:
         raise InvariantBroken(
@@ -171,12 +171,12 @@ def staged_schema(options: SqliteOptions, scope: Scope, staged: StagedRows) -> p
 
 def remove(options: SqliteOptions, scope: Scope, staged: StagedRows) -> None:
     """Delete a staged file. May be called again."""
-    (folder_of(options, scope) / Path(staged.path).name).unlink(missing_ok=True)
+    (staging_folder(options, scope) / Path(staged.path).name).unlink(missing_ok=True)
 
 
 def staged_files(options: SqliteOptions, scope: Scope) -> list[Path]:
     """All staged files of this sink, finished or not."""
-    folder = folder_of(options, scope)
+    folder = staging_folder(options, scope)
     if not folder.is_dir():
         return []
     return sorted(p for p in folder.iterdir() if p.name.endswith((_SUFFIX, _SUFFIX + _UNFINISHED)))

@@ -118,10 +118,10 @@ def staged_rows(store: Store, shards: Sequence[Sequence[str]]) -> pa.Table:
         with store.fs.open_input_file(name) as source:
             return pq.read_table(source, use_threads=False)
 
-    return batch_of((one(name) for name in shard) for shard in shards)
+    return join_shards((one(name) for name in shard) for shard in shards)
 
 
-def batch_of(shards: Iterable[Iterable[pa.Table]]) -> pa.Table:
+def join_shards(shards: Iterable[Iterable[pa.Table]]) -> pa.Table:
     """All staged rows, with their shard and their order of arrival."""
     tables = []
     for number, shard in enumerate(shards):

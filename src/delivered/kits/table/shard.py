@@ -65,7 +65,7 @@ def incarnation_folder(scope: Scope, incarnation: str) -> str:
     return f"{sink_folder(scope)}/i-{incarnation}"
 
 
-def incarnation_of(scope: Scope, name: str) -> str | None:
+def parse_incarnation(scope: Scope, name: str) -> str | None:
     """Incarnation of a staged file of this pipeline and sink; None: not such a file."""
     head, _, tail = name.partition(f"{sink_folder(scope)}/i-")
     return None if head or not tail else tail.partition("/")[0]
@@ -81,13 +81,13 @@ def new_place(work: Work, direct: bool) -> Place:
     return Place(folder, f"{work.batch}-{work.shard}-{work.attempt}-{uuid.uuid4().hex}")
 
 
-def batch_of(name: str) -> int | None:
+def parse_batch(name: str) -> int | None:
     """Batch of a staged file, by its name; None: not a staged file's name."""
     digits = name.rpartition("/")[2].partition("-")[0]
     return int(digits) if digits.isdigit() else None
 
 
-def writer_of(name: str) -> str:
+def parse_writer(name: str) -> str:
     """Name of a file's writer."""
     return name.rpartition("/")[2].rpartition("-")[0]
 
@@ -174,9 +174,9 @@ class Undecided:
             if folder.startswith("i-"):
                 names += self._open(folder.removeprefix("i-"))
         self.check_claim()
-        orphans = [name for name in names if writer_of(name) not in keep]
+        orphans = [name for name in names if parse_writer(name) not in keep]
         self.store.remove(orphans)
-        return len({writer_of(name) for name in orphans})
+        return len({parse_writer(name) for name in orphans})
 
     def check_claim(self) -> None:
         """Call between listing and deleting files, so that the list has no file of a later owner.
@@ -197,10 +197,10 @@ class Undecided:
         """Delete those of these files that are undecided; never deletes a decided row, whoever calls it."""
         undecided = []
         for name in names:
-            incarnation = incarnation_of(self.scope, name)
+            incarnation = parse_incarnation(self.scope, name)
             newest, decided_writers = (None, set[str]()) if incarnation is None else self.decided(incarnation)
-            batch = batch_of(name)
-            if batch is not None and (newest is None or batch >= newest) and writer_of(name) not in decided_writers:
+            batch = parse_batch(name)
+            if batch is not None and (newest is None or batch >= newest) and parse_writer(name) not in decided_writers:
                 undecided.append(name)
         self.store.remove(undecided)
 
@@ -215,7 +215,7 @@ class Undecided:
         return [
             n
             for n in candidates
-            if newest is None or ((batch_of(n) or 0) >= newest and writer_of(n) not in decided_writers)
+            if newest is None or ((parse_batch(n) or 0) >= newest and parse_writer(n) not in decided_writers)
         ]
 
 
