@@ -32,7 +32,7 @@ def by_outbox(url: str) -> Any:
 
 
 def by_saga(url: str) -> Any:
-    return Log(url, password="env:MYSQL_TEST_PASSWORD")._connected()
+    return Log(url, password="env:MYSQL_TEST_PASSWORD")._connect_client()
 
 
 CLIENTS = pytest.mark.parametrize("client", [by_sink, by_outbox, by_saga])
