@@ -28,6 +28,7 @@ import yaml
 from benchmarks.__main__ import create_topic
 from delivered.crash import CRASH, CRASH_DIR, HIT_SUFFIX
 from delivered.engine.sinks import Sinks
+from delivered.model.rows import Rows
 from delivered_lab import brokers
 from delivered_lab.supervisor import release
 
@@ -203,7 +204,7 @@ def decide(sink: Any, batches: int) -> None:
         view = CheckpointView(context.scope.incarnation, batch, offsets, batch - 1 if batch else None)
         plan = plan_batch(context, view, first=batch == 0, since=since)
         since = plan.epoch
-        said = [write_shard(sinks, plan, n, 0, iter([rows]), rows.schema) for n in range(_LEDGER_SHARDS)]
+        said = [write_shard(sinks, plan, n, 0, iter([Rows(rows)]), rows.schema) for n in range(_LEDGER_SHARDS)]
         commit_batch(context, batch, offsets, said)
     context.close()
 

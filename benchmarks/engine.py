@@ -40,5 +40,8 @@ def exactly_once() -> Callable[[Path, Any], None]:
 def _shard(sink: Any, plan: Any, shard: int, share: Sequence[str]) -> Any:
     from delivered.engine.shard import write_shard
     from delivered.engine.sinks import Sinks
+    from delivered.model.rows import Rows
 
-    return write_shard(Sinks.one(sink, plan.scope.sink), plan, shard, 0, batches(share), pq.read_schema(share[0]))
+    return write_shard(
+        Sinks.one(sink, plan.scope.sink), plan, shard, 0, map(Rows, batches(share)), pq.read_schema(share[0])
+    )

@@ -30,6 +30,7 @@ from delivered.connectors.mysql.client import connect
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.writer import Loading
 from delivered.engine.sinks import Sinks
+from delivered.model.rows import Rows
 
 parse = MysqlOptions.parse
 
@@ -97,7 +98,7 @@ def _shard(sink: Any, plan: Any, shard: int, first: int, count: int) -> tuple[An
 
     data = rows(first, count)
     since = Since()
-    message = write_shard(Sinks.one(sink), plan, shard, 0, iter(data.to_batches(BATCH_ROWS)), data.schema)
+    message = write_shard(Sinks.one(sink), plan, shard, 0, map(Rows, data.to_batches(BATCH_ROWS)), data.schema)
     return message, since.span()
 
 

@@ -106,7 +106,7 @@ def direct_stream(
     """A stream of the files into a sink, as `Pipeline` makes it where no operation of Spark's stands between them."""
     from pyspark.cloudpickle import dumps
 
-    from delivered.engine.direct import ArrowTransform, Direct
+    from delivered.engine.transform import ArrowTransform, Direct
     from delivered.model.guarantee import Guarantee
     from delivered.pipeline.spec import OPTION, PipelineSpec, SinkSpec
 

@@ -18,13 +18,13 @@ from delivered.checkpoint.sidecar import stream_driver
 from delivered.contract.source import Offsets, Slice, SourceDriver
 from delivered.crash import install_from_environment
 from delivered.engine import grants
+from delivered.engine.arbiter import registered
 from delivered.engine.context import Context
-from delivered.engine.direct import ArrowTransform, Direct, pack
-from delivered.engine.granting import registered
 from delivered.engine.owner import new_owner
 from delivered.engine.runner import Runner
 from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Sinks
+from delivered.engine.transform import ArrowTransform, Direct, pack
 from delivered.entry import Pipeline
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import DeliveredError
@@ -75,8 +75,8 @@ class Batches:
         self.source = source.source().planned()
         self.rows_max = self.source.rows_per_batch_max
         self.sinks = pipeline.spec.open()
-        direct = Direct if pipeline.on_bad_row is OnBadRow.FAIL else Direct.rejecting
-        self._direct = direct(self.source, ArrowTransform(transform.select, transform.function))
+        rejects = pipeline.on_bad_row is not OnBadRow.FAIL
+        self._direct = Direct(self.source, ArrowTransform(transform.select, transform.function), rejects)
 
     def runner(self, incarnation: str) -> Runner:
         """Its commit engine, as a new driver of this process. `incarnation`: id in the checkpoint's `metadata`."""

@@ -14,6 +14,7 @@ import pytest
 
 from delivered.connectors.outbox import CONNECTOR
 from delivered.contract.source import Offsets, Source
+from delivered.model.rows import Rejection, Rows
 from delivered.patterns import outbox
 from delivered_lab.verify.ends import applications
 
@@ -121,9 +122,15 @@ def shop(request: pytest.FixtureRequest, tmp_path: Path, how: str) -> Shop:
     return Shop(dialect, server.url, server.url if dialect == "postgres" else server.broker.bootstrap, method)
 
 
-def read(source: Source, start: Offsets, end: Offsets) -> pa.Table:
+def read(source: Source, start: Offsets, end: Offsets, rejected: list[Rejection] | None = None) -> pa.Table:
+    """Args: rejected: collects what cannot become rows; None: that fails."""
+    batches = []
     with contextlib.closing(source.driver()) as driver:
-        batches = [b for piece in driver.slices(start, end) for b in source.read(piece)]
+        for piece in driver.slices(start, end):
+            for rows in map(Rows, source.read(piece)) if rejected is None else source.read_rows(piece):
+                batches.append(rows.good)
+                if rejected is not None:
+                    rejected += rows.rejected
     return pa.Table.from_batches(batches, schema=source.schema())
 
 
@@ -132,10 +139,11 @@ def ids(table: pa.Table) -> list[str]:
 
 
 class Stream:
-    """What Spark does with a source, in one process."""
+    """What Spark does with a source, in one process. `rejected`: what could not become rows; None: that fails."""
 
-    def __init__(self, source: Source, at: Offsets | None = None) -> None:
+    def __init__(self, source: Source, at: Offsets | None = None, *, rejects: bool = False) -> None:
         self.source = source
+        self.rejected: list[Rejection] | None = [] if rejects else None
         self.driver = source.driver()
         self.at = self.driver.initial() if at is None else at
 
@@ -144,7 +152,7 @@ class Stream:
         end = self.driver.latest(self.at, rows_max)
         if end == self.at:
             return None
-        found = read(self.source, self.at, end)
+        found = read(self.source, self.at, end, self.rejected)
         self.driver.acknowledge(end)
         self.at = end
         return found

@@ -33,8 +33,7 @@ from tests.support.servers import Kafka
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import Transaction, end_request
 from delivered.connectors.kafka import committer, store
-from delivered.engine.committers import Committers
-from delivered.engine.context import Context
+from delivered.engine.context import Committers, Context
 from delivered.engine.decide import commit_batch
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Work

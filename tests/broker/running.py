@@ -19,6 +19,7 @@ from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Sinks
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
+from delivered.model.rows import Rows
 from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage, Tolerance
 
 if TYPE_CHECKING:
@@ -86,7 +87,10 @@ class Running(threading.Thread):
         self.decide(plan, self.write(plan))
 
     def write(self, plan: BatchPlan) -> list[ShardMessage]:
-        return [write_shard(self._sinks, plan, shard, 0, self._pieces(shard), SCHEMA) for shard in range(self.SHARDS)]
+        return [
+            write_shard(self._sinks, plan, shard, 0, map(Rows, self._pieces(shard)), SCHEMA)
+            for shard in range(self.SHARDS)
+        ]
 
     def decide(self, plan: BatchPlan, shards: list[ShardMessage]) -> None:
         commit_batch(self.context, plan.batch, plan.offsets, shards)

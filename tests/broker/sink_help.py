@@ -32,6 +32,7 @@ from delivered.ledger import Ledger
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
+from delivered.model.rows import Rows
 from delivered.model.work import Account, Action, BatchPlan, CheckpointView, Decision, Owner, Prepared, ShardMessage
 
 EXACT = Guarantee.EXACTLY_ONCE
@@ -91,7 +92,7 @@ class Rig:
 
     def write(self, plan: BatchPlan, shards: Iterable[int] = (0, 1), attempt: int = 0) -> list[ShardMessage]:
         return [
-            write_shard(self.sinks, plan, s, attempt, iter([rows(self.values_of(plan.batch, s))]), SCHEMA)
+            write_shard(self.sinks, plan, s, attempt, iter([Rows(rows(self.values_of(plan.batch, s)))]), SCHEMA)
             for s in shards
         ]
 

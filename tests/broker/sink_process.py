@@ -18,8 +18,9 @@ def write(sink: Any, plan: Any, shard: int, batches: Any, schema: Any) -> None:
     """Prepare a shard, print the message, then idle: the test kills this process."""
     from delivered.engine.shard import write_shard
     from delivered.engine.sinks import Sinks
+    from delivered.model.rows import Rows
 
-    tell(write_shard(Sinks.one(sink, plan.scope.sink), plan, shard, 0, iter(batches), schema))
+    tell(write_shard(Sinks.one(sink, plan.scope.sink), plan, shard, 0, map(Rows, batches), schema))
     time.sleep(600)
 
 

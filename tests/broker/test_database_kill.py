@@ -31,6 +31,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Ok
+from delivered.model.rows import Rows
 from delivered.model.work import Account, Action, Decision
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ def test_task_killed_and_run_again(server: Server, tmp_path: Path, mechanism: st
     )
     assert died.returncode == -signal.SIGKILL, died.stderr
     messages = [
-        write_shard(rig.sinks, plan, shard, attempt, iter([rows(0, shard)]), SCHEMA)
+        write_shard(rig.sinks, plan, shard, attempt, iter([Rows(rows(0, shard))]), SCHEMA)
         for shard, attempt in ((0, 1), (1, 0))
     ]
     assert commit_batch(context, 0, offsets(0), messages) is not None

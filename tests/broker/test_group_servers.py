@@ -17,7 +17,7 @@ from tests.support.sweeps import sweep
 from tests.support.zygote import Zygote
 
 from delivered.connectors.log import append
-from delivered.engine.context import Context
+from delivered.engine.context import Context, open_committers, open_shared_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
@@ -25,6 +25,7 @@ from delivered.engine.sinks import Sinks
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.outcome import Ok
+from delivered.model.rows import Rows
 from delivered.model.work import CheckpointView, Decision, Owner
 from delivered.pipeline.registry import find_sink
 
@@ -106,14 +107,14 @@ class World:
     def decided(self) -> list[Decision]:
         if not (self.folder / "checkpoint" / "metadata").exists():
             return []
-        ledger = self.opened.ledger(self.scope)
+        ledger = open_shared_ledger(self.opened, self.scope)
         try:
             return list(ledger.history()) if ledger.look().last is not None else []
         finally:
             ledger.close()
 
     def abort_orphans(self) -> object:
-        committer = self.opened.committers(self.scope)
+        committer = open_committers(self.opened, self.scope)
         try:
             return committer.abort_orphans(())
         finally:
@@ -201,7 +202,7 @@ def test_p4_markers_of_a_sink_beside_the_ledger_stay_bounded(
     kafka: Kafka, postgres: Postgres, zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P4: Kafka decides, so no decision in PostgreSQL forgets the markers there."""
-    monkeypatch.setattr("delivered.engine.store.FORGET_EVERY", 2)
+    monkeypatch.setattr("delivered.engine.context.FORGET_EVERY", 2)
     world = World(kafka, postgres, tmp_path, zygote, GROUPS["kafka and postgres, both prepare"])
     sink = world.opened
     scope = Scope("bounded", sink.decider.name, "i")
@@ -213,7 +214,7 @@ def test_p4_markers_of_a_sink_beside_the_ledger_stay_bounded(
             context, CheckpointView("i", batch, f"o{batch}", batch - 1 if batch else None), first=batch == 0
         )
         rows = [pa.record_batch([[f"{batch}-{s}"], [b"v"]], schema=schema) for s in range(2)]
-        messages = [write_shard(sink, plan, s, 0, iter([rows[s]]), schema) for s in range(2)]
+        messages = [write_shard(sink, plan, s, 0, iter([Rows(rows[s])]), schema) for s in range(2)]
         commit_batch(context, batch, f"o{batch}", messages)
     markers = postgres.execute("SELECT batch FROM delivered.marker WHERE pipeline = 'bounded' ORDER BY batch")
     assert [b for (b,) in markers] == [6, 6]

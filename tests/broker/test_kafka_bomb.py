@@ -12,7 +12,6 @@ from delivered.clients.kafka.record_batch import BatchTooLarge
 from delivered.connectors.kafka.options import SourceOptions
 from delivered.connectors.kafka.source import KafkaSource
 from delivered.contract.source import Slice
-from delivered.engine.dead_letters import split_rejected
 
 
 def test_a_bomb_is_an_error_or_a_dead_letter_and_spares_its_neighbours(kafka: Any) -> None:
@@ -34,15 +33,13 @@ def test_a_bomb_is_an_error_or_a_dead_letter_and_spares_its_neighbours(kafka: An
         for batch in source.read(piece):
             seen += batch.column("value").to_pylist()
     assert seen == [b"a", b"b"]
-    left = [v for b in source.rejecting(kept=False).read(piece) for v in b.column("value").to_pylist()]
-    kept, rows, letters = source.rejecting(kept=True), list[bytes](), list[Any]()
-    for batch in kept.read(piece):
-        assert batch.schema.equals(kept.schema())
-        found, records = split_rejected(batch)
-        letters += [] if records is None else records.to_pylist()
-        rows += [] if found is None else found.column("value").to_pylist()
-    assert rows == left == [b"a", b"b", b"c"]
+    rows, letters = list[bytes](), list[Any]()
+    for found in source.read_rows(piece):
+        assert found.good.schema.equals(source.schema())
+        letters += found.rejected
+        rows += found.good.column("value").to_pylist()
+    assert rows == [b"a", b"b", b"c"]
     (letter,) = letters
-    assert (letter["topic"], letter["partition"], letter["offset"]) == (topic, 0, 2) and len(letter["value"]) < 2_000
+    assert (letter.topic, letter.partition, letter.offset) == (topic, 0, 2) and len(letter.record["value"]) < 2_000
     larger = KafkaSource(SourceOptions.parse({**given, "maxRecordBatchBytes": "20000000"}))
     assert sum(b.num_rows for b in larger.read(piece)) == 4

@@ -17,7 +17,7 @@ from tests.support.three_brokers import ThreeBrokers
 
 from delivered.checkpoint.sidecar import METADATA_FILE, PlainDriver, stream_driver
 from delivered.contract.source import Offsets, Source, SourceDriver
-from delivered.engine.direct import ArrowTransform, Direct, pack
+from delivered.engine.transform import ArrowTransform, Direct, pack
 from delivered.model.errors import InvariantBroken
 
 OLD = [b"old %d" % i for i in range(1_000)]

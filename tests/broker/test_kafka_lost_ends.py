@@ -21,6 +21,7 @@ from delivered.connectors.kafka.topics import STATE_PARTITION, ledger_topic
 from delivered.engine.shard import write_shard
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.outcome import Ok, Unknown
+from delivered.model.rows import Rows
 from delivered.model.work import Action, ShardMessage
 
 __all__ = ["losing"]
@@ -203,7 +204,7 @@ def test_p28_rows_that_name_their_topics(kafka: Any, losing: Lose) -> None:
     batch = rows([b"a", b"b"])
     batch = batch.append_column("topic", pa.array([rig.topic] * 2))
     with losing(in_data(rig)):
-        message = write_shard(rig.sinks, plan, 0, 0, iter([batch]), batch.schema)
+        message = write_shard(rig.sinks, plan, 0, 0, iter([Rows(batch)]), batch.schema)
     assert open_in_data(rig, [message]) > 0
     rig.plan(rig.context("second"), 0)
     assert open_in_data(rig, [message]) == 0

@@ -20,7 +20,7 @@ from tests.support.scans import scanned_table
 from tests.support.sweeps import KAFKA_CLIENTS, sweep
 
 from delivered.clients.kafka import sender
-from delivered.clients.kafka.record_batch import Rows
+from delivered.clients.kafka.record_batch import Rows as KafkaRows
 from delivered.connectors.kafka import CONNECTOR
 from delivered.connectors.kafka import writer as warm
 from delivered.engine.shard import write_shard
@@ -29,6 +29,7 @@ from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachab
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
+from delivered.model.rows import Rows
 from delivered.model.work import Owner, Prepared, Promise
 from delivered.source import HEADERS
 
@@ -214,7 +215,7 @@ def test_a_throttled_client_waits_and_resends_nothing(
     cluster = producer._cluster
 
     def send_some() -> dict[int, float]:
-        producer.send(Rows(rig.topic, None, pa.array([bytes(900_000)] * 2, pa.binary())))
+        producer.send(KafkaRows(rig.topic, None, pa.array([bytes(900_000)] * 2, pa.binary())))
         producer.flush(60)
         return cluster.throttled
 
@@ -344,7 +345,7 @@ def test_at_most_once_a_broker_that_dies_doubles_nothing_and_the_loss_is_counted
         kafka.broker.kill()
         yield rows(values[30_000:])
 
-    message = write_shard(rig.sinks, plan, 0, 0, batches(), SCHEMA)
+    message = write_shard(rig.sinks, plan, 0, 0, map(Rows, batches()), SCHEMA)
     kafka.broker.restart()
     found = Counter(rig.visible())
     assert max(found.values()) == 1, "no record twice"

@@ -34,6 +34,7 @@ from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES
+from delivered.model.rows import Rows
 from delivered.model.work import Owner
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ def test_a_row_that_would_be_changed_or_left_out_is_refused(
                     rig.context(guarantee=guarantee),
                     0,
                     offsets(0),
-                    [write_shard(rig.sinks, plan, 0, 0, iter([batch]), batch.schema)],
+                    [write_shard(rig.sinks, plan, 0, 0, iter([Rows(batch)]), batch.schema)],
                 )
             assert caught.value.next_step
             assert mysql.execute(f"SELECT count(*) FROM {table}") == [(0,)]
@@ -485,7 +486,7 @@ def test_names_that_need_quotes(mysql: Mysql, mechanism: str) -> None:
     context = rig.context()
     plan = rig.plan(context, 0)
     batch = pa.record_batch({'k "ey': pa.array([1, 2], pa.int32()), "{x}": pa.array([3, 4], pa.int32())})
-    message = write_shard(rig.sinks, plan, 0, 0, iter([batch]), batch.schema)
+    message = write_shard(rig.sinks, plan, 0, 0, iter([Rows(batch)]), batch.schema)
     commit_batch(context, 0, offsets(0), [message])
     assert mysql.execute(f'SELECT * FROM `{base}`.`T``ab"le`') == [(1, 3), (2, 4)]
     assert read(rig.sink).num_rows == 2

@@ -19,6 +19,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.model.rows import Rows
 from delivered.model.work import Account, Decision, Prepared
 
 if TYPE_CHECKING:
@@ -207,9 +208,9 @@ def test_what_a_zombie_left_prepared_holds_up_no_decision(mysql: Mysql) -> None:
     rig = Rig(mysql.sink(mechanism="two_phase", lockTimeout="90"))
     context = rig.context()
     plan = rig.plan(context, 0)
-    zombie = write_shard(rig.sinks, plan, 0, 0, iter([rows(0, 0)]), SCHEMA).prepared
+    zombie = write_shard(rig.sinks, plan, 0, 0, iter([Rows(rows(0, 0))]), SCHEMA).prepared
     assert zombie is not None
-    messages = [write_shard(rig.sinks, plan, s, 0, iter([rows(0, s)]), SCHEMA) for s in (0, 1)]
+    messages = [write_shard(rig.sinks, plan, s, 0, iter([Rows(rows(0, s))]), SCHEMA) for s in (0, 1)]
     assert commit_batch(context, 0, offsets(0), messages) is not None
     other = Rig(mysql.sink(mechanism="two_phase"))  # its ledger rows are adjacent, and open too
     left_open = other.write(other.plan(other.context(), 0))
@@ -294,7 +295,7 @@ def test_shards_of_one_batch_upsert_side_by_side(mysql: Mysql) -> None:
     def run(shard: int) -> None:
         ids = [i for i in range(30) if i % 3 == shard]
         batch = pa.record_batch({"id": ids, "other": [f"o{i}" for i in ids], "v": [1] * len(ids)})
-        said[shard] = write_shard(rig.sinks, plan, shard, 0, iter([batch]), batch.schema)
+        said[shard] = write_shard(rig.sinks, plan, shard, 0, iter([Rows(batch)]), batch.schema)
 
     tasks = [threading.Thread(target=run, args=(s,)) for s in range(3)]
     for task in tasks:

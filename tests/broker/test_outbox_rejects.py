@@ -14,28 +14,17 @@ import pyarrow as pa
 import pytest
 from tests.broker.outbox_help import METHODS, Shop, Stream, Table, changed, ids, read, shop
 
-from delivered.contract.source import REJECTED, Source
-from delivered.engine.dead_letters import split_rejected
+from delivered.contract.source import Source
 from delivered.model.bad_row import as_json_text, from_json_texts
 from delivered.model.errors import BadRecord
+from delivered.model.rows import Rejection
 
 NOT_UTF8 = b"caf\xe9"
 
 
-def split(table: pa.Table) -> tuple[pa.Table, list[dict[str, Any]]]:
-    """Rows, and what was rejected."""
-    rows, rejected = [], list[dict[str, Any]]()
-    for batch in table.to_batches():
-        good, records = split_rejected(batch)
-        rows += [good] if good is not None else []
-        rejected += records.to_pylist() if records is not None else []
-    return pa.Table.from_batches(rows, table.drop_columns([REJECTED.name]).schema), rejected
-
-
-def letter(rejected: dict[str, Any], source: Source) -> pa.RecordBatch:
+def letter(rejected: Rejection, source: Source) -> pa.RecordBatch:
     """As a retry reads it from the dead letters."""
-    record = {n: rejected[n] for n in ("key", "value", "offset")} | json.loads(rejected["more"])
-    return from_json_texts([as_json_text(record)], source.raw_schema())
+    return from_json_texts([as_json_text({"offset": rejected.offset, **rejected.record})], source.raw_schema())
 
 
 UNFIT = {
@@ -60,38 +49,32 @@ def test_changes_that_spark_cannot_hold_are_rejected_and_the_others_delivered(po
     with pytest.raises(BadRecord, match=r"OUTBOX_VALUE.*column day .*on_bad_row: dead_letter"):
         read(stream.source, stream.at, end)
 
-    source = stream.source.rejecting(kept=True)
-    rows, rejected = split(read(source, stream.at, end))
-    assert read(source, stream.at, end).num_rows == rows.num_rows + len(rejected)
+    source, rejected = stream.source, list[Rejection]()
+    rows = read(source, stream.at, end, rejected)
     assert [(r[0], r[-2]) for r in changed(rows)] == [(10, "insert"), (0, "update"), (1, "delete")]
     assert changed(rows)[0][5] == "1" + "0" * 200
-    assert [r["reason"].split(" of changes")[0].split("column ")[1].split(" ")[0] for r in rejected] == [*UNFIT, "at"]
-    kept = [json.loads(r["more"]) for r in rejected]
+    assert [r.reason.split(" of changes")[0].split("column ")[1].split(" ")[0] for r in rejected] == [*UNFIT, "at"]
+    kept = [json.loads(r.text) for r in rejected]
     assert [(k["_op"], k["_deleted"]) for k in kept] == [("insert", False)] * 4 + [("update", False)]
     assert dict(kept[1]["_change"]) | {"huge": None} == {
         "id": "1", "day": None, "at": "294276-12-31 00:00:00", "zoned": None, "amount": None, "huge": None,
         "span": "1 year", "key": None, "value": None, "topic": None,
     }  # fmt: skip
-    left_out = read(stream.source.rejecting(kept=False), stream.at, end)
-    assert left_out.equals(rows)
 
     # A retry: still no row; a row once the type holds it.
     bad = rejected[4]
-    _, again = split_rejected(source.decoded(letter(bad, source)))
-    assert again is not None
-    assert again[0].as_py()["reason"] == bad["reason"]
-    assert stream.source.rejecting(kept=False).decoded(letter(bad, source)).num_rows == 0
+    found = source.decoded(letter(bad, source))
+    assert ([r.reason for r in found.rejected], found.good.num_rows) == ([bad.reason], 0)
     stream.driver.acknowledge(end)
     table.execute("ALTER TABLE {} ALTER at TYPE text")
-    now = replace(source, layout=None).planned().rejecting(kept=True)
-    good, none = split_rejected(now.decoded(letter(bad, now)))
-    assert none is None
-    assert good is not None
-    (row,) = good.to_pylist()
+    now = replace(source, layout=None).planned()
+    found = now.decoded(letter(bad, now))
+    (row,) = found.good.to_pylist()
+    assert not found.rejected
     assert (row["id"], row["at"], row["_op"], row["_lsn"]) == (10, "294276-01-01 00:00:00", "update", kept[4]["_lsn"])
     table.execute("ALTER TABLE {} DROP span")
     with pytest.raises(ValueError, match="span"):
-        gone = replace(source, layout=None).planned().rejecting(kept=True)
+        gone = replace(source, layout=None).planned()
         gone.decoded(letter(bad, gone))
     stream.close()
 
@@ -125,43 +108,44 @@ def test_texts_of_a_database_without_an_encoding_are_their_bytes(postgres_log: A
             for n, kind in enumerate(("'order'", "caf()", "'order'")):
                 box.execute(insert.format(first + n, kind))
 
-        def check(table: pa.Table, first: int) -> list[dict[str, Any]]:
-            rows, rejected = split(table)
+        def check(rows: pa.Table, first: int) -> Rejection:
+            assert stream.rejected is not None
+            rejected = stream.rejected[-1]
             assert [(r["key"], r["value"], r["topic"]) for r in rows.to_pylist()] == [
                 (NOT_UTF8, NOT_UTF8, "outbox.event.order")
             ] * 2
             assert [[h["value"] for h in r["headers"]] for r in rows.to_pylist()] == [
                 [b"%d" % n + NOT_UTF8, NOT_UTF8] for n in (first, first + 2)
             ]
-            assert [(r["key"], r["value"]) for r in rejected] == [(NOT_UTF8, NOT_UTF8)]
-            assert rejected[0]["reason"].startswith("delivered_outbox source: the message 0x")
-            assert "no UTF-8 text" in rejected[0]["reason"]
+            assert (rejected.record["key"], rejected.record["value"]) == (NOT_UTF8, NOT_UTF8)
+            assert rejected.reason.startswith("delivered_outbox source: the message 0x")
+            assert "no UTF-8 text" in rejected.reason
             return rejected
 
         put(0)
         source = box.source()
         assert [f for f in source.preflight() if f.refuses] == []
-        stream = Stream(source.rejecting(kept=True))
+        stream = Stream(source, rejects=True)
         start = stream.at
         end = stream.driver.latest(start, None)
         with pytest.raises(BadRecord, match="OUTBOX_TOPIC"):
             read(source, start, end)
         found = stream.batch()  # from before the slot, or polled
         assert found is not None
-        (rejected,) = check(found, 0)
+        rejected = check(found, 0)
         put(3)
         found = stream.batch()
         assert found is not None
-        assert check(found, 3)[0]["offset"] != rejected["offset"]
+        assert check(found, 3).offset != rejected.offset
+        assert len(stream.rejected or []) == 2
         assert stream.batch() is None
         assert box.left() == 0
         stream.close()
 
-        retried = box.source(topic="all").rejecting(kept=True)
-        good, none = split_rejected(retried.decoded(letter(rejected, retried)))
-        assert none is None
-        assert good is not None
-        (row,) = good.to_pylist()
+        retried = box.source(topic="all")
+        read_again = retried.decoded(letter(rejected, retried))
+        (row,) = read_again.good.to_pylist()
+        assert not read_again.rejected
         assert (row["key"], row["value"], row["topic"]) == (NOT_UTF8, NOT_UTF8, "all")
         assert [h["value"] for h in row["headers"]] == [b"1" + NOT_UTF8, NOT_UTF8]
 
@@ -176,9 +160,11 @@ def test_a_change_with_a_text_that_is_not_utf_8_is_rejected_with_its_bytes(postg
         end = stream.driver.latest(stream.at, None)
         with pytest.raises(BadRecord, match=r"OUTBOX_VALUE.*column name"):
             read(stream.source, stream.at, end)
-        rows, (rejected,) = split(read(stream.source.rejecting(kept=True), stream.at, end))
+        found = list[Rejection]()
+        rows = read(stream.source, stream.at, end, found)
+        (rejected,) = found
         assert [r[:2] for r in changed(rows)] == [(0, "a"), (2, "c")]
-        assert json.loads(rejected["more"])["_change"] == [["id", "1"], ["name", {"base64": "Y2Fm6Q=="}]]
+        assert json.loads(rejected.text)["_change"] == [["id", "1"], ["name", {"base64": "Y2Fm6Q=="}]]
         stream.close()
 
 
@@ -200,13 +186,12 @@ def test_messages_that_cannot_be_delivered_are_rejected_alone(
     stream = Stream(source)
     with pytest.raises(BadRecord, match="OUTBOX_PAYLOAD"):
         read(source, stream.at, stream.driver.latest(stream.at, None))
-    stream = Stream(source.rejecting(kept=True), stream.at)
-    found = stream.batch()
-    assert found is not None
-    rows, (rejected,) = split(found)
+    stream = Stream(source, stream.at, rejects=True)
+    rows, (rejected,) = stream.batch(), stream.rejected or []
+    assert rows is not None
     assert sorted(ids(rows)) == sorted(sent)
-    assert (rejected["key"], rejected["value"]) == (b"k", b"[")
-    assert "is not JSON" in rejected["reason"]
+    assert (rejected.record["key"], rejected.record["value"]) == (b"k", b"[")
+    assert "is not JSON" in rejected.reason
     assert stream.batch() is None
     assert box.left() == 0
     stream.close()
@@ -217,14 +202,13 @@ def test_texts_that_sqlite_keeps_are_their_bytes(tmp_path: Path, request: pytest
     raw = "CAST(x'636166e9' AS TEXT)"
     for n, kind in enumerate(("'order'", raw, "'order'")):
         box.execute(f"INSERT INTO {box.table} VALUES ('{n}' || {raw}, {kind}, {raw}, {raw}, {raw})")
-    stream = Stream(box.source().rejecting(kept=True))
-    found = stream.batch()
-    assert found is not None
-    rows, (rejected,) = split(found)
+    stream = Stream(box.source(), rejects=True)
+    rows, (rejected,) = stream.batch(), stream.rejected or []
+    assert rows is not None
     assert [(r["key"], r["value"], r["headers"][0]["value"]) for r in rows.to_pylist()] == [
         (NOT_UTF8, NOT_UTF8, b"%d" % n + NOT_UTF8) for n in (0, 2)
     ]
-    assert rejected["key"] == NOT_UTF8
+    assert rejected.record["key"] == NOT_UTF8
     assert stream.batch() is None
     assert box.left() == 0
     stream.close()
@@ -236,12 +220,11 @@ def test_surrogates_that_mariadb_keeps_are_their_bytes(request: pytest.FixtureRe
     box.execute(f"ALTER TABLE {box.table} MODIFY payload longtext")
     for n, kind in enumerate(("'order'", raw, "'order'")):
         box.execute(f"INSERT INTO {box.table} VALUES ('{n}', {kind}, {raw}, {raw}, {raw})")
-    stream = Stream(box.source().rejecting(kept=True))
-    found = stream.batch()
-    assert found is not None
-    rows, (rejected,) = split(found)
+    stream = Stream(box.source(), rejects=True)
+    rows, (rejected,) = stream.batch(), stream.rejected or []
+    assert rows is not None
     assert [(r["key"], r["value"]) for r in rows.to_pylist()] == [(b"\xed\xa0\x80",) * 2] * 2
-    assert rejected["key"] == b"\xed\xa0\x80"
+    assert rejected.record["key"] == b"\xed\xa0\x80"
     assert stream.batch() is None
     assert box.left() == 0
     stream.close()

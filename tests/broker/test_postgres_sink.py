@@ -31,6 +31,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES
 from delivered.model.outcome import Ok
+from delivered.model.rows import Rows
 from delivered.model.work import Account
 
 if TYPE_CHECKING:
@@ -388,7 +389,7 @@ def test_names_that_need_quotes(postgres: Postgres) -> None:
         context = rig.context()
         plan = rig.plan(context, 0)
         batch = pa.record_batch({'k "ey': pa.array([1, 2], pa.int32())})
-        message = write_shard(rig.sinks, plan, 0, 0, iter([batch]), batch.schema)
+        message = write_shard(rig.sinks, plan, 0, 0, iter([Rows(batch)]), batch.schema)
         commit_batch(context, 0, offsets(0), [message])
     assert postgres.execute('SELECT count(*) FROM "Or ders"."T""able"') == [(4,)]
 

@@ -15,7 +15,7 @@ from tests.support.sinks import Rig
 from tests.support.sweeps import sweep
 
 from delivered.contract.sink import Sink
-from delivered.engine.dead_letters import rejections
+from delivered.engine.dead_letters import find_reasons
 from delivered.engine.sinks import Sinks
 from delivered.model.bad_row import OnBadRow
 
@@ -169,7 +169,7 @@ def test_tried_rows_leave_nothing(postgres: Postgres, mysql: Mysql) -> None:
         texts = pa.array([b"abcd", b"a", b"\xff"]).view(pa.string())
         both = pa.record_batch({"id": pa.array([0, 1, 2], pa.int64()), "text": texts})
 
-        found, alone = (pa.array(rejections(sink, b)).to_pylist() for b in (both, both.slice(2)))
+        found, alone = (pa.array(find_reasons(sink, b)).to_pylist() for b in (both, both.slice(2)))
         assert "4 characters" in found[0] and found[1] is None and "not UTF-8" in found[2]
         assert "not UTF-8" in alone[0]
         assert server.execute(f"SELECT count(*) FROM {table}") == [(0,)]

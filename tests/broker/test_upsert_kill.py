@@ -36,6 +36,7 @@ from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
 from delivered.model.identity import Scope
 from delivered.model.outcome import Ok
+from delivered.model.rows import Rows
 from delivered.model.work import Decision
 from delivered.pipeline.registry import find_sink
 
@@ -390,7 +391,7 @@ def test_task_killed_after_its_promise_is_run_again(
     )
     assert died.returncode == -signal.SIGKILL, died.stderr
     began = time.monotonic()
-    message = write_shard(rig.sinks, plan, 0, 1, iter([batch]), batch.schema)
+    message = write_shard(rig.sinks, plan, 0, 1, iter([Rows(batch)]), batch.schema)
     assert time.monotonic() - began < 15
     assert commit_batch(context, 0, offsets(0), [message]) is not None
     assert dict(server.execute(f"SELECT id, version FROM {name}")) == {i: 40 + i for i in range(10)}

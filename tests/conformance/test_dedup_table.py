@@ -27,6 +27,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.limits import KEY_MEMORIES_KEPT
 from delivered.model.outcome import Ok
+from delivered.model.rows import Rows
 from delivered.model.work import Account, Action, BatchPlan, CheckpointView, Decision, Owner, ShardMessage, Tolerance
 
 KEY_TABLES = (
@@ -72,7 +73,12 @@ class Once:
         parts = by_key(with_helpers(rows, columns[0], times), SHARDS)
         return [
             write_shard(
-                Sinks.one(self.sink), plan, s, 0, once(self.sink, self.scope, plan.batch, WITHIN, [part]), SCHEMA
+                Sinks.one(self.sink),
+                plan,
+                s,
+                0,
+                map(Rows, once(self.sink, self.scope, plan.batch, WITHIN, [part])),
+                SCHEMA,
             )
             for s, part in enumerate(parts)
         ]

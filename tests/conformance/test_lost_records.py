@@ -12,11 +12,12 @@ from tests.support.sinks import SCHEMA, SINKS, Rig, offsets
 from delivered.engine import decide
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
-from delivered.engine.repair import LOST
+from delivered.engine.messages import LOST
 from delivered.engine.shard import fingerprint_seed, write_shard
 from delivered.model.errors import ReplayDiffers
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.outcome import Ok
+from delivered.model.rows import Rows
 from delivered.model.work import Decision, Tolerance
 
 GONE = 20
@@ -24,7 +25,7 @@ GONE = 20
 
 def run(rig: Rig, context: Context, shards: list[pa.RecordBatch]) -> Decision | None:
     plan = rig.plan(context, 0)
-    messages = [write_shard(rig.sinks, plan, i, 0, iter([rows]), SCHEMA) for i, rows in enumerate(shards)]
+    messages = [write_shard(rig.sinks, plan, i, 0, iter([Rows(rows)]), SCHEMA) for i, rows in enumerate(shards)]
     return commit_batch(context, 0, offsets(0), messages)
 
 

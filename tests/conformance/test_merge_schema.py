@@ -18,6 +18,7 @@ from delivered.connectors.postgres import CONNECTOR as POSTGRES
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
 from delivered.model.errors import UsageError
+from delivered.model.rows import Rows
 
 CONNECTORS = {"mysql": MYSQL, "postgres": POSTGRES}
 DATABASES = [n for n in STORES if n not in ("delta", "iceberg")]
@@ -61,7 +62,7 @@ def run(rig: Rig, batch: int, given: pa.RecordBatch) -> None:
     context = rig.context()
     plan = rig.plan(context, batch)
     parts = iter([given.slice(0, 3), given.slice(3)])
-    commit_batch(context, batch, offsets(batch), [write_shard(rig.sinks, plan, 0, 0, parts, given.schema)])
+    commit_batch(context, batch, offsets(batch), [write_shard(rig.sinks, plan, 0, 0, map(Rows, parts), given.schema)])
 
 
 def there(rig: Rig) -> dict[int, dict[str, Any]]:
@@ -134,7 +135,7 @@ def test_a_fenced_driver_that_alters_the_table_hurts_nobody(store: Store) -> Non
     rig.schema = KNOWN
     plan = rig.plan(context, 1)
     zombie.sink.add_columns(zombie.schema)
-    message = write_shard(rig.sinks, plan, 0, 0, iter([rows(range(5, 8), 1)]), KNOWN)
+    message = write_shard(rig.sinks, plan, 0, 0, iter([Rows(rows(range(5, 8), 1))]), KNOWN)
     commit_batch(context, 1, offsets(1), [message])
     assert {i: r["small"] for i, r in there(rig).items()} == dict.fromkeys(range(8))
 

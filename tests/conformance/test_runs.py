@@ -23,6 +23,7 @@ from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
+from delivered.model.rows import Rows
 from delivered.model.work import Account, Action, BatchPlan, CheckpointView, Decision, ShardMessage, Tolerance
 
 KEPT = 3
@@ -59,7 +60,7 @@ class Run:
         )
 
     def write(self, plan: BatchPlan, rows: list[pa.RecordBatch]) -> list[ShardMessage]:
-        messages = [write_shard(self.rig.sinks, plan, i, 0, iter([b]), SCHEMA) for i, b in enumerate(rows)]
+        messages = [write_shard(self.rig.sinks, plan, i, 0, iter([Rows(b)]), SCHEMA) for i, b in enumerate(rows)]
         found: list[ShardMessage] = pickle.loads(pickle.dumps(messages))
         return found
 

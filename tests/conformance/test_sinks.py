@@ -8,9 +8,9 @@ import pytest
 from tests.support.sinks import EXACT, SCHEMA, SHARDS, SINKS, Rig, offsets
 from tests.support.sweeps import sweep
 
+from delivered.engine.context import same_target
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
-from delivered.engine.target import same_target
 from delivered.model.capability import Commit
 from delivered.model.errors import Fenced, LedgerBehind, Refused, TargetChanged
 from delivered.model.fingerprint import Fingerprint

@@ -15,6 +15,7 @@ from tests.support.sinks import EXACT, Rig
 from delivered.engine.shard import write_shard
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.guarantee import Guarantee
+from delivered.model.rows import Rows
 from delivered.model.work import LedgerState
 from delivered_lab.brokers.postgres import PROGRAMS
 
@@ -190,7 +191,7 @@ def test_the_weaker_guarantees_count_too(made: Made, database: str, guarantee: G
     rig.schema = given.schema
     plan = rig.plan(rig.context(guarantee=guarantee), 0)
     with pytest.raises(DeliveredError, match="ROWS_NOT_STORED"):
-        write_shard(rig.sinks, plan, 0, 0, iter([given]), given.schema)
+        write_shard(rig.sinks, plan, 0, 0, iter([Rows(given)]), given.schema)
     assert state(store, name) == []
 
 

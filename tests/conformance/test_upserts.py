@@ -20,6 +20,7 @@ from delivered.model.capability import Commit
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
+from delivered.model.rows import Rows
 
 State = dict[tuple[str, int], tuple[int, str | None]]
 _count = iter(range(10_000))
@@ -233,7 +234,7 @@ def test_null_in_key_or_version_is_a_bad_record(store: Store, column: str) -> No
     plan = rig.plan(rig.context(), 0)
     bad = pa.RecordBatch.from_pylist([row], schema=rows([], False).schema)
     with pytest.raises(BadRecord, match="_NULL"):
-        write_shard(rig.sinks, plan, 0, 0, iter([bad]), bad.schema)
+        write_shard(rig.sinks, plan, 0, 0, iter([Rows(bad)]), bad.schema)
     assert state(store, name) == {}
 
 

@@ -38,6 +38,7 @@ from delivered.model.errors import DeliveredError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
+from delivered.model.rows import Rows
 from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId
 from delivered.model.work import Arbiter, BatchPlan, CheckpointView, Decision, Owner, ShardMessage, Tolerance
 from delivered.planner import CheckpointFacts, Plan, Request, SinkFacts, SourceFacts, make_plan
@@ -378,7 +379,7 @@ class Sim:
         finally:
             self._local.task = None
 
-    def _read(self, piece: object) -> Iterator[pa.RecordBatch]:
+    def _read(self, piece: object) -> Iterator[Rows]:
         partition, start, end = piece.data  # type: ignore[attr-defined]
         values: list[bytes] = []
         for at in range(start, end, self.rows_per_read):
@@ -386,7 +387,7 @@ class Sim:
             for batch in self.source.read(part):
                 rows = self.change(batch, self.starts) if self.change else batch
                 values += rows.column("value").to_pylist()
-                yield rows
+                yield Rows(rows)
         self.read[partition, end] = values
 
     def state(self) -> Counter[bytes]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -19,6 +21,7 @@ from delivered.model.bad_row import OnBadRow, from_json_texts
 from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
+from delivered.model.rows import Rows
 
 
 def crashed(guarantee: Guarantee, how: str, commits: tuple[Commit, ...], expired: bool = False) -> Iterator[LetterSim]:
@@ -73,6 +76,13 @@ def test_over_state_letters_are_counted_not_compared() -> None:
         assert ("REPLAY_DIFFERS" in codes(sim)) is stops
 
 
+class Refusing:
+    """A sink that only says why it cannot hold rows."""
+
+    def __init__(self, reasons: pa.Array) -> None:
+        self.invalid_rows: Any = lambda _: reasons
+
+
 def test_a_letter_says_who_why_and_where_from() -> None:
     sim = LetterSim(EXACTLY, batches=1).run()
     told = sim.letters()
@@ -80,8 +90,8 @@ def test_a_letter_says_who_why_and_where_from() -> None:
     assert {(t["sink"], t["reason"]) for t in told} == {("first", "value longer than 5 bytes")}
     rows = pa.record_batch({"partition": [3, 3], "offset": [7, 8], "value": ["a", "b"]})
     reasons = pa.array([None, "no"])
-    scope = Scope("p", "s", "i")
-    (letter,) = letters_module.dead_letters(scope, reasons, rows.select(["value"]), rows, 5, 1, 10).to_pylist()
+    rejected = letters_module.validated(Refusing(reasons), Rows(rows.select(["value"]), (), rows)).rejected
+    (letter,) = letters_module.dead_letters(Scope("p", "s", "i"), rejected, 5, 1, 10).to_pylist()
     assert (letter["pipeline"], letter["sink"], letter["incarnation"]) == ("p", "s", "i")
     assert (letter["partition"], letter["offset"], letter["topic"], letter["row"]) == (3, 8, None, 11)
     assert json.loads(letter["record"]) == {"value": "b"}
@@ -92,7 +102,8 @@ def test_times_beyond_python_s_are_kept_as_numbers() -> None:
     late = pa.array([0, 10**18], pa.timestamp("us", "UTC"))
     rows = pa.record_batch({"at": late, "day": pa.array([1, 10**7], pa.date32()), "text": ["a", "b"]})
     reasons = pa.array([None, "outside the years 1 to 9999"])
-    (letter,) = letters_module.dead_letters(Scope("p", "s", "i"), reasons, rows, None, 0, 0, 0).to_pylist()
+    rejected = letters_module.validated(Refusing(reasons), Rows(rows)).rejected
+    (letter,) = letters_module.dead_letters(Scope("p", "s", "i"), rejected, 0, 0, 0).to_pylist()
     assert json.loads(letter["record"]) == {"at": 10**18, "day": 10**7, "text": "b"}
     assert from_json_texts([letter["record"]], rows.schema).equals(rows.slice(1))
 
@@ -122,7 +133,8 @@ def dead_letters_not_looked_for_when_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def bad_rows_written_too(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shard, "validated", lambda sink, rows: (rows, letters_module.validated(sink, rows)[1]))
+    honest = letters_module.validated
+    patch.setattr(shard, "validated", lambda sink, rows: replace(honest(sink, rows), good=rows.good))
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,13 @@ from tests.support.sweeps import sweep
 from delivered.connectors.log import append
 from delivered.connectors.memory import CONNECTOR
 from delivered.connectors.memory.world import ROWS
-from delivered.engine import isolate
+from delivered.engine import transform
 from delivered.engine.sinks import Sinks
 from delivered.entry import Pipeline
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
+from delivered.model.rows import Rows
 from delivered.operate.dead_letters import dead_letters
 
 
@@ -45,9 +46,9 @@ class TransformSim(LetterSim):
         dead_letter = ("letters", letters) if self.on_bad_row is OnBadRow.DEAD_LETTER else None
         return Sinks.of([("first", first, None)], self.on_bad_row, dead_letter)
 
-    def _read(self, piece: object) -> Iterator[pa.RecordBatch]:
-        for batch in super()._read(piece):
-            yield from isolate.isolated(self.transform, batch, ROWS)
+    def _read(self, piece: object) -> Iterator[Rows]:
+        for rows in super()._read(piece):
+            yield from transform.isolated(self.transform, rows, ROWS)
 
     def transform(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         for value in rows.column("value").to_pylist():
@@ -138,16 +139,16 @@ def test_what_a_letter_says() -> None:
 
 
 def failing_rows_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(isolate, "_records", lambda batch, bad: isolate.pa.nulls(0, isolate.REJECTED.type))
+    patch.setattr(transform, "_rejections", lambda rows, bad: [])
 
 
 def halves_of_a_failing_batch_forgotten(patch: pytest.MonkeyPatch) -> None:
-    honest = isolate._conformed
+    honest = transform._conformed
 
     def second_half_lost(part: pa.RecordBatch, made: pa.Schema) -> pa.RecordBatch:
         return honest(part.slice(0, 1), made)
 
-    patch.setattr(isolate, "_conformed", second_half_lost)
+    patch.setattr(transform, "_conformed", second_half_lost)
 
 
 @pytest.mark.parametrize(

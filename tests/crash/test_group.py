@@ -14,7 +14,7 @@ from tests.crash.sim import HOWS, Checkpoint, Crash, Driver, again, codes, other
 from tests.support.sweeps import sweep
 
 from delivered.engine import shard
-from delivered.engine.committers import Committers
+from delivered.engine.context import Committers
 from delivered.engine.sinks import Sinks
 from delivered.model.capability import Commit
 from delivered.model.errors import UsageError

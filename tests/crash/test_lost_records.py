@@ -12,7 +12,7 @@ from tests.crash.sim import Crash, Sim, again, codes, other_rows, points
 
 from delivered.audit.evidence import Counts, breaches
 from delivered.audit.ledger import check_history
-from delivered.engine.repair import LOST
+from delivered.engine.messages import LOST
 from delivered.model.capability import Commit
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee

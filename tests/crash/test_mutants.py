@@ -14,7 +14,7 @@ from tests.crash.sim import Checkpoint, Crash, Sim, other_rows
 from delivered.connectors.memory import store
 from delivered.connectors.memory.store import MemoryCommitter
 from delivered.connectors.memory.world import Answer
-from delivered.engine import decide, recover, repair, rules, shard
+from delivered.engine import decide, messages, recover, rules, shard
 from delivered.engine.arbiter import Grant, Grants
 from delivered.ledger import Ledger
 from delivered.model.capability import Commit
@@ -258,7 +258,7 @@ MUTANTS: dict[str, tuple[Patch, Runs]] = {
         crashes(EXACTLY, "tree"),
     ),
     "replay not compared": (
-        swap(repair, "_missing", lambda *args: {}),
+        swap(messages, "_missing", lambda *args: {}),
         history(differing_replay, refused="REPLAY_DIFFERS"),
     ),
     "finished under the pipeline's guarantee": (finish_by_the_pipelines_guarantee, history(changed_guarantee)),

@@ -22,6 +22,7 @@ from delivered.model.capability import Commit
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
+from delivered.model.rows import Rows
 from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage
 
 SHARDS = 2
@@ -82,7 +83,7 @@ class LedgerMachine(RuleBasedStateMachine):
         rows = [{"key": None, "value": f"{driver.plan.batch}/{shard}/{n}".encode()} for n in range(2)]
         for attempt in range(2 if retried else 1):
             batches = iter([pa.RecordBatch.from_pylist(rows, schema=ROWS)])
-            message = write_shard(Sinks.one(self.sink), driver.plan, shard, attempt, batches, ROWS)
+            message = write_shard(Sinks.one(self.sink), driver.plan, shard, attempt, map(Rows, batches), ROWS)
         driver.messages.append(message)
 
     @rule(i=st.integers(0, 1))

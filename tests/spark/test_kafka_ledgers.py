@@ -19,7 +19,7 @@ from tests.support.halted import killed
 
 import delivered
 from delivered.connectors.kafka import CONNECTOR
-from delivered.engine.context import open_ledger
+from delivered.engine.context import open_ledger, open_shared_ledger
 from delivered.model.identity import Scope
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def test_pipelines_whose_sinks_have_one_name_share_a_ledger_topic(
             assert values(kafka, topic) == Counter(b"%d" % i for i in range(start + ROWS))
     for name in topics:
         scope = pipeline(name).spec.scope(pipeline(name).spec.open(), "other")
-        look = pipeline(name).spec.open().ledger(scope)
+        look = open_shared_ledger(pipeline(name).spec.open(), scope)
         state = look.look()
         look.close()
         assert [d.scope.pipeline for d in state.earlier] == [name]

@@ -14,6 +14,7 @@ import pytest
 from tests.spark.log_to_sqlite import produce, rows, until
 
 import delivered
+from delivered.engine.context import open_shared_ledger
 from delivered.model.translate import translated
 from delivered.spark.template import TASKS
 
@@ -78,7 +79,7 @@ def test_a_query_restarts_beside_its_own_orphans(spark: SparkSession, tmp_path: 
     query.stop()
     spec = other.spec
     sinks = spec.open()
-    ledger = sinks.ledger(spec.scope(sinks, str(query.id)))
+    ledger = open_shared_ledger(sinks, spec.scope(sinks, str(query.id)))
     owner = ledger.look().owner
     ledger.close()
     assert owner is not None and owner.process == jvm(spark).pid

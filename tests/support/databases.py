@@ -85,7 +85,8 @@ import pickle, sys
 from delivered.crash import install_from_environment
 from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Sinks
+from delivered.model.rows import Rows
 install_from_environment()
 sink, plan, shard, batch, schema = pickle.load(open(sys.argv[1], "rb"))
-write_shard(Sinks.one(sink), plan, shard, 0, iter([batch]), schema)
+write_shard(Sinks.one(sink), plan, shard, 0, iter([Rows(batch)]), schema)
 """

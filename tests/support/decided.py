@@ -16,6 +16,7 @@ from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Sinks
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
+from delivered.model.rows import Rows
 from delivered.model.work import CheckpointView, Owner
 
 ROWS = pa.schema([pa.field("value", pa.binary())])
@@ -41,7 +42,7 @@ def decide(made: delivered.Pipeline, batches: int, owner: Owner, incarnation: st
         offsets = json.dumps({"version": batch, "offsets": {"0": batch + 1}})
         plan = plan_batch(context, CheckpointView(incarnation, batch, offsets, None), first=batch == 0)
         rows = pa.record_batch([pa.array([b"v"])], schema=ROWS)
-        commit_batch(context, batch, offsets, [write_shard(sinks, plan, 0, 0, iter([rows]), ROWS)])
+        commit_batch(context, batch, offsets, [write_shard(sinks, plan, 0, 0, iter([Rows(rows)]), ROWS)])
     context.close()
 
 

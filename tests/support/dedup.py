@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.checkpoint import sidecar
-from delivered.engine.repeats import AT, HELPER_TYPES, KEY, TIE, TIME, without_seen
+from delivered.engine.keys import AT, HELPER_TYPES, KEY, TIE, TIME, without_seen
 from delivered.model.dedup import Dedup
 from delivered.model.identity import Scope
 

@@ -41,6 +41,7 @@ from delivered.engine.sinks import Columns, Sinks
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
+from delivered.model.rows import Rows
 from delivered.model.step import Moment, StepId, install, reach
 from delivered.model.work import CheckpointView, Owner
 from delivered.pipeline.registry import find_sink
@@ -185,7 +186,7 @@ def run(spec: dict[str, Any]) -> None:
                 [b for piece in pieces for b in source.read(piece)],
                 made,
             )
-        prepared = [write_shard(sinks, plan, i, 0, shard, schema) for i, shard in enumerate(shards)]
+        prepared = [write_shard(sinks, plan, i, 0, map(Rows, shard), schema) for i, shard in enumerate(shards)]
         commit_batch(committing, batch, text, prepared)
         reach(StepId.LOG, Moment.BEFORE, batch=batch)
         write(checkpoint.folder / "commits" / str(batch), "{}")

@@ -22,8 +22,7 @@ from delivered.connectors.iceberg import CONNECTOR as ICEBERG
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract.sink import Sink
-from delivered.engine.committers import Committers
-from delivered.engine.context import Context
+from delivered.engine.context import Committers, Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import fingerprint_seed, write_shard
@@ -31,6 +30,7 @@ from delivered.engine.sinks import Sinks
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
+from delivered.model.rows import Rows
 from delivered.model.work import (
     BatchPlan,
     CheckpointView,
@@ -85,7 +85,7 @@ class Rig:
 
     def write(self, plan: BatchPlan, attempt: int = 0) -> list[ShardMessage]:
         messages = [
-            write_shard(self.sinks, plan, shard, attempt, iter([self.rows(plan.batch, shard)]), SCHEMA)
+            write_shard(self.sinks, plan, shard, attempt, iter([Rows(self.rows(plan.batch, shard))]), SCHEMA)
             for shard in range(SHARDS)
         ]
         return pickle.loads(pickle.dumps(messages))
@@ -100,7 +100,9 @@ class Rig:
         context, self.schema = context or self.context(), shards[0].schema
         plan = self.plan(context, batch)
         messages = [
-            write_shard(self.sinks, plan, i, 0, iter([s.slice(a, 5) for a in range(0, s.num_rows, 5)]), self.schema)
+            write_shard(
+                self.sinks, plan, i, 0, map(Rows, [s.slice(a, 5) for a in range(0, s.num_rows, 5)]), self.schema
+            )
             for i, s in enumerate(shards)
         ]
         commit_batch(context, batch, offsets(batch), messages)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import tenacity
 
-from delivered.engine import granting as driver_side
+from delivered.engine import arbiter as driver_side
 from delivered.engine import grants
 from delivered.engine.grants import may_send
 from delivered.engine.owner import new_owner

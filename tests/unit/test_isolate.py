@@ -12,23 +12,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delivered.contract.source import RAW, REJECTED
-from delivered.engine.dead_letters import of_source, split_rejected
-from delivered.engine.isolate import isolated, rejecting_schema, with_rejected
+from delivered.engine.dead_letters import dead_letters
+from delivered.engine.in_band import RAW, REJECTED, decode, encode, join, pack, unpack, with_rejected
+from delivered.engine.transform import isolated
 from delivered.model.bad_row import OnBadRow, reason_of
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
+from delivered.model.rows import Origin, Rejection, Rows
 from delivered.source import COLUMNS
 
 AT = datetime(2026, 1, 2, tzinfo=UTC)
 
 
-def kafka_rows(*values: bytes) -> pa.RecordBatch:
+def kafka_rows(*values: bytes) -> Rows:
     rows = [
         {"key": b"k%d" % n, "value": v, "topic": "t", "partition": 1, "offset": 10 + n, "timestamp": AT}
         for n, v in enumerate(values)
     ]
-    return pa.RecordBatch.from_pylist(rows, schema=COLUMNS)
+    return Rows(pa.RecordBatch.from_pylist(rows, schema=COLUMNS))
 
 
 def as_numbers(rows: pa.RecordBatch) -> pa.RecordBatch:
@@ -38,13 +39,12 @@ def as_numbers(rows: pa.RecordBatch) -> pa.RecordBatch:
 MADE = pa.schema([("n", pa.int64())])
 
 
-def told(parts: Iterator[pa.RecordBatch]) -> tuple[list[Any], list[dict[str, Any]]]:
+def told(parts: Iterator[Rows]) -> tuple[list[Any], list[dict[str, Any]]]:
     rows: list[Any] = []
     letters: list[dict[str, Any]] = []
     for part in parts:
-        found, records = split_rejected(part)
-        rows += found.to_pylist() if found is not None else []
-        letters += of_source(Scope("p", "s", "i"), records, 5, 1, 0).to_pylist() if records is not None else []
+        rows += part.good.to_pylist()
+        letters += dead_letters(Scope("p", "s", "i"), part.rejected, 5, 1, 0).to_pylist()
     return rows, letters
 
 
@@ -108,7 +108,7 @@ def test_a_type_that_no_rows_show_is_that_of_the_rows() -> None:
     def transform(rows: pa.RecordBatch) -> pa.RecordBatch:
         return pa.record_batch({"n": [int(v) for v in rows.column("value").to_pylist()]})
 
-    made = transform(kafka_rows()).schema
+    made = transform(kafka_rows().good).schema
     assert made.field("n").type == pa.null()
     rows, letters = told(isolated(transform, kafka_rows(b"1", b"x", b"3"), made))
     assert (rows, len(letters)) == ([{"n": 1}, {"n": 3}], 1)
@@ -133,7 +133,7 @@ def test_of_a_decoded_source_the_bytes_are_kept() -> None:
         assert batch.schema == rows.schema
         raise ValueError("no")
 
-    _, (letter,) = told(isolated(transform, batch, MADE))
+    _, (letter,) = told(isolated(transform, decode(batch), MADE))
     assert json.loads(letter["record"]) == {"key": "k", "value": "\0\0\0\0\1x"}
     assert (letter["topic"], letter["offset"]) == (None, 3)
 
@@ -144,18 +144,40 @@ def test_a_source_without_keys_and_values() -> None:
     def transform(batch: pa.RecordBatch) -> pa.RecordBatch:
         raise ValueError("no")
 
-    _, (letter,) = told(isolated(transform, rows, MADE))
+    _, (letter,) = told(isolated(transform, Rows(rows), MADE))
     assert json.loads(letter["record"]) == {"id": 1, "partition": "Ulm"}
     assert letter["partition"] is None
 
 
 def test_letters_and_rows_pass_through_spark_in_the_same_columns() -> None:
-    schema = rejecting_schema(MADE)
-    parts = [with_rejected(p, MADE) for p in isolated(as_numbers, kafka_rows(b"1", b"x"), MADE)]
+    schema = with_rejected(MADE)
+    parts = [encode(p, schema) for p in isolated(as_numbers, kafka_rows(b"1", b"x"), MADE)]
     assert {p.schema for p in parts} == {schema}
     assert schema.names == ["n", REJECTED.name]
-    rows, letters = told(iter([pa.Table.from_batches(parts).combine_chunks().to_batches()[0]]))
+    rows, letters = told(map(decode, pa.Table.from_batches(parts).combine_chunks().to_batches()))
     assert (rows, len(letters)) == ([{"n": 1}], 1)
+
+
+def test_a_file_of_an_earlier_release_is_read() -> None:
+    """Its tasks may have stored rejected records of a batch that was decided before the upgrade."""
+    texts = {n: pa.string() for n in ("reason", "topic", "sink", "more")}
+    kinds = {**texts, "partition": pa.int32(), "offset": pa.int64(), "key": pa.binary(), "value": pa.binary()}
+    order = ("reason", "topic", "partition", "offset", "key", "value", "sink", "more")
+    stored = [
+        {"reason": "not JSON", "topic": "t", "partition": 1, "offset": 7, "value": b"[", "more": '{"n": 1}'},
+        {"reason": "ValueError", "sink": "(transform)", "more": '{"id": 3}'},
+    ]
+    column = pa.array(stored, pa.struct([pa.field(n, kinds[n]) for n in order]))
+    file = pa.BufferOutputStream()
+    with pa.ipc.new_stream(file, pa.schema([pa.field("__delivered_rejected", column.type)])) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays([column], names=["__delivered_rejected"]))
+    found = unpack(bytes(file.getvalue()))
+    assert found == [
+        Rejection(Origin.SOURCE, "not JSON", {"value": b"[", "n": 1}, "t", 1, 7),
+        Rejection(Origin.TRANSFORM, "ValueError", {"id": 3}),
+    ]
+    assert [json.loads(r.text) for r in found] == [{"key": None, "value": "[", "n": 1}, {"id": 3}]
+    assert unpack(join([pack(found), pack(found)])) == [*found, *found]
 
 
 @pytest.mark.parametrize(("rejects", "decided"), [(False, False), (False, True), (True, False)])
@@ -163,19 +185,19 @@ def test_a_checkpoint_is_asked_only_if_it_may_hold_letters(
     rejects: bool, decided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two requests to an object store in every batch. A batch that an earlier start decided may have some."""
-    from delivered.checkpoint import rejected
+    from delivered.checkpoint import task_files
     from delivered.model.guarantee import Guarantee
-    from delivered.model.work import Action, BatchPlan, ShardMessage
+    from delivered.model.work import Action, BatchPlan
     from delivered.pipeline.spec import PipelineSpec
     from delivered.spark import recovery
 
     asked = []
-    monkeypatch.setattr(rejected, "gather", lambda *_: asked.append("gather"))
+    monkeypatch.setattr(task_files, "gather", lambda *_: asked.append("gather"))
     action = Action.SKIP if decided else Action.WRITE
     plan = BatchPlan(Scope("p", "s", "i"), "owner", Guarantee.EXACTLY_ONCE, 3, "{}", action)
     dead_letter = OnBadRow.DEAD_LETTER
     spec = PipelineSpec("p", Guarantee.EXACTLY_ONCE, on_bad_row=dead_letter, checkpoint="/nowhere", rejects=rejects)
-    recovery.rejected_shard(spec, None, MADE, [ShardMessage(plan, 0, 0, action)])  # type: ignore[arg-type]
+    recovery.rejected_rows(spec, MADE, plan)
     assert bool(asked) is (rejects or decided)
 
 

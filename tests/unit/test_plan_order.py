@@ -15,7 +15,7 @@ from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.memory.world import ROWS, make_world
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract.sink import Sink
-from delivered.engine.context import Context
+from delivered.engine.context import Context, open_shared_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
@@ -23,6 +23,7 @@ from delivered.engine.sinks import Sinks
 from delivered.model import step
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
+from delivered.model.rows import Rows
 from delivered.model.step import StepId
 from delivered.model.work import CheckpointView, Owner
 
@@ -70,7 +71,7 @@ def run_one_batch(sinks: Sinks, guarantee: Guarantee, shards: int = 2) -> None:
     messages = []
     for shard in range(shards):
         rows = pa.record_batch([pa.array([b"k"]), pa.array([f"v{shard}".encode()])], schema=ROWS)
-        messages.append(write_shard(sinks, plan, shard, 0, iter([rows]), ROWS))
+        messages.append(write_shard(sinks, plan, shard, 0, iter([Rows(rows)]), ROWS))
     commit_batch(context, 0, '{"0":2}', messages)
     context.close()
 
@@ -98,7 +99,7 @@ def test_the_deciding_step_is_the_one_after_which_the_ledger_knows_the_batch(nam
 
     def look(point: str, facts: dict[str, Any]) -> None:
         try:
-            ledger = sinks.ledger(scope)
+            ledger = open_shared_ledger(sinks, scope)
             known.setdefault(point, ledger.look().last is not None)
             ledger.close()
         except Exception:  # the ledger does not exist yet, or is being written

@@ -15,6 +15,7 @@ import delivered
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
 from delivered.model.fingerprint import Fingerprint
+from delivered.model.rows import Rows
 from delivered.model.work import Account
 from delivered.pipeline import progress
 from delivered.pipeline.progress import Progress
@@ -82,7 +83,7 @@ def test_rows_that_the_table_did_not_take_are_counted(tmp_path: Path) -> None:
     def run(batch: int, keys: range) -> None:
         context, rows = rig.context(), pa.record_batch({"key": list(keys)})
         rig.schema = rows.schema
-        message = write_shard(rig.sinks, rig.plan(context, batch), 0, 0, iter([rows]), rows.schema)
+        message = write_shard(rig.sinks, rig.plan(context, batch), 0, 0, iter([Rows(rows)]), rows.schema)
         commit_batch(context, batch, offsets(batch), [message])
 
     run(0, range(5))

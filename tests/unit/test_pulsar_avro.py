@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delivered.connectors.pulsar.client import Registered
-from delivered.connectors.pulsar.columns import Rejecting, Rows, Values
+from delivered.connectors.pulsar.columns import Messages, Values
 from delivered.connectors.pulsar.options import SourceOptions
 from delivered.connectors.pulsar.source import PulsarSource
-from delivered.contract.source import RAW
-from delivered.engine.dead_letters import split_rejected
 from delivered.kits.schemas.avro import Unreadable, read_json, shape_of
 from delivered.model.errors import BadRecord
+from delivered.model.rows import Rows
 
 SCHEMA = {
     "type": "record",
@@ -139,10 +138,10 @@ class Message:
         self.publish_timestamp, self.event_timestamp, self.properties = lambda: 1, lambda: 0, dict
 
 
-def rows(data: list[bytes], rejects: Rejecting | None) -> pa.RecordBatch:
+def rows(data: list[bytes], *, rejects: bool) -> Rows:
     planned = Registered(0, "JSON", json.dumps(SCHEMA))
     values = Values("test", "persistent://a/b/c", planned, lambda _: None)
-    found = Rows("persistent://a/b/c", 0, False, values, rejects)
+    found = Messages("persistent://a/b/c", 0, False, values, rejects)
     for n, each in enumerate(data):
         found.add(Message(each), (7, n, -1))
     return found.take()
@@ -152,14 +151,12 @@ def rows(data: list[bytes], rejects: Rejecting | None) -> pa.RecordBatch:
 def test_a_poison_pill_is_a_dead_letter(data: bytes) -> None:
     good = b'{"id": 1, "name": null, "at": 0}'
     with pytest.raises(BadRecord, match="message 7:1 of"):
-        rows([good, data, good], None)
-    assert rows([good, data, good], Rejecting(kept=False, raw=False)).num_rows == 2
-    found, records = split_rejected(rows([good, data, good], Rejecting(kept=True, raw=True)))
-    assert found is not None and found.num_rows == 2 and records is not None
-    (letter,) = records.to_pylist()
-    assert (letter["value"], letter["key"], letter["offset"]) == (data, b"k", (7 << 28) + 1)
-    assert "cannot be read by it" in letter["reason"] and json.loads(letter["more"]) == {"schemaVersion": 0}
-    assert found.schema.names[-1] == RAW.name
+        rows([good, data, good], rejects=False)
+    found = rows([good, data, good], rejects=True)
+    (letter,) = found.rejected
+    assert (letter.record, letter.offset) == ({"key": b"k", "value": data, "schemaVersion": 0}, (7 << 28) + 1)
+    assert "cannot be read by it" in letter.reason and found.good.num_rows == 2
+    assert found.records is not None and found.records.to_pylist() == [{"key": b"k", "value": good}] * 2
 
 
 def test_a_dead_letter_is_decoded_again() -> None:
@@ -170,10 +167,9 @@ def test_a_dead_letter_is_decoded_again() -> None:
     source = PulsarSource(options, ((topic, Registered(0, "JSON", json.dumps(SCHEMA))),))
     letters = [{"topic": topic, "key": b"k", "value": v} for v in (b'{"id": 1, "name": null, "at": 0}', b"{}")]
     raw = pa.RecordBatch.from_pylist(letters, schema=source.raw_schema())
-    assert source.decoded(raw).column("value").field("id").to_pylist() == [1]
-    found, records = split_rejected(source.rejecting(kept=True).decoded(raw))
-    assert found is not None and found.num_rows == 1 and records is not None
-    assert "source: a message of" in records.to_pylist()[0]["reason"]
+    found = source.decoded(raw)
+    assert found.good.column("value").field("id").to_pylist() == [1]
+    assert found.good.num_rows == 1 and "source: a message of" in found.rejected[0].reason
 
 
 @pytest.mark.parametrize(

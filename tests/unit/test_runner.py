@@ -14,9 +14,11 @@ from delivered.engine.context import Context
 from delivered.engine.runner import Runner
 from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Sinks
+from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import InvariantBroken
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
+from delivered.model.rows import Origin, Rejection, Rows
 from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage
 
 WORLD = "runner"
@@ -37,7 +39,7 @@ def view(batch: int, logged: int | None = None) -> CheckpointView:
 
 def shard(runner: Runner, plan: BatchPlan, number: int) -> ShardMessage:
     rows = pa.record_batch([[b"k"], [b"v%d" % number]], schema=ROWS)
-    return write_shard(runner.sinks, plan, number, 0, iter([rows]), ROWS)
+    return write_shard(runner.sinks, plan, number, 0, iter([Rows(rows)]), ROWS)
 
 
 def states() -> list[State]:
@@ -63,6 +65,34 @@ def test_what_was_prepared_is_aborted_if_the_commit_fails(runner: Runner) -> Non
     with pytest.raises(InvariantBroken):  # a shard without a message
         runner.finish(plan, lambda messages: messages.extend([shard(runner, plan, 0), None]))
     assert states() == [State.ABORTED]
+
+
+def rejected(_: BatchPlan) -> Rows:
+    bad = Rejection(Origin.SOURCE, "not JSON", {"key": b"k", "value": b"["}, "t", 0, 7)
+    return Rows(pa.RecordBatch.from_pylist([], schema=ROWS), [bad])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_was_rejected_before_the_transform_is_one_more_shard(fails: bool) -> None:
+    make_world(WORLD), make_world(f"{WORLD}-letters")
+    first, letters = (CONNECTOR.sink({"world": w, "commit": "two_phase"}) for w in (WORLD, f"{WORLD}-letters"))
+    sinks = Sinks.of([("first", first, None)], OnBadRow.DEAD_LETTER, ("letters", letters))
+    scope = Scope("p", sinks.decider.name, "i")
+    runner = Runner(sinks, Context.open(sinks, scope, Guarantee.EXACTLY_ONCE, Owner("o")))
+    plan = runner.plan(view(0), ROWS)
+    messages = [shard(runner, plan, 0), *([None] if fails else [])]
+    if fails:
+        with pytest.raises(InvariantBroken):
+            runner.commit(0, "o0", messages, rejected=rejected)
+        runner.abort(messages)
+        assert set(states()) == {State.ABORTED}
+    else:
+        decision = runner.commit(0, "o0", messages, rejected=rejected)
+        assert decision is not None and decision.account("letters").total.count == 1
+        assert {(p.shard, p.sink) for p in decision.participants} == {
+            (n, s) for n in (0, 1) for s in ("first", "letters")
+        }
+    runner.close()
 
 
 def test_only_the_batch_after_the_last_plan_goes_on_without_recovery(

@@ -16,10 +16,11 @@ import pyarrow as pa
 import pytest
 from google.protobuf import descriptor_pb2
 
-from delivered.checkpoint import rejected, sidecar
-from delivered.contract.source import REJECTED, Slice, Source, SourceDriver
-from delivered.engine.dead_letters import split_rejected
-from delivered.engine.direct import ArrowTransform, Direct, pack
+from delivered.checkpoint import sidecar, task_files
+from delivered.contract.source import Slice, Source, SourceDriver
+from delivered.engine.in_band import RAW, decode, encode, join, source_schema, unpack
+from delivered.engine.in_band import pack as packed
+from delivered.engine.transform import ArrowTransform, Direct, pack
 from delivered.kits.schemas import source as source_module
 from delivered.kits.schemas.avro import Unmappable
 from delivered.kits.schemas.options import Format, FormatOptions
@@ -30,6 +31,7 @@ from delivered.kits.schemas.source import FormattedSource
 from delivered.kits.schemas.values import canonical
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
+from delivered.model.rows import Origin, Rejection
 from delivered.pipeline.registry import find_sink, find_source
 
 ORDER = {"type": "record", "name": "Order", "fields": [{"name": "id", "type": "long"}]}
@@ -229,42 +231,44 @@ def test_a_source_fails_or_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
         BadRecord, match=r"RECORD_UNDECODABLE.*topic t, partition 0, offset 12 .*its value: it has 3 bytes"
     ):
         list(source.read(piece))
-    (left,) = source.rejecting(kept=False).read(piece)
-    assert left.column("offset").to_pylist() == [10, 11, 13] and left.schema == source.schema()
-    (whole,) = source.rejecting(kept=True).read(piece)
-    found, records = split_rejected(whole)
-    assert found is not None and found.equals(left) and records is not None
-    (record,) = records.to_pylist()
-    assert (record["value"], record["key"], record["offset"]) == (b"bad", b"k", 12)
-    assert source.rejecting(kept=False).decoded(inner.batches[0]).equals(left), "a retry of a letter decodes it"
+    (found,) = source.read_rows(piece)
+    assert found.good.column("offset").to_pylist() == [10, 11, 13] and found.good.schema == source.schema()
+    (rejected,) = found.rejected
+    assert (rejected.record, rejected.offset) == ({"value": b"bad", "key": b"k"}, 12)
+    assert found.records.column("value").to_pylist() == [*values[:2], values[3]], "of each good row the bytes"
+    assert source.decoded(inner.batches[0]).good.equals(found.good), "a retry of a dead letter decodes it"
     assert source.raw_schema() == inner.schema()
-    direct = Direct(source.rejecting(kept=True), ArrowTransform(("offset",)))
+    assert source_schema(source, raw=True).names == [*source.schema().names, RAW.name]
+    through_spark = decode(encode(found, source_schema(source, raw=True)))
+    assert (through_spark.good, through_spark.records) == (found.good, found.records)
+    direct = Direct(source, ArrowTransform(("offset",)), rejects=True)
     assert direct.schema().names == ["offset"]
-    assert [b.schema.names for b in direct.rows(iter([pack(piece)]))] == [[REJECTED.name], ["offset"]]
+    (rows,) = direct.rows(iter([pack(piece)]))
+    assert (rows.good.schema.names, rows.rejected) == (["offset"], found.rejected)
 
 
 def test_rejected_records_wait_for_the_end_of_their_batch(tmp_path: Path) -> None:
-    def records(*values: bytes) -> pa.Array:
-        return pa.array([{"reason": "x", "value": v} for v in values], REJECTED.type)
+    def records(*values: bytes) -> bytes:
+        return packed([Rejection(Origin.SOURCE, "x", {"value": v}) for v in values])
 
     def found(batch: int, start: str) -> list[bytes] | None:
-        made = rejected.gather(str(tmp_path), batch, start)
-        return None if made is None else [r["value"] for r in made.to_pylist()]
+        data = task_files.gather(str(tmp_path), batch, start, join)
+        return None if data is None else [r.record["value"] for r in unpack(data)]
 
     assert found(3, "a") is None
     for _ in range(2):  # two attempts of one task
-        rejected.put(str(tmp_path), 3, "a", "s1-0", records(b"1"))
-    rejected.put(str(tmp_path), 3, "a", "s0-0", records(b"2", b"3"))
-    rejected.put(str(tmp_path), 3, "b", "s0-0", records(b"other start"))
+        task_files.put(str(tmp_path), 3, "a", "s1-0", records(b"1"))
+    task_files.put(str(tmp_path), 3, "a", "s0-0", records(b"2", b"3"))
+    task_files.put(str(tmp_path), 3, "b", "s0-0", records(b"other start"))
     assert found(3, "a") == [b"2", b"3", b"1"]
-    rejected.put(str(tmp_path), 3, "a", "s2-0", records(b"too late"))
+    task_files.put(str(tmp_path), 3, "a", "s2-0", records(b"too late"))
     assert found(3, "c") == [b"2", b"3", b"1"], "what was gathered stays"
-    rejected.forget(str(tmp_path), 3, decided=True)
+    task_files.forget(str(tmp_path), 3, decided=True)
     assert found(3, "c") == [b"2", b"3", b"1"]
-    rejected.forget(str(tmp_path), 3, decided=False)
+    task_files.forget(str(tmp_path), 3, decided=False)
     assert found(3, "a") is None
-    rejected.put(str(tmp_path), 3, "a", "s0-0", records(b"1"))
-    rejected.forget(str(tmp_path), 4, decided=True)
+    task_files.put(str(tmp_path), 3, "a", "s0-0", records(b"1"))
+    task_files.forget(str(tmp_path), 4, decided=True)
     assert found(3, "a") is None
 
 

@@ -28,6 +28,7 @@ from delivered.model.errors import PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
+from delivered.model.rows import Rows
 from delivered.model.work import Account, Action, BatchPlan, CheckpointView, Decision, Owner, Prepared
 from delivered.pipeline.endpoint import Item, parse_projection
 from delivered.pipeline.spec import OPTION, PipelineSpec
@@ -62,7 +63,7 @@ def context(sink: Sinks, owner: str = "o") -> Context:
 def run(sink: Sinks, batch: int, on: Context) -> Decision | None:
     plan = plan_batch(on, CheckpointView("i", batch, f"o{batch}", batch - 1 if batch else None), first=True)
     rows = pa.record_batch([[b"k"] * 3, [b"v%d" % i for i in range(3)]], schema=ROWS)
-    return commit_batch(on, batch, f"o{batch}", [write_shard(sink, plan, 0, 0, iter([rows]), ROWS)])
+    return commit_batch(on, batch, f"o{batch}", [write_shard(sink, plan, 0, 0, iter([Rows(rows)]), ROWS)])
 
 
 def test_what_one_sink_promised_goes_back_when_another_cannot() -> None:
@@ -77,7 +78,7 @@ def test_what_one_sink_promised_goes_back_when_another_cannot() -> None:
             participant.state = State.ABORTED
 
     with pytest.raises(PromiseBroken):
-        write_shard(sink, plan, 0, 0, rows(), ROWS)
+        write_shard(sink, plan, 0, 0, map(Rows, rows()), ROWS)
     assert [p.state for p in world("half-0").participants.values()] == [State.ABORTED]
 
 

@@ -118,6 +118,7 @@ def test_a_task_loads_neither_the_spec_nor_the_drivers_half_of_the_engine() -> N
         "engine.shard",
         "engine.sinks",
         "engine.dead_letters",
+        "engine.in_band",
         "engine.grants",
     }
     assert {m for m in ours if m.startswith("spark.")} == {"spark.writers", "spark.recovery", "spark.task"}

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from tests.support.sinks import Rig
 
-from delivered.engine.dead_letters import rejections
+from delivered.engine.dead_letters import find_reasons
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink
@@ -74,7 +74,7 @@ def test_a_refused_row_is_a_dead_letter(tmp_path: Path, case: str, mode: str) ->
     path = made(tmp_path, case)
     sink = find_sink("sqlite", {"path": str(path), "table": "t", **MODES[mode]})
     rows = batch(case, list(range(12)), [bad if i in (1, 6, 7) else good if i < 9 else None for i in range(12)])
-    reasons = rejections(sink, rows)
+    reasons = find_reasons(sink, rows)
     assert reasons is not None
     assert [i for i, reason in enumerate(reasons.to_pylist()) if reason is not None] == [1, 6, 7]
     assert all(said in reason for reason in reasons.drop_null().to_pylist()), reasons
@@ -141,7 +141,7 @@ def test_a_row_that_breaks_a_constraint_is_kept(tmp_path: Path, case: str) -> No
     """They are up to onConstraint in every database, and are not tried."""
     path = constrained(tmp_path, case)
     sink = find_sink("sqlite", {"path": str(path), "table": "t", "onConstraint": "dead_letter"})
-    assert case == "strict" or rejections(sink, with_bad(case)) is None
+    assert case == "strict" or find_reasons(sink, with_bad(case)) is None
     Rig(sink).run_rows(0, [with_bad(case)])
     with closing(sqlite3.connect(path)) as connection:
         (stored,) = connection.execute("SELECT count(*) FROM t").fetchone()
@@ -155,12 +155,12 @@ def test_rows_are_tried_by_what_the_table_computes(tmp_path: Path) -> None:
     path = tmp_path / "rows.db"
     rows = batch("", [0, 1], ['{"a": 1}', "{"])
     sink = find_sink("sqlite", {"path": str(path), "table": "t"})
-    assert rejections(sink, rows) is None, "no file yet"
+    assert find_reasons(sink, rows) is None, "no file yet"
     with closing(sqlite3.connect(path)) as connection:
         connection.create_function("theirs", 1, lambda text: text, deterministic=True)
         connection.execute("CREATE TABLE t (id INTEGER, v TEXT)")
-        assert rejections(sink, rows) is None
+        assert find_reasons(sink, rows) is None
         connection.execute("CREATE INDEX one ON t (v) WHERE json_extract(v, '$.a') = 1")
-        assert [r is not None for r in rejections(sink, rows).to_pylist()] == [False, True]  # type: ignore[union-attr]
+        assert [r is not None for r in find_reasons(sink, rows).to_pylist()] == [False, True]  # type: ignore[union-attr]
         connection.execute("CREATE INDEX two ON t (theirs(v))")
-        assert rejections(sink, rows) is None
+        assert find_reasons(sink, rows) is None

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from delivered.contract.sink import Committer, OpenTransaction, Sink
+from delivered.engine.context import open_shared_ledger
 from delivered.engine.sinks import Sinks
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
@@ -146,7 +147,7 @@ def read_ledger(
 ) -> LedgerAccount:
     """Read the ledger and the state of its newest decision. Claims nothing and fences nobody."""
     sinks = decided_by or Sinks.one(sink, scope.sink)
-    ledger = sinks.ledger(replace(scope, sink=sinks.decider.name))
+    ledger = open_shared_ledger(sinks, replace(scope, sink=sinks.decider.name))
     try:
         last = ledger.look().last if dead_letters is not None else None
         history = check_history(d.projected(scope.sink) for d in ledger.history())

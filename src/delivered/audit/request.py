@@ -57,6 +57,7 @@ class AuditRequest:
         transform_version: fingerprint of `transform`; batches that ran with another one are not recomputed. Empty:
             every batch is assumed to have run with it.
         dead_letters: name of the sink that gets dead letters; rows that this sink refuses are not expected here then.
+        rejects: records that the sources cannot make rows of are dead letters, and not expected in the sink.
         recompute: compare with the transform over the whole range as one batch; None: account for every record.
         decided_by: the sinks among which its batches are decided. None: it decides itself.
     """
@@ -76,6 +77,7 @@ class AuditRequest:
     sink_from: Offsets | None = None
     decided_by: Sinks | None = None
     dead_letters: str | None = None
+    rejects: bool = False
     transform_version: str = ""
     recompute: Recompute | None = None
 

@@ -445,14 +445,6 @@ DEAD_LETTERS = pa.schema(
         pa.field("incarnation", pa.string()),
     ]
 )
-"""Columns of a dead letter: the sink that rejected the row and why, the row's position in the batch (`row` counts that
-sink's rows in that shard), its source position if the row still has those columns, the row as JSON
+"""Columns of a dead letter: the sink that rejected the row (or `model.rows.Origin`) and why, the row's position in the
+batch (`row` counts that sink's rows in that shard), its source position if known, the row as JSON
 (`model.bad_row.as_json_text`), and whose batch it was."""
-
-
-SOURCE_LETTERS = "(source)"
-"""Stands for the sink in a dead letter of a record that never became a row; no sink has such a name. Its `record` has
-the record's key and value."""
-
-TRANSFORM_LETTERS = "(transform)"
-"""As SOURCE_LETTERS, of a row for which the transform raised. Its `record` has the columns of the source, undecoded."""

@@ -12,6 +12,7 @@ import pyarrow as pa
 from delivered.contract.finding import Finding
 from delivered.contract.queue import DedupWindow, ReceiverReport
 from delivered.model.capability import SourceCapability
+from delivered.model.rows import Rows
 
 Offsets = dict[str, Any]
 """A position in a source, as the JSON in Spark's offset log. The connector chooses the shape."""
@@ -245,22 +246,22 @@ class Source(ABC):
         Unreachable."""
         return None
 
-    def rejecting(self, *, kept: bool, raw: bool = False) -> Self:  # noqa: ARG002
-        """A copy that skips a record that it cannot decode (`SourceCapability.decodes`), instead of failing.
+    def read_rows(self, piece: Slice) -> Iterator[Rows]:
+        """As `read`, which fails at a record of which it can make no row (`SourceCapability.decodes`): here it is
+        rejected."""
+        return map(Rows, self.read(piece))
 
-        Args:
-            kept: instead, it has the column REJECTED, and gives the record as a row that is null but for it.
-            raw: it has the column RAW, in front of REJECTED.
-        """
-        return self
+    def read_good(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        """The good rows of `read_rows` alone."""
+        return (rows.good for rows in self.read_rows(piece))
 
     def raw_schema(self) -> pa.Schema:
         """Columns of records that are not decoded."""
         return self.schema()
 
-    def decoded(self, raw: pa.RecordBatch) -> pa.RecordBatch:
-        """Such records, as `read` returns them."""
-        return raw
+    def decoded(self, raw: pa.RecordBatch) -> Rows:
+        """Such records, as `read_rows` returns them."""
+        return Rows(raw)
 
     def newest_versions(self) -> Mapping[str, int]:
         """By column, the newest version of its registered schema; without those whose schema the options name."""
@@ -271,28 +272,5 @@ class Source(ABC):
         return {}
 
 
-REJECTED = pa.field(
-    "__delivered_rejected",
-    pa.struct(
-        [
-            pa.field("reason", pa.string()),
-            pa.field("topic", pa.string()),
-            pa.field("partition", pa.int32()),
-            pa.field("offset", pa.int64()),
-            pa.field("key", pa.binary()),
-            pa.field("value", pa.binary()),
-            pa.field("sink", pa.string()),
-            pa.field("more", pa.string()),
-        ]
-    ),
-)
-"""Column of records that the source or the transform could not turn into rows: why, where from, and their bytes. Null
-for a row. Such records travel with the batch, for its dead letters. `sink`: as in a dead letter; null: SOURCE_LETTERS.
-`more`: the record's other columns, as JSON (`model.bad_row.as_json_text`); null: none."""
-
-
 COORDINATES = ("topic", "partition", "offset")
 """Columns that say where a record is, in sources that have them."""
-
-RAW = pa.field("__delivered_raw", pa.struct([pa.field("key", pa.binary()), pa.field("value", pa.binary())]))
-"""Column of a source that decodes its records: their bytes, for dead letters of rows that the transform fails for."""

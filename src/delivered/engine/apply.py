@@ -1,30 +1,31 @@
-"""Apply decided participants, idempotently and in parallel."""
+"""What becomes of prepared participants: those that were decided are made visible, idempotently and in parallel; those
+that no decision names are aborted; ends that a system confirmed and may have lost are settled by evidence."""
 
 from __future__ import annotations
 
+import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import tenacity
 
 from delivered.engine.context import Context
-from delivered.model.errors import OutcomeUnknown
+from delivered.model.errors import OutcomeUnknown, PromiseBroken
 from delivered.model.identity import Work
-from delivered.model.limits import APPLY_TIMEOUT_S
+from delivered.model.limits import APPLY_TIMEOUT_S, SWEEP_EVERY_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.patience import within
-from delivered.model.step import Moment, StepId, armed, reach
-from delivered.model.work import Decision, Prepared
+from delivered.model.step import RECOVERY, Moment, StepId, armed, reach
+from delivered.model.work import Decision, LedgerState, Prepared
+
+log = logging.getLogger(__name__)
 
 _PARALLEL_MAX = 16
 
 
-def work_of(decision: Decision, prepared: Prepared) -> Work:
-    """A participant's unit of work, at its own sink."""
-    return Work(decision.scope_of(prepared), decision.batch, prepared.shard, prepared.attempt)
-
-
 def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Prepared]:
-    """Apply every participant of a decision; return those whose prepared rows are gone.
+    """Apply every participant of a decision; return those whose prepared rows are missing.
 
     Runs on the driver. May be called again, by any process of the owner, as long as the decision is kept.
 
@@ -34,7 +35,7 @@ def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Pr
     pending = [p for p in decision.participants if p.handle]
 
     def one(prepared: Prepared) -> Prepared | None:
-        work = work_of(decision, prepared)
+        work = decision.work(prepared)
         facts = {"batch": decision.batch, "shard": prepared.shard, "sink": work.scope.sink}
         reach(step, Moment.BEFORE, **facts)
         match _settle(context, work, prepared):
@@ -53,7 +54,7 @@ def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Pr
 
     failed: list[Prepared] = []
     if not armed() and len(pending) > 1:
-        outcomes = context.committers.commit_all([(work_of(decision, p), p) for p in pending])
+        outcomes = context.committers.commit_all([(decision.work(p), p) for p in pending])
         failed = [p for p, o in zip(pending, outcomes, strict=True) if isinstance(o, Failed)]
         pending = [p for p, o in zip(pending, outcomes, strict=True) if isinstance(o, Unknown)]
     if armed() or len(pending) < 2:
@@ -62,6 +63,98 @@ def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Pr
         with ThreadPoolExecutor(min(_PARALLEL_MAX, len(pending))) as pool:
             broken = list(pool.map(one, pending))
     return failed + [p for p in broken if p is not None]
+
+
+def abort_late_orphans(context: Context, *keep: Decision) -> None:
+    """`abort_orphans`, at most once a minute: tasks of a superseded driver may outlive it, and open participants."""
+    if time.monotonic() - context.swept.at_s > SWEEP_EVERY_S:
+        abort_orphans(context, *keep)
+
+
+def abort_orphans(context: Context, *keep: Decision) -> None:
+    """Abort every open participant of this pipeline and sink that no decision in `keep` names.
+
+    Raises:
+        OutcomeUnknown: some may still be open.
+        Fenced: another driver owns the ledger, and some may be its own.
+    """
+    reach(StepId.RECOVER_ABORT_ORPHANS, Moment.BEFORE)
+    context.ledger.check_claim()
+    context.swept.at_s = time.monotonic()
+    match context.committers.abort_orphans([p for decision in keep for p in decision.participants]):
+        case Ok(count):
+            if count:
+                log.info("aborted %d orphaned participants", count, extra={"step": StepId.RECOVER_ABORT_ORPHANS})
+        case Failed(reason) | Unknown(reason):
+            raise OutcomeUnknown(
+                "ORPHANS_NOT_ABORTED",
+                f"Orphaned participants of an earlier run of {context.scope.pipeline!r} at sink {context.scope.sink!r} "
+                f"could not be aborted: {reason}.",
+                next_step="start again once the server responds; `delivered transactions list` shows them",
+            )
+    reach(StepId.RECOVER_ABORT_ORPHANS, Moment.AFTER)
+
+
+def settle_ends(context: Context, state: LedgerState, *, first: bool) -> None:
+    """See that what was decided is visible, by evidence beside the rows, and that no earlier batch is still open.
+
+    Before every batch, and before anything of it is written: the last one was applied, and Spark has logged it, but its
+    system may have restarted since. At a start always; later only if something has disturbed the sink.
+
+    Raises:
+        OutcomeUnknown: the sink did not answer. DeliveredError: a transaction hangs and cannot be ended.
+    """
+    if not first and (
+        state.last is None or context.committers.ends_hold([p for _, p in _participants(context, state.last)])
+    ):
+        return
+    *older, newest = [None, *state.oldest_first]
+
+    def earlier() -> list[Prepared]:
+        decisions = [*filter(None, older), *(d for d in context.ledger.history() if d != newest)]
+        return [p for d in decisions for _, p in _participants(context, d)]
+
+    match context.committers.settle_ends([] if newest is None else _participants(context, newest), earlier):
+        case Ok(lost):
+            if lost:
+                log.warning("%d transactions were still open although their end was confirmed; ended them", lost)
+        case Failed(reason) | Unknown(reason):
+            raise OutcomeUnknown(
+                "ENDS_UNKNOWN",
+                f"It is unknown whether the last batch of {context.scope.pipeline!r} is visible at sink "
+                f"{context.scope.sink!r}: {reason}. Nothing was written.",
+                next_step="start again once the server responds",
+            )
+
+
+def confirm_logged(context: Context, logged: Decision) -> None:
+    """Apply once more what Spark has logged as done, before orphans are aborted.
+
+    A server that failed over, or lost the end of its log, may hold it as prepared again, which looks like an orphan.
+
+    Raises:
+        PromiseBroken: rows of a decided batch are certainly not visible. OutcomeUnknown: the sink did not answer.
+    """
+    if StepId.RECOVER_APPLY not in RECOVERY[logged.guarantee]:
+        return
+    known = tuple(p for _, p in _participants(context, logged))
+    missing = sorted(
+        {
+            p.shard
+            for p in apply_decided(context, replace(logged, participants=known), StepId.RECOVER_APPLY)
+            if not context.committers.was_committed(logged.work(p), p)
+        }
+    )
+    if missing and not context.tolerance.missing_ledger:
+        raise PromiseBroken(
+            "LOGGED_BATCH_LOST",
+            f"Batch {logged.batch} of {context.scope.pipeline!r} was decided, applied and logged by Spark, but the "
+            f"rows of shards {missing} are not in the sink: its server lost them since, for instance in a fail-over. "
+            "Nothing was written.",
+            next_step=f"delete the files commits/{logged.batch} and offsets/{logged.batch + 1} of the checkpoint and "
+            "start again: Spark runs the batch again, and only these shards are written; or accept the gap once with "
+            '.option("missingLedger", "accept")',
+        )
 
 
 def _settle(context: Context, work: Work, prepared: Prepared) -> Outcome[None]:
@@ -75,3 +168,8 @@ def _settle(context: Context, work: Work, prepared: Prepared) -> Outcome[None]:
     with within(APPLY_TIMEOUT_S):
         outcome: Outcome[None] = asking(context.committers.commit, work, prepared)
     return outcome
+
+
+def _participants(context: Context, decision: Decision) -> list[tuple[Work, Prepared]]:
+    """Those of present sinks: others could be changed since the batch was finished."""
+    return [(decision.work(p), p) for p in decision.participants if p.handle and p.sink in context.sinks]

@@ -7,8 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from delivered.engine.apply import apply_decided, work_of
-from delivered.engine.context import Context
+from delivered.engine.apply import abort_orphans, apply_decided
+from delivered.engine.context import Context, decided_targets, known_targets
 from delivered.engine.messages import (
     all_skipped,
     check_same_rows,
@@ -17,12 +17,10 @@ from delivered.engine.messages import (
     complete,
     orphans,
     ran_again,
+    repaired,
     repeats,
     written,
 )
-from delivered.engine.orphans import abort_orphans
-from delivered.engine.repair import repaired
-from delivered.engine.target import decided_targets, known_targets
 from delivered.model.errors import (
     DeliveredError,
     Fenced,
@@ -328,7 +326,7 @@ def _apply(context: Context, decision: Decision) -> None:
     expired = [
         (p.shard, decision.scope_of(p).sink)
         for p in broken
-        if not context.committers.was_committed(work_of(decision, p), p)
+        if not context.committers.was_committed(decision.work(p), p)
     ]
     if expired:
         text = ", ".join(f"{shard} at {sink!r}" for shard, sink in expired[:50])

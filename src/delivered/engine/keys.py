@@ -1,25 +1,46 @@
-"""Output mode update: one row per key in a shard, or the batch fails, as nothing shows which of two rows is newer."""
+"""Keys that occur twice, in a shard: refused by output mode update, and dropped by a dedup with a key table.
+
+Both see all rows of the shard first. What they keep of them until then is in a temporary file beyond some size.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from delivered.engine.dead_letters import split_rejected
+from delivered.contract.sink import KeyMemory
 from delivered.engine.sinks import Member, Sinks
 from delivered.model.bad_row import plain_rows
 from delivered.model.errors import UsageError
 from delivered.model.fingerprint import U64, record_hashes
+from delivered.model.rows import Rows
+from delivered.model.step import Moment, StepId, reach
 
 _SEED, _OTHER = 0x64656C69, 0x76657265
+KEY, TIME, AT, TIE = (f"__delivered_seen_{n}" for n in ("key", "time", "at", "tie"))
+"""Helper columns: the key's hash, null: no duplicates; the time in microseconds; among duplicates of equal time, the
+lowest (`AT`, `TIE`) comes first."""
+HELPERS = (KEY, TIME, AT, TIE)
+HELPER_TYPES = {KEY: pa.binary(), TIME: pa.int64(), AT: pa.int64(), TIE: pa.int64()}
+SPILL_BYTES = 32 << 20
+"""Rows beyond this size are spilled to disk."""
+
+Int64 = np.ndarray[tuple[int], np.dtype[np.int64]]
+Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-def one_of_each_key(sinks: Sinks, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+_TIME_MAX = (1 << 63) - 1
+"""In microseconds: what a database stores as a number."""
+
+
+def one_of_each_key(sinks: Sinks, batches: Iterator[Rows]) -> Iterator[Rows]:
     """Pass the rows through unchanged. The sink detects a key in two shards.
 
     Memory: 16 bytes per row of the shard, and at its end 60 (measured: 279 MiB for 5 million rows). The keys themselves
@@ -30,14 +51,39 @@ def one_of_each_key(sinks: Sinks, batches: Iterator[pa.RecordBatch]) -> Iterator
     """
     modes = [(m, m.sink.capability().write) for m in sinks.members]
     with ExitStack() as files:
-        keys = [_Keys(m, mode.keys, files) for m, mode in modes if mode.upserts and mode.version is None]
-        for batch in batches:
-            rows, _ = split_rejected(batch)
-            for of_sink in keys if rows is not None else ():
-                of_sink.add(rows)
-            yield batch
-        for of_sink in keys:
-            of_sink.check()
+        seen = [_Keys(m, mode.keys, files) for m, mode in modes if mode.upserts and mode.version is None]
+        for rows in batches:
+            for keys in seen:
+                keys.add(rows.good)
+            yield rows
+        for keys in seen:
+            keys.check()
+
+
+def without_seen(
+    memory: KeyMemory, batch: int, within_us: int, rows: Iterator[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """The rows that duplicate no row of earlier batches or this one, without the helper columns.
+
+    Of one partition of a batch, which holds all records of its keys; all of them are read first. So which duplicate is
+    admitted depends on content, not on order of arrival: every attempt and every rerun of the batch admits and records
+    the same rows.
+
+    1  read all rows; look up which of their keys earlier batches delivered
+    2  dedup.note   the admitted ones are recorded durably, but do not count yet
+    3  pass them on
+    """
+    with contextlib.closing(_Waiting()) as waiting:
+        for part in rows:
+            waiting.add(part)
+        keys, codes = waiting.keys()
+        chosen = _choose(codes, waiting.columns(), memory.known(batch, keys), keys, within_us)
+        reach(StepId.DEDUP_NOTE, Moment.BEFORE, batch=batch)
+        named = [keys[c] for c in chosen.codes]
+        # The greatest time has no end: it is recognized all the same, as the time is at most `within_us` before that.
+        memory.note(batch, named, chosen.times, [min(t + within_us, _TIME_MAX) for t in chosen.times])
+        reach(StepId.DEDUP_NOTE, Moment.AFTER, batch=batch)
+        yield from waiting.give(chosen.gets_in)
 
 
 class _Keys:
@@ -98,3 +144,114 @@ class _Keys:
             next_step='list all columns that identify a row with .option("keyColumns", ...), or a column that '
             'orders them with .option("versionColumn", ...)',
         )
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """
+    Attributes:
+        gets_in: per row, in order of arrival.
+        codes, times: of the records to remember.
+    """
+
+    gets_in: Flags
+    codes: list[int]
+    times: list[int]
+
+
+@dataclass(frozen=True)
+class _Columns:
+    time: Int64
+    timeless: Flags
+    at: Int64
+    tie: Int64
+
+
+def _choose(
+    codes: Int64, columns: _Columns, known: dict[bytes, list[int]], keys: Sequence[bytes], within_us: int
+) -> _Chosen:
+    """For each key, in time order: a record is admitted if no remembered or previously admitted one is within
+    `within_us` of it. A record without a time is admitted if it is the only one of its key."""
+    gets_in = codes < 0
+    order = np.lexsort((columns.tie, columns.at, columns.time, columns.timeless, codes))
+    order = order[codes[order] >= 0]
+    sorted_codes = codes[order]
+    starts = np.flatnonzero(np.r_[True, sorted_codes[1:] != sorted_codes[:-1]]) if len(order) else np.array([], int)
+    ends = np.r_[starts[1:], len(order)].astype(int)
+    again = np.array([k in known for k in keys], bool)
+    alone = (ends - starts == 1) & ~again[sorted_codes[starts]] if len(starts) else np.array([], bool)
+    single = order[starts[alone]]
+    gets_in[single] = True
+    single = single[~columns.timeless[single]]
+    found_codes, found_times = codes[single].tolist(), columns.time[single].tolist()
+    for start, end in zip(starts[~alone].tolist(), ends[~alone].tolist(), strict=True):
+        code = int(sorted_codes[start])
+        before = [until - within_us for until in known.get(keys[code], ())]
+        let_in: list[int] = []
+        for row in order[start:end].tolist():
+            if columns.timeless[row]:
+                if before or let_in or row != order[start]:
+                    continue
+            else:
+                time = int(columns.time[row])
+                if (let_in and time - let_in[-1] <= within_us) or any(abs(time - b) <= within_us for b in before):
+                    continue
+                let_in.append(time)
+            gets_in[row] = True
+        found_codes += [code] * len(let_in)
+        found_times += let_in
+    return _Chosen(gets_in, found_codes, found_times)
+
+
+class _Waiting:
+    """Rows of one partition, spilled beyond `SPILL_BYTES`; their helper columns in memory, about 60 bytes per row."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.SpooledTemporaryFile(SPILL_BYTES)  # noqa: SIM115
+        self._writer: pa.RecordBatchStreamWriter | None = None
+        self._helpers: list[pa.RecordBatch] = []
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        self._helpers.append(batch.select(list(HELPERS)))
+        batch = batch.drop_columns(list(HELPERS))
+        if self._writer is None:
+            self._writer = pa.ipc.new_stream(self._file, batch.schema)
+        self._writer.write_batch(batch)
+
+    def keys(self) -> tuple[list[bytes], Int64]:
+        """The keys, and for each row the index of its key; -1: none."""
+        if not self._helpers:
+            return [], np.array([], np.int64)
+        column = pa.chunked_array([b.column(b.schema.get_field_index(KEY)) for b in self._helpers])
+        encoded = column.cast(pa.binary()).combine_chunks().dictionary_encode()
+        return encoded.dictionary.to_pylist(), encoded.indices.fill_null(-1).cast(pa.int64()).to_numpy()
+
+    def columns(self) -> _Columns:
+        def column(name: str) -> pa.ChunkedArray:
+            parts = [b.column(b.schema.get_field_index(name)) for b in self._helpers]
+            return pa.chunked_array(parts, pa.int64()) if parts else pa.chunked_array([], pa.int64())
+
+        time = column(TIME)
+        return _Columns(
+            time.fill_null(0).to_numpy(),
+            time.is_null().to_numpy(),
+            column(AT).fill_null(0).to_numpy(),
+            column(TIE).fill_null(0).to_numpy(),
+        )
+
+    def give(self, gets_in: Flags) -> Iterator[pa.RecordBatch]:
+        if self._writer is None:
+            return
+        self._writer.close()
+        self._file.seek(0)
+        at = 0
+        with pa.ipc.open_stream(self._file) as reader:
+            for batch in reader:
+                picked = gets_in[at : at + batch.num_rows]
+                at += batch.num_rows
+                if picked.any():
+                    yield batch if picked.all() else batch.filter(pa.array(picked))
+
+    def close(self) -> None:
+        self._helpers.clear()
+        self._file.close()

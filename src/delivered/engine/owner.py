@@ -21,8 +21,8 @@ def new_owner(jvm: psutil.Process | None) -> Owner:
     Args:
         jvm: of the driver; None: it is remote (Spark Connect), and each of its processes finds it itself.
     """
-    made = Owner(uuid.uuid4().hex)
-    return made if jvm is None else _at(made, jvm)
+    owner = Owner(uuid.uuid4().hex)
+    return owner if jvm is None else _at(owner, jvm)
 
 
 def located(owner: Owner) -> Owner:

@@ -6,12 +6,15 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from delivered.engine.apply import apply_decided, work_of
-from delivered.engine.context import Context
-from delivered.engine.ends import confirm_logged, settle_ends
-from delivered.engine.orphans import abort_late_orphans, abort_orphans
+from delivered.engine.apply import (
+    abort_late_orphans,
+    abort_orphans,
+    apply_decided,
+    confirm_logged,
+    settle_ends,
+)
+from delivered.engine.context import Context, check_targets, known_targets
 from delivered.engine.rules import ArchivedRun, BegunBatch, DecidedBatch, NewBatch, Verdict, judge
-from delivered.engine.target import check_targets, known_targets
 from delivered.ledger import Ledger
 from delivered.model.errors import DeliveredError, LedgerAhead, LedgerBehind, OutcomeUnknown, PromiseBroken, Refused
 from delivered.model.guarantee import Guarantee
@@ -92,7 +95,7 @@ def plan_batch(
             _undo(context, state.earlier[0] if state.earlier else None)
             action = Action.COMPARE
         case BegunBatch():
-            log.warning("batch %d was begun by an earlier run; giving it up", view.batch)
+            log.warning("batch %d was started by an earlier run; giving it up", view.batch)
             action = Action.GIVE_UP
             _undo(context, _unfinished(state))
         case NewBatch():
@@ -150,13 +153,13 @@ def _unfinished(state: LedgerState) -> Decision | None:
 def _finish(
     context: Context, decision: Decision, other: Decision | None = None, *, followed: bool = False
 ) -> dict[int, frozenset[str]]:
-    """Apply a decided batch; return the shards whose prepared rows are gone, each with the sinks to rewrite it to.
+    """Apply a decided batch; return the shards whose prepared rows are missing, each with the sinks to rewrite it to.
 
     Args:
         other: the newest decision of other incarnations, if this incarnation may return after it. Its participants may
             still have to be applied, and are left alone.
         followed: `other` was made after `decision`, and so by an incarnation that first finished `decision`. Its
-            evidence may be gone: markers are compacted.
+            evidence may be missing: markers are compacted.
     """
     _known_sinks(context, decision)
     keep = (decision,) if other is None else (decision, other)
@@ -169,7 +172,7 @@ def _finish(
     abort_orphans(context, *keep)
     lost: dict[int, frozenset[str]] = {}
     for p in () if followed else broken:
-        if not context.committers.was_committed(work_of(decision, p), p):
+        if not context.committers.was_committed(decision.work(p), p):
             lost[p.shard] = lost.get(p.shard, frozenset()) | {p.sink}
     if lost:
         log.warning(
@@ -228,7 +231,7 @@ def _begin(context: Context, view: CheckpointView, step: StepId, state: LedgerSt
             # Nothing was sent yet. If the record was written after all, the next start gives up the batch.
             raise OutcomeUnknown(
                 "BEGIN_UNKNOWN",
-                f"Batch {view.batch} could not be recorded as begun: {reason}. None of its records was sent.",
+                f"Batch {view.batch} could not be recorded as started: {reason}. None of its records was sent.",
                 next_step="start again once the ledger responds",
             )
     reach(step, Moment.AFTER, batch=view.batch)

@@ -15,7 +15,7 @@ from delivered.model.work import Archived, Begun, CheckpointView, Decision, Ledg
 
 @dataclass(frozen=True)
 class NewBatch:
-    """The batch was neither decided nor begun."""
+    """The batch was neither decided nor started."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def judge(
         _renamed(view, scope, tolerance, others)
         _first_of_ledger(state, view, scope, guarantee, tolerance, others)
     elif (last.batch if last else -1) < view.batch - 1 - view.repartitions and not tolerance.missing_ledger:
-        # Every batch that Spark logged was decided. If it is only begun, its decision was lost.
+        # Every batch that Spark logged was decided. If it only started, its decision was lost.
         raise LedgerBehind(
             "LEDGER_BEHIND",
             f"The checkpoint is about to run batch {view.batch}, but the ledger's newest decided batch is "

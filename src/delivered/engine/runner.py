@@ -4,7 +4,8 @@ Spark splits a batch over processes, and so does this module. Which half runs wh
 
     plan     the driver's process that plans         `Runner.plan`: recover, then what each task does
     shards   each task, on an executor               `shard.write_shard`, which knows no runner
-    commit   the driver's process that commits       `Runner.commit`, or `Runner.abort`
+    commit   the driver's process that commits       `Runner.commit`, or `Runner.abort`; the shard of rows that were
+                                                     rejected before the transform
 
 Each driver process has a runner of its own; they share the owner's id. Whoever drives a batch in one process calls
 `plan`, then `finish`.
@@ -21,9 +22,12 @@ import pyarrow as pa
 
 from delivered.engine.context import Context
 from delivered.engine.decide import abort_batch, commit_batch
+from delivered.engine.grants import may_send
 from delivered.engine.recover import plan_batch
+from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Sinks
 from delivered.model.guarantee import Guarantee
+from delivered.model.rows import Rows
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Arbiter, BatchPlan, BatchReport, CheckpointView, Decision, ShardMessage
 
@@ -92,9 +96,29 @@ class Runner:
         *,
         run: bool = False,
         report: Callable[[BatchReport], None] = lambda _: None,
+        rejected: Callable[[BatchPlan], Rows | None] = lambda _: None,
     ) -> Decision | None:
-        """Decide the batch, and make it visible. See `commit_batch`; if it raises, call `abort`."""
-        return commit_batch(self.context, batch, offsets, messages, run=run, report=report)
+        """Decide the batch, and make it visible. See `commit_batch`; if it raises, call `abort`.
+
+        Args:
+            rejected: what the batch's tasks rejected and could not pass on to those that write: one more shard, which
+                is written here.
+        """
+        more = self._shard_of_rejected([m for m in messages if m is not None], rejected)
+        try:
+            return commit_batch(self.context, batch, offsets, [*messages, *more], run=run, report=report)
+        except Exception:
+            self.abort(more)
+            raise
+
+    def _shard_of_rejected(
+        self, messages: Sequence[ShardMessage], rejected: Callable[[BatchPlan], Rows | None]
+    ) -> list[ShardMessage]:
+        rows = rejected(messages[0].plan) if messages else None
+        if rows is None:
+            return []
+        plan, shard = messages[0].plan, len(messages)
+        return [write_shard(self.sinks, plan, shard, 0, iter([rows]), rows.good.schema, partial(may_send, plan, shard))]
 
     def abort(self, messages: Messages) -> None:
         """Abort what the tasks of a failed batch prepared. See `abort_batch`."""

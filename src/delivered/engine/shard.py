@@ -13,7 +13,7 @@ from itertools import chain
 import pyarrow as pa
 
 from delivered.contract.sink import DEAD_LETTERS, Writer
-from delivered.engine.dead_letters import dead_letters, of_source, refused_row, split_rejected, validated
+from delivered.engine.dead_letters import dead_letters, refused_row, validated
 from delivered.engine.sinks import Member, Sinks
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import BadRecord, InvariantBroken
@@ -22,6 +22,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import SHARDS_MAX
 from delivered.model.ranges import ROW_UNWRITABLE, of_values, unwritable
+from delivered.model.rows import Rows
 from delivered.model.step import Moment, parts, reach
 from delivered.model.work import Action, BatchPlan, Prepared, ShardMessage
 
@@ -41,7 +42,7 @@ def write_shard(
     plan: BatchPlan,
     shard: int,
     attempt: int,
-    batches: Iterator[pa.RecordBatch],
+    batches: Iterator[Rows],
     schema: pa.Schema,
     may_send: Callable[[], bool] | None = None,
 ) -> ShardMessage:
@@ -50,9 +51,9 @@ def write_shard(
     Args:
         shard: 0-based; stable across reruns of the batch.
         attempt: 0 for the first attempt of this task in this run of the batch.
-        batches: rows in the sink's input schema; consumed once, unless the shard is skipped.
+        batches: good rows have `schema`; consumed once, unless the shard is skipped.
         may_send: under at_most_once, whether this attempt may send, asked once, when its first rows are there; at most
-            one attempt of a shard may ever be told so. None: the first attempt, if the caller never numbers two
+            one attempt of a shard may ever get it. None: the first attempt, if the caller never numbers two
             attempts of one shard alike.
 
     Raises:
@@ -73,17 +74,13 @@ def write_shard(
             # Another attempt of this shard may have sent records; sending again could duplicate them.
             action = Action.GIVE_UP
     lines = _lines(sinks, plan, shard)
-    if action is Action.COMPARE:
-        for batch in batches:
-            for _ in _split(lines, batch, plan.batch, shard):
+    if action in (Action.COMPARE, Action.GIVE_UP):
+        for rows in batches:
+            for _ in _split(lines, rows, plan.batch, shard):
                 pass  # counted
-        return ShardMessage(plan, shard, attempt, action, compared=_fingerprints(lines))
-    if action is Action.GIVE_UP:
-        for batch in batches:
-            for line, _ in _split(lines, batch, plan.batch, shard):
-                line.total += line.dropped
-                line.dropped = Fingerprint()
-        return ShardMessage(plan, shard, attempt, Action.GIVE_UP, given_up={n.scope.sink: n.total for n in lines})
+        if action is Action.COMPARE:
+            return ShardMessage(plan, shard, attempt, action, compared=_fingerprints(lines))
+        return ShardMessage(plan, shard, attempt, action, given_up={n.scope.sink: n.total + n.dropped for n in lines})
     with ExitStack() as undo:
         for line in lines:
             if line.wanted:
@@ -107,9 +104,9 @@ def write_shard(
     )  # fmt: skip
 
 
-def _peeked(batches: Iterator[pa.RecordBatch]) -> tuple[Iterator[pa.RecordBatch], bool]:
+def _peeked(batches: Iterator[Rows]) -> tuple[Iterator[Rows], bool]:
     """The batches from the first one with rows, and whether there is one."""
-    first = next((b for b in batches if b.num_rows), None)
+    first = next(filter(len, batches), None)
     return (iter(()), False) if first is None else (chain((first,), batches), True)
 
 
@@ -139,12 +136,9 @@ class _Line:
 
     def open(self, plan: BatchPlan, shard: int, attempt: int, schema: pa.Schema) -> None:
         unrouted = DEAD_LETTERS if self.member.dead_letters else schema
-        routed = self.routed(pa.RecordBatch.from_pylist([], schema=unrouted)).schema
+        routed = self.member.routed(Rows(pa.RecordBatch.from_pylist([], schema=unrouted))).good.schema
         work = Work(self.scope, plan.batch, shard, attempt, plan.epoch)
         self.writer = self.member.sink.writer(work, plan.guarantee, routed)
-
-    def routed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return batch if self.member.route is None else self.member.route(batch)
 
     def count(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         """Add the rows to the sink's fingerprint; return them."""
@@ -174,8 +168,8 @@ class _Line:
             if error.code != ROW_UNWRITABLE:
                 raise
             for first, some in reversed(self.recent):
-                if (found := refused_row(self.member.sink, some)) is not None:
-                    at, reason = found
+                if (refused := refused_row(self.member.sink, some)) is not None:
+                    at, reason = refused
                     raise unwritable(f"Row {first + at} of the shard, {reason}") from error
             raise
 
@@ -222,40 +216,29 @@ def _lines(sinks: Sinks, plan: BatchPlan, shard: int) -> list[_Line]:
     return lines
 
 
-def _split(
-    lines: Sequence[_Line], batch: pa.RecordBatch, number: int, shard: int
-) -> Iterator[tuple[_Line, pa.RecordBatch]]:
-    """Each sink's rows of a batch, counted, in sink order; dead letters come last."""
-    rejected: list[pa.RecordBatch] = []
-    found, records = split_rejected(batch)
-    count = 0 if records is None else len(records)
-    for line in lines if count else ():
-        if line.member.dead_letters:
-            rejected.append(of_source(line.scope, records, number, shard, line.rows))
-            line.rows += count
-        elif line.on_bad_row is OnBadRow.DROP:
-            line.dropped += Fingerprint(count)
-    for line in (n for n in lines if not n.member.dead_letters and found is not None):
-        batch = found
-        rows = line.routed(batch)
+def _split(lines: Sequence[_Line], rows: Rows, batch: int, shard: int) -> Iterator[tuple[_Line, pa.RecordBatch]]:
+    """Each sink's good rows, counted, in sink order; the dead letters come last."""
+    letters = []
+    for line in (n for n in lines if not n.member.dead_letters):
+        own = line.member.routed(rows)
         if line.on_bad_row is not OnBadRow.FAIL:
-            routed = rows
-            rows, reasons = validated(line.member.sink, routed)
-            if reasons is not None and line.on_bad_row is OnBadRow.DROP:
-                line.dropped += Fingerprint(routed.num_rows - rows.num_rows)
-            elif reasons is not None:
-                origin = batch if routed.num_rows == batch.num_rows else None
-                rejected.append(dead_letters(line.scope, reasons, routed, origin, number, shard, line.rows))
-            line.rows += routed.num_rows
-        yield line, line.count(rows)
+            own = validated(line.member.sink, own)
+        if line.on_bad_row is OnBadRow.DROP:
+            line.dropped += Fingerprint(len(rows.rejected) + len(own.rejected))
+        elif own.rejected:
+            letters.append(dead_letters(line.scope, own.rejected, batch, shard, line.rows))
+        line.rows += len(own)
+        if own.good.num_rows:
+            yield line, line.count(own.good)
     for line in (n for n in lines if n.member.dead_letters):
-        for written in rejected:
-            yield line, line.count(line.routed(written))
+        if rows.rejected:
+            letters.insert(0, dead_letters(line.scope, rows.rejected, batch, shard, line.rows))
+            line.rows += len(rows.rejected)
+        for written in letters:
+            yield line, line.count(line.member.routed(Rows(written)).good)
 
 
-def _stage(
-    lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int, batches: Iterator[pa.RecordBatch]
-) -> None:
+def _stage(lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int, batches: Iterator[Rows]) -> None:
     write = parts(plan.guarantee).write
     facts = {"batch": plan.batch, "shard": shard, "attempt": attempt}
     reach(write, Moment.BEFORE, **facts)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pyarrow as pa
 
 from delivered.contract.sink import DEAD_LETTERS, Sink
+from delivered.contract.source import COORDINATES
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import LedgerPlace
 from delivered.model.errors import UsageError
-from delivered.model.identity import Scope, checked_name
-
-if TYPE_CHECKING:  # not needed on executors
-    from delivered.engine.committers import Committers
-    from delivered.ledger import Ledger
+from delivered.model.identity import checked_name
+from delivered.model.rows import Rows
 
 Route = Callable[[pa.RecordBatch], pa.RecordBatch]
 """Selects a sink's rows and columns of a batch. Picklable; deterministic."""
@@ -35,6 +33,11 @@ class Columns:
     take: tuple[tuple[str, str], ...]
     where: str | None = None
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Columns:
+        """The inverse of `dataclasses.asdict`, through JSON."""
+        return cls(tuple((name, column) for name, column in data["take"]), data["where"])
+
     def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         places = [self._place(batch.schema, column) for _, column in self.take]
         fields = [batch.schema.field(i).with_name(name) for i, (name, _) in zip(places, self.take, strict=True)]
@@ -46,6 +49,11 @@ class Columns:
         if mask.null_count == 0 and mask.true_count == batch.num_rows:
             return selected
         return selected.filter(mask)  # null is not true
+
+    def positions(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
+        """Where the selected rows are in their source; None: the batch does not say."""
+        names = [n for n in COORDINATES if n in batch.schema.names]
+        return Columns(tuple((n, n) for n in names), self.where)(batch) if names else None
 
     @staticmethod
     def _place(schema: pa.Schema, column: str) -> int:
@@ -69,7 +77,7 @@ def dead_letters_route(sink: Sink) -> Route | None:
 
 
 def as_key_and_value(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """The rejecting sink as the key, the whole dead letter as JSON."""
+    """The rejecting sink as the key, all of the dead letter as JSON."""
     texts = [json.dumps(row, ensure_ascii=False) for row in rows.to_pylist()]
     columns = [rows.column(0).cast(pa.binary()), pa.array([t.encode() for t in texts], pa.binary())]
     return pa.RecordBatch.from_arrays(columns, names=["key", "value"])
@@ -89,6 +97,13 @@ class Member:
     sink: Sink
     route: Route | None = None
     dead_letters: bool = False
+
+    def routed(self, rows: Rows) -> Rows:
+        """The sink's rows and columns of a batch, with their positions in the source; none of them is rejected yet."""
+        if self.route is None:
+            return Rows(rows.good)
+        records = self.route.positions(rows.good) if isinstance(self.route, Columns) else None
+        return Rows(self.route(rows.good), (), records)
 
 
 @dataclass(frozen=True)
@@ -176,18 +191,3 @@ class Sinks:
         for member in self.members:
             unrouted = pa.RecordBatch.from_pylist([], schema=DEAD_LETTERS if member.dead_letters else schema)
             yield member, unrouted.schema if member.route is None else member.route(unrouted).schema
-
-    def ledger(self, scope: Scope) -> Ledger:
-        """The ledger of this scope, kept by `decider`. Connects on first use."""
-        from delivered.engine.store import SharedStore
-        from delivered.ledger import Ledger
-
-        place, decider = self.place, self.decider
-        others = [(m.sink, replace(scope, sink=m.name)) for m in self.members if m is not decider]
-        store = SharedStore(scope, decider.sink.store(scope), others)
-        return Ledger(store, scope, carries_rows=place.carries_rows)
-
-    def committers(self, scope: Scope) -> Committers:
-        from delivered.engine.committers import Committers
-
-        return Committers({m.name: m.sink.committer(replace(scope, sink=m.name)) for m in self.members}, scope)

@@ -547,6 +547,10 @@ class Decision:
     def scope_of(self, prepared: Prepared) -> Scope:
         return replace(self.scope, sink=prepared.sink)
 
+    def work(self, prepared: Prepared) -> Work:
+        """A participant's unit of work, at its own sink."""
+        return Work(self.scope_of(prepared), self.batch, prepared.shard, prepared.attempt)
+
     @property
     def other_sinks(self) -> tuple[str, ...]:
         """Sinks of the batch but the one that keeps the ledger."""

@@ -31,7 +31,7 @@ from pyarrow import fs
 from delivered.checkpoint.folder import open_folder, read_record, write_record
 from delivered.contract.sink import Sink
 from delivered.engine.context import Context
-from delivered.engine.dead_letters import rejections
+from delivered.engine.dead_letters import find_reasons
 from delivered.engine.owner import new_owner
 from delivered.engine.runner import Runner
 from delivered.engine.shard import write_shard
@@ -39,6 +39,7 @@ from delivered.engine.sinks import Sinks
 from delivered.model.bad_row import from_json_texts
 from delivered.model.errors import InvariantBroken, Refused
 from delivered.model.identity import Scope, derived_name
+from delivered.model.rows import Rows
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Action, Begun, CheckpointView, Decision, LedgerState, ShardMessage
 from delivered.pipeline.definition import Definition
@@ -199,7 +200,7 @@ class Desk:
         def write(messages: list[ShardMessage | None]) -> None:
             if wanted := letters():
                 rows = self._as_rows(wanted)
-                messages.append(write_shard(self._sinks, plan, 0, 0, iter([rows]), rows.schema))
+                messages.append(write_shard(self._sinks, plan, 0, 0, iter([Rows(rows)]), rows.schema))
 
         runner.finish(plan, write)
 
@@ -207,7 +208,7 @@ class Desk:
         """Why the sink would reject each letter again; None: it would not."""
         rows = self._as_rows(letters)
         self._sink.check_schema(rows.schema)
-        found = rejections(self._sink, rows)
+        found = find_reasons(self._sink, rows)
         return [None] * len(letters) if found is None else list(found.to_pylist())
 
     def _as_rows(self, letters: Sequence[DeadLetter]) -> pa.RecordBatch:

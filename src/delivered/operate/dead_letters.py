@@ -115,7 +115,7 @@ def _desks(pipeline: Definition) -> dict[str, Desk]:
     }
     if pipeline.dead_letter is None:
         return desks
-    return {**desks, **dict.fromkeys(KINDS, RecordDesk(pipeline, incarnation))}
+    return {**desks, **dict.fromkeys([o.value for o in KINDS], RecordDesk(pipeline, incarnation))}
 
 
 def _distinct(desks: Mapping[str, Desk]) -> dict[Desk, dict[str, Desk]]:

@@ -13,18 +13,17 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from delivered.contract.sink import SOURCE_LETTERS, TRANSFORM_LETTERS
 from delivered.contract.source import COORDINATES, Source
-from delivered.engine.dead_letters import split_rejected, validated
-from delivered.engine.direct import ArrowTransform
-from delivered.engine.isolate import isolated
+from delivered.engine.dead_letters import validated
 from delivered.engine.sinks import Sinks
+from delivered.engine.transform import ArrowTransform, isolated
 from delivered.model.bad_row import from_json_texts, reason_of
 from delivered.model.errors import DeliveredError, Refused, UsageError
+from delivered.model.rows import Origin, Rows
 from delivered.operate.dead_letter_batches import RECORDS, DeadLetter, Desk
 from delivered.pipeline.definition import Definition
 
-KINDS = (SOURCE_LETTERS, TRANSFORM_LETTERS)
+KINDS = (Origin.SOURCE, Origin.TRANSFORM)
 _REPLAY = "run `delivered replay` for the time of its record, or drop it"
 
 
@@ -71,36 +70,32 @@ class RecordDesk(Desk):
             return why
         for member in self._sinks.members:
             try:
-                own = rows if member.route is None else member.route(rows)
-                member.sink.check_schema(own.schema)
+                own = member.routed(Rows(rows))
+                member.sink.check_schema(own.good.schema)
             except UsageError as error:
                 return f"{member.name}: {error}"
-            _, reasons = validated(member.sink, own)
-            found = next((r for r in reasons.to_pylist() if r is not None), None) if reasons is not None else None
-            if found is not None:
-                return f"{member.name}: {found}"
+            for rejected in validated(member.sink, own).rejected:
+                return f"{member.name}: {rejected.reason}"
         self._made[letter.id] = rows
         return None
 
     def _rows_of(self, letter: DeadLetter) -> tuple[pa.RecordBatch | None, str]:
         source, transform = self._source(), self._pipeline.transform
         try:
-            batch = source.decoded(_record(letter, source.raw_schema()))
+            rows = source.decoded(_record(letter, source.raw_schema()))
         except (ValueError, TypeError, pa.ArrowException) as error:
             return None, f"its record does not suit the source's columns: {error}"
-        rows, records = split_rejected(batch)
-        if records is not None or rows is None:
-            return None, f"it cannot be decoded: {_why(records)}"
+        if not rows.good.num_rows:
+            return None, f"it cannot be decoded: {_why(rows)}"
         function = ArrowTransform(transform.select, transform.function)
         try:
-            self._columns = self._columns or function(rows.slice(0, 0)).schema
+            self._columns = self._columns or function(rows.good.slice(0, 0)).schema
             (part,) = isolated(function, rows, self._columns)
         except (DeliveredError, MemoryError):
             raise
         except Exception as error:  # also what would fail a task, such as a server that is down
             return None, reason_of(error)
-        good, records = split_rejected(part)
-        return good, _why(records)
+        return (None if part.rejected else part.good), _why(part)
 
     def _as_rows(self, letters: Sequence[DeadLetter]) -> pa.RecordBatch:
         """
@@ -126,8 +121,7 @@ class RecordDesk(Desk):
 
     def _source(self) -> Source:
         if self._source_opened is None:
-            source = next(iter(self._pipeline.sources.values())).source().planned()
-            self._source_opened = source.rejecting(kept=True)
+            self._source_opened = next(iter(self._pipeline.sources.values())).source().planned()
         return self._source_opened
 
     def _left_out(self) -> int:
@@ -139,8 +133,8 @@ class RecordDesk(Desk):
         return total
 
 
-def _why(records: pa.Array | None) -> str:
-    return "" if records is None else str(records[0].as_py()["reason"])
+def _why(rows: Rows) -> str:
+    return rows.rejected[0].reason if rows.rejected else ""
 
 
 def _record(letter: DeadLetter, schema: pa.Schema) -> pa.RecordBatch:

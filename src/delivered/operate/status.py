@@ -17,6 +17,7 @@ from typing import Any
 from delivered.checkpoint.folder import is_done, logged
 from delivered.checkpoint.history import batches, last_audits, totals
 from delivered.contract.source import Source
+from delivered.engine.context import open_shared_ledger
 from delivered.engine.owner import running
 from delivered.model.dedup import duration
 from delivered.model.errors import DeliveredError, UsageError
@@ -130,7 +131,7 @@ def _state(pipeline: Definition, incarnation: str | None) -> tuple[LedgerState, 
     """The ledger's state; every sink, without counts."""
     spec = pipeline.spec
     sinks = spec.open()
-    with contextlib.closing(sinks.ledger(spec.scope(sinks, incarnation))) as ledger:
+    with contextlib.closing(open_shared_ledger(sinks, spec.scope(sinks, incarnation))) as ledger:
         state = ledger.look()
     shown = zip(pipeline.all_sinks, sinks.members, strict=True)
     return state, [SinkStatus(m.name, e.system, 0, 0, m.dead_letters, _destination(e)) for e, m in shown]

@@ -10,6 +10,7 @@ from typing import Any
 
 from delivered.checkpoint.folder import logged
 from delivered.contract.sink import Committer, OpenTransaction
+from delivered.engine.context import open_shared_ledger
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
 from delivered.model.identity import Scope
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
@@ -126,7 +127,7 @@ def _held(pipeline: Definition) -> Iterator[tuple[Committer, Sequence[OpenTransa
     incarnation, _ = logged(pipeline.checkpoint)
     spec = pipeline.spec
     sinks = spec.open()
-    with closing(sinks.ledger(spec.scope(sinks, incarnation))) as ledger:
+    with closing(open_shared_ledger(sinks, spec.scope(sinks, incarnation))) as ledger:
         state = ledger.look()
     for endpoint in pipeline.all_sinks:
         sink = endpoint.sink()

@@ -11,6 +11,7 @@ from typing import Any
 from delivered.checkpoint import sidecar
 from delivered.checkpoint.folder import holds_state, logged, read_view
 from delivered.contract.source import Resumption
+from delivered.engine.context import open_shared_ledger
 from delivered.model.errors import Refused, UsageError
 from delivered.model.identity import by_source
 from delivered.model.work import CheckpointView
@@ -118,7 +119,7 @@ def _not_started(pipeline: Definition) -> None:
         )
     spec = pipeline.spec
     sinks = spec.open()
-    ledger = sinks.ledger(spec.scope(sinks))
+    ledger = open_shared_ledger(sinks, spec.scope(sinks))
     try:
         state = ledger.look()
     finally:

@@ -21,7 +21,7 @@ from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.model.options import choice
 from delivered.model.secrets import shown
 from delivered.model.work import Tolerance
-from delivered.pipeline.endpoint import Endpoint, as_text, parse_projection, refuse_passwords
+from delivered.pipeline.endpoint import Endpoint, as_text, refuse_passwords
 from delivered.pipeline.file import (
     AuditEntry,
     DedupEntry,
@@ -456,7 +456,7 @@ def endpoint_of(entry: SourceEntry | SinkEntry, folder: Path) -> Endpoint:
     if isinstance(entry, SourceEntry):
         return Endpoint(entry.format, options)
     audit = entry.audit.model_dump(exclude_none=True) if entry.audit else {}
-    return Endpoint(entry.format, options, entry.name, parse_projection(entry.select or (), entry.where), audit)
+    return Endpoint(entry.format, options, entry.name, entry.projection, audit)
 
 
 def _dedup_of(entry: DedupEntry | None) -> Dedup | None:

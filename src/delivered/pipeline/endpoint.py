@@ -50,6 +50,10 @@ class Projection:
         """Whether it only picks columns, which needs no SQL."""
         return self.where is None and all(i.sql is None for i in self.items)
 
+    def columns(self, names: Iterable[str]) -> tuple[Item, ...]:
+        """The sink's columns, of rows with these."""
+        return self.items or tuple(map(Item, names))
+
     @property
     def route(self) -> Columns | None:
         """The route of a sink that only picks columns."""

@@ -13,6 +13,7 @@ from delivered.checkpoint.folder import is_done, logged, newest_offsets, read_vi
 from delivered.checkpoint.sidecar import changed_dedup, decider, removed
 from delivered.contract.finding import Finding
 from delivered.contract.sink import Sink
+from delivered.engine.context import open_shared_ledger
 from delivered.engine.owner import living
 from delivered.engine.recover import other_ledgers
 from delivered.engine.rules import judge
@@ -216,7 +217,7 @@ def _checkpoint(pipeline: Definition, session: SessionFacts | None, takeover: bo
     # Before the ledger, which a running pipeline advances.
     done = newest is not None and is_done(pipeline.checkpoint, newest)
     scope = spec.scope(sinks, incarnation)
-    ledger = sinks.ledger(scope)
+    ledger = open_shared_ledger(sinks, scope)
     try:
         state = ledger.look()
     finally:
@@ -337,7 +338,7 @@ def _sink_facts(spec: PipelineSpec, declared: SinkSpec, member: Member) -> SinkF
 def _refused_by_ledger(spec: PipelineSpec, sinks: Sinks, checkpoint: str) -> None:
     view = _next_batch(checkpoint)
     scope = spec.scope(sinks, view.incarnation)
-    ledger = sinks.ledger(scope)
+    ledger = open_shared_ledger(sinks, scope)
     try:
         state = ledger.look()
         others = other_ledgers(ledger, view, state)

@@ -22,7 +22,7 @@ from delivered.model.errors import UsageError
 from delivered.model.identity import SOURCE
 from delivered.model.options import Option, OptionTable
 from delivered.model.secrets import shown
-from delivered.pipeline.endpoint import SPARK_OWN
+from delivered.pipeline.endpoint import SPARK_OWN, Projection, parse_projection
 from delivered.pipeline.registry import connectors
 
 # What a pipeline file may contain: exactly this, as a pydantic model.
@@ -79,6 +79,10 @@ class SinkEntry(BaseModel):
     )
     where: str | None = Field(None, description="SQL; this sink gets the rows that match.")
     audit: AuditEntry | None = Field(None, description="How the audit identifies records of this sink.")
+
+    @property
+    def projection(self) -> Projection:
+        return parse_projection(self.select or (), self.where)
 
 
 class DedupEntry(BaseModel):

@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import Any
 
 from delivered.checkpoint.folder import is_done
+from delivered.engine.context import open_shared_ledger
 from delivered.ledger import Ledger
 from delivered.model.errors import DeliveredError
 from delivered.model.patience import within
@@ -157,7 +158,7 @@ def watch(pipeline: Definition, query: Any) -> Iterator[Progress]:
     spec = pipeline.spec
     sinks = spec.open()
     scope = spec.scope(sinks, str(query.id))
-    ledger = sinks.ledger(scope)
+    ledger = open_shared_ledger(sinks, scope)
     conditional = [m for m in sinks.members if m.sink.capability().write.conditional]
     committers = [m.sink.committer(replace(scope, sink=m.name)) for m in conditional]
 

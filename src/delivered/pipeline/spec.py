@@ -91,7 +91,7 @@ class SinkSpec:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SinkSpec:
         route = data["route"]
-        columns = Columns(tuple((n, c) for n, c in route["take"]), route["where"]) if route is not None else None
+        columns = Columns.from_json(route) if route is not None else None
         return cls(data["system"], dict(data["options"]), data["name"], columns)
 
 
@@ -115,7 +115,7 @@ class PipelineSpec:
         dead_letter: the sink of rows that fail the validation of another one.
         checkpoint: as Spark spells it; None for a write that is not a stream.
         transform: fingerprint of the pipeline's transform; empty: unknown.
-        direct: tasks read the source themselves: an `engine.direct.Direct`, pickled by value.
+        direct: tasks read the source themselves: an `engine.transform.Direct`, pickled by value.
         drain: a path; once it exists, the source offers no new records.
         run_id: identifies the rows of a write that is not a stream.
         start: differs at each start of a query, whose processes outlive it; empty: unknown.

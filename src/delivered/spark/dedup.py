@@ -5,7 +5,7 @@ in the checkpoint, until the watermark has passed the first record's time by `wi
 of the earlier batches, minus `within`.
 
 Table: all records of a key meet in one task, before the transform. It looks up which keys earlier batches delivered,
-records the new ones, and passes their records on; see `delivered.engine.repeats`.
+records the new ones, and passes their records on; see `delivered.engine.keys`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pyspark.errors import AnalysisException, ParseException
 
 from delivered.contract.sink import KEY_BYTES, Sink
 from delivered.contract.source import COORDINATES
-from delivered.engine.repeats import AT, HELPERS, KEY, TIE, without_seen
-from delivered.engine.repeats import TIME as SEEN_AT
+from delivered.engine.keys import AT, HELPERS, KEY, TIE, without_seen
+from delivered.engine.keys import TIME as SEEN_AT
 from delivered.model.dedup import Dedup
 from delivered.model.errors import InvariantBroken, UsageError
 from delivered.model.identity import Scope

@@ -16,9 +16,10 @@ from pyspark.sql.datasource import (
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import BooleanType, StructField, StructType
 
-from delivered.contract.source import REJECTED, Source
-from delivered.engine.direct import SLICE_COLUMN, SLICE_SCHEMA, Direct
+from delivered.contract.source import Source
+from delivered.engine.in_band import source_schema, without_rejected
 from delivered.engine.sinks import Sinks
+from delivered.engine.transform import SLICE_COLUMN, SLICE_SCHEMA, Direct
 from delivered.model.errors import Refused, UsageError
 from delivered.model.work import DriverAddress, Owner
 from delivered.pipeline.registry import PREFIX, find_source
@@ -49,7 +50,7 @@ class DeliveredDataSource(DataSource):
             return self._table(table)
         reading, found = self._reading, SLICE_SCHEMA
         if not reading.direct:
-            found = self._planned_source().rejecting(kept=False, raw=reading.raw).schema()
+            found = source_schema(self._planned_source(), raw=reading.raw)
         schema: StructType = from_arrow_schema(found)
         return schema
 
@@ -147,7 +148,7 @@ def _appends_only(name: str, mode: str) -> Refused:
 
 def _rows(schema: StructType) -> pa.Schema:
     """Columns for the sinks, without that of what the transform rejected."""
-    return pa.schema([f for f in to_arrow_schema(schema, timezone="UTC") if f.name != REJECTED.name])
+    return without_rejected(to_arrow_schema(schema, timezone="UTC"))
 
 
 def _direct(spec: PipelineSpec, schema: StructType) -> Direct | None:

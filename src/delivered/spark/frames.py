@@ -75,15 +75,19 @@ _OPERATOR = re.compile(r"^[\s:+*|-]*(?:\(\d+\)\s*)?([A-Za-z]+)")
 class SliceRows:
     """Every record of `slices`, read lazily. For classic sessions and Spark Connect."""
 
-    def __init__(self, spark: SparkSession, source: Source | BoundedScan, slices: Sequence[Slice]) -> None:
+    def __init__(
+        self, spark: SparkSession, source: Source | BoundedScan, slices: Sequence[Slice], *, rejects: bool = False
+    ) -> None:
+        """Args: rejects: records of which the source can make no row are skipped, instead of failing the read."""
         self._spark, self._source, self._slices = spark, source.planned(), list(slices)
+        self._read = self._source.read_good if rejects and isinstance(self._source, Source) else self._source.read
         self.schema = from_arrow_schema(self._source.schema())
 
     def mapInArrow(self, function: Mapper, schema: StructType) -> DataFrame:  # noqa: N802
         """As `DataFrame.mapInArrow`, in the reading process: the records never become JVM rows."""
         if not self._slices:
             return self._spark.createDataFrame([], schema)
-        reading = _reader(self._source, self._slices, to_arrow_schema(self.schema, timezone="UTC"))
+        reading = _reader(self._read, self._slices, to_arrow_schema(self.schema, timezone="UTC"))
 
         def read(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             return function(reading(numbers))
@@ -91,17 +95,19 @@ class SliceRows:
         return self._spark.range(0, len(self._slices), 1, len(self._slices)).mapInArrow(read, schema)
 
 
-def slice_frame(spark: SparkSession, source: Source | BoundedScan, slices: Sequence[Slice]) -> DataFrame:
+def slice_frame(
+    spark: SparkSession, source: Source | BoundedScan, slices: Sequence[Slice], *, rejects: bool = False
+) -> DataFrame:
     """Every record of `slices`, read on the executors."""
-    rows = SliceRows(spark, source, slices)
+    rows = SliceRows(spark, source, slices, rejects=rejects)
     return rows.mapInArrow(lambda batches: batches, rows.schema)
 
 
-def _reader(source: Source | BoundedScan, slices: list[Slice], schema: pa.Schema) -> Mapper:
+def _reader(read_slice: Callable[[Slice], Iterator[pa.RecordBatch]], slices: list[Slice], schema: pa.Schema) -> Mapper:
     def read(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in numbers:
             for number in batch.column(0).to_pylist():
-                for records in source.read(slices[number]):
+                for records in read_slice(slices[number]):
                     yield fitted(records, schema)
 
     return read

@@ -31,7 +31,7 @@ def check_executors(spark: SparkSession, options: Mapping[str, str]) -> None:
     Raises:
         Unreachable: one of them had no answer.
     """
-    from delivered.engine.granting import listening
+    from delivered.engine.arbiter import listening
 
     owner = owners.get(spark)
     guarantee = next((v for k, v in options.items() if k.lower() == "guarantee"), "")

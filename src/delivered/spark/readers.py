@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from delivered.checkpoint import rejected, sidecar
+from delivered.checkpoint import sidecar, task_files
 from delivered.checkpoint.sidecar import Landmarks, PlainDriver, stream_driver
 from delivered.contract.source import Slice, Source, SourceDriver
-from delivered.engine.dead_letters import split_rejected
-from delivered.engine.direct import pack
+from delivered.engine.in_band import encode, source_schema
+from delivered.engine.in_band import pack as packed
+from delivered.engine.transform import pack
 from delivered.model.limits import LANDMARK_EVERY_S, LANDMARK_IDLE_EVERY_S
 from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from delivered.pipeline.spec import Reading
 
 
+T = TypeVar("T")
+
+
 class SlicePartition(InputPartition):
     """Carries a slice to its task."""
 
@@ -32,14 +36,16 @@ class SlicePartition(InputPartition):
         self.piece = piece
 
 
-def read_slice(source: Source, partition: InputPartition, pipeline: str | None = None) -> Iterator[pa.RecordBatch]:
+def read_slice(
+    read: Callable[[Slice], Iterator[T]], partition: InputPartition, pipeline: str | None = None
+) -> Iterator[T]:
     """One task's part of a batch."""
     arm(pipeline)
     in_query()
     if not isinstance(partition, SlicePartition):
         return  # PySpark runs one task without a partition for an empty batch read
     reach(StepId.SOURCE_READ, Moment.BEFORE)
-    yield from source.read(partition.piece)
+    yield from read(partition.piece)
     reach(StepId.SOURCE_READ, Moment.AFTER)
 
 
@@ -116,22 +122,19 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._reading.direct and isinstance(partition, SlicePartition):
             return iter([pack(partition.piece)])
         if self._reading.rejects and self._source.capability().decodes:
-            return self._rejecting(self._source, partition)
-        return read_slice(self._source, partition, self._reading.pipeline)
+            return self._rejecting(partition)
+        return read_slice(self._source.read, partition, self._reading.pipeline)
 
-    def _rejecting(self, source: Source, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+    def _rejecting(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The rows; records that never became one are stored for the end of the batch."""
-        name = f"{self._reading.source}-{_digest(partition)}"
-        source = source.rejecting(kept=True, raw=self._reading.raw)
-        for number, batch in enumerate(read_slice(source, partition, self._reading.pipeline)):
-            rows, records = split_rejected(batch)
-            if records is not None:
+        reading, source = self._reading, self._source
+        schema = source_schema(source, raw=reading.raw)
+        for number, rows in enumerate(read_slice(source.read_rows, partition, reading.pipeline)):
+            if rows.rejected:
                 running = int(running_batch(running_task())[1] or 0)
-                rejected.put(
-                    str(self._reading.checkpoint), running, self._reading.start, f"{name}-{number:06}", records
-                )
-            if rows is not None:
-                yield rows
+                own = f"{reading.source}-{_digest(partition)}-{number:06}"
+                task_files.put(str(reading.checkpoint), running, reading.start, own, packed(rows.rejected))
+            yield encode(rows, schema)
 
     def commit(self, end: dict[str, Any]) -> None:
         if self._reading.until is None:
@@ -169,4 +172,4 @@ class BatchReader(DataSourceReader):
             driver.close()
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        return read_slice(self._source, partition)
+        return read_slice(self._source.read, partition)

@@ -13,7 +13,6 @@ import pyarrow as pa
 from pyspark.sql.datasource import WriterCommitMessage
 
 from delivered.contract.sink import Sink
-from delivered.contract.source import REJECTED
 from delivered.engine.grants import may_send
 from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Sinks
@@ -21,6 +20,7 @@ from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.patience import in_query
+from delivered.model.rows import Rows
 from delivered.model.work import Action, BatchPlan, CheckpointView, ShardMessage
 from delivered.spark.task import arm, running_task
 
@@ -79,7 +79,7 @@ class Recovering:
             )
         return self._plan
 
-    def _write(self, batches: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+    def _write(self, batches: Iterator[Rows]) -> WriterCommitMessage:
         arm(self._planned().scope.pipeline)
         in_query()
         task = running_task()
@@ -107,9 +107,9 @@ def plan_next(spec: PipelineSpec, sinks: Sinks, schema: pa.Schema) -> BatchPlan:
     keeps_state = partial(holds_state, checkpoint) if spec.batch is None else lambda: True
     plan = own.plan(view, schema, start=spec.start, keeps_state=keeps_state)
     if spec.on_bad_row is not OnBadRow.FAIL and (first or spec.rejects):
-        from delivered.checkpoint import rejected
+        from delivered.checkpoint import task_files
 
-        rejected.forget(checkpoint, view.batch, decided=is_decided(plan))
+        task_files.forget(checkpoint, view.batch, decided=is_decided(plan))
     return plan
 
 
@@ -118,26 +118,20 @@ def is_decided(plan: BatchPlan) -> bool:
     return plan.action is not Action.WRITE or bool(plan.rewrite)
 
 
-def rejected_shard(
-    spec: PipelineSpec, sinks: Sinks, schema: pa.Schema, messages: Sequence[ShardMessage]
-) -> ShardMessage | None:
-    """One more shard of a batch, prepared here: records that its tasks could not turn into rows. None: there are none.
+def rejected_rows(spec: PipelineSpec, schema: pa.Schema, plan: BatchPlan) -> Rows | None:
+    """Records of a batch that its tasks could not turn into rows. None: there are none.
 
     Runs on the driver, after all tasks.
     """
-    if spec.on_bad_row is OnBadRow.FAIL or spec.checkpoint is None or not messages:
+    if spec.on_bad_row is OnBadRow.FAIL or spec.checkpoint is None:
         return None
-    plan = messages[0].plan
     if not (spec.rejects or is_decided(plan)):  # what an earlier start decided may hold some
         return None
-    from delivered.checkpoint import rejected
+    from delivered.checkpoint import task_files
+    from delivered.engine.in_band import join, unpack
 
-    records = rejected.gather(spec.checkpoint, plan.batch, spec.start)
-    if records is None:
-        return None
-    only = pa.RecordBatch.from_arrays([records], schema=pa.schema([REJECTED]))
-    shard = len(messages)
-    return write_shard(sinks, plan, shard, 0, iter([only]), schema, partial(may_send, plan, shard))
+    found = task_files.gather(spec.checkpoint, plan.batch, spec.start, join)
+    return None if found is None else Rows(pa.RecordBatch.from_pylist([], schema=schema), unpack(found))
 
 
 def with_schemas(spec: PipelineSpec, sinks: Sinks, schema: pa.Schema, plan: BatchPlan) -> Sinks:
@@ -193,8 +187,8 @@ def messages_of(messages: Sequence[WriterCommitMessage | None]) -> list[ShardMes
 
 def runner(spec: PipelineSpec, sinks: Sinks, incarnation: str) -> Runner:
     """The runner of a pipeline, opened once per process, which Spark reuses for many batches."""
+    from delivered.engine.arbiter import registered
     from delivered.engine.context import Context
-    from delivered.engine.granting import registered
     from delivered.engine.owner import located
     from delivered.engine.runner import Runner
 

@@ -16,13 +16,14 @@ from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from delivered.contract.sink import Sink
-from delivered.contract.source import REJECTED, Source
+from delivered.contract.source import Source
 from delivered.engine.dead_letters import validated
-from delivered.engine.direct import ArrowTransform
-from delivered.engine.isolate import isolated, rejecting_schema, with_rejected
+from delivered.engine.in_band import REJECTED, decode, encode, with_rejected
 from delivered.engine.sinks import Columns
+from delivered.engine.transform import ArrowTransform, isolated
 from delivered.model.errors import UsageError
 from delivered.model.ranges import backquoted
+from delivered.model.rows import Rows
 from delivered.pipeline.endpoint import Projection
 from delivered.pipeline.transform import Transform
 
@@ -39,7 +40,7 @@ class Failing(Enum):
     """It fails the task."""
     LEAVE_OUT = auto()
     KEEP = auto()
-    """It is null but for the column REJECTED."""
+    """It goes on as a rejected one."""
 
 
 def apply_transform(
@@ -118,20 +119,17 @@ def _map_in_arrow(
     def apply(frames: Mapping[str, DataFrame]) -> DataFrame:
         frame = _only(frames)
         rows = source.schema() if source is not None else to_arrow_schema(frame.schema, timezone="UTC")
-        made = transform(pa.RecordBatch.from_pylist([], schema=rows)).schema
+        columns = transform(pa.RecordBatch.from_pylist([], schema=rows)).schema
+        schema = with_rejected(columns) if failing is Failing.KEEP else columns
 
         def each(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
                 if failing is Failing.FAIL:
                     yield transform(batch)
-                    continue
-                for part in isolated(transform, batch, made):
-                    if failing is Failing.KEEP:
-                        yield with_rejected(part, made)
-                    elif part.schema.names != [REJECTED.name]:
-                        yield part
+                else:
+                    yield from (encode(part, schema) for part in isolated(transform, decode(batch), columns))
 
-        return frame.mapInArrow(each, from_arrow_schema(rejecting_schema(made) if failing is Failing.KEEP else made))
+        return frame.mapInArrow(each, from_arrow_schema(schema))
 
     return apply
 
@@ -174,7 +172,7 @@ def routed(
     for number, projection in enumerate(projections):
         own = f"{_OWN}{number}" if projection.where is not None else None
         take = []
-        for item in projection.items:
+        for item in projection.columns(names):
             column = item.name
             if item.sql is not None:
                 column = f"{_OWN}{number}_{item.name}"
@@ -187,7 +185,6 @@ def routed(
                     next_step="name a column of the rows, or add it to the transform",
                 )
             take.append((item.name, column))
-        take = take or [(n, n) for n in names]
         used += [c for _, c in take] + ([own] if own else [])
         routes.append(None if projection.is_all else Columns(tuple(take), own))
     frame = _with_columns(frame, made)
@@ -204,7 +201,7 @@ def accepted(frame: DataFrame, sink: Sink) -> DataFrame:
 
     def pick(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            yield validated(sink, batch)[0]
+            yield validated(sink, Rows(batch)).good
 
     return frame.mapInArrow(pick, frame.schema)
 

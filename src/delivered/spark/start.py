@@ -27,7 +27,7 @@ from delivered.checkpoint import sidecar
 from delivered.checkpoint.folder import logged
 from delivered.checkpoint.sidecar import keep_decider, keep_removed
 from delivered.contract.source import COORDINATES, Offsets, Source
-from delivered.engine.direct import Direct
+from delivered.engine.transform import Direct
 from delivered.model.bad_row import OnBadRow
 from delivered.model.dedup import Dedup
 from delivered.model.errors import DeliveredError, UsageError
@@ -216,8 +216,8 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Path) -> Streamin
             sidecar.keep_first(pipeline.checkpoint, partial(_initial, source), name)
     only = next(iter(sources.values())) if len(sources) == 1 else None
     if only is not None and _is_direct(pipeline, spec):
-        made = Direct if spec.on_bad_row is OnBadRow.FAIL else Direct.rejecting
-        spec = replace(spec, direct=_pickled(made(only, arrow_transform(pipeline.transform))))
+        rejects = spec.on_bad_row is not OnBadRow.FAIL
+        spec = replace(spec, direct=_pickled(Direct(only, arrow_transform(pipeline.transform), rejects)))
     else:
         spec = _rejecting(spec, pipeline, sources.values())
     read = {n: _read(spark, spec, n, e, pipeline.until.get(n)).load() for n, e in endpoints.items()}

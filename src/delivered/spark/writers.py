@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
+from delivered.engine.in_band import decode
 from delivered.engine.sinks import Sinks
 from delivered.model.errors import InvariantBroken, Refused
 from delivered.model.guarantee import Guarantee
@@ -23,7 +24,7 @@ from delivered.spark.task import arm, running_batch, running_task
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from delivered.engine.direct import Direct
+    from delivered.engine.transform import Direct
     from delivered.pipeline.spec import PipelineSpec
 
 
@@ -62,15 +63,8 @@ class BatchOfQuery(Recovering):
         from delivered.checkpoint.history import add
 
         runner, checkpoint = recovery.runner(self._spec, self._sinks, incarnation), recovery.checkpoint_of(self._spec)
-        known = [m for m in shards if m is not None]
-        more = recovery.rejected_shard(self._spec, self._sinks, self._schema, known)
-        try:
-            every = [*shards, *([more] if more is not None else [])]
-            runner.commit(batch, offsets, every, report=partial(add, checkpoint))
-        except Exception:
-            if more is not None:
-                runner.abort([more])
-            raise
+        rejected = partial(recovery.rejected_rows, self._spec, self._schema)
+        runner.commit(batch, offsets, shards, report=partial(add, checkpoint), rejected=rejected)
         reach(StepId.LOG, Moment.BEFORE, batch=batch)
 
     def _abort(self, messages: list[WriterCommitMessage | None]) -> None:
@@ -91,7 +85,7 @@ class StreamWriter(BatchOfQuery, DataSourceStreamArrowWriter):
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         self._check_running(outside=False)
-        return self._write(self._direct.rows(iterator) if self._direct is not None else iterator)
+        return self._write(self._direct.rows(iterator) if self._direct is not None else map(decode, iterator))
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         self._commit(messages, batchId)
@@ -117,11 +111,12 @@ class ForeachWriter(BatchOfQuery, DataSourceArrowWriter):
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         self._check_running(outside=True)
+        rows = map(decode, iterator)
         if self._spec.one_of_each:
             from delivered.engine.keys import one_of_each_key  # other tasks do not load it
 
-            iterator = one_of_each_key(self._sinks, iterator)
-        return self._write(iterator)
+            return self._write(one_of_each_key(self._sinks, rows))
+        return self._write(rows)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         self._commit(messages, self._spec.batch or 0)
@@ -144,7 +139,7 @@ class BatchWriter(Recovering, DataSourceArrowWriter):
         return plan
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        return self._write(iterator)
+        return self._write(map(decode, iterator))
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         arm(self._spec.pipeline)

@@ -28,6 +28,7 @@ from delivered.model.errors import Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint, record_hashes
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
+from delivered.model.rows import Rows
 
 EXACT = "exact"
 BAD_ROW = "refused as bad row"
@@ -155,7 +156,7 @@ def _outcomes(path: Path, places: Sequence[Place], *target: str) -> list[str]:
     try:
         rig.schema = batch.schema
         context = rig.context(guarantee=path.guarantee)
-        message = write_shard(group, rig.plan(context, 0), 0, 0, iter([batch]), batch.schema)
+        message = write_shard(group, rig.plan(context, 0), 0, 0, iter([Rows(batch)]), batch.schema)
     except (UsageError, Refused) as error:  # the first shard compares the rows with the table of a server
         if len(kinds := {kind for kind, _ in places}) == 1 and any(label != "null" for _, label in places):
             (kind,) = kinds
@@ -166,7 +167,7 @@ def _outcomes(path: Path, places: Sequence[Place], *target: str) -> list[str]:
     assert decision is not None
     total = sum((p.fingerprint for p in decision.participants if p.sink == "sink"), Fingerprint())
     if path.twice:
-        message = write_shard(group, rig.plan(context, 1, first=False), 0, 0, iter([batch]), batch.schema)
+        message = write_shard(group, rig.plan(context, 1, first=False), 0, 0, iter([Rows(batch)]), batch.schema)
         assert commit_batch(context, 1, '{"0": 2}', [message]) is not None
     rejected = _rejected(name)
     found = read(batch.schema) if len(rejected) < len(places) else []

@@ -122,8 +122,6 @@ def request_for(
         )
     spark = ready(pipeline, session)
     sources = {n: e.source().planned() for n, e in as_started(pipeline).items()}
-    if pipeline.on_bad_row is not OnBadRow.FAIL:
-        sources = {n: s.rejecting(kept=False) for n, s in sources.items()}
     sinks = pipeline.spec.open()
     by = {**pipeline.audit_by, **chosen.audit}
     return spark, AuditRequest(
@@ -143,6 +141,7 @@ def request_for(
         decided_by=sinks,
         transform_version=pipeline.spec.transform,
         recompute=_recompute(pipeline, chosen) if recompute else None,
+        rejects=pipeline.on_bad_row is not OnBadRow.FAIL,
         dead_letters=next((m.name for m in sinks.members if m.dead_letters), None),
     )
 

@@ -247,6 +247,7 @@ def _replay(query: Query, say: Progress) -> Iterator[_Expected]:
         [batch for batch, _ in query.ends],
         query.how.output_mode,
         several_watermarks=operators(query.plan).count("EventTimeWatermark") > 1,
+        rejects=request.rejects,
     )
     with replay(query.spark, query.source.transform, script, say) as (frame, differs):
         if differs:

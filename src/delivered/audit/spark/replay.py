@@ -54,6 +54,7 @@ class Script:
         ends: offsets of the sources after each batch.
         batches: their numbers in the checkpoint.
         several_watermarks: a single one is the same after a restart.
+        rejects: as in the audit's request.
     """
 
     sources: Mapping[str, Source]
@@ -63,6 +64,7 @@ class Script:
     batches: Sequence[int]
     output_mode: str
     several_watermarks: bool
+    rejects: bool
 
 
 class _Slice(InputPartition):
@@ -73,8 +75,10 @@ class _Slice(InputPartition):
 class ScriptReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads from `start` to each of `ends`, one per batch. Spark asks once per batch, in one process per query."""
 
-    def __init__(self, source: Source, name: str, checkpoint: str, start: Offsets, ends: Sequence[Offsets]) -> None:
-        self._source, self._name, self._checkpoint = source, name, checkpoint
+    def __init__(
+        self, source: Source, rejects: bool, name: str, checkpoint: str, start: Offsets, ends: Sequence[Offsets]
+    ) -> None:
+        self._source, self._rejects, self._name, self._checkpoint = source, rejects, name, checkpoint
         self._start, self._ends = start, list(ends)
         self._at = 0
         self._opened: SourceDriver | None = None
@@ -114,7 +118,7 @@ class ScriptReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if isinstance(partition, _Slice):
-            yield from self._source.read(partition.piece)
+            yield from (self._source.read_good if self._rejects else self._source.read)(partition.piece)
 
     def commit(self, end: Offsets) -> None:
         pass
@@ -130,7 +134,7 @@ class ScriptSource(DataSource):
 
     called: ClassVar[str] = ""
     source_schema: ClassVar[StructType]
-    arguments: ClassVar[tuple[Source, str, str, Offsets, Sequence[Offsets]]]
+    arguments: ClassVar[tuple[Source, bool, str, str, Offsets, Sequence[Offsets]]]
 
     @classmethod
     def name(cls) -> str:
@@ -149,7 +153,14 @@ def _stream(spark: SparkSession, script: Script, name: str) -> DataFrame:
     attributes = {
         "called": called,
         "source_schema": from_arrow_schema(fixed.schema()),
-        "arguments": (fixed, name, script.checkpoint, script.start[name], [e[name] for e in script.ends]),
+        "arguments": (
+            fixed,
+            script.rejects,
+            name,
+            script.checkpoint,
+            script.start[name],
+            [e[name] for e in script.ends],
+        ),
     }
     # Not importable by name, so that Spark pickles the class by value.
     spark.dataSource.register(type("Replay", (ScriptSource,), attributes))

@@ -113,7 +113,10 @@ class SentRows:
         return rows
 
     def _read(self, slices: Sequence[Slice]) -> dict[str, DataFrame]:
-        return {n: slice_frame(self.spark, s, slices_of(slices, n)) for n, s in self._request.sources.items()}
+        return {
+            n: slice_frame(self.spark, s, slices_of(slices, n), rejects=self._request.rejects)
+            for n, s in self._request.sources.items()
+        }
 
     def _transform_only(self, read: DataFrame) -> DataFrame:
         (name,) = self._request.sources
@@ -165,7 +168,7 @@ class SentRows:
         frame: SliceRows | DataFrame
         if request.transform is None:
             (source,) = request.sources.values()
-            frame = SliceRows(self.spark, source, [s.data[1] for s in slices])
+            frame = SliceRows(self.spark, source, [s.data[1] for s in slices], rejects=request.rejects)
         else:
             frame = self.rows(slices)
         ordered = not slices or isinstance(frame, SliceRows) or keeps_partitions(frame)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -34,11 +33,12 @@ from delivered.connectors.kafka.options import (
     Where,
     is_internal,
 )
-from delivered.contract.source import REJECTED, Offsets, Resumption
+from delivered.contract.source import Offsets, Resumption
 from delivered.kits.warm import WarmClients
 from delivered.model.errors import InvariantBroken, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, RESTART_CONFIRM_S, SOURCE_PATIENCE_S
 from delivered.model.patience import within
+from delivered.model.rows import Origin, Rejection, Rows
 from delivered.source import Range, columns
 
 # The driver's requests of the Kafka source: partitions, offsets, and offsets of a consumer group.
@@ -354,64 +354,35 @@ def _resumption(
 _RECORDS = pa.field("recordBatch", pa.int64())
 """In a letter: its value is a record batch of so many offsets, not a record's value."""
 
-Read = Callable[[Callable[[BatchTooLarge, int], None]], Iterator[pa.RecordBatch]]
-"""Reads a slice; calls its argument for what it leaves out."""
-
 
 def raw_schema(headers: bool) -> pa.Schema:
     """Columns of records, and of what stands for a record batch."""
     return columns(headers).append(_RECORDS)
 
 
-@dataclass(frozen=True)
-class Rejecting:
-    """
-    Attributes:
-        headers: rows have them.
-        kept: rows have the column REJECTED; else what is rejected is left out.
-    """
+def read_rows(options: SourceOptions, wanted: Range[Partition]) -> Iterator[Rows]:
+    """As `read_range`; a record batch above `maxRecordBatchBytes` is rejected."""
+    topic, partition = wanted.key
+    found: list[Rejection] = []
 
-    headers: bool
-    kept: bool
+    def keep(error: BatchTooLarge, offset: int) -> None:
+        record = {"value": error.batch, _RECORDS.name: error.next_offset - offset}
+        found.append(Rejection(Origin.SOURCE, error.message, record, topic, partition, offset))
 
-    def read(self, read: Read, partition: Partition) -> Iterator[pa.RecordBatch]:
-        found: list[dict[str, Any]] = []
+    for batch in read_range(options, wanted, keep):
+        rejected, found = found, []
+        yield Rows(batch, rejected)
+    if found:
+        yield Rows(pa.RecordBatch.from_pylist([], schema=columns(options.headers)), found)
 
-        def keep(error: BatchTooLarge, offset: int) -> None:
-            topic, number = partition
-            found.append(
-                {
-                    "reason": error.message,
-                    "topic": topic,
-                    "partition": number,
-                    "offset": offset,
-                    "value": error.batch,
-                    "more": json.dumps({_RECORDS.name: error.next_offset - offset}),
-                }
-            )
 
-        for batch in read(keep):
-            if found:
-                yield from self._rejected(found)
-                found.clear()
-            yield batch.append_column(REJECTED, pa.nulls(batch.num_rows, REJECTED.type)) if self.kept else batch
-        if found:
-            yield from self._rejected(found)
-
-    def decoded(self, raw: pa.RecordBatch) -> pa.RecordBatch:
-        """See `delivered.contract.source.Source`."""
-        batches = raw.column(_RECORDS.name).is_valid()
-        rows = raw.select(columns(self.headers).names)
-        if not self.kept:
-            return rows.filter(pc.invert(batches))
-        why = "it is a record batch; raise maxRecordBatchBytes, and replay its offsets"
-        reasons = [{"reason": why} if is_batch else None for is_batch in batches.to_pylist()]
-        return rows.append_column(REJECTED, pa.array(reasons, REJECTED.type))
-
-    def _rejected(self, found: list[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
-        if self.kept:
-            schema = columns(self.headers).append(REJECTED)
-            yield pa.RecordBatch.from_pylist([{REJECTED.name: each} for each in found], schema=schema)
+def decoded(raw: pa.RecordBatch) -> Rows:
+    """See `delivered.contract.source.Source`."""
+    is_batch = raw.column(_RECORDS.name).is_valid()
+    rows = raw.drop_columns([_RECORDS.name])
+    why = "it is a record batch; raise maxRecordBatchBytes, and replay its offsets"
+    rejected = [Rejection(Origin.SOURCE, why, row) for row in rows.filter(is_batch).to_pylist()]
+    return Rows(rows.filter(pc.invert(is_batch)), rejected)
 
 
 # One slice: the records of a range of offsets of one partition, on an executor.

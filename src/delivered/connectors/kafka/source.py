@@ -6,8 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import Self, TypeVar
 
 import pyarrow as pa
@@ -30,12 +29,21 @@ from delivered.connectors.kafka.options import (
     Where,
     refuse_latest_start,
 )
-from delivered.connectors.kafka.reader import KafkaDriverClient, Rejecting, joined, raw_schema, resolve
+from delivered.connectors.kafka.reader import (
+    KafkaDriverClient,
+    decoded,
+    joined,
+    raw_schema,
+    read_range,
+    read_rows,
+    resolve,
+)
 from delivered.contract.finding import Finding
-from delivered.contract.source import REJECTED, Address, Offsets, Resumption, Slice, Source, SourceDriver
+from delivered.contract.source import Address, Offsets, Resumption, Slice, Source, SourceDriver
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.limits import RESTART_CONFIRM_S
+from delivered.model.rows import Rows
 from delivered.source import Range, admit, columns, split
 
 # Whether a partition's log is still the one that a position was read from (P29).
@@ -172,7 +180,6 @@ class KafkaSource(Source):
     """`delivered_kafka` as a source. Holds options, no connection."""
 
     options: SourceOptions
-    rejects: Rejecting | None = None
 
     @property
     def rows_per_batch_max(self) -> int | None:
@@ -232,8 +239,7 @@ class KafkaSource(Source):
         return self
 
     def schema(self) -> pa.Schema:
-        schema = columns(self.options.headers)
-        return schema.append(REJECTED) if self.rejects is not None and self.rejects.kept else schema
+        return columns(self.options.headers)
 
     def address(self) -> Address:
         options = self.options
@@ -250,20 +256,19 @@ class KafkaSource(Source):
         return resumption(self.options, stopped)
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
-        from delivered.connectors.kafka.reader import read_range
-
         topic, partition, start, end = piece.data
-        read = partial(read_range, self.options, wanted := Range((topic, partition), start, end))
-        return read() if self.rejects is None else self.rejects.read(read, wanted.key)
+        return read_range(self.options, Range((topic, partition), start, end))
 
-    def rejecting(self, *, kept: bool, raw: bool = False) -> Self:  # noqa: ARG002 - it has the bytes
-        return replace(self, rejects=Rejecting(self.options.headers, kept))
+    def read_rows(self, piece: Slice) -> Iterator[Rows]:
+        """Rejects record batches that are too large to be decompressed."""
+        topic, partition, start, end = piece.data
+        return read_rows(self.options, Range((topic, partition), start, end))
 
     def raw_schema(self) -> pa.Schema:
         return raw_schema(self.options.headers)
 
-    def decoded(self, raw: pa.RecordBatch) -> pa.RecordBatch:
-        return (self.rejects or Rejecting(self.options.headers, kept=False)).decoded(raw)
+    def decoded(self, raw: pa.RecordBatch) -> Rows:
+        return decoded(raw)
 
 
 @dataclass(frozen=True)

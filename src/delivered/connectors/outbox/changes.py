@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -17,10 +16,10 @@ from delivered.connectors.outbox.options import NEW, OWNER, OutboxOptions
 from delivered.connectors.outbox.pgoutput import UNCHANGED, Begin, Change, Op, Relation, Row, Value
 from delivered.connectors.outbox.shape import Shape, check_identity
 from delivered.connectors.outbox.slot import lsn_text
-from delivered.contract.source import REJECTED, Offsets
+from delivered.contract.source import Offsets
 from delivered.kits.sql.text import days, micros
-from delivered.model.bad_row import as_json_text
 from delivered.model.errors import BadRecord, InvariantBroken
+from delivered.model.rows import Origin, Rejection, Rows
 
 # What an outbox or a change stream has and no row can hold, as dead letters of its source.
 
@@ -31,42 +30,14 @@ MESSAGE = pa.field(
 )
 """In a letter of an outbox: its columns. `value` and `key` are in the letter under their own names, too."""
 
-Rejected = Mapping[str, Any]
-"""As REJECTED holds it."""
 
-
-@dataclass(frozen=True)
-class Rejecting:
-    """
-    Attributes:
-        kept: rows have the column REJECTED; else what is rejected is left out.
-    """
-
-    kept: bool
-
-    def batch(self, rows: pa.RecordBatch, rejected: Sequence[Rejected]) -> pa.RecordBatch:
-        """Rows, followed by what is rejected."""
-        if not self.kept:
-            return rows
-        columns = [pa.concat_arrays([c, pa.nulls(len(rejected), c.type)]) for c in rows.columns]
-        records = pa.array([*[None] * rows.num_rows, *rejected], REJECTED.type)
-        return pa.RecordBatch.from_arrays([*columns, records], schema=rows.schema.append(REJECTED))
-
-
-def of_change(reason: str, op: str, position: int, names: Sequence[str], values: Sequence[bytes | None]) -> Rejected:
+def reject_change(
+    reason: str, op: str, position: int, names: Sequence[str], values: Sequence[bytes | None]
+) -> Rejection:
     change = list(zip(names, values, strict=True))
-    more = {"_op": op, "_deleted": op == "delete", "_lsn": position, CHANGE.name: change}
-    return {"reason": reason, "more": as_json_text(more)}
-
-
-def of_message(reason: str, offset: int, time_us: int | None, message: Sequence[bytes | None]) -> Rejected:
-    """Args: message: see `events.Message`."""
-    named = dict(zip(MESSAGE.type.names, message, strict=True))
-    more = {"timestamp": time_us, MESSAGE.name: named}
-    return {
-        "reason": reason, "offset": offset, "key": named["aggregateid"], "value": named["payload"],
-        "more": as_json_text(more),
-    }  # fmt: skip
+    return Rejection(
+        Origin.SOURCE, reason, {"_op": op, "_deleted": op == "delete", "_lsn": position, CHANGE.name: change}
+    )
 
 
 # A table's changes as rows: its columns, and three that say what happened.
@@ -81,13 +52,13 @@ class Changes:
     """Collects changes as columns.
 
     Args:
-        rejecting: a value that Spark has not does not end the read; its change is rejected.
+        rejects: a value that Spark has not does not end the read; its change is rejected.
     """
 
-    def __init__(self, options: OutboxOptions, layout: Layout, rejecting: Rejecting | None = None) -> None:
+    def __init__(self, options: OutboxOptions, layout: Layout, *, rejects: bool) -> None:
         self._options = options
         self._layout = layout
-        self._rejecting = rejecting
+        self._rejects = rejects
         self._keys = frozenset(layout.keys)
         self._schema = layout.columns
         self._table = pa.schema([f for f in layout.columns if f not in ADDED])
@@ -99,7 +70,7 @@ class Changes:
         self._rows: list[list[bytes | None]] = []
         self._ops: list[str] = []
         self._lsns: list[int] = []
-        self._rejected: list[Rejected] = []
+        self._rejected: list[Rejection] = []
         self._bytes = 0
 
     @property
@@ -126,7 +97,7 @@ class Changes:
                 if not self._options.accepts(position):
                     raise truncated(self._options, position)
 
-    def take(self) -> pa.RecordBatch:
+    def take(self) -> Rows:
         """All changes since the last call."""
         arrays = self._arrays()
         arrays += [
@@ -134,9 +105,9 @@ class Changes:
             pa.array([op == "delete" for op in self._ops], pa.bool_()),
             pa.array(self._lsns, pa.int64()),
         ]
-        rows, rejected = pa.RecordBatch.from_arrays(arrays, schema=self._schema), self._rejected
+        rows = Rows(pa.RecordBatch.from_arrays(arrays, schema=self._schema), self._rejected)
         self._clear()
-        return rows if self._rejecting is None else self._rejecting.batch(rows, rejected)
+        return rows
 
     def restore(self, op: str, position: int, change: Sequence[tuple[str, bytes | None]]) -> None:
         """A change that was rejected once, by its columns. Raises ValueError: the rows have other columns now."""
@@ -175,9 +146,9 @@ class Changes:
                 if self._options.accepts(position):
                     return False
                 bad = self._no_value(field, position, error)
-                if self._rejecting is None:
+                if not self._rejects:
                     raise bad from error
-                self._rejected.append(of_change(bad.message, self._ops[at], position, self._names, row))
+                self._rejected.append(reject_change(bad.message, self._ops[at], position, self._names, row))
                 return False
         return True
 
@@ -298,14 +269,15 @@ def batches(
     layout: Layout,
     found: Iterator[tuple[Begin, int, Change]],
     emptied: int | None = None,
-    rejecting: Rejecting | None = None,
-) -> Iterator[pa.RecordBatch]:
-    """Changes, each with its transaction and position, as record batches.
+    *,
+    rejects: bool,
+) -> Iterator[Rows]:
+    """Changes, each with its transaction and position, as rows.
 
     Args:
         emptied: position of a TRUNCATE: rows of its transaction that are before it are left out.
     """
-    changes = Changes(options, layout, rejecting)
+    changes = Changes(options, layout, rejects=rejects)
     for begin, position, change in found:
         if emptied is not None and position < emptied < begin.lsn:
             continue
@@ -316,18 +288,16 @@ def batches(
         yield changes.take()
 
 
-def restored(
-    options: OutboxOptions, layout: Layout, raw: pa.RecordBatch, rejecting: Rejecting
-) -> Iterator[pa.RecordBatch]:
-    """Letters, in the columns of `layout` and CHANGE; each as a record batch. Raises ValueError."""
+def restored(options: OutboxOptions, layout: Layout, raw: pa.RecordBatch) -> Iterator[Rows]:
+    """Dead letters, in the columns of `layout` and CHANGE, one by one. Raises ValueError."""
     for at in range(raw.num_rows):
         letter = raw.slice(at, 1)
         change = letter.column(CHANGE.name)[0].as_py()
         if change is None:
-            yield rejecting.batch(letter.select(layout.columns.names), [])
+            yield Rows(letter.select(layout.columns.names))
             continue
         op, position = (letter.column(f.name)[0].as_py() for f in (ADDED[0], ADDED[2]))
-        changes = Changes(options, layout, rejecting)
+        changes = Changes(options, layout, rejects=True)
         changes.restore(op, position, change)
         yield changes.take()
 

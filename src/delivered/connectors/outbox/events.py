@@ -8,11 +8,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.outbox.changes import MESSAGE, Rejected, Rejecting, of_message
+from delivered.connectors.outbox.changes import MESSAGE
 from delivered.connectors.outbox.options import OWNER, ROUTE, OutboxOptions
 from delivered.connectors.outbox.pgoutput import BYTEA, UNCHANGED, Relation, Row, Value, unhexed
 from delivered.connectors.outbox.positions import text
 from delivered.model.errors import BadRecord, InvariantBroken
+from delivered.model.rows import Origin, Rejection, Rows
 from delivered.source import COLUMNS as OF_MESSAGES
 from delivered.source import HEADERS, TIMESTAMP, id_bytes, id_text
 
@@ -30,12 +31,12 @@ class Events:
 
     Args:
         options: with the route, and whether payloads must be JSON.
-        rejecting: a message that cannot be delivered does not end the read; it is rejected.
+        rejects: a message that cannot be delivered does not end the read; it is rejected.
     """
 
-    def __init__(self, options: OutboxOptions, rejecting: Rejecting | None = None) -> None:
+    def __init__(self, options: OutboxOptions, *, rejects: bool) -> None:
         self._options = options
-        self._rejecting = rejecting
+        self._rejects = rejects
         self._seen: set[bytes] = set()
         self._topics: dict[bytes | None, str | None] = {}
         self._clear()
@@ -48,7 +49,7 @@ class Events:
         self._offsets: list[int] = []
         self._times: list[int | None] = []
         self._headers: list[list[tuple[str, bytes]]] = []
-        self._rejected: list[Rejected] = []
+        self._rejected: list[Rejection] = []
 
     @property
     def empty(self) -> bool:
@@ -69,9 +70,11 @@ class Events:
         try:
             known = self._checked(id_, kind, key, payload)
         except BadRecord as error:
-            if self._rejecting is None:
+            if not self._rejects:
                 raise
-            self._rejected.append(of_message(error.message, offset, time_us, message))
+            named = dict(zip(MESSAGE.type.names, message, strict=True))
+            record = {"key": key, "value": payload, "timestamp": time_us, MESSAGE.name: named}
+            self._rejected.append(Rejection(Origin.SOURCE, error.message, record, offset=offset))
             return
         self._keys.append(key)
         self._values.append(payload)
@@ -113,7 +116,7 @@ class Events:
                 next_step=f"correct the row; or name one topic for all, without {ROUTE}: the option topic",
             ) from None
 
-    def take(self) -> pa.RecordBatch:
+    def take(self) -> Rows:
         """All messages since the last call."""
         times = self._times
         arrays = [
@@ -125,18 +128,17 @@ class Events:
             pa.array([-1 if t is None else 1 for t in times], pa.int32()),
             pa.array(self._headers, HEADERS.type),
         ]
-        rows, rejected = pa.RecordBatch.from_arrays(arrays, schema=COLUMNS), self._rejected
+        rows = Rows(pa.RecordBatch.from_arrays(arrays, schema=COLUMNS), self._rejected)
         self._clear()
-        return rows if self._rejecting is None else self._rejecting.batch(rows, rejected)
+        return rows
 
-    def restored(self, raw: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-        """Letters, in `COLUMNS` and MESSAGE; each as a record batch."""
+    def restored(self, raw: pa.RecordBatch) -> Iterator[Rows]:
+        """Dead letters, in `COLUMNS` and MESSAGE, one by one."""
         for at in range(raw.num_rows):
             letter = raw.slice(at, 1)
             message = letter.column(MESSAGE.name)[0].as_py()
             if message is None:
-                rows = letter.select(COLUMNS.names)
-                yield rows if self._rejecting is None else self._rejecting.batch(rows, [])
+                yield Rows(letter.select(COLUMNS.names))
                 continue
             offset, time_us = (letter.column(n).cast(pa.int64())[0].as_py() for n in ("offset", "timestamp"))
             self.add(offset, time_us, [message[n] for n in MESSAGE.type.names])
@@ -153,7 +155,7 @@ class Events:
                 next_step='correct the row; or write .option("payloadFormat", "any") and filter it in the transform',
             ) from None
 
-    def batches(self, rows: Iterator[Sequence[tuple[Any, ...]]]) -> Iterator[pa.RecordBatch]:
+    def batches(self, rows: Iterator[Sequence[tuple[Any, ...]]]) -> Iterator[Rows]:
         """Rows as the client returns them: number, id, aggregate type, aggregate id, type, payload."""
         for some in rows:
             for number, *message in some:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pyarrow as pa
 
 from delivered.connectors.outbox import changes, events, slot
-from delivered.connectors.outbox.changes import CHANGE, MESSAGE, Rejecting
+from delivered.connectors.outbox.changes import CHANGE, MESSAGE
 from delivered.connectors.outbox.client import connect, explaining, transaction
 from delivered.connectors.outbox.driver import HISTORY, NUMBERED, PollDriver, WalDriver
 from delivered.connectors.outbox.layout import Layout, layout
@@ -19,9 +19,10 @@ from delivered.connectors.outbox.positions import Positions
 from delivered.connectors.outbox.shape import check_identity
 from delivered.connectors.outbox.slot import missing_columns
 from delivered.contract.finding import Finding
-from delivered.contract.source import REJECTED, Address, Slice, Source, SourceDriver
+from delivered.contract.source import Address, Slice, Source, SourceDriver
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, Refused, UsageError
+from delivered.model.rows import Rows
 from delivered.patterns.caller import quoted
 
 if TYPE_CHECKING:
@@ -33,12 +34,10 @@ class OutboxSource(Source):
     """
     Attributes:
         layout: of a change stream: its columns, as the next rows had them when the query was planned.
-        rejects: what no row can hold does not end a read.
     """
 
     options: OutboxOptions
     layout: Layout | None = None
-    rejects: Rejecting | None = None
 
     @property
     def rows_per_batch_max(self) -> int | None:
@@ -110,25 +109,19 @@ class OutboxSource(Source):
             return replace(self, layout=layout(connection, self.options))
 
     def schema(self) -> pa.Schema:
-        schema = events.COLUMNS if self.options.changes is None else self._layout().columns
-        return schema.append(REJECTED) if self.rejects is not None and self.rejects.kept else schema
-
-    def rejecting(self, *, kept: bool, raw: bool = False) -> Self:  # noqa: ARG002 - it has the bytes
-        return replace(self, rejects=Rejecting(kept))
+        return events.COLUMNS if self.options.changes is None else self._layout().columns
 
     def raw_schema(self) -> pa.Schema:
         if self.options.changes is None:
             return events.COLUMNS.append(MESSAGE)
         return self._layout().columns.append(CHANGE)
 
-    def decoded(self, raw: pa.RecordBatch) -> pa.RecordBatch:
-        rejects = self.rejects or Rejecting(kept=False)
+    def decoded(self, raw: pa.RecordBatch) -> Rows:
         if self.options.changes is None:
-            found = events.Events(self.options, rejects).restored(raw)
+            found = list(events.Events(self.options, rejects=True).restored(raw))
         else:
-            found = changes.restored(self.options, self._layout(), raw, rejects)
-        table = pa.Table.from_batches(list(found)).combine_chunks()
-        return table.to_batches()[0] if table.num_rows else pa.RecordBatch.from_pylist([], schema=table.schema)
+            found = list(changes.restored(self.options, self._layout(), raw))
+        return Rows(pa.concat_batches([rows.good for rows in found]), [r for rows in found for r in rows.rejected])
 
     def _layout(self) -> Layout:
         found = self.planned().layout
@@ -148,28 +141,35 @@ class OutboxSource(Source):
         return WalDriver(self.options) if self.options.by_log else PollDriver(self.options)
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        return (rows.good for rows in self._read(piece, rejects=False))
+
+    def read_rows(self, piece: Slice) -> Iterator[Rows]:
+        """Rejects what no row can hold."""
+        return self._read(piece, rejects=True)
+
+    def _read(self, piece: Slice, *, rejects: bool) -> Iterator[Rows]:
         kind, start, end = piece.data
         if kind in (NUMBERED, HISTORY):
-            yield from self._numbered(kind, start, end)
+            yield from self._numbered(kind, start, end, rejects)
         elif self.options.changes is not None:
             tables, full = slot.tables(start), self if self.layout is not None else self.planned()
             found = (one for one in slot.peek(self.options, start, end) if one[2].relation.oid in tables)
             if full.layout is not None:
-                yield from changes.batches(self.options, full.layout, found, start.get("truncated"), self.rejects)
+                yield from changes.batches(self.options, full.layout, found, start.get("truncated"), rejects=rejects)
         else:
-            yield from self._logged(start, end)
+            yield from self._logged(start, end, rejects)
 
-    def _numbered(self, kind: str, start: dict[str, Any], end: int) -> Iterator[pa.RecordBatch]:
+    def _numbered(self, kind: str, start: dict[str, Any], end: int, rejects: bool) -> Iterator[Rows]:
         positions = Positions(self.options)
         with contextlib.closing(connect(self.options)) as connection, transaction(self.options, connection) as caller:
             if kind == NUMBERED:
                 rows = positions.rows(caller, start["number"], end)
             else:
                 rows = positions.history(caller, start["lsn"], end)
-            yield from events.Events(self.options, self.rejects).batches(rows)
+            yield from events.Events(self.options, rejects=rejects).batches(rows)
 
-    def _logged(self, start: dict[str, Any], end: int) -> Iterator[pa.RecordBatch]:
-        found, reader = events.Events(self.options, self.rejects), events.Reader(self.options)
+    def _logged(self, start: dict[str, Any], end: int, rejects: bool) -> Iterator[Rows]:
+        found, reader = events.Events(self.options, rejects=rejects), events.Reader(self.options)
         for begin, relation, row in slot.inserts(self.options, start, end):
             found.add(begin.lsn, begin.time_us, reader.read(relation, row))
             if found.full:

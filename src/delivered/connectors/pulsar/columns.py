@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from delivered.connectors.pulsar.client import Admin, Registered
 from delivered.connectors.pulsar.positions import short_name
-from delivered.contract.source import RAW, REJECTED
 from delivered.kits.schemas.avro import AVRO, KINDS, Shape, read_avro, read_json, shape_of
 from delivered.kits.schemas.schema import array_of
 from delivered.kits.schemas.values import Unmappable, Unreadable, in_words
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
+from delivered.model.rows import Origin, Rejection, Rows
 from delivered.source import COLUMNS as OF_MESSAGES
 from delivered.source import HEADERS, TIMESTAMP, columns, header_name, micros
 
@@ -188,50 +186,16 @@ VERSION = pa.field("schemaVersion", pa.int64())
 """Of a message that is not decoded, among its columns; null: it is decoded by the version that is read."""
 
 
-@dataclass(frozen=True)
-class Rejecting:
-    """What becomes of messages that cannot be decoded.
-
-    Attributes:
-        kept: rows with the column REJECTED; else they are left out.
-        raw: rows have the column RAW.
-    """
-
-    kept: bool
-    raw: bool
-
-    def columns(self, schema: pa.Schema) -> pa.Schema:
-        schema = schema.append(RAW) if self.raw else schema
-        return schema.append(REJECTED) if self.kept else schema
-
-    def rows(
-        self, decoded: pa.RecordBatch, sent: Sequence[Any], rejected: Sequence[Mapping[str, Any] | None]
-    ) -> pa.RecordBatch:
-        """
-        Args:
-            decoded: every message.
-            sent: their keys and values, as bytes.
-            rejected: for REJECTED; None: it was decoded.
-        """
-        if self.raw:
-            raw = pa.StructArray.from_arrays([pa.array(s, pa.binary()) for s in sent], fields=list(RAW.type))
-            decoded = decoded.append_column(RAW, raw)
-        if self.kept:
-            return decoded.append_column(REJECTED, pa.array(rejected, REJECTED.type))
-        good = pa.array([each is None for each in rejected], pa.bool_())
-        return decoded if good.true_count == len(good) else decoded.filter(good)
-
-
-class Rows:
+class Messages:
     """Messages of one partition, collected as lists per column."""
 
     def __init__(
-        self, topic: str, number: int, headers: bool, typed: Values | None = None, rejects: Rejecting | None = None
+        self, topic: str, number: int, headers: bool, typed: Values | None = None, rejects: bool = False
     ) -> None:
         """
         Args:
             typed: decodes values by a schema; None: bytes.
-            rejects: None: a message that cannot be decoded is an error.
+            rejects: a message that cannot be decoded is no error.
         """
         self._rejects = rejects
         self._topic = topic
@@ -276,7 +240,7 @@ class Rows:
         if self._with_headers:
             self._headers.append(_properties(message))
 
-    def take(self) -> pa.RecordBatch:
+    def take(self) -> Rows:
         """All rows since the last call. Raises BadRecord: a message cannot be decoded, and that is an error."""
         n = len(self)
         bad = dict[int, BadRecord]()
@@ -284,7 +248,7 @@ class Rows:
             values = pa.array(self._values, pa.binary())
         else:
             values, bad = self._typed.column(self._values, self._versions, self._ids)
-        if bad and self._rejects is None:
+        if bad and not self._rejects:
             raise next(iter(bad.values()))
         ledgers, entries, indexes = ([i[at] for i in self._ids] for at in range(3))
         native = pa.StructArray.from_arrays(
@@ -310,27 +274,30 @@ class Rows:
         if self._with_headers:
             arrays.append(pa.array(self._headers, HEADERS.type))
         made = pa.RecordBatch.from_arrays(arrays, schema=self._columns)
-        if self._rejects is not None and self._typed is not None:
-            made = self._rejects.rows(made, [self._keys, self._values], self._rejected(bad))
+        rows = Rows(made)
+        if self._rejects and self._typed is not None:
+            sent = pa.record_batch({"key": arrays[0], "value": pa.array(self._values, pa.binary())})
+            rows = rejected_rows(made, sent, [self._rejection(at, why) for at, why in bad.items()], bad)
         self._clear()
-        return made
+        return rows
 
-    def _rejected(self, bad: Mapping[int, BadRecord]) -> list[dict[str, Any] | None]:
-        offsets = _offsets(self._ids)
-        return [
-            {
-                "reason": bad[at].message,
-                "topic": self._topic,
-                "partition": self._number,
-                "offset": offsets[at],
-                "key": self._keys[at],
-                "value": self._values[at],
-                "more": json.dumps({VERSION.name: self._versions[at]}),
-            }
-            if at in bad
-            else None
-            for at in range(len(self))
-        ]
+    def _rejection(self, at: int, why: BadRecord) -> Rejection:
+        record = {"key": self._keys[at], "value": self._values[at], VERSION.name: self._versions[at]}
+        (offset,) = _offsets(self._ids[at : at + 1])
+        return Rejection(Origin.SOURCE, why.message, record, self._topic, self._number, offset)
+
+
+def rejected_rows(
+    decoded: pa.RecordBatch, sent: pa.RecordBatch, rejected: Sequence[Rejection], bad: Container[int]
+) -> Rows:
+    """
+    Args:
+        decoded: every message.
+        sent: their keys and values, as bytes.
+        bad: numbers of the rejected ones.
+    """
+    good = pa.array([at not in bad for at in range(decoded.num_rows)], pa.bool_())
+    return Rows(decoded.filter(good), rejected, sent.filter(good)) if rejected else Rows(decoded, (), sent)
 
 
 def _sent(text: Callable[[], str]) -> bytes:

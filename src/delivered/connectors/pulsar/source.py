@@ -27,7 +27,7 @@ from delivered.connectors.pulsar.client import (
     version_schema,
     warm_client,
 )
-from delivered.connectors.pulsar.columns import VERSION, Rejecting, Rows, Values, columns_of, registered, shape
+from delivered.connectors.pulsar.columns import VERSION, Messages, Values, columns_of, registered, rejected_rows, shape
 from delivered.connectors.pulsar.options import SOURCE, SourceOptions, refuse_latest_start
 from delivered.connectors.pulsar.positions import (
     EARLIEST,
@@ -44,11 +44,12 @@ from delivered.connectors.pulsar.positions import (
     to_json,
 )
 from delivered.contract.finding import Finding
-from delivered.contract.source import RAW, Address, Offsets, Slice, Source, SourceDriver
+from delivered.contract.source import Address, Offsets, Slice, Source, SourceDriver
 from delivered.kits.schemas.values import canonical
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable, UsageError
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_PATIENCE_S
+from delivered.model.rows import Origin, Rejection, Rows
 from delivered.source import admit
 
 log = logging.getLogger("delivered.pulsar")
@@ -63,7 +64,6 @@ class PulsarSource(Source):
     options: SourceOptions
     schemas: tuple[tuple[str, Registered], ...] = ()
     """Schema per topic to decode values; empty: the current ones, if the options ask for any."""
-    rejects: Rejecting | None = None
 
     @property
     def rows_per_batch_max(self) -> int | None:
@@ -122,19 +122,14 @@ class PulsarSource(Source):
                     f"{found[0][1]}; one column cannot hold both.",
                     next_step="read each topic in its own query, or set schema to bytes",
                 )
-        schema = columns_of(self.options.headers, found[0][1] if found and not self.options.canonical else None)
-        return schema if self.rejects is None or not found else self.rejects.columns(schema)
-
-    def rejecting(self, *, kept: bool, raw: bool = False) -> Self:
-        """Of messages that their schema does not fit."""
-        return replace(self, rejects=Rejecting(kept, raw)) if self.options.typed else self
+        return columns_of(self.options.headers, found[0][1] if found and not self.options.canonical else None)
 
     def raw_schema(self) -> pa.Schema:
         return columns_of(self.options.headers, None).append(VERSION) if self.options.typed else self.schema()
 
-    def decoded(self, raw: pa.RecordBatch) -> pa.RecordBatch:
+    def decoded(self, raw: pa.RecordBatch) -> Rows:
         if not self.options.typed:
-            return raw
+            return Rows(raw)
         (topic,), admin = set(raw.column("topic").to_pylist()), Admin(self.options)
         full = self.planned()
         registered = dict(full.schemas)[topic]
@@ -143,9 +138,8 @@ class PulsarSource(Source):
         found, bad = values.column(raw.column("value").to_pylist(), versions, [None] * raw.num_rows)
         made = raw.drop_columns([VERSION.name])
         made = made.set_column(made.schema.get_field_index("value"), pa.field("value", found.type), found)
-        reasons = [{"reason": bad[at].message} if at in bad else None for at in range(made.num_rows)]
-        rejects = self.rejects or Rejecting(kept=False, raw=False)
-        return rejects.rows(made, [raw.column(f.name) for f in RAW.type], reasons)
+        rejected = [Rejection(Origin.SOURCE, why.message, raw.slice(at, 1).to_pylist()[0]) for at, why in bad.items()]
+        return rejected_rows(made, raw.select(["key", "value"]), rejected, bad)
 
     def planned(self) -> Self:
         options = self.options
@@ -158,10 +152,17 @@ class PulsarSource(Source):
         return PulsarDriver(self.options)
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        return (rows.good for rows in self._read(piece, rejects=False))
+
+    def read_rows(self, piece: Slice) -> Iterator[Rows]:
+        """Rejects messages that their schema does not fit."""
+        return self._read(piece, rejects=True)
+
+    def _read(self, piece: Slice, *, rejects: bool) -> Iterator[Rows]:
         topic, number, start, end = piece.data
         schema = dict(self.planned().schemas).get(topic)
         first, last = Position.from_text(start), Position.from_text(end)
-        return read_slice(self.options, (topic, number), first, last, schema, self.rejects)
+        return read_slice(self.options, (topic, number), first, last, schema, rejects)
 
 
 class PulsarDriver(SourceDriver):
@@ -472,13 +473,13 @@ def read_slice(
     start: Position,
     end: Position,
     schema: Registered | None = None,
-    rejects: Rejecting | None = None,
-) -> Iterator[pa.RecordBatch]:
+    rejects: bool = False,
+) -> Iterator[Rows]:
     """Messages after `start`, up to and including the entry (or index) of `end`, in order.
 
     Args:
         schema: of the topic, to decode values; None: bytes.
-        rejects: None: a message that cannot be decoded is an error.
+        rejects: a message that cannot be decoded is no error.
 
     Memory is bounded by the client's queue and one batch. An empty range sends no request (P17).
 
@@ -501,7 +502,7 @@ class _Reading:
         start: Position,
         end: Position,
         schema: Registered | None,
-        rejects: Rejecting | None,
+        rejects: bool,
     ) -> None:
         self._options = options
         self._topic = physical(partition)
@@ -509,7 +510,7 @@ class _Reading:
         self._start = start
         self._end = end
         self._admin = Admin(options, patient=True)
-        self._rows = Rows(*partition, options.headers, self._values(partition[0], schema), rejects)
+        self._rows = Messages(*partition, options.headers, self._values(partition[0], schema), rejects)
         bounds = self._admin.bounds(self._topic)
         if is_deleted(start, bounds):
             self._lost(f"messages after {start} of {self._name} no longer exist and were not read")
@@ -521,7 +522,7 @@ class _Reading:
         self._next = self._pieces[0][1] if self._pieces else 0  # next expected entry
         self._seen: Place = (-1, -1, -1)  # the last message received
 
-    def batches(self) -> Iterator[pa.RecordBatch]:
+    def batches(self) -> Iterator[Rows]:
         rows = self._rows
         for message, place in self._messages():
             rows.add(message, place)

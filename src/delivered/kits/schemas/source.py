@@ -7,14 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from delivered.contract.finding import Finding
 from delivered.contract.queue import DedupWindow, ReceiverReport
 from delivered.contract.source import (
     COORDINATES,
-    RAW,
-    REJECTED,
     Address,
     Offsets,
     Resumption,
@@ -28,6 +25,7 @@ from delivered.kits.schemas.registry import Registered, connected
 from delivered.kits.schemas.schema import Ask, Decoder, schema_of
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
+from delivered.model.rows import Origin, Rejection, Rows
 
 
 @dataclass(frozen=True)
@@ -36,18 +34,12 @@ class FormattedSource(Source):
 
     Attributes:
         schemas: of the columns of `options.sides`, in their order; empty: asked for when needed.
-        rejects: records that cannot be decoded do not fail the read.
-        kept: they become rows with the column REJECTED.
-        raw: rows have the column RAW.
     """
 
     owner: str
     source: Source
     options: FormatOptions
     schemas: tuple[Registered, ...] = ()
-    rejects: bool = False
-    kept: bool = False
-    raw: bool = False
 
     @property
     def rows_per_batch_max(self) -> int | None:
@@ -97,12 +89,11 @@ class FormattedSource(Source):
 
     def schema(self) -> pa.Schema:
         full = self.planned()
-        schema = _without_rejected(full.source.schema())
+        schema = full.source.schema()
         for side, registered in zip(self.options.sides, full.schemas, strict=True):
             kind = mapped(self.owner, side, registered)
             schema = schema.set(schema.get_field_index(side.column), pa.field(side.column, kind))
-        schema = schema.append(RAW) if self.raw else schema
-        return schema.append(REJECTED) if self.kept else schema
+        return schema
 
     def newest_versions(self) -> dict[str, int]:
         open_ = [s for s in self.options.sides if s.declared is None and s.version is None]
@@ -135,59 +126,53 @@ class FormattedSource(Source):
     def earlier(self, end: Offsets, until: Offsets) -> Offsets:
         return self.source.earlier(end, until)
 
-    def rejecting(self, *, kept: bool, raw: bool = False) -> Self:
-        return replace(self, source=self.source.rejecting(kept=kept), rejects=True, kept=kept, raw=raw)
-
     def raw_schema(self) -> pa.Schema:
         return self.source.raw_schema()
 
-    def decoded(self, raw: pa.RecordBatch) -> pa.RecordBatch:
+    def decoded(self, raw: pa.RecordBatch) -> Rows:
         full = self.planned()
-        return full._decoded(full.source.decoded(raw), full._decoders(), full.schema())
+        (rows,) = full._decoded(iter([full.source.decoded(raw)]))
+        return rows
 
     def driver(self) -> SourceDriver:
         return self.source.driver()
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         full = self.planned()
-        decoders, schema = full._decoders(), full.schema()
-        for batch in full.source.read(piece):
-            yield self._decoded(batch, decoders, schema)
+        for rows in full._decoded(map(Rows, full.source.read(piece))):
+            if rows.rejected:
+                raise self._undecodable(rows.rejected[0])
+            yield rows.good
 
-    def _decoders(self) -> list[tuple[Side, Decoder]]:
-        ask = connected_later(self.options)
-        return [(s, Decoder(r, s.record, ask)) for s, r in zip(self.options.sides, self.schemas, strict=True)]
+    def read_rows(self, piece: Slice) -> Iterator[Rows]:
+        full = self.planned()
+        return full._decoded(full.source.read_rows(piece))
 
-    def _decoded(
-        self, batch: pa.RecordBatch, decoders: Sequence[tuple[Side, Decoder]], schema: pa.Schema
-    ) -> pa.RecordBatch:
-        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        bad: dict[int, str] = {}
-        for side, decoder in decoders:
-            columns[side.column], reasons = decoder.column(batch.column(side.column))
-            for row, why in enumerate(reasons):
-                if why is not None:
-                    bad.setdefault(row, f"its {side.column}: {why}")
-        if bad and not self.rejects:
-            raise self._undecodable(batch, *next(iter(bad.items())))
-        if self.raw:
-            parts = [batch.column(f.name).cast(f.type) for f in RAW.type]
-            columns[RAW.name] = pa.StructArray.from_arrays(parts, fields=list(RAW.type))
-        if self.kept:
-            already = columns.get(REJECTED.name)
-            own = _rejected(batch, bad)
-            columns[REJECTED.name] = own if already is None else pc.if_else(pc.is_valid(already), already, own)
-        made = pa.RecordBatch.from_arrays([columns[n] for n in schema.names], schema=schema)
-        if bad and not self.kept:
-            made = made.filter(pa.array([row not in bad for row in range(made.num_rows)]))
-        return made
+    def _decoded(self, read: Iterator[Rows]) -> Iterator[Rows]:
+        ask, schema = connected_later(self.options), self.schema()
+        decoders = [(s, Decoder(r, s.record, ask)) for s, r in zip(self.options.sides, self.schemas, strict=True)]
+        for rows in read:
+            batch, bad = rows.good, dict[int, str]()
+            columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+            for side, decoder in decoders:
+                columns[side.column], reasons = decoder.column(batch.column(side.column))
+                for row, why in enumerate(reasons):
+                    if why is not None:
+                        bad.setdefault(row, f"its {side.column}: {why}")
+            decoded = pa.RecordBatch.from_arrays([columns[n] for n in schema.names], schema=schema)
+            raw = batch.select(["key", "value"])
+            if bad:
+                good = pa.array([row not in bad for row in range(batch.num_rows)])
+                yield Rows(decoded.filter(good), [*rows.rejected, *_rejections(batch, bad)], raw.filter(good))
+            else:
+                yield Rows(decoded, rows.rejected, raw)
 
-    def _undecodable(self, batch: pa.RecordBatch, row: int, why: str) -> BadRecord:
-        at = {n: batch.column(n)[row].as_py() for n in COORDINATES if n in batch.schema.names}
+    def _undecodable(self, rejected: Rejection) -> BadRecord:
+        at = {n: getattr(rejected, n) for n in COORDINATES if getattr(rejected, n) is not None}
         return BadRecord(
             "RECORD_UNDECODABLE",
-            f"{self.owner}: the record at {', '.join(f'{n} {v}' for n, v in at.items())} cannot be decoded: {why}. "
-            "Nothing of its batch counts, and nothing was skipped.",
+            f"{self.owner}: the record at {', '.join(f'{n} {v}' for n, v in at.items())} cannot be decoded: "
+            f"{rejected.reason}. Nothing of its batch counts, and nothing was skipped.",
             next_step="register the schema that is missing; or set on_bad_row: dead_letter with a dead_letter sink, "
             "which keeps such records with their bytes (docs/schemas.md)",
         )
@@ -229,16 +214,9 @@ def mapped(owner: str, side: Side, registered: Registered) -> pa.DataType:
         ) from None
 
 
-def _without_rejected(schema: pa.Schema) -> pa.Schema:
-    at = schema.get_field_index(REJECTED.name)
-    return schema if at < 0 else schema.remove(at)
-
-
-def _rejected(batch: pa.RecordBatch, bad: dict[int, str]) -> pa.Array:
-    kind = REJECTED.type
-    if not bad:
-        return pa.nulls(batch.num_rows, kind)
-    names = [f.name for f in kind if f.name in (*COORDINATES, "key", "value") and f.name in batch.schema.names]
-    rows = batch.select(names).take(pa.array(list(bad))).to_pylist()
-    found = {at: {**row, "reason": why} for (at, why), row in zip(bad.items(), rows, strict=True)}
-    return pa.array([found.get(n) for n in range(batch.num_rows)], kind)
+def _rejections(batch: pa.RecordBatch, bad: Mapping[int, str]) -> Iterator[Rejection]:
+    """The records with these reasons."""
+    names = [n for n in (*COORDINATES, "key", "value") if n in batch.schema.names]
+    for row, why in zip(batch.select(names).take(pa.array(list(bad))).to_pylist(), bad.values(), strict=True):
+        position = {n: row.pop(n) for n in COORDINATES if n in row}
+        yield Rejection(Origin.SOURCE, why, row, **position)
