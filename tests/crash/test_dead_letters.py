@@ -81,6 +81,7 @@ class Refusing:
 
     def __init__(self, reasons: pa.Array) -> None:
         self.invalid_rows: Any = lambda _: reasons
+        self.refused_rows: Any = lambda _: None
 
 
 def test_a_letter_says_who_why_and_where_from() -> None:
