@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
 from delivered.contract.source import Offsets, Slice
@@ -30,7 +30,7 @@ from delivered.model.ranges import fitted
 from delivered.model.work import Handle, Prepared, Promise
 
 if TYPE_CHECKING:  # executors do without
-    from delivered.ledger import Ledgers, Store
+    from delivered.ledger import Ledgers
 
 ROWS = pa.schema([("key", pa.string()), ("value", pa.string())])
 FOLDER = OptionType(lambda text: Path(PATH.read(text)))
@@ -41,7 +41,7 @@ class ToyOptions(Options, owner="delivered_toy sink"):
     ledger: str = external_ledger()
 
 
-CONNECTOR = Connector("toy", "", sinks=Made(ToyOptions, "examples.toy_sink:ToySink"), external_ledger=True)
+CONNECTOR = Connector("toy", "", sinks=Factory(ToyOptions, "examples.toy_sink:ToySink"), external_ledger=True)
 
 
 def prefix(scope: Scope) -> str:
@@ -127,8 +127,6 @@ class ToyCommitter(Committer):
         identity = self.folder / ".identity"
         return {self.scope.sink: Target(f"folder {self.folder}", identity.read_text())} if identity.exists() else {}
 
-    def close(self) -> None: ...
-
 
 @dataclass(frozen=True)
 class ToyScan(BoundedScan):
@@ -190,9 +188,6 @@ class ToySink(Sink):
 
     def scan(self) -> ToyScan:
         return ToyScan(self.options.path)
-
-    def store(self, scope: Scope) -> Store:
-        return self.ledgers.store(scope)
 
     def committer(self, scope: Scope) -> ToyCommitter:
         return ToyCommitter(self.options.path, scope)

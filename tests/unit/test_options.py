@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from delivered.connectors.memory import CONNECTOR as MEMORY
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.options import Options, OptionTable, option, whole
 from delivered.model.secrets import redacted
@@ -40,7 +40,7 @@ def least(table: OptionTable) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("made", PARTS)
-def test_every_part_is_there_and_made_from_the_least_options(made: Made) -> None:
+def test_every_part_is_there_and_made_from_the_least_options(made: Factory) -> None:
     module, _, name = made.by.partition(":")
     assert callable(getattr(import_module(module), name))
     made.options.parse(least(made.options.TABLE))
@@ -61,7 +61,7 @@ def misspelt(word: str) -> set[str]:
 
 
 @pytest.mark.parametrize("made", PARTS)
-def test_a_misspelt_word_is_refused_where_words_are_declared(made: Made) -> None:
+def test_a_misspelt_word_is_refused_where_words_are_declared(made: Factory) -> None:
     table, own = made.options.TABLE, {o.name for _, d in made.options._DECLARED for o in d.options}
     for one in table.options:
         words = {str(w).lower() for w in one.type.schema.get("examples", ()) if w}
@@ -77,7 +77,7 @@ def test_a_misspelt_word_is_refused_where_words_are_declared(made: Made) -> None
 
 
 @pytest.mark.parametrize("made", PARTS)
-def test_a_huge_value_is_an_error_of_bounded_length(made: Made) -> None:
+def test_a_huge_value_is_an_error_of_bounded_length(made: Factory) -> None:
     text = "[" * 30_000
     for one in made.options.TABLE.options:
         try:
@@ -88,7 +88,7 @@ def test_a_huge_value_is_an_error_of_bounded_length(made: Made) -> None:
 
 
 @pytest.mark.parametrize("made", PARTS)
-def test_a_misspelt_reference_is_not_sent_as_the_secret(made: Made) -> None:
+def test_a_misspelt_reference_is_not_sent_as_the_secret(made: Factory) -> None:
     table = made.options.TABLE
     secrets = [o.name for o in table.options if o.secret] + [f"{p}password" for p in table.passthrough]
     for name in secrets:
@@ -99,7 +99,7 @@ def test_a_misspelt_reference_is_not_sent_as_the_secret(made: Made) -> None:
 
 
 @pytest.mark.parametrize("made", PARTS)
-def test_a_default_means_the_same_as_no_option(made: Made) -> None:
+def test_a_default_means_the_same_as_no_option(made: Factory) -> None:
     table = made.options.TABLE
     bare = made.options.parse(least(table))
     for one in table.options:
@@ -124,14 +124,14 @@ NOT_TEXTS = {
 
 
 @pytest.mark.parametrize("made", PARTS)
-def test_examples_are_allowed(made: Made) -> None:
+def test_examples_are_allowed(made: Factory) -> None:
     for one in made.options.TABLE.options:
         if one.example is not None:
             one.parse(made.options.TABLE.owner, one.example)
 
 
 @pytest.mark.parametrize("made", PARTS)
-def test_bounds_hold_and_an_error_says_what_to_write(made: Made) -> None:
+def test_bounds_hold_and_an_error_says_what_to_write(made: Factory) -> None:
     for one in made.options.TABLE.options:
         bounds = [one.type.schema[b] for b in ("minimum", "maximum") if b in one.type.schema]
         for bound, beyond in zip(bounds, (-1, 1), strict=False):
@@ -144,7 +144,7 @@ def test_bounds_hold_and_an_error_says_what_to_write(made: Made) -> None:
 
 
 @pytest.mark.parametrize("made", PARTS)
-def test_what_is_declared_secret_is_hidden_everywhere(made: Made) -> None:
+def test_what_is_declared_secret_is_hidden_everywhere(made: Factory) -> None:
     given = {o.name: "hunter2" for o in made.options.TABLE.options}
     assert {n for n, shown in redacted(given).items() if shown != "hunter2"} == {
         o.name for o in made.options.TABLE.options if o.secret
@@ -153,7 +153,7 @@ def test_what_is_declared_secret_is_hidden_everywhere(made: Made) -> None:
 
 def test_a_secret_is_not_in_the_repr() -> None:
     for param in PARTS:
-        made: Made = param.values[0]  # type: ignore[assignment]
+        made: Factory = param.values[0]  # type: ignore[assignment]
         secrets = {o.name: "hunter2" for o in made.options.TABLE.options if o.secret}
         if "secretKey" in secrets:
             secrets["accessKey"] = "me"

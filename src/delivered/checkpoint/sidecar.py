@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.checkpoint import folder
+from delivered.contract import build
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.model.dedup import Dedup
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused
@@ -326,7 +327,7 @@ def stream_driver(source: Source, location: str | None, *, writes: bool = True, 
         writes: whether the sidecar is written to.
         name: of the source.
     """
-    driver = source.driver()
+    driver = build(SourceDriver, source.driver)
     known = source.capability()
     if not known.offset_metadata:
         return driver

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from delivered.contract import build
 from delivered.model.errors import Refused, UsageError
 from delivered.model.options import Options, OptionTable
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the command line lists connectors without loading what they stand on
     from delivered.contract.queue import Queue
     from delivered.contract.sink import Sink
     from delivered.contract.source import Source
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Made:
+class Factory:
     """Factory of a system's sources, sinks or queues.
 
     Attributes:
@@ -53,9 +54,9 @@ class Connector:
 
     name: str
     extra: str
-    sources: Made | None = None
-    sinks: Made | None = None
-    queues: Made | None = None
+    sources: Factory | None = None
+    sinks: Factory | None = None
+    queues: Factory | None = None
     external_ledger: bool = False
     transactions: str | None = None
     key_table: bool = False
@@ -64,8 +65,8 @@ class Connector:
 
     @property
     def source_options(self) -> OptionTable | None:
-        made = self.sources or self.queues
-        return None if made is None else made.options.TABLE
+        factory = self.sources or self.queues
+        return None if factory is None else factory.options.TABLE
 
     @property
     def sink_options(self) -> OptionTable | None:
@@ -80,8 +81,10 @@ class Connector:
             UsageError: unknown or invalid option, or the system is not a source.
         """
         if self.sources is not None:
-            made: Source = self.sources(options)
-            return made
+            from delivered.contract.source import Source
+
+            source: Source = build(Source, self.sources, options)
+            return source
         if self.queues is not None:
             raise Refused(
                 "QUEUE_FORGETS",
@@ -95,10 +98,12 @@ class Connector:
 
     def queue(self, options: Mapping[str, str]) -> Queue:
         """As `source`, for a queue."""
-        made: Queue = self.received()(options)
-        return made
+        from delivered.contract.queue import Queue
 
-    def received(self) -> Made:
+        queue: Queue = build(Queue, self.received(), options)
+        return queue
+
+    def received(self) -> Factory:
         """The factory of its queues. Raises UsageError if the system needs no receiver."""
         if self.queues is None:
             raise UsageError(
@@ -124,5 +129,7 @@ class Connector:
                 f"delivered_{self.name} cannot hold a ledger that one driver owns; it needs an external one.",
                 next_step=f"create the sink with delivered.endpoint({self.name!r}, ...), which adds an external ledger",
             )
-        made: Sink = self.sinks(options, ledgers) if self.external_ledger else self.sinks(options)
-        return made
+        from delivered.contract.sink import Sink
+
+        sink: Sink = build(Sink, self.sinks, options, *([ledgers] if self.external_ledger else []))
+        return sink

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from delivered.contract import build
 from delivered.contract.sink import Committer, OpenTransaction, Shards, Sink
 from delivered.engine.sinks import Sinks
 from delivered.ledger import Change, Head, Ledger, Store, state_of
@@ -87,7 +88,8 @@ def open_shared_ledger(sinks: Sinks, scope: Scope) -> Ledger:
 
 
 def open_committers(sinks: Sinks, scope: Scope) -> Committers:
-    return Committers({m.name: m.sink.committer(replace(scope, sink=m.name)) for m in sinks.members}, scope)
+    own = {m.name: build(Committer, m.sink.committer, replace(scope, sink=m.name)) for m in sinks.members}
+    return Committers(own, scope)
 
 
 def open_ledger(sink: Sink, scope: Scope) -> Ledger:

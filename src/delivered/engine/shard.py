@@ -12,6 +12,7 @@ from itertools import chain
 
 import pyarrow as pa
 
+from delivered.contract import build
 from delivered.contract.sink import DEAD_LETTERS, Writer
 from delivered.engine.dead_letters import dead_letters, refused_row, validated
 from delivered.engine.sinks import Member, Sinks
@@ -138,7 +139,7 @@ class _Line:
         unrouted = DEAD_LETTERS if self.member.dead_letters else schema
         routed = self.member.routed(Rows(pa.RecordBatch.from_pylist([], schema=unrouted))).good.schema
         work = Work(self.scope, plan.batch, shard, attempt, plan.epoch)
-        self.writer = self.member.sink.writer(work, plan.guarantee, routed)
+        self.writer = build(Writer, self.member.sink.writer, work, plan.guarantee, routed)
 
     def count(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         """Add the rows to the sink's fingerprint; return them."""

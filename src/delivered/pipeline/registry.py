@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
+from delivered.contract import outdated
 from delivered.contract.connector import Connector
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
@@ -17,6 +19,8 @@ from delivered.model.options import OptionTable
 
 if TYPE_CHECKING:
     from delivered.receiver.source import ReceivedSource
+
+log = logging.getLogger("delivered")
 
 ENTRY_POINTS = "delivered.connectors"
 PREFIX = "delivered_"
@@ -33,15 +37,31 @@ def _entries() -> dict[str, EntryPoint]:
 
 
 def connectors() -> dict[str, Connector]:
-    """Every installed connector by name."""
-    return {name: entry.load() for name, entry in sorted(_entries().items())}
+    """Every installed connector by name, but those that were written for another version of delivered."""
+    found: dict[str, Connector] = {}
+    for name, entry in sorted(_entries().items()):
+        try:
+            found[name] = _load(entry)
+        except UsageError as error:  # of another's connector, which this pipeline may not use
+            log.warning("the connector %r is left aside: %s", name, error)
+    return found
+
+
+def _load(entry: EntryPoint) -> Connector:
+    try:
+        loaded: Connector = entry.load()
+    except ImportError as error:
+        if not (error.name or "").startswith("delivered."):
+            raise  # a client library
+        raise outdated(f"{entry.value}: {error}") from error
+    return loaded
 
 
 def connector(name: str) -> Connector:
     """The connector of a system, by "kafka" or "delivered_kafka".
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: there is none of that name, or it was written for another version of delivered.
     """
     name = name.removeprefix(PREFIX)
     entries = _entries()
@@ -52,8 +72,7 @@ def connector(name: str) -> Connector:
             f"There is no connector {name!r}. Known: {', '.join(sorted(entries))}.",
             next_step=f"write {near[0]!r}" if near else "use one of these",
         )
-    loaded: Connector = entries[name].load()
-    return loaded
+    return _load(entries[name])
 
 
 def find_source(system: str, options: Mapping[str, str]) -> Source:

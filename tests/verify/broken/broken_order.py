@@ -8,7 +8,7 @@ from delivered.connectors.kafka import CONNECTOR
 from delivered.connectors.kafka.options import SinkOptions
 from delivered.connectors.kafka.sink import KafkaSink
 from delivered.connectors.kafka.store import KafkaStore
-from delivered.contract.connector import Made
+from delivered.contract.connector import Factory
 from delivered.model.identity import Scope
 from delivered.model.work import LedgerState
 
@@ -24,4 +24,4 @@ class ByClockSink(KafkaSink):
         return ByClock(self.options, scope)
 
 
-ORDERS_BY_CLOCK = replace(CONNECTOR, name="orders_by_clock", sinks=Made(SinkOptions, "broken_order:ByClockSink"))
+ORDERS_BY_CLOCK = replace(CONNECTOR, name="orders_by_clock", sinks=Factory(SinkOptions, "broken_order:ByClockSink"))

@@ -9,7 +9,7 @@ from typing import Any
 from delivered.connectors.rabbitmq import CONNECTOR
 from delivered.connectors.rabbitmq.options import RabbitmqOptions
 from delivered.connectors.rabbitmq.queue import RabbitmqQueue, RabbitmqReceiver
-from delivered.contract.connector import Made
+from delivered.contract.connector import Factory
 from delivered.contract.queue import MessageBatch
 from delivered.model.outcome import Ok, Outcome
 
@@ -31,5 +31,5 @@ class HastyQueue(RabbitmqQueue):
 
 
 ACKNOWLEDGES_FIRST = replace(
-    CONNECTOR, name="acknowledges_first", queues=Made(RabbitmqOptions, "broken_receivers:HastyQueue")
+    CONNECTOR, name="acknowledges_first", queues=Factory(RabbitmqOptions, "broken_receivers:HastyQueue")
 )

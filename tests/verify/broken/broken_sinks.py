@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.sink import SqliteSink
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 from delivered.contract.sink import Committer
 from delivered.ledger import Change, Head, Ledgers
 from delivered.model.fingerprint import Fingerprint
@@ -261,7 +261,7 @@ class BrokenConnector(Connector):
         return BrokenSink(SqliteOptions.parse(options), "" if self.name == "honest" else self.name)
 
 
-_SINKS = Made(SqliteOptions, "broken_sinks:BrokenSink")
+_SINKS = Factory(SqliteOptions, "broken_sinks:BrokenSink")
 HONEST = BrokenConnector("honest", "", sinks=_SINKS)
 SENDS_AT_ONCE = BrokenConnector("sends_at_once", "", sinks=_SINKS)
 FORGETS_BATCHES = BrokenConnector("forgets_batches", "", sinks=_SINKS)

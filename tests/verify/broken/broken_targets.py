@@ -15,7 +15,7 @@ import pyarrow as pa
 from broken_sinks import BrokenSink, Put, Row
 
 from delivered.connectors.sqlite.options import SqliteOptions
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 from delivered.ledger import Ledgers
 from delivered.model.options import Option, Options, option, several
 
@@ -71,7 +71,7 @@ class NaiveConnector(Connector):
         return BrokenSink(state, "forgets_batches" if flaw == "forgets" else "", put(system, given.target))
 
 
-_SINKS = Made(NaiveOptions, "broken_sinks:BrokenSink")
+_SINKS = Factory(NaiveOptions, "broken_sinks:BrokenSink")
 SYSTEMS = ("postgres", "delta", "files")
 APPENDS = {s: NaiveConnector(f"appends_{s}", "", sinks=_SINKS) for s in SYSTEMS}
 FORGETS = {s: NaiveConnector(f"forgets_{s}", "", sinks=_SINKS) for s in SYSTEMS}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from delivered.connectors.activemq.options import ActivemqOptions, ActivemqSinkOptions
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 
 CONNECTOR = Connector(
     "activemq",
     "activemq",
-    queues=Made(ActivemqOptions, "delivered.connectors.activemq.queue:ActivemqQueue"),
-    sinks=Made(ActivemqSinkOptions, "delivered.connectors.activemq.sink:ActivemqSink"),
+    queues=Factory(ActivemqOptions, "delivered.connectors.activemq.queue:ActivemqQueue"),
+    sinks=Factory(ActivemqSinkOptions, "delivered.connectors.activemq.sink:ActivemqSink"),
     external_ledger=True,
     messaging=True,
 )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from delivered.connectors.delta.options import DeltaOptions
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 
 CONNECTOR = Connector(
     "delta",
     "delta",
-    sinks=Made(DeltaOptions, "delivered.connectors.delta.sink:DeltaSink"),
+    sinks=Factory(DeltaOptions, "delivered.connectors.delta.sink:DeltaSink"),
     transactions="",
     instead='read a Delta table with format("delta"), or a log with delivered_log',
 )

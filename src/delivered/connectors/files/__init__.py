@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from delivered.connectors.files.options import FilesOptions
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 
 CONNECTOR = Connector(
     "files",
     "files",
-    sinks=Made(FilesOptions, "delivered.connectors.files.sink:FilesSink"),
+    sinks=Factory(FilesOptions, "delivered.connectors.files.sink:FilesSink"),
     transactions="",
     instead='read a folder with Spark\'s own format("parquet"), format("json") or format("csv")',
 )

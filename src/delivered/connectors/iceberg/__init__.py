@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from delivered.connectors.iceberg.options import IcebergOptions
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 
 CONNECTOR = Connector(
     "iceberg",
     "iceberg",
-    sinks=Made(IcebergOptions, "delivered.connectors.iceberg.sink:IcebergSink"),
+    sinks=Factory(IcebergOptions, "delivered.connectors.iceberg.sink:IcebergSink"),
     transactions="",
     instead='read an Iceberg table with format("iceberg"), or a log with delivered_log',
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from delivered.connectors.kafka.options import SinkOptions, SourceOptions
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 
 CONNECTOR = Connector(
     "kafka",
     "kafka",
-    sources=Made(SourceOptions, "delivered.connectors.kafka.source:KafkaSource"),
-    sinks=Made(SinkOptions, "delivered.connectors.kafka.sink:KafkaSink"),
+    sources=Factory(SourceOptions, "delivered.connectors.kafka.source:KafkaSource"),
+    sinks=Factory(SinkOptions, "delivered.connectors.kafka.sink:KafkaSink"),
     transactions="",
     messaging=True,
 )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from delivered.connectors.log.options import LogOptions
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 
 CONNECTOR = Connector(
     "log",
     "log",
-    sources=Made(LogOptions, "delivered.connectors.log.source:LogSource"),
+    sources=Factory(LogOptions, "delivered.connectors.log.source:LogSource"),
     instead="write to delivered_sqlite or delivered_kafka; a log is filled by delivered.connectors.log.append",
 )
 

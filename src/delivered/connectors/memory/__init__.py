@@ -6,11 +6,11 @@ It works only within one process, so it has no entry point: Spark's workers are 
 from __future__ import annotations
 
 from delivered.connectors.memory.options import MemorySinkOptions, MemorySourceOptions
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 
 CONNECTOR = Connector(
     "memory",
     "",
-    sources=Made(MemorySourceOptions, "delivered.connectors.memory.source:MemorySource"),
-    sinks=Made(MemorySinkOptions, "delivered.connectors.memory.sink:MemorySink"),
+    sources=Factory(MemorySourceOptions, "delivered.connectors.memory.source:MemorySource"),
+    sinks=Factory(MemorySinkOptions, "delivered.connectors.memory.sink:MemorySink"),
 )

@@ -6,12 +6,12 @@ Sessions use ANSI_QUOTES, so that identifiers are quoted as in standard SQL, and
 from __future__ import annotations
 
 from delivered.connectors.mysql.options import MysqlOptions
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 
 CONNECTOR = Connector(
     "mysql",
     "mysql",
-    sinks=Made(MysqlOptions, "delivered.connectors.mysql.sink:MysqlSink"),
+    sinks=Factory(MysqlOptions, "delivered.connectors.mysql.sink:MysqlSink"),
     transactions="",
     key_table=True,
     instead="read from delivered_log or delivered_kafka; a table has no offsets that a stream could replay",

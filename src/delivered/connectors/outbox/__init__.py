@@ -5,11 +5,11 @@ table as a change stream. An outbox has the columns of `delivered.patterns.outbo
 from __future__ import annotations
 
 from delivered.connectors.outbox.options import OutboxOptions
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 
 CONNECTOR = Connector(
     "outbox",
     "outbox",
-    sources=Made(OutboxOptions, "delivered.connectors.outbox.source:OutboxSource"),
+    sources=Factory(OutboxOptions, "delivered.connectors.outbox.source:OutboxSource"),
     instead="an application writes to its outbox with delivered.patterns.outbox.put",
 )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from delivered.connectors.postgres.sink import PostgresOptions
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 
 CONNECTOR = Connector(
     "postgres",
     "postgres",
-    sinks=Made(PostgresOptions, "delivered.connectors.postgres.sink:PostgresSink"),
+    sinks=Factory(PostgresOptions, "delivered.connectors.postgres.sink:PostgresSink"),
     transactions="",
     key_table=True,
     instead="read from delivered_log or delivered_kafka; a table has no offsets that a stream could replay",

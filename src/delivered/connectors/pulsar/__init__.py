@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from delivered.connectors.pulsar.options import PulsarSinkOptions, SourceOptions
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 
 CONNECTOR = Connector(
     "pulsar",
     "pulsar",
-    sources=Made(SourceOptions, "delivered.connectors.pulsar.source:PulsarSource"),
-    sinks=Made(PulsarSinkOptions, "delivered.connectors.pulsar.sink:PulsarSink"),
+    sources=Factory(SourceOptions, "delivered.connectors.pulsar.source:PulsarSource"),
+    sinks=Factory(PulsarSinkOptions, "delivered.connectors.pulsar.sink:PulsarSink"),
     external_ledger=True,
     messaging=True,
 )

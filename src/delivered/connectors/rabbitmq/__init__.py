@@ -5,13 +5,13 @@ replayable, so they have a format of their own, rabbitmq_stream (see `options.py
 from __future__ import annotations
 
 from delivered.connectors.rabbitmq.options import RabbitmqOptions, RabbitmqSinkOptions
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 
 CONNECTOR = Connector(
     "rabbitmq",
     "rabbitmq",
-    queues=Made(RabbitmqOptions, "delivered.connectors.rabbitmq.queue:RabbitmqQueue"),
-    sinks=Made(RabbitmqSinkOptions, "delivered.connectors.rabbitmq.sink:RabbitmqSink"),
+    queues=Factory(RabbitmqOptions, "delivered.connectors.rabbitmq.queue:RabbitmqQueue"),
+    sinks=Factory(RabbitmqSinkOptions, "delivered.connectors.rabbitmq.sink:RabbitmqSink"),
     external_ledger=True,
     messaging=True,
 )

@@ -21,7 +21,7 @@ import pyarrow as pa
 from delivered.connectors.rabbitmq.client import Kind, connect, explained, kind, pika
 from delivered.connectors.rabbitmq.options import EARLIEST, LATEST, OWNER, Place, StreamOptions, Where
 from delivered.connectors.rabbitmq.properties import OFFSET, headers, routing_key, stream_offset
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 from delivered.contract.finding import Finding
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.model.capability import SourceCapability
@@ -304,7 +304,7 @@ def lost(options: StreamOptions, what: str) -> None:
 CONNECTOR = Connector(
     "rabbitmq_stream",
     "rabbitmq",
-    sources=Made(StreamOptions, "delivered.connectors.rabbitmq.stream:RabbitmqStreamSource"),
+    sources=Factory(StreamOptions, "delivered.connectors.rabbitmq.stream:RabbitmqStreamSource"),
     instead="write with delivered_rabbitmq: to an exchange, or with the stream's name as routingKey",
     messaging=True,
 )

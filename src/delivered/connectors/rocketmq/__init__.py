@@ -6,13 +6,13 @@ With messageType=transaction, which exactly_once needs, the sink connects to the
 from __future__ import annotations
 
 from delivered.connectors.rocketmq.options import RocketmqOptions, RocketmqSinkOptions
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 
 CONNECTOR = Connector(
     "rocketmq",
     "rocketmq",
-    queues=Made(RocketmqOptions, "delivered.connectors.rocketmq.queue:RocketmqQueue"),
-    sinks=Made(RocketmqSinkOptions, "delivered.connectors.rocketmq.sink:RocketmqSink"),
+    queues=Factory(RocketmqOptions, "delivered.connectors.rocketmq.queue:RocketmqQueue"),
+    sinks=Factory(RocketmqSinkOptions, "delivered.connectors.rocketmq.sink:RocketmqSink"),
     external_ledger=True,
     transactions="messageType=transaction",
     messaging=True,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from delivered.connectors.saga.options import SagaOptions
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 
 CONNECTOR = Connector(
     "saga",
     "saga",
-    sinks=Made(SagaOptions, "delivered.connectors.saga.sink:SagaSink"),
+    sinks=Factory(SagaOptions, "delivered.connectors.saga.sink:SagaSink"),
     external_ledger=True,
     instead="read the rows that the sagas were made of",
 )

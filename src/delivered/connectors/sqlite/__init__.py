@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from delivered.connectors.sqlite.options import SqliteOptions
-from delivered.contract.connector import Connector, Made
+from delivered.contract.connector import Connector, Factory
 
 CONNECTOR = Connector(
     "sqlite",
     "sqlite",
-    sinks=Made(SqliteOptions, "delivered.connectors.sqlite.sink:SqliteSink"),
+    sinks=Factory(SqliteOptions, "delivered.connectors.sqlite.sink:SqliteSink"),
     transactions="",
     key_table=True,
     instead="read from delivered_log or delivered_kafka; a table has no offsets that a stream could replay",
