@@ -108,7 +108,7 @@ def direct_stream(
 
     from delivered.engine.transform import ArrowTransform, Direct
     from delivered.model.guarantee import Guarantee
-    from delivered.pipeline.spec import OPTION, PipelineSpec, SinkSpec
+    from delivered.pipeline.spec import OPTION, Envelope, PipelineSpec, Reading, SinkSpec
 
     checkpoint = tempfile.mkdtemp(prefix="bench-")
     spec = PipelineSpec(
@@ -120,7 +120,11 @@ def direct_stream(
         start=uuid.uuid4().hex,
     )
     reader = spark.readStream.format(FORMAT).option("path", folder).option("shards", shards)
-    writer = reader.option(OPTION, spec.to_option()).load().writeStream.format(f"delivered_{system}")
+    writer = (
+        reader.option(OPTION, Envelope(Reading(checkpoint, direct=True)).encode())
+        .load()
+        .writeStream.format(f"delivered_{system}")
+    )
     return writer.option(OPTION, spec.to_option()).option("checkpointLocation", checkpoint)
 
 

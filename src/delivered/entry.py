@@ -164,6 +164,7 @@ class Pipeline(Definition):
             UsageError: a query on this checkpoint runs, and `restart` is False. Others, and Unreachable, as `plan`.
         """
         from delivered.operate.notebook import allowed, follow, is_notebook, refused
+        from delivered.spark.internals import recent_reports
         from delivered.spark.start import running, start, stop_between_batches
 
         notebook = is_notebook()
@@ -185,7 +186,7 @@ class Pipeline(Definition):
             raise plan.error
         query = start(self, spark)
         if notebook:
-            follow(self, plan, query, [*notes, *plan.warnings])
+            follow(self, plan, query, recent_reports, [*notes, *plan.warnings])
         for note in notes:
             log.info("%s: %s", self.name, note)
         return query

@@ -18,8 +18,8 @@ from tests.support.sweeps import sweep
 from delivered.audit.evidence import Counts, Damage
 from delivered.audit.judge import Result
 from delivered.audit.spark.reconcile import Slots, _classified, _side, hashed, reconcile
+from delivered.audit.spark.slices import keeps_partitions
 from delivered.model.fingerprint import Fingerprint, fingerprint
-from delivered.spark.frames import keeps_partitions
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

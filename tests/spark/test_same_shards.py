@@ -20,7 +20,7 @@ from tests.support.halted import killed
 import delivered
 from delivered.model.identity import Scope
 from delivered.model.outcome import Ok
-from delivered.spark.frames import with_setting
+from delivered.spark.settings import with_setting
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

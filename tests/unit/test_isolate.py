@@ -189,7 +189,7 @@ def test_a_checkpoint_is_asked_only_if_it_may_hold_letters(
     from delivered.model.guarantee import Guarantee
     from delivered.model.work import Action, BatchPlan
     from delivered.pipeline.spec import PipelineSpec
-    from delivered.spark import recovery
+    from delivered.spark import writers
 
     asked = []
     monkeypatch.setattr(task_files, "gather", lambda *_: asked.append("gather"))
@@ -197,7 +197,7 @@ def test_a_checkpoint_is_asked_only_if_it_may_hold_letters(
     plan = BatchPlan(Scope("p", "s", "i"), "owner", Guarantee.EXACTLY_ONCE, 3, "{}", action)
     dead_letter = OnBadRow.DEAD_LETTER
     spec = PipelineSpec("p", Guarantee.EXACTLY_ONCE, on_bad_row=dead_letter, checkpoint="/nowhere", rejects=rejects)
-    recovery.rejected_rows(spec, MADE, plan)
+    writers.rejected_rows(spec, MADE, plan)
     assert bool(asked) is (rejects or decided)
 
 

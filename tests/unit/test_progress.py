@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def test_rows_that_the_table_did_not_take_are_counted(tmp_path: Path) -> None:
 
     run(0, range(5))
     run(1, range(4, 6))
-    with progress.watch(pipeline, type("Query", (), {"id": "i0", "lastProgress": None})) as seen:
+    with progress.watch(pipeline, type("Query", (), {"id": "i0", "lastProgress": None}), lambda _: iter(())) as seen:
         assert not seen.left_out
         run(2, range(3, 10))
         seen.refresh()
@@ -115,9 +116,13 @@ class Query:
         return self.recentProgress[-1] if self.recentProgress else None
 
 
+def newest_first(query: Any) -> Iterator[Any]:
+    return reversed(query.recentProgress)
+
+
 def test_late_rows_of_every_batch_are_counted_once() -> None:
     query = Query()
-    seen = Progress(Ledger(), lambda since: progress._reported(query, since))  # type: ignore[arg-type]
+    seen = Progress(Ledger(), lambda since: progress._reported(query, newest_first, since))  # type: ignore[arg-type]
     seen.refresh()
     assert seen.late == 0 and "late" not in seen.totals
     query.recentProgress = [report(0, 0), report(1, 3), report(2, 0, 4)]

@@ -140,7 +140,7 @@ def test_two_sinks_of_one_name_are_refused_by_the_plan(tmp_path: Path) -> None:
 def travelled(pipeline: Pipeline) -> PipelineSpec:
     """What a Spark worker parses from the options set by `start`."""
     routed = zip(pipeline.spec.sinks, (s.projection.route for s in pipeline.sinks), strict=True)
-    spec = replace(pipeline.spec, sinks=tuple(replace(s, route=r) for s, r in routed), start="1", drain="/tmp/d")
+    spec = replace(pipeline.spec, sinks=tuple(replace(s, route=r) for s, r in routed), start="1")
     found = PipelineSpec.parse("kafka", {OPTION: spec.to_option(), "checkpointlocation": spec.checkpoint or ""})
     assert found == spec
     return found

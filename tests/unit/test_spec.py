@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -18,8 +19,19 @@ from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
-from delivered.model.work import Action, BatchPlan, Owner, Tolerance
-from delivered.pipeline.spec import OPTION, VERSION, PipelineSpec, Reading, SinkSpec, StartCheck, idiom_option
+from delivered.model.work import Action, BatchPlan, DriverAddress, Owner, Tolerance
+from delivered.pipeline.spec import (
+    OPTION,
+    VERSION,
+    Drain,
+    Envelope,
+    IdiomStart,
+    PipelineSpec,
+    Reading,
+    Sender,
+    SinkSpec,
+    StartCheck,
+)
 
 FULL = PipelineSpec(
     pipeline="orders",
@@ -34,25 +46,65 @@ FULL = PipelineSpec(
     tolerance=Tolerance(True, True, True, True, True),
     transform="abc",
     direct=b"\0\xff",
-    drain="/tmp/d",
+    run_id="r",
     start="1",
     batch=7,
     one_of_each=True,
-    source="orders",
-    until={"orders": {"0": 7}},
     rejects=True,
-    raw=True,
 )
-BY_OTHERS = {"owner": Owner("driver-1"), "run_id": None, "check": None}
-"""Fields that the option does not contain."""
+SENDER = Sender(Owner("driver-1"), DriverAddress("h", port=7))
+READING = Reading("/c", Drain("/tmp/d"), True, "orders", {"orders": {"0": 7}}, "orders", "1", True, True)
+QUESTION = StartCheck({"type": "struct", "fields": []}, "append")
 
 
 def test_every_field_travels() -> None:
     default = PipelineSpec("other", Guarantee.AT_LEAST_ONCE)
     same = [f.name for f in fields(FULL) if getattr(FULL, f.name) == getattr(default, f.name)]
-    assert same == ["run_id", "owner", "driver", "check"], "a new field needs a value here"
-    found = PipelineSpec.parse("sinks", {OPTION: FULL.to_option(), "checkpointLocation": "/c"}, Owner("driver-1"))
-    assert found == replace(FULL, **BY_OTHERS)  # type: ignore[arg-type]
+    assert same == ["sender"], "a new field needs a value here"
+    found = PipelineSpec.parse("sinks", {OPTION: FULL.to_option(), "checkpointLocation": "/c"}, SENDER)
+    assert found == replace(FULL, sender=SENDER)
+    assert [f.name for f in fields(Reading) if getattr(READING, f.name) == getattr(Reading(), f.name)] == []
+
+
+@pytest.mark.parametrize(
+    "content", [FULL, READING, QUESTION, IdiomStart("7"), PipelineSpec("p", Guarantee.AT_MOST_ONCE)]
+)
+def test_an_envelope_is_read_as_it_was_written(content: PipelineSpec | Reading | StartCheck | IdiomStart) -> None:
+    for option in (OPTION, OPTION.upper()):
+        assert Envelope.decode({option: Envelope(content).encode(), "path": "x"}) == content
+    assert Envelope.decode({"path": "x"}) is None
+
+
+def damaged() -> Iterator[tuple[str, object]]:
+    sent = json.loads(FULL.to_option())
+    yield "no version", {k: v for k, v in sent.items() if k != "version"}
+    yield "unknown kind", {**sent, "kind": "other"}
+    yield "no content", {**sent, "content": None}
+    for name in sent["content"]:
+        yield f"no {name}", {**sent, "content": {k: v for k, v in sent["content"].items() if k != name}}
+    for name, value in {
+        "guarantee": "twice",
+        "sinks": 7,
+        "batch": "7",
+        "direct": "?",
+        "one_of_each": 1,
+        "start": 7,
+    }.items():
+        yield f"bad {name}", {**sent, "content": {**sent["content"], name: value}}
+    yield "a field of a later release", {**sent, "content": {**sent["content"], "later": 1}}
+    yield "no object", [1]
+
+
+@pytest.mark.parametrize("sent", [pytest.param(json.dumps(v), id=n) for n, v in damaged()] + ["{", ""])
+def test_a_damaged_envelope_is_refused(sent: str) -> None:
+    with pytest.raises(UsageError, match="SPEC_UNREADABLE"):
+        Envelope.decode({OPTION: sent})
+
+
+def test_an_envelope_of_another_release_is_refused() -> None:
+    older = json.dumps({"version": 2, "pipeline": "p", "guarantee": "exactly_once"})
+    with pytest.raises(UsageError, match=r"SPEC_VERSION.* version 2; this process reads version 3"):
+        Envelope.decode({OPTION: older})
 
 
 def test_the_idiom_gives_the_same_value(tmp_path: Path) -> None:
@@ -65,24 +117,23 @@ def test_the_idiom_gives_the_same_value(tmp_path: Path) -> None:
         new_checkpoint=True,
     )
     options = {"path": "out.db", "table": "t", "sink": "large", "guarantee": "exactly_once", "pipeline": "orders"}
-    options |= {"checkpointlocation": str(tmp_path), "newcheckpoint": "accept", OPTION: idiom_option(start="7")}
+    options |= {
+        "checkpointlocation": str(tmp_path),
+        "newcheckpoint": "accept",
+        OPTION: Envelope(IdiomStart("7")).encode(),
+    }
     found = PipelineSpec.parse("sqlite", options)
     assert found == replace(made.spec, transform="", start="7")
 
 
 def test_a_question_is_no_write() -> None:
-    asked = StartCheck({"type": "struct", "fields": []}, "append")
-    options = {"guarantee": "at_least_once", "pipeline": "p", OPTION: idiom_option(check=asked)}
-    assert PipelineSpec.parse("sqlite", options).check == asked
+    options = {"guarantee": "at_least_once", "pipeline": "p", OPTION: Envelope(QUESTION).encode()}
+    assert PipelineSpec.parse("sqlite", options).start is None
+    assert Envelope.decode(options) == QUESTION
 
 
 def test_a_source_learns_what_concerns_it() -> None:
-    reading, rest = Reading.parse({"path": "in", OPTION: FULL.to_option()})
-    until = {"orders": {"0": 7}}
-    assert (reading, rest) == (
-        Reading("/c", "/tmp/d", True, "orders", until, "orders", start="1", rejects=True, raw=True),
-        {"path": "in"},
-    )
+    assert Reading.parse({"path": "in", OPTION: Envelope(READING).encode()}) == (READING, {"path": "in"})
     assert Reading.parse({"path": "in", "checkpointlocation": "/c"}) == (Reading("/c"), {"path": "in"})
 
 
@@ -121,5 +172,6 @@ def test_a_task_loads_neither_the_spec_nor_the_drivers_half_of_the_engine() -> N
         "engine.in_band",
         "engine.grants",
     }
-    assert {m for m in ours if m.startswith("spark.")} == {"spark.writers", "spark.recovery", "spark.task"}
+    edge = {"spark.writers", "spark.task", "spark.internals"}
+    assert {m for m in ours if m.startswith("spark.")} == edge
     assert loaded.isdisjoint({"pydantic", "yaml", "typer", "rich"})

@@ -1,4 +1,4 @@
-"""Creates the archive of Spark's classes that makes sessions start faster (quick_start.py).
+"""Creates the archive of Spark's classes that makes sessions start faster (spark/session.py).
 
 python -m delivered.cli.class_archive       `make setup` runs it
 """
@@ -6,22 +6,19 @@ python -m delivered.cli.class_archive       `make setup` runs it
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, cast
 
 import pyarrow as pa
-from pyspark.sql import SparkSession
 
 from delivered.connectors.log import append
 from delivered.entry import Pipeline
 from delivered.machine import java_home
 from delivered.model.errors import DeliveredError
 from delivered.pipeline.endpoint import log, sqlite
-from delivered.spark.quick_start import JAVA_OPTIONS, archive
-from delivered.spark.session import session
+from delivered.spark.internals import started_jvm
+from delivered.spark.session import JAVA_OPTIONS, archive, session
 
 _EXIT_TIMEOUT_S = 120.0
 
@@ -53,8 +50,8 @@ def make() -> Path:
 def _stream(folder: Path, java_options: str) -> None:
     rows = pa.table({"key": pa.array([b"1", b"2"], pa.binary()), "value": pa.array([b"{}", b"{}"], pa.binary())})
     append(str(folder / "log"), rows, partition_by=2)
-    spark: SparkSession = session("class-archive", "local[2]", {JAVA_OPTIONS: java_options, "spark.log.level": "ERROR"})
-    jvm: subprocess.Popen[bytes] = cast("Any", spark.sparkContext)._gateway.proc
+    spark = session("class-archive", "local[2]", {JAVA_OPTIONS: java_options, "spark.log.level": "ERROR"})
+    jvm = started_jvm(spark)
     query = Pipeline(
         name="class-archive",
         guarantee="exactly_once",

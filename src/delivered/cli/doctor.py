@@ -120,7 +120,7 @@ def _pyspark() -> Check:
 def _class_archive() -> Check:
     make = f"{sys.executable} -m delivered.cli.class_archive"
     try:
-        from delivered.spark.quick_start import archive
+        from delivered.spark.session import archive
 
         file = archive()
     except (DeliveredError, ImportError):
@@ -133,7 +133,7 @@ def _class_archive() -> Check:
 def _workers(pipeline: Pipeline | None) -> Check:
     """Settings of the session that a pipeline, or `spark-submit`, would make."""
     try:
-        from delivered.spark.quick_start import advice
+        from delivered.spark.check import advice
     except ImportError:
         return Check("Python tasks", Health.MISSING, "needs pyspark")
     conf = _defaults() | (dict(pipeline.conf) if pipeline is not None else {})

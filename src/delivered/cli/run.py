@@ -328,6 +328,7 @@ def run_pipeline(
     """
     from delivered.pipeline.progress import watch
     from delivered.planner import Refusal
+    from delivered.spark.internals import recent_reports
 
     work_for(pipeline.name)
     request = StopRequest()
@@ -359,7 +360,7 @@ def run_pipeline(
         if metrics_port is not None:
             stack.enter_context(_metrics(pipeline, spark, metrics_port))
         query = pipeline.start(spark, takeover=takeover)
-        with watch(pipeline, query) as progress:
+        with watch(pipeline, query, recent_reports) as progress:
             show = _QueryProgress(output, _WorkerLines(log.path))
             idle = _until_done(pipeline, query, progress, show, request, stop_timeout, supervise)
             progress.refresh()

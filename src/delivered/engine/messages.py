@@ -97,7 +97,7 @@ def ran_again(messages: Sequence[ShardMessage]) -> bool:
     Attempts are numbered from 0 again when Spark reruns a stage (P31), but the numbers of its tasks have a gap then,
     unless all of them ran again. So have those of two queries that run at once, for which this is a false alarm.
     """
-    tasks = [m.task for m in messages if m.task >= 0]
+    tasks = [m.task for m in messages if m.task is not None]
     return any(m.attempt for m in messages) or (bool(tasks) and max(tasks) - min(tasks) >= len(tasks))
 
 

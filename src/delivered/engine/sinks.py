@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pyarrow as pa
 
@@ -32,11 +31,6 @@ class Columns:
 
     take: tuple[tuple[str, str], ...]
     where: str | None = None
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Columns:
-        """The inverse of `dataclasses.asdict`, through JSON."""
-        return cls(tuple((name, column) for name, column in data["take"]), data["where"])
 
     def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         places = [self._place(batch.schema, column) for _, column in self.take]

@@ -397,6 +397,11 @@ class CheckpointView:
     run: bool = False
     repartitions: int = 0
 
+    @classmethod
+    def of_run(cls, run: str) -> CheckpointView:
+        """Of a run of `df.write`: the only batch of an incarnation that its id names."""
+        return cls(run, 0, f"run {run}", None, run=True)
+
 
 class Action(StrEnum):
     """What a task does with its shard."""
@@ -440,6 +445,11 @@ class BatchPlan:
     arbiter: Arbiter | None = field(default=None, compare=False)
     after: int = -1
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether the batch was decided, or may have been sent, by an earlier run."""
+        return self.action is not Action.WRITE or bool(self.rewrite)
+
     def action_for(self, shard: int) -> Action:
         return Action.WRITE if shard in self.rewrite else self.action
 
@@ -456,7 +466,7 @@ class ShardMessage:
             other sinks.
         stage_s, prepare_s: how long the task took to read and write its rows, and to prepare them.
         bytes: of the rows it wrote, in memory, at all sinks.
-        task: Spark's number of the task, counted over all tasks of the application; -1: none.
+        task: Spark's number of the task, counted over all tasks of the application; None: another driver ran it.
     """
 
     plan: BatchPlan
@@ -469,7 +479,7 @@ class ShardMessage:
     stage_s: float = field(default=0.0, compare=False)
     prepare_s: float = field(default=0.0, compare=False)
     bytes: int = field(default=0, compare=False)
-    task: int = field(default=-1, compare=False)
+    task: int | None = field(default=None, compare=False)
 
     @property
     def prepared(self) -> Prepared | None:

@@ -15,7 +15,7 @@ from delivered.checkpoint.folder import is_done, logged
 from delivered.model.errors import DeliveredError
 from delivered.model.translate import translated
 from delivered.pipeline.definition import Definition, changes
-from delivered.pipeline.progress import Progress, watch
+from delivered.pipeline.progress import Progress, Reports, watch
 from delivered.planner import Plan, Refusal
 
 if TYPE_CHECKING:
@@ -75,11 +75,15 @@ def allowed(before: Definition, now: Definition, between: bool) -> list[str]:
     return [f"the former query was stopped {how}; {goes_on}", *changes(before, now)]
 
 
-def follow(pipeline: Definition, plan: Plan, query: StreamingQuery, notes: Sequence[str]) -> None:
-    """Show the query in this cell until it ends, from a thread of its own."""
+def follow(pipeline: Definition, plan: Plan, query: StreamingQuery, recent: Reports, notes: Sequence[str]) -> None:
+    """Show the query in this cell until it ends, from a thread of its own.
+
+    Args:
+        recent: its reports, newest first.
+    """
     head = f"{pipeline.name}: {pipeline.guarantee.value} by {plan.mechanism}"
     cell = _display(CellView(head, "running", notes=notes), display_id=True)
-    arguments = (pipeline, query, head, notes, cell)
+    arguments = (pipeline, query, recent, head, notes, cell)
     threading.Thread(target=_follow, name=f"delivered-{pipeline.name}", args=arguments, daemon=True).start()
 
 
@@ -92,9 +96,11 @@ def _display(view: CellView, **more: bool) -> Any:
     return sys.modules["IPython.display"].display(view, **more)
 
 
-def _follow(pipeline: Definition, query: StreamingQuery, head: str, notes: Sequence[str], cell: Any) -> None:
+def _follow(
+    pipeline: Definition, query: StreamingQuery, recent: Reports, head: str, notes: Sequence[str], cell: Any
+) -> None:
     try:
-        with watch(pipeline, query) as progress:
+        with watch(pipeline, query, recent) as progress:
             while not _ended(query):
                 progress.refresh()
                 cell.update(CellView(head, "running", progress, notes))

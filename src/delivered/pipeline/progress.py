@@ -23,6 +23,7 @@ from delivered.source import lag
 _RATE_OVER_S = 10.0
 _LOOK_S_MAX = 1.0
 WAITING = "waiting"
+Reports = Callable[[Any], Iterator[Mapping[str, Any]]]
 _IDLE = ("Waiting", "Stopped", "Terminated")
 
 
@@ -149,11 +150,12 @@ class Progress:
 
 
 @contextlib.contextmanager
-def watch(pipeline: Definition, query: Any) -> Iterator[Progress]:
+def watch(pipeline: Definition, query: Any, recent: Reports) -> Iterator[Progress]:
     """Progress of a query from `Pipeline.start`; counts from now.
 
     Args:
         query: Spark's StreamingQuery.
+        recent: its reports, newest first.
     """
     spec = pipeline.spec
     sinks = spec.open()
@@ -167,7 +169,7 @@ def watch(pipeline: Definition, query: Any) -> Iterator[Progress]:
 
     try:
         step = partial(_step, query, pipeline.checkpoint)
-        progress = Progress(ledger, lambda since: _reported(query, since), left_out, step)
+        progress = Progress(ledger, lambda since: _reported(query, recent, since), left_out, step)
         progress.refresh()
         yield progress
     finally:
@@ -187,22 +189,14 @@ def _step(query: Any, checkpoint: str, decided: int | None) -> str:
     return WAITING
 
 
-def _reported(query: Any, since: str) -> Sequence[Mapping[str, Any]]:
+def _reported(query: Any, recent: Reports, since: str) -> Sequence[Mapping[str, Any]]:
     """Spark's reports later than this time: the last one; of a query with state, all that Spark keeps (100)."""
     with contextlib.suppress(Exception):  # the query may have ended meanwhile
         last = _plain(query.lastProgress)
         if last["timestamp"] == since or not last["stateOperators"]:
             return [last] * (last["timestamp"] != since)
-        return list(takewhile(lambda report: report["timestamp"] > since, _newest_first(query)))[::-1]
+        return list(takewhile(lambda report: report["timestamp"] > since, recent(query)))[::-1]
     return ()
-
-
-def _newest_first(query: Any) -> Iterator[Mapping[str, Any]]:
-    if hasattr(query, "_jsq"):  # PySpark reads all fields of all reports, one by one
-        kept = query._jsq.recentProgress()
-        yield from (json.loads(kept[i].json()) for i in reversed(range(len(kept))))
-    else:
-        yield from map(_plain, reversed(query.recentProgress))
 
 
 def _plain(report: Any) -> Mapping[str, Any]:

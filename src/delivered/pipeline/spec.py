@@ -1,7 +1,8 @@
-"""A pipeline as it travels to Spark's processes: one value, in one option of the Spark format.
+"""What travels from the user's process to Spark's: one envelope, in one option of the Spark format (decision 118).
 
-`Pipeline` makes it from its definition. In the Spark idiom, `df.writeStream.format("delivered_kafka").option(...)`, the
-same value is made from the user's options. Both happen here, in `PipelineSpec.parse`, and nowhere else.
+`Pipeline` makes the spec of a write from its definition. In the Spark idiom,
+`df.writeStream.format("delivered_kafka").option(...)`, the same value is made from the user's options. Both happen in
+`PipelineSpec.parse`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -9,10 +10,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import tempfile
+import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from delivered.contract.sink import Sink
 from delivered.contract.source import Offsets
@@ -26,10 +32,10 @@ from delivered.model.work import DriverAddress, Owner, Tolerance
 from delivered.pipeline.registry import PREFIX, find_sink
 
 OPTION = "delivered.spec.secret"
-"""Holds the spec, as JSON. The name makes Spark redact its value, which contains the sinks' options."""
+"""Holds the envelope. The name makes Spark redact its value, which contains the sinks' options."""
 
-VERSION = 2
-"""Version of the JSON. Client and server of Spark Connect may run different releases."""
+VERSION = 3
+"""Version of the envelope. Client and server of Spark Connect may run different releases."""
 
 PIPELINE_OPTIONS = OptionTable(
     "delivered",
@@ -56,7 +62,6 @@ CHECKPOINT = "checkpointLocation"
 _SPARKS_OWN = (CHECKPOINT.lower(), "queryname")
 NO_INCARNATION = "new"
 """Stands for the incarnation of a checkpoint without a batch."""
-_UNKNOWN = DriverAddress()
 _ASYNC = "asyncprogress"
 _ASYNC_ENABLED = "asyncprogresstrackingenabled"
 
@@ -80,19 +85,21 @@ class SinkSpec:
         """Raises UsageError for a bad option, or a system that cannot be written."""
         return find_sink(self.system, self.options)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "system": self.system,
-            "options": dict(self.options),
-            "name": self.name,
-            "route": asdict(self.route) if self.route is not None else None,
-        }
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> SinkSpec:
-        route = data["route"]
-        columns = Columns.from_json(route) if route is not None else None
-        return cls(data["system"], dict(data["options"]), data["name"], columns)
+@dataclass(frozen=True)
+class Sender:
+    """The driver that an envelope comes from. Spark pickles it with the class that `register` creates.
+
+    Attributes:
+        address: where executors reach it.
+    """
+
+    owner: Owner
+    address: DriverAddress
+
+
+_APART = {"apart": True}
+"""Of a field that is not in the envelope."""
 
 
 @dataclass(frozen=True)
@@ -116,18 +123,12 @@ class PipelineSpec:
         checkpoint: as Spark spells it; None for a write that is not a stream.
         transform: fingerprint of the pipeline's transform; empty: unknown.
         direct: tasks read the source themselves: an `engine.transform.Direct`, pickled by value.
-        drain: a path; once it exists, the source offers no new records.
         run_id: identifies the rows of a write that is not a stream.
-        start: differs at each start of a query, whose processes outlive it; empty: unknown.
-        owner: the driver. Not part of the option: the registered class carries it (`spark/session.py`).
-        driver: where executors reach it. Like `owner`.
-        check: a check of the start, not a write.
+        start: differs at each start of a query, whose processes outlive it; None: unknown.
+        sender: the driver. Not in the envelope: the registered class carries it.
         batch: this write is that batch of a query with `foreachBatch`; None: it is a stream, or a run.
         one_of_each: a key of an upsert without version occurs once in a batch.
-        source: name of the source, for a read.
-        until: offsets at which a read ends, if it is bounded: a replay. It acknowledges nothing.
         rejects: tasks may store records that cannot be decoded in the checkpoint.
-        raw: a source that decodes records passes on their bytes too.
     """
 
     pipeline: str
@@ -139,18 +140,12 @@ class PipelineSpec:
     tolerance: Tolerance = field(default_factory=Tolerance)
     transform: str = ""
     direct: bytes | None = None
-    drain: str | None = None
     run_id: str | None = None
-    start: str = ""
-    owner: Owner = Owner("")
-    driver: DriverAddress = DriverAddress()
-    check: StartCheck | None = None
+    start: str | None = None
+    sender: Sender | None = field(default=None, metadata=_APART)
     batch: int | None = None
     one_of_each: bool = False
-    source: str = SOURCE
-    until: Offsets | None = None
     rejects: bool = False
-    raw: bool = False
 
     def open(self) -> Sinks:
         """
@@ -164,6 +159,25 @@ class PipelineSpec:
             (letters.name, letters.open()) if letters is not None else None,
         )
 
+    @property
+    def run(self) -> str:
+        """The identity of a run; generated if the guarantee allows duplicates.
+
+        Raises:
+            Refused: exactly_once or at_most_once without a run id: a restarted job could not be recognized.
+        """
+        if self.run_id is not None:
+            return self.run_id
+        if self.guarantee is Guarantee.AT_LEAST_ONCE:
+            return uuid.uuid4().hex
+        raise Refused(
+            "RUN_UNNAMED",
+            f"df.write under {self.guarantee.value} needs a run id: without one, a job restarted after a crash cannot "
+            "be distinguished from a new job.",
+            next_step='add .option("runId", "orders-2024-05-01"), or use the guarantee at_least_once; in SQL '
+            "INSERT INTO t WITH ('runId' = '...')",
+        )
+
     def scope(self, sinks: Sinks, incarnation: str | None = None) -> Scope:
         """Where the batches of an incarnation are decided.
 
@@ -175,37 +189,10 @@ class PipelineSpec:
 
     def to_option(self) -> str:
         """For `OPTION`."""
-        return json.dumps(
-            {
-                "version": VERSION,
-                "pipeline": self.pipeline,
-                "guarantee": self.guarantee.value,
-                "sinks": [s.to_json() for s in self.sinks],
-                "dead_letter": self.dead_letter.to_json() if self.dead_letter is not None else None,
-                "on_bad_row": self.on_bad_row.value,
-                "checkpoint": self.checkpoint,
-                "tolerance": asdict(self.tolerance),
-                "transform": self.transform,
-                "direct": base64.b64encode(self.direct).decode() if self.direct is not None else None,
-                "drain": self.drain,
-                "start": self.start,
-                "batch": self.batch,
-                "one_of_each": self.one_of_each,
-                "source": self.source,
-                "until": self.until,
-                "rejects": self.rejects,
-                "raw": self.raw,
-            }
-        )
+        return Envelope(self).encode()
 
     @classmethod
-    def parse(
-        cls,
-        system: str,
-        options: Mapping[str, str],
-        owner: Owner | None = None,
-        driver: DriverAddress = _UNKNOWN,
-    ) -> PipelineSpec:
+    def parse(cls, system: str, options: Mapping[str, str], sender: Sender | None = None) -> PipelineSpec:
         """The spec of a write.
 
         Args:
@@ -215,21 +202,46 @@ class PipelineSpec:
             UsageError: no guarantee, or an invalid value.
             Refused: asynchronous progress tracking, under which a rerun batch may have different offsets.
         """
-        settings = _option_json(options)
+        content = Envelope.decode(options)
         rest = {k: v for k, v in options.items() if k.lower() != OPTION and not k.lower().startswith(_ASYNC)}
-        made = "pipeline" in settings
-        foreign = sorted(k for k in rest if k.lower() not in _SPARKS_OWN)
-        if made and foreign:
-            raise UsageError(
-                "SINKS_OPTION",
-                f"The format {PREFIX}{system} was started by delivered.Pipeline, which names all options itself; it "
-                f"was given the options {foreign}.",
-                next_step="name several sinks in delivered.Pipeline(sinks=[...]) or in a pipeline file",
-            )
-        spec = _from_json(settings) if made else _from_options(system, rest)
+        if isinstance(content, PipelineSpec):
+            spec = content
+            if foreign := sorted(k for k in rest if k.lower() not in _SPARKS_OWN):
+                raise UsageError(
+                    "SINKS_OPTION",
+                    f"The format {PREFIX}{system} was started by delivered.Pipeline, which names all options itself; "
+                    f"it was given the options {foreign}.",
+                    next_step="name several sinks in delivered.Pipeline(sinks=[...]) or in a pipeline file",
+                )
+        else:
+            spec = _from_options(system, rest)
+            if isinstance(content, IdiomStart):
+                spec = replace(spec, start=content.id)
         _refuse_async(options, spec.guarantee)
-        check = StartCheck(**settings["check"]) if settings.get("check") else None
-        return replace(spec, owner=owner or spec.owner, driver=driver, start=settings.get("start", ""), check=check)
+        return replace(spec, sender=sender)
+
+
+@dataclass(frozen=True)
+class Drain:
+    """How the user's process stops a query between two batches: a file on the driver's machine, where the source plans
+    its batches. Spark has no way to tell a source anything while its query runs."""
+
+    path: str
+
+    @classmethod
+    def new(cls) -> Drain:
+        return cls(str(Path(tempfile.gettempdir()) / f"delivered-drain-{uuid.uuid4().hex}"))
+
+    def request(self) -> None:
+        """From now on the source offers no new records."""
+        Path(self.path).touch()
+
+    @property
+    def is_requested(self) -> bool:
+        return Path(self.path).exists()
+
+    def clear(self) -> None:
+        Path(self.path).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -238,98 +250,135 @@ class Reading:
 
     Attributes:
         checkpoint: of its query, as Spark spells it; None: unknown.
-        drain: as in the spec.
+        drain: None: the query is not stopped between two batches.
         direct: tasks of the sink read the source themselves; Spark carries slices.
         source: its name in the query.
-        until: as in the spec.
+        until: offsets at which the read ends, if it is bounded: a replay. It acknowledges nothing.
         pipeline: its name, if it is one's source.
-        start: of its query.
+        start: of its query; None: unknown.
         rejects: records that cannot be decoded do not fail the read.
-        raw: as in the spec.
+        raw: a source that decodes records passes on their bytes too.
     """
 
     checkpoint: str | None = None
-    drain: str | None = None
+    drain: Drain | None = None
     direct: bool = False
     source: str = SOURCE
     until: Offsets | None = None
     pipeline: str | None = None
-    start: str = ""
+    start: str | None = None
     rejects: bool = False
     raw: bool = False
-
-    @property
-    def is_drained(self) -> bool:
-        return self.drain is not None and Path(self.drain).exists()
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> tuple[Reading, dict[str, str]]:
         """Parse the options of a read; returns it and the connector's remaining options."""
-        settings = _option_json(options)
-        checkpoint = next((v for k, v in options.items() if k.lower() == CHECKPOINT.lower()), None)
+        content = Envelope.decode(options)
         rest = {k: v for k, v in options.items() if k.lower() not in (OPTION, CHECKPOINT.lower())}
-        if "pipeline" not in settings:
-            return cls(checkpoint), rest
-        spec = _from_json(settings)
-        reading = cls(
-            spec.checkpoint,
-            spec.drain,
-            spec.direct is not None,
-            spec.source,
-            spec.until,
-            spec.pipeline,
-            settings.get("start", ""),
-            spec.rejects,
-            spec.raw,
-        )
-        return reading, rest
+        if isinstance(content, Reading):
+            return content, rest
+        return cls(next((v for k, v in options.items() if k.lower() == CHECKPOINT.lower()), None)), rest
 
 
-def idiom_option(*, start: str = "", check: StartCheck | None = None) -> str:
-    """For `OPTION`, in addition to the user's own options."""
-    return json.dumps({"version": VERSION, "start": start, "check": asdict(check) if check is not None else None})
+@dataclass(frozen=True)
+class IdiomStart:
+    """A start in the Spark idiom, whose options hold everything else. See `PipelineSpec.start`."""
+
+    id: str
 
 
-def is_start_check(options: Mapping[str, str]) -> bool:
-    """Whether these options belong to a start check and not to a read."""
-    return bool(_option_json(options).get("check"))
+_CONTENTS: dict[str, type] = {"write": PipelineSpec, "read": Reading, "idiom": IdiomStart, "check": StartCheck}
 
 
-def _option_json(options: Mapping[str, str]) -> dict[str, Any]:
-    text = next((v for k, v in options.items() if k.lower() == OPTION), None)
-    if text is None:
-        return {}
-    given: dict[str, Any] = json.loads(text)
-    if given.get("version") != VERSION:
+@dataclass(frozen=True)
+class Envelope:
+    """Encoded once, where a query starts; decoded once, in each of Spark's processes."""
+
+    content: PipelineSpec | Reading | IdiomStart | StartCheck
+
+    def encode(self) -> str:
+        """For `OPTION`."""
+        (kind,) = (k for k, of in _CONTENTS.items() if type(self.content) is of)
+        return json.dumps({"version": VERSION, "kind": kind, "content": _encoded(self.content)})
+
+    @staticmethod
+    def decode(options: Mapping[str, str]) -> PipelineSpec | Reading | IdiomStart | StartCheck | None:
+        """The content; None: there is no envelope.
+
+        Args:
+            options: as Spark passes them, in any case.
+
+        Raises:
+            UsageError: another release wrote it, or it is damaged.
+        """
+        text = next((v for k, v in options.items() if k.lower() == OPTION), None)
+        return None if text is None else _decoded_text(text)
+
+
+@lru_cache(maxsize=32)
+def _decoded_text(text: str) -> Any:
+    """Decoded once per process: a planning process gets the same options for every batch."""
+    try:
+        data = json.loads(text)
+        version = data["version"]
+        if version == VERSION:
+            return _decoded(_CONTENTS[data["kind"]], data["content"])
+    except (ValueError, TypeError, KeyError) as error:
         raise UsageError(
-            "SPEC_VERSION",
-            f"The pipeline is described in version {given.get('version')!r}; this process reads version {VERSION}: the "
-            "client and the driver have different releases of delivered.",
-            next_step="install the same release of delivered at both ends",
-        )
-    return given
-
-
-def _from_json(data: Mapping[str, Any]) -> PipelineSpec:
-    letters = data["dead_letter"]
-    return PipelineSpec(
-        data["pipeline"],
-        Guarantee(data["guarantee"]),
-        tuple(SinkSpec.from_json(s) for s in data["sinks"]),
-        SinkSpec.from_json(letters) if letters is not None else None,
-        OnBadRow(data["on_bad_row"]),
-        data["checkpoint"],
-        Tolerance(**data["tolerance"]),
-        data["transform"],
-        base64.b64decode(data["direct"]) if data["direct"] is not None else None,
-        data["drain"],
-        batch=data.get("batch"),
-        one_of_each=data.get("one_of_each", False),
-        source=data.get("source", SOURCE),
-        until=data.get("until"),
-        rejects=data.get("rejects", False),
-        raw=data.get("raw", False),
+            "SPEC_UNREADABLE",
+            f"The option {OPTION} cannot be read ({type(error).__name__}: {error}); delivered writes and reads it.",
+            next_step="do not set it; install the same release of delivered at both ends",
+        ) from None
+    raise UsageError(
+        "SPEC_VERSION",
+        f"The pipeline is described in version {version!r}; this process reads version {VERSION}: the "
+        "client and the driver have different releases of delivered.",
+        next_step="install the same release of delivered at both ends",
     )
+
+
+def _encoded(value: Any) -> Any:
+    if is_dataclass(value):
+        return {f.name: _encoded(getattr(value, f.name)) for f in fields(value) if not f.metadata}
+    match value:
+        case Enum():
+            return value.value
+        case bytes():
+            return base64.b64encode(value).decode()
+        case Mapping():
+            return {k: _encoded(v) for k, v in value.items()}
+        case tuple() | list():
+            return [_encoded(v) for v in value]
+        case _:
+            return value
+
+
+def _decoded(kind: Any, value: Any) -> Any:
+    """A value of JSON, as a field of this type.
+
+    Raises:
+        ValueError, TypeError: it is of another type, or lacks a field.
+    """
+    origin, of = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return None if value is None else _decoded(of[0], value)
+    if origin is tuple:
+        kinds = [of[0]] * len(value) if of[-1] is Ellipsis else of
+        return tuple(_decoded(k, v) for k, v in zip(kinds, value, strict=True))
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        names = {f.name for f in fields(kind) if not f.metadata}
+        if not isinstance(value, dict) or value.keys() != names:
+            raise ValueError(f"it must have the fields {sorted(names)}")
+        return kind(**{name: _decoded(hints[name], value[name]) for name in names})  # type: ignore[operator]
+    if kind is bytes:
+        return base64.b64decode(value, validate=True)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
+    expected = (origin or kind) if kind is not Any else object
+    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+        raise TypeError(f"{value!r} is not {expected.__name__}")
+    return value
 
 
 def _from_options(system: str, options: Mapping[str, str]) -> PipelineSpec:

@@ -1,32 +1,51 @@
-"""Facts that a session gives the planner: where it runs, and whether a pipeline's SQL fits its columns."""
+"""What is known and checked of a session before a query starts: where it runs, which owner its formats carry, whether a
+pipeline's SQL fits its columns, and whether executors reach the driver's arbiter."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+import logging
+import os
+import socket
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 from pyspark.errors import AnalysisException, ParseException
-from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+from pyspark.sql import SparkSession
 
 from delivered.contract.finding import Finding
-from delivered.model.errors import DeliveredError, Refused, UsageError
+from delivered.model.errors import DeliveredError, Refused, Unreachable, UsageError
+from delivered.model.guarantee import Guarantee
 from delivered.model.identity import SOURCE
+from delivered.model.work import PORT, Arbiter, DriverAddress, Owner
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
 from delivered.pipeline.transform import changing_in_sql
-from delivered.spark.jvm import jvm_of
-from delivered.spark.quick_start import advice
+from delivered.spark.internals import Setting, from_arrow, is_connect, is_deterministic, jvm_of, sql_error, to_arrow
 from delivered.spark.rows import apply_transform, own_views, projected
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_SUGGESTED = re.compile(r"Did you mean one of the following\? \[(.*?)\]", re.DOTALL)
-_PLACE = re.compile(r"\(line (\d+), pos (\d+)\)|line (\d+),? pos(?:ition)? (\d+)")
-_CLASS = re.compile(r"^\[([A-Z_.]+)\]\s*")
+log = logging.getLogger(__name__)
+
+owners: WeakKeyDictionary[SparkSession, Owner] = WeakKeyDictionary()
+"""Of sessions that have every format registered: the owner of ledgers that the registered classes carry."""
+
+OUR_DAEMON = "delivered.spark.daemon"
+_OVER_TCP = (
+    "Spark talks to its Python workers over TCP: each Python task waits about 40 ms. Set "
+    f"{Setting.LOCAL_SOCKETS}=true before the session starts."
+)
+"""Measured in decision 043: 200 tasks take 4.3 s instead of 6.7 s."""
+_OWN_IMPORTS = (
+    "Each Python worker imports pyspark, pyarrow and numpy itself, about 0.5 s of CPU, and its first task ends with a "
+    f"collection over all of them. Set {Setting.DAEMON}={OUR_DAEMON} before the session starts, if the executors' "
+    "Python has this package when they start."
+)
+"""Measured in decision 064."""
 
 
 def session_facts(pipeline: Definition, spark: SparkSession) -> SessionFacts:
@@ -35,13 +54,15 @@ def session_facts(pipeline: Definition, spark: SparkSession) -> SessionFacts:
         str(spark.conf.get("spark.master", "local")),
         str(spark.conf.get(ASYNC_CONF, "false")).lower() == "true",
         jvm_of(spark),
-        lambda: (*_sources_restart(pipeline, spark), *checked_transform(pipeline, spark), *_slow_workers(spark)),
+        partial(_findings, pipeline, spark),
     )
 
 
-def _sources_restart(pipeline: Definition, spark: SparkSession) -> tuple[Finding, ...]:
+def _findings(pipeline: Definition, spark: SparkSession) -> tuple[Finding, ...]:
     error = cannot_restart(pipeline.sources, spark.version)
-    return () if error is None else (Finding.refusal(error),)
+    lacking = advice(partial(spark.conf.get, default="")).items()
+    slow = (Finding(code, text, False) for code, text in lacking)
+    return (*(() if error is None else (Finding.refusal(error),)), *checked_transform(pipeline, spark), *slow)
 
 
 def cannot_restart(sources: Collection[str], version: str) -> Refused | None:
@@ -61,8 +82,18 @@ def cannot_restart(sources: Collection[str], version: str) -> Refused | None:
     )
 
 
-def _slow_workers(spark: SparkSession) -> tuple[Finding, ...]:
-    return tuple(Finding(code, text, False) for code, text in advice(partial(spark.conf.get, default="")).items())
+def advice(setting: Callable[[str], str | None]) -> dict[str, str]:
+    """The settings that a session lacks for cheap Python tasks, by code, and what each is worth.
+
+    Args:
+        setting: the session's value of a key, None if unset.
+    """
+    lacking = {}
+    if os.name == "posix" and str(setting(Setting.LOCAL_SOCKETS)).lower() != "true":
+        lacking["WORKERS_OVER_TCP"] = _OVER_TCP
+    if os.name == "posix" and not setting(Setting.DAEMON):
+        lacking["WORKERS_IMPORT"] = _OWN_IMPORTS
+    return lacking
 
 
 def checked_transform(pipeline: Definition, spark: SparkSession) -> tuple[Finding, ...]:
@@ -103,30 +134,67 @@ def _results(
     Raises:
         UsageError: the SQL, or a sink's select, does not fit the columns.
     """
-    read = {n: spark.createDataFrame([], from_arrow_schema(s)) for n, s in sources.items()}
+    read = {n: spark.createDataFrame([], from_arrow(s)) for n, s in sources.items()}
     try:
         with own_views(pipeline.transform, spark, read):
             frame = apply_transform(pipeline.transform, spark, dict.fromkeys(sources))(read)
             # Spark Connect analyses here, not before: the views must still be there.
             frames = [projected(frame, s.projection) for s in pipeline.sinks]
-            schemas = [to_arrow_schema(f.schema, timezone="UTC") for f in frames]
-            jvm_frame = getattr(frame, "_jdf", None)  # Spark Connect does not tell
-            return schemas, jvm_frame is None or bool(jvm_frame.queryExecution().analyzed().deterministic())
+            schemas = [to_arrow(f.schema) for f in frames]
+            return schemas, is_deterministic(frame)
     except (AnalysisException, ParseException) as error:
         raise _invalid(error, pipeline.transform.sql, sources) from None
 
 
 def _invalid(error: Any, sql: str, sources: Mapping[str, pa.Schema]) -> UsageError:
-    text = str(error)
-    place = _PLACE.search(text)
-    first = _CLASS.sub("", text.split("SQLSTATE", maxsplit=1)[0].split("\n", maxsplit=1)[0]).strip().rstrip(".;")
-    line = next((g for g in (place.group(1), place.group(3)) if g), None) if place else None
-    position = next((g for g in (place.group(2), place.group(4)) if g), None) if place else None
-    where = f" (line {line}, position {int(position or 0) + 1} of {sql.strip()!r})" if line else f" ({sql.strip()!r})"
-    suggested = _SUGGESTED.search(text)
+    problem = sql_error(error)
+    line, position = problem.place or (0, 0)
+    where = f" (line {line}, position {position} of {sql.strip()!r})" if line else f" ({sql.strip()!r})"
     views = "; ".join(f"the view `{n}` has the columns {', '.join(s.names)}" for n, s in sources.items())
     return UsageError(
         "SQL_INVALID",
-        f"The transform's SQL does not fit the source{'s' * (len(sources) > 1)}: {first}{where}.",
-        next_step="did you mean " + suggested.group(1).replace("`", "") if suggested else views,
+        f"The transform's SQL does not fit the source{'s' * (len(sources) > 1)}: {problem.text}{where}.",
+        next_step=f"did you mean {problem.suggested}" if problem.suggested else views,
     )
+
+
+def check_executors(spark: SparkSession, options: Mapping[str, str]) -> None:
+    """Let a task on each core ask the arbiter something. Not over Spark Connect, whose client runs no arbiter.
+
+    Args:
+        options: the query's, keys in any case; under another guarantee nothing is asked.
+
+    Raises:
+        Unreachable: one of them had no answer.
+    """
+    from delivered.engine.arbiter import listening
+
+    owner = owners.get(spark)
+    guarantee = next((v for k, v in options.items() if k.lower() == "guarantee"), "")
+    if guarantee.strip().lower() != Guarantee.AT_MOST_ONCE.value or owner is None or is_connect(spark):
+        return
+    arbiter, context = listening(owner, DriverAddress.of(spark.conf.get)), spark.sparkContext
+    cores = context.defaultParallelism
+    try:
+        failed = context.parallelize(range(cores), cores).mapPartitions(partial(_ask, arbiter)).collect()
+    except Exception as error:
+        log.debug("skipped the check of executors: %s", error)  # what they cannot run, the query reports
+        return
+    if failed:
+        host, reason = failed[0]
+        raise Unreachable(
+            "GRANT_UNREACHABLE",
+            f"A task on {host!r} could not ask the driver at {arbiter.host}:{arbiter.port} whether it may send: "
+            f"{reason}. Under at_most_once, a task sends only with the driver's grant. The query was not started.",
+            next_step=f"let executors connect to the driver's host on that port ({PORT} fixes it), and check "
+            "spark.driver.host and spark.driver.bindAddress; then start again",
+        )
+
+
+def _ask(arbiter: Arbiter, _: Iterable[int]) -> Iterator[tuple[str, str]]:
+    from delivered.engine.grants import check_reachable
+
+    try:
+        check_reachable(arbiter)
+    except OSError as error:
+        yield socket.gethostname(), str(error)

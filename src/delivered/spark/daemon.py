@@ -12,9 +12,9 @@ from __future__ import annotations
 import gc
 from importlib import import_module
 
-from pyspark.daemon import manager
+from delivered.spark.internals import TASK_MODULE, run_daemon
 
-_IMPORTED = ("pyspark.worker", "pyarrow.compute", "delivered.spark.readers", "delivered.spark.writers")
+_IMPORTED = (TASK_MODULE, "pyarrow.compute", "delivered.spark.readers", "delivered.spark.writers")
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
         import_module(module)
     gc.collect()
     gc.freeze()
-    manager()
+    run_daemon()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
@@ -15,7 +15,7 @@ from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import check_start
 from delivered.pipeline.registry import PREFIX
 from delivered.pipeline.spec import OPTION, PipelineSpec, SinkSpec
-from delivered.spark.jvm import is_connect
+from delivered.spark.internals import query_checkpoint
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -74,8 +74,8 @@ def save_batch(spec: PipelineSpec, df: DataFrame, batch_id: int) -> None:
     try:
         writer.option(OPTION, replace(spec, batch=batch_id).to_option()).save()
     except Exception as error:
-        found = translated(error)
-        raise (found if found is not None else error) from None
+        ours = translated(error)
+        raise (ours if ours is not None else error) from None
 
 
 def format_of(spec: PipelineSpec) -> str:
@@ -87,16 +87,11 @@ _checked: set[str] = set()
 """Checks already done in this process."""
 
 
-def _checkpoint(df: Any) -> str:
+def _checkpoint(df: DataFrame) -> str:
     """Checkpoint of the query that runs on this thread."""
-    spark = df.sparkSession
-    if not is_connect(spark):
-        query = spark.sparkContext.getLocalProperty("sql.streaming.queryId")
-        # The session is a clone of the query's; its own `streams` does not know the query.
-        queries = spark._jsparkSession.sharedState().activeStreamingQueries()
-        running = queries.get(spark._jvm.java.util.UUID.fromString(query)) if query else None
-        if running is not None:
-            return str(running.resolvedCheckpointRoot())
+    checkpoint = query_checkpoint(df)
+    if checkpoint is not None:
+        return checkpoint
     raise UsageError(
         "CHECKPOINT_MISSING",
         "write_batch cannot determine the query's checkpoint: it was called outside foreachBatch, on another thread, "

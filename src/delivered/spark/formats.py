@@ -1,11 +1,18 @@
-"""One Spark data source per connector: `delivered_kafka`, `delivered_sqlite`, ..."""
+"""One Spark data source per connector, `delivered_kafka`, `delivered_sqlite`, ..., and SQL tables over them.
+
+Spark passes the options of `CREATE TABLE t USING delivered_kafka OPTIONS (...)` to a Python source only once, when it
+asks for the columns, and never to later statements on the table (measured with PySpark 4.3). But it keeps the schema.
+So the options are stored in the metadata of the first column, which every SELECT, INSERT INTO and readStream.table
+gets. Every statement resolves the table again, and reads its current content.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import ClassVar
 
 import pyarrow as pa
-from pyspark.cloudpickle import loads
 from pyspark.sql.datasource import (
     DataSource,
     DataSourceReader,
@@ -13,7 +20,6 @@ from pyspark.sql.datasource import (
     DataSourceStreamWriter,
     DataSourceWriter,
 )
-from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import BooleanType, StructField, StructType
 
 from delivered.contract.source import Source
@@ -21,20 +27,25 @@ from delivered.engine.in_band import source_schema, without_rejected
 from delivered.engine.sinks import Sinks
 from delivered.engine.transform import SLICE_COLUMN, SLICE_SCHEMA, Direct
 from delivered.model.errors import Refused, UsageError
-from delivered.model.work import DriverAddress, Owner
+from delivered.model.secrets import redacted
 from delivered.pipeline.registry import PREFIX, find_source
-from delivered.pipeline.spec import PipelineSpec, Reading, is_start_check
-from delivered.spark import tables
+from delivered.pipeline.spec import Envelope, PipelineSpec, Reading, Sender, StartCheck
+from delivered.spark.internals import from_arrow, loads, to_arrow
 from delivered.spark.readers import BatchReader, StreamReader
 from delivered.spark.writers import BatchWriter, ForeachWriter, StreamWriter
+
+_TABLE = "delivered.table"
+_CATALOG = "provider"
+_PREFIX = "option."
+_PER_STATEMENT = frozenset({"runid", "pipeline"})
+"""Options that a statement may add: INSERT INTO t WITH ('runId' = '...')."""
 
 
 class DeliveredDataSource(DataSource):
     """Base of all formats. `register` derives one class per connector and session."""
 
     system: ClassVar[str] = ""
-    owner: ClassVar[Owner] = Owner("")
-    driver: ClassVar[DriverAddress] = DriverAddress()
+    sender: ClassVar[Sender | None] = None
     _planned: Source | None = None
 
     @classmethod
@@ -42,16 +53,17 @@ class DeliveredDataSource(DataSource):
         return f"delivered_{cls.system}"
 
     def schema(self) -> StructType:
-        if is_start_check(self.options):
-            self._check_start()
+        question = Envelope.decode(self.options)
+        if isinstance(question, StartCheck):
+            self._check_start(question)
             return StructType([StructField("checked", BooleanType())])
-        table = tables.created(self.options)
+        table = create_table_options(self.options)
         if table is not None:
             return self._table(table)
-        reading, found = self._reading, SLICE_SCHEMA
+        reading, columns = self._reading, SLICE_SCHEMA
         if not reading.direct:
-            found = source_schema(self._planned_source(), raw=reading.raw)
-        schema: StructType = from_arrow_schema(found)
+            columns = source_schema(self._planned_source(), raw=reading.raw)
+        schema: StructType = from_arrow(columns)
         return schema
 
     def reader(self, schema: StructType) -> DataSourceReader:
@@ -63,8 +75,8 @@ class DeliveredDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         rows = _rows(schema)
-        options = tables.for_write(schema, self.options, self.system)
-        spec = PipelineSpec.parse(self.system, options, self.owner, self.driver)
+        options = write_options(schema, self.options, self.system)
+        spec = PipelineSpec.parse(self.system, options, self.sender)
         sinks = self._sinks(spec, rows, overwrite)
         if spec.batch is not None:
             return ForeachWriter(spec, sinks, rows)
@@ -77,7 +89,7 @@ class DeliveredDataSource(DataSource):
         return BatchWriter(spec, sinks, rows)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
-        spec = PipelineSpec.parse(self.system, self.options, self.owner, self.driver)
+        spec = PipelineSpec.parse(self.system, self.options, self.sender)
         direct = _direct(spec, schema)
         rows = direct.schema() if direct else _rows(schema)
         return StreamWriter(spec, self._sinks(spec, rows, overwrite), rows, direct)
@@ -88,7 +100,7 @@ class DeliveredDataSource(DataSource):
 
     def _source(self, schema: StructType | None = None) -> Source:
         options = Reading.parse(self.options)[1]
-        return find_source(self.system, options if schema is None else tables.for_read(schema, options, self.system))
+        return find_source(self.system, options if schema is None else read_options(schema, options, self.system))
 
     def _planned_source(self, schema: StructType | None = None) -> Source:
         """The source whose schema Spark was given: it reuses this object afterwards."""
@@ -113,26 +125,24 @@ class DeliveredDataSource(DataSource):
 
     def _table(self, options: dict[str, str]) -> StructType:
         """The columns of a table in Spark's catalog: those of its source, or those that its sink accepts."""
-        if tables.is_sink(options):
+        if is_sink_table(options):
             sink = PipelineSpec.parse(self.system, options).sinks[0].open()
             rows = sink.records(pa.RecordBatch.from_pylist([], schema=sink.scan().schema())).schema
         else:
             rows = find_source(self.system, options).planned().schema()
-        return tables.with_options(from_arrow_schema(rows), options)
+        return with_table_options(from_arrow(rows), options)
 
-    def _check_start(self) -> None:
+    def _check_start(self, question: StartCheck) -> None:
         """Called by hooks.py through `schema`, the only part of a data source that Spark runs eagerly, in classic
         sessions and over Spark Connect."""
         from delivered.pipeline.facts import (
             check_start,
         )  # a third of this module's import; processes of a query skip it
 
-        spec = PipelineSpec.parse(self.system, self.options, self.owner, self.driver)
-        if spec.check is None:
-            return
-        if spec.check.output_mode != "append":
-            raise _appends_only(self.name(), spec.check.output_mode)
-        rows = to_arrow_schema(StructType.fromJson(dict(spec.check.columns)), timezone="UTC")
+        spec = PipelineSpec.parse(self.system, self.options, self.sender)
+        if question.output_mode != "append":
+            raise _appends_only(self.name(), question.output_mode)
+        rows = to_arrow(StructType.fromJson(dict(question.columns)))
         check_start(spec, self._sinks(spec, rows, overwrite=False))
 
 
@@ -148,7 +158,7 @@ def _appends_only(name: str, mode: str) -> Refused:
 
 def _rows(schema: StructType) -> pa.Schema:
     """Columns for the sinks, without that of what the transform rejected."""
-    return without_rejected(to_arrow_schema(schema, timezone="UTC"))
+    return without_rejected(to_arrow(schema))
 
 
 def _direct(spec: PipelineSpec, schema: StructType) -> Direct | None:
@@ -166,3 +176,90 @@ def _direct(spec: PipelineSpec, schema: StructType) -> Direct | None:
         )
     direct: Direct | None = loads(spec.direct) if spec.direct is not None else None
     return direct
+
+
+def create_table_options(options: Mapping[str, str]) -> dict[str, str] | None:
+    """The options of the calling `CREATE TABLE`; None: another statement calls.
+
+    Raises:
+        UsageError: one holds a secret: the schema goes wherever the rows go, even into files of other formats.
+    """
+    lowered = {k.lower(): v for k, v in options.items()}
+    if _CATALOG not in lowered:
+        return None
+    found = {k.removeprefix(_PREFIX): v for k, v in lowered.items() if k.startswith(_PREFIX)}
+    if "path" in lowered:  # Spark removes it from OPTIONS, as the table's location
+        found.setdefault("path", lowered["path"])
+    hidden = redacted(found)
+    secret = next((k for k in found if hidden[k] != found[k]), None)
+    if secret is not None:
+        raise UsageError(
+            "TABLE_SECRET",
+            f"The table option {secret!r} holds a secret, which the catalog would expose.",
+            next_step=f"use a reference: '{secret}' 'env:NAME' or 'file:PATH'",
+        )
+    return found
+
+
+def with_table_options(schema: StructType, options: Mapping[str, str]) -> StructType:
+    """The table's columns, with its options stored for `_table_options`."""
+    first, *rest = schema.fields
+    metadata = {**first.metadata, _TABLE: json.dumps(dict(options))}
+    return StructType([StructField(first.name, first.dataType, first.nullable, metadata), *rest])
+
+
+def is_sink_table(options: Mapping[str, str]) -> bool:
+    """A table with a guarantee is a sink; any other is a source."""
+    return "guarantee" in options
+
+
+def read_options(schema: StructType, options: Mapping[str, str], system: str) -> dict[str, str]:
+    """The options of a read: the statement's own override the table's.
+
+    Raises:
+        Refused: the table is a sink.
+        UsageError: a table whose options Spark did not pass.
+    """
+    table = _table_options(schema)
+    if is_sink_table(table):
+        raise Refused(
+            "TABLE_WRITE_ONLY",
+            "The table has a guarantee in its OPTIONS, so it is a sink for INSERT INTO and cannot be read.",
+            next_step="create a second table for reading, without the option guarantee",
+        )
+    if not table and not options:
+        raise _not_passed(system, "SELECT ... FROM t WITH (...)")
+    return {**table, **options}
+
+
+def write_options(schema: StructType, options: Mapping[str, str], system: str) -> dict[str, str]:
+    """The options of a write: the table's, if the statement writes to a table.
+
+    A frame that was read from a table has that table's options in its schema. They count only for a statement without
+    options of its own, such as INSERT INTO.
+
+    Raises:
+        UsageError: a table whose options Spark did not pass.
+    """
+    if any(k.lower() not in _PER_STATEMENT for k in options):
+        return dict(options)
+    table = _table_options(schema)
+    if not is_sink_table(table):  # none, or those of the table that the rows were read from
+        raise _not_passed(system, "INSERT INTO t WITH (...)", "with the option guarantee, ")
+    return {**table, **options}
+
+
+def _not_passed(system: str, statement: str, as_sink: str = "") -> UsageError:
+    return UsageError(
+        "TABLE_OPTIONS",
+        f"delivered_{system} got no {'sink' if as_sink else 'source'} options. Spark passes table options only if the "
+        "table was created without a column list, and never in CREATE TABLE ... AS SELECT.",
+        next_step=f"create the table {as_sink}without columns: CREATE TABLE t USING delivered_{system} OPTIONS (...); "
+        f"or pass all options in the statement: {statement}",
+    )
+
+
+def _table_options(schema: StructType) -> dict[str, str]:
+    kept = schema.fields[0].metadata.get(_TABLE) if schema.fields else None
+    stored: dict[str, str] = json.loads(kept) if kept is not None else {}
+    return stored

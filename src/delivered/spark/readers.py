@@ -18,7 +18,8 @@ from delivered.engine.transform import pack
 from delivered.model.limits import LANDMARK_EVERY_S, LANDMARK_IDLE_EVERY_S
 from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
-from delivered.spark.task import arm, running_batch, running_task
+from delivered.spark.internals import running_batch
+from delivered.spark.task import arm, running_task
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -74,11 +75,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         driver = self._driver
         # Batch 0 may run again: its start is fixed the first time, whatever "latest" is by then.
         checkpoint = self._reading.checkpoint
-        began = sidecar.keep_first(checkpoint, driver.initial, self._reading.source) if checkpoint is not None else None
-        if began is None:
+        recorded = (
+            sidecar.keep_first(checkpoint, driver.initial, self._reading.source) if checkpoint is not None else None
+        )
+        if recorded is None:
             initial = driver.initial()
         else:
-            initial = driver.begun(began) if isinstance(driver, PlainDriver) else began
+            initial = driver.begun(recorded) if isinstance(driver, PlainDriver) else recorded
         self._logged = initial
         return initial
 
@@ -88,7 +91,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         in_query()
-        if self._reading.is_drained:
+        if self._reading.drain is not None and self._reading.drain.is_requested:
             end = start
         else:
             self._landmarks.check(self._driver, start)  # first: a driver may acknowledge the start again
@@ -133,7 +136,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if rows.rejected:
                 running = int(running_batch(running_task())[1] or 0)
                 own = f"{reading.source}-{_digest(partition)}-{number:06}"
-                task_files.put(str(reading.checkpoint), running, reading.start, own, packed(rows.rejected))
+                task_files.put(str(reading.checkpoint), running, reading.start or "", own, packed(rows.rejected))
             yield encode(rows, schema)
 
     def commit(self, end: dict[str, Any]) -> None:

@@ -1,48 +1,68 @@
-"""Registers the formats in a session; creates sessions whose workers run this interpreter, on an installed Java.
+"""Sessions: registering the formats in one, and creating one that starts fast on this machine.
 
 An owner's id identifies the driver, and must reach each of its processes: those that plan and commit streams, and those
 that write for df.write and INSERT INTO. PySpark passes only options to a data source, and INSERT INTO has none to add
 to. But it pickles the registered class by value, so the id is an attribute of a class that `register` creates.
 `formats.py` copies it into the spec; nothing else reads it.
+
+Most of a session's start is spent loading 20,000 classes from 250 JARs. Java's class data sharing archives them once
+(class_archive.py: about 25 s and 160 MB), which saves about 3 s per start. The JVM ignores an archive that does not
+match its version and JARs, so a stale one is harmless. See "Class Data Sharing" in Oracle's HotSpot guide, and JEP 350.
 """
 
 from __future__ import annotations
 
+import atexit
+import hashlib
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
+import pyspark
 from pyspark.sql import SparkSession
 
 from delivered.engine.owner import new_owner
-from delivered.machine import java_home
+from delivered.machine import cache_folder, java_home
+from delivered.model.errors import DeliveredError
 from delivered.model.step import LOG_FORMAT, as_json
 from delivered.model.work import DriverAddress
 from delivered.pipeline.registry import connectors
+from delivered.pipeline.spec import Sender
+from delivered.prefork.local import start_server, worker_python
+from delivered.spark.check import OUR_DAEMON, advice, owners
 from delivered.spark.formats import DeliveredDataSource
 from delivered.spark.hooks import install
-from delivered.spark.jvm import active, jvm_of, make_active
-from delivered.spark.owners import owners
-from delivered.spark.quick_start import (
-    advice,
-    forked_workers,
-    local_sockets,
-    start_template,
-    with_archive,
-    worker_python,
-)
+from delivered.spark.internals import TASK_MODULE, WORKER_MODULES, Setting, active, jvm_of, make_active
 
 _CONF = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
     "spark.sql.session.timeZone": "UTC",
     # Larger Arrow batches cost less between Python and the JVM.
-    "spark.sql.execution.arrow.maxRecordsPerBatch": "32768",
-    "spark.sql.shuffle.partitions": "4",
+    Setting.ARROW_BATCH_ROWS: "32768",
+    Setting.SHUFFLE_PARTITIONS: "4",
 }
+
+JAVA_OPTIONS = "spark.driver.extraJavaOptions"
+_PREFORKED = (
+    *WORKER_MODULES,
+    "pyarrow.compute",
+    "delivered.spark.formats",
+    "delivered.spark.readers",
+    "delivered.spark.writers",
+    "delivered.checkpoint.history",
+    "delivered.engine.decide",
+    "delivered.engine.recover",
+)
+"""What planning and committing processes import."""
+_TEMPORARY_LENGTH_MAX = 40
+"""A socket's path is limited to about 104 bytes, of which our folder's name takes 19 and Spark's 43."""
 
 log = logging.getLogger(__name__)
 
@@ -73,15 +93,12 @@ def register(spark: SparkSession) -> None:
 
 
 def _register(spark: SparkSession, parent: SparkSession | None) -> None:
-    """
-    Args:
-        parent: a session of the same driver.
-    """
+    """Args: parent: a session of the same driver."""
     owner = (owners.get(parent) if parent is not None else None) or new_owner(jvm_of(spark))
-    driver = DriverAddress.of(spark.conf.get)
+    sender = Sender(owner, DriverAddress.of(spark.conf.get))
     with active(spark):  # where Spark checks for existing formats
         for name in connectors():
-            attributes: dict[str, Any] = {"system": name, "owner": owner, "driver": driver}
+            attributes: dict[str, Any] = {"system": name, "sender": sender}
             # Not importable by name, so that Spark pickles the class by value, id included.
             spark.dataSource.register(type(f"Delivered_{name}", (DeliveredDataSource,), attributes))
     owners[spark] = owner
@@ -103,12 +120,6 @@ def prepare_environment(python: str | None = None) -> None:
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", python or sys.executable)
 
 
-def _listen_on_loopback(builder: SparkSession.Builder) -> SparkSession.Builder:
-    """A local driver need not be reachable from the network."""
-    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    return builder.config("spark.driver.host", "127.0.0.1").config("spark.driver.bindAddress", "127.0.0.1")
-
-
 def session(name: str = "delivered", master: str | None = None, conf: Mapping[str, str] | None = None) -> SparkSession:
     """A session with every format registered.
 
@@ -125,9 +136,13 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
     if master is not None:
         builder = builder.master(master)
     if local:
-        builder = _listen_on_loopback(builder)
-        start_template(os.environ["PYSPARK_PYTHON"])
-        settings = {**local_sockets(), **forked_workers(os.environ["PYSPARK_PYTHON"]), **with_archive(settings)}
+        # A local driver need not be reachable from the network.
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+        settings = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1", **settings}
+        python, sockets = os.environ["PYSPARK_PYTHON"], local_sockets()
+        if sockets and python == worker_python() != sys.executable:
+            start_server(sockets[Setting.LOCAL_SOCKET_FOLDER], TASK_MODULE, _PREFORKED)
+        settings = {**sockets, **forked_workers(python), **with_archive(settings)}
     if as_json():
         settings = {f"spark.executorEnv.{LOG_FORMAT}": "json", **settings}
     for key, value in settings.items():
@@ -135,3 +150,42 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
     spark = builder.getOrCreate()
     register(spark)
     return spark
+
+
+def archive() -> Path:
+    """Path of the archive for this Java and this pyspark, whether it exists or not."""
+    versions = f"{java_home().resolve()} {Path(pyspark.__file__).parent} {pyspark.__version__}"
+    name = hashlib.sha256(versions.encode()).hexdigest()[:12]
+    return cache_folder() / "classes" / f"spark-{pyspark.__version__}-{name}.jsa"
+
+
+def with_archive(conf: Mapping[str, str]) -> dict[str, str]:
+    """The configuration plus the archive, if it exists and the caller sets none."""
+    options = conf.get(JAVA_OPTIONS, "")
+    try:
+        file = archive()
+    except DeliveredError:
+        return dict(conf)
+    if "Archive" in options or not file.is_file():
+        return dict(conf)
+    return {**conf, JAVA_OPTIONS: f'{options} "-XX:SharedArchiveFile={file}" -Xlog:cds=off'.strip()}
+
+
+@cache
+def local_sockets() -> dict[str, str]:
+    """Local sockets between JVM and workers on this machine: over TCP every Python task waits about 40 ms for a delayed
+    acknowledgement. They go to a folder of this process, because Spark does not delete them."""
+    if os.name != "posix" or len(tempfile.gettempdir()) > _TEMPORARY_LENGTH_MAX:
+        return {}
+    folder = tempfile.mkdtemp(prefix="delivered-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return {Setting.LOCAL_SOCKETS: "true", Setting.LOCAL_SOCKET_FOLDER: folder}
+
+
+def forked_workers(python: str) -> dict[str, str]:
+    """Workers on this machine, forked from a process that has imported what tasks need.
+
+    Args:
+        python: of the workers. Another one than this may lack the package, which tasks of other formats do not need.
+    """
+    return {Setting.DAEMON: OUR_DAEMON} if os.name == "posix" and python in (sys.executable, worker_python()) else {}

@@ -7,8 +7,6 @@ driver's machine, where the source plans its batches.
 
 from __future__ import annotations
 
-import re
-import tempfile
 import threading
 import time
 import uuid
@@ -16,10 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyspark.cloudpickle import dumps
 from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 
@@ -37,16 +33,30 @@ from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import for_start, unfit_for_unfinished
 from delivered.pipeline.registry import PREFIX
-from delivered.pipeline.spec import OPTION, PipelineSpec
-from delivered.spark.check import cannot_restart
-from delivered.spark.dedup import without_repeats, without_seen_repeats
+from delivered.pipeline.spec import OPTION, Drain, Envelope, PipelineSpec, Reading
+from delivered.spark.check import cannot_restart, check_executors
 from delivered.spark.foreach import format_of, save_batch
-from delivered.spark.frames import batches_fit_for, with_setting
-from delivered.spark.jvm import make_active, named_sources
-from delivered.spark.reachable import check_executors
-from delivered.spark.rows import Failing, apply_transform, arrow_transform, own_views, projected, routed
+from delivered.spark.internals import (
+    IDLE,
+    OUTPUT_MODE_REFUSED,
+    SOURCE_READ_TWICE,
+    Setting,
+    dumps,
+    make_active,
+    named_sources,
+)
+from delivered.spark.rows import (
+    Failing,
+    apply_transform,
+    arrow_transform,
+    own_views,
+    projected,
+    routed,
+    without_repeats,
+    without_seen_repeats,
+)
 from delivered.spark.session import is_registered, register, session
-from delivered.spark.shards import same_shards
+from delivered.spark.settings import batches_fit_for, same_shards, with_setting
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -54,11 +64,6 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.readwriter import DataStreamReader
 
 _POLL_S = 0.05
-_BY_NAME = "spark.sql.streaming.queryEvolution.enableSourceEvolution"
-"""Gives every source a name that identifies it in Spark's offset log, in format 2 of the log."""
-_LOG_FORMAT = "spark.sql.streaming.offsetLog.formatVersion"
-_TWICE = re.compile(r"DUPLICATE_SOURCE_NAMES.*?'(\w+)'")
-_MODE_REFUSED = re.compile(r"\[STREAMING_OUTPUT_MODE\.\w+\] (.*?)\s*(?:SQLSTATE|\n|$)")
 _OTHER_MODE = {
     "append": "set output_mode: update, so that every batch delivers the rows that it changed, or complete, all rows; "
     "or call withWatermark in a Python transform, so that rows become final",
@@ -66,9 +71,6 @@ _OTHER_MODE = {
     "complete": "set output_mode: append or update; complete is for queries that aggregate",
 }
 """By the mode that Spark refused for a query."""
-_IDLE = ("Waiting for data to arrive", "Waiting for next trigger")
-"""Spark's status messages when no batch runs. The first one disappears as soon as it asks a source for offsets."""
-
 
 _one_start = threading.RLock()
 """Held while a session is configured for a starting query: another start may need other settings."""
@@ -76,15 +78,11 @@ _one_start = threading.RLock()
 
 @dataclass(frozen=True)
 class Running:
-    """A query that was started here.
-
-    Attributes:
-        drain: the file that stops it between batches.
-    """
+    """A query that was started here."""
 
     pipeline: Definition
     query: StreamingQuery
-    drain: Path
+    drain: Drain
 
     @property
     def lives(self) -> bool:
@@ -114,41 +112,32 @@ def start(pipeline: Definition, chosen: SparkSession | None) -> StreamingQuery:
 
         configured()  # refused before the query starts
     spark = ready(pipeline, chosen)
-    drain = Path(tempfile.gettempdir()) / f"delivered-drain-{uuid.uuid4().hex}"
+    drain = Drain.new()
     try:
         query = _query(pipeline, spark, drain)
     except DeliveredError:
         raise
     except Exception as error:
-        found = translated(error) or _read_twice(error) or _output_mode(error, pipeline.output_mode)
-        found = found or _unfinished(error, pipeline)
-        raise (found if found is not None else error) from None
+        refusal = translated(error) or _refusal(error, pipeline)
+        raise (refusal if refusal is not None else error) from None
     _running[str(query.runId)] = Running(pipeline, query, drain)
     return query
 
 
-def _read_twice(error: Exception) -> UsageError | None:
-    twice = _TWICE.search(str(error))
-    if twice is None:
-        return None
-    return UsageError(
-        "SOURCE_TWICE",
-        f"The transform reads the source {twice[1]!r} twice; a query reads each of its sources once.",
-        next_step="read it once in a WITH query of the SQL, and use that twice; or give it two names in sources",
-    )
-
-
-def _unfinished(error: Exception, pipeline: Definition) -> UsageError | None:
-    if not isinstance(error, AnalysisException):
-        return None
-    return unfit_for_unfinished(pipeline, str(error).partition(" SQLSTATE")[0].partition("\n")[0].rstrip("."))
-
-
-def _output_mode(error: Exception, mode: str) -> UsageError | None:
-    refused = _MODE_REFUSED.search(str(error))
-    if refused is None:
-        return None
-    return UsageError("OUTPUT_MODE", refused[1], next_step=_OTHER_MODE[mode])
+def _refusal(error: Exception, pipeline: Definition) -> UsageError | None:
+    """What Spark refuses, in terms of the pipeline."""
+    text = str(error)
+    if (twice := SOURCE_READ_TWICE.search(text)) is not None:
+        return UsageError(
+            "SOURCE_TWICE",
+            f"The transform reads the source {twice[1]!r} twice; a query reads each of its sources once.",
+            next_step="read it once in a WITH query of the SQL, and use that twice; or give it two names in sources",
+        )
+    if (refused := OUTPUT_MODE_REFUSED.search(text)) is not None:
+        return UsageError("OUTPUT_MODE", refused[1], next_step=_OTHER_MODE[pipeline.output_mode])
+    if isinstance(error, AnalysisException):
+        return unfit_for_unfinished(pipeline, text.partition(" SQLSTATE")[0].partition("\n")[0].rstrip("."))
+    return None
 
 
 def ready(pipeline: Definition, chosen: SparkSession | None) -> SparkSession:
@@ -176,11 +165,11 @@ def stop_between_batches(query: StreamingQuery, timeout_s: float, waiting: Calla
     own = _running.pop(str(query.runId), None)
     drain = own.drain if own is not None else None
     if drain is not None:
-        drain.touch()
+        drain.request()
     try:
         deadline = time.monotonic() + timeout_s
         while query.isActive and not idle and time.monotonic() < deadline:
-            idle = query.status["message"] in _IDLE
+            idle = query.status["message"] in IDLE
             if waiting is not None:
                 waiting()
             time.sleep(_POLL_S)
@@ -188,26 +177,27 @@ def stop_between_batches(query: StreamingQuery, timeout_s: float, waiting: Calla
         query.stop()
     finally:
         if drain is not None:
-            drain.unlink(missing_ok=True)
+            drain.clear()
     return idle
 
 
-def _query(pipeline: Definition, spark: SparkSession, drain: Path) -> StreamingQuery:
+def _query(pipeline: Definition, spark: SparkSession, drain: Drain) -> StreamingQuery:
     named = tuple(pipeline.sources) != (SOURCE,)
     refused = cannot_restart(pipeline.sources, spark.version)
     if refused is not None:
         raise refused
     with _one_start, ExitStack() as held:  # a query keeps the configuration that it started with
-        held.enter_context(with_setting(spark, _BY_NAME, str(named).lower()))
+        # A source's name identifies it in Spark's offset log, in format 2 of the log.
+        held.enter_context(with_setting(spark, Setting.SOURCES_BY_NAME, str(named).lower()))
         if named:
-            held.enter_context(with_setting(spark, _LOG_FORMAT, "2"))
+            held.enter_context(with_setting(spark, Setting.OFFSET_LOG_FORMAT, "2"))
         held.enter_context(same_shards(spark, pipeline.checkpoint))
         held.enter_context(own_views(pipeline.transform, spark, pipeline.sources))
         return _started(pipeline, spark, drain)
 
 
-def _started(pipeline: Definition, spark: SparkSession, drain: Path) -> StreamingQuery:
-    spec = replace(pipeline.spec, drain=str(drain), start=uuid.uuid4().hex)
+def _started(pipeline: Definition, spark: SparkSession, drain: Drain) -> StreamingQuery:
+    spec = replace(pipeline.spec, start=uuid.uuid4().hex)
     check_executors(spark, {"guarantee": spec.guarantee.value})
     endpoints = for_start(pipeline)
     sources = {n: None if e.is_spark_own else e.source().planned() for n, e in endpoints.items()}
@@ -217,10 +207,21 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Path) -> Streamin
     only = next(iter(sources.values())) if len(sources) == 1 else None
     if only is not None and _is_direct(pipeline, spec):
         rejects = spec.on_bad_row is not OnBadRow.FAIL
-        spec = replace(spec, direct=_pickled(Direct(only, arrow_transform(pipeline.transform), rejects)))
+        spec = replace(spec, direct=dumps(Direct(only, arrow_transform(pipeline.transform), rejects)))
     else:
-        spec = _rejecting(spec, pipeline, sources.values())
-    read = {n: _read(spark, spec, n, e, pipeline.until.get(n)).load() for n, e in endpoints.items()}
+        spec = replace(spec, rejects=_decodes(spec, sources.values()))
+    reading = Reading(
+        spec.checkpoint,
+        drain,
+        direct=spec.direct is not None,
+        pipeline=spec.pipeline,
+        start=spec.start,
+        rejects=spec.rejects,
+        raw=spec.rejects and pipeline.transform.isolates,
+    )
+    read = {
+        n: _read(spark, replace(reading, source=n, until=pipeline.until.get(n)), e).load() for n, e in endpoints.items()
+    }
     frame, spec = _rows(pipeline, spark, read, sources, spec)
     more = {k: v for e in pipeline.all_sinks for k, v in e.spark_options.items()}
     writer = frame.writeStream.options(**more).option("checkpointLocation", pipeline.checkpoint)
@@ -236,25 +237,18 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Path) -> Streamin
     with batches_fit_for(spark, frame.schema):
         query = writer.queryName(pipeline.name).trigger(**pipeline.trigger.for_spark()).start()
     if pipeline.lineage:
-        from delivered.spark.lineage import follow
+        from delivered.spark.listener import follow
 
         follow(spark, query, pipeline, frame.schema if spec.direct is None and _spark_projects(spec) else None)
     return query
 
 
-def _pickled(direct: Direct) -> bytes:
-    made: bytes = dumps(direct)  # type: ignore[no-untyped-call]
-    return made
-
-
-def _read(
-    spark: SparkSession, spec: PipelineSpec, name: str, source: Endpoint, until: Offsets | None
-) -> DataStreamReader:
-    reader = spark.readStream if name == SOURCE else spark.readStream.name(name)
+def _read(spark: SparkSession, reading: Reading, source: Endpoint) -> DataStreamReader:
+    reader = spark.readStream if reading.source == SOURCE else spark.readStream.name(reading.source)
     if source.is_spark_own:
         return reader.format(source.system).options(**source.options)
     reader = reader.format(PREFIX + source.system).options(**source.options)
-    return reader.option(OPTION, replace(spec, source=name, until=until).to_option())
+    return reader.option(OPTION, Envelope(reading).encode())
 
 
 def _initial(source: Source) -> Offsets:
@@ -275,10 +269,9 @@ def _spark_projects(spec: PipelineSpec) -> bool:
     return len(spec.sinks) == 1 and spec.on_bad_row is OnBadRow.FAIL
 
 
-def _rejecting(spec: PipelineSpec, pipeline: Definition, sources: Iterable[Source | None]) -> PipelineSpec:
-    """The spec with what tasks that read the sources do about records that never become rows."""
-    decodes = spec.on_bad_row is not OnBadRow.FAIL and any(s is not None and s.capability().decodes for s in sources)
-    return replace(spec, rejects=decodes, raw=decodes and pipeline.transform.isolates)
+def _decodes(spec: PipelineSpec, sources: Iterable[Source | None]) -> bool:
+    """Whether tasks that read the sources keep records that never become rows."""
+    return spec.on_bad_row is not OnBadRow.FAIL and any(s is not None and s.capability().decodes for s in sources)
 
 
 def _rows(
@@ -331,7 +324,7 @@ def _once(spark: SparkSession, frame: DataFrame, dedup: Dedup, spec: PipelineSpe
     if not dedup.in_table:
         return without_repeats(frame, dedup)
     sinks = spec.open()
-    shards = int(str(spark.conf.get("spark.sql.shuffle.partitions")))
+    shards = int(str(spark.conf.get(Setting.SHUFFLE_PARTITIONS)))
     return without_seen_repeats(frame, dedup, sinks.decider.sink, spec.scope(sinks), shards)
 
 

@@ -12,10 +12,11 @@ from pyspark import TaskContext
 from delivered.model.errors import InvariantBroken
 from delivered.model.step import JsonLines, as_json, work_for
 from delivered.model.translate import WARNING_MARK
+from delivered.spark.internals import running_batch
 
 _armed = False
 _modules_frozen = 0
-"""How many modules were imported when the collector was last told to spare them."""
+"""How many modules were imported when the collector was last exempted from them."""
 
 
 def arm(pipeline: str | None = None) -> None:
@@ -51,11 +52,6 @@ def running_task() -> TaskContext:
     if task is None:
         raise InvariantBroken("NO_TASK", "Rows are written outside a Spark task.")
     return task
-
-
-def running_batch(task: TaskContext) -> tuple[str | None, str | None]:
-    """Query and batch of a task; None outside a stream."""
-    return task.getLocalProperty("sql.streaming.queryId"), task.getLocalProperty("streaming.sql.batchId")
 
 
 def _spare_the_collector() -> None:

@@ -1,40 +1,107 @@
-"""Delivered sinks as Spark writers, for streams and df.write. Recovery of their batch: recovery.py."""
+"""Delivered sinks as Spark writers, for streams, `foreachBatch` and df.write: where Spark's calls meet the engine."""
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
-from dataclasses import replace
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
+from delivered.engine.grants import may_send
 from delivered.engine.in_band import decode
+from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Sinks
-from delivered.model.errors import InvariantBroken, Refused
-from delivered.model.guarantee import Guarantee
+from delivered.model.bad_row import OnBadRow
+from delivered.model.errors import DeliveredError, InvariantBroken
+from delivered.model.identity import Scope
 from delivered.model.patience import in_query
+from delivered.model.rows import Rows
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import BatchPlan, Tolerance
-from delivered.spark import recovery
-from delivered.spark.recovery import Recovering
-from delivered.spark.task import arm, running_batch, running_task
+from delivered.model.work import BatchPlan, CheckpointView, ShardMessage, Tolerance
+from delivered.spark.internals import running_batch
+from delivered.spark.task import arm, running_task
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
+    from delivered.engine.runner import Runner
     from delivered.engine.transform import Direct
     from delivered.pipeline.spec import PipelineSpec
+
+# The engine's driver code is imported where it is called: tasks unpickle writers, and must not load it.
+
+
+@dataclass
+class ShardCommit(WriterCommitMessage):
+    """Carries a shard's message to the driver."""
+
+    message: ShardMessage
+
+
+class Recovering:
+    """A writer that recovers and plans its batch when Spark pickles it for the tasks.
+
+    Recovery (claim, check, apply, abort orphans) must run on the driver before the first task of a batch, and never
+    later, when it would abort what the tasks prepared. PySpark has no hook for that. It creates a stream's writer twice
+    per batch, in two long-lived driver processes: one plans, the other commits. A writer learns neither which process
+    it is in nor when tasks start. But only the planning process pickles it, once, for the tasks; so does df.write,
+    which then commits with the pickled writer. Should a Spark version change that, it is detected: tasks compare their
+    query and batch with the plan, and a commit accepts only messages of its own batch and owner (decision 001).
+    """
+
+    _stays: tuple[str, ...] = ()
+    """Attributes that are not pickled."""
+
+    def __init__(self, spec: PipelineSpec, sinks: Sinks, schema: pa.Schema) -> None:
+        self._spec = spec
+        self._sinks = sinks
+        self._schema = schema
+        self._plan: BatchPlan | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._plan is None:
+            from delivered.pipeline.written_schemas import with_schemas
+
+            try:
+                plan = self._recover()
+                self._sinks = with_schemas(self._spec, self._sinks, self._schema, plan)
+                self._plan = plan
+            except DeliveredError as error:
+                # PySpark wraps any other type in "Could not serialize object".
+                raise pickle.PicklingError(str(error)) from None
+        return {**self.__dict__, **dict.fromkeys(self._stays)}
+
+    def _recover(self) -> BatchPlan:
+        raise NotImplementedError
+
+    def _planned(self) -> BatchPlan:
+        if self._plan is None:
+            raise InvariantBroken(
+                "NO_PLAN",
+                "A task received a writer without a plan. Nothing was written.",
+                next_step="run `delivered doctor`, which checks Spark's version, and report this with its output",
+            )
+        return self._plan
+
+    def _write(self, batches: Iterator[Rows]) -> WriterCommitMessage:
+        arm(self._planned().scope.pipeline)
+        in_query()
+        task = running_task()
+        shard, attempt = task.partitionId(), task.attemptNumber()
+        plan = self._planned()
+        asks = partial(may_send, plan, shard)
+        message = write_shard(self._sinks, plan, shard, attempt, batches, self._schema, asks)
+        return ShardCommit(replace(message, task=task.taskAttemptId()))
 
 
 class BatchOfQuery(Recovering):
     """A batch of a streaming query: of its sink, or of its `foreachBatch`."""
 
     def _recover(self) -> BatchPlan:
-        plan = recovery.plan_next(self._spec, self._sinks, self._schema)
-        self._sinks = recovery.with_schemas(self._spec, self._sinks, self._schema, plan)
-        return plan
+        return plan_next(self._spec, self._sinks, self._schema)
 
     def _check_running(self, *, outside: bool) -> None:
         """Args: outside: the task may run on a user's thread, for which Spark knows no query."""
@@ -53,25 +120,25 @@ class BatchOfQuery(Recovering):
 
         arm(self._spec.pipeline)
         in_query()
-        shards = recovery.messages_of(messages)
+        shards = messages_of(messages)
         plan = next((m.plan for m in shards if m is not None), None)
         if plan is not None:
             incarnation, offsets = plan.scope.incarnation, plan.offsets
         else:
-            view = read_view(recovery.checkpoint_of(self._spec))
+            view = read_view(checkpoint_of(self._spec))
             incarnation, offsets = view.incarnation, view.offsets
         from delivered.checkpoint.history import add
 
-        runner, checkpoint = recovery.runner(self._spec, self._sinks, incarnation), recovery.checkpoint_of(self._spec)
-        rejected = partial(recovery.rejected_rows, self._spec, self._schema)
+        runner, checkpoint = find_runner(self._spec, self._sinks, incarnation), checkpoint_of(self._spec)
+        rejected = partial(rejected_rows, self._spec, self._schema)
         runner.commit(batch, offsets, shards, report=partial(add, checkpoint), rejected=rejected)
         reach(StepId.LOG, Moment.BEFORE, batch=batch)
 
     def _abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        shards = recovery.messages_of(messages)
+        shards = messages_of(messages)
         plan = next((m.plan for m in shards if m is not None), None)
         if plan is not None:
-            recovery.runner(self._spec, self._sinks, plan.scope.incarnation).abort(shards)
+            find_runner(self._spec, self._sinks, plan.scope.incarnation).abort(shards)
 
 
 class StreamWriter(BatchOfQuery, DataSourceStreamArrowWriter):
@@ -131,39 +198,104 @@ class BatchWriter(Recovering, DataSourceArrowWriter):
     def __init__(self, spec: PipelineSpec, sinks: Sinks, schema: pa.Schema) -> None:
         # Every run is its own incarnation, on purpose.
         super().__init__(replace(spec, tolerance=Tolerance(new_checkpoint=True)), sinks, schema)
-        self._run = run_id(spec)
+        self._run = spec.run
 
     def _recover(self) -> BatchPlan:
-        plan = recovery.plan_run(self._spec, self._sinks, self._run, self._schema)
-        self._sinks = recovery.with_schemas(self._spec, self._sinks, self._schema, plan)
-        return plan
+        arm(self._spec.pipeline)
+        return find_runner(self._spec, self._sinks, self._run).plan(CheckpointView.of_run(self._run), self._schema)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         return self._write(map(decode, iterator))
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         arm(self._spec.pipeline)
-        runner = recovery.runner(self._spec, self._sinks, self._run)
-        runner.commit(0, f"run {self._run}", recovery.messages_of(messages), run=True)
+        runner = find_runner(self._spec, self._sinks, self._run)
+        view = CheckpointView.of_run(self._run)
+        runner.commit(view.batch, view.offsets, messages_of(messages), run=True)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        recovery.runner(self._spec, self._sinks, self._run).abort(recovery.messages_of(messages))
+        find_runner(self._spec, self._sinks, self._run).abort(messages_of(messages))
 
 
-def run_id(spec: PipelineSpec) -> str:
-    """The run's identity; generated if the guarantee allows duplicates.
+def plan_next(spec: PipelineSpec, sinks: Sinks, schema: pa.Schema) -> BatchPlan:
+    """Recover a stream, and plan its next batch according to the checkpoint."""
+    from delivered.checkpoint.folder import holds_state, read_view, repartitions_before
 
-    Raises:
-        Refused: exactly_once or at_most_once without a run id: a restarted job could not be recognized.
+    arm(spec.pipeline)
+    checkpoint = checkpoint_of(spec)
+    view = read_view(checkpoint)
+    if view.batch:
+        in_query()
+    own = find_runner(spec, sinks, view.incarnation)
+    first = own.is_first(view, spec.start or "")
+    if first:
+        view = replace(view, repartitions=repartitions_before(checkpoint, view.batch))
+    # In foreachBatch the user decides what is written, perhaps twice to one sink: always compared.
+    keeps_state = partial(holds_state, checkpoint) if spec.batch is None else lambda: True
+    plan = own.plan(view, schema, start=spec.start or "", keeps_state=keeps_state)
+    if spec.on_bad_row is not OnBadRow.FAIL and (first or spec.rejects):
+        from delivered.checkpoint import task_files
+
+        task_files.forget(checkpoint, view.batch, decided=plan.is_decided)
+    return plan
+
+
+def rejected_rows(spec: PipelineSpec, schema: pa.Schema, plan: BatchPlan) -> Rows | None:
+    """Records of a batch that its tasks could not turn into rows. None: there are none.
+
+    Runs on the driver, after all tasks.
     """
-    if spec.run_id is not None:
-        return spec.run_id
-    if spec.guarantee is Guarantee.AT_LEAST_ONCE:
-        return uuid.uuid4().hex
-    raise Refused(
-        "RUN_UNNAMED",
-        f"df.write under {spec.guarantee.value} needs a run id: without one, a job restarted after a crash cannot be "
-        "distinguished from a new job.",
-        next_step='add .option("runId", "orders-2024-05-01"), or use the guarantee at_least_once; in SQL '
-        "INSERT INTO t WITH ('runId' = '...')",
-    )
+    if spec.on_bad_row is OnBadRow.FAIL or spec.checkpoint is None:
+        return None
+    if not (spec.rejects or plan.is_decided):  # what an earlier start decided may hold some
+        return None
+    from delivered.checkpoint import task_files
+    from delivered.engine.in_band import join, unpack
+
+    records = task_files.gather(spec.checkpoint, plan.batch, spec.start or "", join)
+    return None if records is None else Rows(pa.RecordBatch.from_pylist([], schema=schema), unpack(records))
+
+
+def checkpoint_of(spec: PipelineSpec) -> str:
+    if spec.checkpoint is None:
+        raise InvariantBroken(
+            "CHECKPOINT_UNKNOWN",
+            "Spark passed no checkpointLocation to the sink. Nothing was written.",
+            next_step='set it on the writer: .option("checkpointLocation", "...")',
+        )
+    return spec.checkpoint
+
+
+def messages_of(messages: Sequence[WriterCommitMessage | None]) -> list[ShardMessage | None]:
+    return [m.message if isinstance(m, ShardCommit) else None for m in messages]
+
+
+def find_runner(spec: PipelineSpec, sinks: Sinks, incarnation: str) -> Runner:
+    """The runner of a pipeline, opened once per process, which Spark reuses for many batches."""
+    from delivered.engine.arbiter import registered
+    from delivered.engine.context import Context
+    from delivered.engine.owner import located
+    from delivered.engine.runner import Runner
+
+    if spec.sender is None:
+        raise InvariantBroken(
+            "OWNER_UNKNOWN",
+            "The format that writes was not registered by delivered: nothing says which driver it belongs to. Nothing "
+            "was written.",
+            next_step="call delivered.register(spark) in the session that starts the query",
+        )
+    scope, owner = spec.scope(sinks, incarnation), spec.sender.owner
+    key = (scope, owner.id, replace(spec, start=None, batch=None).to_option())
+    if key in _runners:
+        _runners.move_to_end(key)
+        return _runners[key]
+    opened = Context.open(sinks, scope, spec.guarantee, located(owner), spec.tolerance, spec.transform)
+    _runners[key] = Runner(sinks, opened, partial(registered, scope, owner, spec.sender.address))
+    while len(_runners) > _RUNNERS_MAX:
+        _, old = _runners.popitem(last=False)
+        old.close()
+    return _runners[key]
+
+
+_RUNNERS_MAX = 8
+_runners: OrderedDict[tuple[Scope, str, str], Runner] = OrderedDict()

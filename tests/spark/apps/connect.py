@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql import SparkSession
 
-from delivered.spark.quick_start import with_archive
+from delivered.spark.session import with_archive
 from delivered_lab.brokers.servers import free_ports
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.metadata import version
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyspark import StorageLevel
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
-from pyspark.sql.pandas.types import from_arrow_schema
 
 from delivered.audit.judge import (
     account_for_dedup,
@@ -45,21 +44,25 @@ from delivered.audit.request import AuditRequest, BadExpression, Recompute, Tran
 from delivered.audit.spark.dedup import Deduplicated
 from delivered.audit.spark.recompute import recompute
 from delivered.audit.spark.reconcile import Slots, hashed, reconcile
+from delivered.audit.spark.slices import SliceRows, beyond_rows, kept_plain, shuffles_fit_for
 from delivered.audit.spark.source import FinalState, SentRows, expressions, record_columns
 from delivered.checkpoint.folder import read_view
-from delivered.contract.sink import BoundedScan
+from delivered.contract.sink import BoundedScan, Sink
 from delivered.contract.source import Source
+from delivered.engine.dead_letters import validated
 from delivered.engine.shard import fingerprint_seed
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import APPEND
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.identity import Scope
+from delivered.model.rows import Rows
 from delivered.pipeline.definition import Definition, grouping_columns
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import as_started, sink_as_started
 from delivered.source import backwards
-from delivered.spark.frames import SliceRows, batches_fit_for, beyond_rows, kept_plain, shuffles_fit_for
-from delivered.spark.rows import Failing, accepted, apply_transform, own_views, projected
+from delivered.spark.internals import from_arrow
+from delivered.spark.rows import Failing, apply_transform, own_views, projected
+from delivered.spark.settings import batches_fit_for
 from delivered.spark.start import ready
 
 if TYPE_CHECKING:
@@ -172,7 +175,7 @@ def _all_transforms(
     pipeline: Definition, sink: Endpoint, spark: SparkSession, sources: Mapping[str, Source]
 ) -> Transform | None:
     """The pipeline's transform, followed by the sink's projection."""
-    failing = Failing.FAIL if pipeline.on_bad_row is OnBadRow.FAIL else Failing.LEAVE_OUT
+    failing = Failing.FAIL if pipeline.on_bad_row is OnBadRow.FAIL else Failing.SKIP
     shared = apply_transform(pipeline.transform, spark, sources, failing=failing)
     validating = pipeline.on_bad_row is OnBadRow.DEAD_LETTER
     if sink.projection.is_all and not validating:
@@ -180,7 +183,7 @@ def _all_transforms(
 
     def all_of_it(frames: Mapping[str, DataFrame]) -> DataFrame:
         expected = projected(shared(frames), sink.projection)
-        return accepted(expected, sink_as_started(pipeline, sink)) if validating else expected
+        return _accepted(expected, sink_as_started(pipeline, sink)) if validating else expected
 
     return all_of_it
 
@@ -232,7 +235,7 @@ def _account(spark: SparkSession, request: AuditRequest, say: Progress) -> Audit
     with ExitStack() as context:
         source = context.enter_context(closing(SentRows(spark, request)))
         probe = source.rows().drop(*([mode.delete] if mode.delete else []))
-        context.enter_context(batches_fit_for(spark, probe.schema, from_arrow_schema(scan.schema())))
+        context.enter_context(batches_fit_for(spark, probe.schema, from_arrow(scan.schema())))
         context.enter_context(kept_plain(spark))
         places = Slots()
         stored = stored_rows(spark, request, scan, scope, probe, places).persist(StorageLevel.DISK_ONLY)
@@ -366,3 +369,15 @@ def stored_rows(
             own_sql=request.own,
             position=added[0] if added else None,
         )
+
+
+def _accepted(frame: DataFrame, sink: Sink) -> DataFrame:
+    """The valid rows of a frame, as the sink validates them."""
+    if not sink.capability().validates:
+        return frame
+
+    def pick(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            yield validated(sink, Rows(batch)).good
+
+    return frame.mapInArrow(pick, frame.schema)

@@ -18,7 +18,6 @@ import pyarrow as pa
 from pyspark import StorageLevel
 from pyspark.errors import AnalysisException
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
-from pyspark.sql.pandas.types import from_arrow_schema
 
 from delivered.audit.evidence import Damage
 from delivered.audit.judge import contradictions
@@ -28,6 +27,7 @@ from delivered.audit.request import AuditRequest, BadExpression
 from delivered.audit.spark.audit import Progress, audit_sink, chosen_sink, reason, request_for, stored_rows
 from delivered.audit.spark.dedup import union
 from delivered.audit.spark.reconcile import Slots, canonical_schema, hashed, reconcile, without_order
+from delivered.audit.spark.slices import beyond_rows, keeps_partitions, kept_plain, shuffles_fit_for
 from delivered.audit.spark.source import SentRows, expressions, record_columns
 from delivered.checkpoint.folder import read_view
 from delivered.contract.sink import Sink
@@ -39,8 +39,9 @@ from delivered.model.identity import Scope
 from delivered.model.ranges import fitted
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
-from delivered.spark.frames import batches_fit_for, beyond_rows, keeps_partitions, kept_plain, shuffles_fit_for
+from delivered.spark.internals import from_arrow
 from delivered.spark.rows import own_views
+from delivered.spark.settings import batches_fit_for
 from delivered.spark.start import ready
 
 if TYPE_CHECKING:
@@ -341,7 +342,7 @@ def _as_read(before: _Hop, after: _Hop, frame: DataFrame) -> DataFrame:
         for batch in batches:
             yield fitted(records(batch), schema)
 
-    rows = frame.mapInArrow(as_source, from_arrow_schema(schema))
+    rows = frame.mapInArrow(as_source, from_arrow(schema))
     if by_row and reads is not None and reads.names is not None:
         return rows.filter(F.col("topic").isin(*sorted(reads.names)))
     return rows

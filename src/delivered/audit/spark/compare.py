@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 from pyspark import StorageLevel
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
-from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import DecimalType, DoubleType, FloatType, StructType
 from pyspark.sql.window import Window
 
@@ -19,6 +18,7 @@ from delivered.audit.request import AuditRequest, Recompute, id_sql
 from delivered.audit.spark.source import expressions, record_columns
 from delivered.model.capability import WriteMode
 from delivered.model.ranges import backquoted
+from delivered.spark.internals import from_arrow
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -113,7 +113,7 @@ def compare(
         for batch in batches:
             yield records(batch)
 
-    must = _typed(expected.mapInArrow(canonical, from_arrow_schema(schema)), expected.schema)
+    must = _typed(expected.mapInArrow(canonical, from_arrow(schema)), expected.schema)
     there = _typed(stored.select(*map(backquoted, schema.names)), expected.schema, must.schema)
     identity, identified_by = _identity(request, how, mode, schema.names)
     with expressions(request):

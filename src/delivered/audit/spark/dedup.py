@@ -29,7 +29,7 @@ from delivered.audit.ranges import BatchRange
 from delivered.audit.spark.reconcile import by_partition, without_order
 from delivered.model.dedup import Dedup
 from delivered.model.ranges import backquoted
-from delivered.spark.dedup import TIME, key_columns, with_keys
+from delivered.spark.rows import TIME, key_columns, with_keys
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame

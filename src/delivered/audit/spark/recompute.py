@@ -9,12 +9,10 @@ As one batch, if that gives what the query's batches gave; else, and if the two 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pyspark import StorageLevel
@@ -39,6 +37,7 @@ from delivered.audit.request import AuditRequest, Recompute
 from delivered.audit.spark.compare import compare
 from delivered.audit.spark.reconcile import by_partition
 from delivered.audit.spark.replay import AT, BATCH, Script, replay
+from delivered.audit.spark.slices import keeps_partitions, kept_plain, shuffles_fit_for, slice_frame
 from delivered.audit.spark.source import SentRows, expressions, final_state
 from delivered.checkpoint.folder import batch_metadata, read_view
 from delivered.kits.sql.merge import CONFLICT
@@ -48,7 +47,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import SOURCE, Scope
 from delivered.model.ranges import backquoted
 from delivered.model.work import Decision
-from delivered.spark.frames import keeps_partitions, kept_plain, logical_plan, shuffles_fit_for, slice_frame
+from delivered.spark.internals import EVENT_TIME, WINDOW_END, frame_class, logical_plan
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -59,10 +58,6 @@ _COPY, _RANK, _DIFFERS, _ROW, _RANGE, _TIME, _STATE, _MISSED, _WAS, _NOW = (
 _TRIES = 3
 _UNDECIDED = "the ledger holds no decided batch of this checkpoint: nothing was promised yet"
 _DEDUP = "dedup drops repeats batch by batch, and a recomputation is one batch; audit without --recompute"
-_WATERMARK = "spark.watermarkDelayMs"
-"""Spark's, in the metadata of a column: it is event time, or the window of one."""
-_WINDOW_END = re.compile(r"#\d+-T\d+ms\.end AS ([^#,]+)#")
-"""In Spark's plan: a column that is the end of an event-time window."""
 
 Progress = Callable[[str], None]
 
@@ -359,8 +354,8 @@ def _of_ledger(request: AuditRequest, ledger: LedgerAccount, read: SourceRange, 
 
 def _closed(query: Query) -> Column | None:
     """Whether the newest batch's watermark has closed a row of an aggregation; None: no column shows it."""
-    times = {f.name: f for f in query.stream.schema.fields if _WATERMARK in (f.metadata or {})}
-    ends = _WINDOW_END.findall(query.plan.splitlines()[0])
+    times = {f.name: f for f in query.stream.schema.fields if EVENT_TIME in (f.metadata or {})}
+    ends = WINDOW_END.findall(query.plan.splitlines()[0])
     logged = batch_metadata(query.request.checkpoint, query.visible.batch)
     if len({*times, *ends}) != 1 or logged is None or "Aggregate" not in operators(query.plan):
         return None
@@ -430,9 +425,9 @@ def _recorded(*methods: str) -> Iterator[list[_Call]]:
     the plan."""
     calls: list[_Call] = []
     with ExitStack() as undo:
-        for kind in ("classic", "connect"):
+        for connect in (False, True):
             try:
-                owner = import_module(f"pyspark.sql.{kind}.dataframe").DataFrame
+                owner: Any = frame_class(connect=connect)
             except ImportError:  # without grpcio
                 continue
             for method in methods:

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyspark import StorageLevel
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
-from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import LongType, StructField, StructType
 from pyspark.sql.window import Window
 
 from delivered.audit.evidence import Counts, Damage, PartitionLine, Sample
 from delivered.audit.judge import NOBODY, Result
+from delivered.audit.spark.slices import Mapper, SliceRows
 from delivered.model.fingerprint import Fingerprint, lanes, record_hashes
 from delivered.model.ranges import fitted
-from delivered.spark.frames import Mapper, SliceRows
+from delivered.spark.internals import from_arrow, to_arrow
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, Row
@@ -51,7 +51,7 @@ Canonical = Callable[[pa.RecordBatch], pa.RecordBatch]
 
 def canonical_schema(columns: StructType, canonical: Canonical) -> pa.Schema:
     """The columns that `canonical` makes of rows with these columns."""
-    return canonical(pa.RecordBatch.from_pylist([], schema=to_arrow_schema(columns, timezone="UTC"))).schema
+    return canonical(pa.RecordBatch.from_pylist([], schema=to_arrow(columns))).schema
 
 
 def by_partition(values: Sequence[int]) -> Column:
@@ -84,10 +84,10 @@ def hashed(
         own_sql: SQL condition for records of this pipeline, kept as the column `own`.
         position: column of `frame` that locates the record for users, kept as `position`.
     """
-    records = from_arrow_schema(canonical_schema(frame.schema, canonical))
+    records = from_arrow(canonical_schema(frame.schema, canonical))
     own = [_LOW, _HIGH, _OTHER, *([_POSITION] if position is not None else [])]
     schema = StructType([*records.fields, *(StructField(name, LongType()) for name in own)])
-    rows = frame.mapInArrow(_hasher(canonical, seed, position, to_arrow_schema(schema, timezone="UTC")), schema)
+    rows = frame.mapInArrow(_hasher(canonical, seed, position, to_arrow(schema)), schema)
     by_content = F.lower(F.concat(F.lpad(F.hex(_LOW), 16, "0"), F.lpad(F.hex(_OTHER), 16, "0")))
     named = F.expr(id_sql).cast("string") if id_sql else F.lit(None).cast("string")
     key_sql = key_sql or ("key" if "key" in records.names else None)

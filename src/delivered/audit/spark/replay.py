@@ -18,7 +18,6 @@ import pyarrow as pa
 from pyarrow import fs
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
-from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, SupportsTriggerAvailableNow
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
@@ -27,19 +26,18 @@ from delivered.checkpoint.folder import batch_metadata, open_folder
 from delivered.checkpoint.sidecar import stream_driver
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.model.errors import InvariantBroken
-from delivered.spark.frames import with_setting
-from delivered.spark.jvm import active
+from delivered.spark.internals import Setting, active, from_arrow
+from delivered.spark.settings import with_setting
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 BATCH, AT = "__delivered_batch", "__delivered_at"
 _NOT_KEPT = (
-    "spark.sql.shuffle.partitions",  # changes no row
-    "spark.sql.streaming.queryEvolution.enableSourceEvolution",  # the script's sources have no names
-    "spark.sql.streaming.offsetLog.formatVersion",
+    Setting.SHUFFLE_PARTITIONS,  # changes no row
+    Setting.SOURCES_BY_NAME,  # the script's sources have no names
+    Setting.OFFSET_LOG_FORMAT,
 )
-_RETAINED = "spark.sql.streaming.minBatchesToRetain"
 _PROGRESS_S = 2
 
 
@@ -152,7 +150,7 @@ def _stream(spark: SparkSession, script: Script, name: str) -> DataFrame:
     called = f"delivered_replay_{uuid.uuid4().hex}"
     attributes = {
         "called": called,
-        "source_schema": from_arrow_schema(fixed.schema()),
+        "source_schema": from_arrow(fixed.schema()),
         "arguments": (
             fixed,
             script.rejects,
@@ -189,7 +187,7 @@ def replay(
         frames = {name: _stream(spark, script, name) for name in script.sources}
         for key, value in _settings(script).items():
             context.enter_context(with_setting(spark, key, value))
-        context.enter_context(with_setting(spark, _RETAINED, str(count + 2)))
+        context.enter_context(with_setting(spark, Setting.BATCHES_RETAINED, str(count + 2)))
         frame = transform(frames)
 
         def keep(df: DataFrame, number: int) -> None:

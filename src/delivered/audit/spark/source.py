@@ -11,12 +11,12 @@ import pyarrow as pa
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import Window
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
-from pyspark.sql.pandas.types import from_arrow_schema
 
 from delivered.audit.ranges import Positions, SourceRange, SourceSet, slices_of, split_by_batch
 from delivered.audit.request import AuditRequest, BadExpression, id_sql
 from delivered.audit.spark.dedup import Deduplicated
 from delivered.audit.spark.reconcile import Slots, by_partition, canonical_schema, hashed, without_order
+from delivered.audit.spark.slices import SliceRows, keeps_partitions, slice_frame
 from delivered.checkpoint import sidecar
 from delivered.checkpoint.sidecar import stream_driver
 from delivered.contract.source import Slice
@@ -26,7 +26,7 @@ from delivered.model.dedup import Dedup
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.model.ranges import backquoted
-from delivered.spark.frames import SliceRows, keeps_partitions, slice_frame
+from delivered.spark.internals import from_arrow
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -100,7 +100,7 @@ class SentRows:
         """The transform over streams with the sources' columns, for its plan: of a batch, Spark drops watermarks."""
         frames = {}
         for name, source in self._request.sources.items():
-            nothing = [F.lit(None).cast(c.dataType).alias(c.name) for c in from_arrow_schema(source.schema())]
+            nothing = [F.lit(None).cast(c.dataType).alias(c.name) for c in from_arrow(source.schema())]
             frames[name] = self.spark.readStream.format("rate").load().select(*nothing)
         return self.transform(frames)
 

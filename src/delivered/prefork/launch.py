@@ -1,7 +1,7 @@
-"""A worker's launcher: asks the template process (template.py) for a forked worker, and stands for it until it ends.
+"""Asks the server (server.py) for a forked process, and stands for it until it ends.
 
 Run as `python -I -S launch.py PYTHON -m MODULE ...`. Imports only what is built in: it must start in milliseconds.
-If there is no template, or it does not answer, this process becomes the ordinary interpreter PYTHON.
+If there is no server, or it does not answer, this process becomes the ordinary interpreter PYTHON.
 """
 
 # ruff: noqa: PTH109, S606, SIM105
@@ -16,23 +16,23 @@ _STREAMS = range(3)
 
 
 def ask(path: str) -> tuple[_socket.socket, int]:
-    """The connection to the template, and the id of the forked process; 0: there is none."""
+    """The connection to the server, and the id of the forked process; 0: there is none."""
     request = marshal.dumps((sys.argv[2:], dict(os.environ), os.getcwd()))
-    template = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     streams = b"".join(n.to_bytes(4, sys.byteorder) for n in _STREAMS)
     try:
-        template.connect(path)
+        server.connect(path)
         length = len(request).to_bytes(4, "big")
-        template.sendmsg([length], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, streams)])
-        template.sendall(request)
-        pid = template.recv(4)
+        server.sendmsg([length], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, streams)])
+        server.sendall(request)
+        pid = server.recv(4)
     except OSError:
-        return template, 0
-    return template, int.from_bytes(pid, "big")
+        return server, 0
+    return server, int.from_bytes(pid, "big")
 
 
 def main() -> None:
-    template, pid = ask(os.environ["DELIVERED_TEMPLATE"])
+    server, pid = ask(os.environ["DELIVERED_TEMPLATE"])
     if not pid:
         os.execv(sys.argv[1], sys.argv[1:])
 
@@ -48,7 +48,7 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in _STREAMS:  # the worker has them, and whoever reads them must see their end
         os.dup2(nothing, stream)
-    status = template.recv(4)
+    status = server.recv(4)
     code = int.from_bytes(status, "big", signed=True) if len(status) == 4 else 1
     if code < 0:
         if -code in handled:

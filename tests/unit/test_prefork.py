@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from delivered.spark.quick_start import worker_python
-from delivered.spark.template import SOCKET
+from delivered.prefork import SOCKET
+from delivered.prefork.local import worker_python
 
 PROBE = """
 import os, sys, json
@@ -28,7 +28,7 @@ print("to stderr", file=sys.stderr)
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
     path = tmp_path_factory.mktemp("t") / "t"
-    command = [sys.executable, "-u", "-m", "delivered.spark.template", str(path)]
+    command = [sys.executable, "-u", "-m", "delivered.prefork.server", str(path), "tasks", "pyarrow.compute"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "PYTHONHASHSEED": "0"})
     process.path = path  # type: ignore[attr-defined]
     deadline = time.monotonic() + 60

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
-from pyspark.sql.types import ArrayType, MapType, StructType
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Slice, Source
 from delivered.model.ranges import fitted
+from delivered.spark.internals import Setting, from_arrow, logical_plan, physical_plan, to_arrow
+from delivered.spark.settings import with_setting
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import StructType
 
 _NARROW = frozenset(
     {
@@ -58,14 +58,10 @@ _ROW_BY_ROW = frozenset(
 """Logical operators whose output for a row depends on that row only."""
 
 _SUBQUERY = re.compile(r"\b(list|exists|scalar-subquery)#")
-_BATCH_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
-_NESTED_ROWS_MAX = 512
-_SHUFFLE_PARTITIONS = "spark.sql.shuffle.partitions"
+
 _SHUFFLE_ROWS = 200_000
 """Rows of about 100 bytes per shuffle partition."""
-
 _SHUFFLE_PARTITIONS_MAX = 10_000
-_PACKED = "spark.sql.inMemoryColumnarStorage.compressed"
 
 Mapper = Callable[[Iterator["pa.RecordBatch"]], Iterator["pa.RecordBatch"]]
 
@@ -81,13 +77,13 @@ class SliceRows:
         """Args: rejects: records of which the source can make no row are skipped, instead of failing the read."""
         self._spark, self._source, self._slices = spark, source.planned(), list(slices)
         self._read = self._source.read_good if rejects and isinstance(self._source, Source) else self._source.read
-        self.schema = from_arrow_schema(self._source.schema())
+        self.schema = from_arrow(self._source.schema())
 
     def mapInArrow(self, function: Mapper, schema: StructType) -> DataFrame:  # noqa: N802
         """As `DataFrame.mapInArrow`, in the reading process: the records never become JVM rows."""
         if not self._slices:
             return self._spark.createDataFrame([], schema)
-        reading = _reader(self._read, self._slices, to_arrow_schema(self.schema, timezone="UTC"))
+        reading = _reader(self._read, self._slices, to_arrow(self.schema))
 
         def read(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             return function(reading(numbers))
@@ -113,55 +109,23 @@ def _reader(read_slice: Callable[[Slice], Iterator[pa.RecordBatch]], slices: lis
     return read
 
 
-@contextmanager
-def batches_fit_for(spark: SparkSession, *schemas: StructType) -> Iterator[None]:
-    """Send rows of these schemas to Python in batches whose size suits their columns, while the context is open.
-
-    Spark measures the batch at every row (4.3.0, `ArrowWriter.sizeInBytes`). For a list or a struct, such as Kafka's
-    headers, that walks all rows again: measured 180 us per record with batches of 32,768, and 3 us with these.
-    """
-    if any(isinstance(f.dataType, ArrayType | MapType | StructType) for schema in schemas for f in schema):
-        with with_setting(spark, _BATCH_ROWS, str(_NESTED_ROWS_MAX)):
-            yield
-    else:
-        yield
-
-
-@contextmanager
-def kept_plain(spark: SparkSession) -> Iterator[None]:
+def kept_plain(spark: SparkSession) -> AbstractContextManager[None]:
     """Persist frames uncompressed, while the context is open.
 
     Choosing a compression per column costs an audit more than it saves: 9.8 s of CPU in the step that persists 336,776
     classified records, 6.0 s without (4.3.0, two cores).
     """
-    with with_setting(spark, _PACKED, "false"):
-        yield
+    return with_setting(spark, Setting.CACHE_COMPRESSED, "false")
 
 
-@contextmanager
-def shuffles_fit_for(spark: SparkSession, rows: int) -> Iterator[None]:
+def shuffles_fit_for(spark: SparkSession, rows: int) -> AbstractContextManager[None]:
     """Size shuffles for this number of small rows, while the context is open.
 
     Even an empty partition costs 10 to 20 ms in each of the audit's shuffles: with Spark's default of 200, that is most
     of the time of a small audit.
     """
     partitions = min(max(1, -(-rows // _SHUFFLE_ROWS)), _SHUFFLE_PARTITIONS_MAX)
-    with with_setting(spark, _SHUFFLE_PARTITIONS, str(partitions)):
-        yield
-
-
-@contextmanager
-def with_setting(spark: SparkSession, name: str, value: str) -> Iterator[None]:
-    """Configure the session, while the context is open."""
-    before = spark.conf.get(name, None)
-    spark.conf.set(name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            spark.conf.unset(name)
-        else:
-            spark.conf.set(name, before)
+    return with_setting(spark, Setting.SHUFFLE_PARTITIONS, str(partitions))
 
 
 def keeps_partitions(frame: DataFrame) -> bool:
@@ -178,20 +142,5 @@ def beyond_rows(frame: DataFrame) -> list[str]:
 
 
 def _operators(frame: DataFrame) -> set[str]:
-    lines = _physical_plan(frame).splitlines()
+    lines = physical_plan(frame).splitlines()
     return {m.group(1) for line in lines if not line.startswith("==") and (m := _OPERATOR.match(line))}
-
-
-def logical_plan(frame: Any) -> str:
-    """Spark's analyzed logical plan, as text."""
-    if hasattr(type(frame), "_explain_string"):
-        text = str(frame._explain_string(mode="extended"))
-        tree = text.partition("== Analyzed Logical Plan ==")[2].partition("== Optimized")[0]
-        return tree.strip().partition("\n")[2]  # skip its columns
-    return str(frame._jdf.queryExecution().analyzed().toString())
-
-
-def _physical_plan(frame: Any) -> str:
-    if hasattr(type(frame), "_explain_string"):
-        return str(frame._explain_string(mode="simple"))
-    return str(frame._jdf.queryExecution().executedPlan().toString())

@@ -1,15 +1,16 @@
-"""Forks PySpark's driver-side processes from one that has imported what they need.
+"""The server that forks Python processes. It has imported what they need.
 
 A query starts about a dozen Python processes in sequence, to plan and commit for its sources and sinks, and each
 imports pyspark, pyarrow and this package: half a second of CPU. In a local session that this package makes, the
-workers' launcher (`quick_start.py`) asks this process for them instead: it sends its arguments, environment and
-standard streams over a local socket, and stays until the forked process ends, with its exit code. So the JVM sees a
-process like any other. If anything fails before the fork, the launcher starts an ordinary interpreter.
+workers' launcher (`launch.py`) asks this server for them instead: it sends its arguments, environment and standard
+streams over a local socket, and stays until the forked process ends, with its exit code. So the JVM sees a process like
+any other. If anything fails before the fork, the launcher starts an ordinary interpreter.
 
-The command line of a forked process is this one's; its name, as `ps -o comm` and `top` show it, is that of its work:
-"tasks", and "plan" for all others. Workers of tasks have the name of their daemon.
+The command line of a forked process is the server's; its name, as `ps -o comm` and `top` show it, is that of its work:
+"tasks" if its last argument is TASK_MODULE, else "plan". Workers of tasks have the name of their daemon.
 
-    python -m delivered.spark.template SOCKET      serves until its standard input is closed
+    python -m delivered.prefork.server SOCKET TASK_MODULE MODULE...     imports the modules; serves until its standard
+                                                                        input is closed
 """
 
 from __future__ import annotations
@@ -25,13 +26,11 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import NoReturn
 
-SOCKET = "DELIVERED_TEMPLATE"
-"""Environment variable of the launcher: where this process listens."""
 TASKS = "tasks"
 """Name of the processes that run tasks."""
 LENGTH = struct.Struct("!I")
@@ -40,23 +39,10 @@ _STREAMS = 3
 _PR_SET_NAME = 15
 _AT_START = ("PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONUTF8", "PYTHONMALLOC")
 """What an interpreter reads only when it starts."""
-_IMPORTED = (
-    "pyspark.worker",
-    "pyspark.sql.datasource",
-    "pyspark.sql.datasource_internal",
-    "pyarrow.compute",
-    "delivered.spark.formats",
-    "delivered.spark.readers",
-    "delivered.spark.recovery",
-    "delivered.spark.writers",
-    "delivered.checkpoint.history",
-    "delivered.engine.decide",
-    "delivered.engine.recover",
-)
 
 
 @dataclass
-class _Asked:
+class _Request:
     """A launcher's request, as far as it has arrived."""
 
     streams: list[int] = field(default_factory=list)
@@ -70,24 +56,25 @@ class _Asked:
         return LENGTH.size + int.from_bytes(self.data[: LENGTH.size], "big") - len(self.data)
 
 
-def serve(path: str) -> None:
+def serve(path: str, task_module: str, modules: Sequence[str]) -> None:
     """Listen, import, and fork until standard input is closed."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(path)
     listener.listen(64)  # whoever asks meanwhile waits: an interpreter of its own would take as long
-    for module in _IMPORTED:
+    for module in modules:
         import_module(module)
     gc.collect()
     gc.freeze()
-    Template(listener).run()
+    Server(listener, task_module).run()
 
 
-class Template:
+class Server:
     """One thread: a fork copies no other."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, task_module: str) -> None:
         self._listener = listener
-        self._asked: dict[socket.socket, _Asked] = {}
+        self._task_module = task_module
+        self._requests: dict[socket.socket, _Request] = {}
         self._children: dict[int, socket.socket | None] = {}
         self._selector = selectors.DefaultSelector()
         self._ended, wake = socket.socketpair()
@@ -106,7 +93,7 @@ class Template:
                 match key.fileobj:
                     case self._listener:
                         launcher, _ = self._listener.accept()
-                        self._asked[launcher] = _Asked()
+                        self._requests[launcher] = _Request()
                         self._selector.register(launcher, selectors.EVENT_READ)
                     case self._ended:
                         with contextlib.suppress(BlockingIOError):
@@ -119,45 +106,45 @@ class Template:
                             return
 
     def _hear(self, launcher: socket.socket) -> None:
-        asked = self._asked.get(launcher)
-        if asked is None:  # its child runs: the launcher was killed, perhaps before it read the child's id
+        request = self._requests.get(launcher)
+        if request is None:  # its child runs: the launcher was killed, perhaps before it read the child's id
             with contextlib.suppress(ConnectionError):
                 launcher.recv(1)
             self._kill_child_of(launcher)
             return
         try:
-            data, streams, _, _ = socket.recv_fds(launcher, asked.missing, _STREAMS)
+            data, streams, _, _ = socket.recv_fds(launcher, request.missing, _STREAMS)
         except ConnectionError:
             data, streams = b"", []
-        asked.data += data
-        asked.streams += streams
+        request.data += data
+        request.streams += streams
         if not data:
-            self._forget(launcher, asked)
-        elif not asked.missing:
-            if len(asked.streams) == _STREAMS:
-                self._fork(launcher, asked)
+            self._forget(launcher, request)
+        elif not request.missing:
+            if len(request.streams) == _STREAMS:
+                self._fork(launcher, request)
             else:
-                self._forget(launcher, asked)
+                self._forget(launcher, request)
 
-    def _forget(self, launcher: socket.socket, asked: _Asked) -> None:
-        del self._asked[launcher]
-        for stream in asked.streams:
+    def _forget(self, launcher: socket.socket, request: _Request) -> None:
+        del self._requests[launcher]
+        for stream in request.streams:
             os.close(stream)
         self._selector.unregister(launcher)
         launcher.close()
 
-    def _fork(self, launcher: socket.socket, asked: _Asked) -> None:
+    def _fork(self, launcher: socket.socket, request: _Request) -> None:
         pid = os.fork()
         if pid == 0:
-            self._become(asked)
-        del self._asked[launcher]
-        for stream in asked.streams:
+            self._become(request)
+        del self._requests[launcher]
+        for stream in request.streams:
             os.close(stream)
         self._children[pid] = launcher
         with contextlib.suppress(OSError):
             launcher.sendall(STATUS.pack(pid))
 
-    def _become(self, asked: _Asked) -> NoReturn:
+    def _become(self, request: _Request) -> NoReturn:
         """In the child: run what the launcher was asked to run, then end."""
         status = 1
         try:
@@ -166,12 +153,12 @@ class Template:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._selector.close()
             launchers = [one for one in self._children.values() if one is not None]
-            for end in (self._listener, self._ended, self._wake, *self._asked, *launchers):
+            for end in (self._listener, self._ended, self._wake, *self._requests, *launchers):
                 end.close()
-            for number, stream in enumerate(asked.streams):
+            for number, stream in enumerate(request.streams):
                 os.dup2(stream, number)
                 os.close(stream)
-            status = _run(*marshal.loads(asked.data[LENGTH.size :]))  # noqa: S302 - from our launcher, over our socket
+            status = self._run(*marshal.loads(request.data[LENGTH.size :]))  # noqa: S302 - from our launcher, over our socket
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
@@ -204,25 +191,24 @@ class Template:
         self._selector.unregister(launcher)
         launcher.close()
 
-
-def _run(arguments: list[str], environment: dict[str, str], folder: str) -> int:
-    """As `python -m MODULE ARGUMENTS...` would in that environment; returns the exit code."""
-    if any(environment[name] != os.environ.get(name) for name in _AT_START if name in environment):
-        os.execve(sys.executable, [sys.executable, *arguments], environment)  # noqa: S606
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    for entry in reversed(environment.get("PYTHONPATH", "").split(os.pathsep)):
-        if entry and entry not in sys.path:
-            sys.path.insert(0, entry)
-    module = arguments[1]
-    _name_process(TASKS if arguments[-1] == "pyspark.worker" else "plan")
-    sys.argv = [module, *arguments[2:]]
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    return 0
+    def _run(self, arguments: list[str], environment: dict[str, str], folder: str) -> int:
+        """As `python -m MODULE ARGUMENTS...` would in that environment; returns the exit code."""
+        if any(environment[name] != os.environ.get(name) for name in _AT_START if name in environment):
+            os.execve(sys.executable, [sys.executable, *arguments], environment)  # noqa: S606
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        for entry in reversed(environment.get("PYTHONPATH", "").split(os.pathsep)):
+            if entry and entry not in sys.path:
+                sys.path.insert(0, entry)
+        module = arguments[1]
+        _name_process(TASKS if arguments[-1] == self._task_module else "plan")
+        sys.argv = [module, *arguments[2:]]
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as ended:
+            return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        return 0
 
 
 def _name_process(name: str) -> None:
@@ -230,13 +216,5 @@ def _name_process(name: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
-LAUNCHER = Path(__file__).with_name("launch.py")
-
-
-def main(arguments: list[str]) -> int:
-    serve(arguments[1])
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    serve(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from delivered.cli import class_archive
-from delivered.spark.quick_start import advice, forked_workers, with_archive, worker_python
+from delivered.prefork.local import worker_python
+from delivered.spark.check import advice
+from delivered.spark.session import forked_workers, with_archive
 
 _OPTIONS = "spark.driver.extraJavaOptions"
 

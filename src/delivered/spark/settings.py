@@ -1,0 +1,93 @@
+"""Settings that a session has while a query starts, or a job runs.
+
+An expired shard of a decided batch is written again and compared with the decision, perhaps with other cores than
+before. So a batch that runs again must be divided into the same shards. Adaptive execution coalesces shuffle partitions
+by their sizes and the number of cores; since 4.1 Spark uses it in stateless streaming queries too. Spark's file sources
+divide files by the number of cores.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+from pyspark.sql import SparkSession
+from pyspark.sql.types import ArrayType, MapType, StructType
+
+from delivered.checkpoint import sidecar
+from delivered.spark.internals import Setting, is_connect
+
+log = logging.getLogger(__name__)
+
+_FILES = (s for s in Setting if s.name.startswith("FILE_"))
+_DIVIDES = (Setting.PARALLELISM, Setting.SHUFFLE_PARTITIONS, *_FILES)
+"""What a query without state is divided by."""
+_NESTED_ROWS_MAX = 512
+
+
+@contextmanager
+def with_setting(spark: SparkSession, name: str, value: str) -> Iterator[None]:
+    """Configure the session, while the context is open."""
+    before = spark.conf.get(name, None)
+    spark.conf.set(name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            spark.conf.unset(name)
+        else:
+            spark.conf.set(name, before)
+
+
+@contextmanager
+def same_shards(spark: SparkSession, checkpoint: str | None) -> Iterator[None]:
+    """A query that starts while the context is open divides an unfinished batch as the start before did.
+
+    Args:
+        checkpoint: as Spark spells it. None, and over Spark Connect, where it may be on another machine: only adaptive
+            execution is off.
+    """
+    with ExitStack() as held:
+        held.enter_context(with_setting(spark, Setting.ADAPTIVE_STREAMS, "false"))
+        if checkpoint is not None and not is_connect(spark):
+            now = _now(spark)
+            for name, value in sidecar.keep_shards(checkpoint, now).items():
+                if name == Setting.SHUFFLE_PARTITIONS or value == now.get(name):
+                    held.enter_context(with_setting(spark, name, value))
+                else:
+                    _pin(spark, name, value)
+        yield
+
+
+def _now(spark: SparkSession) -> dict[str, str]:
+    now = {name.value: spark.conf.get(name, None) for name in _DIVIDES}
+    now[Setting.PARALLELISM.value] = now[Setting.PARALLELISM] or str(spark.sparkContext.defaultParallelism)
+    return {name: str(value) for name, value in now.items() if value is not None}
+
+
+def _pin(spark: SparkSession, name: str, value: str) -> None:
+    """For the session's life: Spark's file sources do not read the query's own copy of the settings."""
+    log.warning(
+        "%s is %s in this session from now on: an unfinished batch was divided into shards with it", name, value
+    )
+    spark.conf.set(name, value)
+
+
+def uncoalesced(spark: SparkSession) -> AbstractContextManager[None]:
+    """A job that starts while the context is open keeps the partitions of its shuffles, on any cores."""
+    return with_setting(spark, Setting.COALESCES, "false")
+
+
+@contextmanager
+def batches_fit_for(spark: SparkSession, *schemas: StructType) -> Iterator[None]:
+    """Send rows of these schemas to Python in batches whose size suits their columns, while the context is open.
+
+    Spark measures the batch at every row (4.3.0, `ArrowWriter.sizeInBytes`). For a list or a struct, such as Kafka's
+    headers, that walks all rows again: measured 180 us per record with batches of 32,768, and 3 us with these.
+    """
+    if any(isinstance(f.dataType, ArrayType | MapType | StructType) for schema in schemas for f in schema):
+        with with_setting(spark, Setting.ARROW_BATCH_ROWS, str(_NESTED_ROWS_MAX)):
+            yield
+    else:
+        yield
