@@ -7,19 +7,15 @@ the first text that is needed: executors import this module at every start.
 
 from __future__ import annotations
 
-import json
-import pkgutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 PREFIX = "DELIVERED_"
 FILE = "error-conditions.json"
 
 
-@dataclass(frozen=True)
-class Condition:
+class Condition(NamedTuple):
     """
     Attributes:
         code: with its condition, without the prefix.
@@ -36,6 +32,9 @@ class Condition:
 
 def entries() -> dict[str, dict[str, Any]]:
     """The file as it is: code -> class, docs, and message and next, or conditions with these."""
+    import json  # here, so that importing errors costs nothing
+    import pkgutil
+
     entries: dict[str, dict[str, Any]] = json.loads(pkgutil.get_data(__package__, FILE) or b"")
     return entries
 
