@@ -100,19 +100,11 @@ def _parse_one(text: str) -> CrashPoint:
         "action": [a.value for a in CrashAction],
     }
     if found is None:
-        raise UsageError(
-            "CRASH_POINT",
-            f"{CRASH} holds {text!r}; a crash point is written like commit.apply:after#2@batch=3!kill.",
-            next_step=f"write one of the steps {', '.join(known['step'])} with :before or :after",
-        )
+        raise UsageError("CRASH_POINT.SYNTAX", text=text, known=", ".join(known["step"]))
     for part, values in known.items():
         value = found[part]
         if value is not None and value not in values:
-            raise UsageError(
-                "CRASH_POINT",
-                f"{CRASH} holds {text!r}: there is no {part} {value!r}.",
-                next_step=f"write one of: {', '.join(values)}",
-            )
+            raise UsageError("CRASH_POINT.UNKNOWN", text=text, part=part, value=value, known=", ".join(values))
     conditions = [c.partition("=") for c in found["conditions"].split("@") if c]
     return CrashPoint(
         StepId(found["step"]),
@@ -187,10 +179,6 @@ def install_from_environment() -> bool:
         return False
     folder = os.environ.get(CRASH_DIR, "")
     if not folder or not Path(folder).is_dir():
-        raise UsageError(
-            "CRASH_DIR",
-            f"{CRASH} is set, and {CRASH_DIR} is {folder!r}; it must be a folder that all processes share.",
-            next_step=f"export {CRASH_DIR}=$(mktemp -d)",
-        )
+        raise UsageError("CRASH_DIR", folder=folder)
     install(Handler(points, Path(folder)))
     return True

@@ -171,11 +171,7 @@ class Pipeline(Definition):
         stop_former = notebook if restart is None else restart
         former, notes = running(self), list[str]()
         if not stop_former and any(r.pipeline.checkpoint == self.checkpoint for r in former):
-            raise UsageError(
-                "QUERY_RUNS",
-                f"A query on the checkpoint {self.checkpoint!r} runs in this process.",
-                next_step="stop it with pipeline.stop(query), or pass restart=True to start, which does",
-            )
+            raise UsageError("QUERY_RUNS", checkpoint=self.checkpoint)
         for one in former if stop_former else ():
             between = stop_between_batches(one.query, RESTART_STOP_S)
             notes += allowed(one.pipeline, self, between)

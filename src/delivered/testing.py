@@ -33,7 +33,6 @@ from delivered.model.work import BatchPlan, CheckpointView, DriverAddress, Shard
 from delivered.pipeline.file import load_file
 
 __all__ = ["Batches", "Task", "definition", "first_records"]
-_BY_SPARK = "run it by Spark: delivered run, or delivered verify --service spark"
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,9 @@ class Batches:
     def __init__(self, pipeline: Pipeline) -> None:
         transform = pipeline.transform
         if transform.kind not in ("none", "arrow"):
-            text = f"Without Spark, a pipeline cannot run a transform in {transform.kind}."
-            raise DeliveredError("LOOP_TRANSFORM", text, next_step=_BY_SPARK)
+            raise DeliveredError("LOOP_TRANSFORM", kind=transform.kind)
         if not all(s.projection.is_all for s in pipeline.sinks):
-            text = "Without Spark, a pipeline cannot run sinks with select or where."
-            raise DeliveredError("LOOP_SINKS", text, next_step=_BY_SPARK)
+            raise DeliveredError("LOOP_SINKS")
         self.pipeline = pipeline
         (source,) = pipeline.sources.values()
         self.source = source.source().planned()

@@ -141,11 +141,7 @@ def _wait(
         if ended:
             return None
         if time.monotonic() > deadline:
-            raise DeliveredError(
-                "SUPERVISOR_TIMEOUT",
-                f"The command {process.args!r} did not end in time; its process tree was killed.",
-                next_step="look at its output; a crash point that nobody waits for halts a process for ever",
-            )
+            raise DeliveredError("SUPERVISOR_TIMEOUT", args=process.args)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_POLL_S)
 

@@ -34,7 +34,7 @@ _BUILT = {
 """What becomes an error later, or is shown with its code: class, its text, arguments of `build` that are no values."""
 _OWN_ARGUMENTS = {"self", "cls", "code", "message", "next_step"}.union(*(own for _, _, own in _BUILT.values()))
 _PASSES_ON = frozenset(_BUILT).union(
-    f"delivered.{m}" for m in ("cli.output", "model.errors", "model.translate", "patterns.saga.definition")
+    f"delivered.{m}" for m in ("cli.command", "model.errors", "model.translate", "patterns.saga.definition")
 )
 """Modules that have functions for making an error of the text of another one, or of what becomes an error."""
 

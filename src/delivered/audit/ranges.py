@@ -177,11 +177,7 @@ class SourceSet:
         ends = {name: driver.newest() for name, driver in self._drivers.items()}
         known = {name: end for name, end in ends.items() if end is not None}
         if len(known) < len(ends):
-            raise DeliveredError(
-                "AUDIT_SOURCES",
-                f"The end of {', '.join(ends.keys() - known.keys())} is not known.",
-                next_step="run the audit again; if it stays, read the error above it",
-            )
+            raise DeliveredError("AUDIT_SOURCES.END_UNKNOWN", missing=", ".join(ends.keys() - known.keys()))
         return known
 
     def slices(self, start: Positions, end: Positions) -> list[Slice]:
@@ -191,11 +187,7 @@ class SourceSet:
             DeliveredError: the range names a source that the pipeline does not have.
         """
         if end.keys() - self._drivers.keys():
-            raise DeliveredError(
-                "AUDIT_SOURCES",
-                f"The pipeline's batches read the sources {', '.join(end)}, but it now has {', '.join(self._drivers)}.",
-                next_step="audit with the sources that the pipeline ran with",
-            )
+            raise DeliveredError("AUDIT_SOURCES.CHANGED", sources=", ".join(end), current=", ".join(self._drivers))
         slices = []
         for name in (n for n in self._drivers if n in end):
             prefix = "" if name == SOURCE else f"{name} "

@@ -105,36 +105,12 @@ def check_write_mode(mode: WriteMode, *, dedup: bool = False) -> None:
         Refused: the source does not determine the final state.
     """
     if mode.complete:
-        raise Refused(
-            "AUDIT_ORDER",
-            "Each batch replaces all rows of the table, so the ledger's total is not that of the table.",
-            next_step="delivered audit --recompute",
-        )
+        raise Refused("AUDIT_ORDER.COMPLETE")
     if mode.replaces:
-        raise Refused(
-            "AUDIT_ORDER",
-            f"Each batch replaces what the sink has of its values in {', '.join(mode.replaces)}. What is left of "
-            "earlier batches is known to the batches that ran, not to the source, so the table cannot be held against "
-            "it.",
-            next_step="delivered audit --recompute",
-        )
+        raise Refused("AUDIT_ORDER.OVERWRITE", replaces=", ".join(mode.replaces))
     if mode.expected is not None:
-        raise Refused(
-            "AUDIT_ORDER",
-            f"A row is written only if the stored row has its {mode.expected}. Which rows matched is known only to the "
-            "batches that ran, not from the source, so the table cannot be compared with it.",
-            next_step="delivered audit --recompute; conflicts are counted in the ledger's table left_out",
-        )
+        raise Refused("AUDIT_ORDER.EXPECTED_VERSION", expected=mode.expected)
     if mode.insert and dedup:
-        raise Refused(
-            "AUDIT_ORDER",
-            "Which of a key's rows came first is not judged together with a dedup.",
-            next_step="compare the keys with a query of your own",
-        )
+        raise Refused("AUDIT_ORDER.DEDUP")
     if mode.upserts and not mode.insert and mode.version is None:
-        raise Refused(
-            "AUDIT_ORDER",
-            f"The sink keeps the last row of each key ({mode.keys_text}) by order of arrival. Which one came last is "
-            "known only to the batches that ran, not from the source, so the table cannot be compared with it.",
-            next_step='write with .option("versionColumn", ...), or delivered audit --recompute',
-        )
+        raise Refused("AUDIT_ORDER.ARRIVAL", keys_text=mode.keys_text)

@@ -44,11 +44,7 @@ def open_folder(location: str) -> tuple[fs.FileSystem, str]:
     try:
         filesystem, path = fs.FileSystem.from_uri(uri)
     except Exception as error:
-        raise Unreachable(
-            "CHECKPOINT_UNREADABLE",
-            f"The checkpoint {location!r} cannot be opened from Python: {error}.",
-            next_step="use a location that pyarrow.fs can read (a shared folder, hdfs:, s3:, gs:, abfs:)",
-        ) from error
+        raise Unreachable("CHECKPOINT_UNREADABLE.LOCATION", location=location, error=error) from error
     return filesystem, path
 
 
@@ -64,21 +60,13 @@ def read_view(location: str) -> CheckpointView:
         incarnation = str(json.loads(_read(filesystem, f"{path}/metadata"))["id"])
         batch = _newest(filesystem, f"{path}/offsets")
         if batch is None:
-            raise InvariantBroken(
-                "CHECKPOINT_EMPTY",
-                f"The checkpoint {location!r} has no file in offsets/, but Spark is about to run a batch.",
-                next_step="check that nothing else writes to or cleans this folder",
-            )
+            raise InvariantBroken("CHECKPOINT_EMPTY", location=location)
         offsets = _offsets(filesystem, f"{path}/offsets/{batch}")
         logged = _newest(filesystem, f"{path}/commits")
     except OSError as error:
         raise _unreadable(location, error) from error
     if len(offsets) > OFFSETS_BYTES_MAX:
-        raise InvariantBroken(
-            "OFFSETS_TOO_LARGE",
-            f"The source offsets of batch {batch} are {len(offsets)} bytes; the limit is {OFFSETS_BYTES_MAX}.",
-            next_step="read fewer partitions with one pipeline",
-        )
+        raise InvariantBroken("OFFSETS_TOO_LARGE", batch=batch, bytes=len(offsets), offsets_bytes_max=OFFSETS_BYTES_MAX)
     return CheckpointView(incarnation, batch, offsets, logged)
 
 
@@ -247,16 +235,13 @@ def write(location: str, file: str, data: bytes, *, first: bool) -> None:
         raise unusable(location, error) from error
 
 
-def read_record(
-    location: str, file: str, what: str, of: Callable[[dict[str, Any]], T], damaged: str, *, without: str = ""
-) -> T | None:
+def read_record(location: str, file: str, what: str, of: Callable[[dict[str, Any]], T], damaged: str) -> T | None:
     """The record in a sidecar file, or None if there is no such file.
 
     Args:
         what: the record, for errors: "a source's first offsets".
         of: makes the record of its fields.
         damaged: code of the error if the file is damaged.
-        without: what is lost without the file, after "; ".
 
     Raises:
         InvariantBroken: the file is damaged.
@@ -269,12 +254,7 @@ def read_record(
     try:
         return of(without_format(json.loads(text), what))
     except (ValueError, KeyError, TypeError) as error:
-        raise InvariantBroken(
-            damaged,
-            f"{file!r} of the checkpoint {location!r} contains {text[:80]!r}; it must be what a start of the pipeline "
-            "wrote.",
-            next_step="restore the file from the checkpoint's backup" + f"; {without}" * bool(without),
-        ) from error
+        raise InvariantBroken(damaged, file=file, location=location, text=text[:80]) from error
 
 
 def write_record(location: str, file: str, record: Mapping[str, Any], *, first: bool = False) -> None:
@@ -283,19 +263,11 @@ def write_record(location: str, file: str, record: Mapping[str, Any], *, first: 
 
 
 def _unreadable(location: str, error: Exception) -> Unreachable:
-    return Unreachable(
-        "CHECKPOINT_UNREADABLE",
-        f"The checkpoint {location!r} cannot be read from Python on the driver: {error}.",
-        next_step="make the folder readable for the driver's user",
-    )
+    return Unreachable("CHECKPOINT_UNREADABLE.READ", location=location, error=error)
 
 
 def unusable(location: str, error: OSError) -> Unreachable:
-    return Unreachable(
-        "CHECKPOINT_UNREADABLE",
-        f"The checkpoint {location!r} cannot be used from Python on the driver: {error}.",
-        next_step="make the folder readable and writable for the driver's user",
-    )
+    return Unreachable("CHECKPOINT_UNREADABLE.USE", location=location, error=error)
 
 
 def _offsets(filesystem: fs.FileSystem, path: str) -> str:

@@ -113,9 +113,8 @@ class Landmarks:
         if self._checked or self._location is None:
             return
         record = folder.read_record(
-            self._location, self._file, "the landmarks of a source's offsets", _fields, "LANDMARKS_DAMAGED",
-            without="without it, a source that was restored from an older copy may not be detected",
-        )  # fmt: skip
+            self._location, self._file, "the landmarks of a source's offsets", _fields, "LANDMARKS_DAMAGED"
+        )
         if record is not None and not is_ahead(record[0], position):
             driver.check_landmarks(*record)
             self._known = record
@@ -257,9 +256,8 @@ def _read(location: str, file: str) -> list[_Entry]:
     def entries(found: dict[str, Any]) -> list[_Entry]:
         return [_Entry(dict(entry["offsets"]), dict(entry["metadata"])) for entry in found["entries"]]
 
-    lost = "without it a topic that was recreated while the query was stopped is not detected"
     what = "the metadata of a source's offsets"
-    return folder.read_record(location, file, what, entries, "OFFSET_METADATA_DAMAGED", without=lost) or []
+    return folder.read_record(location, file, what, entries, "OFFSET_METADATA_DAMAGED") or []
 
 
 class PlainDriver(SourceDriver):
@@ -418,7 +416,7 @@ def keep_dedup(location: str, dedup: Dedup | None, *, fresh: bool, sink: str = "
     if before is None:
         return
     if not fresh:
-        raise Refused("DEDUP_CHANGED", f"The checkpoint {location!r} started with {before}.", "restore that setting")
+        raise Refused("DEDUP_CHANGED.STORED", location=location, before=before)
     place = {"sink": sink} if dedup is not None and dedup.in_table else {}
     folder.write_record(location, DEDUP_FILE, {"dedup": dedup.to_json() if dedup is not None else None, **place})
 

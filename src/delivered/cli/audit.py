@@ -59,24 +59,14 @@ def audit(
     if chain:
         alone = {"--set": set_, "--guarantee": guarantee, "--checkpoint": checkpoint, "--sink-from": sink_from}
         if wrong := [name for name, value in {**alone, "--recompute": recompute}.items() if value]:
-            raise UsageError(
-                "CHAIN_OPTION",
-                f"{', '.join(wrong)} applies to one pipeline, not to a chain.",
-                next_step="leave it out, or audit one pipeline without --chain",
-            )
+            raise UsageError("CHAIN_OPTION", wrong=", ".join(wrong))
         return _audit_chain(files, master, sink, samples, spark_log, output)
     if len(files) > 1:
-        raise UsageError(
-            "AUDIT_FILES",
-            f"There are {len(files)} files; an audit is of one pipeline.",
-            "add --chain for a chain of them",
-        )
+        raise UsageError("AUDIT_FILES", file_count=len(files))
     pipeline = read(files[0], set_, guarantee=guarantee, checkpoint=checkpoint, master=master)
     start = _offsets("--sink-from", sink_from)
     if start is not None and sink is None and len(pipeline.sinks) > 1:
-        raise UsageError(
-            "AUDIT_SINK", "--sink-from applies to one sink, but the pipeline has several.", "add --sink NAME"
-        )
+        raise UsageError("AUDIT_SINK.SINK_FROM")
     with working("starting Spark") as progress, quiet_spark(pipeline, SparkLog.of(pipeline, spark_log)) as spark:
         reports = [
             pipeline.audit(
@@ -120,9 +110,5 @@ def _offsets(option: str, text: str | None) -> dict[str, Any] | None:
     except ValueError:
         offsets = None
     if not isinstance(offsets, dict):
-        raise UsageError(
-            "OFFSETS_VALUE",
-            f"{option} is {text!r}; it must be a JSON object.",
-            next_step="""write it as in '{"orders": {"0": 12}}' (Kafka) or '{"rowid": 12}' (SQLite)""",
-        )
+        raise UsageError("OFFSETS_VALUE", option=option, text=text)
     return offsets

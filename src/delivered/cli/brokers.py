@@ -128,9 +128,7 @@ def _as_text(value: bytes | None) -> str:
 def _properties(pairs: list[str]) -> dict[str, str]:
     bad = next((x for x in pairs if not x.partition("=")[0] or "=" not in x), None)
     if bad is not None:
-        raise UsageError(
-            "OPTION_VALUE", f"--set {bad!r} is not NAME=VALUE.", next_step="write it as in --set num.partitions=4"
-        )
+        raise UsageError("OPTION_VALUE.SET", text=bad)
     return {name: value for name, _, value in (x.partition("=") for x in pairs)}
 
 

@@ -36,11 +36,7 @@ def make() -> Path:
         with tempfile.TemporaryDirectory(prefix="delivered-classes-") as folder:
             _stream(Path(folder), f'"-XX:ArchiveClassesAtExit={fresh}" -Xlog:cds=off -Xlog:cds+dynamic=off')
         if not fresh.is_file():
-            raise DeliveredError(
-                "NO_CLASS_ARCHIVE",
-                f"The Java in {java_home()} wrote no class archive: sessions take some seconds longer to start.",
-                next_step="no action is needed; another Java 17 or later may write one",
-            )
+            raise DeliveredError("NO_CLASS_ARCHIVE", java_home=java_home())
         fresh.replace(file)
     finally:
         fresh.unlink(missing_ok=True)

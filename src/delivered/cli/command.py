@@ -259,8 +259,4 @@ def _ours(error: Exception) -> DeliveredError:
         return own
     lines = [line for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else ""
-    return DeliveredError(
-        "UNEXPECTED",
-        f"{type(error).__name__}: {first}",
-        next_step="set DELIVERED_TRACEBACK=1 to see where it happened",
-    )
+    return DeliveredError("UNEXPECTED.COMMAND", error_type=type(error).__name__, error=first)

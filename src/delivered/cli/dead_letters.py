@@ -104,9 +104,7 @@ def _settle(
 
     if bool(ids) == every:
         raise UsageError(
-            "DEAD_LETTER_IDS",
-            f"Got {'both ids and --all' if every else 'neither ids nor --all'}; one of them says which dead letters.",
-            next_step=f"delivered dead-letters list {file}",
+            "DEAD_LETTER_IDS", arguments="both ids and --all" if every else "neither ids nor --all", file=file
         )
     install_from_environment()
     show_warnings()

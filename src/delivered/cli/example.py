@@ -80,11 +80,7 @@ def write_example(folder: Path) -> tuple[Path, int]:
 
     file = folder / FILE
     if file.exists():
-        raise UsageError(
-            "EXAMPLE_EXISTS",
-            f"The file {str(file)!r} already exists; nothing was written.",
-            next_step="delivered init another-folder",
-        )
+        raise UsageError("EXAMPLE_EXISTS", file=str(file))
     folder.mkdir(parents=True, exist_ok=True)
     orders = [{"id": f"order-{i:04}", "amount": (i * 37) % 1000 / 10} for i in range(RECORDS)]
     rows = pa.table(

@@ -273,19 +273,9 @@ def rebuild(
         with working("comparing both tables"):
             compared = rebuilt.compare()
         if report.verdict is Verdict.BROKEN:
-            raise DeliveredError(
-                "REBUILD_BROKEN",
-                f"The new table {into!r} is not what the source says: {'; '.join(report.breaches)}. Nothing was "
-                "swapped.",
-                next_step=f"drop {into!r}, and rebuild into another name",
-            )
+            raise DeliveredError("REBUILD_BROKEN", into=into, breaches="; ".join(report.breaches))
         if not compared.equal and not accept_differences:
-            raise DeliveredError(
-                "REBUILD_DIFFERS",
-                f"The tables differ: {compared}. Nothing was swapped.",
-                next_step="if the transform was corrected, this is expected: repeat with --accept-differences; else "
-                "delivered audit says which of the old rows are lost or doubled",
-            )
+            raise DeliveredError("REBUILD_DIFFERS", compared=compared)
         with working("swapping the tables"):
             rebuilt.swap()
         outcome = {"audit": report.verdict.value, "equal": compared.equal, "comparison": str(compared)}
@@ -491,14 +481,10 @@ def _own_error(failure: Any, log: SparkLog, pipeline: Pipeline) -> Exception:
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     cause = next((line for line in reversed(lines) if "Error" in line and not line.startswith("at ")), lines[0])
     where = log.path or "standard error"
-    about_rows = ""
-    if pipeline.on_bad_row is not OnBadRow.FAIL and pipeline.transform.kind in ("sql", "python"):
-        about_rows = (
-            "; if a row is to blame: Spark does not tell which, so on_bad_row does not cover it. Use try_ functions "
-            "(try_cast, try_divide), or a function over Arrow batches (docs/dead-letters.md)"
-        )
-    next_step = f"read Spark's log in {where}; then run again{about_rows}"
-    return DeliveredError("QUERY_FAILED", cause[:2_000], next_step=next_step)
+    bad_rows = pipeline.on_bad_row is not OnBadRow.FAIL and pipeline.transform.kind in ("sql", "python")
+    return DeliveredError(
+        "QUERY_FAILED.PERHAPS_A_ROW" if bad_rows else "QUERY_FAILED.RUN", cause=cause[:2_000], where=where
+    )
 
 
 @dataclass(frozen=True)

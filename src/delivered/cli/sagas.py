@@ -43,11 +43,7 @@ def _log(where: str, password: str | None) -> Log:
     from delivered.patterns.saga import Log
 
     if password is not None and not is_reference(password):
-        raise UsageError(
-            "SAGA_PASSWORD",
-            "--password holds a password, which every user of this machine can see in the list of processes.",
-            next_step="pass --password env:NAME or --password file:PATH",
-        )
+        raise UsageError("SAGA_PASSWORD")
     return Log(where, password)
 
 

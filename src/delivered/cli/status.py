@@ -193,11 +193,7 @@ def ui(
 def _token(reference: str) -> str:
     """Raises UsageError: it is the token itself, which other users of this machine could read in the process list."""
     if not is_reference(reference):
-        raise UsageError(
-            "UI_TOKEN",
-            "--token must be a reference: a token on the command line is shown by ps to every user of this machine.",
-            next_step="export DELIVERED_UI_TOKEN=..., and pass --token env:DELIVERED_UI_TOKEN",
-        )
+        raise UsageError("UI_TOKEN.REFERENCE")
     return resolve_secret("token", reference)
 
 

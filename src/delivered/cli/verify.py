@@ -77,41 +77,21 @@ def verify(
 
     for name in source:
         if name not in SOURCE_KINDS:
-            raise UsageError(
-                "SOURCE_UNKNOWN",
-                f"--source is {name!r}; it must be one of {', '.join(SOURCE_KINDS)}.",
-                next_step="use one of these",
-            )
+            raise UsageError("SOURCE_UNKNOWN", name=name, known=", ".join(SOURCE_KINDS))
     if source and file is not None:
-        raise UsageError(
-            "VERIFY_SOURCE",
-            f"--source is {source[0]!r}, but {file} has its own source.",
-            next_step="leave --source out",
-        )
+        raise UsageError("VERIFY_SOURCE", source=source[0], file=file)
     if service not in (*SERVICES, *ENDS):
         known = ", ".join((*SERVICES, *ENDS))
-        raise UsageError(
-            "SERVICE_UNKNOWN",
-            f"--service is {service!r}; it must be one of {known}.",
-            next_step="delivered verify --service engine",
-        )
+        raise UsageError("SERVICE_UNKNOWN", service=service, known=known)
     for name in workload:
         if name not in WORKLOADS:
-            raise UsageError(
-                "WORKLOAD_UNKNOWN",
-                f"--workload is {name!r}; it must be one of {', '.join(WORKLOADS)}.",
-                next_step="delivered verify --list, which names them",
-            )
+            raise UsageError("WORKLOAD_UNKNOWN", name=name, known=", ".join(WORKLOADS))
     sources, workloads = tuple(source), tuple(workload)
     choice = Choice(tuple(only), seed, quick, audit_too, service, jobs, minutes, faults, per_place, sources, workloads)
     folder = folder.resolve()
     template = load(file) if file is not None else None
     if template is not None and template.needs_spark and choice.service != SPARK:
-        raise UsageError(
-            "VERIFY_SERVICE",
-            f"The transform of {file} needs Spark, and --service is {choice.service!r}.",
-            next_step="write --service spark",
-        )
+        raise UsageError("VERIFY_SERVICE", file=file, service=choice.service)
     if listing:
         for case in cases(choice) if template is None else own_cases(choice, template):
             behind = f"{case.source} to " if case.source else ""

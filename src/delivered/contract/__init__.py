@@ -33,9 +33,4 @@ def build(base: type[Any], make: Callable[..., P], *args: Any) -> P:
 
 
 def outdated(why: str) -> UsageError:
-    return UsageError(
-        "CONNECTOR_OUTDATED",
-        f"A connector was written for another version of delivered: {why}. Nothing was read or written.",
-        next_step="install a version of the connector's package for this delivered; its author finds what a connector "
-        "must have in docs/new-connector.md",
-    )
+    return UsageError("CONNECTOR_OUTDATED", reason=why)

@@ -86,14 +86,9 @@ class Connector:
             source: Source = build(Source, self.sources, options)
             return source
         if self.queues is not None:
-            raise Refused(
-                "QUEUE_FORGETS",
-                f"delivered_{self.name} is a queue that deletes acknowledged messages; only the log that its receivers "
-                "write is replayable.",
-                next_step=f"create the source with delivered.endpoint({self.name!r}, ...), which reads that log",
-            )
+            raise Refused("QUEUE_FORGETS", name=self.name)
         raise UsageError(
-            "NOT_A_SOURCE", f"delivered_{self.name} is not a source.", self.instead or "read from another system"
+            "NOT_A_SOURCE.INSTEAD" if self.instead else "NOT_A_SOURCE.OTHER", name=self.name, instead=self.instead
         )
 
     def queue(self, options: Mapping[str, str]) -> Queue:
@@ -106,11 +101,7 @@ class Connector:
     def received(self) -> Factory:
         """The factory of its queues. Raises UsageError if the system needs no receiver."""
         if self.queues is None:
-            raise UsageError(
-                "NOT_A_QUEUE",
-                f"delivered_{self.name} needs no receiver: it is replayable.",
-                next_step="start the pipeline with `delivered run`",
-            )
+            raise UsageError("NOT_A_QUEUE", name=self.name)
         return self.queues
 
     def sink(self, options: Mapping[str, str], ledgers: Ledgers | None = None) -> Sink:
@@ -121,14 +112,10 @@ class Connector:
         """
         if self.sinks is None:
             raise UsageError(
-                "NOT_A_SINK", f"delivered_{self.name} is not a sink.", self.instead or "write to another system"
+                "NOT_A_SINK.CONNECTOR" if self.instead else "NOT_A_SINK.OTHER", name=self.name, instead=self.instead
             )
         if self.external_ledger and ledgers is None:
-            raise Refused(
-                "LEDGER_ELSEWHERE",
-                f"delivered_{self.name} cannot hold a ledger that one driver owns; it needs an external one.",
-                next_step=f"create the sink with delivered.endpoint({self.name!r}, ...), which adds an external ledger",
-            )
+            raise Refused("LEDGER_ELSEWHERE", name=self.name)
         from delivered.contract.sink import Sink
 
         sink: Sink = build(Sink, self.sinks, options, *([ledgers] if self.external_ledger else []))

@@ -336,9 +336,7 @@ class Sink(ABC):
 
     def scan(self) -> BoundedScan:
         """All records that a reader of this sink sees, for the audit. Raises Refused if they cannot be read back."""
-        raise Refused(
-            "NOT_READABLE", f"{self.name} cannot be read back.", next_step="audit with the target's own client"
-        )
+        raise Refused("NOT_READABLE.SINK", name=self.name)
 
     def store(self, scope: Scope) -> Store:
         """Storage for the ledger of this scope (`ledger.Ledger` adds the rules). Connects on first use."""
@@ -396,7 +394,7 @@ class Sink(ABC):
 
         Runs on an executor, after the ledger of this scope was claimed.
         """
-        raise InvariantBroken("DEDUP_MEMORY", f"The sink {scope.sink!r} has no table of keys.")
+        raise InvariantBroken("DEDUP_MEMORY.NO_KEYS", sink=scope.sink)
 
     @property
     def schema_columns(self) -> Sequence[str]:

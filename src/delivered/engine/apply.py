@@ -47,9 +47,11 @@ def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Pr
             case Unknown(reason):
                 raise OutcomeUnknown(
                     "APPLY_UNKNOWN",
-                    f"Batch {decision.batch}, shard {prepared.shard} is decided, but sink {work.scope.sink!r} did "
-                    f"not confirm within {APPLY_TIMEOUT_S:.0f} s that it is visible: {reason}.",
-                    next_step="start the pipeline again once the sink responds; recovery finishes the batch",
+                    batch=decision.batch,
+                    shard=prepared.shard,
+                    sink=work.scope.sink,
+                    apply_timeout_s=APPLY_TIMEOUT_S,
+                    reason=reason,
                 )
 
     failed: list[Prepared] = []
@@ -87,10 +89,7 @@ def abort_orphans(context: Context, *keep: Decision) -> None:
                 log.info("aborted %d orphaned participants", count, extra={"step": StepId.RECOVER_ABORT_ORPHANS})
         case Failed(reason) | Unknown(reason):
             raise OutcomeUnknown(
-                "ORPHANS_NOT_ABORTED",
-                f"Orphaned participants of an earlier run of {context.scope.pipeline!r} at sink {context.scope.sink!r} "
-                f"could not be aborted: {reason}.",
-                next_step="start again once the server responds; `delivered transactions list` shows them",
+                "ORPHANS_NOT_ABORTED", pipeline=context.scope.pipeline, sink=context.scope.sink, reason=reason
             )
     reach(StepId.RECOVER_ABORT_ORPHANS, Moment.AFTER)
 
@@ -120,10 +119,7 @@ def settle_ends(context: Context, state: LedgerState, *, first: bool) -> None:
                 log.warning("%d transactions were still open although their end was confirmed; ended them", lost)
         case Failed(reason) | Unknown(reason):
             raise OutcomeUnknown(
-                "ENDS_UNKNOWN",
-                f"It is unknown whether the last batch of {context.scope.pipeline!r} is visible at sink "
-                f"{context.scope.sink!r}: {reason}. Nothing was written.",
-                next_step="start again once the server responds",
+                "ENDS_UNKNOWN", pipeline=context.scope.pipeline, sink=context.scope.sink, reason=reason
             )
 
 
@@ -148,12 +144,10 @@ def confirm_logged(context: Context, logged: Decision) -> None:
     if missing and not context.tolerance.missing_ledger:
         raise PromiseBroken(
             "LOGGED_BATCH_LOST",
-            f"Batch {logged.batch} of {context.scope.pipeline!r} was decided, applied and logged by Spark, but the "
-            f"rows of shards {missing} are not in the sink: its server lost them since, for instance in a fail-over. "
-            "Nothing was written.",
-            next_step=f"delete the files commits/{logged.batch} and offsets/{logged.batch + 1} of the checkpoint and "
-            "start again: Spark runs the batch again, and only these shards are written; or accept the gap once with "
-            '.option("missingLedger", "accept")',
+            batch=logged.batch,
+            pipeline=context.scope.pipeline,
+            shards=missing,
+            next_batch=logged.batch + 1,
         )
 
 

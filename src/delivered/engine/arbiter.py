@@ -32,7 +32,7 @@ from delivered.engine.owner import is_start_of, located
 from delivered.model.errors import Unreachable
 from delivered.model.identity import Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S, GRANT_WAIT_S
-from delivered.model.work import NO, PORT, YES, Arbiter, DriverAddress, Owner
+from delivered.model.work import NO, YES, Arbiter, DriverAddress, Owner
 
 _LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
 _ALL = "0.0.0.0"  # noqa: S104 - only if Spark binds there
@@ -64,12 +64,7 @@ def _registered(key: str, owner: Owner, driver: DriverAddress) -> Arbiter:
         _keep(file, found)
         return _plan(found, key, token)
     except (OSError, ValueError) as error:
-        raise Unreachable(
-            "ARBITER_START",
-            f"The process that grants tasks the right to send could not be started at {driver.bind or driver.host!r}, "
-            f"port {driver.port}: {error}. Nothing was sent.",
-            next_step=f"check spark.driver.host, spark.driver.bindAddress and {PORT}, then start again",
-        ) from None
+        raise Unreachable("ARBITER_START", host=driver.bind or driver.host, port=driver.port, error=error) from None
 
 
 def _plan(found: dict[str, str | int], key: str, token: str) -> Arbiter:

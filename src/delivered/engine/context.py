@@ -297,12 +297,7 @@ class Committers:
     def _named(self, name: str) -> Committer:
         found = self.by_name.get(name)
         if found is None:
-            raise InvariantBroken(
-                "SINK_UNKNOWN",
-                f"A participant belongs to the sink {name!r}, but pipeline {self._scope.pipeline!r} has "
-                f"{sorted(self.by_name)}.",
-                next_step="start once with the previous sinks, let one batch finish, stop, then change them",
-            )
+            raise InvariantBroken("SINK_UNKNOWN", name=name, pipeline=self._scope.pipeline, known=sorted(self.by_name))
         return found
 
 
@@ -338,11 +333,12 @@ def check_targets(context: Context, last: Decision | None) -> Mapping[str, str]:
             state = f"its target is now {now[sink]}" if sink in now else "no such target exists now"
             raise TargetChanged(
                 "TARGET_CHANGED",
-                f"Sink {sink!r} of pipeline {context.scope.pipeline!r}: batch {last.batch} was written to "
-                f"{written_to}, but {state}. It was dropped or recreated, and lacks the "
-                f"{last.account(sink).total.count} records delivered before. Nothing was written.",
-                next_step="restore the original target; or redeliver everything with a new checkpoint; or continue "
-                'with the new target as it is: accept it once with .option("newTarget", "accept")',
+                sink=sink,
+                pipeline=context.scope.pipeline,
+                batch=last.batch,
+                written_to=written_to,
+                state=state,
+                records=last.account(sink).total.count,
             )
     return _ids(now)
 

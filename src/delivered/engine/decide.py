@@ -88,11 +88,7 @@ def commit_batch(
     _same_claim(state, batch, shards)
     last = state.last
     if last is not None and last.batch > batch:
-        raise InvariantBroken(
-            "DECISION_OLD",
-            f"Batch {batch} cannot be decided: the ledger already holds batch {last.batch}. Nothing was decided.",
-            next_step="stop every other driver on this checkpoint, then start the pipeline again",
-        )
+        raise InvariantBroken("DECISION_OLD", batch=batch, newest=last.batch)
     if run and (again := last.archived if last is not None else state.archived) is not None and repeats(shards):
         try:
             check_same_rows(context, again, shards)
@@ -186,12 +182,7 @@ def _abort_superseded(context: Context, shards: Sequence[ShardMessage]) -> None:
 
 def _same_claim(state: LedgerState, batch: int, shards: Sequence[ShardMessage]) -> None:
     if shards and shards[0].plan.epoch != state.epoch:
-        raise Fenced(
-            "PLAN_OUTDATED",
-            f"Batch {batch} was planned under claim {shards[0].plan.epoch} of the ledger, which is now at claim "
-            f"{state.epoch}: the pipeline was restarted in the meantime. Nothing was decided.",
-            next_step="nothing, if the later start is running; otherwise start the pipeline again",
-        )
+        raise Fenced("PLAN_OUTDATED", batch=batch, epoch=shards[0].plan.epoch, state_epoch=state.epoch)
 
 
 def _decision(
@@ -252,9 +243,10 @@ def _decide(context: Context, decision: Decision, new: Sequence[Prepared], after
         _abort(context, new)
         raise InvariantBroken(
             "DECISION_TOO_LARGE",
-            f"The decision of batch {decision.batch} is {size} bytes with {len(decision.participants)} participants; "
-            f"the limit is {DECISION_BYTES_MAX}. Nothing was decided.",
-            next_step="write fewer partitions, for example df.coalesce(200)",
+            batch=decision.batch,
+            size=size,
+            participant_count=len(decision.participants),
+            decision_bytes_max=DECISION_BYTES_MAX,
         )
     deadline = time.monotonic() + OUTAGE_PATIENCE_S
     while True:
@@ -277,16 +269,10 @@ def _decide(context: Context, decision: Decision, new: Sequence[Prepared], after
             with within(CONNECT_TIMEOUT_S):  # the wait for a server that is away is over
                 _abort(context, new)
             raise DeliveredError(
-                "DECISION_FAILED",
-                f"Batch {decision.batch} was not decided: {reason}. {_LEFT_BY_FAILURE[decision.guarantee]}",
-                next_step="start the pipeline again, unless another driver is running it",
+                "DECISION_FAILED", batch=decision.batch, reason=reason, consequence=_LEFT_BY_FAILURE[decision.guarantee]
             )
         case Unknown(reason):
-            raise OutcomeUnknown(
-                "DECISION_UNKNOWN",
-                f"It is unknown whether batch {decision.batch} was decided: {reason}.",
-                next_step="start the pipeline again once the ledger responds; recovery finishes or repeats the batch",
-            )
+            raise OutcomeUnknown("DECISION_UNKNOWN", batch=decision.batch, reason=reason)
 
 
 _LEFT_BY_FAILURE = {
@@ -330,12 +316,7 @@ def _apply(context: Context, decision: Decision) -> None:
     ]
     if expired:
         text = ", ".join(f"{shard} at {sink!r}" for shard, sink in expired[:50])
-        raise PromiseBroken(
-            "PROMISE_EXPIRED",
-            f"Batch {decision.batch} is decided, but its prepared rows were dropped before they became visible, in "
-            f"shards {text}. Nothing is lost: the next start rewrites only these.",
-            next_step="start the pipeline again; if this recurs, raise transactionTimeout or shorten the batches",
-        )
+        raise PromiseBroken("PROMISE_EXPIRED", batch=decision.batch, text=text)
 
 
 def _tidy(context: Context, decision: Decision, shards: Sequence[ShardMessage], run: bool) -> None:

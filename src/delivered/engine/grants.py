@@ -14,7 +14,7 @@ import uuid
 
 from delivered.model.errors import Unreachable
 from delivered.model.limits import CONNECT_TIMEOUT_S, GRANT_WAIT_S, REQUEST_TIMEOUT_S
-from delivered.model.work import NO, PORT, YES, Arbiter, BatchPlan
+from delivered.model.work import NO, YES, Arbiter, BatchPlan
 
 _RETRY_S = 0.2
 
@@ -93,9 +93,5 @@ def _release() -> None:
 
 def _unreachable(plan: BatchPlan, arbiter: Arbiter, shard: int, error: OSError) -> Unreachable:
     return Unreachable(
-        "GRANT_UNREACHABLE",
-        f"Shard {shard} of batch {plan.batch} could not ask the driver at {arbiter.host}:{arbiter.port} whether it may "
-        f"send: {error}. Under at_most_once, a task sends only with the driver's grant. This attempt sent nothing.",
-        next_step=f"let executors connect to the driver's host on that port ({PORT} fixes it), then start again; the "
-        "next start gives up this batch",
+        "GRANT_UNREACHABLE.SHARD", shard=shard, batch=plan.batch, host=arbiter.host, port=arbiter.port, error=error
     )

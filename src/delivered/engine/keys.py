@@ -137,13 +137,7 @@ class _Keys:
             rows = plain_rows(keys.filter(pa.array(same)))
             count += len(rows)
             shown = shown or ", ".join(f"{k} = {str(v)[:60]!r}" for row in rows[:1] for k, v in row.items())
-        raise UsageError(
-            "KEY_TWICE",
-            f"A batch holds {count} rows of the key {shown} for the sink {self._member.name!r}. "
-            "Nothing tells which of them is the newest; nothing of the batch is visible.",
-            next_step='list all columns that identify a row with .option("keyColumns", ...), or a column that '
-            'orders them with .option("versionColumn", ...)',
-        )
+        raise UsageError("KEY_TWICE", count=count, key=shown, sink=self._member.name)
 
 
 @dataclass(frozen=True)

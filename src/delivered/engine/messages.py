@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 
 LOST = "source"
 """Reason of what is given up because the source no longer has it (`Prepared.given_up`)."""
-_AGAIN = "start the pipeline again; the batch runs again"
 
 
 def checked(context: Context, batch: int, messages: Sequence[ShardMessage | None]) -> list[ShardMessage]:
@@ -31,28 +30,28 @@ def checked(context: Context, batch: int, messages: Sequence[ShardMessage | None
     """
     shards = [m for m in messages if m is not None]
     if len(shards) != len(messages):
-        raise InvariantBroken(
-            "MESSAGE_MISSING",
-            f"Batch {batch}: {len(messages) - len(shards)} of {len(messages)} tasks sent no message, yet Spark asks to "
-            "commit. Nothing was decided.",
-            next_step=_AGAIN,
-        )
+        raise InvariantBroken("MESSAGE_MISSING", batch=batch, missing=len(messages) - len(shards), tasks=len(messages))
     for m in shards:
         expected = (context.scope, context.owner.id, batch, shards[0].plan.epoch)
         if (m.plan.scope, m.plan.owner, m.plan.batch, m.plan.epoch) != expected:
             raise InvariantBroken(
                 "MESSAGE_FOREIGN",
-                f"Batch {batch} of {context.scope}: the message of shard {m.shard} is for batch {m.plan.batch} of "
-                f"{m.plan.scope}, owner {m.plan.owner}; this driver is {context.owner.id}. Nothing was decided.",
-                next_step=_AGAIN,
+                batch=batch,
+                scope=context.scope,
+                shard=m.shard,
+                message_batch=m.plan.batch,
+                message_scope=m.plan.scope,
+                message_owner=m.plan.owner,
+                id=context.owner.id,
             )
     shards.sort(key=lambda m: m.shard)
     if [m.shard for m in shards] != list(range(len(shards))):
         raise InvariantBroken(
             "SHARDS_INCOMPLETE",
-            f"Batch {batch}: {len(shards)} messages must cover shards 0 to {len(shards) - 1}, once each; they cover "
-            f"{[m.shard for m in shards][:50]}. Nothing was decided.",
-            next_step=_AGAIN,
+            batch=batch,
+            messages=len(shards),
+            last=len(shards) - 1,
+            shards=[m.shard for m in shards][:50],
         )
     return shards
 
@@ -83,11 +82,11 @@ def check_same_rows(context: Context, decided: Archived, messages: Sequence[Shar
     count = "different ones" if rows.count == decided.rows else str(rows.count)
     raise Refused(
         "RUN_ID_TAKEN",
-        f"Run {context.scope.incarnation!r} of pipeline {context.scope.pipeline!r} was already written to sink "
-        f"{context.scope.sink!r} with {decided.rows} records; now it has {count}. A run id must always name the same "
-        "rows. Nothing was written.",
-        next_step="use another runId for other rows; in foreachBatch, combine the query's id and the batch's: "
-        'f"{query_id}-{batch_id}"',
+        incarnation=context.scope.incarnation,
+        pipeline=context.scope.pipeline,
+        sink=context.scope.sink,
+        rows=decided.rows,
+        count=count,
     )
 
 
@@ -126,24 +125,19 @@ def check_same_state(decided: Decision, messages: Sequence[ShardMessage], *, run
         shard = differing[0]
         dropped = sorted(messages[0].plan.rewrite)
         raise ReplayDiffers(
-            "REPLAY_DIFFERS",
-            f"Batch {decided.batch} is decided and delivered, and reran with other rows in shards {differing[:50]}. "
-            f"Shard {shard} at sink {sink!r} was decided with fingerprint {before.get(shard, none)}, but reran with "
-            f"{after.get(shard, none)}. The state that Spark keeps of the rerun holds what was never delivered, so the "
-            "query cannot go on from it. Nothing more was written. The transform was edited, is not deterministic, or "
-            "the source no longer has some of the batch's records: lostRecords cannot give those up in a query that "
-            f"keeps state, as its state would lack them, too. The batch ended at offsets {shown(decided.offsets)}"
-            + (
-                f"; the prepared rows of shards {dropped[:50]} were dropped before they became visible"
-                if dropped
-                else ""
-            ),
-            next_step="if the transform was edited since, start once with the previous one; if the source lost "
-            "records, restore them. Otherwise remove what changes between runs (uuid(), rand(), now(), the order of "
-            "rows) from the transform, and start where the batch ended, with empty state: a new checkpointLocation, "
-            f"{starting_at(decided.offsets)} and, once, "
-            '.option("newCheckpoint", "accept")'
-            + (' and .option("missingLedger", "accept"): the dropped rows are then missing' if dropped else ""),
+            "REPLAY_DIFFERS.STATE",
+            batch=decided.batch,
+            differing=differing[:50],
+            shard=shard,
+            sink=sink,
+            before=before.get(shard, none),
+            after=after.get(shard, none),
+            offsets=shown(decided.offsets),
+            dropped=f"; the prepared rows of shards {dropped[:50]} were dropped before they became visible"
+            if dropped
+            else "",
+            starting_offsets=starting_at(decided.offsets),
+            missing=' and .option("missingLedger", "accept"): the dropped rows are then missing' if dropped else "",
         )
 
 
@@ -160,10 +154,7 @@ def complete(context: Context, batch: int, messages: Sequence[ShardMessage]) -> 
         gave_up = m.did is Action.GIVE_UP and m.plan.guarantee is Guarantee.AT_MOST_ONCE
         if not (wrote or gave_up):
             raise InvariantBroken(
-                "SHARD_UNWRITTEN",
-                f"Batch {batch} is new under {m.plan.guarantee.value}, but shard {m.shard} reports {m.did.value}: "
-                "its records would be lost. Nothing was decided.",
-                next_step=_AGAIN,
+                "SHARD_UNWRITTEN", batch=batch, guarantee=m.plan.guarantee.value, shard=m.shard, did=m.did.value
             )
 
 
@@ -236,19 +227,16 @@ def _missing(
     shards = len({p.shard for p in last.participants})
     if len(messages) != shards:
         raise ReplayDiffers(
-            "REPLAY_SHARDS_DIFFER",
-            f"Batch {last.batch} was decided with {shards} shards but reran with {len(messages)}; shards "
-            f"{sorted(rewrite)} must be rewritten and can no longer be identified. Nothing more was applied.",
-            next_step="start again with the previous number of partitions (spark.sql.shuffle.partitions, repartition)",
+            "REPLAY_SHARDS_DIFFER", batch=last.batch, shards=shards, current=len(messages), rewrite=sorted(rewrite)
         )
     if {(p.shard, p.sink) for p in written(messages)} != {
         (shard, s) for shard, sinks in rewrite.items() for s in sinks
     }:
         raise InvariantBroken(
             "REWRITE_INCOMPLETE",
-            f"Batch {last.batch}: shards {sorted(rewrite)} had to be rewritten, but the tasks wrote "
-            f"{sorted(p.shard for p in written(messages))}. Nothing more was applied.",
-            next_step="start the pipeline again; the batch runs again",
+            batch=last.batch,
+            shards=sorted(rewrite),
+            written=sorted(p.shard for p in written(messages)),
         )
     missing: dict[tuple[int, str], int] = {}
     for p in written(messages):
@@ -257,12 +245,12 @@ def _missing(
             missing[p.shard, p.sink] = before.count - p.fingerprint.count
         elif before != p.fingerprint:
             raise ReplayDiffers(
-                "REPLAY_DIFFERS",
-                f"Batch {last.batch}, shard {p.shard}, sink {last.scope_of(p).sink!r}: decided with fingerprint "
-                f"{before}, but reran with {p.fingerprint}. The transform is not deterministic. Nothing more was "
-                "applied; what the other shards of the batch wrote is visible.",
-                next_step="remove what changes between runs (rand(), now(), a lookup) from the transform, then start "
-                "again",
+                "REPLAY_DIFFERS.SHARD",
+                batch=last.batch,
+                shard=p.shard,
+                sink=last.scope_of(p).sink,
+                before=before,
+                after=p.fingerprint,
             )
     return missing
 
@@ -271,13 +259,11 @@ def _records_missing(context: Context, last: Decision, missing: Mapping[tuple[in
     parts = [f"{n:,} of shard {shard} at sink {sink!r}" for (shard, sink), n in sorted(missing.items())]
     return ReplayDiffers(
         "REPLAY_RECORDS_MISSING",
-        f"Batch {last.batch} was decided, but its prepared rows were dropped before they became visible, and it reran "
-        f"without {sum(missing.values()):,} of them ({', '.join(parts[:20])}): the source no longer has their records. "
-        "Nothing more was applied; what the other shards of the batch wrote is visible. The batch has the offsets from "
-        f"{shown(_start_of(context, last))} to {shown(last.offsets)}",
-        next_step="restore the source's records and start again; or give up what is missing, and write the rest, once, "
-        'with .option("lostRecords", "accept"). If the source lost nothing (the log has no warning of '
-        "failOnDataLoss), the transform is not deterministic: remove what changes between runs from it",
+        batch=last.batch,
+        missing=sum(missing.values()),
+        parts=", ".join(parts[:20]),
+        start=shown(_start_of(context, last)),
+        end=shown(last.offsets),
     )
 
 

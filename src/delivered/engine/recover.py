@@ -188,10 +188,10 @@ def _known_sinks(context: Context, decision: Decision) -> None:
     if removed:
         raise Refused(
             "SINK_LEFT_OUT",
-            f"Batch {decision.batch} of incarnation {decision.scope.incarnation} was also decided for sinks {removed}, "
-            f"but the pipeline now has {sorted(context.sinks)}. Their part of the batch may or "
-            "may not be visible; nothing was changed.",
-            next_step="start once with the previous sinks, let one batch finish, stop, then change them",
+            batch=decision.batch,
+            incarnation=decision.scope.incarnation,
+            removed=removed,
+            sinks=sorted(context.sinks),
         )
 
 
@@ -204,11 +204,10 @@ def _undo(context: Context, earlier: Decision | None) -> None:
     if lost and not context.tolerance.missing_ledger:
         raise PromiseBroken(
             "EARLIER_BATCH_EXPIRED",
-            f"Batch {earlier.batch} of the earlier incarnation {earlier.scope.incarnation} was decided, but the sink "
-            f"dropped the prepared rows of shards {sorted(lost)} before they became visible. The new checkpoint cannot "
-            f"rewrite them. The batch ended at offsets {shown(earlier.offsets)}",
-            next_step="restore the earlier checkpoint and start once, which rewrites these shards; or accept the "
-            'gap once with .option("missingLedger", "accept")',
+            batch=earlier.batch,
+            incarnation=earlier.scope.incarnation,
+            lost=sorted(lost),
+            offsets=shown(earlier.offsets),
         )
 
 
@@ -229,10 +228,6 @@ def _begin(context: Context, view: CheckpointView, step: StepId, state: LedgerSt
             pass
         case Failed(reason) | Unknown(reason):
             # Nothing was sent yet. If the record was written after all, the next start gives up the batch.
-            raise OutcomeUnknown(
-                "BEGIN_UNKNOWN",
-                f"Batch {view.batch} could not be recorded as started: {reason}. None of its records was sent.",
-                next_step="start again once the ledger responds",
-            )
+            raise OutcomeUnknown("BEGIN_UNKNOWN", batch=view.batch, reason=reason)
     reach(step, Moment.AFTER, batch=view.batch)
     return epoch

@@ -69,10 +69,11 @@ def judge(
     newest = max((r.batch for r in (last, begun) if r is not None), default=None)
     if newest is not None and newest > view.batch:
         raise LedgerAhead(
-            "LEDGER_AHEAD",
-            f"The ledger holds batch {newest} of incarnation {view.incarnation}, but the checkpoint is about to run "
-            f"batch {view.batch}: it was restored from an older copy. Continuing would skip or repeat records.",
-            next_step=_after(last.offsets if last is not None else begun.offsets if begun is not None else ""),
+            "LEDGER_AHEAD.START",
+            newest=newest,
+            incarnation=view.incarnation,
+            batch=view.batch,
+            action=_after(last.offsets if last is not None else begun.offsets if begun is not None else ""),
         )
     if last is not None and last.batch == view.batch:
         _same_offsets(last.offsets, view)
@@ -86,11 +87,10 @@ def judge(
     elif (last.batch if last else -1) < view.batch - 1 - view.repartitions and not tolerance.missing_ledger:
         # Every batch that Spark logged was decided. If it only started, its decision was lost.
         raise LedgerBehind(
-            "LEDGER_BEHIND",
-            f"The checkpoint is about to run batch {view.batch}, but the ledger's newest decided batch is "
-            f"{last.batch if last else 'none'}: the sink is missing the batches in between. The sink or its ledger "
-            "was restored from an older copy, or a fail-over lost its last transactions.",
-            next_step=without_newest(last.offsets if last else "", last.other_sinks if last else ()),
+            "LEDGER_BEHIND.START",
+            batch=view.batch,
+            newest=last.batch if last else "none",
+            action=without_newest(last.offsets if last else "", last.other_sinks if last else ()),
         )
     if last is not None and last.guarantee is Guarantee.AT_LEAST_ONCE:
         # Under at_least_once, a batch leaves no record until it is done.
@@ -108,13 +108,7 @@ def _begun(begun: Begun, guarantee: Guarantee, tolerance: Tolerance) -> Verdict:
         case Guarantee.EXACTLY_ONCE if tolerance.repeated_batch:
             return NewBatch()
         case Guarantee.EXACTLY_ONCE:
-            raise Refused(
-                "BATCH_BEGUN",
-                f"Batch {begun.batch} may have started under a weaker guarantee without finishing; some of its records "
-                "may be in the sink. exactly_once can neither skip nor repeat it.",
-                next_step='accept possible duplicates once with .option("repeatedBatch", "accept"); or start with '
-                "guarantee at_most_once, let one batch finish, then change to exactly_once",
-            )
+            raise Refused("BATCH_BEGUN", batch=begun.batch)
 
 
 def _archived(archived: Archived, view: CheckpointView, guarantee: Guarantee, tolerance: Tolerance) -> Verdict:
@@ -127,22 +121,22 @@ def _archived(archived: Archived, view: CheckpointView, guarantee: Guarantee, to
         return NewBatch()
     raise LedgerBehind(
         "LEDGER_FORGOTTEN",
-        f"The checkpoint is about to run batch {view.batch} of incarnation {view.incarnation}, which wrote "
-        f"{archived.rows} records to this sink; more than {LEDGER_INCARNATIONS} later checkpoints have written since. "
-        "The ledger no longer holds its batches, so the sink may or may not have this one.",
-        next_step="use the newest checkpoint; or accept once that the batch may be in the sink already, with "
-        '.option("missingLedger", "accept")',
+        batch=view.batch,
+        incarnation=view.incarnation,
+        rows=archived.rows,
+        ledger_incarnations=LEDGER_INCARNATIONS,
     )
 
 
 def _same_offsets(decided: str, view: CheckpointView) -> None:
     if decided != view.offsets:
         raise LedgerAhead(
-            "LEDGER_AHEAD",
-            f"Batch {view.batch} of incarnation {view.incarnation} was decided for offsets {shown(decided)}, but is "
-            f"about to run for {shown(view.offsets)}: the checkpoint was restored from an older copy. Continuing "
-            "would lose records.",
-            next_step=_after(decided),
+            "LEDGER_AHEAD.OFFSETS",
+            batch=view.batch,
+            incarnation=view.incarnation,
+            decided=shown(decided),
+            offsets=shown(view.offsets),
+            action=_after(decided),
         )
 
 
@@ -165,10 +159,12 @@ def _renamed(view: CheckpointView, scope: Scope, tolerance: Tolerance, others: S
     named_by = " (without the option, the pipeline is named after the query)" if what == "pipeline" else ""
     raise LedgerBehind(
         "LEDGER_RENAMED",
-        f"This checkpoint (incarnation {view.incarnation}) wrote its batches as {what} {name!r}, but is about to run "
-        f"batch {view.batch} as {what} {now!r}{named_by}. A ledger identifies batches by these names: continuing could "
-        f"write batch {view.batch} twice.",
-        next_step=f'restore the name: .option("{what}", "{name}"); another name needs a new checkpoint',
+        incarnation=view.incarnation,
+        what=what,
+        name=name,
+        batch=view.batch,
+        current=now,
+        named_by=named_by,
     )
 
 
@@ -183,35 +179,35 @@ def _first_of_ledger(
     if view.batch > 0 and not tolerance.missing_ledger:
         known = ", ".join(f"{o.pipeline!r} (sink {o.sink!r})" for o in others[:_OTHERS_SHOWN])
         raise LedgerBehind(
-            "LEDGER_MISSING",
-            f"The checkpoint is about to run batch {view.batch}, but the ledger of pipeline {scope.pipeline!r}, sink "
-            f"{scope.sink!r}, holds no batch of incarnation {view.incarnation}. The sink may or may not hold batch "
-            f"{view.batch} already.{f' Ledgers in the same place: {known}.' if known else ''}",
-            next_step=("if the pipeline or its sink was renamed, restore the name; " if known else "")
-            + "point the sink at the ledger that this checkpoint was written with; or, if this is the first start with "
-            'a ledger, accept it once with .option("missingLedger", "accept")',
+            "LEDGER_MISSING.START",
+            batch=view.batch,
+            pipeline=scope.pipeline,
+            sink=scope.sink,
+            incarnation=view.incarnation,
+            known=f" Ledgers in the same place: {known}." if known else "",
+            renamed="if the pipeline or its sink was renamed, restore the name; " if known else "",
         )
     if guarantee is Guarantee.AT_LEAST_ONCE or tolerance.new_checkpoint:
         return
     if state.earlier:
         earlier = state.earlier[0]
         raise Refused(
-            "CHECKPOINT_NEW",
-            f"The checkpoint is new (incarnation {view.incarnation}), but pipeline {earlier.scope.pipeline!r} already "
-            f"wrote batch {earlier.batch} to sink {earlier.scope.sink!r} from another checkpoint (incarnation "
-            f"{earlier.scope.incarnation}). Rereading the source from the start would write records twice. The "
-            f"earlier checkpoint ended at offsets {shown(earlier.offsets)}",
-            next_step=f"restore the earlier checkpoint, or start where it ended with {starting_at(earlier.offsets)} "
-            'and accept the new checkpoint with .option("newCheckpoint", "accept"), or rename the pipeline',
+            "CHECKPOINT_NEW.DECIDED",
+            incarnation=view.incarnation,
+            pipeline=earlier.scope.pipeline,
+            batch=earlier.batch,
+            sink=earlier.scope.sink,
+            earlier_incarnation=earlier.scope.incarnation,
+            offsets=shown(earlier.offsets),
+            starting_offsets=starting_at(earlier.offsets),
         )
     if state.earlier_begun:
         incarnation, begun = state.earlier_begun[0]
         raise Refused(
-            "CHECKPOINT_NEW",
-            f"The checkpoint is new (incarnation {view.incarnation}), but incarnation {incarnation} started "
-            f"batch {begun.batch} of this pipeline without finishing it: some of its records may be in the sink. "
-            f"Rereading the source from the start would write them twice. The batch ends at offsets "
-            f"{shown(begun.offsets)}",
-            next_step=f"restore the earlier checkpoint, or start where it ended with {starting_at(begun.offsets)} and "
-            'accept the new checkpoint with .option("newCheckpoint", "accept"), or rename the pipeline',
+            "CHECKPOINT_NEW.STARTED",
+            incarnation=view.incarnation,
+            started_incarnation=incarnation,
+            batch=begun.batch,
+            offsets=shown(begun.offsets),
+            starting_offsets=starting_at(begun.offsets),
         )

@@ -61,11 +61,7 @@ def write_shard(
         InvariantBroken: the shard is out of bounds, or not part of the batch being repaired.
     """
     if not 0 <= shard < SHARDS_MAX:
-        raise InvariantBroken(
-            "SHARDS_TOO_MANY",
-            f"Shard {shard} of batch {plan.batch}: a batch may have at most {SHARDS_MAX} shards.",
-            next_step="write fewer partitions, for example df.coalesce(200)",
-        )
+        raise InvariantBroken("SHARDS_TOO_MANY", shard=shard, batch=plan.batch, shards_max=SHARDS_MAX)
     action = plan.action_for(shard)
     if action is Action.SKIP:
         return ShardMessage(plan, shard, attempt, Action.SKIP)

@@ -53,11 +53,7 @@ class Columns:
     def _place(schema: pa.Schema, column: str) -> int:
         place: int = schema.get_field_index(column)
         if place < 0:
-            raise UsageError(
-                "SELECT_COLUMN",
-                f"A sink's select names the column {column!r}, but the rows have {', '.join(schema.names)}.",
-                next_step="name a column of the rows, or add it to the transform",
-            )
+            raise UsageError("SELECT_COLUMN.BATCH", column=column, columns=", ".join(schema.names))
         return place
 
 
@@ -134,12 +130,7 @@ class Sinks:
         names = [checked_name("sink", name or sink.name) for name, sink, _ in sinks]
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
-            raise UsageError(
-                "SINK_NAME_TWICE",
-                f"Two sinks of the pipeline are named {twice[0]!r}: each would take the other's transactions "
-                "for its own.",
-                next_step="give each sink a unique name: name: ...",
-            )
+            raise UsageError("SINK_NAME_TWICE.PIPELINE", name=twice[0])
         last = len(sinks) - 1 if dead_letter is not None else None
         return cls(
             tuple(

@@ -129,31 +129,19 @@ def parse_mode(owner: str, values: Mapping[str, str], modes: Sequence[str]) -> W
     condition = _condition(owner, mode, values, on_constraint)
     if mode in ("append", "complete"):
         if upsert_options:
-            raise UsageError(
-                "OPTION_VALUE",
-                f"{owner}: option {upsert_options[0]!r} is for mode upsert, but the mode is {mode}.",
-                next_step='add .option("mode", "upsert"), or remove the option',
-            )
+            raise UsageError("OPTION_VALUE.UPSERT_ONLY", owner=owner, option=upsert_options[0], mode=mode)
         return WriteMode(complete=mode == "complete", on_constraint=on_constraint)
     if mode == "overwrite":
         return _overwrite(owner, values.get("partitionBy", ""), upsert_options)
     keys = tuple(k.strip() for k in values.get("keyColumns", "").split(",") if k.strip())
     if not keys:
-        raise UsageError(
-            "OPTION_MISSING",
-            f"{owner} needs the option 'keyColumns' for mode {mode}: the columns that identify a row.",
-            next_step='add .option("keyColumns", "id")',
-        )
+        raise UsageError("OPTION_MISSING.KEY_COLUMNS", owner=owner, mode=mode)
     version, delete = (values.get(n, "").strip() or None for n in ("versionColumn", "deleteColumn"))
     expected = values.get("expectedVersion", "").strip() or None
     columns = [*keys, *(n for n in (version, delete, expected) if n is not None)]
     twice = next((n for n in columns if columns.count(n) > 1), None)
     if twice is not None:
-        raise UsageError(
-            "OPTION_VALUE",
-            f"{owner}: column {twice!r} appears twice in keyColumns, versionColumn, deleteColumn and expectedVersion.",
-            next_step="use each column in only one of these options",
-        )
+        raise UsageError("OPTION_VALUE.COLUMN_TWICE", owner=owner, column=twice)
     return WriteMode(
         keys, version, delete, insert=mode == "insert", expected=expected, on_conflict=condition,
         on_constraint=on_constraint,
@@ -168,7 +156,7 @@ def _condition(owner: str, mode: str, values: Mapping[str, str], on_constraint: 
     """
 
     def unfit(why: str, next_step: str) -> UsageError:
-        return UsageError("OPTION_VALUE", f"{owner}: {why}.", next_step=next_step)
+        return UsageError("OPTION_VALUE.CONTENT", owner=owner, reason=why, action=next_step)
 
     expects = "expectedVersion" in values
     if mode == "insert" and (wrong := next((n for n in ("versionColumn", "deleteColumn") if n in values), None)):
@@ -211,10 +199,7 @@ def _overwrite(owner: str, partitions: str, given: Sequence[str]) -> WriteMode:
     replaces = split_columns(partitions)
     if not replaces or given:
         raise UsageError(
-            "OPTION_VALUE",
-            f"{owner}: mode overwrite replaces complete partitions: it requires 'partitionBy'"
-            f"{f', and does not support {given[0]!r}' if given else ''}.",
-            next_step='write .option("partitionBy", ...), or .option("mode", "upsert") to replace rows by key',
+            "OPTION_VALUE.OVERWRITE", owner=owner, unsupported=f", and does not support {given[0]!r}" if given else ""
         )
     return WriteMode(replaces=replaces)
 
@@ -245,9 +230,9 @@ def absolute(path: str) -> str:
 
 def _path(text: str) -> str:
     if not text.removeprefix("file://").strip():
-        raise Unfit("is empty")
+        raise Unfit.build("OPTION_VALUE.EMPTY")
     if "\0" in text:  # Arrow ends the process at one
-        raise Unfit(f"is {text!r}, and no path has a zero byte")
+        raise Unfit.build("OPTION_VALUE.ZERO_BYTE", text=text)
     return absolute(text)
 
 
@@ -257,7 +242,7 @@ PATH = OptionType(_path)
 
 def _database_file(text: str) -> str:
     if not text.strip() or text == ":memory:" or text.startswith("file:"):
-        raise Unfit(f"is {text!r}; it must be a file: tasks and driver are different processes")
+        raise Unfit.build("OPTION_VALUE.NOT_A_FILE", text=text)
     return str(Path(text).expanduser().absolute())
 
 
@@ -271,7 +256,7 @@ def names(what: str) -> OptionType[tuple[str, ...]]:
     def read(text: str) -> tuple[str, ...]:
         parts = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
         if not parts:
-            raise Unfit(f"is {text!r}; it names no {what}")
+            raise Unfit.build("OPTION_VALUE.NAMES_NOTHING", text=text, what=what)
         return parts
 
     return OptionType(read)
@@ -279,7 +264,7 @@ def names(what: str) -> OptionType[tuple[str, ...]]:
 
 def not_blank(text: str) -> str:
     if not text.strip():
-        raise Unfit("is empty")
+        raise Unfit.build("OPTION_VALUE.EMPTY")
     return text
 
 
@@ -297,7 +282,7 @@ def broker_url(schemes: Sequence[str], example: str, known_password: str | None 
         except ValueError:
             usable = False
         if not usable:
-            raise Unfit(f"ends with {url.rpartition('@')[2]!r}; it must be like {example}")
+            raise Unfit.build("OPTION_VALUE.URL_FORM", url=url.rpartition("@")[2], example=example)
         if parts.password not in (None, known_password):
             raise password_in_url("env:BROKER_PASSWORD")
         return f"{parts.scheme}://{url.partition('://')[2]}"  # in lower case: some decide about TLS by its start
@@ -307,11 +292,7 @@ def broker_url(schemes: Sequence[str], example: str, known_password: str | None 
 
 def password_in_url(instead: str) -> Unfit:
     """For what `OptionTable.restore` lets through: an empty password, a reference. Args: instead: what to write."""
-    return Unfit(
-        "contains a password; URLs are shown in plans and logs",
-        f'remove it and write .option("password", "{instead}")',
-        "PASSWORD_IN_URL",
-    )
+    return Unfit.build("PASSWORD_IN_URL.TYPE", instead=instead)
 
 
 class BrokerOptions(Options):
@@ -375,12 +356,7 @@ def trust(name: str, path: str | None) -> ssl.SSLContext:
         why = "it contains no PEM certificate"
     except OSError as error:
         why = (error.strerror or str(error)).lower()
-    raise UsageError(
-        "TLS_FILES",
-        f"Option {name!r} is {path!r}, which cannot be used here: {why}.",
-        next_step="set it to a PEM file with the certificates of the servers' CA; the file must exist on the driver, "
-        "on every executor and where receivers run",
-    )
+    raise UsageError("TLS_FILES.CA", name=name, path=path, reason=why)
 
 
 _OTHER_NAME = (62, 64)
@@ -406,10 +382,7 @@ def distrusted(
             f"openssl s_client -showcerts -connect {urlsplit(url).netloc}"
         )
     return UsageError(
-        "CERTIFICATE_REFUSED",
-        f"The certificate that {url} presented was not accepted: {error.verify_message.rstrip('.')}. Trusted "
-        f"certificates: {trusted}. Nothing was sent.",
-        next_step=step,
+        "CERTIFICATE_REFUSED.URL", url=url, error=error.verify_message.rstrip("."), trusted=trusted, action=step
     )
 
 
@@ -439,18 +412,10 @@ class TlsOptions(Options):
             url: one that does, for the error.
         """
         if (self.certificate is None) != (self.key is None):
-            raise UsageError(
-                "OPTION_CONFLICT",
-                f"{owner}: tlsCertificateFile and tlsKeyFile must be set together; one is missing.",
-                next_step="set both",
-            )
+            raise UsageError("OPTION_CONFLICT.TLS_PAIR", owner=owner)
         given = TRUSTED if self.trusted is not None else "tlsCertificateFile" if self.certificate is not None else None
         if given is not None and not used:
-            raise UsageError(
-                "OPTION_CONFLICT",
-                f"{owner}: option {given!r} is set, but nothing uses TLS.",
-                next_step=f"write {url}, or remove {given}",
-            )
+            raise UsageError("OPTION_CONFLICT.TLS_UNUSED", owner=owner, option=given, url=url)
 
     def untrusted(self, url: str, error: ssl.SSLCertVerificationError, names_in: str = "url") -> UsageError:
         """The error for the certificate of a server that is not trusted. Arguments: see `distrusted`."""
@@ -464,11 +429,7 @@ class TlsOptions(Options):
             try:
                 context.load_cert_chain(self.certificate, self.key, lambda: "")
             except OSError as error:  # ssl.SSLError is one
-                raise UsageError(
-                    "TLS_FILES",
-                    f"tlsCertificateFile {self.certificate!r} and tlsKeyFile {self.key!r} cannot be used: {error}.",
-                    next_step="set them to PEM files of a certificate and its key, without a password",
-                ) from None
+                raise UsageError("TLS_FILES.CLIENT", certificate=self.certificate, key=self.key, error=error) from None
         return context
 
 

@@ -56,7 +56,7 @@ def texts(code: str, values: Mapping[str, object]) -> tuple[str, str | None]:
     """Message and next step of a code, with the values in them. Never fails: it runs where an error is raised."""
     try:
         condition = conditions()[code]
-        step = condition.next_step
-        return condition.message.format_map(values), step.format_map(values) or None if step else None
-    except (LookupError, ValueError) as error:
+        step = (condition.next_step or "").format_map({k: "" if v is None else v for k, v in values.items()})
+        return condition.message.format_map(values), step or None
+    except (LookupError, TypeError, ValueError) as error:
         return f"{values} ({type(error).__name__}: {error}).", None

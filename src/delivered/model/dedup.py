@@ -21,7 +21,7 @@ def read_ms(text: str) -> int:
     while part := _PART.match(text, at):
         total, at = total + int(part[1]) * _READ[part[2].lower()], part.end()
     if total <= 0 or text[at:].strip():
-        raise Unfit(f"is {text!r}; it must be a duration above 0 in {', '.join(f'{u}s' for u in _READ)}")
+        raise Unfit.build("OPTION_VALUE.DURATION", text=text, units=", ".join(f"{u}s" for u in _READ))
     return total
 
 

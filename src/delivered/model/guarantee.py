@@ -23,19 +23,11 @@ class Guarantee(StrEnum):
         """
         known = ", ".join(g.value for g in cls)
         if text is None:
-            raise UsageError(
-                "GUARANTEE_MISSING",
-                f"The pipeline has no guarantee; it must name one of: {known}.",
-                next_step='add .option("guarantee", "exactly_once")',
-            )
+            raise UsageError("GUARANTEE_MISSING", known=known)
         try:
             return cls(str(text).strip().lower())
         except ValueError:
-            raise UsageError(
-                "GUARANTEE_UNKNOWN",
-                f"guarantee is {text!r}; it must be one of: {known}.",
-                next_step='write for example .option("guarantee", "exactly_once")',
-            ) from None
+            raise UsageError("GUARANTEE_UNKNOWN", text=text, known=known) from None
 
     @property
     def may_lose(self) -> bool:

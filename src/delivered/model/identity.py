@@ -27,11 +27,7 @@ def checked_name(kind: str, name: str) -> str:
         UsageError: empty, longer than 64 characters, or with characters other than letters, digits, `.`, `_`, `-`.
     """
     if not _NAME.fullmatch(name):
-        raise UsageError(
-            "NAME_INVALID",
-            f"The {kind}'s name is {name!r}; it must be 1 to {NAME_LENGTH_MAX} letters, digits, '.', '_' or '-'.",
-            next_step=f"give the {kind} another name",
-        )
+        raise UsageError("NAME_INVALID", kind=kind, name=name, name_length_max=NAME_LENGTH_MAX)
     return name
 
 

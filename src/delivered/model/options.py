@@ -48,6 +48,10 @@ class Unfit(Exception):
         reason, next_step = texts(code, values)
         return cls(reason, next_step, code, nearest)
 
+    def of(self, subject: str, next_step: str | None = None) -> UsageError:
+        """The error that says of what: "delivered_kafka sink: option 'topic'". `next_step`: if the text has none."""
+        return UsageError(self.code, f"{subject} {self.reason}.", self.next_step or next_step)
+
 
 @dataclass(frozen=True)
 class OptionType(Generic[T]):
@@ -78,8 +82,8 @@ class OptionType(Generic[T]):
             return self.read(text)
         except Unfit as why:
             nearest = why.nearest and f"write {_call(name, why.nearest)}"
-            step = why.next_step or nearest or next_step or (self.example and f"write {_call(name, self.example)}")
-            raise UsageError(why.code, f"{owner}: option {name!r} {why.reason}.", step) from None
+            step = nearest or next_step or (self.example and f"write {_call(name, self.example)}")
+            raise why.of(f"{owner}: option {name!r}", step) from None
 
 
 TEXT = OptionType[str](str)
@@ -107,9 +111,11 @@ def choice(
         now = spelling.get((former or {}).get(given, given))
         if now is None:
             near = difflib.get_close_matches(given, spelling, n=1)
-            raise Unfit(
-                f"is {text!r}; it must be one of: {', '.join(filter(None, texts))}",
+            raise Unfit.build(
+                "OPTION_VALUE.CHOICE",
                 nearest=(meant or {}).get(given) or (spelling[near[0]] if near else None),
+                text=text,
+                known=", ".join(filter(None, texts)),
             )
         return texts[now]
 
@@ -132,9 +138,9 @@ def whole(low: int, high: int | None = None) -> OptionType[int]:
         try:
             number = int(text)
         except ValueError:
-            raise Unfit(f"is {text!r}; it must be a whole number {bound}") from None
+            raise Unfit.build("OPTION_VALUE.NUMBER", text=text, bound=bound) from None
         if number < low or (high is not None and number > high):
-            raise Unfit(f"is {number}; it must be {bound}")
+            raise Unfit.build("OPTION_VALUE.RANGE", number=number, bound=bound)
         return number
 
     bounds = {"minimum": low} if high is None else {"minimum": low, "maximum": high}
@@ -202,27 +208,20 @@ class OptionTable:
             if name is None:
                 raise self._unknown(key)
             if spelt.setdefault(name, key).lower() != key.lower():
-                raise UsageError(
-                    "OPTION_CONFLICT",
-                    f"{self.owner}: {spelt[name]!r} and {key!r} are the same option.",
-                    next_step=f"keep {name!r}",
-                )
+                raise UsageError("OPTION_CONFLICT.SAME", owner=self.owner, first=spelt[name], second=key, name=name)
             if holds_password(str(value)) and not (name in secrets or is_secret(name)):
                 raise password_in_url(self.owner, name)
             if (name in secrets or is_secret(name)) and (meant := _meant_reference(str(value))):
-                raise UsageError(
-                    "OPTION_VALUE",
-                    f"{self.owner}: option {name!r} starts like a reference to a secret, which is written env:NAME or "
-                    "file:PATH, in small letters and without a space; its text would be sent as the secret.",
-                    next_step=f"write {_call(name, meant)}",
-                )
+                raise UsageError("OPTION_VALUE.SECRET_REFERENCE", owner=self.owner, name=name, call=_call(name, meant))
             restored[name] = str(value)
         for option in self.options:
             if option.required and option.name not in restored:
                 raise UsageError(
-                    "OPTION_MISSING",
-                    f"{self.owner} needs the option {option.name!r}: {option.doc}",
-                    next_step=f"add {_call(option.name, option.example)}",
+                    "OPTION_MISSING.REQUIRED",
+                    owner=self.owner,
+                    option=option.name,
+                    meaning=option.doc,
+                    call=_call(option.name, option.example),
                 )
         return restored
 
@@ -232,9 +231,11 @@ class OptionTable:
         suggestion = next((n for n in names if near and n.lower() == near[0]), None)
         known = ", ".join(sorted(names)) + "".join(f", {p}*" for p in self.passthrough)
         return UsageError(
-            "OPTION_UNKNOWN",
-            f"{self.owner} has no option {key!r}. Known: {known}.",
-            next_step=f"write {suggestion!r}" if suggestion else "remove the option",
+            "OPTION_UNKNOWN.NEAR" if suggestion else "OPTION_UNKNOWN.OTHER",
+            owner=self.owner,
+            key=key,
+            known=known,
+            suggestion=suggestion,
         )
 
 
@@ -245,9 +246,10 @@ def password_in_url(owner: str, name: str, next_step: str | None = None) -> Usag
     elif next_step is None and "." in name:  # goes to a client's library, and may be a reference
         next_step = f"write the complete URL by reference: {_call(name, 'env:NAME')}"
     return UsageError(
-        "PASSWORD_IN_URL",
-        f"{owner}: {name!r} is a URL that contains a password; URLs are shown in plans and logs.",
-        next_step or "remove it; credentials have options of their own, which take a reference: env:NAME",
+        "PASSWORD_IN_URL.OPTION" if next_step else "PASSWORD_IN_URL.OTHER_OPTION",
+        owner=owner,
+        name=name,
+        action=next_step,
     )
 
 
@@ -361,11 +363,7 @@ class Options:
         try:
             found = {name: declared.read(owner, values) for name, declared in cls._DECLARED}
         except RecursionError:
-            raise UsageError(
-                "OPTION_VALUE",
-                f"{owner}: an option's value is JSON that is nested too deep.",
-                next_step="write the offsets of each topic and partition as this format's page shows",
-            ) from None
+            raise UsageError("OPTION_VALUE.NESTED", owner=owner) from None
         made = cls(**{name: value for name, value in found.items() if value is not MISSING})
         made.check(owner)
         return made
@@ -408,21 +406,13 @@ def resolve_secret(name: str, value: str) -> str:
     if value.startswith("env:"):
         found = os.environ.get(value[4:])
         if found is None:
-            raise UsageError(
-                "SECRET_MISSING",
-                f"Option {name!r} refers to the environment variable {value[4:]!r}, which is not set here.",
-                next_step=f"export {value[4:]}=... on the driver and on every executor",
-            )
+            raise UsageError("SECRET_MISSING.VARIABLE", name=name, value=value[4:])
         return found
     if value.startswith("file:"):
         try:
             return Path(value[5:]).read_text(encoding="utf-8").rstrip("\n")
         except OSError as error:
-            raise UsageError(
-                "SECRET_MISSING",
-                f"Option {name!r} refers to the file {value[5:]!r}, which cannot be read here: {error.strerror}.",
-                next_step="put the file on the driver and on every executor",
-            ) from None
+            raise UsageError("SECRET_MISSING.FILE", name=name, value=value[5:], error=error.strerror) from None
     return value
 
 
@@ -537,32 +527,32 @@ def parse_address(text: str, port: int | None = None) -> tuple[str, int]:
     found = _ADDRESS.fullmatch(text)
     if found is None or (text.count(":") > 1 and not text.startswith("[")):
         hint = "; an IPv6 address is written in brackets, as [::1]:9092" if text.count(":") > 1 else ""
-        raise Unfit(f"has {text!r}; it must be host:port{hint}")
+        raise Unfit.build("OPTION_VALUE.ADDRESS", text=text, action=hint)
     host, digits = found[1], found[2]
     check_host(host, text)
     if digits is None and port is not None:
         return host.strip("[]"), port
     if digits is None or not re.fullmatch(r"[0-9]{1,9}", digits) or not 0 < int(digits) <= PORT_MAX:
         why = "no port" if not digits else f"the port {digits!r}; it must be a number from 1 to {PORT_MAX}"
-        raise Unfit(f"has {text!r}, with {why}")
+        raise Unfit.build("OPTION_VALUE.ADDRESS_CHARACTERS", text=text, reason=why)
     return host.strip("[]"), int(digits)
 
 
 def parse_addresses(text: str, port: int | None = None) -> list[tuple[str, int]]:
     """As `parse_address`, for one or several, separated by commas; empty ones are skipped, as Kafka's clients do."""
     if not text.strip():
-        raise Unfit("is empty")
+        raise Unfit.build("OPTION_VALUE.EMPTY")
     parts = [part.strip() for part in text.split(",")]
     found = [parse_address(part, port) for part in parts if part]
     if not found:
-        raise Unfit(f"is {text!r}, which names no server")
+        raise Unfit.build("OPTION_VALUE.NO_SERVER", text=text)
     return found
 
 
 def check_host(host: str, text: str) -> None:
     """Raise Unfit if nothing can have this name or address. `text`: where it was written, for the message."""
     if not host:
-        raise Unfit(f"has {text!r}, which names no host")
+        raise Unfit.build("OPTION_VALUE.NO_HOST", text=text)
     numeric = host.startswith("[") or re.fullmatch(r"[0-9.]*[0-9]\.?", host) is not None
     if numeric:
         try:
@@ -571,12 +561,12 @@ def check_host(host: str, text: str) -> None:
             else:
                 ipaddress.IPv4Address(host)
         except ValueError as error:
-            raise Unfit(f"has {text!r}, whose host is no IP address: {error}") from None
+            raise Unfit.build("OPTION_VALUE.NO_IP", text=text, error=error) from None
         return
     # A longer label, or an empty one, cannot be looked up.
     labels = host.removesuffix(".").split(".")
     if len(host) > _NAME_LENGTH_MAX or not all(_LABEL.fullmatch(label) for label in labels):
-        raise Unfit(f"has {text!r}, whose host {host!r} is no valid name")
+        raise Unfit.build("OPTION_VALUE.HOST_NAME", text=text, host=host)
 
 
 def check_netloc(netloc: str, several: bool = False) -> None:
@@ -595,9 +585,9 @@ def split_url(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise Unfit(f"is {url.rpartition('@')[2]!r}, which is no URL: {error}") from None
+        raise Unfit.build("OPTION_VALUE.URL_INVALID", url=url.rpartition("@")[2], error=error) from None
     if not parts.netloc:
-        raise Unfit(f"is {url!r}, which names no host; a URL is like http://host:8081")
+        raise Unfit.build("OPTION_VALUE.URL_HOST", url=url)
     check_netloc(parts.netloc)
     return parts
 
@@ -613,9 +603,9 @@ def check_http_url(name: str, url: str, example: str) -> None:
     try:
         parts = split_url(url)
         if parts.scheme not in ("http", "https"):
-            raise Unfit(f"is {url!r}; its scheme must be http or https")
+            raise Unfit.build("OPTION_VALUE.URL_SCHEME", url=url)
     except Unfit as error:
-        raise UsageError("OPTION_VALUE", f"{name} {error}.", next_step=f"write {example}") from None
+        raise UsageError("OPTION_VALUE.URL", name=name, error=error, example=example) from None
 
 
 def check_endpoints(owner: str, prefix: str, given: Mapping[str, str], environment: str = "") -> None:
@@ -666,14 +656,17 @@ def check_postgres_words(query: str) -> None:
         wrong = len(values) > 1 or values[0] not in words
         near = difflib.get_close_matches(values[0].strip().lower().replace("_", "-"), words, n=1)
         if wrong:
-            raise Unfit(
-                f"has {name}={'&'.join(values)!r:.100}; it must be one of: {', '.join(words)}, once",
-                f"write {name}={near[0] if near else words[-1]}",
+            raise Unfit.build(
+                "OPTION_VALUE.PARAMETER_CHOICE",
+                name=name,
+                value="&".join(values),
+                known=", ".join(words),
+                suggestion=near[0] if near else words[-1],
             )
     known = [*_LIBPQ, "ssl"]
     odd = next((name for name in given if name not in known and name.lower() in known), None)
     if odd is not None:
-        raise Unfit(f"has the parameter {odd}; libpq knows {odd.lower()}", f"write {odd.lower()}=...")
+        raise Unfit.build("OPTION_VALUE.PARAMETER_CASE", parameter=odd, known=odd.lower())
 
 
 def names_database(parts: SplitResult) -> bool:

@@ -143,12 +143,7 @@ def check(system: str, batch: pa.RecordBatch, reasons: pa.Array | None) -> None:
     if (found := first_reason(reasons)) is None:
         return
     row, reason = found
-    raise BadRecord(
-        "VALUE_UNSTORABLE",
-        f"Row {row} of {batch.num_rows} cannot be written to {system} as it is: {reason}. Nothing of its batch counts.",
-        next_step="correct or filter such rows in the transform; or set on_bad_row: dead_letter with a dead_letter "
-        "sink (docs/dead-letters.md)",
-    )
+    raise BadRecord("VALUE_UNSTORABLE", row=row, num_rows=batch.num_rows, system=system, reason=reason)
 
 
 @contextmanager
@@ -176,12 +171,7 @@ def unwritable(what: str) -> BadRecord:
     Args:
         what: failed for which value, without a full stop.
     """
-    return BadRecord(
-        "ROW_UNWRITABLE",
-        f"{what}. Nothing of its batch counts.",
-        next_step="correct or filter such rows in the transform; or set on_bad_row: dead_letter with a dead_letter "
-        "sink (docs/dead-letters.md)",
-    )
+    return BadRecord("ROW_UNWRITABLE.VALUE", what=what)
 
 
 def _outside(limits: Range, column: pa.Array, path: str) -> Iterator[tuple[str, _Mask, str]]:
@@ -348,11 +338,7 @@ def bytes_of(value: str | bytes | None) -> int:
 
 
 def too_long(system: str, column: str, length: int, limit: int) -> BadRecord:
-    return BadRecord(
-        "VALUE_TOO_LONG",
-        f"A row's column {column!r} has {length} bytes; {system} accepts at most {limit}.",
-        next_step="shorten the column, or filter such rows; on_bad_row: dead_letter keeps them",
-    )
+    return BadRecord("VALUE_TOO_LONG.COLUMN", column=column, length=length, system=system, limit=limit)
 
 
 # Rows in another schema; names of columns in Spark SQL.
@@ -377,9 +363,7 @@ def _cast(column: pa.Array, field: pa.Field) -> pa.Array:
         return column.cast(field.type)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise BadRecord(
-            "VALUE",
-            f"A value of column {field.name!r}, which is {column.type}, does not fit {field.type}: {str(error)[:300]}",
-            next_step="cast the column, or filter such rows",
+            "VALUE.COLUMN", column=field.name, type=column.type, field_type=field.type, error=str(error)[:300]
         ) from None
 
 

@@ -128,40 +128,21 @@ def _state_unreadable(trace: str) -> DeliveredError | None:
     message = trace[found.start() :].partition("\n")[0].partition(" SQLSTATE")[0]
     causes = _CAUSE.findall(trace)
     why = f"{message} ({causes[-1].strip()})" if causes else message
-    return DeliveredError(
-        "STATE_UNREADABLE",
-        f"Spark cannot read the state of {where}: {why[:1_000]}. The batch has no effect and nothing is lost: sinks "
-        "and ledger are as the batch before left them.",
-        next_step="if files are missing or damaged, put them back from a copy of the checkpoint of the same batch, "
-        "and start again; without one, start with an empty checkpoint and an empty sink: a query cannot go on without "
-        "its state",
-    )
+    return DeliveredError("STATE_UNREADABLE", where=where, reason=why[:1000])
 
 
 def _second_query(trace: str) -> DeliveredError | None:
     found = _SECOND_QUERY.search(trace)
     if found is None:
         return None
-    return DeliveredError(
-        "CHECKPOINT_SHARED",
-        f"Spark found files of another query in this one's checkpoint: {found.group(0)!r}. This query has ended; "
-        "nothing is lost or written twice, since the ledger has one owner.",
-        next_step="nothing, if the other query is the one to run; otherwise stop it, in this session by "
-        "spark.streams.active, then start this one again; two queries need two checkpoints",
-    )
+    return DeliveredError("CHECKPOINT_SHARED", actual=found.group(0))
 
 
 def _worker_died(trace: str) -> DeliveredError | None:
     found = _WORKER_DIED.search(trace)
     if found is None:
         return None
-    return DeliveredError(
-        "WORKER_DIED",
-        f"A Python worker of Spark died without an error ({found.group(0)!r}): it was killed, by a user or because "
-        "memory ran out. Checkpoint and ledger are intact; the guarantee still holds.",
-        next_step="restart the pipeline: recovery finishes the batch or runs it again, as its guarantee requires; if "
-        "this recurs, check the memory of driver and executors",
-    )
+    return DeliveredError("WORKER_DIED", actual=found.group(0))
 
 
 def _as_spark_says(error: BaseException) -> str:

@@ -55,12 +55,7 @@ def check_format(version: Any, what: str, newest: int = RECORD_FORMAT) -> None:
         Refused: this version cannot be read here.
     """
     if not isinstance(version, int) or not 0 <= version <= newest:
-        raise Refused(
-            "FORMAT_NEWER",
-            f"The pipeline's state holds {what} in format {version!r}; this version of delivered reads formats up to "
-            f"{newest}. Nothing was changed.",
-            next_step="run the pipeline with the version of delivered that wrote it, or a later one",
-        )
+        raise Refused("FORMAT_NEWER", what=what, version=version, newest=newest)
 
 
 # Running totals of a sink, by version of the transform.
@@ -181,10 +176,7 @@ class Archive:
     def __init__(self, data: bytes = b"", where: str = "the ledger") -> None:
         if len(data) % ENTRY_BYTES:
             raise InvariantBroken(
-                "LEDGER_RECORD_MISSING",
-                f"The archive of earlier runs in {where} has {len(data)} bytes, not a multiple of {ENTRY_BYTES}: it is "
-                "corrupt.",
-                next_step="restore it from a backup, together with the sink",
+                "LEDGER_RECORD_MISSING.ARCHIVE", where=where, bytes=len(data), entry_bytes=ENTRY_BYTES
             )
         self.data = data
 

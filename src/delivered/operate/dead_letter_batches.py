@@ -224,9 +224,7 @@ class Desk:
         except (ValueError, TypeError, KeyError, pa.ArrowException) as error:
             problem = f"it has no column {error}" if isinstance(error, KeyError) else str(error)
             raise Refused(
-                "DEAD_LETTER_COLUMNS",
-                f"The rows of {len(letters)} dead letters do not suit the sink {self.sink_name!r}: {problem}.",
-                next_step="restore the column; or drop them: delivered dead-letters drop",
+                "DEAD_LETTER_COLUMNS", letter_count=len(letters), sink=self.sink_name, problem=problem
             ) from error
 
     def _types(self) -> dict[str, pa.DataType]:
@@ -275,12 +273,7 @@ class Desk:
         where, path = self._pipeline.checkpoint, self._path(offsets)
         found = read_record(where, path, "settled dead letters", _File.from_json, "DEAD_LETTERS_DAMAGED")
         if found is None:
-            raise InvariantBroken(
-                "DEAD_LETTERS_MISSING",
-                f"The ledger names {path!r}, but the checkpoint {where!r} has no such file: it was restored from an "
-                "older copy. Without it, letters would be retried again.",
-                next_step="restore the newest checkpoint",
-            )
+            raise InvariantBroken("DEAD_LETTERS_MISSING", path=path, where=where)
         return found
 
     def _delete_before(self, batch: int) -> None:

@@ -67,12 +67,7 @@ def _settle(pipeline: Definition, how: Status, ids: Collection[str] | None) -> S
     for letter in chosen:
         if letter.sink not in desks:
             count = sum(n.sink == letter.sink for n in chosen)
-            raise Refused(
-                "DEAD_LETTER_SINK",
-                f"{count} dead letters were rejected by the sink {letter.sink!r}; the pipeline has "
-                f"{', '.join(pipeline.sink_names)}.",
-                next_step=f"give the sink the name {letter.sink!r} again",
-            )
+            raise Refused("DEAD_LETTER_SINK", count=count, sink=letter.sink, sink_names=", ".join(pipeline.sink_names))
         by_desk.setdefault(desks[letter.sink], []).append(letter)
     for desk, letters in by_desk.items():
         for start in range(0, len(letters), DEAD_LETTERS_BATCH_MAX):
@@ -89,20 +84,12 @@ def _chosen(pipeline: Definition, desks: Mapping[str, Desk], ids: Collection[str
         elif letter.id in left:
             left.discard(letter.id)
             if letter.status is not Status.OPEN:
-                raise UsageError(
-                    "DEAD_LETTER_SETTLED",
-                    f"The dead letter {letter.id!r} was {letter.status}.",
-                    next_step="delivered dead-letters list shows those that are open",
-                )
+                raise UsageError("DEAD_LETTER_SETTLED", id=letter.id, status=letter.status)
             chosen.append(letter)
         if len(chosen) > DEAD_LETTERS_MAX:
             break
     if left:
-        raise UsageError(
-            "DEAD_LETTER_UNKNOWN",
-            f"Pipeline {pipeline.name!r} has no dead letter {min(left)!r} in its checkpoint {pipeline.checkpoint!r}.",
-            next_step="delivered dead-letters list shows those that are open",
-        )
+        raise UsageError("DEAD_LETTER_UNKNOWN", pipeline=pipeline.name, id=min(left), checkpoint=pipeline.checkpoint)
     return chosen
 
 
@@ -141,12 +128,7 @@ def _letters(pipeline: Definition, desks: Mapping[str, Desk]) -> Iterator[DeadLe
         for found in kept or ():
             yield _with_status(found, status)
     if not keeps:
-        raise UsageError(
-            "DEAD_LETTERS_NONE",
-            f"Pipeline {pipeline.name!r} keeps no dead letters: on_bad_row is {pipeline.on_bad_row.value!r}, and no "
-            "sink has onConflict or onConstraint.",
-            next_step="set on_bad_row: dead_letter and dead_letter: {format: ...} (docs/dead-letters.md)",
-        )
+        raise UsageError("DEAD_LETTERS_NONE", pipeline=pipeline.name, on_bad_row=pipeline.on_bad_row.value)
 
 
 def _with_status(letter: DeadLetter, status: Mapping[str, Mapping[str, Status]]) -> DeadLetter:

@@ -105,13 +105,7 @@ class RecordDesk(Desk):
         for letter in letters:
             why = None if letter.id in self._made else (self.not_here() or self._reason(letter))
             if why is not None:
-                raise Refused(
-                    "DEAD_LETTER_RECORD",
-                    f"The dead letter {letter.id!r} belongs to a retry that has to be finished, and can no longer be "
-                    f"retried: {why}.",
-                    next_step="restore the transform and the sinks that the retry began with, then run "
-                    "`delivered dead-letters retry` again",
-                )
+                raise Refused("DEAD_LETTER_RECORD", id=letter.id, reason=why)
         batches = [self._made[letter.id] for letter in letters]
         tables = [pa.Table.from_batches([batch]) for batch in batches]
         table = pa.concat_tables(tables, promote_options="permissive").combine_chunks()

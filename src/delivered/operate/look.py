@@ -42,11 +42,7 @@ def files(paths: Iterable[Path]) -> list[Path]:
     """
     pipelines = [f for path in paths for f in (_pipelines_in(path) if path.is_dir() else [path])]
     if not pipelines:
-        raise UsageError(
-            "NO_PIPELINES",
-            f"No pipeline file is in {', '.join(map(str, paths))}: a .yaml file with the key {_PIPELINE!r}.",
-            next_step="name the files or their folder, or write one: delivered init",
-        )
+        raise UsageError("NO_PIPELINES", paths=", ".join(map(str, paths)), key=_PIPELINE)
     return pipelines
 
 
@@ -77,12 +73,7 @@ def _look_at_ledger(path: Path) -> list[Status]:
     try:
         options = load_yaml(path.read_text(encoding="utf-8"))[_LEDGER]
         if not isinstance(options, Mapping) or "format" not in options:
-            raise UsageError(
-                "LEDGER_FILE",
-                f"{path}: {_LEDGER!r} is {shown(options)}; it must be the options of a sink to the place that holds "
-                "the ledger.",
-                next_step="write ledger: {format: postgres, url: ..., dbtable: ...}",
-            )
+            raise UsageError("LEDGER_FILE", file=path, key=_LEDGER, value=shown(options))
         endpoint = Endpoint(options["format"], {k: as_text(k, v) for k, v in options.items() if k != "format"})
         sink = endpoint.sink()
         with within(ASK_S_MAX):

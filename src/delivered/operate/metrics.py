@@ -214,9 +214,7 @@ def serving(
     try:
         server, thread = start_http_server(port, address, registry)
     except OSError as error:
-        raise UsageError(
-            "METRICS_PORT", f"Port {port} of {address} cannot be used: {error}.", next_step="pass another --port"
-        ) from error
+        raise UsageError("METRICS_PORT", port=port, address=address, error=error) from error
     try:
         yield server.server_port
     finally:

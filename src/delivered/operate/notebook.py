@@ -123,6 +123,5 @@ def _failure(query: StreamingQuery) -> DeliveredError | None:
     with contextlib.suppress(Exception):  # its session was stopped
         error = query.exception()
         if error is not None:
-            next_step = "read query.exception() and Spark's log; then run the cell again"
-            return translated(error) or DeliveredError("QUERY_FAILED", str(error).splitlines()[0], next_step)
+            return translated(error) or DeliveredError("QUERY_FAILED.NOTEBOOK", cause=str(error).splitlines()[0])
     return None

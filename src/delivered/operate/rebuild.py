@@ -140,44 +140,21 @@ class Rebuild(Generic[P]):
                 case Ok():
                     reach(StepId.COMMIT_DECIDE, Moment.AFTER, batch=last.batch)
                 case Failed(reason):
-                    raise DeliveredError(
-                        "REBUILD_NOT_SWAPPED",
-                        f"The tables did not change places: {reason}. Both are as they were.",
-                        next_step="run the command again; it goes on where it stopped",
-                    )
+                    raise DeliveredError("REBUILD_NOT_SWAPPED", reason=reason)
                 case Unknown(reason):
-                    raise OutcomeUnknown(
-                        "REBUILD_UNKNOWN",
-                        f"It is unknown whether the tables changed places: {reason}.",
-                        next_step="run the same command again once the server responds",
-                    )
+                    raise OutcomeUnknown("REBUILD_UNKNOWN", reason=reason)
 
     def _state(self, context: Context, state: LedgerState) -> Decision:
         """The newest decision, if it is where the replay ended and nobody goes on."""
         if (owner := living(state.owner)) is not None:
-            raise Refused(
-                "REBUILD_RUNNING",
-                f"The pipeline {self._origin.name!r} is running (process {owner.process}). The new table has its "
-                "records up to the batch that was the newest one before.",
-                next_step="stop it (SIGTERM), then run the same command again: it reads what came since, and swaps",
-            )
+            raise Refused("REBUILD_RUNNING", pipeline=self._origin.name, process=owner.process)
         last, until = state.last, dict(self.pipeline.until)
         with _ledger(self.pipeline) as rebuilt:
             filled = rebuilt.ledger.look().last
         if last is None or filled is None or not _ends(last) == _ends(filled) == until:
-            raise Refused(
-                "REBUILD_BEHIND",
-                f"The new table does not end where the pipeline {self._origin.name!r} does: its replay was stopped, or "
-                "the pipeline decided a batch since.",
-                next_step="run the same command again",
-            )
+            raise Refused("REBUILD_BEHIND", pipeline=self._origin.name)
         if still := context.committers.open_transactions():
-            raise Refused(
-                "REBUILD_UNFINISHED",
-                f"{len(still)} prepared transactions of {self._origin.name!r} are open: rows that may count are not "
-                "visible yet.",
-                next_step="start the pipeline, which ends them, stop it, and run the same command again",
-            )
+            raise Refused("REBUILD_UNFINISHED", open=len(still), pipeline=self._origin.name)
         return last
 
     def _is_done(self, context: Context) -> bool:
@@ -196,23 +173,11 @@ def rebuild(pipeline: P, into: str, start: str | None = None) -> Rebuild[P]:
         done = state.last is not None and store.has_swapped(swap)
         problem = None if done or state.last is None else store.cannot_swap()
     if state.last is None:
-        raise UsageError(
-            "REBUILD_NOTHING",
-            f"The pipeline {pipeline.name!r} has decided no batch in its checkpoint {pipeline.checkpoint!r}.",
-            next_step="run it: there is nothing to rebuild yet",
-        )
+        raise UsageError("REBUILD_NOTHING", pipeline=pipeline.name, checkpoint=pipeline.checkpoint)
     if problem is not None:
-        raise Refused(
-            "REBUILD_TARGET",
-            f"The table of {own.label!r} cannot be replaced: {problem}.",
-            next_step="drop what refers to the table, and create it again afterwards",
-        )
+        raise Refused("REBUILD_TARGET", label=own.label, problem=problem)
     if not into or "." in into or into == table:
-        raise UsageError(
-            "REBUILD_INTO",
-            f"The new table is {into!r}; it must be the name of another table, in the same place as {table!r}.",
-            next_step=f"--into {table}_new",
-        )
+        raise UsageError("REBUILD_INTO", into=into, table=table)
     target = retargeted(own, f"{schema}.{into}" if schema else into)
     replayed = derive(pipeline, f".rebuild-{key}", target)
     replayed.until = _ends(state.last)
@@ -227,12 +192,7 @@ def rebuild(pipeline: P, into: str, start: str | None = None) -> Rebuild[P]:
 
 def _only(pipeline: Definition) -> Endpoint:
     if len(pipeline.sinks) > 1 or pipeline.dead_letter is not None:
-        raise Refused(
-            "REBUILD_SINKS",
-            f"The pipeline {pipeline.name!r} writes to several sinks in one batch; a rebuild exchanges the table of a "
-            "single one.",
-            next_step="replay into another target: delivered replay --sink NAME",
-        )
+        raise Refused("REBUILD_SINKS", pipeline=pipeline.name)
     return pipeline.sinks[0]
 
 
@@ -254,30 +214,17 @@ def _store(pipeline: Definition, context: Context) -> _Swapping:
     if isinstance(store, _Swapping):
         return store
     store.close()
-    raise Refused(
-        "REBUILD_SINK",
-        f"The sink {own.system!r} cannot let two tables change places in the transaction of its ledger.",
-        next_step="replay into another target (delivered replay) and move its readers there; postgres and sqlite can",
-    )
+    raise Refused("REBUILD_SINK", system=own.system)
 
 
 def _first(pipeline: Definition, name: str, source: Endpoint, start: str | None) -> Offsets:
     """Where the source's first batch began; or as the user says: where a snapshot in the new table ends."""
     first = sidecar.kept_first(pipeline.checkpoint, name) if start is None else offsets_at(source, start, name)
     if first is None:
-        raise Refused(
-            "REBUILD_START",
-            f"The checkpoint {pipeline.checkpoint!r} does not say where the pipeline's first batch began.",
-            next_step="name the offsets: --from",
-        )
+        raise Refused("REBUILD_START", checkpoint=pipeline.checkpoint)
     for where, at, kept in leaves("", first, offsets_at(source, EARLIEST, name)):
         if at < kept:
-            raise Refused(
-                "REBUILD_RECORDS_GONE",
-                f"The pipeline began at offset {at} of {where}, but the source's first record is {kept}: the records "
-                "between are deleted (retention).",
-                next_step="load a snapshot into the new table first, and name its offsets: --from",
-            )
+            raise Refused("REBUILD_RECORDS_GONE", position=at, where=where, kept=kept)
     return first
 
 

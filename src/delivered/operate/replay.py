@@ -81,10 +81,7 @@ def _chosen(pipeline: Definition, sink: str | None) -> Endpoint:
         return pipeline.sinks[0]
     if sink not in named:
         raise UsageError(
-            "REPLAY_SINK",
-            f"A replay has one sink, and {'no sink is' if sink is None else 'none is'} named {sink or ''!r}; the "
-            f"pipeline writes to {', '.join(named)}.",
-            next_step="name the one whose rows are replayed: --sink NAME",
+            "REPLAY_SINK", none="no sink is" if sink is None else "none is", sink=sink or "", known=", ".join(named)
         )
     return named[sink]
 
@@ -97,12 +94,7 @@ def retargeted(own: Endpoint, into: Endpoint | str) -> Endpoint:
     by_name = {k.lower(): k for k in own.options}
     key = next((by_name[t] for t in _TARGETS if t in by_name), None)
     if key is None:
-        raise UsageError(
-            "REPLAY_INTO",
-            f"The replay goes into {into!r}, but the sink {own.system!r} has none of the options {', '.join(_TARGETS)} "
-            "to replace.",
-            next_step="write the sink: --into '{format: sqlite, path: replay.db, table: orders}'",
-        )
+        raise UsageError("REPLAY_INTO", into=into, system=own.system, targets=", ".join(_TARGETS))
     if key.lower() == "path" and "/" not in into:
         into = "/".join([*own.options[key].rstrip("/").split("/")[:-1], into])
     return replace(own, options={**own.options, key: into}, name=None)
@@ -117,11 +109,7 @@ def check_target(pipeline: Definition, target: Endpoint) -> None:
     for own in pipeline.all_sinks:
         same = own.system == target.system and dict(own.options) == dict(target.options)
         if same or (ids and ids == _identity(pipeline.name, own)):
-            raise UsageError(
-                "REPLAY_TARGET",
-                f"The pipeline {pipeline.name!r} writes to {own.label!r} itself; its records would be there twice.",
-                next_step="replay into another table or topic",
-            )
+            raise UsageError("REPLAY_TARGET", pipeline=pipeline.name, label=own.label)
 
 
 def _identity(pipeline: str, endpoint: Endpoint) -> set[tuple[str, str]]:
@@ -140,7 +128,7 @@ def check_replayable(name: str, source: Endpoint) -> None:
         why = capability.consumed or ("" if capability.replayable else capability.why_not)
         instead = "replay a pipeline that reads what this one wrote"
     if why:
-        raise Refused("REPLAY_SOURCE", f"{what} ({source.system}) cannot be replayed: {why}.", next_step=instead)
+        raise Refused("REPLAY_SOURCE", what=what, system=source.system, reason=why, action=instead)
 
 
 def _range(derived: Definition, start: str, end: str) -> tuple[dict[str, Offsets], dict[str, Offsets]]:
@@ -163,11 +151,7 @@ def _range(derived: Definition, start: str, end: str) -> tuple[dict[str, Offsets
 def _resolve(name: str, source: Endpoint, start: str, end: str) -> tuple[Offsets, Offsets]:
     begin, until = (offsets_at(source, word, name) for word in (start, end))
     if (wrong := backwards(begin, until)) is not None:
-        raise UsageError(
-            "REPLAY_RANGE",
-            f"The replay from {start} to {end} ends before it starts: {wrong}.",
-            next_step="exchange from and to",
-        )
+        raise UsageError("REPLAY_RANGE", start=start, end=end, wrong=wrong)
     if isinstance(_place(start, name), int):
         _retained(source, start, begin)
     metadata = source.source().capability().offset_metadata
@@ -194,21 +178,12 @@ def _place(text: str, source: str) -> int | str:
             raise _bad_time(text) from None
         ms = int((at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp() * 1000)
     if ms > datetime.now(UTC).timestamp() * 1000:
-        raise UsageError(
-            "REPLAY_FUTURE",
-            f"The time {text!r} is in the future: a replay reads records that are there.",
-            next_step="write latest, for what is there now",
-        )
+        raise UsageError("REPLAY_FUTURE", text=text)
     return ms
 
 
 def _bad_time(text: str) -> UsageError:
-    return UsageError(
-        "REPLAY_TIME",
-        f"A replay's time is {text!r}; it must be ISO 8601 (UTC unless it names a zone), milliseconds since 1970, "
-        "earliest, latest, or offsets as JSON.",
-        next_step="write it as in --from 2026-11-24T08:00:00Z --to latest",
-    )
+    return UsageError("REPLAY_TIME", text=text)
 
 
 def offsets_at(source: Endpoint, word: str, name: str = SOURCE) -> Offsets:
@@ -225,11 +200,7 @@ def offsets_at(source: Endpoint, word: str, name: str = SOURCE) -> Offsets:
     if isinstance(place, int):
         table = connector(source.system).source_options
         if table is None or _SINCE not in {o.name for o in table.options}:
-            raise Refused(
-                "REPLAY_BY_TIME",
-                f"The source {source.system!r} cannot find records by time.",
-                next_step="write earliest, latest, or offsets as JSON, as in startingOffsets",
-            )
+            raise Refused("REPLAY_BY_TIME", system=source.system)
         options |= {_SINCE: str(place)}
         if any(o.name == _OF_NONE for o in table.options):
             options[_OF_NONE] = LATEST
@@ -246,12 +217,7 @@ def _retained(source: Endpoint, start: str, begin: Offsets) -> None:
     """
     for where, at, first in leaves("", begin, offsets_at(source, EARLIEST)):
         if at == first > 0:
-            raise Refused(
-                "REPLAY_RECORDS_GONE",
-                f"Records before offset {first} of {where} are deleted (retention); some of them may be of {start} or "
-                "later.",
-                next_step="write --from earliest, to replay what is there",
-            )
+            raise Refused("REPLAY_RECORDS_GONE", first=first, where=where, start=start)
 
 
 def leaves(where: str, at: Mapping[str, Any], first: Mapping[str, Any]) -> list[tuple[str, int, int]]:
@@ -277,9 +243,5 @@ def parse_sink(text: str, folder: Path) -> Endpoint:
     except (yaml.YAMLError, ValueError) as error:
         # pydantic's text repeats the values.
         why = "; ".join(e["msg"] for e in error.errors()) if isinstance(error, ValidationError) else str(error)
-        raise UsageError(
-            "SINK_VALUE",
-            f"The sink is {without_passwords(text)[:300]!r}: {why}.",
-            next_step="write it as in a pipeline file: '{format: sqlite, path: out.db, table: orders}'",
-        ) from None
+        raise UsageError("SINK_VALUE", text=without_passwords(text)[:300], reason=why) from None
     return endpoint_of(entry, folder)

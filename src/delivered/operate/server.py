@@ -68,17 +68,9 @@ def application(
         MissingExtra: starlette is not installed.
     """
     if token is not None and len(token) < TOKEN_LENGTH_MIN:
-        raise UsageError(
-            "UI_TOKEN",
-            f"The token has {len(token)} characters; it must have at least {TOKEN_LENGTH_MIN}.",
-            next_step="make one: python3 -c 'import secrets; print(secrets.token_urlsafe(32))'",
-        )
+        raise UsageError("UI_TOKEN.SHORT", token_count=len(token), token_length_min=TOKEN_LENGTH_MIN)
     if token is None and address not in LOCAL:
-        raise UsageError(
-            "UI_TOKEN",
-            f"The page would be readable by everyone who reaches {address}, and its buttons end transactions.",
-            next_step="pass --token env:NAME, or listen on 127.0.0.1 and reach it through a tunnel",
-        )
+        raise UsageError("UI_TOKEN.NONE", address=address)
     try:
         from starlette.applications import Starlette
         from starlette.concurrency import run_in_threadpool

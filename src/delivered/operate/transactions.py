@@ -87,38 +87,18 @@ def end_transaction(pipeline: Definition, transaction: str, *, commit: bool, for
                 case Ok():
                     return
                 case Failed(reason):
-                    raise DeliveredError(
-                        "TRANSACTION_NOT_ENDED",
-                        f"{transaction!r} was not ended: {reason}.",
-                        next_step="delivered transactions list FILE; repeat the command once the server answers",
-                    )
+                    raise DeliveredError("TRANSACTION_NOT_ENDED", transaction=transaction, reason=reason)
                 case Unknown(reason):
-                    raise OutcomeUnknown(
-                        "TRANSACTION_UNKNOWN",
-                        f"It is unknown whether {transaction!r} was ended: {reason}.",
-                        next_step="`delivered transactions list` shows whether it is still open",
-                    )
+                    raise OutcomeUnknown("TRANSACTION_UNKNOWN", transaction=transaction, reason=reason)
         finally:
             committer.close()
-    raise UsageError(
-        "TRANSACTION_NOT_OPEN",
-        f"Pipeline {pipeline.name!r} has no open transaction {transaction!r}.",
-        next_step="`delivered transactions list` shows those that are open",
-    )
+    raise UsageError("TRANSACTION_NOT_OPEN.PIPELINE", pipeline=pipeline.name, transaction=transaction)
 
 
 def _against_the_ledger(transaction: str, commit: bool) -> Refused:
     if commit:
-        return Refused(
-            "TRANSACTION_UNDECIDED",
-            f"{transaction!r} was not decided: its batch runs again, so applying it now would write its rows twice.",
-            next_step="abort it, or start the pipeline, which aborts it; --force applies it anyway",
-        )
-    return Refused(
-        "TRANSACTION_DECIDED",
-        f"{transaction!r} was decided: its batch counts, and aborting it now would lose its rows.",
-        next_step="apply it, or start the pipeline, which applies it; --force aborts it anyway",
-    )
+        return Refused("TRANSACTION_UNDECIDED", transaction=transaction)
+    return Refused("TRANSACTION_DECIDED", transaction=transaction)
 
 
 def _held(pipeline: Definition) -> Iterator[tuple[Committer, Sequence[OpenTransaction], LedgerState]]:
@@ -139,11 +119,7 @@ def _held(pipeline: Definition) -> Iterator[tuple[Committer, Sequence[OpenTransa
         yield committer, transactions, _projected(scope.sink, state)
     if not holds:
         systems = ", ".join(e.system for e in pipeline.all_sinks)
-        raise UsageError(
-            "NO_TRANSACTIONS",
-            f"The sinks of pipeline {pipeline.name!r} ({systems}) do not keep transactions open.",
-            next_step="nothing to end here; `delivered status` shows the pipeline",
-        )
+        raise UsageError("NO_TRANSACTIONS", pipeline=pipeline.name, systems=systems)
 
 
 def _projected(sink: str, state: LedgerState) -> LedgerState:

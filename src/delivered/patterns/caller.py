@@ -69,10 +69,10 @@ class Caller:
         if not dialects:
             raise UsageError(
                 "CONNECTION_TYPE",
-                f"{what} takes a connection of psycopg 3, PyMySQL or sqlite3, or a SQLAlchemy Session or Connection "
-                f"over one of them; it got {type(connection).__module__}.{type(connection).__qualname__}"
-                + ("." if self._alchemy is None else f" over {type(self.driver).__module__}."),
-                next_step="pass the connection that your business rows are written with",
+                what=what,
+                module=type(connection).__module__,
+                type=type(connection).__qualname__,
+                driver="." if self._alchemy is None else f" over {type(self.driver).__module__}.",
             )
         self.dialect = dialects[0]
         self._begin(what, writes)
@@ -90,14 +90,7 @@ class Caller:
             alone = not driver.in_transaction and (mode is True or (mode == -1 and driver.isolation_level is None))
             how = 'connection.execute("BEGIN")'
         if alone:
-            raise Refused(
-                "AUTOCOMMIT",
-                f"{what} needs a transaction, but this connection commits each statement by itself: after a crash, "
-                "one of the two rows could be there without the other.",
-                next_step=f"{how} before your first statement, and commit after {what}"
-                if self._alchemy is None
-                else 'make the engine without isolation_level="AUTOCOMMIT"',
-            )
+            raise Refused("AUTOCOMMIT.CONNECTION" if self._alchemy is None else "AUTOCOMMIT.ENGINE", what=what, how=how)
         if self.dialect == "sqlite" and not driver.in_transaction:
             # A transaction that has read first cannot wait for another writer: SQLite fails it at once.
             self.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
@@ -280,15 +273,17 @@ def quoted(dialect: str, name: str) -> str:
     mark = "`" if dialect == "mysql" else '"'
     parts = name.split(".")
     if not all(parts) or any(c in name for c in "\0%?"):
-        raise UsageError("TABLE_NAME", f"{name!r} is not a valid table or column name.", next_step="write schema.table")
+        raise UsageError("TABLE_NAME", name=name)
     for part in parts:
         length = len(part) if dialect == "mysql" else len(part.encode())
         if length > NAME_LENGTHS_MAX.get(dialect, length):
             raise UsageError(
-                "NAME_TOO_LONG",
-                f"The name {part!r} has {length} {'characters' if dialect == 'mysql' else 'bytes'}; {dialect} allows "
-                f"{NAME_LENGTHS_MAX[dialect]}.",
-                next_step="write a shorter name into the option that sets it, for example positionsTable",
+                "NAME_TOO_LONG.PATTERN",
+                name=part,
+                length=length,
+                unit="characters" if dialect == "mysql" else "bytes",
+                dialect=dialect,
+                limit=NAME_LENGTHS_MAX[dialect],
             )
     return ".".join(mark + part.replace(mark, mark * 2) + mark for part in parts)
 
@@ -299,7 +294,7 @@ def check_dialect(dialect: str) -> str:
         UsageError: unknown.
     """
     if dialect not in DIALECTS:
-        raise UsageError("DIALECT", f"Unknown dialect {dialect!r}.", next_step=f"write one of: {', '.join(DIALECTS)}")
+        raise UsageError("DIALECT", dialect=dialect, known=", ".join(DIALECTS))
     return dialect
 
 

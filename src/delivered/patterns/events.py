@@ -97,11 +97,7 @@ class Conflict(Refused):
 
     @classmethod
     def at(cls, what: str, expected: int, found: int) -> Conflict:
-        conflict = cls(
-            "EVENTS_CONFLICT",
-            f"{what} is at version {found}; expected was {expected}. Nothing was written.",
-            next_step="roll back, load it again, and decide again with the state that it has now",
-        )
+        conflict = cls("EVENTS_CONFLICT", what=what, actual=found, expected=expected)
         conflict.found = found
         return conflict
 
@@ -133,10 +129,7 @@ class Aggregate:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or self.snapshot_every < 0:
             raise UsageError(
-                "EVENTS_AGGREGATE",
-                f"Aggregate {self.name!r} with snapshot_every={self.snapshot_every!r}: names are {_NAME.pattern}, and "
-                "snapshot_every is at least 0.",
-                next_step="correct the declaration",
+                "EVENTS_AGGREGATE", name=self.name, snapshot_every=self.snapshot_every, pattern=_NAME.pattern
             )
 
     def load(self, connection: Any, id: str) -> Loaded:  # noqa: A002
@@ -166,10 +159,7 @@ class Aggregate:
         key, rows = _key(id), [_row(e) for e in events]
         if not 0 < len(rows) <= EVENTS_APPENDED_MAX or not isinstance(expected, int) or expected < 0:
             raise UsageError(
-                "EVENTS_APPEND",
-                f"append got {len(rows)} events and expected={expected!r}; it takes 1 to {EVENTS_APPENDED_MAX}, and a "
-                "version of at least 0.",
-                next_step="pass the version that load returned",
+                "EVENTS_APPEND", row_count=len(rows), expected=expected, events_appended_max=EVENTS_APPENDED_MAX
             )
         caller = self._caller(connection, "events.append", writes=True)
         at, what = (self.name, caller.exact(key)), f"{self.name} {key!r}"
@@ -181,7 +171,7 @@ class Aggregate:
         version = expected + len(rows)
 
         def ended() -> Exception:
-            return InvariantBroken("EVENTS_TRANSACTION_ENDED", "The transaction ended inside append.")
+            return InvariantBroken("EVENTS_TRANSACTION_ENDED")
 
         try:
             with caller.savepoint(ended):
@@ -203,9 +193,10 @@ class Aggregate:
             if own:
                 raise DuplicateEvent(
                     "EVENTS_DUPLICATE",
-                    f"The log has event {exists.args[0]} already, as version {own[0][2]} of {own[0][0]} "
-                    f"{as_text(own[0][1])!r}.",
-                    next_step="an earlier try was committed: go on; give another event an id of its own",
+                    id=exists.args[0],
+                    version=own[0][2],
+                    aggregate=own[0][0],
+                    aggregate_id=as_text(own[0][1]),
                 ) from None
             raise Conflict.at(what, expected, self._version(caller, at)) from None
         return Appended(version, stored=True)
@@ -229,11 +220,7 @@ class Aggregate:
                 state = json.loads(kept[0][1])
         for number, event in _events(caller, at, version, what):
             if number != version + 1:
-                raise InvariantBroken(
-                    "EVENTS_GAP",
-                    f"{self.name} {key!r}: version {version} is followed by {number}.",
-                    next_step="restore the deleted events",
-                )
+                raise InvariantBroken("EVENTS_GAP", name=self.name, key=key, version=version, number=number)
             version, state = number, self.apply(state, event)
         return Loaded(state, version)
 
@@ -241,11 +228,7 @@ class Aggregate:
         state, version = self._load(caller, key)
         text = _json(f"The state of {self.name} {key!r}", state)
         if json.loads(text) != state:
-            raise BadRecord(
-                "EVENTS_STATE",
-                f"The state of {self.name} {key!r} changes when it is written as JSON: {state!r:.200}.",
-                next_step="make states of dict with text keys, list, str, int, float, bool and None",
-            )
+            raise BadRecord("EVENTS_STATE", name=self.name, key=key, state=state)
         kept = ("version", "fold", "state")
         if caller.dialect == "mysql":
             known = "ON DUPLICATE KEY UPDATE " + ", ".join(f"{c} = VALUES({c})" for c in kept)
@@ -289,11 +272,7 @@ def ddl(dialect: str) -> tuple[str, ...]:
 
 def _check_tables(caller: Caller) -> None:
     """Raise Refused if the tables are not there, or a newer version of this package made them."""
-    absent = Refused(
-        "EVENTS_TABLES",
-        "The database has no event log.",
-        next_step=f'roll back, then run each statement of events.ddl("{caller.dialect}")',
-    )
+    absent = Refused("EVENTS_TABLES", dialect=caller.dialect)
     caller.check_format(FORMATS, "an event log", FORMAT, absent)
 
 
@@ -323,33 +302,19 @@ def _stored(what: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, RecursionError) as error:
-        raise InvariantBroken(
-            "EVENTS_DAMAGED",
-            f"In the log {what} cannot be read: {type(error).__name__}: {error}.",
-            next_step="restore that row; a snapshot may also be deleted, and is made again",
-        ) from None
+        raise InvariantBroken("EVENTS_DAMAGED", what=what, error_type=type(error).__name__, error=error) from None
 
 
 def _key(id_: Any) -> str:
     if not isinstance(id_, str) or unstorable(id_) or not 0 < len(id_.encode()) <= ID_BYTES_MAX:
-        raise BadRecord(
-            "EVENTS_ID",
-            f"The aggregate's id is {id_!r:.200} ({type(id_).__name__}); it must be 1 to {ID_BYTES_MAX} bytes of "
-            "UTF-8, no NUL.",
-            next_step="pass another id",
-        )
+        raise BadRecord("EVENTS_ID", id=id_, id_type=type(id_).__name__, id_bytes_max=ID_BYTES_MAX)
     return id_
 
 
 def _row(event: Event) -> tuple[str, str, str]:
     """Id, type and payload as they are stored."""
     if not isinstance(event.id, uuid.UUID) or not isinstance(event.type, str) or not _NAME.fullmatch(event.type):
-        raise BadRecord(
-            "EVENTS_EVENT",
-            f"An event has the id {event.id!r:.100} and the type {event.type!r:.100}; it needs a UUID, and a type of "
-            f"{_NAME.pattern}.",
-            next_step="call events.new_id() once for the event, before the first try",
-        )
+        raise BadRecord("EVENTS_EVENT", id=event.id, type=event.type, pattern=_NAME.pattern)
     return str(event.id), event.type, _json(f"The payload of event {event.type}", event.payload)
 
 
@@ -357,11 +322,7 @@ def _json(what: str, value: Any) -> str:
     try:
         text = json_text(json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (ValueError, TypeError, RecursionError) as error:
-        raise BadRecord("EVENTS_JSON", f"{what} is no JSON: {error}.", next_step="pass a JSON value") from None
+        raise BadRecord("EVENTS_JSON.INVALID", what=what, error=error) from None
     if len(text.encode()) > EVENT_BYTES_MAX:
-        raise BadRecord(
-            "EVENTS_JSON",
-            f"{what} has {len(text.encode()):,} bytes as JSON; the limit is {EVENT_BYTES_MAX:,}.",
-            next_step="store a reference to it",
-        )
+        raise BadRecord("EVENTS_JSON.TOO_LARGE", what=what, bytes=len(text.encode()), event_bytes_max=EVENT_BYTES_MAX)
     return text

@@ -81,11 +81,7 @@ def inbox(
     columns = ("consumer", "message_id")
 
     def committed() -> Exception:
-        return InvariantBroken(
-            "INBOX_TRANSACTION_ENDED",
-            f"The transaction ended inside the block of message {values[1]!r}: later changes are not protected.",
-            next_step="commit after the with block, and let database errors leave the block",
-        )
+        return InvariantBroken("INBOX_TRANSACTION_ENDED", id=values[1])
 
     with caller.savepoint(committed):
         try:
@@ -181,11 +177,7 @@ def clean(connection: Any, *, ttl: dt.timedelta, table: str = TABLE, limit: int 
     Returns: number of deleted rows.
     """
     if ttl <= dt.timedelta(0) or limit < 1:
-        raise UsageError(
-            "INBOX_TTL",
-            f"ttl is {ttl!r} and limit {limit!r}; both must be above 0.",
-            next_step="pass a longer ttl, or a limit of at least 1",
-        )
+        raise UsageError("INBOX_TTL", ttl=ttl, limit=limit)
     caller = Caller(connection, what="inbox.clean")
     name, age = caller.quoted(table), int(ttl.total_seconds() * 1000)
     try:
@@ -204,11 +196,7 @@ def clean(connection: Any, *, ttl: dt.timedelta, table: str = TABLE, limit: int 
 
 def _refuse_missing(caller: Caller, table: str, error: Exception) -> None:
     if caller.missing(error):
-        raise Refused(
-            "INBOX_TABLE",
-            f"The table {table} does not exist.",
-            next_step=f'roll back without acknowledging, then run inbox.ddl("{caller.dialect}")',
-        ) from error
+        raise Refused("INBOX_TABLE", table=table, dialect=caller.dialect) from error
 
 
 def _stored(name: str, value: str | bytes | uuid.UUID | None, bytes_max: int) -> str:
@@ -219,9 +207,5 @@ def _stored(name: str, value: str | bytes | uuid.UUID | None, bytes_max: int) ->
     except UnicodeError:
         fits = False
     if not fits:
-        raise BadRecord(
-            "INBOX_VALUE",
-            f"{name} is {value!r:.100} ({type(value).__name__}); it must be 1 to {bytes_max} bytes of UTF-8, no NUL.",
-            next_step="have the sender assign an id to each message before its first attempt, and keep it in resends",
-        )
+        raise BadRecord("INBOX_VALUE", name=name, value=value, value_type=type(value).__name__, bytes_max=bytes_max)
     return str(text)

@@ -87,9 +87,7 @@ def ddl(dialect: str, layout: Layout | None = None, *, payload: Literal["json", 
     """
     types, layout = _TYPES[check_dialect(dialect)], layout or Layout()
     if payload not in ("json", "bytes"):
-        raise UsageError(
-            "OUTBOX_PAYLOAD", f"payload is {payload!r}; it must be json or bytes.", next_step="write json or bytes"
-        )
+        raise UsageError("OUTBOX_PAYLOAD.TYPE", payload=payload)
     kinds = ("id", "text", "text", "text", payload)
     ends = (" PRIMARY KEY", " NOT NULL", " NOT NULL", " NOT NULL", "")
     columns = zip(layout.columns(dialect), kinds, ends, strict=True)
@@ -129,7 +127,7 @@ def put(
     """
     layout = layout or Layout()
     if on_duplicate not in ("refuse", "ignore"):
-        raise UsageError("OUTBOX_DUPLICATE", f"on_duplicate is {on_duplicate!r}.", next_step="write refuse or ignore")
+        raise UsageError("OUTBOX_DUPLICATE.ARGUMENT", on_duplicate=on_duplicate)
     entry = Entry(
         _uuid(id),
         _text("aggregate_type", aggregate_type),
@@ -149,35 +147,25 @@ def put(
     except Exception as error:
         if not caller.missing(error):
             raise
-        raise Refused(
-            "OUTBOX_TABLE",
-            f"The table {layout.table} does not exist.",
-            next_step=f'roll back, then run outbox.ddl("{caller.dialect}")',
-        ) from error
+        raise Refused("OUTBOX_TABLE.ENTRY", table=layout.table, dialect=caller.dialect) from error
     if not rows:  # another unique index of the table refused the row, or it was deleted meanwhile
-        raise Refused(
-            "OUTBOX_ROW",
-            f"{layout.table} refused id {entry.id}, but holds no row with it: another unique index refused it, "
-            "or the row has been deleted since.",
-            next_step="roll back; check the table's indexes, then retry with the same id",
-        )
+        raise Refused("OUTBOX_ROW", table=layout.table, id=entry.id)
     first = _entry(rows[0])
     same = _content(first) == _content(entry)
     if same and on_duplicate == "ignore":
         return first
     row = f"{first.aggregate_type} {first.aggregate_id}, {first.type}"
     if same:
-        raise DuplicateId(
-            "OUTBOX_DUPLICATE",
-            f"{layout.table} already has id {entry.id} with the same message: {row}.",
-            next_step='an earlier attempt was committed: continue, or pass on_duplicate="ignore"',
-        )
+        raise DuplicateId("OUTBOX_DUPLICATE.ID", table=layout.table, id=entry.id, row=row)
     raise DuplicateId(
-        "OUTBOX_ID_REUSED",
-        f"{layout.table} already has id {entry.id} with another message: {row}; this one is "
-        f"{entry.aggregate_type} {entry.aggregate_id}, {entry.type}"
-        + (" with another payload." if _content(first)[:3] == _content(entry)[:3] else "."),
-        next_step="call outbox.new_id() once per message",
+        "OUTBOX_ID_REUSED.ENTRY",
+        table=layout.table,
+        id=entry.id,
+        row=row,
+        aggregate_type=entry.aggregate_type,
+        aggregate_id=entry.aggregate_id,
+        type=entry.type,
+        difference=" with another payload." if _content(first)[:3] == _content(entry)[:3] else ".",
     )
 
 
@@ -187,20 +175,17 @@ def _uuid(given: uuid.UUID | str) -> uuid.UUID:
     try:
         return uuid.UUID(given)
     except (ValueError, TypeError, AttributeError):
-        raise BadRecord(
-            "OUTBOX_ID",
-            f"The id {given!r} ({given.__class__.__name__}) is not a UUID.",
-            next_step="call outbox.new_id() once per message, before the first attempt",
-        ) from None
+        raise BadRecord("OUTBOX_ID.NOT_UUID", value=given, value_type=given.__class__.__name__) from None
 
 
 def _text(name: str, value: str) -> str:
     if not isinstance(value, str) or not value or len(value) > TEXT_LENGTH_MAX or unstorable(value):
         raise BadRecord(
-            "OUTBOX_VALUE",
-            f"{name} is {value!r:.300} ({value.__class__.__name__}); it must be text of 1 to {TEXT_LENGTH_MAX} "
-            "characters of Unicode without NUL.",
-            next_step=f"pass another {name}",
+            "OUTBOX_VALUE.ENTRY",
+            name=name,
+            value=value,
+            value_type=value.__class__.__name__,
+            text_length_max=TEXT_LENGTH_MAX,
         )
     return value
 
@@ -211,11 +196,7 @@ def _payload(value: Any) -> str | bytes | None:
     try:
         return json_text(value)
     except (ValueError, TypeError, RecursionError) as error:
-        raise BadRecord(
-            "OUTBOX_PAYLOAD",
-            f"The payload {value!r:.200} is not valid JSON: {error}.",
-            next_step='pass a value that json.dumps accepts, or create the table with payload="bytes" and pass bytes',
-        ) from None
+        raise BadRecord("OUTBOX_PAYLOAD.VALUE", value=value, error=error) from None
 
 
 def _entry(row: tuple[Any, ...]) -> Entry:

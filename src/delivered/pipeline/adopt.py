@@ -56,18 +56,10 @@ def adopt(
     origins = {"checkpoint": checkpoint, "group": group, "timestamp": timestamp_ms}
     origin_names = [name for name, value in origins.items() if value is not None]
     if len(origin_names) != 1:
-        raise UsageError(
-            "ADOPT_ORIGIN",
-            f"adopt takes the old job's position from one origin, but got {' and '.join(origin_names) or 'none'}.",
-            next_step="name its checkpoint, its consumer group, or a timestamp",
-        )
+        raise UsageError("ADOPT_ORIGIN", origins=" and ".join(origin_names) or "none")
     name, source = next(iter(pipeline.sources.items()))
     origin = None if len(pipeline.sources) > 1 or source.is_spark_own else source.source()
-    unfit = UsageError(
-        "ADOPT_SOURCE",
-        f"The pipeline's source is {', '.join(pipeline.sources)} ({source.system}); adopt needs one source, Kafka.",
-        next_step="continue on the old checkpoint (docs/migrate.md)",
-    )
+    unfit = UsageError("ADOPT_SOURCE", sources=", ".join(pipeline.sources), system=source.system)
     if origin is None:
         raise unfit
     _not_started(pipeline)
@@ -76,11 +68,7 @@ def adopt(
         view = _finished(str(checkpoint))
         lines = by_source(view.offsets)
         if len(lines) != 1:
-            raise Refused(
-                "ADOPT_SOURCES",
-                f"The query of {str(checkpoint)!r} has {len(lines)} sources; adopt supports one.",
-                next_step="continue on the old checkpoint (docs/migrate.md)",
-            )
+            raise Refused("ADOPT_SOURCES", checkpoint=str(checkpoint), line_count=len(lines))
         resumption = origin.resumption(_offsets(next(iter(lines.values())), str(checkpoint)))
         where = f"batch {view.batch} of the checkpoint {str(checkpoint)!r}, its last one, committed"
     elif group is not None:
@@ -96,11 +84,7 @@ def adopt(
     if not write:
         return adoption
     if view is not None and read_view(str(checkpoint)) != view:
-        raise Refused(
-            "ADOPT_RUNNING",
-            f"The query of {str(checkpoint)!r} began another batch in the meantime: it is still running.",
-            next_step="stop it, then repeat",
-        )
+        raise Refused("ADOPT_RUNNING.QUERY", checkpoint=str(checkpoint))
     _keep(pipeline, name, resumption, write=True)
     return replace(adoption, written=True)
 
@@ -112,11 +96,7 @@ def _not_started(pipeline: Definition) -> None:
     """
     _, batch = logged(pipeline.checkpoint)
     if batch is not None:
-        raise Refused(
-            "ADOPT_STARTED",
-            f"The checkpoint {pipeline.checkpoint!r} already has batch {batch} and continues from there.",
-            next_step="give the pipeline a new checkpoint",
-        )
+        raise Refused("ADOPT_STARTED.CHECKPOINT", checkpoint=pipeline.checkpoint, batch=batch)
     spec = pipeline.spec
     sinks = spec.open()
     ledger = open_shared_ledger(sinks, spec.scope(sinks))
@@ -125,11 +105,7 @@ def _not_started(pipeline: Definition) -> None:
     finally:
         ledger.close()
     if state.last is not None or state.earlier or state.begun is not None or state.earlier_begun:
-        raise Refused(
-            "ADOPT_STARTED",
-            f"The ledger already holds batches of pipeline {pipeline.name!r} from another checkpoint.",
-            next_step="give the pipeline a new name; or continue with its own checkpoint",
-        )
+        raise Refused("ADOPT_STARTED.LEDGER", pipeline=pipeline.name)
 
 
 def _finished(location: str) -> CheckpointView:
@@ -140,31 +116,14 @@ def _finished(location: str) -> CheckpointView:
     """
     incarnation, batch = logged(location)
     if incarnation is None or batch is None:
-        raise Refused(
-            "ADOPT_CHECKPOINT_EMPTY",
-            f"The checkpoint {location!r} has no batch.",
-            next_step="correct the path: the folder with metadata, offsets and commits",
-        )
+        raise Refused("ADOPT_CHECKPOINT_EMPTY", location=location)
     view = read_view(location)
     if sidecar.is_ours(location):
-        raise Refused(
-            "ADOPT_OURS",
-            f"The checkpoint {location!r} belongs to a source of delivered.",
-            next_step=f"continue on it: checkpoint: {location}",
-        )
+        raise Refused("ADOPT_OURS", location=location)
     if holds_state(location):
-        raise Refused(
-            "ADOPT_STATE",
-            f"The query of {location!r} keeps state, which a new checkpoint would not have.",
-            next_step="continue on the old checkpoint (docs/migrate.md)",
-        )
+        raise Refused("ADOPT_STATE", location=location)
     if view.logged != view.batch:
-        raise Refused(
-            "ADOPT_UNFINISHED",
-            f"Batch {view.batch} of {location!r} is logged but not committed: the query is running, or died in it. "
-            f"Of the batch's records, up to {view.offsets[:300]}, the old sink may hold none, some or all.",
-            next_step="run the old query once more with trigger(availableNow=True), so that it finishes the batch",
-        )
+        raise Refused("ADOPT_UNFINISHED", batch=view.batch, location=location, offsets=view.offsets[:300])
     return view
 
 
@@ -174,11 +133,7 @@ def _offsets(text: str, location: str) -> dict[str, Any]:
     except ValueError:
         offsets = None
     if not isinstance(offsets, dict):
-        raise Refused(
-            "ADOPT_OFFSETS",
-            f"The offsets in {location!r} are not those of a Kafka source: {text[:100]!r}.",
-            next_step="adopt needs a query with format('kafka')",
-        )
+        raise Refused("ADOPT_OFFSETS", location=location, text=text[:100])
     return offsets
 
 
@@ -191,11 +146,7 @@ def _keep(pipeline: Definition, source: str, resumption: Resumption, *, write: b
     if stored is None and write:
         stored = sidecar.keep_first(pipeline.checkpoint, lambda: resumption.offsets, source)
     if stored is not None and stored != resumption.offsets:
-        raise Refused(
-            "ADOPT_STARTED",
-            f"The checkpoint {pipeline.checkpoint!r} already has another start: {json.dumps(stored)[:300]}.",
-            next_step="give the pipeline a new checkpoint; or start it as it is, at the stored start",
-        )
+        raise Refused("ADOPT_STARTED.OTHER_START", checkpoint=pipeline.checkpoint, stored=json.dumps(stored)[:300])
 
 
 def _notes(view: CheckpointView | None, group: str | None) -> tuple[str, ...]:

@@ -69,19 +69,13 @@ def for_output_mode(sink: Endpoint, mode: str, transform: Transform) -> Endpoint
     if mode == "complete" and not is_table:
         raise Refused(
             "OUTPUT_MODE_COMPLETE",
-            "output_mode complete delivers all rows of the result with every batch, and "
-            f"delivered_{sink.system} cannot replace what earlier batches delivered.",
-            next_step="choose output_mode update, which delivers the rows that changed; or a sink with tables "
-            f"({', '.join(c.name for c in connectors().values() if _has_table(c))})",
+            system=sink.system,
+            known=", ".join(c.name for c in connectors().values() if _has_table(c)),
         )
     if not is_table or (mode == "update" and values.get("mode") == "append"):
         return sink
     if values.get("mode", required) != required:
-        raise UsageError(
-            "OUTPUT_MODE",
-            f"output_mode is {mode!r}, and the sink {sink.label} has mode {values['mode']!r}; it must be {required!r}.",
-            next_step="remove the sink's mode, or choose another output_mode",
-        )
+        raise UsageError("OUTPUT_MODE.SINK", mode=mode, label=sink.label, sink_mode=values["mode"], required=required)
     options = {**sink.options, **({} if "mode" in values else {"mode": required})}
     if mode == "update" and not values.get("keycolumns", "").strip():
         options["keyColumns"] = ",".join(_keys(sink, transform))
@@ -106,13 +100,7 @@ def _keys(sink: Endpoint, transform: Transform) -> list[str]:
     if not columns:
         groupings = [re.sub(r"\s+", " ", text).strip() for text in _GROUP_BY.findall(transform.sql)]
         why = f"its SQL groups by {groupings[0]!r}" if len(groupings) == 1 else "the transform does not tell them"
-        raise UsageError(
-            "OUTPUT_MODE_KEYS",
-            f"output_mode update writes upserts into {sink.label}, which needs the columns that identify a row: "
-            f"{why}, and the sink names no keyColumns.",
-            next_step='add .option("keyColumns", "...") with the columns that the query groups by, as its result names '
-            "them",
-        )
+        raise UsageError("OUTPUT_MODE_KEYS", label=sink.label, reason=why)
     return columns
 
 
@@ -164,12 +152,7 @@ def parse_trigger(value: str | Mapping[str, Any] | When | None) -> When:
             kinds = {k.value: k for k in Trigger if k is not Trigger.AVAILABLE_NOW}
             if key in kinds and isinstance(interval, str) and _INTERVAL.fullmatch(interval.strip()):
                 return When(kinds[key], interval.strip())
-    raise UsageError(
-        "TRIGGER_VALUE",
-        f"trigger is {shown(value, 'trigger')}; it must be available_now, an interval as in '10 seconds', or "
-        "{processing_time: '10 seconds'}.",
-        next_step="write trigger: available_now to deliver what is there now, then end",
-    )
+    raise UsageError("TRIGGER_VALUE", value=shown(value, "trigger"))
 
 
 class Definition:
@@ -257,11 +240,7 @@ class Definition:
         self.dead_letter, self.lineage = dead_letter, lineage
         for entry in (self.audit_by, *(s.audit for s in self.sinks)):
             if unknown := set(entry) - set(AuditEntry.model_fields):
-                raise UsageError(
-                    "AUDIT_KEY",
-                    f"audit has no {sorted(unknown)}; known: id, key, own.",
-                    next_step="use one of the known keys, as in audit: {id: order_id}",
-                )
+                raise UsageError("AUDIT_KEY", unknown=sorted(unknown))
 
     @classmethod
     def from_file(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:
@@ -340,48 +319,25 @@ class Definition:
 def _sources(source: object, sources: object) -> dict[str, Endpoint]:
     """The sources by name, in the user's order."""
     if (source is None) == (sources is None):
-        raise UsageError(
-            "SOURCES",
-            f"The pipeline has {'neither source nor' if source is None else 'both source and'} sources; it must have "
-            "one of them.",
-            next_step="write one source as source=..., several as sources={'orders': ..., 'payments': ...}",
-        )
+        raise UsageError("SOURCES.ONE_OR_SEVERAL", which="neither source nor" if source is None else "both source and")
     if sources is None:
         sources = {SOURCE: source}
     if not isinstance(sources, Mapping) or not sources:
-        raise UsageError(
-            "SOURCES",
-            f"sources is {sources!r} ({type(sources).__name__}); it must map names to endpoints, at least one.",
-            next_step="write sources={'orders': delivered.kafka(...), 'payments': delivered.kafka(...)}",
-        )
+        raise UsageError("SOURCES.TYPE", sources=sources, sources_type=type(sources).__name__)
     found = {_source_name(n): _endpoint(f"source {n!r}", e) for n, e in sources.items()}
     for name, other in combinations(found, 2):
         if name.lower() == other.lower():
-            raise UsageError(
-                "SOURCE_NAME",
-                f"The sources {name!r} and {other!r} have the same name in SQL, which ignores case.",
-                next_step="give one of them another name",
-            )
+            raise UsageError("SOURCE_NAME.TWICE", name=name, other=other)
     for name, endpoint in found.items():
         if not endpoint.projection.is_all:
-            raise UsageError(
-                "SOURCE_SELECT",
-                f"{'The source' if name == SOURCE else f'The source {name!r}'} has select or where; these belong to a "
-                "sink.",
-                next_step="write them into the transform",
-            )
+            raise UsageError("SOURCE_SELECT", source="The source" if name == SOURCE else f"The source {name!r}")
     return found
 
 
 def _source_name(name: object) -> str:
     if isinstance(name, str) and SOURCE_NAME.fullmatch(name) and len(name) <= NAME_LENGTH_MAX:
         return name
-    raise UsageError(
-        "SOURCE_NAME",
-        f"A source's name is {name!r}; it must be 1 to {NAME_LENGTH_MAX} letters, digits or '_', and not start with a "
-        "digit: it is a view's name in SQL.",
-        next_step="give the source another name",
-    )
+    raise UsageError("SOURCE_NAME.INVALID", name=name, name_length_max=NAME_LENGTH_MAX)
 
 
 def _sink_spec(endpoint: Endpoint) -> SinkSpec:
@@ -391,55 +347,30 @@ def _sink_spec(endpoint: Endpoint) -> SinkSpec:
 def _absolute(location: str) -> str:
     """Make a local path absolute: Spark's driver and our workers may have other working directories."""
     if not location:
-        raise UsageError(
-            "CHECKPOINT_MISSING",
-            "checkpoint is empty; it must name a folder or a URL.",
-            next_step="checkpoint: checkpoints/NAME",
-        )
+        raise UsageError("CHECKPOINT_MISSING.PIPELINE")
     return location if ":" in location.split("/", 1)[0] else str(Path(location).expanduser().absolute())
 
 
 def _endpoint(what: str, endpoint: object) -> Endpoint:
     if not isinstance(endpoint, Endpoint):
-        raise UsageError(
-            "ENDPOINT_VALUE",
-            f"{what} is {endpoint!r} ({type(endpoint).__name__}); it must be an endpoint.",
-            next_step='write it as in delivered.kafka("localhost:9092", topic="orders")',
-        )
+        raise UsageError("ENDPOINT_VALUE.PIPELINE", what=what, endpoint=endpoint, endpoint_type=type(endpoint).__name__)
     return endpoint
 
 
 def _dedup(dedup: object, sources: Mapping[str, Endpoint]) -> Dedup | None:
     if dedup is not None and len(sources) > 1:
-        raise UsageError(
-            "DEDUP_SOURCES",
-            f"dedup works on a single source, but the pipeline has {', '.join(sources)}.",
-            next_step="remove dedup, and drop duplicates in a Python transform with dropDuplicatesWithinWatermark",
-        )
+        raise UsageError("DEDUP_SOURCES", sources=", ".join(sources))
     if dedup is None or isinstance(dedup, Dedup):
         return dedup
-    raise UsageError(
-        "DEDUP_VALUE",
-        f"dedup is {dedup!r} ({type(dedup).__name__}); it must come from delivered.dedup.",
-        next_step='write it as in delivered.dedup("key", within="1 hour")',
-    )
+    raise UsageError("DEDUP_VALUE", dedup=dedup, dedup_type=type(dedup).__name__)
 
 
 def _on_bad_row(on_bad_row: str, dead_letter: Endpoint | None) -> OnBadRow:
     policy = choice(OnBadRow).parse("delivered.Pipeline", "on_bad_row", str(on_bad_row), 'write on_bad_row="fail"')
     if (policy is OnBadRow.DEAD_LETTER) != (dead_letter is not None):
-        raise UsageError(
-            "DEAD_LETTER",
-            f"on_bad_row is {policy.value!r}, and there is {'a' if dead_letter else 'no'} dead_letter sink; one needs "
-            "the other.",
-            next_step="write on_bad_row: dead_letter and dead_letter: {format: ...}, or neither",
-        )
+        raise UsageError("DEAD_LETTER.SINK", policy=policy.value, article="a" if dead_letter else "no")
     if dead_letter is not None and not _endpoint("dead_letter", dead_letter).projection.is_all:
-        raise UsageError(
-            "DEAD_LETTER",
-            "The dead_letter sink has select or where; dead letters are written as they are.",
-            next_step="remove select and where from dead_letter",
-        )
+        raise UsageError("DEAD_LETTER.PROJECTION")
     return policy
 
 

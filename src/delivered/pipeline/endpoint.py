@@ -75,13 +75,9 @@ def parse_projection(select: Iterable[str], where: str | None) -> Projection:
     names = [i.name for i in items]
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
-        raise UsageError(
-            "SELECT_NAME_TWICE",
-            f"The sink's select has the column {twice[0]!r} twice.",
-            next_step="name each column once",
-        )
+        raise UsageError("SELECT_NAME_TWICE", name=twice[0])
     if where is not None and not where.strip():
-        raise UsageError("WHERE_EMPTY", "The sink's where is empty.", next_step="write a condition, or remove it")
+        raise UsageError("WHERE_EMPTY")
     return Projection(items, where)
 
 
@@ -91,11 +87,7 @@ def _item(text: str) -> Item:
         return Item(text.strip("`"))
     named = _NAMED.fullmatch(text)
     if named is None:
-        raise UsageError(
-            "SELECT_UNNAMED",
-            f"The sink's select has {text!r}, which is neither a column name nor a named expression.",
-            next_step='give it a name, as in "amount * 2 AS double_amount"',
-        )
+        raise UsageError("SELECT_UNNAMED", text=text)
     return Item(named["name"].strip("`"), named["sql"])
 
 
@@ -177,11 +169,7 @@ class Endpoint:
     def sink(self) -> Sink:
         """The connector's sink. Raises UsageError for a bad option, or a format that cannot be written."""
         if self.is_spark_own:
-            raise UsageError(
-                "NOT_A_SINK",
-                f"{self.format!r} is Spark's own sink, which supports at most at_least_once and has no ledger.",
-                next_step=f"use {self.system!r}",
-            )
+            raise UsageError("NOT_A_SINK.SPARK", format=self.format, system=self.system)
         return find_sink(self.system, self.connector_options)
 
     def with_options(self, **options: str) -> Endpoint:
@@ -223,11 +211,7 @@ def endpoint(
     """
     texts = {k: as_text(k, v) for k, v in options.items()}
     if isinstance(select, str):
-        raise UsageError(
-            "SELECT_VALUE",
-            f"select is {select!r}; it must be a list of columns.",
-            next_step=f"write a list: [{select!r}]",
-        )
+        raise UsageError("SELECT_VALUE", select=select)
     return Endpoint(format, texts, name, parse_projection(select, where), dict(audit or {}))
 
 
@@ -308,12 +292,7 @@ def as_text(key: str, value: Any) -> str:
         case dict() | list():
             return json.dumps(value, separators=(",", ":"))
         case _:
-            raise UsageError(
-                "OPTION_VALUE",
-                f"Option {key!r} is {shown(value, key)} ({type(value).__name__}); it must be text, a number, true or "
-                "false, or JSON.",
-                next_step="write the value as text",
-            )
+            raise UsageError("OPTION_VALUE.TYPE", key=key, value=shown(value, key), value_type=type(value).__name__)
 
 
 def refuse_passwords(pipeline: str, places: Mapping[str, str]) -> None:

@@ -59,13 +59,15 @@ def check_change_key(pipeline: Definition, sink: Endpoint, mode: WriteMode) -> I
     if not key or wanted == {name.lower() for name in key} or not wanted <= columns:
         return
     refuses = pipeline.transform.kind == "none" and sink.projection.is_all
-    yield Finding(
+    yield Finding.build(
         "CHANGE_KEY",
-        f"{sink.label} upserts by {', '.join(mode.keys)}, but changes of {endpoints[0].label} name their row by "
-        f"{', '.join(key)}: deletes, and changes of {', '.join(mode.keys)}, would leave rows behind",
-        refuses,
-        f'set keyColumns to "{",".join(key)}"'
-        + ("" if refuses else "; or ignore this, if the transform gives other columns these names"),
+        refuses=refuses,
+        sink=sink.label,
+        keys=", ".join(mode.keys),
+        source=endpoints[0].label,
+        row_keys=", ".join(key),
+        key_columns=",".join(key),
+        alternative="" if refuses else "; or ignore this, if the transform gives other columns these names",
     )
 
 
@@ -178,7 +180,7 @@ def _sink(pipeline: Definition, endpoint: Endpoint, sink: Sink, offline: bool, r
 def _in_clear(endpoint: Endpoint, part: Any) -> Iterator[Finding]:
     """Warnings of a source's or sink's options, and of those that it wraps."""
     for sentence in getattr(getattr(part, "options", None), "in_clear", ()):
-        yield Finding("UNENCRYPTED", f"{endpoint.label}: {sentence}.", refuses=False)
+        yield Finding.build("UNENCRYPTED", refuses=False, label=endpoint.label, sentence=sentence)
     for inner in ("source", "sink", "queue"):
         if (wrapped := getattr(part, inner, None)) is not None and hasattr(wrapped, "options"):
             yield from _in_clear(endpoint, wrapped)
@@ -304,11 +306,7 @@ def check_start(spec: PipelineSpec, sinks: Sinks) -> None:
         Unreachable: a server or the checkpoint did not answer.
     """
     if spec.checkpoint is None:
-        raise UsageError(
-            "CHECKPOINT_MISSING",
-            "The query has no checkpointLocation; Spark does not pass the session's default to sinks.",
-            next_step='add .option("checkpointLocation", "/data/checkpoints/orders")',
-        )
+        raise UsageError("CHECKPOINT_MISSING.QUERY")
     _refused_by_plan(spec, sinks, spec.checkpoint)
     _refused_by_ledger(spec, sinks, spec.checkpoint)
 
@@ -410,13 +408,7 @@ def unfit_for_unfinished(pipeline: Definition, why: str) -> UsageError | None:
     if newest is None or not kept or is_done(pipeline.checkpoint, newest):
         return None
     versions = ", ".join(f"{c} of {name} in version {v}" for name, found in kept.items() for c, v in found.items())
-    return UsageError(
-        "TRANSFORM_UNFINISHED_BATCH",
-        f"Batch {newest} is not finished and must run again with the columns that it was planned with ({versions}), "
-        f"which the transform does not fit: {why}. Nothing was changed.",
-        next_step="start once with the previous transform and the trigger available_now, which finishes the batch; "
-        "then start with the new one, which gets the newest columns",
-    )
+    return UsageError("TRANSFORM_UNFINISHED_BATCH", newest=newest, versions=versions, reason=why)
 
 
 def _with(endpoint: Endpoint, versions: dict[str, int]) -> Endpoint:

@@ -360,11 +360,7 @@ def _check(text: str) -> None:
 
 
 def _too_large(what: str, limit: str) -> UsageError:
-    return UsageError(
-        "FILE_TOO_LARGE",
-        f"This YAML {what}; the limit is {limit}.",
-        next_step="split it into several pipelines; `delivered init` writes an example",
-    )
+    return UsageError("FILE_TOO_LARGE", what=what, limit=limit)
 
 
 ENVIRONMENT = {
@@ -413,11 +409,7 @@ def load_file(path: str | Path, overrides: Mapping[str, Any] | None = None) -> P
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(
-            "FILE_UNREADABLE",
-            f"The pipeline file {str(path)!r} cannot be read: {reason}.",
-            next_step="`delivered init` writes an example to start from",
-        ) from None
+        raise UsageError("FILE_UNREADABLE", path=str(path), reason=reason) from None
     return load_text(text, str(path), overrides)
 
 
@@ -441,11 +433,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     """
     key, equals, value = text.partition("=")
     if not (key and equals):
-        raise UsageError(
-            "OVERRIDE_VALUE",
-            f"--set is {text!r}; it must be key=value, as in --set trigger=available_now.",
-            next_step="delivered plan FILE --set trigger=available_now",
-        )
+        raise UsageError("OVERRIDE_VALUE.SYNTAX", text=text)
     return key, _typed(value)
 
 
@@ -466,17 +454,13 @@ def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[Path_, int]]:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
-        raise UsageError(
-            "FILE_NOT_YAML",
-            f"{name}{where}: this is not YAML: {problem}.",
-            next_step="correct the file; `delivered init` writes an example",
-        ) from None
+        raise UsageError("FILE_NOT_YAML", name=name, where=where, problem=problem) from None
     if not isinstance(data, dict):
         raise UsageError(
-            "FILE_INVALID",
-            f"{name}: a pipeline is a mapping with the keys {', '.join(PipelineFile.model_fields)}; this is "
-            f"{'empty' if data is None else type(data).__name__}.",
-            next_step="`delivered init` writes an example to start from",
+            "FILE_INVALID.NO_MAPPING",
+            name=name,
+            known=", ".join(PipelineFile.model_fields),
+            kind="empty" if data is None else type(data).__name__,
         )
     lines: dict[Path_, int] = {}
     _lines(node, (), lines, name)
@@ -490,9 +474,11 @@ def _lines(node: Any, path: Path_, lines: dict[Path_, int], name: str) -> None:
             at = (*path, key.value)
             if at in lines:
                 raise UsageError(
-                    "FILE_INVALID",
-                    f"{name}, line {key.start_mark.line + 1}: the key {_dotted(at)!r} is here and in line {lines[at]}.",
-                    next_step="remove one of the two",
+                    "FILE_INVALID.KEY_TWICE",
+                    name=name,
+                    line=key.start_mark.line + 1,
+                    key=_dotted(at),
+                    first_line=lines[at],
                 )
             lines[at] = key.start_mark.line + 1
             _lines(value, at, lines, name)
@@ -512,11 +498,7 @@ def _references(value: Any, name: str, lines: Mapping[Path_, int], path: Path_) 
         case str() if "${" in value:
             reference = _REFERENCE.fullmatch(value.strip())
             if reference is None:
-                raise UsageError(
-                    "REFERENCE_INVALID",
-                    f"{name}{_line(lines, path)}: {_dotted(path)} contains '${{' but is not a reference as a whole.",
-                    next_step="write ${env:NAME} or ${file:/path}, with nothing around it",
-                )
+                raise UsageError("REFERENCE_INVALID", name=name, lines=_line(lines, path), path=_dotted(path))
             return reference.group(1)
     return value
 
@@ -527,28 +509,18 @@ def _put(data: dict[str, Any], dotted: str, value: Any, origin: str) -> None:
         number, _, rest = rest.partition(".")
         sinks = data.get("sinks")
         if not (number.isdigit() and isinstance(sinks, list) and int(number) < len(sinks) and rest):
-            raise UsageError(
-                "OVERRIDE_VALUE",
-                f"{origin}: sinks are numbered from 0, as in sinks.0.topic.",
-                next_step="--set sinks.0.topic=NAME",
-            )
+            raise UsageError("OVERRIDE_VALUE.SINKS", origin=origin)
         sinks[int(number)][rest] = value
     elif rest and head == "sources":
         name, _, rest = rest.partition(".")
         sources = data.get("sources")
         if not (isinstance(sources, dict) and isinstance(sources.get(name), dict) and rest):
-            raise UsageError(
-                "OVERRIDE_VALUE",
-                f"{origin}: sources have names, as in sources.orders.subscribe.",
-                next_step="--set sources.NAME.subscribe=TOPIC",
-            )
+            raise UsageError("OVERRIDE_VALUE.SOURCES", origin=origin)
         sources[name][rest] = value
     elif rest and head in ("source", "dedup", "transform", "audit", "spark"):
         inner = data.setdefault(head, {})
         if not isinstance(inner, dict):
-            raise UsageError(
-                "OVERRIDE_VALUE", f"{origin}: {head} is not a mapping in the file.", next_step="name a key of the file"
-            )
+            raise UsageError("OVERRIDE_VALUE.NO_MAPPING", origin=origin, head=head)
         inner[rest] = value
     else:
         data[dotted] = value
@@ -561,7 +533,9 @@ def _validated(data: dict[str, Any], name: str, lines: Mapping[Path_, int]) -> P
         faults = list(_faults(error, name, lines))
     texts, steps = [t for t, _ in faults[:_ERRORS_SHOWN]], [s for _, s in faults if s]
     more = f" (and {len(faults) - _ERRORS_SHOWN} more)" if len(faults) > _ERRORS_SHOWN else ""
-    raise UsageError("FILE_INVALID", "; ".join(texts) + more + ".", next_step="; ".join(steps[:_ERRORS_SHOWN]) or None)
+    raise UsageError(
+        "FILE_INVALID.VALUES", problems="; ".join(texts) + more, action="; ".join(steps[:_ERRORS_SHOWN]) or None
+    )
 
 
 def _faults(error: pydantic.ValidationError, name: str, lines: Mapping[Path_, int]) -> Iterable[tuple[str, str | None]]:

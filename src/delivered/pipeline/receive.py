@@ -130,11 +130,7 @@ def receive(
         DeliveredError: the log or the queue failed. Only messages in the log were acknowledged.
     """
     if not 1 <= processes <= RECEIVERS_MAX:
-        raise UsageError(
-            "RECEIVERS",
-            f"processes is {processes}; it must be from 1 to {RECEIVERS_MAX}.",
-            next_step="delivered receive FILE --processes 1",
-        )
+        raise UsageError("RECEIVERS", processes=processes, receivers_max=RECEIVERS_MAX)
     asked_to_stop = stop or _never
     if not _await(source, patience_s, asked_to_stop):
         return
@@ -192,9 +188,9 @@ def queue_among(sources: Mapping[str, Endpoint]) -> Endpoint:
     if len(candidates) != 1:
         raise UsageError(
             "RECEIVE_SOURCES",
-            f"Receivers fill the log of one queue, and of the sources {', '.join(sources)} "
-            f"{', '.join(queues) if queues else 'none'} {'are queues' if queues else 'is one'}.",
-            next_step="write a pipeline file for each queue, with that source alone, and run `delivered receive` on it",
+            sources=", ".join(sources),
+            queues=", ".join(queues) if queues else "none",
+            are="are queues" if queues else "is one",
         )
     return next(iter(candidates.values()))
 
@@ -320,11 +316,7 @@ class _Several:
             if code == 0:
                 continue  # idle
             if code == UsageError.exit_code:
-                raise UsageError(
-                    "RECEIVER_REFUSED",
-                    f"Receiver {number} was refused; the reason is logged above.",
-                    next_step="mend what the log says, then delivered receive FILE",
-                )
+                raise UsageError("RECEIVER_REFUSED", number=number)
             self._starts[number] += 1
             wait_s = min(_RESTART_S_MAX, 0.5 * 2 ** self._starts[number])
             _LOG.warning("receiver %d exited with %s; restarting in %.0f s", number, code, wait_s)

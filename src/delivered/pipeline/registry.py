@@ -68,9 +68,10 @@ def connector(name: str) -> Connector:
     if name not in entries:
         near = difflib.get_close_matches(name, entries, n=1)
         raise UsageError(
-            "FORMAT_UNKNOWN",
-            f"There is no connector {name!r}. Known: {', '.join(sorted(entries))}.",
-            next_step=f"write {near[0]!r}" if near else "use one of these",
+            "FORMAT_UNKNOWN.NEAR" if near else "FORMAT_UNKNOWN.OTHER",
+            name=name,
+            known=", ".join(sorted(entries)),
+            near=near[0] if near else None,
         )
     return _load(entries[name])
 

@@ -29,7 +29,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import SOURCE, Scope, checked_name, fitted_name
 from delivered.model.options import Option, OptionTable, choice
 from delivered.model.work import DriverAddress, Owner, Tolerance
-from delivered.pipeline.registry import PREFIX, find_sink
+from delivered.pipeline.registry import find_sink
 
 OPTION = "delivered.spec.secret"
 """Holds the envelope. The name makes Spark redact its value, which contains the sinks' options."""
@@ -170,13 +170,7 @@ class PipelineSpec:
             return self.run_id
         if self.guarantee is Guarantee.AT_LEAST_ONCE:
             return uuid.uuid4().hex
-        raise Refused(
-            "RUN_UNNAMED",
-            f"df.write under {self.guarantee.value} needs a run id: without one, a job restarted after a crash cannot "
-            "be distinguished from a new job.",
-            next_step='add .option("runId", "orders-2024-05-01"), or use the guarantee at_least_once; in SQL '
-            "INSERT INTO t WITH ('runId' = '...')",
-        )
+        raise Refused("RUN_UNNAMED", guarantee=self.guarantee.value)
 
     def scope(self, sinks: Sinks, incarnation: str | None = None) -> Scope:
         """Where the batches of an incarnation are decided.
@@ -207,12 +201,7 @@ class PipelineSpec:
         if isinstance(content, PipelineSpec):
             spec = content
             if foreign := sorted(k for k in rest if k.lower() not in _SPARKS_OWN):
-                raise UsageError(
-                    "SINKS_OPTION",
-                    f"The format {PREFIX}{system} was started by delivered.Pipeline, which names all options itself; "
-                    f"it was given the options {foreign}.",
-                    next_step="name several sinks in delivered.Pipeline(sinks=[...]) or in a pipeline file",
-                )
+                raise UsageError("SINKS_OPTION", system=system, foreign=foreign)
         else:
             spec = _from_options(system, rest)
             if isinstance(content, IdiomStart):
@@ -324,17 +313,8 @@ def _decoded_text(text: str) -> Any:
         if version == VERSION:
             return _decoded(_CONTENTS[data["kind"]], data["content"])
     except (ValueError, TypeError, KeyError) as error:
-        raise UsageError(
-            "SPEC_UNREADABLE",
-            f"The option {OPTION} cannot be read ({type(error).__name__}: {error}); delivered writes and reads it.",
-            next_step="do not set it; install the same release of delivered at both ends",
-        ) from None
-    raise UsageError(
-        "SPEC_VERSION",
-        f"The pipeline is described in version {version!r}; this process reads version {VERSION}: the "
-        "client and the driver have different releases of delivered.",
-        next_step="install the same release of delivered at both ends",
-    )
+        raise UsageError("SPEC_UNREADABLE", error_type=type(error).__name__, error=error) from None
+    raise UsageError("SPEC_VERSION", version=version, version_max=VERSION)
 
 
 def _encoded(value: Any) -> Any:
@@ -415,19 +395,10 @@ def _pipeline_name(values: Mapping[str, str]) -> str:
         return "checkpoint-" + hashlib.blake2b(location.encode(), digest_size=6).hexdigest()
     if "runId" in values:
         return "batch"
-    raise UsageError(
-        "PIPELINE_UNNAMED",
-        "The pipeline has no name: the ledger needs one to recognise its batches.",
-        next_step='add .option("pipeline", "orders")',
-    )
+    raise UsageError("PIPELINE_UNNAMED")
 
 
 def _refuse_async(options: Mapping[str, str], guarantee: Guarantee) -> None:
     enabled = next((v for k, v in options.items() if k.lower() == _ASYNC_ENABLED), "false")
     if enabled.lower() == "true" and guarantee is not Guarantee.AT_LEAST_ONCE:
-        raise Refused(
-            "ASYNC_PROGRESS",
-            f"Asynchronous progress tracking logs offsets after the batch; a batch that runs again may read other "
-            f"records, and {guarantee.value} cannot hold.",
-            next_step="remove asyncProgressTrackingEnabled, or use the guarantee at_least_once",
-        )
+        raise Refused("ASYNC_PROGRESS.QUERY", guarantee=guarantee.value)

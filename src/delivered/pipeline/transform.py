@@ -255,12 +255,7 @@ def transform(
         return Transform("sql", sql=what, stateful=stateful, deterministic=deterministic)
     if callable(what):
         return Transform("python", function=what, stateful=stateful, deterministic=deterministic)
-    raise UsageError(
-        "TRANSFORM_VALUE",
-        f"transform is {what!r} ({type(what).__name__}); it must be SQL over the view `source`, or a function from "
-        "DataFrame to DataFrame.",
-        next_step="pass SQL, or a function that takes and returns a DataFrame",
-    )
+    raise UsageError("TRANSFORM_VALUE.TYPE", what=what, what_type=type(what).__name__)
 
 
 def arrow(function: Callable[[Any], Any] | None = None, *, select: Sequence[str] = ()) -> Transform:
@@ -288,31 +283,18 @@ def reads_all(transform: Transform, sources: Sequence[str]) -> None:
             a parameter for one.
     """
     if transform.kind in ("none", "arrow") and len(sources) > 1:
-        raise UsageError(
-            "TRANSFORM_SOURCES",
-            f"The pipeline has the sources {', '.join(sources)}, but no transform that combines them into one stream.",
-            next_step="write SQL over their names: a UNION ALL of a SELECT from each, or a join",
-        )
+        raise UsageError("TRANSFORM_SOURCES.UNCOMBINED", sources=", ".join(sources))
     if tuple(sources) == (SOURCE,):
         return
     if transform.kind == "sql":
         missing = [n for n in sources if not re.search(rf"(?<!\w){n}(?!\w)", transform.sql, re.IGNORECASE)]
         if missing:
-            raise UsageError(
-                "TRANSFORM_SOURCES",
-                f"The transform's SQL does not read the source {missing[0]!r}.",
-                next_step=f"name it in the SQL, or remove it from sources; the SQL is {transform.sql.strip()!r}",
-            )
+            raise UsageError("TRANSFORM_SOURCES.SQL", source=missing[0], sql=transform.sql.strip())
     if transform.kind == "python" and transform.function is not None and len(sources) > 1:
         try:
             inspect.signature(transform.function).bind(**dict.fromkeys(sources))
         except TypeError as error:
-            raise UsageError(
-                "TRANSFORM_SOURCES",
-                f"The transform is called with a DataFrame for each source, by name, and its parameters do not fit: "
-                f"{error}.",
-                next_step=f"write it as def transform({', '.join(sources)}): ...",
-            ) from None
+            raise UsageError("TRANSFORM_SOURCES.PARAMETERS", error=error, sources=", ".join(sources)) from None
         except ValueError:
             return  # a callable with unknown parameters
 
@@ -325,27 +307,19 @@ def load_function(reference: str, folder: Path) -> Callable[[Any], Any]:
     """
     module_name, _, function_name = reference.partition(":")
     if not (module_name and function_name):
-        raise UsageError(
-            "TRANSFORM_VALUE",
-            f"The transform is {reference!r}; it must be written module:function, as in orders:clean.",
-            next_step="write it as module:function, as in orders:clean",
-        )
+        raise UsageError("TRANSFORM_VALUE.REFERENCE", reference=reference)
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise UsageError(
-            "TRANSFORM_MISSING",
-            f"The module of the transform {reference!r} cannot be imported: {error}.",
-            next_step=f"put {module_name}.py into {folder}, or install the package it needs",
+            "TRANSFORM_MISSING.MODULE", reference=reference, error=error, module_name=module_name, folder=folder
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UsageError(
-            "TRANSFORM_MISSING",
-            f"The module {module_name!r} ({module.__file__}) has no function {function_name!r}.",
-            next_step="correct the name, or define the function in that module",
+            "TRANSFORM_MISSING.FUNCTION", module_name=module_name, file=module.__file__, function_name=function_name
         )
     found: Callable[[Any], Any] = function
     return found
@@ -492,19 +466,10 @@ def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse", 
         UsageError: no expression, one whose value changes between runs, or an invalid duration.
     """
     if not by or not all(isinstance(b, str) and b.strip() for b in by):
-        raise UsageError(
-            "DEDUP_BY",
-            f"dedup is by {by!r}; it needs one or more expressions over the source's columns.",
-            next_step='write what identifies a record, for example delivered.dedup("key", within="1 hour")',
-        )
+        raise UsageError("DEDUP_BY", by=by)
     for text in (*by, time):
         if changing_in_sql(text) or _CLOCK.search(text):
-            raise UsageError(
-                "DEDUP_CHANGES",
-                f"dedup uses {text!r}, whose value changes between runs: neither deduplication nor the audit could "
-                "rely on it.",
-                next_step="identify records, and their time, by their content",
-            )
+            raise UsageError("DEDUP_CHANGES", text=text)
     drops = choice(("refuse", "drop")).parse("delivered.dedup", "late", late, 'write late="refuse"') == "drop"
     kind = (
         TABLE
@@ -512,13 +477,9 @@ def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse", 
         else KIND
     )
     if drops and kind == TABLE:
-        raise UsageError(
-            "DEDUP_LATE_TABLE",
-            "dedup has both late: drop and memory: table. A table drops no record for being late.",
-            next_step="remove late",
-        )
+        raise UsageError("DEDUP_LATE_TABLE")
     try:
         within_ms = read_ms(within)
     except Unfit as why:
-        raise UsageError("DEDUP_WITHIN", f"dedup's within {why}.", 'write for example "1 hour"') from None
+        raise UsageError("DEDUP_WITHIN", reason=why) from None
     return Dedup(tuple(b.strip() for b in by), within_ms, time.strip(), drops, kind)

@@ -73,15 +73,14 @@ def decider_kept(request: Request) -> Reason | None:
     if former is None:
         return None
     ends = f"ends at batch {facts.ledger_newest}" if facts.ledger_newest is not None else "has no batch of it"
-    return Reason(
+    return Reason.build(
         "DECIDER_REMOVED",
-        f"The sink {former!r} decided the batches of the checkpoint {facts.location!r}, up to batch {facts.newest}"
-        f"{' (not finished)' if facts.unfinished else ''}, and the pipeline no longer has it. {now!r} would decide "
-        f"now; its ledger {ends}. A batch could be written twice.",
-        f"start once with {former!r} in the pipeline, {now!r} listed before it, let a batch finish, stop: "
-        f"{now!r} has then decided, and {former!r} can be removed. If {former!r} always decides, because its own "
-        "transaction carries the decision, remove it after that stop and accept the other ledger once: "
-        "missing_ledger: accept",
+        former=former,
+        location=facts.location,
+        newest=facts.newest,
+        unfinished=" (not finished)" if facts.unfinished else "",
+        decider=now,
+        ends=ends,
     )
 
 

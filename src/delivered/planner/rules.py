@@ -21,7 +21,7 @@ Rule = Callable[[Request], Reason | None]
 def some_sink(request: Request) -> Reason | None:
     if request.sinks:
         return None
-    return Reason("SINKS_NONE", "The pipeline names no sink.", "name at least one sink")
+    return Reason.build("SINKS_NONE")
 
 
 def names_differ(request: Request) -> Reason | None:
@@ -29,11 +29,7 @@ def names_differ(request: Request) -> Reason | None:
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is None:
         return None
-    return Reason(
-        "SINK_NAME_TWICE",
-        f"Two sinks of the pipeline are named {twice!r}: each would take the other's transactions for its own.",
-        "give each sink a unique name (name: ...)",
-    )
+    return Reason.build("SINK_NAME_TWICE.PLAN", twice=twice)
 
 
 def one_last_resource(request: Request) -> Reason | None:
@@ -41,24 +37,13 @@ def one_last_resource(request: Request) -> Reason | None:
     if request.guarantee is not Guarantee.EXACTLY_ONCE or len(unable) < 2:
         return None
     sinks = " and ".join(f"{s.name} ({s.capability.system})" for s in unable)
-    return Reason(
-        "SINKS_CANNOT_PREPARE",
-        f"The sinks {sinks} commit a batch in their own transaction and cannot prepare it first. One such sink can "
-        "decide for all the others; of two, one could commit while the other rolls back, and only one would hold the "
-        "batch.",
-        "let all but one of them prepare (mysql, postgres: mechanism two_phase), or move all but one to separate "
-        "pipelines with their own checkpoints",
-    )
+    return Reason.build("SINKS_CANNOT_PREPARE", sinks=sinks)
 
 
 def drops_what_may_be_lost(request: Request) -> Reason | None:
     if request.on_bad_row is not OnBadRow.DROP or request.guarantee is Guarantee.AT_MOST_ONCE:
         return None
-    return Reason(
-        "BAD_ROW_DROP",
-        f"on_bad_row: drop loses rows on purpose, but {request.guarantee.value} promises that none is lost.",
-        "send bad rows to a dead-letter sink (on_bad_row: dead_letter)",
-    )
+    return Reason.build("BAD_ROW_DROP", guarantee=request.guarantee.value)
 
 
 def complete_in_one_transaction(request: Request) -> Reason | None:
@@ -68,24 +53,14 @@ def complete_in_one_transaction(request: Request) -> Reason | None:
         return None
     why = f"under {'mechanism two_phase' if exact else request.guarantee.value} no single transaction does that"
     why = why if complete else "the query delivers only some rows with every batch, so earlier ones would be lost"
-    return Reason(
-        "MODE_COMPLETE",
-        f"Mode complete replaces all rows of {sink.label} with every batch; {why}.",
-        "choose output_mode complete, exactly_once and mechanism one_transaction; or the sink's mode upsert",
-    )
+    return Reason.build("MODE_COMPLETE.SINK", label=sink.label, reason=why)
 
 
 def conditions_in_the_decision(request: Request) -> Reason | None:
     sink = next((s for s in request.sinks if s.capability.write.conditional), None)
     if sink is None or request.guarantee is Guarantee.EXACTLY_ONCE:
         return None
-    return Reason(
-        "MODE_CONDITIONAL",
-        f"The rows stored in {sink.label} decide which rows are written (mode insert, expectedVersion or "
-        f"onConstraint). Under {request.guarantee.value} a batch that runs again finds its own rows there, and would "
-        "count them as conflicts.",
-        "choose exactly_once, or the sink's mode upsert",
-    )
+    return Reason.build("MODE_CONDITIONAL", label=sink.label, guarantee=request.guarantee.value)
 
 
 def micro_batches(request: Request) -> Reason | None:
@@ -93,23 +68,13 @@ def micro_batches(request: Request) -> Reason | None:
     if trigger not in (Trigger.CONTINUOUS, Trigger.REAL_TIME):
         return None
     mode = "Continuous processing" if trigger is Trigger.CONTINUOUS else "Real-time mode"
-    return Reason(
-        "TRIGGER_NOT_MICRO_BATCH",
-        f"{mode} logs a batch's offsets after its records are sent; a rerun may hold different records, so "
-        f"{request.guarantee.value} cannot be guaranteed per batch.",
-        "use the available_now or processing_time trigger",
-    )
+    return Reason.build("TRIGGER_NOT_MICRO_BATCH", mode=mode, guarantee=request.guarantee.value)
 
 
 def offsets_logged_first(request: Request) -> Reason | None:
     if not request.execution.async_progress or request.guarantee is Guarantee.AT_LEAST_ONCE:
         return None
-    return Reason(
-        "ASYNC_PROGRESS",
-        "Asynchronous progress tracking logs offsets after the batch; a rerun may read different records, so "
-        f"{request.guarantee.value} cannot hold.",
-        "remove asyncProgressTrackingEnabled",
-    )
+    return Reason.build("ASYNC_PROGRESS.PIPELINE", guarantee=request.guarantee.value)
 
 
 def source_replays(request: Request) -> Reason | None:
@@ -117,24 +82,15 @@ def source_replays(request: Request) -> Reason | None:
     if source is None or request.guarantee is Guarantee.AT_MOST_ONCE:
         return None
     why = source.capability.why_not or "it does not return the same records for the same offsets"
-    return Reason(
-        "SOURCE_NOT_REPLAYABLE",
-        f"{request.guarantee.value} needs a source that can be replayed after a crash, and {source.label} cannot be: "
-        f"{why}.",
-        "write the records to Kafka or another durable log first, and read them from there",
-    )
+    return Reason.build("SOURCE_NOT_REPLAYABLE", guarantee=request.guarantee.value, label=source.label, reason=why)
 
 
 def source_recognises(request: Request) -> Reason | None:
     source = next((s for s in request.sources if s.capability.repeats), None)
     if source is None or request.guarantee is Guarantee.AT_LEAST_ONCE:
         return None
-    return Reason(
-        "SOURCE_REPEATS",
-        f"{request.guarantee.value} needs a source that holds every message once, and {source.label} cannot ensure "
-        f"that: {source.capability.repeats}.",
-        "have the producers set a message id, and remove messageId=none (or name its header: idHeader); or choose "
-        "at_least_once",
+    return Reason.build(
+        "SOURCE_REPEATS", guarantee=request.guarantee.value, label=source.label, repeats=source.capability.repeats
     )
 
 
@@ -147,15 +103,7 @@ def late_records_known(request: Request) -> Reason | None:
         Guarantee.AT_LEAST_ONCE: "at_least_once promises that none is lost",
         Guarantee.EXACTLY_ONCE: "exactly_once promises that none is lost",
     }
-    return Reason(
-        "DEDUP_LATE",
-        f"dedup expires keys by record time: a record more than {dedup.within} older ({dedup.time}) than the newest "
-        "record of the previous batches is dropped as late, even if it is the first of its key, and "
-        f"{promise[request.guarantee]}. One lagging partition, or one record with a timestamp in the future, is "
-        "enough.",
-        "choose `within` longer than the skew between the source's partitions, and accept the loss of late records: "
-        'late: drop (delivered.dedup(..., late="drop"))',
-    )
+    return Reason.build("DEDUP_LATE", within=dedup.within, time=dedup.time, promise=promise[request.guarantee])
 
 
 def key_table_without_ledger(request: Request) -> Reason | None:
@@ -164,24 +112,18 @@ def key_table_without_ledger(request: Request) -> Reason | None:
         return None
     able = [s.name for s in request.sinks if s.capability.remembers]
     among = f"; {' and '.join(able)} could, but {'does' if len(able) == 1 else 'do'} not decide" if able else ""
-    return Reason(
-        "DEDUP_MEMORY",
-        f"dedup uses memory: table, so keys must change in the transaction that decides a batch, but the deciding "
-        f"sink, {request.decider.label}, cannot hold a key table{among}.",
-        f"let a sink of {_any(request.alternatives.key_tables)} decide (with mechanism one_transaction it always does, "
-        "else list it first), or keep the keys in Spark's state: memory: state",
+    return Reason.build(
+        "DEDUP_MEMORY.DECIDER",
+        sink=request.decider.label,
+        among=among,
+        alternatives=_any(request.alternatives.key_tables),
     )
 
 
 def dedup_in_batches(request: Request) -> Reason | None:
     if request.dedup is None or not request.execution.async_progress:
         return None
-    return Reason(
-        "ASYNC_PROGRESS",
-        "Asynchronous progress tracking logs offsets after the batch, but dedup keeps state per batch: after a crash "
-        "the two would not match.",
-        "remove asyncProgressTrackingEnabled, or dedup",
-    )
+    return Reason.build("ASYNC_PROGRESS.DEDUP")
 
 
 def dedup_unchanged(request: Request) -> Reason | None:
@@ -189,58 +131,35 @@ def dedup_unchanged(request: Request) -> Reason | None:
     if facts.other_dedup is None:
         return None
     now = f"dedup {request.dedup.says}" if request.dedup is not None else "no dedup"
-    return Reason(
-        "DEDUP_CHANGED",
-        f"The checkpoint {facts.location!r} was started with {facts.other_dedup}, but the pipeline now has {now}: the "
-        "checkpoint's state cannot be reused. Nothing was changed.",
-        "restore the previous setting; or start a new checkpoint at the offsets where this one ended, which remembers "
-        "no earlier keys",
-    )
+    return Reason.build("DEDUP_CHANGED.PLAN", location=facts.location, other_dedup=facts.other_dedup, current=now)
 
 
 def sink_commits(request: Request) -> Reason | None:
     sink = next((s for s in request.sinks if s.capability.commit is Commit.NONE), None)
     if request.guarantee is not Guarantee.EXACTLY_ONCE or sink is None:
         return None
-    return Reason(
-        "SINK_CANNOT_COMMIT",
-        f"exactly_once needs a sink that can hold a batch back until it is decided, and {sink.label} makes writes "
-        "visible at once.",
-        f"write to a sink with transactions: {_any(request.alternatives.transactional)}",
-    )
+    return Reason.build("SINK_CANNOT_COMMIT", label=sink.label, alternatives=_any(request.alternatives.transactional))
 
 
 def sink_sends_once(request: Request) -> Reason | None:
     sink = next((s for s in request.sinks if not s.capability.can_disable_retries), None)
     if request.guarantee is not Guarantee.AT_MOST_ONCE or sink is None:
         return None
-    return Reason(
-        "SINK_RESENDS",
-        f"at_most_once needs a sink that never sends a record again on its own, and {sink.label} may.",
-        "choose at_least_once, or write to a sink that can disable retries",
-    )
+    return Reason.build("SINK_RESENDS", label=sink.label)
 
 
 def local_source(request: Request) -> Reason | None:
     source = next((s for s in request.sources if s.capability.local), None)
     if not request.execution.cluster or source is None:
         return None
-    return Reason(
-        "SOURCE_LOCAL",
-        f"The source {source.label} uses files on one machine, but the executors run on others.",
-        "put the source on storage that every machine can reach, or run with a local master",
-    )
+    return Reason.build("SOURCE_LOCAL", label=source.label)
 
 
 def local_sink(request: Request) -> Reason | None:
     sink = next((s for s in request.sinks if s.capability.local), None)
     if not request.execution.cluster or sink is None:
         return None
-    return Reason(
-        "SINK_LOCAL",
-        f"The sink {sink.label} uses files on one machine, but the executors run on others.",
-        "write to a server, or run with a local master",
-    )
+    return Reason.build("SINK_LOCAL", label=sink.label)
 
 
 def promise_outlives_batch(request: Request) -> Reason | None:
@@ -254,11 +173,14 @@ def promise_outlives_batch(request: Request) -> Reason | None:
         return None
     longer = "raise transactionTimeout above it"
     shorter = "make batches smaller (maxOffsetsPerTrigger) and declare a shorter batch_time_max"
-    return Reason(
-        "TRANSACTION_TIMEOUT_TOO_SHORT",
-        f"A batch may take {seconds(batch)} as declared, but a transaction times out after {seconds(promise)}: it "
-        "could expire before the batch is decided, on every attempt.",
-        f"{longer}, or {shorter}" if batch < BROKER_TRANSACTION_TIMEOUT_S_DEFAULT else shorter,
+    return Reason.build(
+        "TRANSACTION_TIMEOUT_TOO_SHORT.BROKER_DEFAULT"
+        if batch < BROKER_TRANSACTION_TIMEOUT_S_DEFAULT
+        else "TRANSACTION_TIMEOUT_TOO_SHORT.BROKER_LIMIT",
+        batch_time=seconds(batch),
+        timeout=seconds(promise),
+        longer=longer,
+        shorter=shorter,
     )
 
 
@@ -266,12 +188,7 @@ def owner_gone(request: Request) -> Reason | None:
     owner = request.checkpoint.owner
     if owner is None or request.checkpoint.takeover:
         return None
-    return Reason(
-        "CHECKPOINT_OWNED",
-        f"Another driver is running pipeline {request.pipeline!r}: process {owner.process} on host {owner.host}. A "
-        "second driver would fence it in mid-batch.",
-        "stop that driver, or take over (--takeover, takeover=True), which fences it",
-    )
+    return Reason.build("CHECKPOINT_OWNED", pipeline=request.pipeline, process=owner.process, host=owner.host)
 
 
 def ledger_not_ahead(request: Request) -> Reason | None:
@@ -279,11 +196,8 @@ def ledger_not_ahead(request: Request) -> Reason | None:
     if facts.ledger_newest is None or (facts.newest is not None and facts.ledger_newest <= facts.newest):
         return None
     logged = "holds none" if facts.newest is None else f"ends at batch {facts.newest}"
-    return Reason(
-        "LEDGER_AHEAD",
-        f"The ledger holds batch {facts.ledger_newest} of incarnation {facts.incarnation}, but the checkpoint "
-        f"{logged}: it was restored from an older copy. Continuing would skip or repeat records.",
-        "restore the newest checkpoint; or start a new one at the last decided offsets, which `delivered audit` prints",
+    return Reason.build(
+        "LEDGER_AHEAD.PLAN", ledger_batch=facts.ledger_newest, incarnation=facts.incarnation, logged=logged
     )
 
 
@@ -291,24 +205,20 @@ def checkpoint_writable(request: Request) -> Reason | None:
     facts = request.checkpoint
     if facts.unwritable is None:
         return None
-    return Reason(
-        "CHECKPOINT_UNWRITABLE",
-        f"The checkpoint {facts.location!r} cannot be written: {facts.unwritable}.",
-        "use a folder that the driver's user can write to",
-    )
+    return Reason.build("CHECKPOINT_UNWRITABLE", location=facts.location, unwritable=facts.unwritable)
 
 
 def ledger_there(request: Request) -> Reason | None:
     facts = request.checkpoint
     if not facts.ledger_missing:
         return None
-    return Reason(
-        "LEDGER_MISSING",
-        f"The checkpoint {facts.location!r} holds batch {facts.newest} (incarnation {facts.incarnation}), but the "
-        f"ledger of sink {request.decider.name!r} holds no batch of it for pipeline {request.pipeline!r}. "
-        "The sink may or may not hold these batches already.",
-        "use the pipeline and sink names that the checkpoint was written with, or point the sink at that ledger; or, "
-        'if this is the first start with a ledger, accept it once with .option("missingLedger", "accept")',
+    return Reason.build(
+        "LEDGER_MISSING.PLAN",
+        location=facts.location,
+        newest=facts.newest,
+        incarnation=facts.incarnation,
+        sink=request.decider.name,
+        pipeline=request.pipeline,
     )
 
 
@@ -316,12 +226,13 @@ def ledger_not_behind(request: Request) -> Reason | None:
     facts = request.checkpoint
     if not facts.ledger_behind:
         return None
-    return Reason(
-        "LEDGER_BEHIND",
-        f"The checkpoint {facts.location!r} holds batch {facts.newest}, but the newest one in the ledger of sink "
-        f"{request.decider.name!r} is {facts.ledger_newest}: the sink is missing the batches in between. The sink or "
-        "its ledger was restored from an older copy, or a fail-over lost its last transactions.",
-        without_newest(facts.ledger_offsets, facts.ledger_others),
+    return Reason.build(
+        "LEDGER_BEHIND.PLAN",
+        location=facts.location,
+        batch=facts.newest,
+        sink=request.decider.name,
+        ledger_batch=facts.ledger_newest,
+        action=without_newest(facts.ledger_offsets, facts.ledger_others),
     )
 
 
@@ -330,14 +241,15 @@ def checkpoint_known(request: Request) -> Reason | None:
     earlier = facts.earlier
     if earlier is None or facts.accepts_new or request.guarantee is Guarantee.AT_LEAST_ONCE:
         return None
-    return Reason(
-        "CHECKPOINT_NEW",
-        f"The checkpoint {facts.location!r} is empty, but pipeline {request.pipeline!r} already wrote batch "
-        f"{earlier.batch} to sink {request.decider.name!r} from another checkpoint (incarnation "
-        f"{earlier.incarnation}). Rereading the source from the start would write records twice. The earlier "
-        f"checkpoint ended at offsets {shown(earlier.offsets)}",
-        f"restore the earlier checkpoint, or start where it ended with {starting_at(earlier.offsets)} and accept the "
-        'new checkpoint with .option("newCheckpoint", "accept"), or rename the pipeline',
+    return Reason.build(
+        "CHECKPOINT_NEW.PLAN",
+        location=facts.location,
+        pipeline=request.pipeline,
+        batch=earlier.batch,
+        sink=request.decider.name,
+        earlier_incarnation=earlier.incarnation,
+        offsets=shown(earlier.offsets),
+        starting_offsets=starting_at(earlier.offsets),
     )
 
 

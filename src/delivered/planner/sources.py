@@ -19,29 +19,24 @@ def sources_known(request: Request) -> Reason | None:
         return None
     if _unnamed(now) or _unnamed(before):
         is_named, was_named = _join(now), _join(before)
-        return Reason(
+        return Reason.build(
             "SOURCES_UNNAMED",
-            f"The pipeline reads {'source' if _unnamed(now) else f'the named sources {is_named}'}, but the checkpoint "
-            f"{facts.location!r} was made with {'source' if _unnamed(before) else f'the named sources {was_named}'}: "
-            "Spark keeps a query's offsets with the names of its sources or without, and cannot change that.",
-            "restore what the checkpoint was made with; or start a new checkpoint where this one ended with "
-            f'{starting_at(facts.offsets_text)} and accept it with .option("newCheckpoint", "accept")',
+            sources="source" if _unnamed(now) else f"the named sources {is_named}",
+            location=facts.location,
+            before="source" if _unnamed(before) else f"the named sources {was_named}",
+            starting_offsets=starting_at(facts.offsets_text),
         )
     back = sorted((now - before) & set(facts.removed))
     if back:
         end = facts.removed[back[0]]
-        return Reason(
-            "SOURCE_RETURNED",
-            f"The source {back[0]!r} was removed from this query before, where it stood at {shown(end)}. Spark has "
-            "forgotten that and would read it from the start again: its records would be delivered twice.",
-            f"give it a name that the query has not had, and {starting_at(end)}",
-        )
+        return Reason.build("SOURCE_RETURNED", source=back[0], end=shown(end), starting_offsets=starting_at(end))
     if now != before and facts.unfinished:
-        return Reason(
+        return Reason.build(
             "SOURCES_UNFINISHED",
-            f"Batch {facts.newest} was logged for the sources {_join(before)} and is not finished; the pipeline now "
-            f"has {_join(now)}. Spark would run the batch again without the records of a source that is gone.",
-            f"start once with {_join(before)}, let one batch finish, stop, then change the sources{_undone(request)}",
+            newest=facts.newest,
+            before=_join(before),
+            current=_join(now),
+            alternative=_undone(request),
         )
     return None
 

@@ -274,12 +274,7 @@ class ReceiveLoop:
 
     def _put_in_quarantine(self, bad: MessageBatch, reasons: Sequence[str]) -> Outcome[Entered]:
         if self._quarantine is None:
-            raise BadRecord(
-                "MESSAGE_BAD",
-                f"A message cannot be accepted: {reasons[0]}. It was not acknowledged; nothing was lost.",
-                next_step="set badMessages=quarantine to move such messages to a separate log; messageId=none if "
-                "no producer sets ids (at_least_once only)",
-            )
+            raise BadRecord("MESSAGE_BAD", reasons=reasons[0])
         reach(StepId.RECEIVE_QUARANTINE, Moment.BEFORE, messages=len(bad))
         outcome = guarded(self._quarantine, _with_reasons(bad, reasons))
         if isinstance(outcome, Failed):  # it may reject what the log rejected, too
@@ -296,21 +291,9 @@ class ReceiveLoop:
             case Failed(reason):
                 if written.receiver is not None:
                     written.receiver.give_back(handles)
-                raise DeliveredError(
-                    "RECEIVE_NOT_PERSISTED",
-                    f"{len(handles)} messages could not be appended to the log and were returned to the queue: "
-                    f"{reason}",
-                    next_step="fix what the message describes, then start `delivered receive` again; if one of the "
-                    "messages is the cause, badMessages=quarantine finds it and moves it to a separate log",
-                )
+                raise DeliveredError("RECEIVE_NOT_PERSISTED", handle_count=len(handles), reason=reason)
             case Unknown(reason):
-                raise OutcomeUnknown(
-                    "RECEIVE_UNKNOWN",
-                    f"It is unknown whether {len(handles)} messages are in the log; they were not acknowledged: "
-                    f"{reason}",
-                    next_step="start `delivered receive` again: the queue redelivers them, and the log recognises "
-                    "those it holds",
-                )
+                raise OutcomeUnknown("RECEIVE_UNKNOWN", handle_count=len(handles), reason=reason)
             case Ok(entered):
                 self.counts.entered += entered.entered
                 self.counts.repeated += entered.repeated

@@ -215,13 +215,15 @@ class ReceivedSource(Source):
         """A warning if ids are forgotten before the queue may redeliver their messages."""
         window, kept = self.dedup_window(), self.options.window
         if window is not None and window.short:
-            yield Finding(
-                "DEDUP_WINDOW_SHORT",
-                f"{window.records_per_s:,.0f} messages a second enter the log's busiest partition: dedupWindow={kept} "
-                f"keeps their ids for {kept / window.records_per_s:,.0f} s, and {self.queue.name} may redeliver a "
-                f"message after {window.needed_s:,.0f} s: it would count as a new one",
-                False,
-                f"set dedupFor to at least {duration(int(window.needed_s) * 1000)}",
+            yield Finding.build(
+                "DEDUP_WINDOW_SHORT.START",
+                refuses=False,
+                records_per_s=window.records_per_s,
+                kept=kept,
+                kept_s=kept / window.records_per_s,
+                queue=self.queue.name,
+                needed_s=window.needed_s,
+                needed=duration(int(window.needed_s) * 1000),
             )
 
     def schema(self) -> pa.Schema:

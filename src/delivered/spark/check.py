@@ -16,10 +16,11 @@ from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import SparkSession
 
 from delivered.contract.finding import Finding
+from delivered.model.catalogue import texts
 from delivered.model.errors import DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import SOURCE
-from delivered.model.work import PORT, Arbiter, DriverAddress, Owner
+from delivered.model.work import Arbiter, DriverAddress, Owner
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
 from delivered.pipeline.transform import changing_in_sql
@@ -35,17 +36,6 @@ owners: WeakKeyDictionary[SparkSession, Owner] = WeakKeyDictionary()
 """Of sessions that have every format registered: the owner of ledgers that the registered classes carry."""
 
 OUR_DAEMON = "delivered.spark.daemon"
-_OVER_TCP = (
-    "Spark talks to its Python workers over TCP: each Python task waits about 40 ms. Set "
-    f"{Setting.LOCAL_SOCKETS}=true before the session starts."
-)
-"""Measured in decision 043: 200 tasks take 4.3 s instead of 6.7 s."""
-_OWN_IMPORTS = (
-    "Each Python worker imports pyspark, pyarrow and numpy itself, about 0.5 s of CPU, and its first task ends with a "
-    f"collection over all of them. Set {Setting.DAEMON}={OUR_DAEMON} before the session starts, if the executors' "
-    "Python has this package when they start."
-)
-"""Measured in decision 064."""
 
 
 def session_facts(pipeline: Definition, spark: SparkSession) -> SessionFacts:
@@ -60,8 +50,7 @@ def session_facts(pipeline: Definition, spark: SparkSession) -> SessionFacts:
 
 def _findings(pipeline: Definition, spark: SparkSession) -> tuple[Finding, ...]:
     error = cannot_restart(pipeline.sources, spark.version)
-    lacking = advice(partial(spark.conf.get, default="")).items()
-    slow = (Finding(code, text, False) for code, text in lacking)
+    slow = (Finding.build(code, refuses=False) for code in advice(partial(spark.conf.get, default="")))
     return (*(() if error is None else (Finding.refusal(error),)), *checked_transform(pipeline, spark), *slow)
 
 
@@ -73,13 +62,7 @@ def cannot_restart(sources: Collection[str], version: str) -> Refused | None:
     """
     if set(sources) == {SOURCE} or not version.startswith("4.2."):
         return None
-    return Refused(
-        "SOURCES_SPARK_VERSION",
-        f"Spark {version} cannot restart a query with named sources that stopped in the middle of a batch (it "
-        f"ends with None.get); sources ({', '.join(sorted(sources))}) need Spark 4.3 or later. Nothing was started.",
-        next_step='pip install -U "pyspark>=4.3", which also continues checkpoints of 4.2; or read one source, '
-        "under source:",
-    )
+    return Refused("SOURCES_SPARK_VERSION", version=version, sources=", ".join(sorted(sources)))
 
 
 def advice(setting: Callable[[str], str | None]) -> dict[str, str]:
@@ -88,12 +71,12 @@ def advice(setting: Callable[[str], str | None]) -> dict[str, str]:
     Args:
         setting: the session's value of a key, None if unset.
     """
-    lacking = {}
+    codes = []
     if os.name == "posix" and str(setting(Setting.LOCAL_SOCKETS)).lower() != "true":
-        lacking["WORKERS_OVER_TCP"] = _OVER_TCP
+        codes.append("WORKERS_OVER_TCP")  # decision 043: 200 tasks take 4.3 s instead of 6.7 s
     if os.name == "posix" and not setting(Setting.DAEMON):
-        lacking["WORKERS_IMPORT"] = _OWN_IMPORTS
-    return lacking
+        codes.append("WORKERS_IMPORT")  # decision 064
+    return {code: texts(code, {})[0] for code in codes}
 
 
 def checked_transform(pipeline: Definition, spark: SparkSession) -> tuple[Finding, ...]:
@@ -116,14 +99,7 @@ def checked_transform(pipeline: Definition, spark: SparkSession) -> tuple[Findin
     return () if repeatable or named else (_UNREPEATABLE,)
 
 
-_UNREPEATABLE = Finding(
-    "SQL_NOT_DETERMINISTIC",
-    "The SQL calls a function that is registered as nondeterministic (asNondeterministic): a batch that reruns gets "
-    "other rows. If its decided transaction timed out and must be written again, or if the query keeps state, it stops "
-    "with REPLAY_DIFFERS. Compute the value from the record, or declare `deterministic: true` if it depends on its "
-    "arguments alone.",
-    False,
-)
+_UNREPEATABLE = Finding.build("SQL_NOT_DETERMINISTIC", refuses=False)
 
 
 def _results(
@@ -152,9 +128,12 @@ def _invalid(error: Any, sql: str, sources: Mapping[str, pa.Schema]) -> UsageErr
     where = f" (line {line}, position {position} of {sql.strip()!r})" if line else f" ({sql.strip()!r})"
     views = "; ".join(f"the view `{n}` has the columns {', '.join(s.names)}" for n, s in sources.items())
     return UsageError(
-        "SQL_INVALID",
-        f"The transform's SQL does not fit the source{'s' * (len(sources) > 1)}: {problem.text}{where}.",
-        next_step=f"did you mean {problem.suggested}" if problem.suggested else views,
+        "SQL_INVALID.NEAR" if problem.suggested else "SQL_INVALID.OTHER",
+        plural="s" * (len(sources) > 1),
+        text=problem.text,
+        where=where,
+        suggested=problem.suggested,
+        views=views,
     )
 
 
@@ -183,11 +162,7 @@ def check_executors(spark: SparkSession, options: Mapping[str, str]) -> None:
     if failed:
         host, reason = failed[0]
         raise Unreachable(
-            "GRANT_UNREACHABLE",
-            f"A task on {host!r} could not ask the driver at {arbiter.host}:{arbiter.port} whether it may send: "
-            f"{reason}. Under at_most_once, a task sends only with the driver's grant. The query was not started.",
-            next_step=f"let executors connect to the driver's host on that port ({PORT} fixes it), and check "
-            "spark.driver.host and spark.driver.bindAddress; then start again",
+            "GRANT_UNREACHABLE.START", task_host=host, host=arbiter.host, port=arbiter.port, reason=reason
         )
 
 

@@ -49,11 +49,7 @@ def write_batch(
         ReplayDiffers: the batch was decided with other rows, or was written to this sink already.
     """
     if not isinstance(sink, Endpoint) or not sink.projection.is_all:
-        raise UsageError(
-            "ENDPOINT_VALUE",
-            f"sink is {sink!r} ({type(sink).__name__}); it must be an endpoint without select and where.",
-            next_step='write it as in delivered.sqlite("orders.db", "orders"), and select columns from df',
-        )
+        raise UsageError("ENDPOINT_VALUE.WRITE_BATCH", sink=sink, sink_type=type(sink).__name__)
     spec = PipelineSpec(
         pipeline=checked_name("pipeline", pipeline),
         guarantee=Guarantee.parse(guarantee),
@@ -92,9 +88,4 @@ def _checkpoint(df: DataFrame) -> str:
     checkpoint = query_checkpoint(df)
     if checkpoint is not None:
         return checkpoint
-    raise UsageError(
-        "CHECKPOINT_MISSING",
-        "write_batch cannot determine the query's checkpoint: it was called outside foreachBatch, on another thread, "
-        "or over Spark Connect.",
-        next_step='pass the query\'s checkpointLocation: write_batch(..., checkpoint="/data/checkpoints/orders")',
-    )
+    raise UsageError("CHECKPOINT_MISSING.FOREACH_BATCH")

@@ -81,11 +81,7 @@ class DeliveredDataSource(DataSource):
         if spec.batch is not None:
             return ForeachWriter(spec, sinks, rows)
         if any(m.sink.capability().write.complete for m in sinks.members):
-            raise Refused(
-                "MODE_COMPLETE",
-                f"df.write with {self.name()} appends or upserts; complete is an output mode of streaming queries.",
-                next_step='write delivered.Pipeline(output_mode="complete", ...), or delivered.write_batch',
-            )
+            raise Refused("MODE_COMPLETE.BATCH_WRITE", name=self.name())
         return BatchWriter(spec, sinks, rows)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
@@ -112,11 +108,7 @@ class DeliveredDataSource(DataSource):
         if overwrite and spec.checkpoint is not None:
             raise _appends_only(self.name(), "complete")
         if overwrite:
-            raise Refused(
-                "OVERWRITE",
-                f"{self.name()} does not overwrite; it only appends.",
-                next_step='use mode("append") with df.write',
-            )
+            raise Refused("OVERWRITE", name=self.name())
         sinks = spec.open()
         for member in sinks.members:
             member.sink.check_guarantee(spec.guarantee)
@@ -147,13 +139,7 @@ class DeliveredDataSource(DataSource):
 
 
 def _appends_only(name: str, mode: str) -> Refused:
-    return Refused(
-        "OUTPUT_MODE",
-        f"The query's output mode is {mode}, but Spark only lets Python sinks, such as {name}, append.",
-        next_step=f'write delivered.Pipeline(output_mode="{mode}", ...); or, in the Spark API, keep '
-        f'outputMode("{mode}") and write with .foreachBatch(lambda df, batch_id: delivered.write_batch(df, batch_id, '
-        f'sink=delivered.endpoint("{name.removeprefix(PREFIX)}", ...), guarantee="exactly_once", pipeline="..."))',
-    )
+    return Refused("OUTPUT_MODE.SPARK", mode=mode, name=name, system=name.removeprefix(PREFIX))
 
 
 def _rows(schema: StructType) -> pa.Schema:
@@ -168,12 +154,7 @@ def _direct(spec: PipelineSpec, schema: StructType) -> Direct | None:
         UsageError: only one end of the stream is direct.
     """
     if (spec.direct is not None) != (schema.names == [SLICE_COLUMN]):
-        raise UsageError(
-            "DIRECT_HALF",
-            f"The stream's columns are {schema.names}, but the sink is {'' if spec.direct else 'not '}configured to "
-            "read slices.",
-            next_step="build direct streams with delivered.Pipeline, and do not transform them as a DataFrame",
-        )
+        raise UsageError("DIRECT_HALF", columns=schema.names, not_="" if spec.direct else "not ")
     direct: Direct | None = loads(spec.direct) if spec.direct is not None else None
     return direct
 
@@ -193,11 +174,7 @@ def create_table_options(options: Mapping[str, str]) -> dict[str, str] | None:
     hidden = redacted(found)
     secret = next((k for k in found if hidden[k] != found[k]), None)
     if secret is not None:
-        raise UsageError(
-            "TABLE_SECRET",
-            f"The table option {secret!r} holds a secret, which the catalog would expose.",
-            next_step=f"use a reference: '{secret}' 'env:NAME' or 'file:PATH'",
-        )
+        raise UsageError("TABLE_SECRET", secret=secret)
     return found
 
 
@@ -222,11 +199,7 @@ def read_options(schema: StructType, options: Mapping[str, str], system: str) ->
     """
     table = _table_options(schema)
     if is_sink_table(table):
-        raise Refused(
-            "TABLE_WRITE_ONLY",
-            "The table has a guarantee in its OPTIONS, so it is a sink for INSERT INTO and cannot be read.",
-            next_step="create a second table for reading, without the option guarantee",
-        )
+        raise Refused("TABLE_WRITE_ONLY")
     if not table and not options:
         raise _not_passed(system, "SELECT ... FROM t WITH (...)")
     return {**table, **options}
@@ -251,11 +224,7 @@ def write_options(schema: StructType, options: Mapping[str, str], system: str) -
 
 def _not_passed(system: str, statement: str, as_sink: str = "") -> UsageError:
     return UsageError(
-        "TABLE_OPTIONS",
-        f"delivered_{system} got no {'sink' if as_sink else 'source'} options. Spark passes table options only if the "
-        "table was created without a column list, and never in CREATE TABLE ... AS SELECT.",
-        next_step=f"create the table {as_sink}without columns: CREATE TABLE t USING delivered_{system} OPTIONS (...); "
-        f"or pass all options in the statement: {statement}",
+        "TABLE_OPTIONS", system=system, side="sink" if as_sink else "source", as_sink=as_sink, statement=statement
     )
 
 

@@ -31,7 +31,7 @@ from delivered.engine.keys import TIME as SEEN_AT
 from delivered.engine.sinks import Columns
 from delivered.engine.transform import ArrowTransform, isolated
 from delivered.model.dedup import Dedup
-from delivered.model.errors import InvariantBroken, UsageError
+from delivered.model.errors import BadRecord, InvariantBroken, UsageError
 from delivered.model.identity import Scope
 from delivered.model.ranges import backquoted
 from delivered.pipeline.endpoint import Projection
@@ -82,11 +82,7 @@ def apply_transform(
         case "python":
             function = transform.function
             if function is None:
-                raise UsageError(
-                    "TRANSFORM_MISSING",
-                    "The transform is a function, but none was given.",
-                    next_step="pass the function to delivered.Pipeline, or write it as module:function in the file",
-                )
+                raise UsageError("TRANSFORM_MISSING.NOT_GIVEN")
             call: Callable[..., DataFrame] = function
             return lambda frames: call(**frames) if len(frames) > 1 else call(*frames.values())
         case "arrow":
@@ -196,11 +192,7 @@ def routed(
                 # CASE evaluates it only for the sink's own rows, and rules out generators and aggregates.
                 computed[column] = f"CASE WHEN {row} AND {backquoted(own) if own else 'true'} THEN ({item.sql}) END"
             elif column not in names:
-                raise UsageError(
-                    "SELECT_COLUMN",
-                    f"A sink's select names the column {column!r}; the rows have {', '.join(names)}.",
-                    next_step="name a column of the rows, or add it to the transform",
-                )
+                raise UsageError("SELECT_COLUMN.PLAN", column=column, names=", ".join(names))
             take.append((item.name, column))
         used += [c for _, c in take] + ([own] if own else [])
         routes.append(None if projection.is_all else Columns(tuple(take), own))
@@ -227,11 +219,7 @@ def _with_columns(frame: DataFrame, columns: Mapping[str, str]) -> DataFrame:
     try:
         return frame.selectExpr("*", *[f"({sql}) AS {backquoted(name)}" for name, sql in columns.items()])
     except (AnalysisException, ParseException) as error:
-        raise UsageError(
-            "SINK_EXPRESSION",
-            f"A sink's select or where is invalid: {str(error).splitlines()[0]}",
-            next_step="write SQL over single rows of the transform's result; aggregate in the transform",
-        ) from None
+        raise UsageError("SINK_EXPRESSION", error=str(error).splitlines()[0]) from None
 
 
 def _check_conditions(frame: DataFrame, projections: Sequence[Projection]) -> None:
@@ -239,11 +227,7 @@ def _check_conditions(frame: DataFrame, projections: Sequence[Projection]) -> No
     for number, projection in enumerate(projections):
         kind = types.get(f"{_OWN}{number}", "boolean")
         if kind != "boolean":
-            raise UsageError(
-                "WHERE_VALUE",
-                f"A sink's where is {projection.where!r}, of type {kind}; it must be boolean.",
-                next_step="write a condition, as in amount > 0",
-            )
+            raise UsageError("WHERE_VALUE", where=projection.where, kind=kind)
 
 
 def key_columns(dedup: Dedup) -> list[str]:
@@ -271,7 +255,8 @@ def with_keys(frame: DataFrame, dedup: Dedup) -> DataFrame:
     """
     placed = is_placed(frame)
     missing = " OR ".join(f"{c} IS NULL" for c in key_columns(dedup)[:-1])
-    own = "concat_ws('-', `topic`, `partition`, `offset`)" if placed else f"CAST(raise_error('{_KEY_NULL}') AS STRING)"
+    no_key = f"CAST(raise_error('{BadRecord('DEDUP_KEY_NULL')}') AS STRING)"
+    own = "concat_ws('-', `topic`, `partition`, `offset`)" if placed else no_key
     # CASE rules out generators and aggregates.
     texts = {**dict(zip(key_columns(dedup), dedup.by, strict=False)), TIME: dedup.time}
     try:
@@ -281,22 +266,14 @@ def with_keys(frame: DataFrame, dedup: Dedup) -> DataFrame:
     except (AnalysisException, ParseException) as error:
         raise UsageError(
             "DEDUP_EXPRESSION",
-            f"dedup by {dedup.by_text} with time {dedup.time}: {str(error).splitlines()[0]}",
-            next_step=f"write SQL over one row of the source; its columns are {', '.join(frame.columns)}",
+            by_text=dedup.by_text,
+            time=dedup.time,
+            error=str(error).splitlines()[0],
+            columns=", ".join(frame.columns),
         ) from None
     if types[TIME] != "timestamp":
-        raise UsageError(
-            "DEDUP_TIME",
-            f"dedup.time is {dedup.time}, of type {types[TIME]}; it must be a timestamp.",
-            next_step=f"write CAST({dedup.time} AS TIMESTAMP), or to_timestamp(...) with a format",
-        )
+        raise UsageError("DEDUP_TIME", time=dedup.time, type=types[TIME])
     return keyed
-
-
-_KEY_NULL = (
-    "[DELIVERED_DEDUP_KEY_NULL] A record has no key: an expression of dedup.by is null, and this source has no columns "
-    "topic, partition and offset to identify such records. Next: use coalesce(...) in dedup.by"
-)
 
 
 def without_repeats(frame: DataFrame, dedup: Dedup) -> DataFrame:
@@ -347,12 +324,7 @@ def _text(value: str, kind: str, column: str) -> str:
         return f"CAST(`{column}` AS STRING)"
     if kind == "timestamp":
         return f"CAST(unix_micros(`{column}`) AS STRING)"
-    raise UsageError(
-        "DEDUP_KEY_TYPE",
-        f"dedup.by has {value}, of type {kind}; a table of keys supports string, binary, integers, decimal, boolean, "
-        "date and timestamp.",
-        next_step=f"write CAST({value} AS STRING), or to_json({value})",
-    )
+    raise UsageError("DEDUP_KEY_TYPE", value=value, kind=kind)
 
 
 @dataclass(frozen=True)
@@ -367,6 +339,6 @@ class _Task:
         arm(self.scope.pipeline)
         query, batch = running_batch(running_task())
         if batch is None or query is None:
-            raise InvariantBroken("NO_TASK", "Dedup runs outside a streaming query's task.")
+            raise InvariantBroken("NO_TASK.DEDUP")
         with closing(self.sink.key_memory(replace(self.scope, incarnation=query))) as memory:
             yield from without_seen(memory, int(batch), self.within_us, rows)

@@ -64,13 +64,12 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.readwriter import DataStreamReader
 
 _POLL_S = 0.05
-_OTHER_MODE = {
-    "append": "set output_mode: update, so that every batch delivers the rows that it changed, or complete, all rows; "
-    "or call withWatermark in a Python transform, so that rows become final",
-    "update": "set output_mode: append, with a watermark if the query aggregates: rows are delivered once final",
-    "complete": "set output_mode: append or update; complete is for queries that aggregate",
+_REFUSED_MODES = {
+    "append": "OUTPUT_MODE.APPEND",
+    "update": "OUTPUT_MODE.UPDATE",
+    "complete": "OUTPUT_MODE.COMPLETE",
 }
-"""By the mode that Spark refused for a query."""
+"""Codes by the mode that Spark refused for a query."""
 
 _one_start = threading.RLock()
 """Held while a session is configured for a starting query: another start may need other settings."""
@@ -128,13 +127,9 @@ def _refusal(error: Exception, pipeline: Definition) -> UsageError | None:
     """What Spark refuses, in terms of the pipeline."""
     text = str(error)
     if (twice := SOURCE_READ_TWICE.search(text)) is not None:
-        return UsageError(
-            "SOURCE_TWICE",
-            f"The transform reads the source {twice[1]!r} twice; a query reads each of its sources once.",
-            next_step="read it once in a WITH query of the SQL, and use that twice; or give it two names in sources",
-        )
+        return UsageError("SOURCE_TWICE", source=twice[1])
     if (refused := OUTPUT_MODE_REFUSED.search(text)) is not None:
-        return UsageError("OUTPUT_MODE", refused[1], next_step=_OTHER_MODE[pipeline.output_mode])
+        return UsageError(_REFUSED_MODES[pipeline.output_mode], reason=refused[1])
     if isinstance(error, AnalysisException):
         return unfit_for_unfinished(pipeline, text.partition(" SQLSTATE")[0].partition("\n")[0].rstrip("."))
     return None
@@ -291,11 +286,7 @@ def _rows(
         failing = Failing.FAIL if spec.on_bad_row is OnBadRow.FAIL else Failing.KEEP
         frame = apply_transform(pipeline.transform, spark, sources, failing=failing)(read)
         if not frame.isStreaming:
-            raise UsageError(
-                "TRANSFORM_NOT_STREAMING",
-                "The transform returned a DataFrame that is not a stream: it was not derived from the source.",
-                next_step="derive the result from the DataFrame that the function gets, or from the view `source`",
-            )
+            raise UsageError("TRANSFORM_NOT_STREAMING")
         _check_read(frame, sources)
         if _spark_projects(spec):
             frame, routes = projected(frame, projections[0]), [None]
@@ -312,11 +303,7 @@ def _check_read(frame: DataFrame, sources: Mapping[str, Source | None]) -> None:
     read = named_sources(frame)
     unread = [n for n in sources if read is not None and n not in read]
     if unread:
-        raise UsageError(
-            "TRANSFORM_SOURCES",
-            f"The transform does not read the source {unread[0]!r}.",
-            next_step="derive the result from each source, or remove it from sources",
-        )
+        raise UsageError("TRANSFORM_SOURCES.UNREAD", source=unread[0])
 
 
 def _once(spark: SparkSession, frame: DataFrame, dedup: Dedup, spec: PipelineSpec) -> DataFrame:

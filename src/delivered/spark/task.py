@@ -50,7 +50,7 @@ def running_task() -> TaskContext:
     """
     task = TaskContext.get()
     if task is None:
-        raise InvariantBroken("NO_TASK", "Rows are written outside a Spark task.")
+        raise InvariantBroken("NO_TASK.ROWS")
     return task
 
 

@@ -79,11 +79,7 @@ class Recovering:
 
     def _planned(self) -> BatchPlan:
         if self._plan is None:
-            raise InvariantBroken(
-                "NO_PLAN",
-                "A task received a writer without a plan. Nothing was written.",
-                next_step="run `delivered doctor`, which checks Spark's version, and report this with its output",
-            )
+            raise InvariantBroken("NO_PLAN")
         return self._plan
 
     def _write(self, batches: Iterator[Rows]) -> WriterCommitMessage:
@@ -108,12 +104,7 @@ class BatchOfQuery(Recovering):
         plan, running = self._planned(), running_batch(running_task())
         planned = (plan.scope.incarnation, str(plan.batch))
         if running != planned and not (outside and running == (None, None)):
-            raise InvariantBroken(
-                "BATCH_DIFFERS",
-                f"The task runs (query, batch) {running}, but the plan is for {planned}: the checkpoint changed "
-                "while the batch was planned. Nothing was written.",
-                next_step="check that no other driver uses this checkpoint, then restart",
-            )
+            raise InvariantBroken("BATCH_DIFFERS.TASK", running=running, planned=planned)
 
     def _commit(self, messages: list[WriterCommitMessage | None], batch: int) -> None:
         from delivered.checkpoint.folder import read_view  # not in a task
@@ -168,11 +159,10 @@ class ForeachWriter(BatchOfQuery, DataSourceArrowWriter):
         plan = super()._recover()
         if plan.batch != self._spec.batch:
             raise InvariantBroken(
-                "BATCH_DIFFERS",
-                f"foreachBatch writes batch {self._spec.batch}, and the checkpoint {self._spec.checkpoint!r} is about "
-                f"to run batch {plan.batch}. Nothing was written.",
-                next_step="pass the batch_id that foreachBatch was called with; check that no other driver uses this "
-                "checkpoint",
+                "BATCH_DIFFERS.FOREACH_BATCH",
+                batch=self._spec.batch,
+                checkpoint=self._spec.checkpoint,
+                planned=plan.batch,
             )
         return plan
 
@@ -258,11 +248,7 @@ def rejected_rows(spec: PipelineSpec, schema: pa.Schema, plan: BatchPlan) -> Row
 
 def checkpoint_of(spec: PipelineSpec) -> str:
     if spec.checkpoint is None:
-        raise InvariantBroken(
-            "CHECKPOINT_UNKNOWN",
-            "Spark passed no checkpointLocation to the sink. Nothing was written.",
-            next_step='set it on the writer: .option("checkpointLocation", "...")',
-        )
+        raise InvariantBroken("CHECKPOINT_UNKNOWN")
     return spec.checkpoint
 
 
@@ -278,12 +264,7 @@ def find_runner(spec: PipelineSpec, sinks: Sinks, incarnation: str) -> Runner:
     from delivered.engine.runner import Runner
 
     if spec.sender is None:
-        raise InvariantBroken(
-            "OWNER_UNKNOWN",
-            "The format that writes was not registered by delivered: nothing says which driver it belongs to. Nothing "
-            "was written.",
-            next_step="call delivered.register(spark) in the session that starts the query",
-        )
+        raise InvariantBroken("OWNER_UNKNOWN")
     scope, owner = spec.scope(sinks, incarnation), spec.sender.owner
     key = (scope, owner.id, replace(spec, start=None, batch=None).to_option())
     if key in _runners:

@@ -131,11 +131,7 @@ def default_folder(kind: str) -> Path:
 def require_kind(kind: str) -> None:
     """Raises UsageError: unknown kind of server."""
     if kind not in KINDS:
-        raise UsageError(
-            "BROKER_UNKNOWN",
-            f"No server of kind {kind!r} is known; known: {', '.join(KINDS)}.",
-            next_step="delivered brokers start kafka",
-        )
+        raise UsageError("BROKER_UNKNOWN", kind=kind, known=", ".join(KINDS))
 
 
 def prefetch(kinds: Sequence[str], say: Say = _silent) -> None:
@@ -195,29 +191,17 @@ def start(
     for name, wanted in (("tls", tls), ("scram", bool(scram))):
         if wanted and name not in SERVERS[kind].takes:
             able = ", ".join(k for k, server in SERVERS.items() if name in server.takes)
-            raise UsageError(
-                "BROKER_OPTION",
-                f"{kind!r} servers do not support {name} here; supported by: {able}.",
-                next_step="leave the option out",
-            )
+            raise UsageError("BROKER_OPTION", kind=kind, name=name, able=able)
     place = (Path(folder) if folder is not None else default_folder(kind)).resolve()
     place.mkdir(parents=True, exist_ok=True)
     state = State.load(place)
     if state is not None and state.kind != kind:
-        raise UsageError(
-            "BROKER_FOLDER",
-            f"The folder {place} holds a server of kind {state.kind!r}, not {kind!r}.",
-            next_step="name another folder, or that kind of server",
-        )
+        raise UsageError("BROKER_FOLDER.OTHER_KIND", place=place, actual=state.kind, kind=kind)
     if state is not None:
         planned = _at(state, port)
         if state.identity is not None and state.identity.find() is not None:
             if planned.listeners != state.listeners:
-                raise UsageError(
-                    "BROKER_PORT",
-                    f"{kind} in {place} already runs at {state.main}, but port is {port}.",
-                    next_step=f"delivered brokers stop {kind}, then start it again",
-                )
+                raise UsageError("BROKER_PORT", kind=kind, place=place, address=state.main, port=port)
             return Broker(place, state, state.identity)
         return Broker(place, *_run(place, planned, say))
     settings: dict[str, Any] = {
@@ -253,11 +237,7 @@ def attach(folder: Path | str) -> Broker:
     place = Path(folder).resolve()
     state = State.load(place)
     if state is None or state.identity is None:
-        raise UsageError(
-            "BROKER_FOLDER",
-            f"No server was started in {place}.",
-            next_step="delivered brokers start kafka",
-        )
+        raise UsageError("BROKER_FOLDER.EMPTY", place=place)
     return Broker(place, state, state.identity)
 
 
@@ -310,10 +290,12 @@ def _run(folder: Path, state: State, say: Say) -> tuple[State, Identity]:
         if dead or time.monotonic() > deadline:
             end(identity, kill=True)
             raise DeliveredError(
-                "BROKER_START",
-                f"{state.kind} {'ended' if dead else f'did not answer within {START_TIMEOUT_S:.0f} s'} while "
-                f"starting in {folder}. Its last output: {_last_words(log, seen)}",
-                next_step=f"look at {log}",
+                "BROKER_START.NO_ANSWER",
+                actual=state.kind,
+                problem="ended" if dead else f"did not answer within {START_TIMEOUT_S:.0f} s",
+                folder=folder,
+                output=_last_words(log, seen),
+                log=log,
             )
         time.sleep(_POLL_S)
     return started, identity

@@ -63,13 +63,7 @@ class Enclosed:
 def _check() -> None:
     tried = subprocess.run(_OURSELVES, capture_output=True, text=True, timeout=60, check=False)
     if tried.returncode != 0:
-        raise DeliveredError(
-            "NAMESPACE_REFUSED",
-            "This server opens ports on every address of the machine, so it runs in a network namespace of its own; "
-            f"the system refused to create one: {tried.stderr.strip()[-300:]}",
-            next_step="run it as root, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; on Ubuntu "
-            "also kernel.apparmor_restrict_unprivileged_userns=0)",
-        )
+        raise DeliveredError("NAMESPACE_REFUSED", stderr=tried.stderr.strip()[-300:])
 
 
 def enclose() -> None:

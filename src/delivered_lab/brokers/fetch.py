@@ -107,11 +107,7 @@ def check_hashes(name: str, folder: Path) -> None:
         expected = known.get(f"{name}/{file.name}")
         if found != expected:
             raise DeliveredError(
-                "DOWNLOAD_CHANGED",
-                f"The file {file.name} of {name} has the SHA-256 {found}; expected is {expected or 'no such file'}. It "
-                "was not used.",
-                next_step="compare the hash with the one that the project publishes, and report what differs; after a "
-                "change of version, add the hashes of its files to hashes.txt",
+                "DOWNLOAD_CHANGED", file=file.name, name=name, actual=found, expected=expected or "no such file"
             )
 
 
@@ -170,11 +166,7 @@ def _run_ivy(name: str, needs: str, types: Sequence[str], work: Path, poms: bool
     if failed or "UNRESOLVED DEPENDENCIES" in output or not list(work.glob("lib/*.*")):
         lines = [x.strip() for x in output.splitlines() if x.strip(" \t:")]
         bad = [x for x in lines if any(w in x.lower() for w in ("not found", "error", "unresolved", "exception"))]
-        raise DeliveredError(
-            "DOWNLOAD_FAILED",
-            f"Fetching {name} from Maven Central failed. Ivy's output: {' | '.join((bad or lines)[-4:])[:600]}",
-            next_step="check the connection to Maven Central and run the command again",
-        )
+        raise DeliveredError("DOWNLOAD_FAILED.MAVEN", name=name, output=" | ".join((bad or lines)[-4:])[:600])
 
 
 def _spark_jars() -> Path:
@@ -184,11 +176,7 @@ def _spark_jars() -> Path:
         raise MissingExtra("spark")
     jars = Path(spec.origin).parent / "jars"
     if not list(jars.glob("ivy-*.jar")):
-        raise DeliveredError(
-            "IVY_MISSING",
-            f"The pyspark in {jars.parent} does not include Ivy; the one from PyPI does.",
-            next_step='pip install "delivered[spark]"',
-        )
+        raise DeliveredError("IVY_MISSING", parent=jars.parent)
     return jars
 
 
@@ -221,11 +209,7 @@ def fetch_packages(
     if (root / ".ready").exists():
         return root
     if None in [shutil.which(p) for p in ("apt-get", "dpkg-deb")]:
-        raise DeliveredError(
-            f"{system.upper()}_MISSING",
-            f"{system} comes from Debian's packages, but there is no apt-get here.",
-            next_step=f"start a {system} yourself, and use its URL",
-        )
+        raise DeliveredError("RABBITMQ_MISSING" if system == "RabbitMQ" else "MARIADB_MISSING", system=system)
     root.parent.mkdir(parents=True, exist_ok=True)
     say(f"fetching {system} from Debian's packages, once ({size})")
     work = Path(tempfile.mkdtemp(prefix=".fetch-", dir=root.parent))
@@ -247,11 +231,7 @@ def fetch_packages(
 def _run_debian(system: str, command: list[str], folder: Path) -> None:
     failed, output = _run(command, folder)
     if failed:
-        raise DeliveredError(
-            "DOWNLOAD_FAILED",
-            f"{command[0]} failed while {system} was being fetched. Output: {output.strip()[-600:]}",
-            next_step="run apt-get update, check the connection to Debian's servers, and run the command again",
-        )
+        raise DeliveredError("DOWNLOAD_FAILED.APT", command=command[0], system=system, output=output.strip()[-600:])
 
 
 def _run(command: list[str], folder: Path) -> tuple[bool, str]:

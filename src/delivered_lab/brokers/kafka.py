@@ -62,9 +62,7 @@ def prepare(folder: Path, state: State, say: Say) -> list[str]:
         arguments = ["format", "-t", cluster, "-c", str(path)]
         for user, password in scram.items():
             arguments += ["--add-scram", f"SCRAM-SHA-512=[name={user},password={password}]"]
-        what = f"Kafka could not format its storage in {folder / 'data'}."
-        next_step = "delivered brokers stop kafka, remove the folder, start again"
-        run_tool([*_java(128, say), "kafka.tools.StorageTool", *arguments], what, next_step)
+        run_tool([*_java(128, say), "kafka.tools.StorageTool", *arguments], "BROKER_START.KAFKA", folder / "data")
     return [*_java(state.settings["heap_mb"], say), "kafka.Kafka", str(path)]
 
 
@@ -179,8 +177,7 @@ def _client() -> Any:
 
 
 def _unreachable(bootstrap: str, error: Any) -> Unreachable:
-    text = f"Kafka at {bootstrap} does not answer: {error.args[0].str()}"
-    return Unreachable("KAFKA_UNREACHABLE", text, next_step="delivered brokers start kafka")
+    return Unreachable("KAFKA_UNREACHABLE.BROKERS", bootstrap=bootstrap, error=error.args[0].str())
 
 
 def make_topics(bootstrap: str, names: Sequence[str], partitions: int) -> list[str]:
@@ -203,11 +200,7 @@ def make_topics(bootstrap: str, names: Sequence[str], partitions: int) -> list[s
                 continue
             if error.args[0].retriable() or error.args[0].code() < 0:
                 raise _unreachable(bootstrap, error) from None
-            raise DeliveredError(
-                "TOPIC",
-                f"The topic {name!r} was not created: {error.args[0].str()}",
-                next_step="delivered brokers topic NAME, with letters, digits, '.', '_' and '-'",
-            ) from None
+            raise DeliveredError("TOPIC.CREATE", name=name, error=error.args[0].str()) from None
     return created
 
 
@@ -232,8 +225,10 @@ def produce(bootstrap: str, topic: str, records: int) -> None:
     if left := producer.flush(_TIMEOUT_S) + len(failed):
         raise DeliveredError(
             "PRODUCE",
-            f"{left} of {records} records were not acknowledged: {failed[0] if failed else 'no answer'}.",
-            next_step=f"delivered brokers status kafka; delivered brokers topic {topic}",
+            unacknowledged=left,
+            records=records,
+            first_error=failed[0] if failed else "no answer",
+            topic=topic,
         )
 
 
@@ -253,9 +248,7 @@ def consume(bootstrap: str, topic: str) -> Iterator[tuple[int, int, bytes | None
         except library.KafkaException as error:
             raise _unreachable(bootstrap, error) from None
         if metadata.error is not None:
-            raise DeliveredError(
-                "TOPIC", f"{topic!r} at {bootstrap}: {metadata.error.str()}", f"delivered brokers topic {topic}"
-            )
+            raise DeliveredError("TOPIC.DESCRIBE", topic=topic, bootstrap=bootstrap, error=metadata.error.str())
         left = set(metadata.partitions)
         consumer.assign([library.TopicPartition(topic, p, library.OFFSET_BEGINNING) for p in left])
         while left:

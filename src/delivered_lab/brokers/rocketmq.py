@@ -182,11 +182,7 @@ def answer(
     head_size &= 0xFFFFFF
     reply = json.loads(frame[:head_size])
     if reply["code"] != 0:
-        raise DeliveredError(
-            "ROCKETMQ_ERROR",
-            f"RocketMQ at {address} failed: {reply.get('remark') or reply['code']}",
-            next_step="see the server's log below the folder of delivered brokers",
-        )
+        raise DeliveredError("ROCKETMQ_ERROR.TOOL", address=address, detail=reply.get("remark") or reply["code"])
     return reply.get("extFields") or {}, frame[head_size:]
 
 

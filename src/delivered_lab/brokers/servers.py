@@ -225,16 +225,19 @@ def as_lines(settings: Mapping[str, object], sign: str = "=") -> str:
     return "".join(f"{name}{sign}{value}\n" for name, value in settings.items())
 
 
-def run_tool(command: Sequence[str], what: str, next_step: str, **options: Any) -> str:
+def run_tool(command: Sequence[str], failed: str, folder: Path, **options: Any) -> str:
     """The output of a program that prepares a server.
+
+    Args:
+        failed: code and condition of its failure.
+        folder: that it writes to.
 
     Raises:
         DeliveredError: it failed. The message ends with its output.
     """
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
     if done.returncode != 0:
-        text = f"{what} Output: {telling_lines(done.stdout + done.stderr)}"
-        raise DeliveredError("BROKER_START", text, next_step=next_step)
+        raise DeliveredError(failed, folder=folder, output=telling_lines(done.stdout + done.stderr))
     return str(done.stdout + done.stderr)
 
 
@@ -257,8 +260,7 @@ def make_certificate(java_home: Path, folder: Path) -> tuple[Path, str]:
         ["-genkeypair", *same, "-keyalg", "RSA", "-keysize", "2048", "-validity", "3650", *names],
         ["-exportcert", *same, "-rfc", "-file", str(trusted)],
     ):
-        what = "keytool could not create a certificate."
-        run_tool([str(java_home / "bin" / "keytool"), *arguments], what, "delivered doctor, which checks Java")
+        run_tool([str(java_home / "bin" / "keytool"), *arguments], "CERTIFICATE_FAILED", store)
     return store, password
 
 

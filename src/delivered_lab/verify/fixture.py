@@ -154,7 +154,7 @@ class Fixture:
 
     @property
     def receivers(self) -> Receivers:
-        return self._present(self.receiving, "NO_RECEIVER", "its source needs no receiver")
+        return self._present(self.receiving, "NO_RECEIVER")
 
     def producer(self, portion: int, pause_s: float, again: bool = True) -> Producer:
         """A producer application, in a process that can be killed, for all records that are left.
@@ -308,20 +308,20 @@ class Fixture:
 
     @property
     def broker(self) -> brokers.Broker:
-        return self._present(self.setting.broker, "NO_BROKER", "no server holds its sink or its source")
+        return self._present(self.setting.broker, "NO_BROKER.ANY")
 
     @property
     def source_broker(self) -> brokers.Broker:
-        return self._present(self.setting.source_broker, "NO_BROKER", "no server holds its source")
+        return self._present(self.setting.source_broker, "NO_BROKER.SOURCE")
 
     @property
     def proxy(self) -> Proxy[Any]:
-        return self._present(self.setting.proxy, "NO_PROXY", "its pipeline reaches its server directly")
+        return self._present(self.setting.proxy, "NO_PROXY")
 
-    def _present(self, part: Part | None, code: str, why: str) -> Part:
+    def _present(self, part: Part | None, code: str) -> Part:
         """Raises VerifierError: the case has no such part."""
         if part is None:
-            raise VerifierError(code, f"The fault does not apply to case {self.setting.name}: {why}.")
+            raise VerifierError(code, case=self.setting.name)
         return part
 
     @property
@@ -383,7 +383,7 @@ class Reader:
     def check(self) -> None:
         """Raises VerifierError: it ended early."""
         if self._error is not None:
-            raise VerifierError("READER_DIED", f"The reader of case {self._name} ended early: {self._error}")
+            raise VerifierError("READER_DIED", partition=self._name, error=self._error)
 
     def as_seen(self, rows: Sequence[Row]) -> list[Seen]:
         """The effects of rows that were read at one moment."""

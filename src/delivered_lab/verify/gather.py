@@ -140,7 +140,7 @@ def _results(fixture: Fixture, source: Sequence[Row], final: Sequence[Seen]) -> 
         return _Results(Counter(wanted.values()), wanted, None)
     batches = _by_batch(fixture, source)
     if batches is None:
-        raise VerifierError("BATCHES_UNKNOWN", f"The checkpoint of case {fixture.setting.name} has a gap in offsets/.")
+        raise VerifierError("BATCHES_UNKNOWN", case=fixture.setting.name)
     parts = [[r.value for b in batches[: n + 1] for r in b] for n in range(len(batches))]
     states = [frozenset(rows(workload.oracle(part)).values()) for part in parts]
     if fixture.reader.upserted:

@@ -35,7 +35,7 @@ def _able(fixture: Fixture, power: Any, what: str) -> Any:
     sink = fixture.setting.sink
     if not isinstance(sink, power):
         name = fixture.setting.name
-        raise VerifierError("SINK_CANNOT", f"The sink of case {name} cannot {what}: the fault does not apply to it.")
+        raise VerifierError("SINK_CANNOT", name=name, what=what)
     return sink
 
 
@@ -480,5 +480,5 @@ def _start_receiver_at_work(fixture: Fixture, share: float) -> tuple[Run, float]
 def _wait_receiver(run: Run) -> Path:
     found = run.wait_hit(HIT_TIMEOUT_S)
     if found is None:
-        raise VerifierError("RECEIVER_FAILED", f"{run.name} ended with {run.code} before it came to its point.")
+        raise VerifierError("RECEIVER_FAILED.POINT", name=run.name, exit_code=run.code)
     return found[0]

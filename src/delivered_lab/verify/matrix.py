@@ -41,11 +41,7 @@ def read_results(path: Path) -> dict[str, Any]:
         data = {"results": data}
     version = data.setdefault("format", 0)
     if not isinstance(version, int) or version > FORMAT:
-        raise UsageError(
-            "VERIFY_FORMAT_NEWER",
-            f"{path} holds results of format {version!r}; this version of delivered reads formats up to {FORMAT}.",
-            next_step="run `pip install --upgrade delivered`, or name another file with --out",
-        )
+        raise UsageError("VERIFY_FORMAT_NEWER", path=path, version=version, newest=FORMAT)
     return {**data, "format": FORMAT}
 
 

@@ -99,7 +99,7 @@ class Producer:
             if self._process is None or self._process.wait(timeout_s) == 0:
                 break
             if not left:
-                raise VerifierError("PRODUCER_FAILED", f"The producer of {self._folder.name} failed; see producer.log.")
+                raise VerifierError("PRODUCER_FAILED", name=self._folder.name)
             self.start()
         self._note()
 

@@ -536,7 +536,7 @@ def source_lost_end(fixture: Fixture) -> None:
     at the old position never reads them. Each start must say so."""
     source = fixture.setting.source
     if not isinstance(source, LosesEnd):
-        raise VerifierError("SOURCE_CANNOT", f"The source of case {fixture.setting.name} cannot lose its end.")
+        raise VerifierError("SOURCE_CANNOT", case=fixture.setting.name)
     for share in (0.2, 0.1):  # in two record batches of each partition
         fixture.send(share)
     must_go_through(fixture, "the first part")

@@ -220,8 +220,9 @@ def _asked(command: list[str], log: Path, env: Mapping[str, str] | None) -> dict
         report: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         end = log.read_text(encoding="utf-8", errors="replace")[-500:]
-        text = f"{' '.join(command[1:4])} ended with {done.returncode} and no report: {end}"
-        raise VerifierError("AUDIT_FAILED", text) from None
+        raise VerifierError(
+            "AUDIT_FAILED", command=" ".join(command[1:4]), exit_code=done.returncode, output=end
+        ) from None
     return report
 
 
@@ -282,16 +283,10 @@ def last_words(run: Run) -> str:
     return " | ".join(lines[-5:])[-800:]
 
 
-_AGAIN = "read the logs in the case's folder below build/verify, and run the case again: delivered verify --only CASE"
-
-
 class VerifierError(DeliveredError):
     """The verifier itself could not go on; the case is unknown, not broken."""
 
     exit_code = 3
-
-    def __init__(self, code: str, message: str, next_step: str | None = _AGAIN) -> None:
-        super().__init__(code, message, next_step)
 
 
 # -- receivers of a queue ----------------------------------------------------------------------------------------------
@@ -329,7 +324,7 @@ class Receivers:
         run = next((r for r in self._runs if r.lives), None) or self.start()
         wait_for(lambda: log.exists() or not run.lives, _LOG_TIMEOUT_S, "a receiver makes its log")
         if not run.lives:
-            raise VerifierError("RECEIVER_FAILED", f"The first receiver ended with {run.code}: {last_words(run)}")
+            raise VerifierError("RECEIVER_FAILED.FIRST", exit_code=run.code, output=last_words(run))
 
     def start(self, crash: str = "", *, alongside: bool = False) -> Run:
         """Start a receiver with these crash points.
@@ -340,9 +335,7 @@ class Receivers:
         if not alongside:
             self.stop()
         if len(self._runs) >= _STARTS_MAX:
-            raise VerifierError(
-                "RECEIVER_FAILED", f"Receivers were started {_STARTS_MAX} times: {last_words(self._runs[-1])}"
-            )
+            raise VerifierError("RECEIVER_FAILED.STARTS", starts_max=_STARTS_MAX, output=last_words(self._runs[-1]))
         number = len(self._runs) + 1
         command = [*DELIVERED, "receive", str(self.pipeline), "--output", "json"]
         run = start(RECEIVER, number, self.folder, command, crash, self.env)

@@ -102,27 +102,15 @@ def load(path: Path) -> Template:
     source, sinks = data["source"], data["sinks"]
     for what, system, known in (("source", _system(source), _SOURCES), ("sink", _system(sinks[0]), _SINKS)):
         if system not in known:
-            raise UsageError(
-                "VERIFY_FORMAT",
-                f"The pipeline's {what} is {system!r}; your own pipelines can be verified with {' or '.join(known)}.",
-                next_step="run `delivered verify` without a file, which tries every sink there is",
-            )
+            raise UsageError("VERIFY_FORMAT", what=what, system=system, known=" or ".join(known))
     if len(sinks) != 1:
-        raise UsageError(
-            "VERIFY_SINKS",
-            f"The pipeline has {len(sinks)} sinks; one can be verified.",
-            next_step="verify a copy of the file with one sink",
-        )
+        raise UsageError("VERIFY_SINKS", sink_count=len(sinks))
     sample = [
         Record(f"own{number}", as_text(key), number, number % PARTITIONS, raw=as_text(value) or "")
         for number, (key, value) in enumerate(first_records(path, SAMPLE_MAX))
     ]
     if not sample:
-        raise UsageError(
-            "VERIFY_NO_RECORDS",
-            f"The source of {data['pipeline']!r} has no records to run the pipeline on.",
-            next_step="run it where the source holds some; 600 are read",
-        )
+        raise UsageError("VERIFY_NO_RECORDS", pipeline=data["pipeline"])
     return Template(data, path.parent.resolve(), sample)
 
 

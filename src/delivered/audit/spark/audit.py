@@ -111,18 +111,9 @@ def request_for(
     """
     sparks = next((e for e in pipeline.sources.values() if e.is_spark_own), None)
     if sparks is not None:
-        raise UsageError(
-            "AUDIT_SOURCE",
-            f"The source {sparks.format!r} is Spark's own, which an audit cannot read by offset range.",
-            next_step=f"read it with the format {sparks.system!r}",
-        )
+        raise UsageError("AUDIT_SOURCE", format=sparks.format, system=sparks.system)
     if not recompute and pipeline.output_mode != "append" and chosen.sink().capability().write == APPEND:
-        raise Refused(
-            "AUDIT_OUTPUT_MODE",
-            f"Output mode {pipeline.output_mode} delivers a record for each row that a batch changed. Where batches "
-            "begin and end is known to the batches that ran, not to the source, so the two cannot be compared.",
-            next_step="delivered audit --recompute",
-        )
+        raise Refused("AUDIT_OUTPUT_MODE", output_mode=pipeline.output_mode)
     spark = ready(pipeline, session)
     sources = {n: e.source().planned() for n, e in as_started(pipeline).items()}
     sinks = pipeline.spec.open()
@@ -163,11 +154,7 @@ def chosen_sink(pipeline: Definition, sink: str | None) -> Endpoint:
         return next(iter(endpoints.values()))
     if sink not in endpoints:
         reason = "no sink was named" if sink is None else f"no sink is named {sink!r}"
-        raise UsageError(
-            "AUDIT_SINK",
-            f"An audit checks one sink, and {reason}; the pipeline writes to {', '.join(endpoints)}.",
-            next_step="name one of them; `delivered audit` checks all of them",
-        )
+        raise UsageError("AUDIT_SINK.UNNAMED", reason=reason, endpoints=", ".join(endpoints))
     return endpoints[sink]
 
 

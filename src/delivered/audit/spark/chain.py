@@ -139,11 +139,7 @@ def links_of(pipelines: Sequence[Definition]) -> list[Endpoint]:
     """
     for pipeline in pipelines:
         if len(pipeline.sources) > 1:
-            raise UsageError(
-                "CHAIN_SOURCES",
-                f"{pipeline.name} reads {len(pipeline.sources)} sources; in a chain, each pipeline reads one.",
-                next_step="audit it alone: delivered audit",
-            )
+            raise UsageError("CHAIN_SOURCES", pipeline=pipeline.name, source_count=len(pipeline.sources))
     sources = [e.source().address() for p in pipelines for e in p.sources.values()]
     sinks = [[_address(e.sink()) for e in p.sinks] for p in pipelines]
     chosen = find_links([p.name for p in pipelines], sinks, sources)
@@ -211,9 +207,7 @@ def _offsets(text: str, name: str) -> dict[str, object]:
 
 
 def _unfit(pipeline: Definition, why: str) -> DeliveredError:
-    return DeliveredError(
-        "CHAIN_HOP", f"{pipeline.name} {why}: from end to end, nothing is judged.", next_step="see each hop"
-    )
+    return DeliveredError("CHAIN_HOP", pipeline=pipeline.name, reason=why)
 
 
 def _check(hops: Sequence[_Hop]) -> None:
@@ -364,11 +358,7 @@ def find_links(
         UsageError: fewer than two pipelines, two that are not linked, or one that writes there twice.
     """
     if len(names) < 2:
-        raise UsageError(
-            "CHAIN_SHORT",
-            f"A chain has at least two pipelines; there are {len(names)}.",
-            next_step="name them in the order of the data: delivered audit --chain relay.yaml enrich.yaml",
-        )
+        raise UsageError("CHAIN_SHORT", name_count=len(names))
     chosen = []
     for at, (before, after) in enumerate(pairwise(names)):
         source = sources[at + 1]
@@ -379,10 +369,11 @@ def find_links(
             writes = ", ".join(str(s) if s is not None else "?" for s in sinks[at])
             raise UsageError(
                 "CHAIN_LINK",
-                f"{after} reads {source if source is not None else '?'}; {before} writes to {writes}: "
-                + ("these are not the same place." if not linked else "more than one of its sinks is this place."),
-                next_step="name the pipelines in the order of the data, each reading what the one before it writes, "
-                "with servers and names written alike (?: a system that cannot be in the middle of a chain)",
+                after=after,
+                source=source if source is not None else "?",
+                before=before,
+                writes=writes,
+                problem="these are not the same place." if not linked else "more than one of its sinks is this place.",
             )
         chosen += linked
     return chosen

@@ -123,11 +123,7 @@ def recompute(spark: SparkSession, request: AuditRequest, say: Progress) -> Audi
     """Recompute the rows of all decided batches, and compare them with the sink's."""
     how, mode = request.recompute, request.write_mode
     if how is None:
-        raise DeliveredError(
-            "AUDIT_RECOMPUTE",
-            "The request is for an audit that accounts for records.",
-            next_step="leave recompute out, or declare a result that can be recomputed: docs/audit.md#recompute",
-        )
+        raise DeliveredError("AUDIT_RECOMPUTE")
     scope = Scope(request.pipeline, request.named_sink, read_view(request.checkpoint).incarnation)
     scan = request.sink.scan()
     with closing(SentRows(spark, request)) as source, kept_plain(spark), ExitStack() as context:
@@ -319,11 +315,7 @@ def _read_unchanged(
                 return
         finally:
             stored.unpersist()
-    raise DeliveredError(
-        "AUDIT_MOVING",
-        f"The pipeline decided a batch during each of {_TRIES} reads of the sink, whose rows replace each other.",
-        next_step="stop the pipeline, or audit it while its source is quiet",
-    )
+    raise DeliveredError("AUDIT_MOVING", tries=_TRIES)
 
 
 def _own_rows(stored: DataFrame, request: AuditRequest) -> tuple[DataFrame, int]:

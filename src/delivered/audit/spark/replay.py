@@ -99,9 +99,7 @@ class ScriptReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: Offsets, limit: ReadLimit) -> Offsets:  # noqa: N802, ARG002
         expected = self._ends[self._at - 1] if self._at else self._start
         if start != expected:
-            raise InvariantBroken(
-                "REPLAY_OFFSETS", f"Batch {self._at} of the replay starts at {start}; it must start at {expected}."
-            )
+            raise InvariantBroken("REPLAY_OFFSETS", position=self._at, start=start, expected=expected)
         if self._at == len(self._ends):
             return start
         self._at += 1

@@ -49,11 +49,7 @@ def record_columns(request: AuditRequest, sent: DataFrame, stored: Sequence[str]
     records = canonical_schema(sent.schema, request.sink.records)
     missing = [n for n in records.names if n not in stored]
     if missing:
-        raise DeliveredError(
-            "AUDIT_COLUMNS",
-            f"The sink {request.named_sink!r} has the columns {list(stored)}; the pipeline's {missing} are missing.",
-            next_step="audit with the transform that the pipeline ran with",
-        )
+        raise DeliveredError("AUDIT_COLUMNS", sink=request.named_sink, columns=list(stored), missing=missing)
     return records
 
 
@@ -66,10 +62,7 @@ def expressions(request: AuditRequest) -> Iterator[None]:
         if request.id is None and request.key is None and request.own is None:
             raise
         raise BadExpression(
-            "AUDIT_EXPRESSION",
-            f"The audit's id is {request.id!r}, its key {request.key!r}, its own {request.own!r}. Spark reports: "
-            f"{str(error).splitlines()[0]}",
-            next_step="write SQL over the sink's columns, for example get_json_object(CAST(value AS STRING), '$.id')",
+            "AUDIT_EXPRESSION", id=request.id, key=request.key, own=request.own, error=str(error).splitlines()[0]
         ) from None
 
 

@@ -453,11 +453,7 @@ def security(client: Mapping[str, str]) -> Security:
     """How to connect, from librdkafka's settings. Raises UsageError: files or texts of TLS cannot be used."""
     protocol = protocol_of(client)
     if protocol not in _PROTOCOLS:
-        raise InvariantBroken(
-            "KAFKA_PROTOCOL",
-            f"kafka.security.protocol is {protocol!r}; it must be one of {', '.join(_PROTOCOLS)}.",
-            next_step='write .option("kafka.security.protocol", "SASL_SSL")',
-        )
+        raise InvariantBroken("KAFKA_PROTOCOL", protocol=protocol, known=", ".join(_PROTOCOLS))
     trust = Tls(client) if _PROTOCOLS[protocol].tls else None
     mechanism = mechanism_of(client) if _PROTOCOLS[protocol].sasl else None
     return Security(trust, mechanism, client, client.get("client.id", CLIENT_ID))
@@ -519,29 +515,12 @@ def authenticate(ask: Callable[[Any], Any], name: str, host: str, security: Secu
 
 def unreachable(servers: str, error: NoAnswer) -> Unreachable:
     if isinstance(error, (NoCredentials, CredentialsRefused)):
-        return Unreachable(
-            "KAFKA_NO_CREDENTIALS",
-            f"There are no credentials for the brokers at {servers}: {error}.",
-            next_step="check kafka.sasl.oauthbearer.* or kafka.sasl.kerberos.*, and that their server answers here",
-        )
+        return Unreachable("KAFKA_NO_CREDENTIALS", servers=servers, error=error)
     if isinstance(error, Rejected) and not error.tls:
-        return Unreachable(
-            "KAFKA_CREDENTIALS",
-            f"The brokers at {servers} rejected the credentials: {error}.",
-            next_step="check kafka.sasl.* and kafka.ssl.*",
-        )
+        return Unreachable("KAFKA_CREDENTIALS.REJECTED", servers=servers, error=error)
     if _listens(servers):
-        return Unreachable(
-            "KAFKA_CREDENTIALS",
-            f"A server at {servers} closed the connection before its first answer: it expects other credentials or "
-            f"another security protocol, its certificate is not trusted here, or it is not a Kafka broker ({error}).",
-            next_step="check kafka.security.protocol, kafka.sasl.* and kafka.ssl.*",
-        )
-    return Unreachable(
-        "KAFKA_UNREACHABLE",
-        f"No broker at {servers} answered within {CONNECT_TIMEOUT_S:.0f} s: {error}.",
-        next_step="check kafka.bootstrap.servers and kafka.security.protocol, and that the brokers are running",
-    )
+        return Unreachable("KAFKA_CREDENTIALS.CLOSED", servers=servers, error=error)
+    return Unreachable("KAFKA_UNREACHABLE.CONNECT", servers=servers, connect_timeout_s=CONNECT_TIMEOUT_S, error=error)
 
 
 def _listens(servers: str) -> bool:

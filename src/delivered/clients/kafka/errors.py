@@ -17,9 +17,10 @@ def config_error(detail: str, owner: str, name: str | None = None) -> UsageError
     named = name or (found[1] if found else None)
     name = f"'kafka.{named}'" if named else "with the prefix 'kafka.'"
     return UsageError(
-        "OPTION_UNKNOWN" if found and "No such" in detail else "OPTION_VALUE",
-        f"{owner}: librdkafka rejected the option {name}: {detail}.",
-        next_step="see librdkafka's CONFIGURATION.md for supported names and values",
+        "OPTION_UNKNOWN.LIBRDKAFKA" if found and "No such" in detail else "OPTION_VALUE.LIBRDKAFKA",
+        owner=owner,
+        name=name,
+        detail=detail,
     )
 
 
@@ -38,34 +39,14 @@ def explain(owner: str, name: str, detail: str, what: str, servers: str) -> Deli
         "_UNKNOWN_PARTITION",
         "UNKNOWN_TOPIC_ID",
     ):
-        return UsageError(
-            "TOPIC_MISSING",
-            f"{owner}: topic or partition {what!r} does not exist at {servers}.",
-            next_step="create the topic, or correct its name",
-        )
+        return UsageError("TOPIC_MISSING.KAFKA_READ", owner=owner, topic=what, servers=servers)
     if name in ("TOPIC_EXCEPTION", "INVALID_TOPIC_EXCEPTION", "INVALID_TOPIC"):
-        return UsageError(
-            "TOPIC_INVALID",
-            f"{owner}: {servers} rejected the topic name {what!r}: up to 249 letters, digits, '.', '_' and '-'.",
-            next_step="correct the name of the topic",
-        )
+        return UsageError("TOPIC_INVALID.BROKER", owner=owner, servers=servers, topic=what)
     if "AUTHORIZATION_FAILED" in name:
-        return UsageError(
-            "NOT_PERMITTED",
-            f"{owner}: this user is not authorized to read {what!r} at {servers} ({name}).",
-            next_step="grant Describe and Read on the topic (and Read on the group)",
-        )
+        return UsageError("NOT_PERMITTED.KAFKA_READ", owner=owner, what=what, servers=servers, name=name)
     if name in ("_AUTHENTICATION", "SASL_AUTHENTICATION_FAILED", "_SSL"):
-        return Unreachable(
-            "CREDENTIALS_REFUSED",
-            f"{owner}: TLS or authentication failed at {servers}: {detail}",
-            next_step="check kafka.security.protocol, kafka.sasl.* and kafka.ssl.*",
-        )
-    return Unreachable(
-        "KAFKA_UNREACHABLE",
-        f"{owner}: {servers} did not answer about {what!r} ({name}): {detail}",
-        next_step="check kafka.bootstrap.servers, and that the brokers are running and reachable from here",
-    )
+        return Unreachable("CREDENTIALS_REFUSED", owner=owner, servers=servers, detail=detail)
+    return Unreachable("KAFKA_UNREACHABLE.REQUEST", owner=owner, servers=servers, what=what, name=name, detail=detail)
 
 
 def replaces(name: str, known: str) -> bool:

@@ -374,12 +374,7 @@ class Consumer:
         except (UnicodeDecodeError, SystemError) as error:
             cause = error if isinstance(error, UnicodeDecodeError) else error.__cause__
             name = cause.object if isinstance(cause, UnicodeDecodeError) else "?"
-            raise BadRecord(
-                "KAFKA_HEADER_NAME",
-                f"The record of {self._where} at offset {message.offset()} has a header named {name!r}, which is not "
-                "UTF-8: librdkafka's client cannot read it.",
-                next_step="read this topic with the built-in client, which keeps such names, or without includeHeaders",
-            ) from None
+            raise BadRecord("KAFKA_HEADER_NAME", where=self._where, offset=message.offset(), name=name) from None
 
     def fetch_position(self) -> int:
         """It also moves over transaction markers; -1: unknown."""
@@ -418,17 +413,9 @@ def by_arrow(owner: str, through: str, client: Mapping[str, str], known: Set[str
     missing = "client is librdkafka" if through == "librdkafka" else lacks(client, known)
     if missing is not None and through == "arrow":
         check_settings(owner, client)  # one that nobody knows
-        raise UsageError(
-            "OPTION_CONFLICT",
-            f"{owner}: option 'client' is arrow, but {missing}.",
-            next_step="write client=auto or client=librdkafka",
-        )
+        raise UsageError("OPTION_CONFLICT.KAFKA_ARROW", owner=owner, missing=missing)
     if missing is not None and (login := lacks_login(client)) is not None:
-        raise UsageError(
-            "OPTION_CONFLICT",
-            f"{owner}: {missing}, and librdkafka does not have {login}.",
-            next_step="remove what needs librdkafka, or log in by other means: OAUTHBEARER, SCRAM-SHA-512",
-        )
+        raise UsageError("OPTION_CONFLICT.KAFKA_LIBRDKAFKA", owner=owner, missing=missing, login=login)
     return missing is None
 
 

@@ -297,11 +297,7 @@ def _request(wanted: Mapping[Partition, tuple[int, int]]) -> Any:
 def _answered(code: int, partition: Partition) -> bool:
     """Whether there is an answer; False: never, as from a server that does not implement the request."""
     if code == protocol.TOPIC_AUTHORIZATION_FAILED:
-        raise UsageError(
-            "NOT_PERMITTED",
-            f"The user may not describe the topic {partition[0]!r}.",
-            next_step="permit Describe on the topic",
-        )
+        raise UsageError("NOT_PERMITTED.KAFKA_DESCRIBE", topic=partition[0])
     if code in _LATER_EPOCHS:
         raise NoAnswer(f"{partition[0]}-{partition[1]}: {name_of(code)}")
     return code == protocol.NONE

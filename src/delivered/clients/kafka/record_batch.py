@@ -122,33 +122,19 @@ def fault(partition: Partition, number: int, base_offset: int, found: int, wante
     """
     if number == _OLD_MAGIC:
         topic, at = partition
-        return UsageError(
-            "KAFKA_OLD_FORMAT",
-            f"{topic}-{at} holds records of message format {found} at offset {base_offset}, as clients before Kafka "
-            "0.11 wrote them. Only librdkafka reads those here.",
-            next_step="read this topic through librdkafka, or copy it to a new topic",
-        )
+        return UsageError("KAFKA_OLD_FORMAT", topic=topic, position=at, actual=found, base_offset=base_offset)
     return corrupt(partition, base_offset, FAULTS[number].format(found=found, wanted=wanted))
 
 
 def corrupt(partition: Partition, base_offset: int, what: str) -> CorruptBatch:
     topic, number = partition
-    return CorruptBatch(
-        "KAFKA_CORRUPT_BATCH",
-        f"The record batch of {topic}-{number} at offset {base_offset} is corrupt: {what}.",
-        next_step="start again; if it recurs, the broker's log is damaged there: see the broker's log, and "
-        "kafka-dump-log.sh --deep-iteration",
-    )
+    return CorruptBatch("KAFKA_CORRUPT_BATCH", topic=topic, number=number, base_offset=base_offset, what=what)
 
 
 def too_large(partition: Partition, batch: bytes, codec: str, limit: int, first: int, last: int) -> BatchTooLarge:
     topic, number = partition
     found = BatchTooLarge(
-        "KAFKA_BATCH_TOO_LARGE",
-        f"The record batch of {topic}-{number} at offset {first} has {len(batch)} bytes of {codec}, and more than "
-        f"{limit} decompressed, which is the limit.",
-        next_step="raise the source's option maxRecordBatchBytes, if its producer may send so much; or set "
-        "on_bad_row: dead_letter with a dead_letter sink, which keeps the batch as it is",
+        "KAFKA_BATCH_TOO_LARGE", topic=topic, number=number, offset=first, bytes=len(batch), codec=codec, limit=limit
     )
     found.offset, found.next_offset, found.batch = first, last + 1, batch
     return found
@@ -179,11 +165,7 @@ Compress = Callable[[memoryview], Sequence[Any]]
 def compressor(name: str, level: int | None) -> Compress | None:
     """None: without compression. Raises UsageError: unknown name."""
     if name not in COMPRESSIONS:
-        raise UsageError(
-            "COMPRESSION_UNKNOWN",
-            f"Compression {name!r} is not one of {', '.join(COMPRESSIONS)}.",
-            next_step="use one of these",
-        )
+        raise UsageError("COMPRESSION_UNKNOWN", name=name, known=", ".join(COMPRESSIONS))
     if name == "none":
         return None
     codec = pa.Codec(name, compression_level=_LEVELS.get(name) if level is None else level)
@@ -468,10 +450,7 @@ def next_sequence(sequence: int, count: int) -> int:
 
 def _too_large(first: int, rows: native.Rows | None, size: int, bytes_max: int) -> BadRecord:
     return BadRecord(
-        "RECORD_TOO_LARGE",
-        f"Row {first if rows is None else int(rows[first])} needs a batch of {size} bytes; the limit is {bytes_max} "
-        "(max.message.bytes).",
-        next_step="raise kafka.message.max.bytes and the topic's max.message.bytes, or filter such records",
+        "RECORD_TOO_LARGE.KAFKA_BATCH", row=first if rows is None else int(rows[first]), size=size, bytes_max=bytes_max
     )
 
 

@@ -92,11 +92,7 @@ def library() -> ctypes.CDLL | None:
 
 def functions() -> ctypes.CDLL:
     if (loaded := library()) is None:
-        raise DeliveredError(
-            "KAFKA_CODEC",
-            f"{LIBRARY.name} was not built with this package, or not for this platform",
-            next_step='.option("client", "librdkafka"), or reinstall this package on this platform',
-        )
+        raise DeliveredError("KAFKA_CODEC", library=LIBRARY.name)
     return loaded
 
 
@@ -132,7 +128,7 @@ def records(
         items = headers.values
         parts |= {"headers": headers, "header_key": items.field(0), "header_value": items.field(1)}
         if items.null_count or items.field(0).null_count:
-            raise BadRecord("HEADER_KEY_MISSING", "A record's header is null, or has no key.", "filter such headers")
+            raise BadRecord("HEADER_KEY_MISSING")
     for name, array in parts.items():
         of_array, kept = column(array)
         setattr(found, name, of_array)

@@ -95,11 +95,7 @@ def load_function(text: str) -> Any:
         if callable(found):
             return found
         why = "it is no function"
-    raise UsageError(
-        "KAFKA_TOKEN",
-        f"Option 'kafka.{PROVIDER}' is {text!r}, which cannot be used here: {why}.",
-        next_step="write package.module:function, importable on the driver and on every executor",
-    )
+    raise UsageError("KAFKA_TOKEN.PROVIDER", option=PROVIDER, text=text, reason=why)
 
 
 def _from_function(client: Mapping[str, str]) -> tuple[str, float, Mapping[str, str]]:
@@ -111,12 +107,7 @@ def _from_function(client: Mapping[str, str]) -> tuple[str, float, Mapping[str, 
     # As confluent-kafka's oauth_cb returns it: token, expiry, principal, extensions.
     parts = (made,) if isinstance(made, str) else made
     if not isinstance(parts, tuple) or not 1 <= len(parts) <= 4 or not isinstance(parts[0], str):
-        raise UsageError(
-            "KAFKA_TOKEN",
-            f"{client[PROVIDER]} returned {type(made).__name__}; it must return a token, or a token and when it "
-            "expires, in seconds since 1970.",
-            next_step="return (token, expires_s)",
-        )
+        raise UsageError("KAFKA_TOKEN.RESULT", function=client[PROVIDER], result_type=type(made).__name__)
     expires_s = parts[1] if len(parts) > 1 else _expiry(parts[0])
     extensions = check_extensions(parts[3]) if len(parts) > 3 and parts[3] else _extensions(client)
     lifetime_s = 0.0 if expires_s is None else float(expires_s) - time.time()
@@ -233,12 +224,7 @@ def check_extensions(given: Mapping[str, str]) -> Mapping[str, str]:
     """Raises UsageError: a name or value that RFC 7628 does not allow."""
     for name, value in given.items():
         if not _EXTENSION_NAME.fullmatch(name) or name.lower() == "auth" or not _EXTENSION_VALUE.fullmatch(value):
-            raise UsageError(
-                "OPTION_VALUE",
-                f"Option 'kafka.{OAUTHBEARER}extensions' has {name!r}; it must be name=value,name=value, with "
-                "names of letters.",
-                next_step='write .option("kafka.sasl.oauthbearer.extensions", "logicalCluster=lkc-1")',
-            )
+            raise UsageError("OPTION_VALUE.OAUTH_EXTENSIONS", name=name)
     return given
 
 
@@ -329,11 +315,7 @@ def library() -> Any:
             function = getattr(found, name)
             function.argtypes, function.restype = arguments, c_uint32
     except (OSError, AttributeError) as error:
-        raise UsageError(
-            "KERBEROS_MISSING",
-            f"The SASL mechanism GSSAPI needs MIT Kerberos' library, which cannot be loaded here: {error}.",
-            next_step="apt-get install libgssapi-krb5-2 (or dnf install krb5-libs) on the driver and on every executor",
-        ) from None
+        raise UsageError("KERBEROS_MISSING", error=error) from None
     return found
 
 
@@ -407,11 +389,7 @@ class KerberosDialog:
 
     def _acquire(self, principal: str | None, keytab: str) -> None:
         if not os.access(keytab, os.R_OK):
-            raise UsageError(
-                "KERBEROS_KEYTAB",
-                f"Option 'kafka.sasl.kerberos.keytab' is {keytab!r}, which cannot be read here.",
-                next_step="put the file on the driver and on every executor, readable for the job's user",
-            )
+            raise UsageError("KERBEROS_KEYTAB", keytab=keytab)
         # A cache of its own for each keytab and principal: another login of this process must not be used.
         cache = f"MEMORY:delivered-{os.getpid()}-{principal}-{keytab}"
         pairs = (_Pair * 2)(_Pair(b"client_keytab", keytab.encode()), _Pair(b"ccache", cache.encode()))
@@ -616,11 +594,7 @@ def build_context(client: Mapping[str, str]) -> ssl.SSLContext:
 
 def unusable(why: str) -> UsageError:
     """The error for files or texts that no context can be built of."""
-    return UsageError(
-        "TLS_FILES",
-        f"The TLS files of kafka.ssl.* cannot be used: {why}.",
-        next_step="check the paths, the file formats and the password of the key",
-    )
+    return UsageError("TLS_FILES.KAFKA", reason=why)
 
 
 def _trusting(client: Mapping[str, str]) -> ssl.SSLContext:

@@ -99,9 +99,7 @@ def jaas_settings(text: str, mechanism: str) -> dict[str, str]:
 def _unclear(why: str, mechanism: str) -> UsageError:
     instead = {"OAUTHBEARER": "kafka.sasl.oauthbearer.*", "GSSAPI": "kafka.sasl.kerberos.*"}
     return UsageError(
-        "OPTION_VALUE",
-        f"Option 'kafka.{JAAS}' is not understood: {why}.",
-        next_step=f"write {instead.get(mechanism, 'kafka.sasl.username and kafka.sasl.password')} instead",
+        "OPTION_VALUE.JAAS", reason=why, instead=instead.get(mechanism, "kafka.sasl.username and kafka.sasl.password")
     )
 
 
@@ -149,14 +147,14 @@ def _protocols(text: str) -> str:
     spelling = {name.lower(): name for name in VERSIONS}
     names = [spelling.get(part.strip().lower()) for part in text.split(",") if part.strip()]
     if not names or None in names:
-        raise Unfit(f"is {text!r}; it must be a list of: {', '.join(VERSIONS)}")
+        raise Unfit.build("OPTION_VALUE.TLS_VERSIONS", text=text, known=", ".join(VERSIONS))
     return ",".join(filter(None, names))
 
 
 def _endpoint(url: str) -> str:
     parts = split_url(url)
     if parts.scheme not in ("http", "https") or parts.username is not None:
-        raise Unfit(f"is {url.rpartition('@')[2]!r}; it must be https://host/path, without user and password")
+        raise Unfit.build("OPTION_VALUE.HTTPS_URL", url=url.rpartition("@")[2])
     return url
 
 
@@ -172,11 +170,10 @@ def check_names(owner: str, client: Mapping[str, str]) -> None:
         if name.startswith(_FAMILIES) and name not in SETTINGS:
             near = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.85)
             raise UsageError(
-                "OPTION_UNKNOWN",
-                f"{owner}: option '{PREFIX}{name}' is not supported: no connection of the sink, the source and the "
-                "ledger would follow it.",
-                next_step=_UNSUPPORTED.get(name)
-                or (f"write '{PREFIX}{near[0]}'" if near else f"remove '{PREFIX}{name}'"),
+                "OPTION_UNKNOWN.KAFKA",
+                owner=owner,
+                name=name,
+                action=_UNSUPPORTED.get(name) or (f"write '{PREFIX}{near[0]}'" if near else f"remove '{PREFIX}{name}'"),
             )
 
 
@@ -253,7 +250,7 @@ def _check_tokens(owner: str, given: Mapping[str, str]) -> None:
 
 
 def _unfit(owner: str, why: str, next_step: str) -> UsageError:
-    return UsageError("OPTION_CONFLICT", f"{owner}: {why}.", next_step=next_step)
+    return UsageError("OPTION_CONFLICT.KAFKA_LOGIN", owner=owner, reason=why, action=next_step)
 
 
 def clear_secret(client: Mapping[str, str]) -> str | None:
@@ -348,11 +345,7 @@ def check_client(owner: str, values: Mapping[str, str], reserved: Mapping[str, s
     for name in given:
         why = reserved.get(name) or _JAVA_ONLY.get(name)
         if why:
-            raise UsageError(
-                "OPTION_RESERVED",
-                f"{owner}: option '{PREFIX}{name}' cannot be set: {why}.",
-                next_step=f"take '{PREFIX}{name}' out",
-            )
+            raise UsageError("OPTION_RESERVED", owner=owner, name=name, reason=why)
     _check_store(owner, given, "truststore", "write kafka.ssl.ca.location with a PEM file: keytool -exportcert -rfc")
     _check_store(owner, given, "keystore", "convert it: keytool -importkeystore -deststoretype PKCS12")
     words = _words(owner, given)
@@ -381,19 +374,15 @@ def _check_protocol(owner: str, given: Mapping[str, str]) -> None:
     login = next((n for n in _SASL_LOGIN if n in given), None)
     if login is not None and not protocol.startswith("SASL_"):
         shown = f"is {protocol}" if protocol else "is not set, which means PLAINTEXT"
-        raise UsageError(
-            "OPTION_CONFLICT",
-            f"{owner}: option '{PREFIX}{login}' is set, but 'kafka.security.protocol' {shown}: nothing would log in.",
-            next_step='write .option("kafka.security.protocol", "SASL_SSL")',
-        )
+        raise UsageError("OPTION_CONFLICT.KAFKA_LOGIN_UNUSED", owner=owner, login=login, value=shown)
     files = next((n for n in _TLS_FILES if n in given), None)
     if files is not None and protocol.endswith("PLAINTEXT"):
         raise UsageError(
-            "OPTION_CONFLICT",
-            f"{owner}: option '{PREFIX}{files}' is set, but 'kafka.security.protocol' is {protocol}: nothing would be "
-            "encrypted.",
-            next_step=f'write .option("kafka.security.protocol", "{protocol.replace("PLAINTEXT", "SSL")}"), or remove '
-            "kafka.ssl.*",
+            "OPTION_CONFLICT.KAFKA_TLS_UNUSED",
+            owner=owner,
+            files=files,
+            protocol=protocol,
+            tls_protocol=protocol.replace("PLAINTEXT", "SSL"),
         )
 
 
@@ -402,10 +391,7 @@ def _check_store(owner: str, given: Mapping[str, str], store: str, way_out: str)
     kind = given.get(f"ssl.{store}.type", "JKS").upper()
     if location is not None and kind == "JKS":
         raise UsageError(
-            "OPTION_VALUE",
-            f"{owner}: option 'kafka.ssl.{store}.location' is {location!r}, a store of type {kind}, which only a Java "
-            "client can read.",
-            next_step=f"write kafka.ssl.{store}.type=PKCS12 if it is one (keytool's default), or {way_out}",
+            "OPTION_VALUE.KAFKA_STORE", owner=owner, store=store, location=location, kind=kind, alternative=way_out
         )
 
 
@@ -435,11 +421,7 @@ def _bytes(value: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise UsageError(
-            "OPTION_VALUE",
-            f"Option 'kafka.buffer.memory' is {value!r}; it must be a whole number of bytes.",
-            next_step='write .option("kafka.buffer.memory", "33554432")',
-        ) from None
+        raise UsageError("OPTION_VALUE.BUFFER_MEMORY", value=value) from None
 
 
 def path_option(does: str) -> Any:

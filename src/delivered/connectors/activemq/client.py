@@ -298,50 +298,20 @@ class Session:
             self.changed.notify_all()
 
     def _unreachable(self, detail: str) -> Unreachable:
-        return Unreachable(
-            "ACTIVEMQ_UNREACHABLE",
-            f"ActiveMQ at {self.options.place} did not answer, or the connection was lost: {detail}",
-            next_step="check the url, and that the server is running with a STOMP acceptor there; stomp:// is for one "
-            "without TLS, stomp+ssl:// for one with it",
-        )
+        return Unreachable("ACTIVEMQ_UNREACHABLE", place=self.options.place, detail=detail)
 
 
 def explained(detail: str, options: Place) -> DeliveredError:
     """Translate an ERROR frame."""
     lower = detail.lower()
     if re.search(r"amq229031|validate user|password is invalid|security error|authentication", lower):
-        return Refused(
-            "ACTIVEMQ_CREDENTIALS",
-            f"ActiveMQ at {options.place} rejected the user or the password: {detail}",
-            next_step="check the user in the url and the option password",
-        )
+        return Refused("ACTIVEMQ_CREDENTIALS", place=options.place, detail=detail)
     if re.search(r"permission|not authorized|amq229032|amq229213", lower):
-        return Refused(
-            "ACTIVEMQ_PERMISSION",
-            f"ActiveMQ at {options.place} denied access to this user: {detail}",
-            next_step=f"grant send, or consume, on {options.queue!r} in its security-settings",
-        )
+        return Refused("ACTIVEMQ_PERMISSION", place=options.place, detail=detail, queue=options.queue)
     if "disconnected by server" in lower:
-        return UsageError(
-            "QUEUE_GONE",
-            f"ActiveMQ at {options.place} closed the consumer: the queue {options.queue!r} was deleted: {detail}",
-            next_step="create the queue again, and restart `delivered receive`",
-        )
+        return UsageError("QUEUE_GONE.ACTIVEMQ", place=options.place, queue=options.queue, detail=detail)
     if re.search(r"not exist|amq339001|amq229017|non-?existent", lower):
-        return UsageError(
-            "QUEUE_MISSING",
-            f"The queue {options.queue!r} does not exist at {options.place}: {detail}",
-            next_step="create it (anycast, durable), or correct the option queue",
-        )
+        return UsageError("QUEUE_MISSING.ACTIVEMQ", queue=options.queue, place=options.place, detail=detail)
     if re.search(r"amq339011|error sending message", lower):  # without the reason, but with all of the message
-        return DeliveredError(
-            "MESSAGE_REFUSED",
-            f"ActiveMQ at {options.place} rejected a message for {options.queue!r}: the queue is full "
-            "(address-full-policy FAIL), or the message is too large; the server's log says which.",
-            next_step="free space in the queue; the batch is handled as its guarantee requires",
-        )
-    return DeliveredError(
-        "ACTIVEMQ_ERROR",
-        f"ActiveMQ at {options.place} rejected a request: {detail}",
-        next_step="see the broker's log; check the queue's name and the user's permissions",
-    )
+        return DeliveredError("MESSAGE_REFUSED.ACTIVEMQ", place=options.place, queue=options.queue)
+    return DeliveredError("ACTIVEMQ_ERROR", place=options.place, detail=detail)

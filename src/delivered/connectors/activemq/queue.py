@@ -94,11 +94,8 @@ def findings(session: Session, place: Place, receives: bool) -> Iterator[Finding
         held = management.attribute(f"queue.{queue}", "deliveringCount").value(int, None)
     except (DeliveredError, UnexpectedAnswer) as error:
         detail = error.message if isinstance(error, DeliveredError) else str(error)
-        yield Finding(
-            "ACTIVEMQ_SETTINGS_UNKNOWN",
-            f"ActiveMQ at {place.place} did not return the settings of {place.queue!r}: {detail}",
-            False,
-            "make sure that it is durable and its address has a dead-letter-address; or grant this user `manage`",
+        yield Finding.build(
+            "ACTIVEMQ_SETTINGS_UNKNOWN", refuses=False, place=place.place, queue=place.queue, detail=detail
         )
         if isinstance(error, Unreachable):
             return
@@ -115,61 +112,25 @@ def held_by_nobody(queue: str, held: int | None, readers: int | None) -> Iterato
         readers: consumers of the queue; None: unknown.
     """
     if held and readers == 0:
-        yield Finding(
-            "MESSAGES_STUCK",
-            f"{queue!r} has {held} messages in delivery but no consumer: Artemis (2.40) may hold the first message of "
-            "a killed receiver until the broker is restarted.",
-            False,
-            "if the number does not fall, restart the broker: the messages are in its journal and are redelivered",
-        )
+        yield Finding.build("MESSAGES_STUCK", refuses=False, queue=queue, held=held)
 
 
 def _judge(
     name: str, queue: str, durable: bool | None, kinds: list[Any] | None, settings: _Settings, receives: bool
 ) -> Iterator[Finding]:
     if "::" not in name and kinds == ["MULTICAST"]:
-        yield Finding(
-            "QUEUE_IS_TOPIC",
-            f"{name!r} is a topic (multicast), which stores no messages for disconnected consumers.",
-            True,
-            "use a queue of it (address::queue), or an anycast address",
-        )
+        yield Finding.build("QUEUE_IS_TOPIC", refuses=True, name=name)
     elif durable is None and not settings.creates:
-        yield Finding(
-            "QUEUE_MISSING",
-            f"The queue {queue!r} does not exist, and the broker does not create queues automatically.",
-            True,
-            "create it (anycast, durable), or correct the option queue",
-        )
+        yield Finding.build("QUEUE_MISSING.ACTIVEMQ_START", refuses=True, queue=queue)
     elif durable is None:
-        yield Finding(
-            "QUEUE_NOT_YET",
-            f"The queue {queue!r} does not exist yet; the broker creates it (anycast, durable) on first use.",
-            False,
-        )
+        yield Finding.build("QUEUE_NOT_YET", refuses=False, queue=queue)
     elif durable is False:
-        yield Finding(
-            "QUEUE_NOT_DURABLE",
-            f"The queue {queue!r} is not durable: it loses its messages when ActiveMQ restarts.",
-            False,
-            "make it durable",
-        )
+        yield Finding.build("QUEUE_NOT_DURABLE.ACTIVEMQ", refuses=False, queue=queue)
     tries = settings.attempts
     if receives and tries > 0 and not settings.dead_letters:
-        yield Finding(
-            "QUEUE_DROPS",
-            f"{queue!r} has no dead-letter-address, so a message is dropped after {tries} failed deliveries "
-            "(max-delivery-attempts).",
-            True,
-            "set a dead-letter-address for it, or max-delivery-attempts to -1",
-        )
+        yield Finding.build("QUEUE_DROPS.DELIVERIES", refuses=True, queue=queue, tries=tries)
     if not receives and settings.when_full == "DROP":
-        yield Finding(
-            "QUEUE_DROPS",
-            f"{queue!r} acknowledges messages and drops them when it is full (address-full-policy DROP).",
-            True,
-            "set address-full-policy to PAGE, BLOCK or FAIL",
-        )
+        yield Finding.build("QUEUE_DROPS.FULL", refuses=True, queue=queue)
 
 
 # Receives messages: one connection, one subscription, individual acknowledgements, a bounded window.

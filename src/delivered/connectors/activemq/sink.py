@@ -74,11 +74,7 @@ class Publisher:
         self._session.wait(lambda: len(unconfirmed) <= left, REQUEST_TIMEOUT_S, "confirm messages")
 
     def _unknown(self, error: DeliveredError) -> OutcomeUnknown:
-        return OutcomeUnknown(
-            "ACTIVEMQ_UNCONFIRMED",
-            f"{self.unconfirmed} messages were sent but not confirmed: {error.message}",
-            next_step="start again once the server responds; the batch is handled as its guarantee requires",
-        )
+        return OutcomeUnknown("ACTIVEMQ_UNCONFIRMED", unconfirmed=self.unconfirmed, error=error.message)
 
 
 class ActivemqWriter(SendingWriter[ActivemqSinkOptions, Message]):
@@ -109,11 +105,7 @@ def check_header(**columns: str | bytes | None) -> None:
     """Raises BadRecord: a value has a zero byte, which ends a STOMP frame and cannot be escaped."""
     for name, value in columns.items():
         if value is not None and ("\0" in value if isinstance(value, str) else 0 in value):
-            raise BadRecord(
-                "ZERO_BYTE",
-                f"A row has {value!r:.80} in column {name!r}; STOMP's headers cannot hold a zero byte.",
-                next_step="encode the column, for example with hex or base64",
-            )
+            raise BadRecord("ZERO_BYTE", value=value, name=name)
 
 
 _DROPS = (
@@ -160,8 +152,4 @@ class ActivemqSink(MessageSink):
         return ActivemqWriter(self.options, work, gives_up)
 
     def scan(self) -> BoundedScan:
-        raise Refused(
-            "NOT_READABLE",
-            f"activemq {self.options.queue} cannot be read back: reading a queue removes its messages.",
-            next_step="divert a copy to a second queue, write it to a log with `delivered receive`, and compare that",
-        )
+        raise Refused("NOT_READABLE.ACTIVEMQ", queue=self.options.queue)

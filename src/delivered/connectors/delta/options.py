@@ -26,7 +26,7 @@ and yes for true, and what is not among its options from the environment."""
 def _columns(text: str) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     if not names or len(set(names)) != len(names):
-        raise Unfit(f"is {text!r}; it must be a comma-separated list of distinct columns")
+        raise Unfit.build("OPTION_VALUE.DISTINCT_COLUMNS", text=text)
     return names
 
 
@@ -54,12 +54,7 @@ class DeltaOptions(FileTableOptions, owner="delivered_delta sink"):
         """Raise UsageError for a path or endpoint that Delta's client cannot open, and Refused for a storage option
         that disables the protection against concurrent drivers."""
         if _NO_PATH.search(self.path):
-            raise UsageError(
-                "OPTION_VALUE",
-                f"{owner}: option 'path' is {self.path!r}; Delta's client opens no path with a backslash or a control "
-                "character.",
-                next_step="choose another folder",
-            )
+            raise UsageError("OPTION_VALUE.DELTA_PATH", owner=owner, path=self.path)
         store = "AWS" if self.path.startswith(("s3://", "s3a://")) else ""
         check_endpoints(owner, "storage.", self.storage, store)
         given = {f"option 'storage.{key}'": (key, value) for key, value in self.storage.items()}
@@ -67,12 +62,7 @@ class DeltaOptions(FileTableOptions, owner="delivered_delta sink"):
             given |= {f"the environment variable {name!r}": (name.lower(), text) for name, text in os.environ.items()}
         for what, (key, value) in given.items():
             if key in _SAFE and value.strip().lower() not in _SAFE[key]:
-                raise Refused(
-                    "COMMIT_UNSAFE",
-                    f"{owner}: {what} is {value!r}: two drivers could write the same version of the "
-                    "table's log, and one of them would lose its batch.",
-                    next_step="remove it; stores without conditional writes are not supported",
-                )
+                raise Refused("COMMIT_UNSAFE", owner=owner, what=what, value=value)
 
     @property
     def local(self) -> bool:

@@ -241,10 +241,7 @@ class Records:
         data = self._kept.get(name) or self.store.get(name)
         if data is None or (expected is not None and digest(data) != expected):
             raise InvariantBroken(
-                "LEDGER_RECORD_MISSING",
-                f"The table's log points to the ledger's record {name!r}, which is "
-                f"{'missing' if data is None else 'corrupt'}. Without it, the last batch is unknown.",
-                next_step="restore the table and its folder _delivered together from a backup",
+                "LEDGER_RECORD_MISSING.DELTA", name=name, state="missing" if data is None else "corrupt"
             )
         if len(self._kept) > 16:
             self._kept.clear()

@@ -141,11 +141,7 @@ def table_schema(table: Any) -> pa.Schema:
 def check_removes(options: DeltaOptions, table: Any) -> None:
     """Raises Refused: the mode replaces rows, but the table is append-only."""
     if options.write != APPEND and dict(table.metadata().configuration).get("delta.appendOnly", "").lower() == "true":
-        raise Refused(
-            "TABLE_FEATURES",
-            f"The table at {options.path!r} has the property delta.appendOnly: its rows cannot be replaced.",
-            next_step='write .option("mode", "append"), or remove the property from the table',
-        )
+        raise Refused("TABLE_FEATURES.APPEND_ONLY", path=options.path)
 
 
 def check_features(options: DeltaOptions, table: Any) -> None:
@@ -160,11 +156,7 @@ def check_features(options: DeltaOptions, table: Any) -> None:
     target.check_supported(options, unsupported)
     if "delta.setTransactionRetentionDuration" in configuration:
         raise Refused(
-            "TABLE_FORGETS",
-            f"The table at {options.path!r} deletes application transactions after "
-            f"{configuration['delta.setTransactionRetentionDuration']}: a batch that runs again could then not be "
-            "recognized.",
-            next_step="remove the property delta.setTransactionRetentionDuration from the table",
+            "TABLE_FORGETS", path=options.path, retention=configuration["delta.setTransactionRetentionDuration"]
         )
 
 
@@ -176,20 +168,16 @@ def compare(options: DeltaOptions, table: Any, schema: pa.Schema, *, adds: bool 
     partitions = list(table.metadata().partition_columns)
     if list(options.partition_by or ()) != partitions:
         raise UsageError(
-            "PARTITIONS",
-            f"The table at {options.path!r} is partitioned by {partitions or 'no column'}, but option 'partitionBy' is "
-            f"{list(options.partition_by or ()) or 'none'}.",
-            next_step=f'write .option("partitionBy", "{",".join(partitions)}")' if partitions else "remove the option",
+            "PARTITIONS.DELTA" if partitions else "PARTITIONS.DELTA_NONE",
+            path=options.path,
+            current=partitions or "no column",
+            wanted=list(options.partition_by or ()) or "none",
+            partition_by=",".join(partitions) if partitions else None,
         )
     there = table_schema(table)
     binary = [n for n in partitions if pa.types.is_binary(there.field(n).type)]
     if binary:
-        raise UsageError(
-            "PARTITION_TYPE",
-            f"The table at {options.path!r} is partitioned by {binary[0]!r}, which is binary: clients disagree about "
-            "its text in the log.",
-            next_step="write to a table that is partitioned by a string, for example hex(...)",
-        )
+        raise UsageError("PARTITION_TYPE.BINARY", path=options.path, column=binary[0])
     return target.compare(options, there, schema, partitions, adds=adds)
 
 
@@ -220,13 +208,7 @@ def required(options: DeltaOptions, table: Any, files: Sequence[DataFile]) -> No
 
 
 def _null(options: DeltaOptions, column: str, row: int, file: DataFile) -> BadRecord:
-    return BadRecord(
-        "COLUMN_REQUIRED",
-        f"Row {row} of the {file.rows} that a task wrote to one file is null in column {column!r}, which is NOT NULL "
-        f"in the table at {options.path!r}. Nothing of its batch counts.",
-        next_step="filter such rows, or fill in a value; or set on_bad_row: dead_letter with a dead_letter sink "
-        "(docs/dead-letters.md)",
-    )
+    return BadRecord("COLUMN_REQUIRED.DELTA_FILE", row=row, rows=file.rows, column=column, path=options.path)
 
 
 def _create(options: DeltaOptions, schema: pa.Schema) -> Any:
@@ -237,18 +219,9 @@ def _create(options: DeltaOptions, schema: pa.Schema) -> Any:
         kind = schema.field(name).type if name in schema.names else None
         t = pa.types
         if kind is None or not (t.is_string(kind) or t.is_integer(kind) or t.is_boolean(kind) or t.is_date32(kind)):
-            raise UsageError(
-                "PARTITION_TYPE",
-                f"Option 'partitionBy' has {name!r}, which is {kind or 'not a column of the rows'}; it must be a "
-                "string, an integer, a boolean or a date.",
-                next_step=f"derive one, for example to_date({name})",
-            )
+            raise UsageError("PARTITION_TYPE.COLUMN", name=name, kind=kind or "not a column of the rows")
     if len(partitions) == len(schema):
-        raise UsageError(
-            "PARTITIONS",
-            "Option 'partitionBy' has every column; at least one must not be in it.",
-            next_step="leave one column out of partitionBy",
-        )
+        raise UsageError("PARTITIONS.ALL_COLUMNS")
     _check_maps(schema)
     deltalake = delta()
     with explained(options):
@@ -270,12 +243,7 @@ def _check_maps(schema: pa.Schema) -> None:
     within = {f.name: set(_local_times(f.type)) for f in schema}
     bad = [name for name, places in within.items() if True in places]
     if bad and not any(False in places for places in within.values()):
-        raise UsageError(
-            "TYPE_UNKNOWN",
-            f"Column {bad[0]!r} is {schema.field(bad[0]).type}; the client cannot create a Delta table whose "
-            "timestamps without time zone are all within maps.",
-            next_step="cast them to timestamp; or create the table by Spark, with delta.feature.timestampNtz",
-        )
+        raise UsageError("TYPE_UNKNOWN.DELTA", column=bad[0], type=schema.field(bad[0]).type)
 
 
 def _local_times(kind: pa.DataType, in_map: bool = False) -> Iterator[bool]:
@@ -355,11 +323,7 @@ def active_files(options: DeltaOptions, table: Any) -> list[dict[str, Any]]:
     """
     with explained(options):
         if pa.table(table.deletion_vectors()).num_rows:
-            raise UsageError(
-                "TABLE_HAS_DELETIONS",
-                f"The table at {options.path!r} has deletion vectors, which are not supported.",
-                next_step="run REORG TABLE ... APPLY (PURGE) on it, or audit an earlier version",
-            )
+            raise UsageError("TABLE_HAS_DELETIONS", path=options.path)
         partitions = table.metadata().partition_columns
         found = pa.table(table.get_add_actions(flatten=True)).to_pylist()
     return [

@@ -38,18 +38,9 @@ TYPES = FilesTypes()
 def check(options: FilesOptions, schema: pa.Schema) -> None:
     """Raises UsageError: no columns, duplicate names, a column named `batch`, or an unsupported type."""
     if not target.named_once(schema) or "batch" in (name.lower() for name in schema.names):
-        raise UsageError(
-            "COLUMNS",
-            f"The rows have the columns {schema.names}; they need at least one, names that are unique ignoring case "
-            "(within structs too), and no column 'batch', which readers derive from the folder names.",
-            next_step="rename columns",
-        )
+        raise UsageError("COLUMNS.FILES", columns=schema.names)
     if options.format == "csv" and len(schema) == 1:
-        raise UsageError(
-            "COLUMNS",
-            f"The rows have only one column, {schema.names[0]!r}: NULL would be an empty CSV line, which readers skip.",
-            next_step='add a column, or write .option("fileFormat", "json")',
-        )
+        raise UsageError("COLUMNS.CSV_ONE", column=schema.names[0])
     for field in TYPES.canonical_schema(schema):
         fits = options.format == "parquet" or (_json(field.type) if options.format == "json" else _csv(field.type))
         target.kept(field, field.type if fits else None, f"a {options.format} file")
@@ -252,11 +243,7 @@ class FolderScan(BoundedScan):
         """Raises UsageError: this package never wrote to the folder."""
         found = stored_schema(self.options)
         if found is None:
-            raise UsageError(
-                "FOLDER_UNKNOWN",
-                f"The folder {self.options.path!r} was never written by a pipeline.",
-                next_step="run the pipeline first, or check the path",
-            )
+            raise UsageError("FOLDER_UNKNOWN", path=self.options.path)
         return found
 
     def slices(self, since: Offsets | None = None) -> Sequence[Slice]:

@@ -34,12 +34,7 @@ class FilesOptions(Options, owner="delivered_files sink"):
     def check(self, owner: str) -> None:
         """Raise Refused for an object store, which has no rename."""
         if "://" in self.path:
-            raise Refused(
-                "NO_RENAME",
-                f"{owner}: option 'path' is {self.path!r}; a batch is committed by renaming a folder, which object "
-                "stores do not support.",
-                next_step='write a Delta table there: format("delivered_delta")',
-            )
+            raise Refused("NO_RENAME", owner=owner, path=self.path)
 
     @property
     def folder(self) -> Path:
@@ -143,8 +138,4 @@ def take_away(path: Path) -> None:
 
 
 def failed(options: FilesOptions, error: OSError) -> DeliveredError:
-    return DeliveredError(
-        "FOLDER_STORAGE",
-        f"Files in {options.path!r} cannot be read or written: {error}.",
-        next_step="free disk space, or grant write permission; then start again: the batch runs again",
-    )
+    return DeliveredError("FOLDER_STORAGE", path=options.path, error=error)

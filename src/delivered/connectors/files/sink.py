@@ -85,10 +85,7 @@ class FilesSink(StoreSink):
             raise failed(self.options, error) from error
         if known is None or not known.equals(schema):
             raise UsageError(
-                "SCHEMA_CHANGED",
-                f"Files in {self.options.path!r} have the columns {_columns(known)}, but the rows have "
-                f"{_columns(schema)}.",
-                next_step="cast and reorder the columns, or write to another folder",
+                "SCHEMA_CHANGED.FILES", path=self.options.path, known=_columns(known), columns=_columns(schema)
             )
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:

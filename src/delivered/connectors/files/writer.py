@@ -97,10 +97,11 @@ class StagingWriter(Writer):
     def _check(self, fingerprint: Fingerprint) -> None:
         if self.rows != fingerprint.count:
             raise InvariantBroken(
-                "ROWS_DIFFER",
-                f"Shard {self._work.shard} of batch {self._work.batch}: {self.rows} rows were written, but the "
-                f"fingerprint counts {fingerprint.count}. Nothing of the shard is visible.",
-                next_step="start the pipeline again; the batch runs again",
+                "ROWS_DIFFER.FILES",
+                shard=self._work.shard,
+                batch=self._work.batch,
+                rows=self.rows,
+                count=fingerprint.count,
             )
 
 

@@ -126,13 +126,7 @@ def overwritten(options: IcebergOptions, table: Any, files: Sequence[Any]) -> Ef
     removes = []
     for task in _tasks(table):
         if task.file.spec_id != spec:
-            raise UsageError(
-                "PARTITIONS",
-                f"The table {options.where} has data files of an earlier partition spec, so the files that a batch "
-                "replaces cannot be determined. Nothing of the batch is visible.",
-                next_step="rewrite the table's data files with the current partition spec, using another engine; or "
-                'use option("mode", "upsert")',
-            )
+            raise UsageError("PARTITIONS.ICEBERG_OLD_SPEC", where=options.where)
         if tuple(task.file.partition) in partitions:
             removes.append(task.file)
     return Effect(files, removes)

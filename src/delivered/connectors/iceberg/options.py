@@ -53,16 +53,13 @@ class Part:
 def _identifier(text: str) -> tuple[str, ...]:
     names = tuple(text.split("."))
     if len(names) < 2 or any(not n.strip() or n != n.strip() for n in names):
-        raise Unfit(f"is {text!r}; it must be a table with its namespace, without blanks around a name")
+        raise Unfit.build("OPTION_VALUE.ICEBERG_TABLE", text=text)
     return names
 
 
 def _folder(text: str) -> str:
     if not text.removeprefix("file://").strip() or "://" in text.removeprefix("file://"):
-        raise Unfit(
-            f"is {text!r}; it must be a local folder. The warehouse of another catalog is 'catalog.warehouse'",
-            'set it to a folder, or write .option("catalog.uri", ...) and .option("catalog.warehouse", ...)',
-        )
+        raise Unfit.build("OPTION_VALUE.WAREHOUSE_LOCAL", text=text)
     return absolute(text)
 
 
@@ -79,12 +76,9 @@ def _parts(text: str) -> tuple[Part, ...]:
         elif entire and word in _COUNTED and number is not None and int(number) > 0:
             found.append(Part(str(column), f"{word}[{int(number)}]"))
         else:
-            raise Unfit(
-                f"is {text!r}; {written.strip()!r} is neither a column nor one of "
-                "years(column), months(column), days(column), hours(column), bucket(16, column), truncate(4, column)"
-            )
+            raise Unfit.build("OPTION_VALUE.PARTITION_TRANSFORM", text=text, transform=written.strip())
     if len({part.name for part in found}) != len(found):
-        raise Unfit(f"is {text!r}; it contains duplicates")
+        raise Unfit.build("OPTION_VALUE.DUPLICATES", text=text)
     return tuple(found)
 
 
@@ -100,19 +94,9 @@ _URI = Option("catalog.uri", "", type=OptionType(_uri), example="https://catalog
 def _catalog(owner: str, values: Mapping[str, str]) -> dict[str, str]:
     catalog = {k.removeprefix("catalog."): v for k, v in values.items() if k.startswith("catalog.")}
     if ("warehouse" in values) == ("uri" in catalog):
-        raise UsageError(
-            "OPTION_VALUE",
-            f"{owner} needs either 'warehouse', a local folder, or 'catalog.uri' and the catalog's other options.",
-            next_step='write .option("warehouse", "/data/lake"), or .option("catalog.type", "rest") and '
-            '.option("catalog.uri", ...)',
-        )
+        raise UsageError("OPTION_VALUE.CATALOG", owner=owner)
     if "py-io-impl" in catalog:
-        raise UsageError(
-            "OPTION_VALUE",
-            f"{owner}: option 'catalog.py-io-impl' cannot be set: the sink needs its own FileIO to list, sync and "
-            "delete its files.",
-            next_step="remove the option",
-        )
+        raise UsageError("OPTION_VALUE.FILE_IO", owner=owner)
     if "warehouse" in values:
         folder = _WAREHOUSE.parse(owner, values["warehouse"])
         embedded = {"type": "sql", "uri": f"sqlite:///{folder}/{DATABASE}", "warehouse": f"file://{folder}"}
@@ -165,10 +149,11 @@ class IcebergOptions(FileTableOptions, owner="delivered_iceberg sink"):
         wrong = [n for n in self.identifier if _NO_FOLDER.search(n) or len(n.encode()) > _FOLDER_BYTES_MAX]
         if wrong and self.warehouse is not None:
             raise UsageError(
-                "OPTION_VALUE",
-                f"{owner}: option 'table' is {self.table!r}; in a local warehouse the name {wrong[0]!r} is a folder, "
-                f"which has at most {_FOLDER_BYTES_MAX} bytes, and none of # ? / \\ or a control character.",
-                next_step="choose another name",
+                "OPTION_VALUE.FOLDER_NAME",
+                owner=owner,
+                table=self.table,
+                name=wrong[0],
+                folder_bytes_max=_FOLDER_BYTES_MAX,
             )
 
     @property

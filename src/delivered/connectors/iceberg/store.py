@@ -211,11 +211,7 @@ def ledger_key(options: IcebergOptions, scope: Scope) -> tuple[str, ...]:
 
 
 def _spoiled(where: str, error: Exception) -> InvariantBroken:
-    return InvariantBroken(
-        "LEDGER_RECORD_MISSING",
-        f"The ledger's record in {where!r} of the table is corrupt: {error}. Without it, the last batch is unknown.",
-        next_step="restore the property from an earlier metadata file of the table",
-    )
+    return InvariantBroken("LEDGER_RECORD_MISSING.ICEBERG", where=where, error=error)
 
 
 # Aborts staged files. Their rows become visible with the decision.

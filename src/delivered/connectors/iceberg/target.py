@@ -104,10 +104,7 @@ def compare(options: IcebergOptions, table: Any, schema: pa.Schema, *, adds: boo
     wanted = None if options.partition_by is None else [(p.column, p.transform) for p in options.partition_by]
     if wanted not in (None, spec):
         raise UsageError(
-            "PARTITIONS",
-            f"The table {options.where} is partitioned by {_spec_text(spec)}, but option 'partitionBy' is "
-            f"{_spec_text(wanted or [])}.",
-            next_step="remove the option: the sink uses the table's partitions",
+            "PARTITIONS.ICEBERG", where=options.where, current=_spec_text(spec), wanted=_spec_text(wanted or [])
         )
     return target.compare(options, types.to_arrow(table.schema()), schema, [name for name, _ in spec], adds=adds)
 
@@ -138,11 +135,7 @@ def same_columns(options: IcebergOptions, table: Any, schema_id: int, spec_id: i
 
 
 def _altered(options: IcebergOptions, what: str) -> UsageError:
-    return UsageError(
-        "TABLE_ALTERED",
-        f"While a batch was written to the table {options.where}, {what}. Nothing of the batch is visible.",
-        next_step="start the pipeline again; the batch runs again",
-    )
+    return UsageError("TABLE_ALTERED", where=options.where, what=what)
 
 
 def _create(options: IcebergOptions, schema: pa.Schema) -> Any:
@@ -178,11 +171,10 @@ def _spec(options: IcebergOptions, schema: pa.Schema, columns: Any) -> Any:
         kind = schema.field(part.column).type if part.column in schema.names else None
         if kind is None or not _fits(part, kind):
             raise UsageError(
-                "PARTITION_TYPE",
-                f"Option 'partitionBy' has {part.column!r} with {part.transform}, which is "
-                f"{kind or 'not a column of the rows'}; it must be a string, binary, integer, decimal, boolean, date "
-                "or timestamp, and for years, months, days and hours a date or timestamp.",
-                next_step=f"derive one, for example to_date({part.column})",
+                "PARTITION_TYPE.TRANSFORM",
+                column=part.column,
+                transform=part.transform,
+                kind=kind or "not a column of the rows",
             )
         fields.append(
             PartitionField(

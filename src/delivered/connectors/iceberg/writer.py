@@ -377,10 +377,10 @@ class StagedRows:
         return StagedFiles(f"{self._place.folder}/{self._place.stem}", len(rows), rows=rows) if rows else None
 
     def check(self) -> None:
-        raise InvariantBroken("MODE_GUARANTEE", "Mode upsert requires exactly_once.")
+        raise InvariantBroken("MODE_GUARANTEE.ICEBERG")
 
     def commit(self) -> Outcome[None]:
-        raise InvariantBroken("MODE_GUARANTEE", "Mode upsert requires exactly_once.")
+        raise InvariantBroken("MODE_GUARANTEE.ICEBERG")
 
     def discard(self) -> None:
         if self._files is not None:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.kafka.options import SINK_OWNER, TOPIC_LENGTH_MAX, is_internal, is_topic
+from delivered.connectors.kafka.options import TOPIC_LENGTH_MAX, is_internal, is_topic
 from delivered.kits.queue.columns import ID
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.ranges import EVERYTHING, Range, check, unstorable
@@ -26,23 +26,11 @@ def check_schema(schema: pa.Schema, topic: str | None) -> None:
     """
     unknown = [f.name for f in schema if f.name not in KNOWN and OF_SOURCES.get(f.name) != f.type]
     if unknown:
-        raise UsageError(
-            "COLUMN_UNKNOWN",
-            f"{SINK_OWNER}: unknown column {unknown[0]!r}; a Kafka record has the columns {', '.join(KNOWN)}.",
-            next_step="select the columns, for example selectExpr('key', 'to_json(struct(*)) AS value')",
-        )
+        raise UsageError("COLUMN_UNKNOWN", unknown=unknown[0], known=", ".join(KNOWN))
     if "value" not in schema.names:
-        raise UsageError(
-            "COLUMN_MISSING",
-            f"{SINK_OWNER}: the rows have no column 'value'; they have: {', '.join(schema.names) or 'none'}.",
-            next_step="select one, for example selectExpr('to_json(struct(*)) AS value')",
-        )
+        raise UsageError("COLUMN_MISSING.KAFKA_VALUE", columns=", ".join(schema.names) or "none")
     if topic is None and "topic" not in schema.names:
-        raise UsageError(
-            "TOPIC_MISSING",
-            f"{SINK_OWNER}: there is no option 'topic' and no column 'topic'.",
-            next_step='add .option("topic", ...), or a column of that name',
-        )
+        raise UsageError("TOPIC_MISSING.KAFKA_NO_OPTION")
     for name in ("key", "value"):
         if name in schema.names:
             _check(schema, name, _is_bytes(schema.field(name).type), "string or binary")
@@ -128,12 +116,7 @@ def _headers(batch: pa.RecordBatch, n: int) -> pa.Array:
     unnamed = _unnamed(array)
     if unnamed is not None and pc.any(unnamed).as_py():
         row = pc.index(unnamed, True).as_py()
-        raise BadRecord(
-            "HEADER_UNNAMED",
-            f"Row {row} of a batch has a header without a key: headers are {str(array[row].as_py())[:200]}. "
-            "Kafka does not support that. Nothing of the batch counts.",
-            next_step="filter such headers, for example filter(headers, h -> h.key IS NOT NULL)",
-        )
+        raise BadRecord("HEADER_UNNAMED", row=row, headers=str(array[row].as_py())[:200])
     empty = pc.equal(pc.list_value_length(array), 0)
     if pc.any(empty).as_py():
         array = pc.if_else(pc.fill_null(empty, False), pa.scalar(None, HEADERS.type), array)
@@ -169,28 +152,15 @@ def topics(batch: pa.RecordBatch, default: str | None, ledger_topic: str | None 
     column = batch.column(batch.schema.get_field_index("topic")).cast(pa.string())
     if column.null_count:
         row = pc.index(pc.is_null(column), True).as_py()
-        raise BadRecord(
-            "TOPIC_MISSING",
-            f"Row {row} of a batch has null in the column 'topic', and there is no option 'topic'. Nothing of its "
-            "batch counts.",
-            next_step='filter such rows, or add .option("topic", ...)',
-        )
+        raise BadRecord("TOPIC_MISSING.KAFKA_ROW", row=row)
     bad = next((name for name in column.unique().to_pylist() if not is_topic(name)), None)
     if bad is not None:
         raise BadRecord(
-            "TOPIC_INVALID",
-            f"Row {pc.index(column, bad).as_py()} of a batch has {bad!r} in the column 'topic'; Kafka allows 1 to "
-            f"{TOPIC_LENGTH_MAX} letters, digits, '.', '_' and '-'. Nothing of its batch counts.",
-            next_step="correct the column, or filter such rows",
+            "TOPIC_INVALID.ROW", row=pc.index(column, bad).as_py(), topic=bad, topic_length_max=TOPIC_LENGTH_MAX
         )
     internal = next((name for name in column.unique().to_pylist() if is_internal(name, ledger_topic)), None)
     if internal is not None:
-        raise BadRecord(
-            "TOPIC_INTERNAL",
-            f"Row {pc.index(column, internal).as_py()} of a batch has {internal!r} in the column 'topic', which is "
-            "Kafka's own or holds a ledger. Nothing of its batch counts.",
-            next_step="filter such rows; or choose another ledgerTopic",
-        )
+        raise BadRecord("TOPIC_INTERNAL.ROW", row=pc.index(column, internal).as_py(), topic=internal)
     return column
 
 
@@ -286,9 +256,11 @@ _CASTS = {
 def _check(schema: pa.Schema, name: str, fits: bool, wanted: str) -> None:
     if not fits:
         raise UsageError(
-            "COLUMN_TYPE",
-            f"{SINK_OWNER}: column {name!r} is {schema.field(name).type}; it must be {wanted}.",
-            next_step=f"cast it, for example {_CASTS.get(wanted, f'CAST({name} AS STRING)')}",
+            "COLUMN_TYPE.KAFKA",
+            name=name,
+            type=schema.field(name).type,
+            wanted=wanted,
+            example=_CASTS.get(wanted, f"CAST({name} AS STRING)"),
         )
 
 

@@ -130,12 +130,7 @@ def find_marker(
             raise _overwritten(topic, partition, foreign, work)
         return found
     except NoAnswer as error:
-        raise OutcomeUnknown(
-            "MARKER_UNREADABLE",
-            f"It is unknown whether shard {work.shard} of batch {work.batch} is visible: {error}.",
-            next_step="find the transaction that blocks the partition with `delivered transactions list`; start again "
-            "once it has ended",
-        ) from None
+        raise OutcomeUnknown("MARKER_UNREADABLE", shard=work.shard, batch=work.batch, error=error) from None
 
 
 def _own(topic: str, partition: int, record: Record, work: Work) -> Fingerprint | None:
@@ -174,11 +169,12 @@ def _overwritten(topic: str, partition: int, foreign: Record, work: Work) -> Out
     """Compaction keeps the newest record of a key, so it may have removed the marker."""
     return OutcomeUnknown(
         "MARKER_OVERWRITTEN",
-        f"It is unknown whether shard {work.shard} of batch {work.batch} is visible: topic {topic!r}, partition "
-        f"{partition}, offset {foreign.offset} holds a record under its marker's key that no task of this pipeline "
-        f"wrote (producer id {foreign.producer}), and the marker itself is not there. Nothing was written.",
-        next_step=f"take the right to write to {topic!r} from others; compare the shard's rows with the topic by "
-        "`delivered audit`; then start under another pipeline name with the startingOffsets that follow from it",
+        shard=work.shard,
+        batch=work.batch,
+        topic=topic,
+        partition=partition,
+        offset=foreign.offset,
+        producer=foreign.producer,
     )
 
 
@@ -334,23 +330,20 @@ def refused(found: Hanging, commit: bool, reason: str, *, by_hand: bool = True) 
         else "start once as a user who has it: delivered run PIPELINE.yaml"
     )
     return DeliveredError(
-        "TRANSACTION_HANGING",
-        f"{found.transactional_id}, producer {found.participant.producer_id}, epoch {found.participant.epoch}, was "
-        f"{'committed' if commit else 'aborted'}, but its brokers lost the end: it is still open in "
-        f"{', '.join(map(str, found.at[:5]))}, which hides these and all later records from read_committed "
-        f"readers. It could not be ended there: {reason}. Its transactional id is not used again.",
-        next_step=f"grant this user Alter on the cluster and start again; or, {other}",
+        "TRANSACTION_HANGING.COMMIT",
+        transactional_id=found.transactional_id,
+        producer_id=found.participant.producer_id,
+        epoch=found.participant.epoch,
+        end="committed" if commit else "aborted",
+        partitions=", ".join(map(str, found.at[:5])),
+        reason=reason,
+        alternative=other,
     )
 
 
 def _unreadable(hidden: Sequence[Partition]) -> DeliveredError:
     topic, number = hidden[0]
-    return DeliveredError(
-        "TRANSACTIONS_UNREADABLE",
-        f"Partition {number} of {topic!r} (of {len(hidden)}) holds an open transaction, and this user may not read the "
-        "topic: it is unknown whether the transaction is this pipeline's.",
-        next_step=f"grant this user Read on topic {topic!r}",
-    )
+    return DeliveredError("TRANSACTIONS_UNREADABLE", number=number, topic=topic, hidden_count=len(hidden))
 
 
 class Ends:
@@ -508,10 +501,11 @@ class Ends:
             did, asked = ("committed", "abort") if hanging.committed else ("aborted", "apply")
             raise UsageError(
                 "TRANSACTION_ENDED",
-                f"{hanging.transactional_id!r} was {did} in the partitions that its end reached: to {asked} it in "
-                f"{', '.join(hanging.targets)} would tear it.",
-                next_step=f"delivered transactions {'apply' if hanging.committed else 'abort'} PIPELINE.yaml "
-                f"{hanging.transactional_id}",
+                transactional_id=hanging.transactional_id,
+                did=did,
+                asked=asked,
+                partitions=", ".join(hanging.targets),
+                end="apply" if hanging.committed else "abort",
             )
         return end_hanging(self._wire, hanging, commit, time.monotonic() + REQUEST_TIMEOUT_S)
 
@@ -612,11 +606,7 @@ class KafkaCommitter(Committer):
         try:
             known = topic_id(self._wire, topic)
         except NoAnswer as error:
-            raise Unreachable(
-                "KAFKA_NO_ANSWER",
-                f"The brokers did not return the id of topic {topic!r}: {error}.",
-                next_step="start again once the brokers respond",
-            ) from None
+            raise Unreachable("KAFKA_NO_ANSWER.TOPIC_ID", topic=topic, error=error) from None
         return {} if known is None else {self._scope.sink: Target(f"topic {topic}", known)}
 
     def set_up(self) -> None:
@@ -640,11 +630,7 @@ class KafkaCommitter(Committer):
         try:
             return [*open_transactions(self._wire, self._scope), *self._ends.hanging()]
         except NoAnswer as error:
-            raise Unreachable(
-                "KAFKA_NO_ANSWER",
-                f"The brokers did not list open transactions: {error}.",
-                next_step="check that the brokers are up, then repeat the command",
-            ) from None
+            raise Unreachable("KAFKA_NO_ANSWER.TRANSACTIONS", error=error) from None
 
     def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:
         """Commit or abort by hand the open transaction of one of this sink's transactional ids.
@@ -655,17 +641,14 @@ class KafkaCommitter(Committer):
         if not is_ours(self._scope, transactional_id):
             raise UsageError(
                 "TRANSACTION_FOREIGN",
-                f"{transactional_id!r} is not a transaction of pipeline {self._scope.pipeline!r}, sink "
-                f"{self._scope.sink!r}: their ids start with {id_prefix(self._scope)!r}.",
-                next_step="list them with `delivered transactions list`",
+                transactional_id=transactional_id,
+                pipeline=self._scope.pipeline,
+                sink=self._scope.sink,
+                id_prefix=id_prefix(self._scope),
             )
         found = next((t for t in self._unfinished() if t.transactional_id == transactional_id), None)
         if found is None:
-            raise UsageError(
-                "TRANSACTION_NOT_OPEN",
-                f"{transactional_id!r} has no open transaction.",
-                next_step="list the open ones with `delivered transactions list`",
-            )
+            raise UsageError("TRANSACTION_NOT_OPEN.KAFKA", transactional_id=transactional_id)
         if isinstance(found, Hanging):
             return self._ends.end_by_hand(found, commit)
         return end(self._wire, found.participant, commit)

@@ -87,11 +87,7 @@ class Positions:
             first, begins, epochs = (_flat(data.get(key, {})) for key in (_FIRST, _FROM, _EPOCHS))
             return cls(_flat(topics), dict(data.get(_IDS, {})), first, begins, epochs)
         except (AttributeError, TypeError, ValueError):
-            raise InvariantBroken(
-                "CHECKPOINT_OFFSETS",
-                f"The checkpoint's offsets are not those of a Kafka source: {json.dumps(data)[:200]}.",
-                next_step="use the checkpoint of this source, or a new one",
-            ) from None
+            raise InvariantBroken("CHECKPOINT_OFFSETS.KAFKA", offsets=json.dumps(data)[:200]) from None
 
 
 @dataclass(frozen=True)
@@ -142,10 +138,7 @@ def parse_offsets(owner: str, option: str, text: str) -> Where:
     for (topic, number), offset in each.items():
         if offset < EARLIEST:
             raise UsageError(
-                "OPTION_VALUE",
-                f"{owner}: option {option!r} has offset {offset} for {topic}-{number}; it must be at least 0, or -1 "
-                "for the latest, or -2 for the earliest.",
-                next_step="write the offset of the next record to read",
+                "OPTION_VALUE.KAFKA_OFFSET", owner=owner, option=option, offset=offset, topic=topic, number=number
             )
     return Where(option, each=dict(each))
 
@@ -161,11 +154,7 @@ def parse_timestamp(owner: str, option: str, text: str) -> Where:
     try:
         return Where(option, Timestamp(_at_least_0(owner, option, int(text))))
     except ValueError:
-        raise UsageError(
-            "OPTION_VALUE",
-            f"{owner}: option {option!r} is {text!r}; it must be milliseconds since 1970.",
-            next_step=f'write .option("{option}", "1700000000000")',
-        ) from None
+        raise UsageError("OPTION_VALUE.TIMESTAMP", owner=owner, option=option, text=text) from None
 
 
 def parse_assign(owner: str, option: str, text: str) -> tuple[Partition, ...]:
@@ -208,14 +197,19 @@ def _json_object(owner: str, option: str, text: str, example: str) -> dict[str, 
 
 
 def _bad_json(owner: str, option: str, text: str, example: str) -> UsageError:
-    problem = f"{owner}: option {option!r} is {text!r}; it must be {example}."
-    return UsageError("OPTION_VALUE", problem, f"write .option(\"{option}\", '{example[example.index('{') :]}')")
+    return UsageError(
+        "OPTION_VALUE.KAFKA_JSON",
+        owner=owner,
+        option=option,
+        text=text,
+        wanted=example,
+        example=example[example.index("{") :],
+    )
 
 
 def _at_least_0(owner: str, option: str, ms: int) -> int:
     if ms < 0:
-        problem = f"{owner}: option {option!r} has the time {ms}; it must be at least 0."
-        raise UsageError("OPTION_VALUE", problem, next_step="write milliseconds since 1970: 1700000000000")
+        raise UsageError("OPTION_VALUE.TIME_NEGATIVE", owner=owner, option=option, time=ms)
     return ms
 
 
@@ -252,7 +246,7 @@ _UNITS_S = {"ms": 0.001, "": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.
 def _duration_s(text: str) -> float:
     found = re.fullmatch(r"(\d+)\s*(ms|s|m|min|h|d|)", text.strip().lower())
     if found is None:
-        raise Unfit(f"is {text!r}; it must be a time like 90s, 15m or 1h")
+        raise Unfit.build("OPTION_VALUE.DURATION_SHORT", text=text)
     return int(found[1]) * _UNITS_S[found[2]]
 
 
@@ -295,9 +289,10 @@ def _subscribed(owner: str, values: Mapping[str, str]) -> tuple[str, ...] | None
     which = [name for name in _WHICH if name in values]
     if len(which) != 1:
         raise UsageError(
-            "OPTION_MISSING" if not which else "OPTION_CONFLICT",
-            f"{owner} needs exactly one of {', '.join(_WHICH)}; it has {', '.join(which) or 'none'}.",
-            next_step='add .option("subscribe", "topic")' if not which else f"keep one of {', '.join(which)}",
+            "OPTION_CONFLICT.KAFKA_TOPICS" if which else "OPTION_MISSING.KAFKA_TOPICS",
+            owner=owner,
+            choices=", ".join(_WHICH),
+            actual=", ".join(which),
         )
     return _SUBSCRIBE.parse(owner, values["subscribe"]) if "subscribe" in values else None
 
@@ -305,14 +300,11 @@ def _subscribed(owner: str, values: Mapping[str, str]) -> tuple[str, ...] | None
 def _pattern(text: str) -> str:
     pattern = text.strip()
     if not pattern:
-        raise Unfit(
-            f"is {text!r}; it matches no topic",
-            'write a regular expression, for example .option("subscribePattern", "^orders-")',
-        )
+        raise Unfit.build("OPTION_VALUE.TOPIC_PATTERN", text=text)
     try:
         re.compile(pattern)
     except re.error as error:
-        raise Unfit(f"is {text!r}, not a valid regular expression: {error}") from None
+        raise Unfit.build("OPTION_VALUE.REGEX", text=text, error=error) from None
     return pattern
 
 
@@ -331,11 +323,7 @@ def _where(owner: str, values: Mapping[str, str], side: str, forbidden: int | No
             where = read(owner, name, values[name])
             if forbidden is not None and forbidden in (where.everywhere, *where.each.values()):
                 word = "earliest (-2)" if forbidden == EARLIEST else "latest (-1)"
-                raise UsageError(
-                    "OPTION_VALUE",
-                    f"{owner}: option {name!r} is {values[name]!r}; it cannot be {word}.",
-                    next_step="write the offsets where the read ends, or latest",
-                )
+                raise UsageError("OPTION_VALUE.END_IS_START", owner=owner, name=name, value=values[name], word=word)
             return where
     return None
 
@@ -481,10 +469,7 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",), more=(FormatOptions
     def check(self, owner: str) -> None:
         if self.rows_min is not None and self.rows_max is not None and self.rows_min > self.rows_max:
             raise UsageError(
-                "OPTION_CONFLICT",
-                f"{owner}: option 'minOffsetsPerTrigger' is {self.rows_min}, which exceeds 'maxOffsetsPerTrigger', "
-                f"{self.rows_max}.",
-                next_step="lower minOffsetsPerTrigger or raise maxOffsetsPerTrigger",
+                "OPTION_CONFLICT.KAFKA_LIMITS", owner=owner, rows_min=self.rows_min, rows_max=self.rows_max
             )
 
     @property
@@ -509,11 +494,7 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",), more=(FormatOptions
 def refuse_latest_start(where: Where) -> None:
     """A batch read cannot start at the latest offsets: it would almost always be empty."""
     if LATEST in (where.everywhere, *where.each.values()):
-        raise UsageError(
-            "OPTION_VALUE",
-            f"{OWNER}: option {where.option!r} is latest (-1) for a batch read; only a stream can start there.",
-            next_step='write .option("startingOffsets", "earliest"), or use readStream',
-        )
+        raise UsageError("OPTION_VALUE.KAFKA_BATCH_LATEST", option=where.option)
 
 
 # Options of the Kafka sink.
@@ -544,12 +525,7 @@ def _acks(owner: str, values: Mapping[str, str]) -> str:
     for name in _ACKS:
         value = values.get(name, "all").strip().lower()
         if value not in ("all", "-1", "1"):
-            raise UsageError(
-                "OPTION_VALUE",
-                f"{owner}: option {name!r} is {values[name]!r}; it must be all or, with at_most_once, 1: without "
-                "acknowledgements, lost records cannot be counted.",
-                next_step=f"take {name!r} out",
-            )
+            raise UsageError("OPTION_VALUE.KAFKA_ACKS", owner=owner, name=name, value=values[name])
         if value == "1":
             return "1"
     return "all"
@@ -576,11 +552,7 @@ def is_internal(name: str, ledger_topic: str | None = None) -> bool:
 
 def _topic(text: str) -> str:
     if not is_topic(text):
-        raise Unfit(
-            f"is {text!r}; Kafka allows 1 to {TOPIC_LENGTH_MAX} letters, digits, '.', '_' and '-'",
-            "use another topic name",
-            "TOPIC_INVALID",
-        )
+        raise Unfit.build("TOPIC_INVALID.OPTION", text=text, topic_length_max=TOPIC_LENGTH_MAX)
     return text
 
 
@@ -649,12 +621,7 @@ class SinkOptions(Options, owner=SINK_OWNER, ignored=("path",), more=(FormatOpti
 
     def check(self, owner: str) -> None:
         if self.topic is not None and is_internal(self.topic, self.ledger_topic):
-            raise UsageError(
-                "TOPIC_INTERNAL",
-                f"{owner}: option 'topic' is {self.topic!r}, which is Kafka's own or holds a ledger; a row there could "
-                "forge a decision.",
-                next_step="write to another topic, or choose another ledgerTopic",
-            )
+            raise UsageError("TOPIC_INTERNAL.OPTION", owner=owner, topic=self.topic)
 
     @property
     def in_clear(self) -> tuple[str, ...]:

@@ -46,9 +46,7 @@ def _asking(options: SinkOptions) -> Iterator[Wire]:
         yield wire
     except NoAnswer as error:
         raise Unreachable(
-            "KAFKA_NO_ANSWER",
-            f"The brokers at {options.client['bootstrap.servers']} stopped answering: {error}.",
-            next_step="check the brokers",
+            "KAFKA_NO_ANSWER.PREFLIGHT", servers=options.client["bootstrap.servers"], error=error
         ) from None
     finally:
         wire.close()
@@ -61,45 +59,22 @@ def _topic(wire: Wire, options: SinkOptions) -> list[Finding]:
     found = wire.patiently(lambda: wire.topic(topic))
     if found.error_code == protocol.UNKNOWN_TOPIC_OR_PARTITION:
         return [
-            Finding(
-                "TOPIC_UNKNOWN",
-                f"Topic {options.topic!r} does not exist at {options.client['bootstrap.servers']}.",
-                refuses=True,
-                next_step=f"create it, for example kafka-topics.sh --create --topic {options.topic}",
+            Finding.build(
+                "TOPIC_UNKNOWN.START", refuses=True, topic=options.topic, servers=options.client["bootstrap.servers"]
             )
         ]
     if found.error_code == protocol.TOPIC_AUTHORIZATION_FAILED:
-        return [
-            Finding(
-                "KAFKA_PERMISSION",
-                f"This user is not authorized to describe topic {options.topic!r}.",
-                refuses=True,
-                next_step="grant Write and Describe on it",
-            )
-        ]
+        return [Finding.build("KAFKA_PERMISSION.DESCRIBE", refuses=True, topic=options.topic)]
     if found.error_code != protocol.NONE:
-        return [Finding("TOPIC_STATE", f"Topic {options.topic!r}: {name_of(found.error_code)}.", refuses=False)]
+        return [Finding.build("TOPIC_STATE", refuses=False, topic=options.topic, error=name_of(found.error_code))]
     copies = min((len(p.replica_nodes) for p in found.partitions), default=0)
     in_sync = _config(wire, _TOPIC_CONFIG, options.topic, _MIN_ISR)
     findings = []
     if copies == 1:
-        findings.append(
-            Finding(
-                "ONE_COPY",
-                f"Topic {options.topic!r} has a replication factor of 1: losing a broker's disk loses records.",
-                refuses=False,
-                next_step="use a replication factor of 3 and min.insync.replicas=2",
-            )
-        )
+        findings.append(Finding.build("ONE_COPY", refuses=False, topic=options.topic))
     elif in_sync is not None and int(in_sync) < 2:
         findings.append(
-            Finding(
-                "ONE_COPY_ACKNOWLEDGED",
-                f"Topic {options.topic!r} has {copies} replicas and min.insync.replicas={in_sync}: an acknowledged "
-                "record may be on only one disk.",
-                refuses=False,
-                next_step="set min.insync.replicas=2",
-            )
+            Finding.build("ONE_COPY_ACKNOWLEDGED", refuses=False, topic=options.topic, copies=copies, in_sync=in_sync)
         )
     return findings
 
@@ -121,27 +96,21 @@ def _ledger(wire: Wire, topic: str, beside: str | None) -> Iterator[Finding]:
         return  # it is created, with the settings that it needs, at the first start
     name = f"The ledger's topic {topic!r}"
     if len(found.partitions) < PARTITIONS:
-        yield Finding(
+        yield Finding.build(
             "LEDGER_PARTITIONS",
-            f"{name} has {len(found.partitions)} partitions; it needs {PARTITIONS}.",
             refuses=True,
-            next_step=f"kafka-topics.sh --alter --topic {topic} --partitions {PARTITIONS}",
+            name=name,
+            actual=len(found.partitions),
+            partitions=PARTITIONS,
+            topic=topic,
         )
     policy = _config(wire, _TOPIC_CONFIG, topic, "cleanup.policy")
     if policy is not None and policy != "compact":
-        yield Finding(
-            "LEDGER_CLEANUP",
-            f"{name} has cleanup.policy={policy}; it must be compact, or decisions are deleted by age.",
-            refuses=False,
-            next_step=_set(topic, "cleanup.policy=compact"),
+        yield Finding.build(
+            "LEDGER_CLEANUP", refuses=False, name=name, policy=policy, action=_set(topic, "cleanup.policy=compact")
         )
     if _config(wire, _TOPIC_CONFIG, topic, _UNCLEAN) == "true":
-        yield Finding(
-            "LEDGER_UNCLEAN",
-            f"{name} has {_UNCLEAN}=true: a replica that lacks decisions may become its leader, and they are lost.",
-            refuses=False,
-            next_step=_set(topic, f"{_UNCLEAN}=false"),
-        )
+        yield Finding.build("LEDGER_UNCLEAN", refuses=False, name=name, action=_set(topic, f"{_UNCLEAN}=false"))
     yield from _durability(wire, topic, found, beside, name, "decisions")
 
 
@@ -156,20 +125,19 @@ def _durability(wire: Wire, topic: str, found: Any, beside: str | None, name: st
     wanted = copies_wanted(wire, beside)
     if copies < wanted:
         measure = f"topic {beside!r} has" if beside is not None else "there are brokers for"
-        yield Finding(
-            "FEW_COPIES",
-            f"{name} has a replication factor of {copies}, {measure} {wanted}: {what} are lost with fewer disks than "
-            "the records.",
-            refuses=False,
-            next_step=f"raise it to {wanted} with kafka-reassign-partitions.sh, and set min.insync.replicas=2",
+        yield Finding.build(
+            "FEW_COPIES", refuses=False, name=name, copies=copies, measure=measure, wanted=wanted, what=what
         )
     in_sync = _config(wire, _TOPIC_CONFIG, topic, _MIN_ISR)
     if copies >= COPIES and in_sync is not None and int(in_sync) < 2:
-        yield Finding(
+        yield Finding.build(
             "FEW_COPIES_ACKNOWLEDGED",
-            f"{name} has {copies} replicas and {_MIN_ISR}={in_sync}: acknowledged {what} may be on only one disk.",
             refuses=False,
-            next_step=_set(topic, f"{_MIN_ISR}=2"),
+            name=name,
+            copies=copies,
+            in_sync=in_sync,
+            what=what,
+            action=_set(topic, f"{_MIN_ISR}=2"),
         )
 
 
@@ -186,24 +154,19 @@ def _transactions(wire: Wire, options: SinkOptions) -> list[Finding]:
     ]
     if not limits:
         return [
-            Finding(
-                "TRANSACTION_LIMIT_HIDDEN",
-                f"The brokers do not disclose their {_TRANSACTION_LIMIT}; the first batch will show whether "
-                f"{options.transaction_timeout_s} s is allowed.",
-                refuses=False,
-                next_step="grant DescribeConfigs on the cluster",
+            Finding.build(
+                "TRANSACTION_LIMIT_HIDDEN", refuses=False, transaction_timeout_s=options.transaction_timeout_s
             )
         ]
     limit_s = min(limits) // 1000
     if options.transaction_timeout_s > limit_s:
         return [
-            Finding(
+            Finding.build(
                 "TRANSACTION_TIMEOUT_TOO_LONG",
-                f"transactionTimeout is {options.transaction_timeout_s} s, but the brokers allow at most {limit_s} s "
-                f"({_TRANSACTION_LIMIT}).",
                 refuses=True,
-                next_step=f'add .option("transactionTimeout", "{limit_s}"), or raise {_TRANSACTION_LIMIT}',
                 only=Guarantee.EXACTLY_ONCE,
+                transaction_timeout_s=options.transaction_timeout_s,
+                limit_s=limit_s,
             )
         ]
     return []

@@ -214,11 +214,7 @@ def resolve(
     foreign = [p for p in where.each if p not in ends]
     if silent or foreign:
         problem = f"does not name {joined(silent)}" if silent else f"names {joined(foreign)}, not read here"
-        raise UsageError(
-            "OPTION_VALUE",
-            f"{OWNER}: option {where.option!r} {problem}; it must name exactly the partitions that are read.",
-            next_step="name them all; -2 means the earliest offset, -1 the latest",
-        )
+        raise UsageError("OPTION_VALUE.KAFKA_PARTITIONS", option=where.option, problem=problem)
     for partition, end in ends.items():
         place = where.place(partition)
         # The end is the snapshot's, so that a batch's start and end, and a frozen stream, agree.
@@ -228,10 +224,10 @@ def resolve(
     if late and missing is None:
         ms = where.place(late[0])
         raise UsageError(
-            "OPTION_VALUE",
-            f"{OWNER}: option {where.option!r}: {joined(late)} has no record at or after "
-            f"{ms.ms if isinstance(ms, Timestamp) else ms} ms.",
-            next_step='use an earlier time, or .option("startingOffsetsByTimestampStrategy", "latest")',
+            "OPTION_VALUE.NO_RECORD_AFTER",
+            option=where.option,
+            partitions=joined(late),
+            time=ms.ms if isinstance(ms, Timestamp) else ms,
         )
     # Never beyond the snapshot's end: records may have been appended since.
     at = {p: ends[p] if o is None else o for p, o in found.items()}
@@ -252,10 +248,12 @@ def _check_range(
         first, last = low[partition] or 0, ends[partition]
         if not first <= offset <= last:
             raise UsageError(
-                "OFFSET_OUT_OF_RANGE",
-                f"{OWNER}: option {where.option!r} names offset {offset} of {joined([partition])}, which has "
-                f"offsets {first} to {last}.",
-                next_step='name an offset that exists, or .option("failOnDataLoss", "false")',
+                "OFFSET_OUT_OF_RANGE.KAFKA",
+                option=where.option,
+                offset=offset,
+                partition=joined([partition]),
+                first=first,
+                last=last,
             )
 
 
@@ -280,18 +278,10 @@ def resumption(options: SourceOptions, stopped: Offsets | str | int) -> Resumpti
 
 def _committed(options: SourceOptions, client: KafkaDriverClient, group: str) -> Mapping[Partition, int]:
     if members := client.group_members(group):
-        raise Refused(
-            "ADOPT_RUNNING",
-            f"The consumer group {group!r} has {members} members: the old job is still reading.",
-            next_step="stop it, wait until the group is empty (kafka-consumer-groups --describe), then repeat",
-        )
+        raise Refused("ADOPT_RUNNING.GROUP", group=group, members=members)
     at = client.committed(group, list(client.partitions()[0]))
     if not at:
-        raise Refused(
-            "ADOPT_GROUP_UNKNOWN",
-            f"The consumer group {group!r} has no committed offset of {options.what}.",
-            next_step="correct the group or the topics; offsets of an empty group expire (offsets.retention.minutes)",
-        )
+        raise Refused("ADOPT_GROUP_UNKNOWN", group=group, what=options.what)
     return at
 
 
@@ -306,40 +296,19 @@ def _resumption(
     first = {p: o or 0 for p, o in client.offsets(dict.fromkeys(partitions, EARLIEST)).items()}
     ends = {p: o or 0 for p, o in client.offsets(dict.fromkeys(partitions, LATEST)).items()}
     if left_out := at.keys() - partitions.keys():
-        raise Refused(
-            "ADOPT_PARTITIONS",
-            f"The old job has offsets of {joined(left_out)}, which the pipeline ({options.what}) does not "
-            "read: their further records would be skipped.",
-            next_step="read the same topics as the old job",
-        )
+        raise Refused("ADOPT_PARTITIONS.NOT_READ", partitions=joined(left_out), what=options.what)
     missing = partitions.keys() - at.keys()
     unknown = [p for p in missing if ends[p] > first[p]] if unread is None else []
     if unknown:
-        raise Refused(
-            "ADOPT_PARTITIONS",
-            f"The old job has no offset of {joined(unknown)}, which hold records: whether it read them is unknown.",
-            next_step="commit an offset of them for the group (kafka-consumer-groups --reset-offsets --to-offset), "
-            "or adopt from a checkpoint",
-        )
+        raise Refused("ADOPT_PARTITIONS.NO_OFFSET", partitions=joined(unknown))
     gone = {p: o for p, o in at.items() if o < first[p]}
     if gone and options.fail_on_data_loss:
         partition, offset = next(iter(sorted(gone.items())))
-        raise Refused(
-            "ADOPT_RECORDS_GONE",
-            f"The old job stopped at offset {offset} of {joined([partition])}, but Kafka's first record is "
-            f"{first[partition]}: the records between are deleted (retention).",
-            next_step="to go on without them: failOnDataLoss: false",
-        )
+        raise Refused("ADOPT_RECORDS_GONE", offset=offset, partition=joined([partition]), first=first[partition])
     ahead = {p: o for p, o in at.items() if o > ends[p]}
     if ahead:
         partition, offset = next(iter(sorted(ahead.items())))
-        raise Refused(
-            "ADOPT_OFFSETS_AHEAD",
-            f"The old job stopped at offset {offset} of {joined([partition])}, but its last readable record is "
-            f"before {ends[partition]}: the topic was created anew, or a transaction of a producer is still open.",
-            next_step="compare the topic with the old job's; an open transaction ends by itself "
-            "(kafka-transactions find-hanging)",
-        )
+        raise Refused("ADOPT_OFFSETS_AHEAD", offset=offset, partition=joined([partition]), end=ends[partition])
     start = {p: max(at.get(p, first[p]), first[p]) for p in partitions}
     notes = [f"{joined([p])} {unread or 'is empty'}: it begins at {first[p]}" for p in sorted(missing)]
     return Resumption(
@@ -440,11 +409,7 @@ def _consumer(options: SourceOptions) -> RangeConsumer:
             return fetcher
         fetcher.close()
         if options.through == "arrow":
-            raise UsageError(
-                "KAFKA_TOO_OLD",
-                f"{OWNER}: option 'client' is arrow, which needs Kafka 2.7; those at {options.servers} are older.",
-                next_step="write client=auto or client=librdkafka",
-            )
+            raise UsageError("KAFKA_TOO_OLD", servers=options.servers)
         log.warning("the brokers at %s are older than Kafka 2.7: reading through librdkafka", options.servers)
     return Consumer(OWNER, options.client, options.headers)
 
@@ -589,11 +554,7 @@ class _Reading:
             "(retention, DeleteRecords), or the topic was deleted and recreated."
         )
         if self._options.fail_on_data_loss:
-            raise InvariantBroken(
-                "DATA_LOST",
-                f"{OWNER}: {text}",
-                next_step='find out why; to continue without them, restart with .option("failOnDataLoss", "false")',
-            )
+            raise InvariantBroken("DATA_LOST.KAFKA_RECORDS", text=text)
         log.warning(text, extra={"topic": self._wanted.key[0], "partition": self._wanted.key[1]})
 
     def _look_for_progress(self) -> None:
@@ -612,7 +573,10 @@ class _Reading:
     def _unreachable(self) -> Unreachable:
         return Unreachable(
             "KAFKA_STALLED",
-            f"{OWNER}: no records received from {self._where} at {self._options.servers} for {SOURCE_PATIENCE_S:.0f} "
-            f"s; the read is at offset {self._position} of {self._wanted.start} to {self._wanted.end}.",
-            next_step="check the brokers; the batch will be read again",
+            where=self._where,
+            servers=self._options.servers,
+            source_patience_s=SOURCE_PATIENCE_S,
+            position=self._position,
+            start=self._wanted.start,
+            end=self._wanted.end,
         )

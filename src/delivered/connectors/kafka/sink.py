@@ -79,13 +79,7 @@ class KafkaSink(Sink):
 
     def check_guarantee(self, guarantee: Guarantee) -> None:
         if self.options.acks != "all" and guarantee is not Guarantee.AT_MOST_ONCE:
-            raise UsageError(
-                "ACKS",
-                f"{SINK_OWNER}: option 'kafka.acks' is {self.options.acks}: records that only the leader has are lost "
-                "with "
-                f"it, and {guarantee.value} cannot hold.",
-                next_step="remove 'kafka.acks', or use the guarantee at_most_once",
-            )
+            raise UsageError("ACKS", acks=self.options.acks, guarantee=guarantee.value)
 
     def check_schema(self, schema: pa.Schema) -> None:
         check_settings(SINK_OWNER, self.options.client)

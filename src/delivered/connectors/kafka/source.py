@@ -218,15 +218,7 @@ class KafkaSource(Source):
             client.offsets(dict.fromkeys(client.partitions()[0], LATEST))
             group = self.options.group
             if group is not None and (members := client.group_members(group)):
-                return [
-                    Finding(
-                        "GROUP_IN_USE",
-                        f"The consumer group {group!r} of commitOffsetsToGroup has {members} members: Kafka accepts "
-                        "commits only from its members.",
-                        True,
-                        "use a group without consumers",
-                    )
-                ]
+                return [Finding.build("GROUP_IN_USE", refuses=True, group=group, members=members)]
         except DeliveredError as error:
             return [Finding.refusal(error)]
         finally:
@@ -295,11 +287,7 @@ class KafkaDriver(SourceDriver):
     def initial(self) -> Offsets:
         options = self._options
         if options.ending is not None:
-            raise UsageError(
-                "OPTION_CONFLICT",
-                f"{OWNER}: option {options.ending.option!r} is for a batch read; a stream has no end.",
-                next_step="remove it, or use spark.read",
-            )
+            raise UsageError("OPTION_CONFLICT.KAFKA_END", option=options.ending.option)
         where = options.starting or Where("startingOffsets", LATEST)
         if where.stored is not None:
             return where.stored.to_json()
@@ -423,10 +411,7 @@ class KafkaDriver(SourceDriver):
         for partition, offset in start.items():
             if offset > end[partition]:
                 raise UsageError(
-                    "OPTION_VALUE",
-                    f"{OWNER}: {joined([partition])} would be read from offset {offset} to {end[partition]}, which is "
-                    "before its start.",
-                    next_step="correct the starting and ending offsets",
+                    "OPTION_VALUE.KAFKA_RANGE", partition=joined([partition]), offset=offset, end=end[partition]
                 )
         return Positions(start, snapshot.ids).to_json(), Positions(end, snapshot.ids).to_json()
 
@@ -519,9 +504,5 @@ class KafkaDriver(SourceDriver):
 
     def _lost(self, what: str) -> None:
         if self._options.fail_on_data_loss:
-            raise InvariantBroken(
-                "DATA_LOST",
-                f"{OWNER}: {what}; records may be lost.",
-                next_step='find out why; to continue regardless, restart with .option("failOnDataLoss", "false")',
-            )
+            raise InvariantBroken("DATA_LOST.KAFKA_TOPIC", what=what)
         log.warning("%s; records may be lost, and failOnDataLoss is false", what)

@@ -664,13 +664,7 @@ class KafkaStore:
         try:
             self._read_new(wait)
         except NoTopic:
-            raise LedgerBehind(
-                "LEDGER_TOPIC_GONE",
-                f"The ledger's topic {self._topic!r} no longer exists: it was deleted while the pipeline was running "
-                "or stopped. Without it, it is unknown which batches are in the sink.",
-                next_step="restore the topic from a copy; or start again and, when LEDGER_MISSING refuses that, "
-                'accept once with .option("missingLedger", "accept") that the last batch may be written twice',
-            ) from None
+            raise LedgerBehind("LEDGER_TOPIC_GONE", topic=self._topic) from None
 
     def _read_new(self, wait: bool = True) -> None:
         if self._reader is None:
@@ -752,12 +746,7 @@ class KafkaStore:
             case Ok(held):
                 self._producers[role] = LedgerProducer(self._wire, self._topic, held)
             case Failed(reason) | Unknown(reason):
-                raise OutcomeUnknown(
-                    "LEDGER_UNAVAILABLE",
-                    f"The ledger in topic {self._topic!r} could not be opened for writing: {reason}.",
-                    next_step="start again when the brokers respond; check that the user may write to the topic and "
-                    "use transactional ids that start with `delivered.`",
-                )
+                raise OutcomeUnknown("LEDGER_UNAVAILABLE.WRITE", topic=self._topic, reason=reason)
 
     def _record(self, owner: Owner, epoch: int) -> Outcome[None]:
         """Record the new owner. Until then the former owner may take the id back once or twice."""
@@ -778,7 +767,7 @@ class KafkaStore:
         """The owner's record. It names the producers of this claim: from now on, what others write does not count."""
         reader = self._reader
         if reader is None or reader.trust is None:
-            raise InvariantBroken("LEDGER_UNREAD", "A ledger was claimed before it was read.")
+            raise InvariantBroken("LEDGER_UNREAD")
         ends: dict[int, int] = {}
         if reader.trust.since is None:
             is_new = self._owner is None and not self._last and not self._begun
@@ -850,8 +839,4 @@ class KafkaStore:
         return f"{id_prefix(self._scope)}ledger.{role}"
 
     def _unreadable(self, error: Exception) -> OutcomeUnknown:
-        return OutcomeUnknown(
-            "LEDGER_UNREADABLE",
-            f"The ledger in topic {self._topic!r} could not be read to its end: {error}.",
-            next_step="start again when the brokers respond",
-        )
+        return OutcomeUnknown("LEDGER_UNREADABLE", topic=self._topic, error=error)

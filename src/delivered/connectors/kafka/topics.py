@@ -80,11 +80,7 @@ def ensure_topic(wire: Wire, topic: str, options: SinkOptions) -> None:
         _create(wire, topic, options)
     while not _ready(wire, topic):
         if time.monotonic() > deadline:
-            raise Unreachable(
-                "LEDGER_UNAVAILABLE",
-                f"The ledger's topic {topic!r} has no leader for some partition after {OUTAGE_PATIENCE_S:.0f} s.",
-                next_step="check the brokers",
-            )
+            raise Unreachable("LEDGER_UNAVAILABLE.LEADER", topic=topic, outage_patience_s=OUTAGE_PATIENCE_S)
         time.sleep(0.02)
 
 
@@ -128,17 +124,15 @@ def _create(wire: Wire, topic: str, options: SinkOptions) -> None:
     try:
         found = wire.patiently(ask)  # idempotent
     except NoAnswer as error:
-        raise Unreachable(
-            "LEDGER_UNAVAILABLE",
-            f"The ledger's topic {topic!r} could not be created: {error}.",
-            next_step="create the topic, or grant the user Create on it, then start again",
-        ) from None
+        raise Unreachable("LEDGER_UNAVAILABLE.CREATE", topic=topic, error=error) from None
     if found.error_code in (protocol.NONE, protocol.TOPIC_ALREADY_EXISTS):
         return
     raise Refused(
         "LEDGER_TOPIC",
-        f"The ledger's topic {topic!r} could not be created: {name_of(found.error_code)} {found.error_message or ''}.",
-        next_step=f"create it with cleanup.policy=compact and {PARTITIONS} partitions; or set ledgerTopic to another",
+        topic=topic,
+        error=name_of(found.error_code),
+        detail=found.error_message or "",
+        partitions=PARTITIONS,
     )
 
 
@@ -381,13 +375,7 @@ def _every(_: Record) -> bool:
 
 def damaged(topic: str, partition: int, offset: int, why: str) -> InvariantBroken:
     """The error for what a ledger's own record cannot be."""
-    return InvariantBroken(
-        "LEDGER_DAMAGED",
-        f"Topic {topic!r}, partition {partition}, offset {offset}: {why}. What it held is unknown, so it was not "
-        "skipped, and the query stops.",
-        next_step="check the brokers' disks; restore the topic from a replica that holds this offset undamaged (elect "
-        "it as leader), then start again",
-    )
+    return InvariantBroken("LEDGER_DAMAGED", topic=topic, partition=partition, offset=offset, reason=why)
 
 
 class CommittedReader:

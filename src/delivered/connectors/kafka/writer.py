@@ -45,60 +45,28 @@ def producer_error(error: ProducerError, topic: str | None, options: SinkOptions
     """Translate an error of a producer."""
     servers = options.client["bootstrap.servers"]
     if error.fenced:
-        return Fenced(
-            "PRODUCER_FENCED",
-            f"Another attempt or another driver took over this shard's transactional id: {error}. Nothing of this "
-            "attempt is visible.",
-            next_step="nothing, if another attempt of the task or another driver continues; otherwise start again",
-        )
+        return Fenced("PRODUCER_FENCED", error=error)
     if error.topic_unknown:
-        return UsageError(
-            "TOPIC_UNKNOWN",
-            f"Topic {topic!r} does not exist at {servers}.",
-            next_step=f"create it, for example kafka-topics.sh --create --topic {topic} --bootstrap-server {servers}",
-        )
+        return UsageError("TOPIC_UNKNOWN.WRITER", topic=topic, servers=servers)
     if error.no_permission:
-        return Refused(
-            "KAFKA_PERMISSION",
-            f"This user is not authorized to write to {topic!r} at {servers}: {error}.",
-            next_step="grant Write and Describe on the topic and on the ledger topic, and on transactional ids that "
-            "start with `delivered.`; or check the credentials",
-        )
+        return Refused("KAFKA_PERMISSION.WRITE", topic=topic, servers=servers, error=error)
     if error.away:
-        return Unreachable(
-            "KAFKA_UNREACHABLE",
-            f"The brokers at {servers} did not answer in time: {error}.",
-            next_step="check kafka.bootstrap.servers, and that the brokers are running",
-        )
-    return DeliveredError(
-        "KAFKA_CLIENT",
-        f"The Kafka client at {servers} failed: {error}.",
-        next_step="start again; if this recurs, check the brokers' logs",
-    )
+        return Unreachable("KAFKA_UNREACHABLE.WRITER", servers=servers, error=error)
+    return DeliveredError("KAFKA_CLIENT", servers=servers, error=error)
 
 
 def delivery_error(failures: Failures, options: SinkOptions) -> DeliveredError:
     """The error for undelivered records."""
     if failures.name == "MSG_SIZE_TOO_LARGE":  # the broker's code; librdkafka uses it for its own limit too
         limit = options.client.get("message.max.bytes", "1048588")
-        return BadRecord(
-            "RECORD_TOO_LARGE",
-            f"A record of {failures.largest} bytes (key and value) is too large: the client's limit is {limit} bytes "
-            "(kafka.message.max.bytes), and the topic has its own (max.message.bytes). "
-            f"{failures.count} records were rejected.",
-            next_step="raise both limits, or filter such records",
-        )
+        return BadRecord("RECORD_TOO_LARGE.KAFKA_RECORD", largest=failures.largest, limit=limit, count=failures.count)
     error = ProducerError(
         failures.fatal or failures.name, f"{failures.count} records were not delivered{failures.hint()}"
     )
     if error.topic_unknown or error.no_permission or error.fenced or failures.name == "_MSG_TIMED_OUT":
         named = ProducerError("_TIMED_OUT", error.reason) if failures.name == "_MSG_TIMED_OUT" else error
         return producer_error(named, options.topic, options)
-    return DeliveredError(
-        "DELIVERY_FAILED",
-        f"{failures.count} records were not delivered, the first with {failures.name}{failures.hint()}.",
-        next_step="fix the cause, then start again; the batch runs again",
-    )
+    return DeliveredError("DELIVERY_FAILED", count=failures.count, failures=failures.name, hint=failures.hint())
 
 
 # Warm producers, kept in Spark's reused worker process.
@@ -191,11 +159,11 @@ def _check_ended(wire: Wire, options: SinkOptions, work: Work, held: Transaction
         raise ProducerError("_TIMED_OUT", f"the partitions of {held.transactional_id!r}: {error}") from None
     if open_there:
         raise DeliveredError(
-            "TRANSACTION_HANGING",
-            f"The previous transaction of {held.transactional_id}, producer {held.producer_id}, epoch "
-            f"{open_there[0].epoch}, is reported as ended, but is still open in "
-            f"{', '.join(map(str, open_there[:5]))}. Nothing was written with this id.",
-            next_step="nothing if another attempt of the task succeeds; otherwise start again: recovery ends it",
+            "TRANSACTION_HANGING.WRITER",
+            transactional_id=held.transactional_id,
+            producer_id=held.producer_id,
+            epoch=open_there[0].epoch,
+            partitions=", ".join(map(str, open_there[:5])),
         )
 
 
@@ -312,10 +280,11 @@ class _Sender:
             count = self._partitions[rows.topic] = known_partitions(producer, rows.topic, self._options)
         if rows.partition is not None and len(rows) and int(rows.partition.max()) >= count:
             raise BadRecord(
-                "PARTITION_UNKNOWN",
-                f"A row asks for partition {int(rows.partition.max())} of topic {rows.topic!r}, which has {count} "
-                f"(0 to {count - 1}).",
-                next_step="correct the column 'partition', or drop it: rows are then partitioned by key",
+                "PARTITION_UNKNOWN.TOO_HIGH",
+                partition=int(rows.partition.max()),
+                topic=rows.topic,
+                count=count,
+                last=count - 1,
             )
 
 
@@ -415,11 +384,14 @@ class TransactionalWriter(Writer):
             return
         raise DeliveredError(
             "PREPARE_REFUSED",
-            f"Transaction {self._id}, producer {held.producer_id}, epoch {held.epoch}, should be open now; its "
-            f"coordinator reports {found.state}, producer {now.producer_id}, epoch {now.epoch}, partitions "
-            f"{', '.join(found.targets) or 'none'}{taken.producer.failures.hint()}. Nothing of it is visible.",
-            next_step="start again; if this recurs, check the permissions on the topics and that batches are shorter "
-            "than transactionTimeout",
+            transaction=self._id,
+            producer_id=held.producer_id,
+            epoch=held.epoch,
+            state=found.state,
+            current_producer_id=now.producer_id,
+            current_epoch=now.epoch,
+            partitions=", ".join(found.targets) or "none",
+            hint=taken.producer.failures.hint(),
         )
 
     def abort(self) -> None:
@@ -495,9 +467,5 @@ def _partition_column(batch: pa.RecordBatch) -> Any | None:
     column = batch.column(batch.schema.get_field_index("partition"))
     lowest = pc.min(column).as_py()
     if lowest is not None and lowest < 0:
-        raise BadRecord(
-            "PARTITION_UNKNOWN",
-            f"A row asks for partition {lowest}; partitions count from 0.",
-            next_step="correct the column 'partition'; null partitions by key",
-        )
+        raise BadRecord("PARTITION_UNKNOWN.NEGATIVE", partition=lowest)
     return np.asarray(column.cast(pa.int32()).fill_null(-1))

@@ -155,11 +155,7 @@ class LogJournal(Journal):
                 self._table = layout.open_table(self._path, self._storage)
                 continue
             return
-        raise DeliveredError(
-            "LOG_FILES_VANISH",
-            f"Files of the log {self._path!r} were deleted while it was read.",
-            next_step="stop what deletes files of the log, then start again",
-        )
+        raise DeliveredError("LOG_FILES_VANISH.ONCE", path=self._path)
 
     def _update_window(self, partition: int, start: int, end: int, now: layout.Snapshot) -> None:
         if start >= end:

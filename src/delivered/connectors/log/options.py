@@ -24,22 +24,22 @@ def _position(text: str) -> Position:
         raw = raw["offsets"] if set(raw) == {"version", "offsets"} else raw
         position = {int(partition): int(offset) for partition, offset in raw.items()}
     except (ValueError, AttributeError, TypeError):
-        raise Unfit(f"is {text!r}; it must be earliest, latest or a JSON object of offsets by partition") from None
+        raise Unfit.build("OPTION_VALUE.LOG_OFFSETS", text=text) from None
     if any(partition < 0 or offset < -2 for partition, offset in position.items()):
-        raise Unfit(f"is {text!r}; offsets are -2, -1, 0 or more")
+        raise Unfit.build("OPTION_VALUE.LOG_OFFSET", text=text)
     return position
 
 
 def _ending(text: str) -> Position:
     found = _position(text)
     if found == EARLIEST:
-        raise Unfit("is 'earliest'; a read cannot end there")
+        raise Unfit.build("OPTION_VALUE.LOG_END")
     return found
 
 
 def _reader(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", text):
-        raise Unfit(f"is {text!r}; it must be a name of letters, digits, . _ -")
+        raise Unfit.build("OPTION_VALUE.NAME", text=text)
     return text
 
 

@@ -75,11 +75,7 @@ def append(
     path = absolute(path)
     options = dict(storage or {})
     if idempotence is not None and idempotence[0] == layout.CONFLICT_ID:
-        raise UsageError(
-            "APP_ID_RESERVED",
-            f"The application id {layout.CONFLICT_ID!r} is reserved for the log.",
-            next_step="use another application id",
-        )
+        raise UsageError("APP_ID_RESERVED", conflict_id=layout.CONFLICT_ID)
     table = open_or_create(path, options)
     if (done := _repeated(table, idempotence)) is not None:
         return done
@@ -109,12 +105,7 @@ def append(
     except (deltalake.exceptions.DeltaError, OSError) as error:
         return _look(path, options, files, error)
     remove(path, options, files)
-    raise DeliveredError(
-        "LOG_CONTENDED",
-        f"The log at {path!r} got {ATTEMPTS_MAX} commits of other producers during this append; nothing of it "
-        "was appended.",
-        next_step="append larger batches, or from fewer producers",
-    )
+    raise DeliveredError("LOG_CONTENDED", path=path, attempts_max=ATTEMPTS_MAX)
 
 
 @dataclass
@@ -163,11 +154,7 @@ class _Files:
         file = self.files.get(partition)
         if file is None:
             if len(self.files) >= PARTITIONS_MAX:
-                raise UsageError(
-                    "PARTITIONS_TOO_MANY",
-                    f"An append may touch at most {PARTITIONS_MAX} partitions of a log.",
-                    next_step="append in several calls, or use fewer partitions",
-                )
+                raise UsageError("PARTITIONS_TOO_MANY", partitions_max=PARTITIONS_MAX)
             file = _File(f"partition={partition}/{uuid.uuid4().hex}.parquet", partition, self._ends.get(partition, 0))
             self._fs.create_dir(f"partition={partition}", recursive=True)
             file.writer = pq.ParquetWriter(
@@ -209,11 +196,7 @@ def rows_by_partition(
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """The records of `data` in the log's columns, split by partition, in order."""
     if partition_by is not None and not 1 <= partition_by <= PARTITIONS_MAX:
-        raise UsageError(
-            "PARTITIONS",
-            f"partition_by is {partition_by}; it must be from 1 to {PARTITIONS_MAX}.",
-            next_step="use a number of partitions within the limits",
-        )
+        raise UsageError("PARTITIONS.LOG_COUNT", partition_by=partition_by, partitions_max=PARTITIONS_MAX)
     if isinstance(data, pa.RecordBatch):
         data = [data]
     for batch in data.to_batches(max_chunksize=_GROUP_ROWS) if isinstance(data, pa.Table) else data:
@@ -228,11 +211,7 @@ def rows_by_partition(
             yield 0, stored
             continue
         if int(targets.min()) < 0:
-            raise UsageError(
-                "PARTITIONS",
-                f"A record has partition {int(targets.min())}; partitions start at 0.",
-                next_step="number partitions from 0",
-            )
+            raise UsageError("PARTITIONS.LOG_NEGATIVE", partition=int(targets.min()))
         for target in np.unique(targets):
             yield int(target), stored.take(pa.array(np.flatnonzero(targets == target)))
 
@@ -241,12 +220,7 @@ def _stored(batch: pa.RecordBatch) -> pa.RecordBatch:
     names = batch.schema.names
     unknown = sorted(set(names) - {*layout.STORED.names, "partition"} | ({"offset"} & set(names)))
     if "value" not in names or unknown:
-        raise UsageError(
-            "LOG_COLUMNS",
-            f"Records have the columns {names}; a log has value, and optionally key, headers, partition, timestamp "
-            "(it assigns offset itself).",
-            next_step="rename or drop columns",
-        )
+        raise UsageError("LOG_COLUMNS.NAMES", names=names)
     now = pa.scalar(time.time_ns() // 1000, pa.timestamp("us", tz="UTC"))
     columns = []
     for wanted in layout.STORED:
@@ -260,9 +234,7 @@ def _stored(batch: pa.RecordBatch) -> pa.RecordBatch:
                 columns.append(batch.column(wanted.name).cast(wanted.type))
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
                 raise UsageError(
-                    "LOG_COLUMNS",
-                    f"Column {wanted.name!r} must be {wanted.type}: {str(error)[:300]}",
-                    next_step="cast the column to that type",
+                    "LOG_COLUMNS.TYPE", wanted=wanted.name, type=wanted.type, error=str(error)[:300]
                 ) from None
     return pa.RecordBatch.from_arrays(columns, schema=layout.STORED)
 
@@ -357,19 +329,11 @@ def _look(path: str, options: Mapping[str, str], files: list[_File], error: Exce
     try:
         there = {f.path for f in layout.snapshot(layout.open_table(path, options), path, options).files}
     except (DeliveredError, OSError) as second:
-        raise OutcomeUnknown(
-            "APPEND_UNKNOWN",
-            f"It is unknown whether the append to {path!r} succeeded: {str(error)[:300]}; then {str(second)[:300]}",
-            next_step="call append again with the same idempotence=(application id, version)",
-        ) from error
+        raise OutcomeUnknown("APPEND_UNKNOWN", path=path, error=str(error)[:300], second=str(second)[:300]) from error
     if {f.path for f in files} <= there:
         return _finish(path, options, files)
     remove(path, options, files)
-    raise DeliveredError(
-        "APPEND_FAILED",
-        f"Nothing was appended to {path!r}: {str(error)[:500]}",
-        next_step="free disk space or restore the permissions, then append again",
-    ) from error
+    raise DeliveredError("APPEND_FAILED", path=path, error=str(error)[:500]) from error
 
 
 def _shifted(path: str, options: Mapping[str, str], files: list[_File], ends: Mapping[int, int]) -> list[_File]:

@@ -238,11 +238,7 @@ class LogSource(Source):
                 # Compacted and vacuumed since the slice was planned: the records are in other files now.
                 table = layout.open_table(options.path, storage)
                 files = layout.snapshot(table, options.path, storage).overlapping(partition, reader.position, end)
-        raise InvariantBroken(
-            "LOG_FILES_VANISH",
-            f"Files of the log {options.path!r} were deleted {_RELOADS_MAX} times while they were read.",
-            next_step="keep files of a compacted table longer than a batch runs (vacuum retention)",
-        )
+        raise InvariantBroken("LOG_FILES_VANISH.AGAIN", path=options.path, reloads_max=_RELOADS_MAX)
 
     def _columns(self, batch: pa.RecordBatch, partition: int, schema: pa.Schema) -> pa.RecordBatch:
         constant = {
@@ -307,11 +303,7 @@ class LogDriver(SourceDriver):
             self._refresh()
             self._check_id(at)
             raise InvariantBroken(
-                "DATA_LOST",
-                f"The log {self._options.path!r} has another commit {at['version']} than when it was read: it was "
-                f"restored from an older copy, and has grown again. Records below {_read(at)} were lost, and others "
-                "may have their offsets.",
-                next_step="restore the log, or start a new checkpoint",
+                "DATA_LOST.LOG_RESTORED", path=self._options.path, version=at["version"], position=_read(at)
             )
 
     def freeze(self) -> None:
@@ -345,10 +337,11 @@ class LogDriver(SourceDriver):
             begin.setdefault(partition, now.earliest().get(partition, 0))
             if stop > now.ends().get(partition, 0):
                 raise UsageError(
-                    "OFFSET_OUT_OF_RANGE",
-                    f"endingOffsets has offset {stop} of partition {partition}, but the log {self._options.path!r} "
-                    f"ends at {now.ends().get(partition, 0)}.",
-                    next_step="use an offset up to the log's end",
+                    "OFFSET_OUT_OF_RANGE.LOG",
+                    stop=stop,
+                    partition=partition,
+                    path=self._options.path,
+                    end=now.ends().get(partition, 0),
                 )
         return _offsets(now.version, begin), _offsets(now.version, end)
 
@@ -390,12 +383,7 @@ class LogDriver(SourceDriver):
     def _check_id(self, offsets: Offsets) -> None:
         before, now = offsets.get(_ID), str(self._table.metadata().id)
         if before not in (None, now):
-            raise InvariantBroken(
-                "DATA_LOST",
-                f"The log {self._options.path!r} was deleted and recreated since it was read: its id was {before}, and "
-                f"is {now}. Records may be lost.",
-                next_step="restore the log, or start a new checkpoint",
-            )
+            raise InvariantBroken("DATA_LOST.LOG_RECREATED", path=self._options.path, before=before, current=now)
 
     def _offsets(self, now: layout.Snapshot, offsets: Mapping[int, int]) -> Offsets:
         return {**_offsets(now.version, offsets), _ID: str(self._table.metadata().id)}
@@ -418,10 +406,7 @@ class LogDriver(SourceDriver):
         for partition, at in begin.items():
             if at > ends.get(partition, at):
                 raise InvariantBroken(
-                    "LOG_BEHIND",
-                    f"The checkpoint is at offset {at} of partition {partition}, but the log {self._options.path!r} "
-                    f"ends at {ends[partition]}: the log was restored from an older copy, or is a different one.",
-                    next_step="restore the log, or start a new checkpoint",
+                    "LOG_BEHIND", position=at, partition=partition, path=self._options.path, end=ends[partition]
                 )
         return {**now.earliest(), **begin}
 
@@ -440,11 +425,7 @@ class LogDriver(SourceDriver):
             return {EARLIEST: earliest, LATEST: ends}[position]
         unknown = sorted(set(position) - set(ends))
         if unknown:
-            raise UsageError(
-                "PARTITION_UNKNOWN",
-                f"There are offsets for partitions {unknown}, but the log {self._options.path!r} has {sorted(ends)}.",
-                next_step="leave these partitions out of the offsets",
-            )
+            raise UsageError("PARTITION_UNKNOWN.LOG", unknown=unknown, path=self._options.path, known=sorted(ends))
         return {p: earliest[p] if at == -2 else ends[p] if at == -1 else at for p, at in position.items()}
 
 

@@ -124,18 +124,9 @@ def open_table(path: str, storage: Mapping[str, str], version: int | None = None
     try:
         table = deltalake.DeltaTable(path, version=version, storage_options=dict(storage) or None)
     except deltalake.exceptions.TableNotFoundError:
-        raise UsageError(
-            "LOG_MISSING",
-            f"The log at {path!r} does not exist.",
-            next_step="check the path; restore the folder if records were read from it before; else append the first "
-            "records with delivered.connectors.log.append",
-        ) from None
+        raise UsageError("LOG_MISSING", path=path) from None
     except (deltalake.exceptions.DeltaError, OSError) as error:
-        raise Unreachable(
-            "LOG_UNREACHABLE",
-            f"The log at {path!r} cannot be opened: {str(error)[:500]}",
-            next_step="check the path, the permissions and the storage.* options",
-        ) from None
+        raise Unreachable("LOG_UNREACHABLE", path=path, error=str(error)[:500]) from None
     written = table.metadata().configuration.get(LOG_PROPERTY, "0")
     check_format(int(written) if written.isdigit() else written, f"a log at {path!r}")
     return table
@@ -162,11 +153,7 @@ def snapshot(table: Any, path: str, storage: Mapping[str, str]) -> Snapshot:
     actions = pa.table(table.get_add_actions(flatten=True))
     names = set(actions.column_names)
     if f"partition.{PARTITION_COLUMN}" not in names and actions.num_rows:
-        raise UsageError(
-            "LOG_FOREIGN",
-            f"The Delta table at {path!r} is not a log: it is not partitioned by {PARTITION_COLUMN!r}.",
-            next_step="write the log with delivered.connectors.log.append",
-        )
+        raise UsageError("LOG_FOREIGN", path=path, partition_column=PARTITION_COLUMN)
     files = []
     for row in actions.to_pylist():
         low, high = row.get("min.offset"), row.get("max.offset")
@@ -230,12 +217,7 @@ def jitter_s(attempt: int) -> float:
 
 def damaged(path: str, partition: int, expected: int, found: str) -> InvariantBroken:
     """The error for missing or duplicate offsets."""
-    return InvariantBroken(
-        "LOG_RECORDS_MISSING",
-        f"Log {path!r}, partition {partition}: expected offset {expected}, found {found}. Records were deleted "
-        "from the table, or it was not written by delivered.connectors.log.append. Nothing was skipped.",
-        next_step="restore an earlier version of the Delta table, or start a new checkpoint after the gap",
-    )
+    return InvariantBroken("LOG_RECORDS_MISSING", path=path, partition=partition, expected=expected, actual=found)
 
 
 PROGRESS = "_progress"

@@ -44,11 +44,7 @@ class StagingWriter(Writer):
     def prepare(self, fingerprint: Fingerprint) -> Promise:
         self._world.gate()
         if self._participant.state is not State.OPEN:
-            raise PromiseBroken(
-                "PREPARE_FAILED",
-                f"Shard {self._participant.work.shard} was aborted while it was written.",
-                next_step="nothing: the task runs again",
-            )
+            raise PromiseBroken("PREPARE_FAILED", shard=self._participant.work.shard)
         self._participant.state = State.PREPARED
         return Promise(Opened(self._participant.id, fingerprint.count))
 
@@ -105,11 +101,7 @@ class MemorySink(Sink):
     def check_schema(self, schema: pa.Schema) -> None:
         names = set(schema.names)
         if "value" not in names or not names <= {"key", "value"}:
-            raise UsageError(
-                "COLUMNS",
-                f"delivered_memory writes the columns value and, optionally, key; it was given {schema.names}.",
-                next_step="select value and key",
-            )
+            raise UsageError("COLUMNS.MEMORY", columns=schema.names)
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         longest = self.options.value_bytes_max
@@ -145,11 +137,7 @@ class MemorySink(Sink):
         """The records, if none of them is refused."""
         reasons = self.invalid_rows(batch)
         if reasons is not None and reasons.null_count < len(reasons):
-            raise BadRecord(
-                "ROW_REFUSED",
-                f"A row was refused: {reasons.drop_null()[0].as_py()}.",
-                next_step="correct the rows, or set on_bad_row",
-            )
+            raise BadRecord("ROW_REFUSED.MEMORY", reason=reasons.drop_null()[0].as_py())
         return self.records(batch)
 
     @property

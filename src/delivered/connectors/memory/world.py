@@ -180,10 +180,5 @@ def make_world(name: str) -> World:
 def world(name: str) -> World:
     """Raises UsageError: this process has no such world; memory is not shared between processes."""
     if name not in _worlds:
-        raise UsageError(
-            "WORLD_UNKNOWN",
-            f"This process holds no world {name!r}; it holds {sorted(_worlds)}. The memory connector works within "
-            "one process.",
-            next_step="call make_world first, in the same process",
-        )
+        raise UsageError("WORLD_UNKNOWN", name=name, worlds=sorted(_worlds))
     return _worlds[name]

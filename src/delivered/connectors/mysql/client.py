@@ -103,11 +103,7 @@ def check_writable(session: Session, options: MysqlOptions) -> None:
 
 
 def read_only(options: MysqlOptions) -> Unreachable:
-    return Unreachable(
-        "READ_ONLY",
-        f"MySQL at {options.place} is read-only (read_only): it is a replica or under maintenance.",
-        "point the url at the primary server",
-    )
+    return Unreachable("READ_ONLY.MYSQL", place=options.place)
 
 
 def _check_version(session: Session, options: MysqlOptions) -> None:
@@ -118,9 +114,7 @@ def _check_version(session: Session, options: MysqlOptions) -> None:
     if version < VERSIONS_MIN[system]:
         needed = " or ".join(f"{name} {a}.{b}" for name, (a, b) in VERSIONS_MIN.items())
         raise UsageError(
-            "SERVER_TOO_OLD",
-            f"The server at {options.place} is {system} {session.server_version}; this sink needs {needed}, or newer.",
-            next_step="use a newer server",
+            "SERVER_TOO_OLD.MYSQL", place=options.place, system=system, version=session.server_version, needed=needed
         )
 
 
@@ -142,32 +136,16 @@ CONSTRAINTS = frozenset({1048, 1062, 1451, 1452, 1557, 1586, 3819, 4025})
 """Of these: constraint violations. The statement is rolled back, its transaction goes on."""
 
 _REFUSED = " rejected a row: "
-_FILTER = "filter or correct such rows, or change the table; under exactly_once nothing of this batch is visible"
-_BY_NUMBER: dict[int, tuple[type[DeliveredError], str, str]] = {
-    NO_DATABASE: (UsageError, "DATABASE_MISSING", "create the database, or correct the url"),
-    NO_TABLE: (UsageError, "TABLE_MISSING", "create {table}, or correct the option dbtable"),
-    1054: (UsageError, "COLUMN_MISSING", "ALTER TABLE {table} ADD COLUMN ..., or drop the column from the rows"),
-    DEADLOCK: (
-        DeliveredError,
-        "DEADLOCK",
-        "start again; if this recurs, repartition the rows so that each key is in one shard",
-    ),
-    LOCK_TIMEOUT: (
-        DeliveredError,
-        "LOCK_TIMEOUT",
-        "find the lock holder: SHOW ENGINE INNODB STATUS, SELECT * FROM information_schema.innodb_trx; under "
-        "two_phase, two shards of a batch that write the same unique key block each other: repartition by that key, "
-        "or raise lockTimeout",
-    ),
-    1665: (
-        UsageError,
-        "BINLOG_STATEMENT",
-        "SET GLOBAL binlog_format = 'ROW' (or MIXED): with STATEMENT this server rejects writes at isolation level "
-        "READ COMMITTED",
-    ),
-    1785: (UsageError, "ENGINE_NOT_TRANSACTIONAL", "ALTER TABLE {table} ENGINE = InnoDB"),
-    1613: (DeliveredError, "LOCK_TIMEOUT", "start again; raise lockTimeout"),
-    1614: (DeliveredError, "DEADLOCK", "start again; repartition the rows so that each key is in one shard"),
+_BY_NUMBER: dict[int, tuple[type[DeliveredError], str]] = {
+    NO_DATABASE: (UsageError, "DATABASE_MISSING.MYSQL"),
+    NO_TABLE: (UsageError, "TABLE_MISSING.MYSQL"),
+    1054: (UsageError, "COLUMN_MISSING.MYSQL"),
+    DEADLOCK: (DeliveredError, "DEADLOCK.MYSQL"),
+    LOCK_TIMEOUT: (DeliveredError, "LOCK_TIMEOUT.MYSQL"),
+    1665: (UsageError, "BINLOG_STATEMENT.WRITE"),
+    1785: (UsageError, "ENGINE_NOT_TRANSACTIONAL.XA"),
+    1613: (DeliveredError, "LOCK_TIMEOUT.MYSQL_XA"),
+    1614: (DeliveredError, "DEADLOCK.MYSQL_XA"),
 }
 
 
@@ -192,55 +170,35 @@ def explained(error: Exception, options: MysqlOptions) -> DeliveredError:
     number = error_number(error)
     text, where = error_message(error), f"MySQL at {options.place}"
     if number in LOGIN:
-        return Unreachable(
-            "MYSQL_LOGIN",
-            f"{where} rejected the login: {text}",
-            next_step="check the options user and password (a reference like env:NAME is resolved where the task "
-            "runs), and from which hosts the user may connect",
-        )
+        return Unreachable("MYSQL_LOGIN", where=where, text=text)
     if number in LOST:
-        return Unreachable(
-            "MYSQL_UNREACHABLE",
-            f"{where} is unreachable, or closed the connection: {text}",
-            next_step=f"check that it is running: mysqladmin -h {options.host} -P {options.port} ping",
-        )
+        return Unreachable("MYSQL_UNREACHABLE.CONNECTION", where=where, text=text, host=options.host, port=options.port)
     if number in _FULL:
-        return Unreachable(
-            "MYSQL_UNREACHABLE",
-            f"{where} accepts no more connections: {text}",
-            next_step="start the pipeline again later; check max_connections, and the user's own limit",
-        )
+        return Unreachable("MYSQL_UNREACHABLE.TOO_MANY", where=where, text=text)
     if number in DENIED:
         return UsageError(
-            "PERMISSION",
-            f"{where} reported: {text} (error {number}).",
-            next_step=f"GRANT INSERT ON {options.table_text} and ALL ON {options.ledger_schema}.* to the user",
+            "PERMISSION.MYSQL",
+            where=where,
+            text=text,
+            number=number,
+            table=options.table_text,
+            ledger_schema=options.ledger_schema,
         )
     if number in _READ_ONLY:
-        return Unreachable(
-            "READ_ONLY", f"{where} reported: {text} (error {number}).", "point the url at the primary server"
-        )
+        return Unreachable("READ_ONLY.MYSQL_STATEMENT", where=where, text=text, number=number)
     if number in _DISK or (number in _FILE and "space" in text.lower()):
-        return DeliveredError(
-            "DISK_FULL",
-            f"{where} has no disk space left: {text} (error {number}).",
-            next_step="free disk space on the server, then start the pipeline again",
-        )
+        return DeliveredError("DISK_FULL.MYSQL", where=where, text=text, number=number)
     if number in _ROW:
-        return BadRecord("ROW_REFUSED", f"{where} reported: {text} (error {number}).", _FILTER)
+        return BadRecord("ROW_REFUSED.MYSQL", where=where, text=text, number=number)
     if number in _BY_NUMBER:
-        kind, code, next_step = _BY_NUMBER[number]
-        return kind(code, f"{where} reported: {text} (error {number}).", next_step.format(table=options.table_text))
-    return DeliveredError(
-        "MYSQL_ERROR",
-        f"{where} reported: {text} (error {number}).",
-        next_step="look the error up in MySQL's manual, correct its cause, and start the pipeline again",
-    )
+        kind, code = _BY_NUMBER[number]
+        return kind(code, where=where, text=text, number=number, table=options.table_text)
+    return DeliveredError("MYSQL_ERROR", where=where, text=text, number=number)
 
 
 def row_refused(text: str, options: MysqlOptions) -> BadRecord:
     """A row that LOAD DATA changed or skipped with only a warning, or that no statement can hold."""
-    return BadRecord("ROW_REFUSED", f"MySQL at {options.place}{_REFUSED}{text}.", _FILTER)
+    return BadRecord("ROW_REFUSED.MYSQL_CLIENT", place=options.place, text=text)
 
 
 def refusal_text(error: BadRecord) -> str:

@@ -169,21 +169,10 @@ def check_allowed(session: Session, options: MysqlOptions) -> None:
     except ERRORS as error:
         if client.error_number(error) not in DENIED:
             raise
-        raise Refused(
-            "XA_DENIED",
-            f"The user may not list prepared transactions of MySQL at {options.place} ({client.error_message(error)}), "
-            "which mechanism two_phase requires.",
-            next_step="GRANT XA_RECOVER_ADMIN ON *.* TO the user, or write "
-            '.option("mechanism", "one_transaction"), which needs no such privilege',
-        ) from None
+        raise Refused("XA_DENIED", place=options.place, error=client.error_message(error)) from None
     row = session.execute("SHOW VARIABLES LIKE 'wsrep_on'").fetchone()
     if row is not None and str(row[1]).upper() == "ON":
-        raise Refused(
-            "XA_NOT_SUPPORTED",
-            f"MySQL at {options.place} is a node of a Galera cluster, which does not support XA transactions as "
-            "required by mechanism two_phase.",
-            next_step='write .option("mechanism", "one_transaction")',
-        )
+        raise Refused("XA_NOT_SUPPORTED", place=options.place)
 
 
 def give_up_earlier(session: Session, work: Work, options: MysqlOptions) -> None:

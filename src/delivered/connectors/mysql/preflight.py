@@ -30,13 +30,7 @@ def look(session: Session, options: MysqlOptions, guarantee: Guarantee) -> Itera
     if guarantee is not Guarantee.AT_MOST_ONCE:
         yield from _replicas(session, options)
     if settings.get("log_bin") == "ON" and settings.get("binlog_format") == "STATEMENT":
-        yield Finding(
-            "BINLOG_STATEMENT",
-            f"MySQL at {options.place} has binlog_format = STATEMENT, which rejects writes at isolation level READ "
-            "COMMITTED.",
-            True,
-            "SET GLOBAL binlog_format = 'ROW', or MIXED",
-        )
+        yield Finding.build("BINLOG_STATEMENT.START", refuses=True, place=options.place)
     if guarantee is Guarantee.EXACTLY_ONCE and options.mechanism is Mechanism.TWO_PHASE:
         committer.check_allowed(session, options)
         yield from _prepared(session, options)
@@ -67,12 +61,12 @@ def _durable(settings: dict[str, str], options: MysqlOptions, guarantee: Guarant
         if needed and settings.get(name, "1") != "1"
     ]
     if weak:
-        yield Finding(
+        yield Finding.build(
             "COMMIT_NOT_FLUSHED",
-            f"MySQL at {options.place} runs with {' and '.join(weak)}: a crash of its machine can lose committed "
-            "transactions.",
-            False,
-            "; ".join(f"SET GLOBAL {w.partition(' ')[0]} = 1" for w in weak),
+            refuses=False,
+            place=options.place,
+            weak=" and ".join(weak),
+            action="; ".join(f"SET GLOBAL {w.partition(' ')[0]} = 1" for w in weak),
         )
 
 
@@ -86,27 +80,14 @@ def _replicas(session: Session, options: MysqlOptions) -> Iterator[Finding]:
     # It is on until the first commit that waits in vain, also if none of the replicas takes part.
     waits = said.get("status") == "ON" and said.get("clients") != "0"
     if replicas and not waits:
-        yield Finding(
-            "STANDBY_ASYNCHRONOUS",
-            f"MySQL at {options.place} has {replicas} replica(s), and none is semi-synchronous: a fail-over "
-            "can lose the last decided batches. The next start then stops (LEDGER_BEHIND), and says how to write them "
-            "again.",
-            False,
-            "SET GLOBAL rpl_semi_sync_master_enabled = ON (MySQL 8: rpl_semi_sync_source_enabled), on the replicas too",
-        )
+        yield Finding.build("STANDBY_ASYNCHRONOUS.MYSQL", refuses=False, place=options.place, replicas=replicas)
 
 
 def _prepared(session: Session, options: MysqlOptions) -> Iterator[Finding]:
     """Transactions of any pipeline with its ledger on this server: foreign ids do not contain a start time."""
     oldest_s = max((age_of(ms) for ms in committer.all_started_ms(session)), default=0.0)
     if oldest_s > OPEN_TRANSACTION_OLD_S:
-        yield Finding(
-            "PREPARED_TRANSACTION_OLD",
-            f"A prepared transaction of this package at {options.place} is {oldest_s / 3600:.1f} hours old: it holds "
-            "locks and blocks purging until it is ended.",
-            False,
-            "find its owner: XA RECOVER; the next start of a pipeline ends its own",
-        )
+        yield Finding.build("PREPARED_TRANSACTION_OLD.MYSQL", refuses=False, place=options.place, hours=oldest_s / 3600)
 
 
 def _table(session: Session, options: MysqlOptions) -> Iterator[Finding]:
@@ -118,11 +99,8 @@ def _table(session: Session, options: MysqlOptions) -> Iterator[Finding]:
         base = options.schema or options.database
         there = "SELECT 1 FROM information_schema.schemata WHERE schema_name = %s"
         if session.execute(there, [base]).fetchone() is None:
-            yield Finding(
-                "SCHEMA_MISSING",
-                f"The database {base!r} for {options.table_text!r} does not exist at {options.place}.",
-                True,
-                f"CREATE DATABASE {base}, or correct the option dbtable",
+            yield Finding.build(
+                "SCHEMA_MISSING.DATABASE", refuses=True, base=base, table=options.table_text, place=options.place
             )
         return
     target.check_engine(options, found)

@@ -137,7 +137,7 @@ class Session(Connection):
                 return
             answer = self._read_packet()
             if not answer.is_load_local_packet():
-                raise InvariantBroken("LOAD_NOT_REQUESTED", "The server did not request the rows of LOAD DATA LOCAL.")
+                raise InvariantBroken("LOAD_NOT_REQUESTED")
             for at in range(0, len(data), PACKET_BYTES):
                 self.write_packet(bytes(data[at : at + PACKET_BYTES]))
             self.write_packet(b"")

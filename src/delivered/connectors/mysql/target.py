@@ -79,11 +79,7 @@ class MysqlTypes(ServerTypes):
     def _check_name(self, name: str, seen: dict[str, str]) -> None:
         super()._check_name(name, seen)
         if name.endswith(" ") or any(c > "\uffff" for c in name):
-            raise UsageError(
-                "COLUMN_NAME",
-                f"{name!r} is not a valid column name: MySQL allows no blank at its end, no character above U+FFFF.",
-                next_step="rename it: df.withColumnRenamed(...)",
-            )
+            raise UsageError("COLUMN_NAME.MYSQL", name=name)
 
     def declared(self, kind: pa.DataType) -> str | None:
         fitting = self.fitting(kind)
@@ -393,17 +389,10 @@ def check_hidden(session: Session, options: MysqlOptions) -> None:
 def check_engine(options: MysqlOptions, found: Found) -> None:
     """Raises UsageError: a view, or an engine without transactions."""
     if found.kind != "BASE TABLE":
-        raise UsageError(
-            "NOT_A_TABLE",
-            f"{options.table_text!r} {options.where} is a {found.kind.lower()}, not a table.",
-            next_step="write to a table",
-        )
+        raise UsageError("NOT_A_TABLE.MYSQL", table=options.table_text, where=options.where, kind=found.kind.lower())
     if found.engine.lower() != ENGINE.lower():
         raise UsageError(
-            "ENGINE_NOT_TRANSACTIONAL",
-            f"Table {options.table_text!r} {options.where} uses the engine {found.engine!r}; this sink needs {ENGINE}, "
-            "so that rows and ledger share transactions.",
-            next_step=f"ALTER TABLE {options.table_text} ENGINE = {ENGINE}",
+            "ENGINE_NOT_TRANSACTIONAL.TABLE", table=options.table_text, where=options.where, engine=found.engine
         )
 
 

@@ -224,11 +224,7 @@ class Loading:
             _, number, text = self._session.execute("SHOW WARNINGS LIMIT 1").fetchone()
             raise client.row_refused(f"{text} (warning {number}, one of {warnings})", self._options)
         if rows != sent:
-            raise InvariantBroken(
-                "ROWS_DIFFER",
-                f"{sent} rows were sent, but the server loaded {rows}, without a warning.",
-                next_step="start the pipeline again; the batch runs again",
-            )
+            raise InvariantBroken("ROWS_DIFFER.MYSQL_LOADED", sent=sent, rows=rows)
         self.rows += rows
 
 
@@ -298,9 +294,11 @@ class LoadWriter(ShardWriter):
             loading.end()
             if loading.rows != fingerprint.count:
                 raise InvariantBroken(
-                    "ROWS_DIFFER",
-                    f"Shard {self._work.shard} of batch {self._work.batch}: {loading.rows} rows were sent, but the "
-                    f"fingerprint counts {fingerprint.count}.",
+                    "ROWS_DIFFER.MYSQL_SENT",
+                    shard=self._work.shard,
+                    batch=self._work.batch,
+                    rows=loading.rows,
+                    count=fingerprint.count,
                 )
             handle = None
             if self._moved_later:
@@ -346,7 +344,7 @@ class LoadWriter(ShardWriter):
     @property
     def _ready(self) -> target.Target:
         if self._target is None:
-            raise InvariantBroken("NO_TARGET", "Rows are sent before the table was checked.")
+            raise InvariantBroken("NO_TARGET.UNCHECKED")
         return self._target
 
     def _begin(self, session: Session) -> Loading:

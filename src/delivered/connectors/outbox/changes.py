@@ -154,13 +154,12 @@ class Changes:
 
     def _no_value(self, field: pa.Field, position: int, error: Exception) -> BadRecord:
         return BadRecord(
-            "OUTBOX_VALUE",
-            f"{OWNER}: a value of the column {field.name} of {self._options.table}, written at {lsn_text(position)}, "
-            f"does not fit {field.type}: {error}.",
-            next_step="values such as infinity, numbers that are NaN, years after 294247 and text that is not UTF-8 "
-            "have no counterpart: set on_bad_row: dead_letter with a dead_letter sink, which keeps such changes; or "
-            "correct the row in the table, which adds a change to the log, and write "
-            f'.option("schemaChange", "{lsn_text(position)}"), with which the query goes on after it',
+            "OUTBOX_VALUE.CHANGE",
+            column=field.name,
+            table=self._options.table,
+            position=lsn_text(position),
+            type=field.type,
+            error=error,
         )
 
     def _append(self, op: str, position: int, relation: Relation, row: Row | None) -> None:
@@ -174,22 +173,14 @@ class Changes:
                 if self._options.accepts(position):
                     return
                 raise BadRecord(
-                    "OUTBOX_IDENTITY",
-                    f"{OWNER}: the log does not say of which row of {self._options.table} a {op} at "
-                    f"{lsn_text(position)} is: it has no value of the key column {name}, which the replica "
-                    "identity did not have then.",
-                    next_step="give the table a replica identity with its primary key; remove from the sink's table "
-                    f'what the table no longer has; then write .option("schemaChange", "{lsn_text(position)}"), with '
-                    "which the query goes on after it",
+                    "OUTBOX_IDENTITY.LOG",
+                    table=self._options.table,
+                    operation=op,
+                    position=lsn_text(position),
+                    name=name,
                 )
             if value is UNCHANGED:
-                raise BadRecord(
-                    "OUTBOX_UNCHANGED",
-                    f"{OWNER}: an update of {self._options.table} left the large column {name} alone, and "
-                    "the log has no value for it: the sink would store null.",
-                    next_step=f"ALTER TABLE {self._options.table} REPLICA IDENTITY FULL, start a new checkpoint with "
-                    "another slot, and once its first batch has run copy the table: _lsn settles which row is newer",
-                )
+                raise BadRecord("OUTBOX_UNCHANGED", table=self._options.table, name=name)
             values.append(value)  # type: ignore[arg-type]
             self._bytes += 16 + len(value or b"")  # type: ignore[arg-type]
         self._rows.append(values)
@@ -209,12 +200,7 @@ class Changes:
         return [relation.columns.index(n) if n in relation.columns else None for n in self._names]
 
     def _other(self, what: str) -> BadRecord:
-        return BadRecord(
-            "OUTBOX_COLUMNS",
-            f"{OWNER}: the table {self._options.table} {what}.",
-            next_step="restart the query: it takes the columns of the rows that come next; the transform and the sink "
-            "need them too (mergeSchema)",
-        )
+        return BadRecord("OUTBOX_COLUMNS.CHANGED", table=self._options.table, what=what)
 
     def _key(self, relation: Relation, row: Row) -> list[Value]:
         """By the primary key; if it is not known, by the replica identity."""
@@ -223,13 +209,7 @@ class Changes:
 
 
 def truncated(options: OutboxOptions, position: int) -> BadRecord:
-    return BadRecord(
-        "OUTBOX_TRUNCATED",
-        f"{OWNER}: the table {options.table} was truncated at {lsn_text(position)}; the log does not say which rows it "
-        "had. All changes before it were delivered.",
-        next_step=f'truncate the sink\'s table too, then write .option("schemaChange", "{lsn_text(position)}"), with '
-        "which the query goes on after it",
-    )
+    return BadRecord("OUTBOX_TRUNCATED", table=options.table, position=lsn_text(position))
 
 
 def _filled(change: Change) -> Row | None:
@@ -333,10 +313,7 @@ class Shapes:
             found, at = self._run(lambda c: shape.partition_differences(c, known, now)), int(start["lsn"])
             if found and not self._accepted(found, at):
                 raise InvariantBroken(
-                    "OUTBOX_PARTITIONS",
-                    f"{self._said(found)} All changes before {slot.lsn_text(at)} were delivered; its rows "
-                    "came or went without a change in the log.",
-                    next_step=f"bring the sink's table in line with the source's, then {_on(at)}",
+                    "OUTBOX_PARTITIONS", change=self._said(found), position=slot.lsn_text(at), resume=_on(at)
                 )
         kept = {"#shape": start["#shape"]} if "#shape" in start else {}
         return kept | ({"#partitions": now} if now or known else {}) | {"#columns": self._columns(start, state)}
@@ -409,12 +386,7 @@ class Shapes:
 
     def _refuse(self, found: Sequence[str], at: int) -> None:
         if not self._accepted(found, at):
-            raise InvariantBroken(
-                "OUTBOX_SCHEMA",
-                f"{self._said(found)} All changes before {slot.lsn_text(at)} were delivered; rows that were not "
-                "written since are not in the log in their new form.",
-                next_step=f"adapt transform and sink, compare the sink's table with the source's, then {_on(at)}",
-            )
+            raise InvariantBroken("OUTBOX_SCHEMA", change=self._said(found), position=slot.lsn_text(at), resume=_on(at))
 
     def _accepted(self, found: Sequence[str], at: int) -> bool:
         if self._options.schema_change != NEW and not self._options.accepts(at):

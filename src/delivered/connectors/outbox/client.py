@@ -166,11 +166,7 @@ def explained(error: Exception, options: OutboxOptions) -> DeliveredError | None
     """Our error for a client's; None: it is not a client's."""
     own = cause(error)
     if isinstance(own, UnicodeDecodeError):  # MariaDB stores surrogates
-        return BadRecord(
-            "OUTBOX_TEXT",
-            f"{OWNER}: {options.table} at {options.system} has a text that is not UTF-8: {own}.",
-            next_step="correct the row, or keep such values in a column of bytes; it was not deleted",
-        )
+        return BadRecord("OUTBOX_TEXT", table=options.table, system=options.system, error=own)
     library = type(own).__module__.partition(".")[0]
     if library not in ("psycopg", "pymysql", "sqlite3"):
         return None
@@ -179,38 +175,19 @@ def explained(error: Exception, options: OutboxOptions) -> DeliveredError | None
     if library == "sqlite3":
         name = getattr(own, "sqlite_errorname", type(own).__name__)
         if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")):
-            return UsageError(
-                "OUTBOX_DATABASE",
-                f"{OWNER}: {where} cannot be opened for writing: {text} ({name}).",
-                next_step="correct the option url: sqlite:///folder/file.db; the file must exist",
-            )
-        return Unreachable("OUTBOX_ERROR", f"{OWNER}: {where} failed: {text} ({name}).", "run the pipeline again")
+            return UsageError("OUTBOX_DATABASE", where=where, text=text, name=name)
+        return Unreachable("OUTBOX_ERROR.RETRY", where=where, text=text, name=name)
     lost = (code is None or str(code).startswith(("08", "57P", "53300"))) if library == "psycopg" else code in LOST
     login = str(code).startswith("28") or code in (*LOGIN, _NO_DATABASE_RIGHT) or "password authentication" in text
     if login:
-        return Unreachable(
-            "OUTBOX_LOGIN", f"{OWNER}: {where} rejected the login: {text}", "check the options user and password"
-        )
+        return Unreachable("OUTBOX_LOGIN", where=where, text=text)
     if lost:
-        return Unreachable(
-            "OUTBOX_UNREACHABLE", f"{OWNER}: {where} is unreachable, or closed the connection: {text}", "start it"
-        )
+        return Unreachable("OUTBOX_UNREACHABLE", where=where, text=text)
     if code == "42501" or code in DENIED:
-        return UsageError(
-            "PERMISSION",
-            f"{OWNER}: {where} denied a statement: {text}",
-            next_step="grant the user SELECT and DELETE on the outbox and the right to create tables; for method log "
-            'ALTER ROLE ... REPLICATION, or write .option("method", "poll")',
-        )
+        return UsageError("PERMISSION.OUTBOX", where=where, text=text)
     if code == "53400":
-        return UsageError(
-            "OUTBOX_SLOTS",
-            f"{OWNER}: {where} has no replication slot left: {text}",
-            next_step="raise max_replication_slots (a new slot needs two for a moment), or drop one that nobody reads",
-        )
-    return DeliveredError(
-        "OUTBOX_ERROR", f"{OWNER}: {where} reported: {text} ({code}).", "correct the cause, then start again"
-    )
+        return UsageError("OUTBOX_SLOTS", where=where, text=text)
+    return DeliveredError("OUTBOX_ERROR.SERVER", where=where, text=text, number=code)
 
 
 def _postgres(options: OutboxOptions, **more: Any) -> psycopg.Connection[Any]:

@@ -19,7 +19,7 @@ from delivered.connectors.outbox import shape, slot
 from delivered.connectors.outbox.changes import Shapes
 from delivered.connectors.outbox.client import connect, explaining, sqlstate, transaction
 from delivered.connectors.outbox.events import Reader
-from delivered.connectors.outbox.options import EARLIEST, LATEST, OWNER, OutboxOptions
+from delivered.connectors.outbox.options import EARLIEST, LATEST, OutboxOptions
 from delivered.connectors.outbox.positions import DELETED_MAX, NUMBERED_MAX, Positions
 from delivered.contract.source import Offsets, Slice, SourceDriver
 from delivered.model import patience
@@ -127,12 +127,11 @@ class WalDriver(SourceDriver):
         if found != known[_LAST]:
             slot.check_cluster(now, self._options, at)
             raise InvariantBroken(
-                "OUTBOX_DATABASE_BEHIND",
-                f"{OWNER}: the last row before {slot.lsn_text(int(at['lsn']))} at {self._options.system} is of "
-                f"another transaction than when it was delivered ({found}, {known[_LAST]}: WAL position and commit "
-                "time): the server was restored from an older copy.",
-                next_step="find rows that were not delivered (with keep=false the outbox still has them), then start a "
-                "new checkpoint with another slot, which begins with the rows of the outbox",
+                "OUTBOX_DATABASE_BEHIND.TRANSACTION",
+                position=slot.lsn_text(int(at["lsn"])),
+                system=self._options.system,
+                actual=found,
+                known=known[_LAST],
             )
 
     def freeze(self) -> None:
@@ -160,10 +159,9 @@ class WalDriver(SourceDriver):
         start = dict(self._options.starting) if isinstance(self._options.starting, dict) else None
         if now.kind is None or self._options.starting == LATEST:
             raise UsageError(
-                "OUTBOX_BATCH",
-                f"{OWNER}: a batch read shows what the slot {self._options.slot} still holds, from earliest on"
-                + ("; there is no such slot." if now.kind is None else "; startingOffsets is latest."),
-                next_step="start the stream first, which makes the slot" if now.kind is None else "write earliest",
+                "OUTBOX_BATCH.SLOT_NONE" if now.kind is None else "OUTBOX_BATCH.SLOT_LATEST",
+                slot=self._options.slot,
+                problem="; there is no such slot." if now.kind is None else "; startingOffsets is latest.",
             )
         start = start or self._offsets(now, now.confirmed or 0)
         slot.check_slot(now, self._options, start)
@@ -345,12 +343,7 @@ def lock_key(name: str) -> int:
 
 
 def in_use(holder: str, what: str, options: OutboxOptions) -> Refused:
-    return Refused(
-        "OUTBOX_IN_USE",
-        f"{OWNER}: another pipeline reads {what} at {options.system}: {holder} has had it for over {LOCK_WAIT_S} s.",
-        next_step='stop that pipeline; or, for a second one, write .option("slot", "...") or '
-        '.option("positionsTable", "...") with keep=true for both',
-    )
+    return Refused("OUTBOX_IN_USE", what=what, system=options.system, holder=holder, lock_wait_s=LOCK_WAIT_S)
 
 
 _NEW = -1
@@ -423,12 +416,7 @@ class PollDriver(SourceDriver):
 
     def batch(self) -> tuple[Offsets, Offsets]:
         if not self._transaction(self._positions.exists):
-            raise UsageError(
-                "OUTBOX_BATCH",
-                f"{OWNER}: a batch read shows the rows that a stream has numbered and not deleted, and there is no "
-                f"table {self._options.positions}.",
-                next_step="start the stream first, or read the table itself",
-            )
+            raise UsageError("OUTBOX_BATCH.POLL", positions_table=self._options.positions)
         starting = self._options.starting
         start = dict(starting) if isinstance(starting, dict) else {"number": self._transaction(self._first)}
         return start, self._offsets(self._transaction(self._positions.last)[0])
@@ -469,12 +457,12 @@ class PollDriver(SourceDriver):
         )
         if at > 0 and found != known:
             raise InvariantBroken(
-                "OUTBOX_DATABASE_BEHIND",
-                f"{OWNER}: row {at} of {self._options.positions} at {self._options.system} has the id {found}, and "
-                f"this query read it with the id {known}: the database was restored from an older copy, or promoted "
-                "without its last transactions, or is another one.",
-                next_step="restore the table; or compare the outbox with what was delivered, and start a new "
-                "checkpoint, which begins with all rows of the outbox",
+                "OUTBOX_DATABASE_BEHIND.ROW",
+                row=at,
+                positions_table=self._options.positions,
+                system=self._options.system,
+                actual=found,
+                known=known,
             )
 
     def _offsets(self, number: int) -> Offsets:

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.outbox.changes import MESSAGE
-from delivered.connectors.outbox.options import OWNER, ROUTE, OutboxOptions
+from delivered.connectors.outbox.options import ROUTE, OutboxOptions
 from delivered.connectors.outbox.pgoutput import BYTEA, UNCHANGED, Relation, Row, Value, unhexed
 from delivered.connectors.outbox.positions import text
 from delivered.model.errors import BadRecord, InvariantBroken
@@ -88,11 +88,12 @@ class Events:
         if id_ is None or id_ in self._seen:
             name = self._options.columns[0]
             raise BadRecord(
-                "OUTBOX_ID",
-                f"{OWNER}: the outbox {self._options.outbox} has "
-                + (f"a row whose {name} is null" if id_ is None else f"two rows with {name} {text(id_)}")
-                + f" (aggregate {text(kind)} {text(key)}): a consumer could not tell repeats.",
-                next_step=f"make {name} a primary key; give each message one id, by delivered.patterns.outbox.new_id()",
+                "OUTBOX_ID.NULL_OR_TWICE",
+                outbox=self._options.outbox,
+                rows=f"a row whose {name} is null" if id_ is None else f"two rows with {name} {text(id_)}",
+                kind=text(kind),
+                key=text(key),
+                name=name,
             )
         self._seen.add(id_)
         if self._options.json and payload is not None:
@@ -110,10 +111,7 @@ class Events:
         except UnicodeDecodeError as error:
             name = self._options.columns[1]
             raise BadRecord(
-                "OUTBOX_TOPIC",
-                f"{OWNER}: the message {text(id_)} in {self._options.outbox} has the {name} {kind!r}, which is no "
-                f"UTF-8 text ({error}): no topic can be named after it.",
-                next_step=f"correct the row; or name one topic for all, without {ROUTE}: the option topic",
+                "OUTBOX_TOPIC", id=text(id_), outbox=self._options.outbox, name=name, kind=kind, error=error
             ) from None
 
     def take(self) -> Rows:
@@ -149,10 +147,7 @@ class Events:
             json.loads(payload)
         except (ValueError, RecursionError) as error:
             raise BadRecord(
-                "OUTBOX_PAYLOAD",
-                f"{OWNER}: the payload of the message {text(id_)} in {self._options.outbox} is not JSON: "
-                f"{payload[:200]!r} ({error}).",
-                next_step='correct the row; or write .option("payloadFormat", "any") and filter it in the transform',
+                "OUTBOX_PAYLOAD.ROW", id=text(id_), outbox=self._options.outbox, payload=payload[:200], error=error
             ) from None
 
     def batches(self, rows: Iterator[Sequence[tuple[Any, ...]]]) -> Iterator[Rows]:
@@ -192,12 +187,10 @@ class Reader:
             if at is None:
                 raise BadRecord(
                     "OUTBOX_COLUMN",
-                    f"{OWNER}: the table {self._options.outbox} had no column {' or '.join(names)} when a row was "
-                    f"written; it had {', '.join(relation.columns)}.",
-                    next_step="name the column that it was, after the one that it is: "
-                    f'.option("columns", "payload={names[0]}, payload=..."); if it did not exist then, start a new '
-                    "checkpoint with another slot, which begins with the rows of the outbox: those that were not "
-                    "delivered are still in it (with keep=false)",
+                    outbox=self._options.outbox,
+                    names=" or ".join(names),
+                    columns=", ".join(relation.columns),
+                    first_name=names[0],
                 )
             found.append((at, relation.types[at] == BYTEA))
         return found
@@ -207,7 +200,7 @@ def _value(value: Value, is_bytes: bool) -> bytes | None:
     if isinstance(value, bytes):
         return unhexed(value) if is_bytes else value
     if value is UNCHANGED:
-        raise InvariantBroken("PGOUTPUT", "An inserted row has no value for a column.")
+        raise InvariantBroken("PGOUTPUT.NO_VALUE")
     return None
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from delivered.connectors.outbox import shape, slot
-from delivered.connectors.outbox.options import OWNER, OutboxOptions
+from delivered.connectors.outbox.options import OutboxOptions
 from delivered.connectors.outbox.shape import Shape, find_keys
 from delivered.connectors.outbox.slot import State, check_slot, state
 from delivered.model.errors import DeliveredError, UsageError
@@ -58,11 +58,7 @@ def layout(connection: psycopg.Connection[Any], options: OutboxOptions) -> Layou
     now = state(connection, options)
     table = table_shape(connection, options, now)
     if not table[0]:
-        raise UsageError(
-            "OUTBOX_TABLE",
-            f"{OWNER}: {options.system} has no table {options.table}.",
-            next_step="create it, or correct the option table",
-        )
+        raise UsageError("OUTBOX_TABLE.CHANGES", system=options.system, table=options.table)
     found, optional = _unread(connection, options, now, *table)
     return Layout(
         pa.schema([*_fields(connection, found), *ADDED]), _keys(connection, options, table[0], found), found, optional

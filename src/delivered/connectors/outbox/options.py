@@ -49,7 +49,7 @@ def _url(text: str) -> str:
         usable = False
     if not usable:
         # The value is not shown: an unparsable URL may contain a password.
-        raise Unfit(f"is not of the form {_EXAMPLES}")
+        raise Unfit.build("OPTION_VALUE.DATABASE_URL")
     if parts.password is not None or "password" in dict(parse_qsl(parts.query)):
         raise password_in_url("env:DATABASE_PASSWORD")
     if DIALECTS[parts.scheme] == "mysql":
@@ -68,14 +68,14 @@ def _where(text: str) -> Where:
         found = None
     # Also accepts the result of the driver's `initial`, which is stored next to a checkpoint.
     if not isinstance(found, dict) or not {"lsn", "number"} & set(found):
-        raise Unfit(f"is {text!r}; it must be earliest, latest, or offsets as Spark logs them")
+        raise Unfit.build("OPTION_VALUE.OUTBOX_OFFSETS", text=text)
     return found
 
 
 def _table(text: str) -> str:
     parts = text.strip().split(".")
     if not all(parts) or len(parts) > 2 or any(c in text for c in '\0%?"`'):
-        raise Unfit(f"is {text!r}; it must be a table, or schema.table, as stored in the database and unquoted")
+        raise Unfit.build("OPTION_VALUE.OUTBOX_TABLE", text=text)
     return text.strip()
 
 
@@ -83,7 +83,7 @@ def _columns(text: str) -> Renamed:
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
     named = tuple((before.strip(), after.strip()) for before, _, after in pairs)
     if not all(before in COLUMNS and after for before, after in named):
-        raise Unfit(f"is {text!r}; it must be like payload=body, type=kind, with names of {', '.join(COLUMNS)}")
+        raise Unfit.build("OPTION_VALUE.OUTBOX_COLUMNS", text=text, columns=", ".join(COLUMNS))
     return named
 
 
@@ -92,13 +92,13 @@ def _schema_change(text: str) -> str:
     if given.lower() in (STOP, NEW):
         return given.lower()
     if not re.fullmatch(r"[0-9A-Fa-f]{1,8}/[0-9A-Fa-f]{1,8}", given):
-        raise Unfit(f"is {text!r}; it must be stop, new, or a position as an error names it: 0/1A2B3C8")
+        raise Unfit.build("OPTION_VALUE.SCHEMA_CHANGE", text=text)
     return given
 
 
 def _slot(text: str) -> str:
     if not re.fullmatch(rf"[a-z0-9_]{{1,{SLOT_LENGTH_MAX}}}", text):
-        raise Unfit(f"is {text!r}; PostgreSQL allows 1 to {SLOT_LENGTH_MAX} lower-case letters, digits and _")
+        raise Unfit.build("OPTION_VALUE.SLOT", text=text, slot_length_max=SLOT_LENGTH_MAX)
     return text
 
 
@@ -212,18 +212,9 @@ class OutboxOptions(Options, owner=OWNER, ignored=("path",)):
     def check(self, owner: str) -> None:
         if self.dialect != "postgres" and (self.method == LOG or self.changes is not None):
             name = "table" if self.changes is not None else "method"
-            raise UsageError(
-                "OPTION_CONFLICT",
-                f"{owner}: option {name!r} needs logical decoding, which only PostgreSQL has; the url is of "
-                f"{self.dialect}.",
-                next_step='read an outbox by .option("method", "poll")',
-            )
+            raise UsageError("OPTION_CONFLICT.OUTBOX_POSTGRES", owner=owner, name=name, dialect=self.dialect)
         if self.changes is not None and self.method == POLL:
-            raise UsageError(
-                "OPTION_CONFLICT",
-                f"{owner}: option 'table' needs method log: polling sees no updates and no deletes.",
-                next_step="remove the option 'method'",
-            )
+            raise UsageError("OPTION_CONFLICT.OUTBOX_POLL", owner=owner)
         self._check_names(owner)
 
     def _check_names(self, owner: str) -> None:
@@ -238,9 +229,14 @@ class OutboxOptions(Options, owner=OWNER, ignored=("path",)):
                 if limit is not None and length > limit:
                     unit = "characters" if self.dialect == "mysql" else "bytes"
                     raise UsageError(
-                        "NAME_TOO_LONG",
-                        f"{owner}: the name {part!r} has {length} {unit}; {self.dialect} allows {limit}.",
-                        next_step=f"set the option {option_name!r} to a shorter name",
+                        "NAME_TOO_LONG.OUTBOX",
+                        owner=owner,
+                        name=part,
+                        length=length,
+                        unit=unit,
+                        dialect=self.dialect,
+                        limit=limit,
+                        option_name=option_name,
                     )
 
     @property

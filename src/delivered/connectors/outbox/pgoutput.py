@@ -90,11 +90,7 @@ def unhexed(value: bytes) -> bytes:
             raise ValueError("no \\x at its start")
         return bytes.fromhex(value[2:].decode("ascii"))
     except ValueError as error:
-        raise InvariantBroken(
-            "PGOUTPUT",
-            f"PostgreSQL's pgoutput sent a bytea that is not in hexadecimal: {value[:64]!r} ({error}).",
-            next_step="report it with the server's version",
-        ) from None
+        raise InvariantBroken("PGOUTPUT.BYTEA", value=value[:64], error=error) from None
 
 
 class Decoder:
@@ -116,11 +112,7 @@ class Decoder:
         try:
             return self._decoded(data[:1])
         except (struct.error, KeyError, IndexError, ValueError) as error:
-            raise InvariantBroken(
-                "PGOUTPUT",
-                f"PostgreSQL's pgoutput sent a message that protocol 1 does not have: {data[:64]!r} ({error!r}).",
-                next_step="report it with the server's version",
-            ) from error
+            raise InvariantBroken("PGOUTPUT.MESSAGE", message_bytes=data[:64], error=error) from error
 
     def _decoded(self, kind: bytes) -> list[Begin | Change]:
         match kind:

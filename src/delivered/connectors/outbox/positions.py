@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from delivered.connectors.outbox.options import OWNER, OutboxOptions
+from delivered.connectors.outbox.options import OutboxOptions
 from delivered.model.errors import BadRecord, InvariantBroken, UsageError
 from delivered.patterns.caller import Caller, quoted
 from delivered.source import id_bytes
@@ -89,20 +89,16 @@ class Positions:
         for name in (*options.columns, *([options.order] if options.order is not None and not rowid else [])):
             if not self._described(caller, _TYPE, name):
                 where = f"{options.system} has no column {name} in a table {options.outbox}"
-                raise UsageError(
-                    "OUTBOX_TABLE",
-                    f"{OWNER}: {where}.",
-                    next_step=f'create it: delivered.patterns.outbox.ddl("{options.dialect}"); or write the options '
-                    "dbtable and columns",
-                )
+                raise UsageError("OUTBOX_TABLE.LAYOUT", where=where, dialect=options.dialect)
         name = options.columns[0]
         if not self._described(caller, _UNIQUE, name):
             raise UsageError(
                 "OUTBOX_ID_NOT_UNIQUE",
-                f"{OWNER}: the column {name} of {options.outbox} has no unique index of its own: one id could be there "
-                "twice, and a consumer would drop the second message.",
-                next_step=f"CREATE UNIQUE INDEX {quoted(options.dialect, f'{name}_is_unique')} ON {self._rows} "
-                f"({quoted(options.dialect, name)})",
+                name=name,
+                outbox=options.outbox,
+                index=quoted(options.dialect, f"{name}_is_unique"),
+                rows=self._rows,
+                quoted_name=quoted(options.dialect, name),
             )
 
     def unordered(self, caller: Caller) -> str | None:
@@ -173,10 +169,7 @@ class Positions:
             if not any(word in str(error).lower() for word in ("null", "unique", "duplicate")):
                 raise
             raise BadRecord(
-                "OUTBOX_ID",
-                f"{OWNER}: a row of {self.options.outbox} has an id that is null, or there twice: {error}.",
-                next_step=f"find it: SELECT {id_}, count(*) FROM {self._rows} GROUP BY {id_} "
-                f"HAVING count(*) > 1 OR {id_} IS NULL",
+                "OUTBOX_ID.TABLE", outbox=self.options.outbox, error=error, id=id_, rows=self._rows
             ) from error
 
     def last(self, caller: Caller) -> tuple[int, str | None]:
@@ -310,14 +303,7 @@ class Positions:
         ).rows
         if rows:
             table = self.options.outbox
-            raise InvariantBroken(
-                "OUTBOX_ID_REUSED",
-                f"{OWNER}: a row of {table} has the id {text(rows[0][0])} of a row that was delivered and deleted: "
-                "its ids start again (a table that was emptied, TRUNCATE ... RESTART IDENTITY), or the table was "
-                "restored from an older copy. Nothing was skipped.",
-                next_step="use ids that never repeat (a UUID, AUTOINCREMENT in SQLite), and give this row another id; "
-                "after a restore, compare the outbox with what was delivered",
-            )
+            raise InvariantBroken("OUTBOX_ID_REUSED.ROW", table=table, id=text(rows[0][0]))
 
     def _described(self, caller: Caller, queries: dict[str, str], column: str) -> Sequence[tuple[Any, ...]]:
         schema, _, table = self.options.outbox.rpartition(".")
@@ -327,10 +313,10 @@ class Positions:
     def _missing(self, number: int, end: int) -> InvariantBroken:
         return InvariantBroken(
             "OUTBOX_ROWS_GONE",
-            f"{OWNER}: row {number} of {self.options.outbox}, of a batch that ends with {end}, is missing from it or "
-            f"from {self.options.positions}: somebody else deletes rows, or two pipelines read one outbox.",
-            next_step="only the source may delete rows (keep=false); give a second pipeline its own positionsTable, "
-            "and both keep=true; then start a new checkpoint, which begins with the rows that are left",
+            number=number,
+            outbox=self.options.outbox,
+            end=end,
+            positions_table=self.options.positions,
         )
 
 

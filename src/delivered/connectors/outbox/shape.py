@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from delivered.connectors.outbox.options import OWNER, OutboxOptions
+from delivered.connectors.outbox.options import OutboxOptions
 from delivered.connectors.outbox.pgoutput import Relation
 from delivered.model.errors import Refused
 from delivered.patterns.caller import quoted
@@ -110,16 +110,11 @@ def check_identity(connection: psycopg.Connection[Any], options: OutboxOptions, 
         if lacks is not None:
             of = "" if name == options.table else f" (of {options.table})"
             raise Refused(
-                "OUTBOX_IDENTITY",
-                f"{OWNER}: {name}{of} {lacks[0]}. "
-                + (
-                    "Its UPDATE and DELETE fail while published, or the log does not say which rows they changed."
-                    if published
-                    else "A publication of its changes would make UPDATE and DELETE of the application fail, or a copy "
-                    "keep rows that were deleted. Nothing was created."
-                ),
-                next_step=f"in the database: {lacks[1].format(name)}; then start the pipeline again"
-                + (", which goes on where it stood" if published else ""),
+                "OUTBOX_IDENTITY.PUBLISHED" if published else "OUTBOX_IDENTITY.UNPUBLISHED",
+                name=name,
+                of=of,
+                reason=lacks[0],
+                statement=lacks[1].format(name),
             )
 
 

@@ -129,13 +129,11 @@ def state(connection: psycopg.Connection[Any], options: OutboxOptions) -> State:
     given = {"slot": options.slot, "publication": options.publication, "table": quoted("postgres", options.table)}
     found = connection.execute(_STATE, given).fetchone()
     if found is None:
-        raise InvariantBroken("OUTBOX_ERROR", "PostgreSQL answered without a row.")
+        raise InvariantBroken("OUTBOX_ERROR.NO_ROW")
     return State(*found)
 
 
 # Whether a publication has everything that is read: the table as one, its operations, its rows, its columns.
-
-_COMPARE = "changes made meanwhile are not in the log for this slot: compare the table with what was delivered"
 
 
 def check_publication(now: State, options: OutboxOptions) -> None:
@@ -145,27 +143,17 @@ def check_publication(now: State, options: OutboxOptions) -> None:
         wanted = "insert" if options.changes is None else "insert,update,delete,truncate"
         lacking = [kind for kind in wanted.split(",") if kind not in now.publishes.split(",")]
         if now.parts_published and not now.via_root:
-            raise Refused(
-                "OUTBOX_PUBLICATION",
-                f"{OWNER}: the publication {name} publishes the partitions of {table} each as a table of its own "
-                "(publish_via_partition_root is false): their changes would not be found under its name.",
-                next_step=f"ALTER PUBLICATION {name} SET (publish_via_partition_root = true)",
-            )
+            raise Refused("OUTBOX_PUBLICATION.PARTITIONS", name=name, table=table)
         if lacking or now.published is None:
             why = f"does not have the table {table}" if now.published is None else f"publishes no {lacking[0]}"
             raise Refused(
-                "OUTBOX_PUBLICATION",
-                f"{OWNER}: the publication {name} {why}: changes would be skipped.",
-                next_step=f"ALTER PUBLICATION {name} "
-                + (f"ADD TABLE {table}" if now.published is None else f"SET (publish = '{wanted}')")
-                + f"; {_COMPARE}",
+                "OUTBOX_PUBLICATION.OPERATIONS",
+                name=name,
+                reason=why,
+                change=f"ADD TABLE {table}" if now.published is None else f"SET (publish = '{wanted}')",
             )
         if '"rowfilter": "' in now.published:
-            raise Refused(
-                "OUTBOX_PUBLICATION",
-                f"{OWNER}: the publication {name} filters rows of {table}: {now.published}.",
-                next_step="publish the table without WHERE, and filter in the pipeline's transform",
-            )
+            raise Refused("OUTBOX_PUBLICATION.FILTER", name=name, table=table, filter=now.published)
     needed = now.key if options.changes is not None else options.columns
     lost = next((column for column in needed if column in now.columns and column not in now.carried), None)
     if lost is not None:
@@ -173,11 +161,11 @@ def check_publication(now: State, options: OutboxOptions) -> None:
             f"is not in the column list of the publication {name}"
         )  # fmt: skip
         raise Refused(
-            "OUTBOX_PUBLICATION",
-            f"{OWNER}: the column {lost} of {table} {why}: rows would come without it.",
-            next_step=f"ALTER PUBLICATION {name} SET TABLE {table}, without a column list; {_COMPARE}"
-            if lost not in now.generated
-            else 'write .option("method", "poll"), or name another column in the option columns',
+            "OUTBOX_PUBLICATION.COLUMN_LIST" if lost not in now.generated else "OUTBOX_PUBLICATION.COLUMN_GENERATED",
+            lost=lost,
+            table=table,
+            reason=why,
+            name=name,
         )
 
 
@@ -210,22 +198,11 @@ def check_server(now: State, options: OutboxOptions) -> None:
     """What must hold before a slot can be read or made. Raises UsageError: with the value and the next step."""
     where = options.system
     if now.flushed is None:
-        raise Refused(
-            "OUTBOX_STANDBY", f"{OWNER}: {where} is a standby.", next_step="point the url at the primary server"
-        )
+        raise Refused("OUTBOX_STANDBY", where=where)
     if now.wal_level != "logical":
-        raise Refused(
-            "OUTBOX_WAL_LEVEL",
-            f"{OWNER}: wal_level of {where} is {now.wal_level}; logical decoding needs logical.",
-            next_step="ALTER SYSTEM SET wal_level = logical and restart the server, or write "
-            '.option("method", "poll") for an outbox',
-        )
+        raise Refused("OUTBOX_WAL_LEVEL", where=where, wal_level=now.wal_level)
     if now.table is None:
-        raise UsageError(
-            "OUTBOX_TABLE",
-            f"{OWNER}: {where} has no table {options.table}.",
-            next_step="create it, with delivered.patterns.outbox.ddl if it is an outbox, or correct the option",
-        )
+        raise UsageError("OUTBOX_TABLE.LOG", where=where, table=options.table)
     check_publication(now, options)
 
 
@@ -237,20 +214,9 @@ def check_cluster(now: State, options: OutboxOptions, start: Offsets) -> None:
     """
     at, where = int(start["lsn"]), options.system
     if (known := start.get("#system")) not in (None, now.system):
-        raise InvariantBroken(
-            "OUTBOX_OTHER_DATABASE",
-            f"{OWNER}: the offsets are of the server with system identifier {known}, but {where} has "
-            f"{now.system}: it is another cluster.",
-            next_step=f"point the url at the former one; or {_AGAIN}",
-        )
+        raise InvariantBroken("OUTBOX_OTHER_DATABASE", known=known, where=where, current=now.system)
     if (line := start.get("#timeline")) not in (None, now.timeline) and options.timeline != now.timeline:
-        raise InvariantBroken(
-            "OUTBOX_TIMELINE",
-            f"{OWNER}: {where} was promoted: it is on timeline {now.timeline}, and the offsets, up to {lsn_text(at)}, "
-            f"are of timeline {line}. What the former primary committed last may be missing here.",
-            next_step=f"see in the file {now.timeline:08X}.history of pg_wal that the timeline began at or after "
-            f'{lsn_text(at)}; if it did, write .option("timeline", "{now.timeline}"); if not, {_AGAIN}',
-        )
+        raise InvariantBroken("OUTBOX_TIMELINE", where=where, timeline=now.timeline, position=lsn_text(at), line=line)
 
 
 def check_slot(now: State, options: OutboxOptions, start: Offsets) -> None:
@@ -265,52 +231,43 @@ def check_slot(now: State, options: OutboxOptions, start: Offsets) -> None:
         check_server(now, options)
     check_cluster(now, options, start)
     if now.kind is None:
-        raise InvariantBroken(
-            "OUTBOX_SLOT_MISSING",
-            f"{OWNER}: {where} has no slot {slot}, which this query has read up to {lsn_text(at)}: it was dropped, or "
-            "the server was restored or promoted without it. Changes since then cannot be decoded.",
-            next_step=again,
-        )
+        raise InvariantBroken("OUTBOX_SLOT_MISSING", where=where, slot=slot, position=lsn_text(at), action=again)
     if now.kind != "logical" or now.plugin != PLUGIN or not now.own_database:
         is_ = f"{now.kind}, of {now.plugin or 'no plugin'}" + ("" if now.own_database else ", of another database")
-        raise Refused(
-            "OUTBOX_SLOT_PLUGIN",
-            f"{OWNER}: the slot {slot} at {where} is {is_}; it must be logical, of {PLUGIN}, and of this database.",
-            next_step='name another one, .option("slot", "..."), which the source makes',
-        )
+        raise Refused("OUTBOX_SLOT_PLUGIN", slot=slot, where=where, state=is_)
     if now.wal_status == "lost" or now.confirmed is None:
         raise InvariantBroken(
-            "OUTBOX_WAL_REMOVED",
-            f"{OWNER}: {where} has removed WAL that the slot {slot} needs, from {lsn_text(at)} on "
-            f"(max_slot_wal_keep_size is {now.keep_size}).",
-            next_step=f"raise max_slot_wal_keep_size; SELECT pg_drop_replication_slot('{slot}'); then {again}",
+            "OUTBOX_WAL_REMOVED.START",
+            where=where,
+            slot=slot,
+            position=lsn_text(at),
+            keep_size=now.keep_size,
+            again=again,
         )
     if now.flushed is not None and now.flushed < at:
         raise InvariantBroken(
-            "OUTBOX_DATABASE_BEHIND",
-            f"{OWNER}: the WAL of {where} ends at {lsn_text(now.flushed)}, before {lsn_text(at)}, the position of this "
-            "query: the server was restored from an older copy.",
-            next_step=again,
+            "OUTBOX_DATABASE_BEHIND.WAL", where=where, end=lsn_text(now.flushed), position=lsn_text(at), action=again
         )
     if now.confirmed > at > 0:
         raise moved(now.confirmed, options, at)
     if now.publishes is None:
         raise InvariantBroken(
-            "OUTBOX_PUBLICATION",
-            f"{OWNER}: {where} has no publication {options.publication}, which the slot {slot} needs for the changes "
-            f"from {lsn_text(at)} on.",
-            next_step=f"a publication made now has no changes of before: {again}",
+            "OUTBOX_PUBLICATION.DROPPED",
+            where=where,
+            publication=options.publication,
+            slot=slot,
+            position=lsn_text(at),
+            again=again,
         )
 
 
 def moved(confirmed: int, options: OutboxOptions, start: int) -> InvariantBroken:
     return InvariantBroken(
         "OUTBOX_SLOT_MOVED",
-        f"{OWNER}: the slot {options.slot} at {options.system} stands at {lsn_text(confirmed)}, after "
-        f"{lsn_text(start)}, where this query must read: another reader consumed the changes between, or the batch was "
-        "acknowledged before.",
-        next_step="give each pipeline its own slot; compare what was delivered with the outbox, or read it again with "
-        '.option("keep", "true"), which keeps delivered rows readable',
+        slot=options.slot,
+        system=options.system,
+        confirmed=lsn_text(confirmed),
+        start=lsn_text(start),
     )
 
 
@@ -327,10 +284,10 @@ def check_table(connection: psycopg.Connection[Any], now: State, options: Outbox
     became = f"was renamed to {row[0]}" if row is not None else "was dropped"
     raise InvariantBroken(
         "OUTBOX_TABLE_RENAMED",
-        f"{OWNER}: the table {options.table} that this query reads {became}; "
-        + ("no table has its name now." if now.table is None else "another one has its name now."),
-        next_step=(f"write {row[0]} in the options, or rename it back" if row is not None else "restore the table")
-        + "; or start a new checkpoint with another slot",
+        table=options.table,
+        became=became,
+        successor="no table has its name now." if now.table is None else "another one has its name now.",
+        action=f"write {row[0]} in the options, or rename it back" if row is not None else "restore the table",
     )
 
 
@@ -388,12 +345,7 @@ def _waiting(connection: psycopg.Connection[Any], options: OutboxOptions) -> Ite
     except Exception as error:
         if sqlstate(error) != "55P03":
             raise
-        raise Refused(
-            "OUTBOX_SLOT_WAITS",
-            f"{said}. They did not within {SLOT_WAIT_S:.0f} s.",
-            next_step="end them, a prepared one by COMMIT PREPARED or ROLLBACK PREPARED as its owner decided (see "
-            'pg_stat_activity and pg_prepared_xacts), or write .option("method", "poll")',
-        ) from error
+        raise Refused("OUTBOX_SLOT_WAITS", waiting=said, slot_wait_s=SLOT_WAIT_S) from error
     finally:
         timer.cancel()
 
@@ -569,24 +521,14 @@ def _reading(options: OutboxOptions) -> Iterator[None]:
         code = sqlstate(error)
         text = " ".join(str(error).split())
         if code == _IN_USE:
-            raise SlotInUse(
-                "OUTBOX_SLOT_IN_USE",
-                f"{OWNER}: the slot {options.slot} at {options.system} is in use: {text}.",
-                next_step="stop the other reader (SELECT * FROM pg_replication_slots), or name another slot",
-            ) from error
+            raise SlotInUse("OUTBOX_SLOT_IN_USE", slot=options.slot, system=options.system, text=text) from error
         if code == _UNDEFINED and "publication" in text:
             raise InvariantBroken(
-                "OUTBOX_PUBLICATION",
-                f"{OWNER}: {options.system} cannot decode the changes of the slot {options.slot}: {text}. The "
-                "publication did not exist when they were written.",
-                next_step="compare the table with what was delivered, drop the slot, and start a new checkpoint",
+                "OUTBOX_PUBLICATION.TOO_NEW", system=options.system, slot=options.slot, text=text
             ) from error
         if code in (_NOT_READY, _REMOVED):
             raise InvariantBroken(
-                "OUTBOX_WAL_REMOVED",
-                f"{OWNER}: {options.system} cannot read the slot {options.slot}: {text}.",
-                next_step="raise max_slot_wal_keep_size; compare the outbox with what was delivered; drop the slot and "
-                "start a new checkpoint",
+                "OUTBOX_WAL_REMOVED.READ", system=options.system, slot=options.slot, text=text
             ) from error
         raise
 

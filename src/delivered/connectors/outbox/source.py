@@ -14,7 +14,7 @@ from delivered.connectors.outbox.changes import CHANGE, MESSAGE
 from delivered.connectors.outbox.client import connect, explaining, transaction
 from delivered.connectors.outbox.driver import HISTORY, NUMBERED, PollDriver, WalDriver
 from delivered.connectors.outbox.layout import Layout, layout
-from delivered.connectors.outbox.options import OWNER, OutboxOptions
+from delivered.connectors.outbox.options import OutboxOptions
 from delivered.connectors.outbox.positions import Positions
 from delivered.connectors.outbox.shape import check_identity
 from delivered.connectors.outbox.slot import missing_columns
@@ -126,11 +126,7 @@ class OutboxSource(Source):
     def _layout(self) -> Layout:
         found = self.planned().layout
         if found is None:
-            raise UsageError(
-                "OUTBOX_TABLE",
-                f"{OWNER}: the columns of {self.options.table} are unknown.",
-                next_step="check the table's name and the user's right to read it",
-            )
+            raise UsageError("OUTBOX_TABLE.COLUMNS", table=self.options.table)
         return found
 
     def address(self) -> Address:
@@ -185,14 +181,12 @@ class OutboxSource(Source):
         if kind is None:
             return []
         return [
-            Finding(
+            Finding.build(
                 "OUTBOX_ORDER",
-                f"ids of {self.options.outbox} are {kind}: rows that are found together "
-                f"{'(those from before the slot) ' if self.options.by_log else ''}come in the order of their ids, not "
-                "in that in which they were written: messages of one aggregate may be swapped",
-                False,
-                'write .option("orderColumn", "..."), a column that increases: a sequence, or a time of one clock; or '
-                "make ids by delivered.patterns.outbox.new_id()",
+                refuses=False,
+                outbox=self.options.outbox,
+                kind=kind,
+                which="(those from before the slot) " if self.options.by_log else "",
             )
         ]
 
@@ -202,14 +196,12 @@ class OutboxSource(Source):
         found = []
         if lost := missing_columns(now):
             found.append(
-                Finding(
-                    "OUTBOX_COLUMNS",
-                    f"changes of {options.table} come without {', '.join(lost)}: PostgreSQL's log has no generated "
-                    f"columns, nor those that the publication {options.publication} does not list",
-                    False,
-                    "compute them in the transform"
-                    if set(lost) <= set(now.generated)
-                    else f"ALTER PUBLICATION {options.publication} SET TABLE {options.table}, without a column list",
+                Finding.build(
+                    "OUTBOX_COLUMNS.NOT_IN_LOG" if set(lost) <= set(now.generated) else "OUTBOX_COLUMNS.COLUMN_LIST",
+                    refuses=False,
+                    table=options.table,
+                    lost=", ".join(lost),
+                    publication=options.publication,
                 )
             )
         (children,) = connection.execute(
@@ -219,13 +211,7 @@ class OutboxSource(Source):
         ).fetchone() or ([],)
         if children:
             found.append(
-                Finding(
-                    "OUTBOX_CHILDREN",
-                    f"rows of {', '.join(children)}, which inherit from {options.table}, are not in this stream, "
-                    "though a query of the table shows them",
-                    False,
-                    "read each of them as a change stream of its own",
-                )
+                Finding.build("OUTBOX_CHILDREN", refuses=False, children=", ".join(children), table=options.table)
             )
         return found
 
@@ -242,26 +228,27 @@ class OutboxSource(Source):
         if not able:
             raise Refused(
                 "OUTBOX_REPLICATION",
-                f"{OWNER}: the user may not use replication slots at {options.system}.",
-                next_step="ALTER ROLE ... REPLICATION"
-                + ("" if options.changes else ', or write .option("method", "poll"), which needs no such right'),
+                system=options.system,
+                alternative=""
+                if options.changes
+                else ', or write .option("method", "poll"), which needs no such right',
             )
         if now.kind is None:
             if now.publishes is None and not owns:
-                raise Refused(
-                    "OUTBOX_PUBLICATION",
-                    f"{OWNER}: there is no publication {options.publication}, and the user does not own the table.",
-                    next_step=f"CREATE PUBLICATION {options.publication} FOR TABLE {options.table} as its owner",
-                )
+                raise Refused("OUTBOX_PUBLICATION.NOT_OWNER", publication=options.publication, table=options.table)
             return found
         slot.check_slot(now, options, {"lsn": 0})
         held, limit = now.held_back or 0, now.keep_size
         return [
             *found,
-            Finding(
+            Finding.build(
                 "OUTBOX_WAL",
-                f"the slot {options.slot} holds back {held / 2**20:.1f} MiB of WAL at {options.system}; "
-                + ("max_slot_wal_keep_size is -1: it may fill the disk" if limit == "-1" else f"its limit is {limit}"),
-                False,
+                refuses=False,
+                slot=options.slot,
+                mib=held / 2**20,
+                system=options.system,
+                limit="max_slot_wal_keep_size is -1: it may fill the disk"
+                if limit == "-1"
+                else f"its limit is {limit}",
             ),
         ]

@@ -80,10 +80,10 @@ def connect(options: PostgresOptions, role: str = "task", writes: bool = True) -
         connection.watch("PostgreSQL", options.url, given)
         if connection.info.server_version < VERSION_MIN:
             raise UsageError(
-                "SERVER_TOO_OLD",
-                f"PostgreSQL at {options.place} is version {connection.info.server_version // 10_000}; this sink "
-                f"needs {VERSION_MIN // 10_000} or newer.",
-                next_step="use a newer server",
+                "SERVER_TOO_OLD.POSTGRES",
+                place=options.place,
+                version=connection.info.server_version // 10000,
+                version_min=VERSION_MIN // 10000,
             )
         _pin(connection, {**_SETTINGS, "lock_timeout": f"{options.lock_timeout_s * 1000}ms"}, options, writes)
     except psycopg.Error as error:
@@ -122,11 +122,7 @@ def _pin(connection: Session, settings: Mapping[str, str], options: PostgresOpti
 
 
 def read_only_server(options: PostgresOptions) -> Unreachable:
-    return Unreachable(
-        "READ_ONLY",
-        f"PostgreSQL at {options.place} is read-only: it is a standby, or default_transaction_read_only is on.",
-        "point the url at the primary server; name all of them, postgresql://a:5432,b:5432/db, to follow a fail-over",
-    )
+    return Unreachable("READ_ONLY.POSTGRES", place=options.place)
 
 
 @cache
@@ -253,41 +249,24 @@ def explained(error: Exception, options: PostgresOptions) -> DeliveredError:
     state = getattr(error, "sqlstate", None)
     text, where = _message(error), f"PostgreSQL at {options.place}"
     if type(error).__name__ == "DataError" and state is None:  # of the client, about a value
-        return BadRecord("ROW_UNWRITABLE", f"The client of {where} failed for a value: {text}.", _FILTER)
+        return BadRecord("ROW_UNWRITABLE.CLIENT", where=where, text=text)
     if state is None:
         if "authentication" in text or "password" in text or "pg_hba.conf" in text:
             return _login(text, where)
         if "FATAL" in text and "does not exist" in text:  # while connecting, the client keeps no SQLSTATE
-            return UsageError("DATABASE_MISSING", f"{where} reported: {text}.", _BY_STATE["3D000"][2])
+            return UsageError("DATABASE_MISSING.POSTGRES_CONNECT", where=where, text=text)
         if type(error).__name__ == "WaitEnded":
-            return Unreachable(
-                "POSTGRES_NO_ANSWER",
-                f"{where} did not answer: {text}.",
-                next_step="start the server, or its standby; or take the standby out of synchronous_standby_names and "
-                "reload the configuration",
-            )
-        return Unreachable(
-            "POSTGRES_UNREACHABLE",
-            f"{where} is unreachable, or closed the connection: {text}",
-            next_step=f'check that it is running: psql "{options.url}" -c "SELECT 1"',
-        )
+            return Unreachable("POSTGRES_NO_ANSWER", where=where, text=text)
+        return Unreachable("POSTGRES_UNREACHABLE.CONNECTION", where=where, text=text, url=options.url)
     if state.startswith("28"):
         return _login(text, where)
     if state.startswith(("08", "57P", "53300")):
-        return Unreachable(
-            "POSTGRES_UNREACHABLE",
-            f"{where} rejected or terminated the connection: {text}",
-            next_step="start the pipeline again once the server accepts connections; check max_connections",
-        )
+        return Unreachable("POSTGRES_UNREACHABLE.TERMINATED", where=where, text=text)
     found = _BY_STATE.get(state) or _BY_CLASS.get(state[:2])
     if found is None:
-        return DeliveredError(
-            "POSTGRES_ERROR",
-            f"{where} reported: {text} (SQLSTATE {state}).",
-            next_step="look the SQLSTATE up in PostgreSQL's manual (appendix A), mend it, and start the pipeline again",
-        )
-    kind, code, next_step = found
-    return kind(code, f"{where} reported: {text} (SQLSTATE {state}).", next_step.format(table=options.table_text))
+        return DeliveredError("POSTGRES_ERROR", where=where, text=text, state=state)
+    kind, code = found
+    return kind(code, where=where, text=text, state=state, table=options.table_text)
 
 
 def about_a_row(error: psycopg.Error) -> str | None:
@@ -298,12 +277,7 @@ def about_a_row(error: psycopg.Error) -> str | None:
 
 
 def _login(text: str, where: str) -> DeliveredError:
-    return Unreachable(
-        "POSTGRES_LOGIN",
-        f"{where} rejected the login: {text}",
-        next_step="check the options user and password (a reference like env:NAME is resolved where the task runs), "
-        "and pg_hba.conf",
-    )
+    return Unreachable("POSTGRES_LOGIN", where=where, text=text)
 
 
 def _message(error: Exception) -> str:
@@ -315,57 +289,26 @@ def _message(error: Exception) -> str:
     return " ".join(text.split())[:1500]
 
 
-_PREPARED = (
-    "set max_prepared_transactions in postgresql.conf to at least twice the number of shards and restart the server, "
-    'or write .option("mechanism", "one_transaction")'
-)
-_FILTER = "filter or correct such rows, or change the table; under exactly_once nothing of this batch is visible"
-_BY_STATE: dict[str, tuple[type[DeliveredError], str, str]] = {
-    "3D000": (UsageError, "DATABASE_MISSING", "create the database, or correct the url"),
-    "3F000": (UsageError, "SCHEMA_MISSING", "CREATE SCHEMA ..., or correct the option dbtable"),
-    "42P01": (UsageError, "TABLE_MISSING", "create {table}, or correct the option dbtable"),
-    "42703": (UsageError, "COLUMN_MISSING", "ALTER TABLE {table} ADD COLUMN ..., or drop the column from the rows"),
-    "42501": (
-        UsageError,
-        "PERMISSION",
-        "GRANT INSERT ON {table}, and CREATE ON DATABASE for the ledger's schema, to the user",
-    ),
-    "42P10": (
-        UsageError,
-        "KEY_NOT_UNIQUE",
-        "create a unique index on exactly the columns of keyColumns, neither partial nor deferrable",
-    ),
-    "21000": (
-        UsageError,
-        "KEY_COLLATION",
-        "give the key columns of {table} a type, collation and unique index under which only identical keys are equal",
-    ),
-    "25006": (Unreachable, "READ_ONLY", "point the url at the primary server"),
-    "53100": (DeliveredError, "DISK_FULL", "free disk space on the server, then start the pipeline again"),
-    "40P01": (
-        DeliveredError,
-        "DEADLOCK",
-        "start again; if this recurs, repartition the rows so that each key is in one shard",
-    ),
-    "55P03": (
-        DeliveredError,
-        "LOCK_TIMEOUT",
-        "find the lock holder: SELECT * FROM pg_locks WHERE NOT granted; under two_phase, two shards of a batch that "
-        "write the same unique key block each other: repartition by that key, or raise lockTimeout",
-    ),
-    "55000": (UsageError, "PREPARED_TRANSACTIONS_OFF", _PREPARED),
-    "53200": (DeliveredError, "PREPARED_TRANSACTIONS_FULL", _PREPARED),
-    "0A000": (
-        UsageError,
-        "NOT_PREPARABLE",
-        "a trigger that uses NOTIFY or temporary tables cannot be part of a prepared transaction: write "
-        '.option("mechanism", "one_transaction")',
-    ),
+_BY_STATE: dict[str, tuple[type[DeliveredError], str]] = {
+    "3D000": (UsageError, "DATABASE_MISSING.POSTGRES"),
+    "3F000": (UsageError, "SCHEMA_MISSING.POSTGRES"),
+    "42P01": (UsageError, "TABLE_MISSING.POSTGRES"),
+    "42703": (UsageError, "COLUMN_MISSING.POSTGRES"),
+    "42501": (UsageError, "PERMISSION.POSTGRES"),
+    "42P10": (UsageError, "KEY_NOT_UNIQUE.UPSERT"),
+    "21000": (UsageError, "KEY_COLLATION.UPSERT"),
+    "25006": (Unreachable, "READ_ONLY.POSTGRES_STATEMENT"),
+    "53100": (DeliveredError, "DISK_FULL.POSTGRES"),
+    "40P01": (DeliveredError, "DEADLOCK.POSTGRES"),
+    "55P03": (DeliveredError, "LOCK_TIMEOUT.POSTGRES"),
+    "55000": (UsageError, "PREPARED_TRANSACTIONS_OFF.PREPARE"),
+    "53200": (DeliveredError, "PREPARED_TRANSACTIONS_FULL.PREPARE"),
+    "0A000": (UsageError, "NOT_PREPARABLE"),
 }
-_BY_CLASS: dict[str, tuple[type[DeliveredError], str, str]] = {
-    "22": (BadRecord, "ROW_REFUSED", _FILTER),
-    "23": (BadRecord, "ROW_REFUSED", _FILTER),
-    "54": (BadRecord, "ROW_REFUSED", _FILTER),
-    "42": (UsageError, "STATEMENT_REFUSED", "compare the rows' columns with the table: \\d {table}"),
-    "53": (DeliveredError, "SERVER_RESOURCES", "add the missing resources, then start the pipeline again"),
+_BY_CLASS: dict[str, tuple[type[DeliveredError], str]] = {
+    "22": (BadRecord, "ROW_REFUSED.POSTGRES"),
+    "23": (BadRecord, "ROW_REFUSED.POSTGRES"),
+    "54": (BadRecord, "ROW_REFUSED.POSTGRES"),
+    "42": (UsageError, "STATEMENT_REFUSED"),
+    "53": (DeliveredError, "SERVER_RESOURCES"),
 }

@@ -126,13 +126,7 @@ def slots(connection: psycopg.Connection[Any], options: PostgresOptions) -> int:
     row = connection.execute("SELECT current_setting('max_prepared_transactions')::int").fetchone()
     if row is not None and row[0] > 0:
         return int(row[0])
-    raise Refused(
-        "PREPARED_TRANSACTIONS_OFF",
-        f"PostgreSQL at {options.place} has max_prepared_transactions = 0, its default, so it does not support the "
-        "prepared transactions of mechanism two_phase.",
-        next_step="set it in postgresql.conf to at least twice the number of shards and restart the server, or write "
-        '.option("mechanism", "one_transaction"), which needs no setting',
-    )
+    raise Refused("PREPARED_TRANSACTIONS_OFF.START", place=options.place)
 
 
 # Mechanism one_transaction: tasks commit shards to staging tables, and the driver moves them.

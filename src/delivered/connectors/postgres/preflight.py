@@ -31,18 +31,10 @@ def look(connection: psycopg.Connection[Any], options: PostgresOptions, guarante
     replica, read_only, unsafe = row or (False, False, False)
     if replica or read_only:
         what = "is a read-only replica" if replica else "is read-only (default_transaction_read_only)"
-        yield Finding(
-            "READ_ONLY", f"PostgreSQL at {options.place} {what}.", True, "point the url at the primary server"
-        )
+        yield Finding.build("READ_ONLY.POSTGRES_START", refuses=True, place=options.place, what=what)
         return
     if unsafe and guarantee is not Guarantee.AT_MOST_ONCE:
-        yield Finding(
-            "FSYNC_OFF",
-            f"PostgreSQL at {options.place} runs with fsync = off: a crash of its machine can lose committed "
-            "transactions.",
-            False,
-            "set fsync = on",
-        )
+        yield Finding.build("FSYNC_OFF", refuses=False, place=options.place)
     if guarantee is not Guarantee.AT_MOST_ONCE:
         yield from _standbys(connection, options)
     if guarantee is Guarantee.EXACTLY_ONCE and options.mechanism is Mechanism.TWO_PHASE:
@@ -65,22 +57,15 @@ def _standbys(connection: psycopg.Connection[Any], options: PostgresOptions) -> 
     ).fetchone()
     wanted, there, synchronous, names = row or ("", 0, 0, None)
     if not wanted and there:
-        yield Finding(
-            "STANDBY_ASYNCHRONOUS",
-            f"PostgreSQL at {options.place} has {there} standby(s){f' ({names})' if names else ''}, none of them "
-            "synchronous: a fail-over can lose the last decided batches. The next start then stops (LEDGER_BEHIND) "
-            "and says how to write them again.",
-            False,
-            "set synchronous_standby_names, for example to 'ANY 1 (*)', and reload the configuration",
+        yield Finding.build(
+            "STANDBY_ASYNCHRONOUS.POSTGRES",
+            refuses=False,
+            place=options.place,
+            standbys=there,
+            names=f" ({names})" if names else "",
         )
     elif wanted and not synchronous:
-        yield Finding(
-            "STANDBY_MISSING",
-            f"PostgreSQL at {options.place} has synchronous_standby_names = '{wanted}', but no such standby is "
-            "connected: every commit waits for it.",
-            False,
-            "start the standby, or take it out of synchronous_standby_names and reload the configuration",
-        )
+        yield Finding.build("STANDBY_MISSING", refuses=False, place=options.place, wanted=wanted)
 
 
 def _prepared(connection: psycopg.Connection[Any], options: PostgresOptions, allowed: int) -> Iterator[Finding]:
@@ -89,29 +74,21 @@ def _prepared(connection: psycopg.Connection[Any], options: PostgresOptions, all
     ).fetchone()
     used, oldest_s = row or (0, 0.0)
     if allowed - used <= 0:
-        yield Finding(
-            "PREPARED_TRANSACTIONS_FULL",
-            f"PostgreSQL at {options.place} allows {allowed} prepared transactions, and all are in use; the oldest is "
-            f"{oldest_s:.0f} s old.",
-            True,
-            "find their owners: SELECT * FROM pg_prepared_xacts; raise max_prepared_transactions",
+        yield Finding.build(
+            "PREPARED_TRANSACTIONS_FULL.START", refuses=True, place=options.place, allowed=allowed, oldest_s=oldest_s
         )
     elif allowed - used < SLOTS_WANTED:
-        yield Finding(
+        yield Finding.build(
             "PREPARED_TRANSACTIONS_FEW",
-            f"PostgreSQL at {options.place} allows {allowed} prepared transactions, and {used} are in use: a batch can "
-            f"have at most {allowed - used} shards, or half of that if tasks are retried.",
-            False,
-            "raise max_prepared_transactions, or write with fewer partitions",
+            refuses=False,
+            place=options.place,
+            allowed=allowed,
+            used=used,
+            free=allowed - used,
         )
     if oldest_s > OPEN_TRANSACTION_OLD_S:
-        yield Finding(
-            "PREPARED_TRANSACTION_OLD",
-            f"A prepared transaction at {options.place} is {oldest_s / 3600:.1f} hours old: it holds locks and blocks "
-            "VACUUM until it is ended.",
-            False,
-            "find its owner: SELECT * FROM pg_prepared_xacts ORDER BY prepared; the next start of a pipeline ends its "
-            "own",
+        yield Finding.build(
+            "PREPARED_TRANSACTION_OLD.POSTGRES", refuses=False, place=options.place, hours=oldest_s / 3600
         )
 
 
@@ -131,12 +108,7 @@ def _table(connection: psycopg.Connection[Any], options: PostgresOptions, guaran
     elif options.write.upserts and not target.has_unique_index(connection, found[0], options.write.keys):
         raise no_unique_index(options.write, options.table_text, options.where)
     elif row is not None and row[0] == "u" and guarantee is not Guarantee.AT_MOST_ONCE:
-        yield Finding(
-            "TABLE_UNLOGGED",
-            f"Table {options.table_text!r} at {options.place} is unlogged: a crash of the server empties it.",
-            True,
-            f"ALTER TABLE {options.table_text} SET LOGGED",
-        )
+        yield Finding.build("TABLE_UNLOGGED", refuses=True, table=options.table_text, place=options.place)
     copies = not options.write.merges and not _staged(options, guarantee)
     known = target.read_definition(connection, options, copies=copies)
     yield from findings(options, known, loads=copies)
@@ -157,19 +129,12 @@ def _may_create(connection: psycopg.Connection[Any], options: PostgresOptions) -
         [options.schema],
     ).fetchone()
     if row is None:
-        yield Finding(
-            "SCHEMA_MISSING",
-            f"The schema {schema!r} for {options.table_text!r} does not exist at {options.place}.",
-            True,
-            f"CREATE SCHEMA {schema}, or correct the option dbtable",
+        yield Finding.build(
+            "SCHEMA_MISSING.NAMESPACE", refuses=True, schema=schema, table=options.table_text, place=options.place
         )
     elif not row[1]:
-        yield Finding(
-            "PERMISSION",
-            f"User {user!r} lacks the privilege to create {options.table_text!r} in schema {row[0]!r} at "
-            f"{options.place}.",
-            True,
-            f"GRANT CREATE ON SCHEMA {row[0]} TO {user}, or create the table",
+        yield Finding.build(
+            "PERMISSION.CREATE", refuses=True, user=user, table=options.table_text, schema=row[0], place=options.place
         )
 
 

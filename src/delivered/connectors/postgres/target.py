@@ -71,11 +71,7 @@ def check_kind(options: PostgresOptions, kind: str) -> None:
     """
     if kind not in ("r", "p"):
         known = {"v": "a view", "m": "a materialized view", "f": "a foreign table"}.get(kind, f"of kind {kind!r}")
-        raise UsageError(
-            "NOT_A_TABLE",
-            f"{options.table_text!r} {options.where} is {known}, not a table.",
-            next_step="write to a table",
-        )
+        raise UsageError("NOT_A_TABLE.POSTGRES", table=options.table_text, where=options.where, kind=known)
 
 
 def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema: pa.Schema) -> Target:

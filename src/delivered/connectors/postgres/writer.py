@@ -136,7 +136,7 @@ class CopyWriter(ShardWriter):
     @property
     def _ready(self) -> target.Target:
         if self._target is None:
-            raise InvariantBroken("NO_TARGET", "Rows are sent before the table was checked.")
+            raise InvariantBroken("NO_TARGET.UNCHECKED")
         return self._target
 
     def _begin(self) -> None:
@@ -177,9 +177,7 @@ class CopyWriter(ShardWriter):
         self._copying = None
         shard = f"shard {self._work.shard} of batch {self._work.batch}"
         if self._rows != fingerprint.count:
-            raise InvariantBroken(
-                "ROWS_DIFFER", f"{shard}: {self._rows} rows were sent, but the fingerprint counts {fingerprint.count}."
-            )
+            raise InvariantBroken("ROWS_DIFFER.POSTGRES", shard=shard, rows=self._rows, count=fingerprint.count)
         if self._cursor.rowcount != self._rows:
             found = self._server.definition(connection)
             check_count(self._options, self._rows, self._cursor.rowcount, found, shard)

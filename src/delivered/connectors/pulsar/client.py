@@ -112,34 +112,17 @@ def explained(error: Exception, options: Place, what: str) -> DeliveredError:
     detail = hidden(options, str(error) or type(error).__name__)
     match error:
         case library.TopicNotFound():
-            return UsageError(
-                "TOPIC_MISSING",
-                f"The topic {what!r} does not exist at {options.url}: {detail}",
-                next_step="create the topic, or correct its name",
-            )
+            return UsageError("TOPIC_MISSING.PULSAR", topic=what, url=options.url, detail=detail)
         case library.AuthenticationError() | library.AuthorizationError() | library.ErrorGettingAuthenticationData():
             return not_permitted(options, f"this client is not authorized to use {what!r} at {options.url}: {detail}")
         case library.IncompatibleSchema():
-            return UsageError(
-                "SCHEMA_INCOMPATIBLE",
-                f"The brokers at {options.url} rejected the producer's schema for {what!r}: it is incompatible with "
-                "the registered one, or bytes are not allowed.",
-                next_step="check `pulsar-admin schemas get`; write with schema avro or json, or to another topic",
-            )
+            return UsageError("SCHEMA_INCOMPATIBLE.PRODUCER", url=options.url, what=what)
         case library.MessageTooBig():
-            return BadRecord(
-                "RECORD_TOO_LARGE",
-                f"{what} at {options.url} does not accept a message of that size: {detail}",
-                next_step="lower the option messageBytesMax, or set chunking to true",
-            )
+            return BadRecord("RECORD_TOO_LARGE.PULSAR_BROKER", what=what, url=options.url, detail=detail)
     return (
         tls_error(options)
         or _refusal(options, what)
-        or Unreachable(
-            "PULSAR_UNREACHABLE",
-            f"Pulsar at {options.url} did not answer about {what!r}, or the connection was lost: {detail}",
-            next_step="check the option url, and that the brokers are running and reachable from here",
-        )
+        or Unreachable("PULSAR_UNREACHABLE.BROKER", url=options.url, what=what, detail=detail)
     )
 
 
@@ -338,11 +321,7 @@ class Admin:
         return "/admin/v2/" + domain + "/" + "/".join(quote(part, safe="") for part in rest.split("/"))
 
     def _missing(self, topic: str) -> UsageError:
-        return UsageError(
-            "TOPIC_MISSING",
-            f"The topic {short_name(topic)!r} does not exist at {self._options.admin_url}.",
-            next_step="create the topic, or correct its name",
-        )
+        return UsageError("TOPIC_MISSING.PULSAR_ADMIN", topic=short_name(topic), admin_url=self._options.admin_url)
 
     def _read(self, path: str, read: Callable[[JsonAnswer], T]) -> T:
         data = self._ask("GET", path)[1]
@@ -393,12 +372,7 @@ class Admin:
     def _followed(self, url: str, location: str) -> str:
         """The URL of the broker that owns the topic; it receives the token too."""
         if url.startswith("https") and not location.startswith("https"):
-            raise UsageError(
-                "REDIRECT_WITHOUT_TLS",
-                f"The HTTP service of Pulsar at {self._options.admin_url} redirects to {location}, without TLS; "
-                "neither the request nor the token was sent there.",
-                next_step="set webServicePortTls on every broker of the cluster",
-            )
+            raise UsageError("REDIRECT_WITHOUT_TLS", admin_url=self._options.admin_url, location=location)
         return location
 
     def _explained(self, code: int, url: str, answer: bytes) -> Exception:
@@ -414,23 +388,11 @@ class Admin:
             return self._unreachable(f"{code} {detail}")
         if code == 412 and "unable to persist" in detail:
             # Seen right after a broker's start and under load.
-            return NotPlaced(
-                "PULSAR_UNREACHABLE",
-                f"Pulsar at {self._options.admin_url} could not store a subscription's cursor, {url}: {detail}",
-                next_step="check that its bookies are running and have disk space, then start again",
-            )
-        return DeliveredError(
-            "PULSAR_ADMIN",
-            f"{self._options.admin_url} answered {code} to {url}: {detail}",
-            next_step="check adminUrl and the token's permissions; see the broker's log",
-        )
+            return NotPlaced("PULSAR_UNREACHABLE.CURSOR", admin_url=self._options.admin_url, url=url, detail=detail)
+        return DeliveredError("PULSAR_ADMIN", admin_url=self._options.admin_url, number=code, url=url, detail=detail)
 
     def _unreachable(self, detail: str) -> Unreachable:
-        return Unreachable(
-            "PULSAR_UNREACHABLE",
-            f"The HTTP service of Pulsar at {self._options.admin_url} did not answer: {detail}",
-            next_step="check adminUrl, and that the brokers are running and reachable from here",
-        )
+        return Unreachable("PULSAR_UNREACHABLE.ADMIN", admin_url=self._options.admin_url, detail=detail)
 
 
 def _stored(answer: JsonAnswer) -> tuple[list[tuple[int, int]], Position, dict[str, Position]]:
@@ -524,11 +486,7 @@ def secret(options: Place) -> str | None:
     found = resolve_secret("token", options.token).strip()
     if not _FORM.fullmatch(found):
         what = f"{len(found)} characters, some of which are invalid in a token" if found else "nothing"
-        raise UsageError(
-            "OPTION_VALUE",
-            f"The option 'token' ({_reference(options)}) holds {what}.",
-            next_step="write only the token there, on one line: letters, digits, '-', '_' and '.'",
-        )
+        raise UsageError("OPTION_VALUE.TOKEN", reference=_reference(options), what=what)
     return found
 
 
@@ -560,7 +518,7 @@ def hidden(options: Place, detail: str) -> str:
 def not_permitted(options: Place, what: str) -> UsageError:
     """Args: what: what was rejected, and by whom; a sentence without its full stop."""
     description, step = _described(options)
-    return UsageError("NOT_PERMITTED", f"{hidden(options, what)}. {description}.", next_step=step)
+    return UsageError("NOT_PERMITTED.PULSAR", what=hidden(options, what), description=description, step=step)
 
 
 def _described(options: Place) -> tuple[str, str]:

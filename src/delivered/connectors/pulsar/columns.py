@@ -38,11 +38,7 @@ def registered(admin: Admin, owner: str, topic: str, version: int | None) -> Reg
     found = admin.schema(topic, version)
     if found is None:
         which = "no schema" if version is None else f"no version {version} of its schema"
-        raise UsageError(
-            "SCHEMA_MISSING",
-            f"{owner}: there is {which} registered for {short_name(topic)!r}.",
-            next_step="check `pulsar-admin schemas get`; set schema to bytes to read raw messages",
-        )
+        raise UsageError("SCHEMA_MISSING.PULSAR", owner=owner, which=which, topic=short_name(topic))
     shape(owner, topic, found)
     return found
 
@@ -55,11 +51,7 @@ def shape(owner: str, topic: str, found: Registered) -> Shape:
             raise Unmappable(f"only {' and '.join(KINDS)} have")
         return shape_of(found.kind, found.text)
     except Unmappable as error:
-        raise UsageError(
-            "SCHEMA_UNMAPPABLE",
-            f"{owner}: {what} has no columns: {error}.",
-            next_step="set schema to bytes, and decode the value yourself",
-        ) from None
+        raise UsageError("SCHEMA_UNMAPPABLE.PULSAR", owner=owner, what=what, error=error) from None
 
 
 class Values:
@@ -148,10 +140,12 @@ class Values:
         names = "no version" if version == NAMES_NONE else f"version {version}"
         return BadRecord(
             "MESSAGE_UNREADABLE",
-            f"{self._owner}: {which} of {short_name(self._topic)} names {names} of the {self._planned.kind} "
-            f"schema, and cannot be read by it: {why}.",
-            next_step="nothing was skipped; set on_bad_row: dead_letter with a dead_letter sink, which keeps it; "
-            "or read with schema=bytes to inspect it",
+            owner=self._owner,
+            which=which,
+            topic=short_name(self._topic),
+            names=names,
+            kind=self._planned.kind,
+            reason=why,
         )
 
 

@@ -54,8 +54,7 @@ def _url(schemes: Sequence[str], example: str, several: bool) -> OptionType[str]
         except ValueError:
             usable = False
         if not usable:
-            problem = f"ends with {url.rpartition('@')[2]!r}; it must be like {example}, without user and password"
-            raise Unfit(problem)
+            raise Unfit.build("OPTION_VALUE.PULSAR_URL", url=url.rpartition("@")[2], example=example)
         check_netloc(parts.netloc, several)
         return (
             f"{parts.scheme}://{url.partition('://')[2].rstrip('/')}"  # in lower case, as its start decides about TLS
@@ -105,11 +104,7 @@ def _topics(owner: str, values: Mapping[str, str]) -> tuple[str, ...]:
     text = values["topics"]
     topics = tuple(dict.fromkeys(full_name(owner, t.strip()) for t in text.split(",") if t.strip()))
     if not topics:
-        raise UsageError(
-            "OPTION_VALUE",
-            f"{owner}: option 'topics' is {text!r}; it contains no topic.",
-            next_step='write .option("topics", "orders")',
-        )
+        raise UsageError("OPTION_VALUE.PULSAR_TOPICS", owner=owner, text=text)
     return topics
 
 
@@ -125,11 +120,7 @@ def _starting(owner: str, values: Mapping[str, str]) -> Where | None:
 def _ending(owner: str, values: Mapping[str, str]) -> Where | None:
     found = parse_offsets(owner, "endingOffsets", values["endingOffsets"]) if "endingOffsets" in values else None
     if found is not None and EARLIEST in (found.everywhere, *found.each.values()):
-        raise UsageError(
-            "OPTION_VALUE",
-            f"{owner}: option 'endingOffsets' cannot be earliest.",
-            next_step='write .option("endingOffsets", "latest")',
-        )
+        raise UsageError("OPTION_VALUE.PULSAR_END", owner=owner)
     return found
 
 
@@ -192,11 +183,7 @@ class SourceOptions(Place, owner=SOURCE, ignored=("path",)):
 
     def check(self, owner: str) -> None:
         if self.version is not None and (not self.typed or len(self.topics) > 1):
-            raise UsageError(
-                "OPTION_CONFLICT",
-                f"{owner}: option 'schemaVersion' needs a single topic and schema=topic.",
-                next_step="remove it, or read a single topic with .option('schema', 'topic')",
-            )
+            raise UsageError("OPTION_CONFLICT.PULSAR_SCHEMA", owner=owner)
         super().check(owner)
 
     @property
@@ -267,8 +254,4 @@ class PulsarSinkOptions(Place, owner=SINK):
 def refuse_latest_start(where: Where) -> None:
     """A batch read cannot start at the latest message: it would almost always be empty."""
     if LATEST in (where.everywhere, *where.each.values()):
-        raise UsageError(
-            "OPTION_VALUE",
-            f"{SOURCE}: option {where.option!r} is latest for a batch read; only a stream can start there.",
-            next_step='write .option("startingOffsets", "earliest"), or use readStream',
-        )
+        raise UsageError("OPTION_VALUE.PULSAR_BATCH_LATEST", option=where.option)

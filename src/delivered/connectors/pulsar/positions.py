@@ -31,12 +31,7 @@ def full_name(owner: str, topic: str) -> str:
     """`persistent://tenant/namespace/topic`. Raises UsageError: the topic is not persistent, or a partition."""
     found = topic if "://" in topic else f"{PREFIX}{topic}"
     if not re.fullmatch(r"persistent://[^/\s]+/[^/\s]+/[^/\s]+", found) or re.search(r"-partition-\d+$", found):
-        raise UsageError(
-            "OPTION_VALUE",
-            f"{owner}: {topic!r} is not a supported topic name; it must be a name, or persistent://tenant/namespace/"
-            "name, without -partition-N.",
-            next_step="correct the name of the topic",
-        )
+        raise UsageError("OPTION_VALUE.PULSAR_TOPIC", owner=owner, topic=topic)
     return found
 
 
@@ -144,11 +139,7 @@ def from_json(encoded: Offsets) -> dict[Partition, Position]:
             for n, text in partitions.items()
         }
     except (AttributeError, TypeError, ValueError):
-        raise InvariantBroken(
-            "CHECKPOINT_OFFSETS",
-            f"The checkpoint's offsets are not those of a Pulsar source: {json.dumps(encoded)[:200]}.",
-            next_step="use the checkpoint of this source, or a new one",
-        ) from None
+        raise InvariantBroken("CHECKPOINT_OFFSETS.PULSAR", offsets=json.dumps(encoded)[:200]) from None
 
 
 def parse_offsets(owner: str, option: str, text: str) -> Where:
@@ -156,12 +147,7 @@ def parse_offsets(owner: str, option: str, text: str) -> Where:
     word = text.strip().lower()
     if word in (EARLIEST, LATEST):
         return Where(option, word)
-    wrong = UsageError(
-        "OPTION_VALUE",
-        f'{owner}: option {option!r} is {text[:200]!r}; it must be "earliest", "latest" or '
-        '{"topic": {"0": "ledger:entry"}}.',
-        next_step="list every partition; a base64 message id, earliest and latest are accepted too",
-    )
+    wrong = UsageError("OPTION_VALUE.PULSAR_OFFSETS", owner=owner, option=option, text=text[:200])
     try:
         data = json.loads(text)
         if not isinstance(data, dict) or not data:
@@ -182,11 +168,7 @@ def parse_offsets(owner: str, option: str, text: str) -> Where:
 def parse_timestamp(owner: str, option: str, text: str) -> Where:
     """Read milliseconds since 1970, for all partitions."""
     if not re.fullmatch(r"\d{1,16}", text.strip()):
-        raise UsageError(
-            "OPTION_VALUE",
-            f"{owner}: option {option!r} is {text!r}; it must be milliseconds since 1970.",
-            next_step=f'write .option("{option}", "1700000000000")',
-        )
+        raise UsageError("OPTION_VALUE.TIMESTAMP", owner=owner, option=option, text=text)
     return Where(option, Timestamp(int(text)))
 
 

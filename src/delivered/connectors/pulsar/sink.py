@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.pulsar.client import Admin
-from delivered.connectors.pulsar.options import SINK, PulsarSinkOptions, SourceOptions
+from delivered.connectors.pulsar.options import PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
 from delivered.connectors.pulsar.writer import check_type
 from delivered.contract.finding import Finding
@@ -56,17 +56,7 @@ class PulsarSink(MessageSink):
         known_schema = admin.schema(options.topic) if options.schema is not None else None
         check_connection(options, None if known_schema is None else (known_schema.kind, known_schema.text))
         if guarantee is Guarantee.AT_MOST_ONCE and not all(known):
-            return [
-                Finding(
-                    "DEDUPLICATION_OFF",
-                    f"Deduplication is disabled on {options.label}. The client resends unacknowledged messages when "
-                    "a connection is lost, so a message could appear twice.",
-                    True,
-                    "pulsar-admin namespaces set-deduplication --enable (or brokerDeduplicationEnabled=true), or "
-                    "guarantee at_least_once",
-                    only=Guarantee.AT_MOST_ONCE,
-                )
-            ]
+            return [Finding.build("DEDUPLICATION_OFF", refuses=True, only=Guarantee.AT_MOST_ONCE, label=options.label)]
         return []
 
     def _check_schema(self, schema: pa.Schema) -> None:
@@ -79,11 +69,7 @@ class PulsarSink(MessageSink):
                 continue
             wanted = _wanted(field)
             if wanted is not None:
-                raise UsageError(
-                    "COLUMN_TYPE",
-                    f"{SINK}: column {field.name!r} is {field.type}; it must be {wanted}.",
-                    next_step="cast the column to that type",
-                )
+                raise UsageError("COLUMN_TYPE.PULSAR", column=field.name, type=field.type, wanted=wanted)
 
     def ready_target(self, schema: pa.Schema) -> None:
         """Register the rows' schema, or check them against the topic's."""

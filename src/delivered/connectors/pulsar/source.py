@@ -96,12 +96,8 @@ class PulsarSource(Source):
                 used = [physical(p) for p in snapshot if admin.consumers(physical(p), subscription)]
                 if used:
                     return [
-                        Finding(
-                            "SUBSCRIPTION_IN_USE",
-                            f"The subscription {subscription!r} of {short_name(used[0])} has consumers; their "
-                            "acknowledgements would interfere with the pipeline's progress.",
-                            True,
-                            "use a subscription without consumers",
+                        Finding.build(
+                            "SUBSCRIPTION_IN_USE", refuses=True, subscription=subscription, used=short_name(used[0])
                         )
                     ]
         except DeliveredError as error:
@@ -118,9 +114,10 @@ class PulsarSource(Source):
             if not kind.equals(found[0][1]):
                 raise UsageError(
                     "SCHEMAS_DIFFER",
-                    f"{SOURCE}: {short_name(topic)!r} has values of {kind}, and {short_name(found[0][0])!r} of "
-                    f"{found[0][1]}; one column cannot hold both.",
-                    next_step="read each topic in its own query, or set schema to bytes",
+                    topic=short_name(topic),
+                    kind=kind,
+                    first_topic=short_name(found[0][0]),
+                    first_kind=found[0][1],
                 )
         return columns_of(self.options.headers, found[0][1] if found and not self.options.canonical else None)
 
@@ -177,11 +174,7 @@ class PulsarDriver(SourceDriver):
     def initial(self) -> Offsets:
         options = self._options
         if options.ending is not None:
-            raise UsageError(
-                "OPTION_CONFLICT",
-                f"{SOURCE}: option 'endingOffsets' is for a batch read; a stream has no end.",
-                next_step="remove it, or use spark.read",
-            )
+            raise UsageError("OPTION_CONFLICT.PULSAR_END")
         where = options.starting or Where("startingOffsets", LATEST)
         if where.stored:
             at = {p: s for p, s in where.each.items() if isinstance(s, Position)}
@@ -253,10 +246,10 @@ class PulsarDriver(SourceDriver):
         for partition, position in start.items():
             if position.order > end[partition].order and end[partition].entry >= 0:
                 raise UsageError(
-                    "OPTION_VALUE",
-                    f"{SOURCE}: {short_name(physical(partition))} would be read from {position} to {end[partition]}, "
-                    "which is before its start.",
-                    next_step="correct the starting and ending offsets",
+                    "OPTION_VALUE.PULSAR_RANGE",
+                    partition=short_name(physical(partition)),
+                    position=position,
+                    end=end[partition],
                 )
         return to_json(start), to_json(end)
 
@@ -298,11 +291,7 @@ class PulsarDriver(SourceDriver):
         if silent or foreign:
             found = short_name(physical((silent or foreign)[0]))
             problem = f"does not name {found}" if silent else f"names {found}, not read here"
-            raise UsageError(
-                "OPTION_VALUE",
-                f"{SOURCE}: option {where.option!r} {problem}; it must name exactly the partitions that are read.",
-                next_step="list all of them; earliest and latest are accepted as positions",
-            )
+            raise UsageError("OPTION_VALUE.PULSAR_PARTITIONS", option=where.option, problem=problem)
         found_at: dict[Partition, Position] = {}
         for partition, bounds in snapshot.items():
             match where.spot(partition):
@@ -320,10 +309,12 @@ class PulsarDriver(SourceDriver):
         if self._options.fail_on_data_loss and (beyond or is_deleted(position, bounds)):
             first = bounds.ledgers[0][0] if bounds.ledgers else "none"
             raise UsageError(
-                "OFFSET_OUT_OF_RANGE",
-                f"{SOURCE}: option {where.option!r} names {position} of {short_name(physical(partition))}, which has "
-                f"ledgers from {first}, and ends at {bounds.last}.",
-                next_step='name a position that exists, or .option("failOnDataLoss", "false")',
+                "OFFSET_OUT_OF_RANGE.PULSAR",
+                option=where.option,
+                position=position,
+                partition=short_name(physical(partition)),
+                first=first,
+                last=bounds.last,
             )
         return bounds.last if beyond else position
 
@@ -356,11 +347,7 @@ class PulsarDriver(SourceDriver):
 
     def _lost(self, what: str) -> None:
         if self._options.fail_on_data_loss:
-            raise InvariantBroken(
-                "DATA_LOST",
-                f"{SOURCE}: {what}; messages may be lost.",
-                next_step='find out why; to continue regardless, restart with .option("failOnDataLoss", "false")',
-            )
+            raise InvariantBroken("DATA_LOST.PULSAR_TOPIC", what=what)
         log.warning("%s; messages may be lost, and failOnDataLoss is false", what)
 
 
@@ -620,12 +607,7 @@ class _Reading:
                     continue
                 if until == (self._end.ledger, self._end.entry + 1):
                     return  # it exists and will be dispatched
-                raise InvariantBroken(
-                    "SOURCE_SKIPPED",
-                    f"{SOURCE}: the client received messages after entry {ledger}:{entry} of {self._name}, but not "
-                    "that one.",
-                    next_step="start again; report this if it recurs",
-                )
+                raise InvariantBroken("SOURCE_SKIPPED", ledger=ledger, entry=entry, partition=self._name)
             elif held.chunk is not None and held.chunk == held.chunks - 1:
                 found = self._chunked(held.chunked, ledger, entry)
                 if found is not None:
@@ -665,20 +647,18 @@ class _Reading:
 
     def _lost(self, what: str) -> None:
         if self._options.fail_on_data_loss:
-            raise InvariantBroken(
-                "DATA_LOST",
-                f"{SOURCE}: {what}: deleted by retention or manually, or the topic was deleted and recreated.",
-                next_step='find out why; to continue without them, restart with .option("failOnDataLoss", "false")',
-            )
+            raise InvariantBroken("DATA_LOST.PULSAR_MESSAGES", what=what)
         log.warning("%s, and failOnDataLoss is false", what, extra={"topic": self._topic})
 
     def _stalled(self) -> Unreachable:
         owed = f"{self._pieces[self._at][0]}:{self._next}" if not self._done() else str(self._end)
         return Unreachable(
             "PULSAR_STALLED",
-            f"{SOURCE}: no messages received from {self._name} at {self._options.url} for {SOURCE_PATIENCE_S:.0f} "
-            f"s; the slice waits for entry {owed} and ends with {self._end}.",
-            next_step="check the brokers; the batch will be read again",
+            partition=self._name,
+            url=self._options.url,
+            source_patience_s=SOURCE_PATIENCE_S,
+            owed=owed,
+            end=self._end,
         )
 
 

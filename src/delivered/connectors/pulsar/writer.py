@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.pulsar.client import Admin, Registered, explained, pulsar, registers, warm_client
-from delivered.connectors.pulsar.options import BYTES_MAX, SINK, PulsarSinkOptions
+from delivered.connectors.pulsar.options import BYTES_MAX, PulsarSinkOptions
 from delivered.kits.queue.columns import ID, column, text
 from delivered.kits.queue.sink import SendingWriter
 from delivered.kits.schemas.avro import JSON, fastavro, shape_of
@@ -170,13 +170,7 @@ def check_type(options: PulsarSinkOptions, rows: pa.DataType) -> None:
     try:
         derived(str(options.schema), rows)
     except Unmappable as error:
-        raise UsageError(
-            "COLUMN_TYPE",
-            f"{SINK}: with schema={str(options.schema).lower()}, the column 'value' must be a struct with a "
-            f"schema: {error}.",
-            next_step="select the fields into it, for example selectExpr('key', 'struct(*) AS value'), cast or "
-            "renamed as the schema requires",
-        ) from None
+        raise UsageError("COLUMN_TYPE.PULSAR_SCHEMA", schema=str(options.schema).lower(), error=error) from None
 
 
 def settle(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> Settled:
@@ -190,11 +184,7 @@ def settle(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> Set
         return settled(str(options.schema), rows, known)
     except (Unfit, Unmappable) as error:
         version = "" if known is None else f", version {known.version},"
-        raise UsageError(
-            "SCHEMA_INCOMPATIBLE",
-            f"{SINK}: rows do not match the schema registered for {options.label}{version}: {error}.",
-            next_step="cast or rename columns in the transform to match, or write to another topic",
-        ) from None
+        raise UsageError("SCHEMA_INCOMPATIBLE.ROWS", label=options.label, version=version, error=error) from None
 
 
 # Executor side: rows to messages, sent asynchronously, with acknowledgements counted.
@@ -236,13 +226,7 @@ def register(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> N
         if error.code != "DELIVERED_SCHEMA_INCOMPATIBLE":
             raise
         what = f"with the added fields {', '.join(settled.added)}" if settled.added else "of the rows"
-        raise UsageError(
-            "SCHEMA_INCOMPATIBLE",
-            f"{SINK}: the brokers rejected the schema {what} for {options.label}: by the compatibility strategy of the "
-            "namespace, or because producers may not register schemas there.",
-            next_step="pulsar-admin namespaces get-schema-compatibility-strategy, and get-is-allow-auto-update-schema; "
-            "drop these columns, or let an administrator upload the schema",
-        ) from None
+        raise UsageError("SCHEMA_INCOMPATIBLE.UPLOAD", what=what, label=options.label) from None
 
 
 class Publisher:
@@ -299,9 +283,10 @@ class Publisher:
         if self.unconfirmed:
             raise OutcomeUnknown(
                 "PULSAR_UNCONFIRMED",
-                f"{self.unconfirmed} messages to {self._options.label} at {self._options.url} were sent, and the "
-                f"broker did not acknowledge them within {REQUEST_TIMEOUT_S:.0f} s.",
-                next_step="start again once the brokers respond; the batch is handled as its guarantee requires",
+                unconfirmed=self.unconfirmed,
+                label=self._options.label,
+                url=self._options.url,
+                request_timeout_s=REQUEST_TIMEOUT_S,
             )
 
     def close(self) -> None:
@@ -319,11 +304,7 @@ class Publisher:
             return
         found: DeliveredError = explained(_exception(self._failed), self._options, self._options.label)
         if isinstance(found, Unreachable):
-            found = DeliveredError(
-                "MESSAGE_REFUSED",
-                f"Pulsar rejected a message to {self._options.label}: {self._failed}.",
-                next_step="see the broker's log; check the topic's schema, quotas and the token's permissions",
-            )
+            found = DeliveredError("MESSAGE_REFUSED.PULSAR", label=self._options.label, failed=self._failed)
         raise found
 
     def _on_answer(self, result: Any, _: Any) -> None:
@@ -456,11 +437,7 @@ class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
         try:
             return encoder.encode(values)
         except BadValue as error:
-            raise BadRecord(
-                "VALUE",
-                f"A row for {self._options.label} has a 'value' that does not match the schema of the topic: {error}",
-                next_step="adapt the transform to the schema; `pulsar-admin schemas get` shows it",
-            ) from None
+            raise BadRecord("VALUE.PULSAR", label=self._options.label, error=error) from None
 
     def _check_size(self, value: bytes | None, key: bytes | None, properties: dict[str, str]) -> None:
         """Check before the client does, which does not say which row it is. Brokers end the connection at a frame that
@@ -486,11 +463,13 @@ class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
         )
         chunks = longest is not None and largest == "value"
         raise BadRecord(
-            "RECORD_TOO_LARGE",
-            f"A row for {self._options.label} has {size} bytes in {parts}, most of them in {largest!r}; the limit is "
-            f"{BYTES_MAX if longest is None else longest}.",
-            next_step=("set the option chunking to true, or " if chunks else "")
-            + "write smaller messages; messageBytesMax may be as large as the brokers' maxMessageSize",
+            "RECORD_TOO_LARGE.PULSAR",
+            label=self._options.label,
+            size=size,
+            parts=parts,
+            largest=largest,
+            limit=BYTES_MAX if longest is None else longest,
+            alternative="set the option chunking to true, or " if chunks else "",
         )
 
 
@@ -516,13 +495,7 @@ def _properties(pairs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     for header in pairs:
         name = header["key"]
         if name is None or name in properties:
-            raise BadRecord(
-                "HEADERS",
-                "A row has a header without a name in column 'headers'; a property of Pulsar has one."
-                if name is None
-                else f"A row has two headers named {name!r:.100} in column 'headers'; Pulsar would keep one of them.",
-                next_step="filter, name or join such headers in the transform",
-            )
+            raise BadRecord("HEADERS.UNNAMED" if name is None else "HEADERS.TWICE", name=name)
         properties[name] = text(header["value"] or b"", "column 'headers'")
     return properties
 
@@ -547,9 +520,4 @@ def _event_times(rows: pa.RecordBatch) -> list[int | None]:
 
 def _bad_time(time: pa.Scalar, why: str) -> BadRecord:
     shown = np.datetime64(time.value, time.type.unit)
-    return BadRecord(
-        "EVENT_TIME",
-        f"A row has {shown} in column 'event_time', which {why}; Pulsar's event times are milliseconds since "
-        "then, and 0 is none.",
-        next_step="date_trunc('MILLISECOND', event_time), or filter such rows",
-    )
+    return BadRecord("EVENT_TIME", value=shown, reason=why)

@@ -114,43 +114,18 @@ def explained(error: Exception, options: Place) -> DeliveredError:
     kinds = pika().exceptions
     detail = str(error) or type(error).__name__
     if isinstance(error, kinds.ProbableAuthenticationError | kinds.AuthenticationError):
-        return Refused(
-            "RABBITMQ_CREDENTIALS",
-            f"RabbitMQ at {options.place} rejected the user or the password: {detail}",
-            next_step="check the user in the url and the option password; guest may only log in from localhost",
-        )
+        return Refused("RABBITMQ_CREDENTIALS", place=options.place, detail=detail)
     code = getattr(error, "reply_code", None)
     if isinstance(error, kinds.ProbableAccessDeniedError) or code in (403, 530):
-        return Refused(
-            "RABBITMQ_PERMISSION",
-            f"RabbitMQ at {options.place} denied access to this user: {detail}",
-            next_step="check the virtual host in the url; grant read and configure on the queue",
-        )
+        return Refused("RABBITMQ_PERMISSION", place=options.place, detail=detail)
     starts = any(words in detail for words in _STARTING)
     if code == 404 and not starts:
-        return UsageError(
-            "QUEUE_MISSING",
-            f"There is no {options.target} at {options.place}.",
-            next_step="declare it (a queue durable, x-queue-type=quorum), or correct the options",
-        )
+        return UsageError("QUEUE_MISSING.RABBITMQ", target=options.target, place=options.place)
     if isinstance(error, kinds.AMQPConnectionError | socket.error) or code in _PASSING or starts:
-        return Unreachable(
-            "RABBITMQ_UNREACHABLE",
-            f"RabbitMQ at {options.place} did not answer, or the connection was lost: {detail}",
-            next_step="check the url, and that the server is running",
-        )
+        return Unreachable("RABBITMQ_UNREACHABLE.CONNECT", place=options.place, detail=detail)
     if code == 406 and "message size" in detail:
-        return BadRecord(
-            "MESSAGE_TOO_LARGE",
-            f"RabbitMQ at {options.place} rejected a message for its column 'value': {detail}",
-            next_step="write smaller messages, or raise max_message_size in rabbitmq.conf; on_bad_row: dead_letter "
-            "keeps such rows",
-        )
-    return DeliveredError(
-        "RABBITMQ_CLIENT",
-        f"RabbitMQ at {options.place} returned an error: {detail}",
-        next_step="see RabbitMQ's log; check the queue's name and the user's permissions",
-    )
+        return BadRecord("MESSAGE_TOO_LARGE.RABBITMQ", place=options.place, detail=detail)
+    return DeliveredError("RABBITMQ_CLIENT", place=options.place, detail=detail)
 
 
 def _certificate_error(error: BaseException) -> ssl.SSLCertVerificationError | None:

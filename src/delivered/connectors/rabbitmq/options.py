@@ -45,11 +45,7 @@ class Place(BrokerOptions, TlsOptions):
     def check(self, owner: str) -> None:
         self.check_tls(owner, self.tls, "amqps://host:5671")
         if "ssl_options" in parse_qs(urlsplit(self.url).query):
-            raise UsageError(
-                "OPTION_CONFLICT",
-                f"{owner}: the url has ssl_options, which could turn verification off.",
-                next_step="write tlsTrustCertsFile, tlsCertificateFile and tlsKeyFile",
-            )
+            raise UsageError("OPTION_CONFLICT.RABBITMQ_TLS", owner=owner)
 
     @property
     def tls(self) -> bool:
@@ -120,7 +116,7 @@ def _where(*words: str) -> OptionType[Where]:
             found = None
         if not isinstance(found, dict) or not all(type(n) is int and n >= 0 for n in found.values()):
             example = '{"orders": 12}'
-            raise Unfit(f"is {text!r}; it must be {' or '.join(words)}, or an offset for each stream: {example}")
+            raise Unfit.build("OPTION_VALUE.STREAM_OFFSETS", text=text, known=" or ".join(words), example=example)
         return found
 
     return OptionType(read)

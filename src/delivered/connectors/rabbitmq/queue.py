@@ -41,11 +41,7 @@ class RabbitmqReceiver(Receiver):
     def receive(self, count_max: int, wait_s: float) -> MessageBatch:
         arrived = self._arrived
         if not self._connection.is_open:  # noticed by an acknowledgement; the client's own error has no details
-            raise Unreachable(
-                "RABBITMQ_UNREACHABLE",
-                f"The connection to RabbitMQ at {self._options.place} was lost.",
-                next_step="check that RabbitMQ is up, then start again",
-            )
+            raise Unreachable("RABBITMQ_UNREACHABLE.LOST", place=self._options.place)
         try:
             self._connection.process_data_events(0 if len(arrived) and count_max else wait_s)
         except self._errors as error:
@@ -54,19 +50,10 @@ class RabbitmqReceiver(Receiver):
                 raise found from error
             raise Unreachable("RABBITMQ_UNREACHABLE", found.message, found.next_step) from error
         if self._cancelled:
-            raise UsageError(
-                "QUEUE_GONE",
-                f"RabbitMQ at {self._options.place} cancelled the consumer: the queue {self._options.queue!r} was "
-                "deleted, or its leader is unavailable.",
-                next_step="declare the queue again, and restart `delivered receive`",
-            )
+            raise UsageError("QUEUE_GONE.RABBITMQ", place=self._options.place, queue=self._options.queue)
         if not self._channel.is_open:  # the client does not raise if the server closed the channel
             reason = getattr(self._channel, "_closing_reason", None) or "no reason given"
-            raise Unreachable(
-                "RABBITMQ_CHANNEL_CLOSED",
-                f"RabbitMQ at {self._options.place} closed the channel: {reason}",
-                next_step="start again; if it recurs, see RabbitMQ's log for this connection",
-            )
+            raise Unreachable("RABBITMQ_CHANNEL_CLOSED", place=self._options.place, reason=reason)
         messages, self._arrived = arrived.split(count_max)
         return messages
 
@@ -148,23 +135,8 @@ class RabbitmqQueue(Queue):
         queue = self.options.queue
         match kind(self.options, queue):
             case Kind.TRANSIENT:
-                yield Finding(
-                    "QUEUE_NOT_DURABLE",
-                    f"The queue {queue!r} is not durable: it loses its messages when RabbitMQ restarts.",
-                    False,
-                    "declare it durable, with x-queue-type=quorum",
-                )
+                yield Finding.build("QUEUE_NOT_DURABLE.RABBITMQ", refuses=False, queue=queue)
             case Kind.STREAM:
-                yield Finding(
-                    "QUEUE_IS_STREAM",
-                    f"{queue!r} is a stream: acknowledgements do not delete its messages.",
-                    True,
-                    "read it without a receiver: format rabbitmq_stream, with streams instead of queue and log",
-                )
+                yield Finding.build("QUEUE_IS_STREAM", refuses=True, queue=queue)
             case Kind.CLASSIC:
-                yield Finding(
-                    "QUEUE_CLASSIC",
-                    f"{queue!r} is a classic queue on a single node, whose failure may lose its messages.",
-                    False,
-                    "declare it with x-queue-type=quorum",
-                )
+                yield Finding.build("QUEUE_CLASSIC", refuses=False, queue=queue)

@@ -182,10 +182,7 @@ class Publisher:
                 self._failed = found
                 if self._sent and isinstance(found, Unreachable):
                     self._failed = OutcomeUnknown(
-                        "RABBITMQ_UNCONFIRMED",
-                        f"{len(self._open_tags)} messages were sent but not confirmed: {found.message}",
-                        next_step="start again once the server responds; the batch is handled as its guarantee "
-                        "requires",
+                        "RABBITMQ_UNCONFIRMED", open_tag_count=len(self._open_tags), error=found.message
                     )
             self._changed.notify_all()
         if not self._connection.is_open:
@@ -197,29 +194,14 @@ class Publisher:
         if self._failed is not None:
             raise self._failed
         if not done:
-            raise Unreachable(
-                "RABBITMQ_UNREACHABLE",
-                f"RabbitMQ at {self._options.place} did not {what} within {timeout_s:.0f} s. It may have blocked "
-                "publishers because memory or disk space is low.",
-                next_step="check the server's alarms",
-            )
+            raise Unreachable("RABBITMQ_UNREACHABLE.BLOCKED", place=self._options.place, what=what, timeout_s=timeout_s)
         self._check()
 
     def _check(self) -> None:
         if self._returned:
-            raise BadRecord(
-                "MESSAGE_UNROUTABLE",
-                f"{self._returned} messages were routed to no queue: the exchange {self._options.exchange!r} has no "
-                "binding for their routing key.",
-                next_step="bind a queue, or correct the options exchange and routingKey",
-            )
+            raise BadRecord("MESSAGE_UNROUTABLE", returned=self._returned, exchange=self._options.exchange)
         if self._refused:
-            raise DeliveredError(
-                "MESSAGE_REFUSED",
-                f"RabbitMQ rejected {self._refused} messages: a queue is full (x-overflow=reject-publish), or its "
-                "leader failed.",
-                next_step="free space in the queue; the batch is handled as its guarantee requires",
-            )
+            raise DeliveredError("MESSAGE_REFUSED.RABBITMQ", refused=self._refused)
 
 
 class RabbitmqWriter(SendingWriter[RabbitmqSinkOptions, Message]):
@@ -287,10 +269,10 @@ class RabbitmqSink(MessageSink):
         for option, name in names.items():
             if len(name.encode()) > BYTES_MAX["rabbitmq"]["key"]:
                 raise UsageError(
-                    "OPTION_VALUE",
-                    f"delivered_rabbitmq sink: option {option!r} has {len(name.encode())} bytes; RabbitMQ accepts at "
-                    f"most {BYTES_MAX['rabbitmq']['key']}.",
-                    next_step="correct the option",
+                    "OPTION_VALUE.RABBITMQ_LENGTH",
+                    option=option,
+                    bytes=len(name.encode()),
+                    bytes_max=BYTES_MAX["rabbitmq"]["key"],
                 )
 
     def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
@@ -300,8 +282,4 @@ class RabbitmqSink(MessageSink):
         return RabbitmqWriter(self.options, work, gives_up)
 
     def scan(self) -> BoundedScan:
-        raise Refused(
-            "NOT_READABLE",
-            f"rabbitmq {self.options.label} cannot be read back: reading a queue removes its messages.",
-            next_step="bind a second queue, write it to a log with `delivered receive`, and compare that",
-        )
+        raise Refused("NOT_READABLE.RABBITMQ", label=self.options.label)

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.rabbitmq.client import Kind, connect, explained, kind, pika
-from delivered.connectors.rabbitmq.options import EARLIEST, LATEST, OWNER, Place, StreamOptions, Where
+from delivered.connectors.rabbitmq.options import EARLIEST, LATEST, Place, StreamOptions, Where
 from delivered.connectors.rabbitmq.properties import OFFSET, headers, routing_key, stream_offset
 from delivered.contract.connector import Connector, Factory
 from delivered.contract.finding import Finding
@@ -74,11 +74,7 @@ class Follower:
                 self._connection.process_data_events(wait_s)
             if not self._channel.is_open:
                 reason = getattr(self._channel, "_closing_reason", None) or "no reason given"
-                raise Unreachable(
-                    "RABBITMQ_CHANNEL_CLOSED",
-                    f"RabbitMQ at {self._place.place} closed the channel: {reason}",
-                    next_step="start again; if it recurs, see RabbitMQ's log for this connection",
-                )
+                raise Unreachable("RABBITMQ_CHANNEL_CLOSED", place=self._place.place, reason=reason)
             found = list(self._arrived)
             self._arrived.clear()
             if found:  # has no effect but credit: the server sends more
@@ -111,11 +107,7 @@ class Follower:
         del channel
         offset = stream_offset(properties)
         if offset is None:  # not acknowledged, so it stays
-            raise UsageError(
-                "QUEUE_NOT_STREAM",
-                f"{self._stream!r} at {self._place.place} is not a stream: its messages have no offsets.",
-                next_step="use a receiver: format rabbitmq, with queue and log",
-            )
+            raise UsageError("QUEUE_NOT_STREAM.READ", stream=self._stream, place=self._place.place)
         self._arrived.append(Message(offset, method, properties, body))
 
 
@@ -240,9 +232,11 @@ def _messages(options: StreamOptions, stream: str, start: int, stop: int) -> Ite
             if time.monotonic() - heard > SOURCE_PATIENCE_S:
                 raise Unreachable(
                     "RABBITMQ_STALLED",
-                    f"{OWNER}: no messages received from {stream} at {options.place} for {SOURCE_PATIENCE_S:.0f} "
-                    f"s; the slice waits for offset {at} and ends before {stop}.",
-                    next_step="check the server; the batch will be read again",
+                    stream=stream,
+                    place=options.place,
+                    source_patience_s=SOURCE_PATIENCE_S,
+                    position=at,
+                    stop=stop,
                 )
     finally:
         if follower is not None:
@@ -293,11 +287,7 @@ def digest(message: Message) -> str:
 def lost(options: StreamOptions, what: str) -> None:
     """Report lost messages. Raises if `failOnDataLoss`."""
     if options.fail_on_data_loss:
-        raise InvariantBroken(
-            "DATA_LOST",
-            f"{OWNER}: {what}; messages may be lost.",
-            next_step='find out why; to continue regardless, restart with .option("failOnDataLoss", "false")',
-        )
+        raise InvariantBroken("DATA_LOST.RABBITMQ", what=what)
     log.warning("%s; messages may be lost, and failOnDataLoss is false", what)
 
 
@@ -336,15 +326,7 @@ class RabbitmqStreamSource(Source):
             queues = [s for s in self.options.streams if kind(self.options, s) is not Kind.STREAM]
         except DeliveredError as error:
             return [Finding.refusal(error)]
-        return [
-            Finding(
-                "QUEUE_NOT_STREAM",
-                f"{queue!r} is a queue, not a stream: acknowledged messages are deleted.",
-                True,
-                "use a receiver: format rabbitmq, with queue and log",
-            )
-            for queue in queues
-        ]
+        return [Finding.build("QUEUE_NOT_STREAM.START", refuses=True, queue=queue) for queue in queues]
 
     def schema(self) -> pa.Schema:
         return columns(self.options.headers)
@@ -365,11 +347,7 @@ class StreamDriver(SourceDriver):
 
     def initial(self) -> Offsets:
         if self._options.ending is not None:
-            raise UsageError(
-                "OPTION_CONFLICT",
-                f"{OWNER}: option 'endingOffsets' is for a batch read; a stream has no end.",
-                next_step="remove it, or use spark.read",
-            )
+            raise UsageError("OPTION_CONFLICT.RABBITMQ_END")
         return self._resolve("startingOffsets", self._options.starting or LATEST)
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
@@ -417,20 +395,14 @@ class StreamDriver(SourceDriver):
     def batch(self) -> tuple[Offsets, Offsets]:
         starting = self._options.starting or EARLIEST
         if starting == LATEST:
-            raise UsageError(
-                "OPTION_VALUE",
-                f"{OWNER}: option 'startingOffsets' is latest for a batch read; only a stream can start there.",
-                next_step='write .option("startingOffsets", "earliest"), or use readStream',
-            )
+            raise UsageError("OPTION_VALUE.STREAM_BATCH_LATEST")
         start = self._resolve("startingOffsets", starting)
         newest = self._ends(start)
         end = self._resolve("endingOffsets", self._options.ending or LATEST)
         for stream, stop in end.items():
             if not start[stream] <= stop <= newest[stream]:
                 raise UsageError(
-                    "OFFSET_OUT_OF_RANGE",
-                    f"{OWNER}: {stream} would be read from {start[stream]} to {stop}; it ends at {newest[stream]}.",
-                    next_step="correct the starting and ending offsets",
+                    "OFFSET_OUT_OF_RANGE.RABBITMQ", stream=stream, start=start[stream], stop=stop, newest=newest[stream]
                 )
         return start, end
 
@@ -445,9 +417,7 @@ class StreamDriver(SourceDriver):
         if isinstance(where, dict):
             if set(where) != set(streams):
                 raise UsageError(
-                    "OPTION_VALUE",
-                    f"{OWNER}: option {option!r} has {', '.join(where)}; it must have each of {', '.join(streams)}.",
-                    next_step="name an offset for each stream",
+                    "OPTION_VALUE.STREAMS", option=option, actual=", ".join(where), streams=", ".join(streams)
                 )
             return dict(where)
         return dict(self._ends({})) if where == LATEST else {s: self._first(s) for s in streams}

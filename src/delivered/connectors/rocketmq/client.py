@@ -79,11 +79,11 @@ def untrusted(options: Place, detail: str) -> UsageError | None:
         return None
     trusted = f"those in {options.trusted}" if options.trusted is not None else "gRPC's built-in ones"
     return UsageError(
-        "CERTIFICATE_REFUSED",
-        f"The certificate of a proxy at {options.endpoints} was not accepted: {detail[-300:]}. Trusted certificates: "
-        f"{trusted}. Nothing was sent.",
-        next_step="set tlsTrustCertsFile to the CA certificate, after verifying it (openssl s_client -showcerts "
-        f"-connect {options.endpoints.split(';')[0]}), and use the host names of the certificate in endpoints",
+        "CERTIFICATE_REFUSED.ROCKETMQ",
+        endpoints=options.endpoints,
+        error=detail[-300:],
+        trusted=trusted,
+        endpoint=options.endpoints.split(";")[0],
     )
 
 
@@ -223,11 +223,7 @@ class Session:
         if "group not found" in detail:
             return self._group_missing(detail)
         if code is codes.INVALID_ARGUMENT:
-            return UsageError(
-                "ROCKETMQ_ERROR",
-                f"RocketMQ at {self.options.endpoints} returned an error: {detail[:_DETAIL_MAX]}",
-                next_step="look the message up in the broker's log; check topic, group and permissions",
-            )
+            return UsageError("ROCKETMQ_ERROR.PROXY", endpoints=self.options.endpoints, detail=detail[:_DETAIL_MAX])
         return untrusted(self.options, detail) or self._unreachable(detail)
 
     def error_of(self, status: Any) -> DeliveredError:
@@ -236,39 +232,17 @@ class Session:
         if code in (codes.UNAUTHORIZED, codes.FORBIDDEN):
             return self._credentials(text)
         if code == codes.TOPIC_NOT_FOUND:
-            return UsageError(
-                "TOPIC_MISSING",
-                f"The topic {self.options.topic!r} does not exist at {self.options.endpoints}.",
-                next_step=f"create it (mqadmin updateTopic -t {self.options.topic} -a +message.type=NORMAL), or "
-                "correct the option topic",
-            )
+            return UsageError("TOPIC_MISSING.ROCKETMQ", topic=self.options.topic, endpoints=self.options.endpoints)
         if code == codes.CONSUMER_GROUP_NOT_FOUND:
             return self._group_missing(text)
         if code in (codes.MESSAGE_BODY_TOO_LARGE, codes.PAYLOAD_TOO_LARGE):
-            return BadRecord(
-                "MESSAGE_TOO_LARGE",
-                f"RocketMQ at {self.options.endpoints} rejected a message for its column 'value': {text}",
-                next_step="raise maxMessageSize of proxies and brokers, or send smaller messages; on_bad_row: "
-                "dead_letter keeps such rows",
-            )
+            return BadRecord("MESSAGE_TOO_LARGE.ROCKETMQ_PROXY", endpoints=self.options.endpoints, text=text)
         if code == codes.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE:
-            return UsageError(
-                "TOPIC_TYPE",
-                f"The topic {self.options.topic!r} accepts another message type: {text}",
-                next_step="correct the option messageType, or create a topic of that type",
-            )
+            return UsageError("TOPIC_TYPE.MESSAGE", topic=self.options.topic, text=text)
         if code == codes.ILLEGAL_INVISIBLE_TIME:
-            return UsageError(
-                "INVISIBLE_TIME",
-                f"RocketMQ at {self.options.endpoints} rejected invisibleSeconds: {text}",
-                next_step="raise invisibleSeconds, or lower minInvisibleTimeMillsForRecv of the proxies",
-            )
+            return UsageError("INVISIBLE_TIME", endpoints=self.options.endpoints, text=text)
         if 40_000 <= code < 50_000 and code not in (codes.TOO_MANY_REQUESTS, codes.UNRECOGNIZED_CLIENT_TYPE):
-            return UsageError(
-                "ROCKETMQ_ERROR",
-                f"RocketMQ at {self.options.endpoints} returned {code}: {text}",
-                next_step="look the code up in the broker's log; check topic, group and permissions",
-            )
+            return UsageError("ROCKETMQ_ERROR.CODE", endpoints=self.options.endpoints, number=code, text=text)
         return self._unreachable(f"{code}: {text}")
 
     def _sign(self) -> Any:
@@ -329,37 +303,19 @@ class Session:
         await self._channels.close()
 
     def _unreachable(self, detail: str) -> Unreachable:
-        return Unreachable(
-            "ROCKETMQ_UNREACHABLE",
-            f"RocketMQ at {self.options.endpoints} did not answer, or the connection was lost: {detail[:_DETAIL_MAX]}",
-            next_step="check the option endpoints, and that the proxies are running",
-        )
+        return Unreachable("ROCKETMQ_UNREACHABLE.PROXY", endpoints=self.options.endpoints, detail=detail[:_DETAIL_MAX])
 
     def _credentials(self, detail: str) -> Refused:
-        return Refused(
-            "ROCKETMQ_CREDENTIALS",
-            f"RocketMQ at {self.options.endpoints} rejected the credentials, or denied this operation: "
-            f"{detail[:_DETAIL_MAX]}",
-            next_step="check the options accessKey and secretKey, and the user's permissions",
-        )
+        return Refused("ROCKETMQ_CREDENTIALS", address=self.options.endpoints, detail=detail[:_DETAIL_MAX])
 
     def _group_missing(self, detail: str) -> UsageError:
         group = getattr(self.options, "group", "")
-        return UsageError(
-            "GROUP_MISSING",
-            f"The group {group!r} does not exist at {self.options.endpoints}: {detail[:_DETAIL_MAX]}",
-            next_step=f"create it (mqadmin updateSubGroup -g {group}; with -o true for a FIFO topic), or correct the "
-            "option group",
-        )
+        return UsageError("GROUP_MISSING", group=group, endpoints=self.options.endpoints, detail=detail[:_DETAIL_MAX])
 
 
 def unknown(error: DeliveredError, count: int) -> NoReturn:
     """Raise the error for this many sent but unconfirmed messages."""
-    raise OutcomeUnknown(
-        "ROCKETMQ_UNCONFIRMED",
-        f"{count} messages were sent but not confirmed: {error.message}",
-        next_step="start again once the servers respond; the batch is handled as its guarantee requires",
-    ) from error
+    raise OutcomeUnknown("ROCKETMQ_UNCONFIRMED", count=count, error=error.message) from error
 
 
 def _forget(task: asyncio.Task[Any]) -> None:

@@ -207,19 +207,10 @@ class EndJournal:
             raise self._unusable(error) from error
 
     def _unusable(self, error: Exception) -> Unreachable:
-        return Unreachable(
-            "DATABASE_ERROR",
-            f"The ledger {self._path!r}, or its lock file, could not be read or written: {error}.",
-            next_step="check disk, folder and file, and whether another process holds it (fuser)",
-        )
+        return Unreachable("DATABASE_ERROR.ROCKETMQ_LEDGER", path=self._path, error=error)
 
     def _held_by(self, who: str) -> DeliveredError:
-        return Unreachable(
-            "HALF_MESSAGES_LOCKED",
-            f"{who or 'Another process'} holds {self._path}.ending: it is ending half messages of this sink, or was "
-            "paused while doing so. Ending them concurrently could deliver a message twice.",
-            next_step="let that process finish, or kill it, then start again",
-        )
+        return Unreachable("HALF_MESSAGES_LOCKED", who=who or "Another process", path=self._path)
 
 
 # Commits and aborts the half messages that tasks sent.
@@ -323,10 +314,11 @@ class RocketmqCommitter(Committer):
             if twice:
                 raise InvariantBroken(
                     "COMMITTED_TWICE",
-                    f"{len(twice)} messages of {handle.name} are in the topic {self._cluster.topic!r} twice, the first "
-                    f"from the half message at {min(twice)} of the log of {broker!r}: another producer committed them "
-                    "too.",
-                    next_step="stop other RocketMQ producers of that group",
+                    messages=len(twice),
+                    handle=handle.name,
+                    topic=self._cluster.topic,
+                    first=min(twice),
+                    broker=broker,
                 )
             left[broker] = [h for h in half_messages if h.place not in shown]
         return left

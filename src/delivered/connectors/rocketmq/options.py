@@ -48,17 +48,9 @@ class Place(Options):
 
     def check(self, owner: str) -> None:
         if (self.access_key is None) != (self.secret_key is None):
-            raise UsageError(
-                "OPTION_VALUE",
-                f"{owner}: accessKey and secretKey must be set together; one is missing.",
-                next_step="set secretKey to env:NAME or file:PATH",
-            )
+            raise UsageError("OPTION_VALUE.ROCKETMQ_KEYS", owner=owner)
         if self.trusted is not None and not self.tls:
-            raise UsageError(
-                "OPTION_CONFLICT",
-                f"{owner}: option 'tlsTrustCertsFile' is set but has no effect, because tls is false.",
-                next_step="set tls to true, or remove tlsTrustCertsFile",
-            )
+            raise UsageError("OPTION_CONFLICT.ROCKETMQ_TLS", owner=owner)
 
 
 class RocketmqOptions(Place, owner="delivered_rocketmq source", more=(ReceiveOptions,)):
@@ -120,18 +112,10 @@ class RocketmqSinkOptions(Place, owner="delivered_rocketmq sink"):
 
     def check(self, owner: str) -> None:
         if (self.kind == TRANSACTION) != bool(self.name_servers):
-            raise UsageError(
-                "OPTION_VALUE",
-                f"{owner}: nameServers and messageType=transaction must be set together; one is missing.",
-                next_step="set nameServers to host:9876, the name server of the brokers",
-            )
+            raise UsageError("OPTION_VALUE.ROCKETMQ_TRANSACTION", owner=owner)
         super().check(owner)
         if self.kind == TRANSACTION and self.tls:
-            raise UsageError(
-                "OPTION_VALUE",
-                f"{owner}: messageType=transaction connects to the brokers directly, which does not support TLS yet.",
-                next_step="set tls to false, or use another messageType with guarantee at_least_once",
-            )
+            raise UsageError("OPTION_VALUE.ROCKETMQ_TLS", owner=owner)
 
     @property
     def sink_name(self) -> str:

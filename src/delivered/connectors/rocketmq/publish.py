@@ -133,11 +133,7 @@ class Publisher:
             except session.library.grpc.RpcError as failed:
                 error = session.explained(failed)
             except Exception as failed:
-                error = DeliveredError(
-                    "ROCKETMQ_CLIENT",
-                    f"{type(failed).__name__}: {failed}"[:500],
-                    next_step="check the endpoints, and see the broker's log",
-                )
+                error = DeliveredError("ROCKETMQ_CLIENT", error=f"{type(failed).__name__}: {failed}"[:500])
             with self._lock:
                 self._in_flight -= len(batch)
                 if error is not None:
@@ -191,11 +187,7 @@ class Publisher:
             raise error
         if late:
             unknown(
-                DeliveredError(
-                    "ROCKETMQ_LATE",
-                    f"no answer within {REQUEST_TIMEOUT_S:.0f} s",
-                    next_step="check that the proxy is up and reachable, then start again",
-                ),
+                DeliveredError("ROCKETMQ_LATE", request_timeout_s=REQUEST_TIMEOUT_S),
                 self.unconfirmed,
             )
 
@@ -427,9 +419,8 @@ class HalfPublisher:
                 self._ended += ending.ended
             if ending.expired or ending.refused:
                 raise Unreachable(
-                    "ROCKETMQ_UNREACHABLE",
-                    ending.refused or "half messages disappeared before they were committed",
-                    next_step="check that the brokers are up, then start again: the batch runs again",
+                    "ROCKETMQ_UNREACHABLE.HALF_REFUSED" if ending.refused else "ROCKETMQ_UNREACHABLE.HALF_MISSING",
+                    reason=ending.refused,
                 )
 
     def _or_unknown(self, work: Callable[[], None]) -> None:

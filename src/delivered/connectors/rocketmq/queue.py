@@ -496,10 +496,4 @@ class RocketmqQueue(Queue):
 
     def _findings(self, receiver: RocketmqReceiver) -> Iterator[Finding]:
         if receiver.takes_fifo and not receiver.ordered:
-            yield Finding(
-                "GROUP_NOT_ORDERED",
-                f"The topic {self.options.topic!r} is FIFO but the group {self.options.group!r} is not ordered: "
-                "messages of a message group may enter the log out of order.",
-                False,
-                f"mqadmin updateSubGroup -g {self.options.group} -o true",
-            )
+            yield Finding.build("GROUP_NOT_ORDERED", refuses=False, topic=self.options.topic, group=self.options.group)

@@ -131,36 +131,17 @@ class Peer:
             self._reader.join(CONNECT_TIMEOUT_S)  # it shares the connection
 
     def unreachable(self, detail: str) -> Unreachable:
-        return Unreachable(
-            "ROCKETMQ_UNREACHABLE",
-            f"RocketMQ at {self.address} did not answer, or the connection was lost: {detail[:_DETAIL_MAX]}",
-            next_step="check the option nameServers, that the servers are running, and that the brokers' own "
-            "addresses are reachable from here",
-        )
+        return Unreachable("ROCKETMQ_UNREACHABLE.BROKER", address=self.address, detail=detail[:_DETAIL_MAX])
 
     def error_of(self, answer: Answer) -> DeliveredError:
         """Translate a reply that is not OK."""
         text = f"{answer.remark[:_DETAIL_MAX]} (code {answer.code})"
         if answer.code == NO_TOPIC:
-            return UsageError(
-                "TOPIC_MISSING",
-                f"The topic {self._options.topic!r} does not exist at {self.address}.",
-                next_step=f"create it (mqadmin updateTopic -t {self._options.topic} -a +message.type=TRANSACTION), or "
-                "correct the option topic",
-            )
+            return UsageError("TOPIC_MISSING.ROCKETMQ_BROKER", topic=self._options.topic, address=self.address)
         if answer.code == NO_PERMISSION or "AclException" in answer.remark or "Authenti" in answer.remark:
-            return Refused(
-                "ROCKETMQ_CREDENTIALS",
-                f"RocketMQ at {self.address} rejected the credentials, or denied this operation: {text}",
-                next_step="check the options accessKey and secretKey, and the user's permissions",
-            )
+            return Refused("ROCKETMQ_CREDENTIALS", address=self.address, detail=text)
         if answer.code == ILLEGAL:
-            return BadRecord(
-                "MESSAGE_TOO_LARGE",
-                f"RocketMQ at {self.address} rejected a message for its column 'value', or for all others: {text}",
-                next_step="raise maxMessageSize of the brokers, or send smaller messages; on_bad_row: dead_letter "
-                "keeps such rows",
-            )
+            return BadRecord("MESSAGE_TOO_LARGE.ROCKETMQ_BROKER", address=self.address, text=text)
         return self.unreachable(text)
 
     def _read(self) -> None:
@@ -241,11 +222,7 @@ class Cluster:
             if name not in self._addresses:
                 self._route()
             if name not in self._addresses:
-                raise Unreachable(
-                    "ROCKETMQ_UNREACHABLE",
-                    f"The name servers {self.options.name_servers} currently know no master of the broker {name!r}.",
-                    next_step="start that broker, then the pipeline again",
-                )
+                raise Unreachable("ROCKETMQ_UNREACHABLE.NO_MASTER", name_servers=self.options.name_servers, name=name)
             peer = self._peers[name] = Peer(self._addresses[name], self.options)
         return peer
 
@@ -277,11 +254,7 @@ class Cluster:
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 raise peer.unreachable(f"it sent no route: {type(error).__name__}: {str(error)[:100]}") from None
             return
-        raise failure or UsageError(
-            "OPTION_VALUE",
-            "option 'nameServers' is empty",
-            next_step='name at least one server: .option("nameServers", "host:9876")',
-        )
+        raise failure or UsageError("OPTION_VALUE.NAME_SERVERS")
 
     def _read(self, route: Mapping[str, Any]) -> None:
         masters = {b["brokerName"]: b["brokerAddrs"].get("0") for b in route["brokerDatas"]}
@@ -295,11 +268,7 @@ class Cluster:
         self._addresses.update({name: address for name, address in masters.items() if address})
         self._places = [Place(q["brokerName"], n) for q in writable for n in range(q["writeQueueNums"])]
         if not self._places:
-            raise UsageError(
-                "TOPIC_NOT_WRITABLE",
-                f"No broker currently accepts writes to the topic {self.options.topic!r}.",
-                next_step="check the topic's permissions, and that a master of its brokers is running",
-            )
+            raise UsageError("TOPIC_NOT_WRITABLE", topic=self.options.topic)
 
 
 class Window:

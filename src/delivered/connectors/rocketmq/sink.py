@@ -84,23 +84,11 @@ class RocketmqWriter(SendingWriter[RocketmqSinkOptions, Message]):
             keys = keys if key is None else (*keys, _key(key))
             self._check_together(given is not None, message_id, keys, tag, group)
             if not value:
-                raise BadRecord(
-                    "MESSAGE_EMPTY",
-                    "A row has no value in column 'value'; RocketMQ rejects messages without a body.",
-                    next_step="fill the column value, or filter such rows",
-                )
+                raise BadRecord("MESSAGE_EMPTY")
             if self._options.kind == "FIFO" and not group:
-                raise BadRecord(
-                    "MESSAGE_GROUP",
-                    "A row has no value in column 'message_group', which a FIFO topic needs.",
-                    next_step="fill the column message_group, or write to a NORMAL topic",
-                )
+                raise BadRecord("MESSAGE_GROUP")
             if self._options.kind == "DELAY" and at is None:
-                raise BadRecord(
-                    "DELIVERY_TIME",
-                    "A row has no value in column 'delivery_timestamp', which a DELAY topic needs.",
-                    next_step="fill the column, or write to a NORMAL topic",
-                )
+                raise BadRecord("DELIVERY_TIME")
             messages.append(Message(message_id, value, keys, tag, group, at))
         return messages
 
@@ -133,10 +121,7 @@ class RocketmqWriter(SendingWriter[RocketmqSinkOptions, Message]):
             if limit is not None and size > limit:
                 longest = max(lengths, key=lambda name: lengths[name])
                 raise BadRecord(
-                    "VALUE_TOO_LONG",
-                    f"A row's column {longest!r} has {lengths[longest]} bytes; with its other words, the message has "
-                    f"{size}, and rocketmq accepts at most {limit} of them.",
-                    next_step="shorten message_id, key or tag, or filter such rows; on_bad_row: dead_letter keeps them",
+                    "VALUE_TOO_LONG.ROCKETMQ", column=longest, bytes=lengths[longest], size=size, limit=limit
                 )
 
 
@@ -175,12 +160,7 @@ def _check_word(name: str, text: str, required: bool = False) -> None:
     # It joins properties with \x01 and \x02: an id that has one arrives cut, and is confused with another.
     separates = any(c in "\x01\x02" for c in text) if name == "message_id" else _controls(text)
     if blank or separates or (name == "tag" and "|" in text):
-        raise BadRecord(
-            "MESSAGE_WORD",
-            f"A row has {text!r:.80} in column {name!r}, which is blank or has a character that RocketMQ takes in no "
-            "such word: a control character, | in a tag.",
-            next_step="correct the column, or filter such rows",
-        )
+        raise BadRecord("MESSAGE_WORD", text=text, name=name)
 
 
 def _key(value: bytes) -> str:
@@ -188,18 +168,9 @@ def _key(value: bytes) -> str:
     try:
         text = value.decode()
     except UnicodeDecodeError:
-        raise BadRecord(
-            "MESSAGE_KEY",
-            f"A row has {value!r:.80} in column 'key', which is not UTF-8; RocketMQ's keys are text.",
-            next_step="encode it, for example with base64 or hex",
-        ) from None
+        raise BadRecord("MESSAGE_KEY.NOT_TEXT", value=value) from None
     if not text or any(c.isspace() for c in text) or _controls(text):
-        raise BadRecord(
-            "MESSAGE_KEY",
-            f"A row has {text!r:.80} in column 'key', which is blank, or contains white space or a control character; "
-            "RocketMQ's keys must not.",
-            next_step="replace such characters in the column, or filter such rows",
-        )
+        raise BadRecord("MESSAGE_KEY.CHARACTERS", text=text)
     return text
 
 
@@ -282,12 +253,12 @@ class RocketmqSink(MessageSink):
         if self.options.kind in takes:
             return []
         return [
-            Finding(
-                "TOPIC_TYPE",
-                f"The topic {self.options.topic!r} accepts messages of type {', '.join(takes) or 'none'}, not "
-                f"{self.options.kind}.",
-                True,
-                "correct the option messageType, or create a topic of that type",
+            Finding.build(
+                "TOPIC_TYPE.START",
+                refuses=True,
+                topic=self.options.topic,
+                accepted=", ".join(takes) or "none",
+                kind=self.options.kind,
             )
         ]
 
@@ -299,17 +270,9 @@ class RocketmqSink(MessageSink):
         check_types(pa.schema([f for f in schema if f.name in COLUMNS]))
         for field in schema:
             if field.name in ("tag", "message_group") and not any(fits(field.type) for fits in TEXT):
-                raise UsageError(
-                    "COLUMNS",
-                    f"Column {field.name!r} is {field.type}; it must be text.",
-                    next_step="cast the column to string",
-                )
+                raise UsageError("COLUMNS.NOT_TEXT", column=field.name, type=field.type)
             if field.name == "delivery_timestamp" and not pa.types.is_timestamp(field.type):
-                raise UsageError(
-                    "COLUMNS",
-                    f"Column {field.name!r} is {field.type}; it must be a timestamp.",
-                    next_step="cast the column to timestamp",
-                )
+                raise UsageError("COLUMNS.NOT_TIMESTAMP", column=field.name, type=field.type)
 
     def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
         if guarantee is Guarantee.EXACTLY_ONCE and self.options.kind == TRANSACTION:
@@ -328,12 +291,7 @@ class RocketmqSink(MessageSink):
     def scan(self) -> BoundedScan:
         if self.options.kind == TRANSACTION:
             return RocketmqScan(self.options)
-        raise Refused(
-            "NOT_READABLE",
-            f"rocketmq {self.options.topic} cannot be read back: its client cannot read by offset, and brokers are "
-            "only accessed with messageType=transaction.",
-            next_step="create a second group, write it to a log with `delivered receive`, and compare that",
-        )
+        raise Refused("NOT_READABLE.ROCKETMQ", topic=self.options.topic)
 
 
 class _PlainCommitter(Nothing):

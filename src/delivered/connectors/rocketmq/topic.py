@@ -119,11 +119,7 @@ def added(cluster: Cluster, place: Place, since: int) -> Iterator[Stored]:
     for at, message in _read(peer, cluster.topic, place.queue, since, until):
         if at < 0:
             raise PromiseBroken(
-                "TOPIC_FORGOT",
-                f"The topic {cluster.topic!r} no longer has messages from offset {since} of queue {place.queue} of "
-                f"{place.broker!r} on, so it is unknown whether it has all of a decided batch.",
-                next_step="compare the topic's consumers with the source manually; then start a new checkpoint after "
-                "that batch, and raise the brokers' fileReservedTime",
+                "TOPIC_FORGOT", topic=cluster.topic, since=since, queue=place.queue, broker=place.broker
             )
         yield message
 

@@ -18,7 +18,7 @@ def _where(text: str) -> str:
 def _place(text: str) -> str:
     module, _, name = text.partition(":")
     if not module or not name:
-        raise Unfit(f"is {text!r}; it must be module:name")
+        raise Unfit.build("OPTION_VALUE.MODULE_NAME", text=text)
     return text
 
 

@@ -57,13 +57,7 @@ class SagaSink(SendingSink):
         del guarantee
         saga = load(self.options.saga)
         if unsafe := [s.name for s in saga.steps if not s.repeatable and s.ask is None]:
-            yield Finding(
-                "SAGA_STEP_UNSAFE",
-                f"Saga {saga.name} has steps that take no key and cannot be asked: {', '.join(unsafe)}. If a task dies "
-                "in one of them, the saga turns back, because nobody can know whether the step was done.",
-                refuses=False,
-                next_step="pass takes_key=True if the service honours the key, or ask=...",
-            )
+            yield Finding.build("SAGA_STEP_UNSAFE", refuses=False, saga=saga.name, unsafe=", ".join(unsafe))
         self._create()
 
     def _create(self) -> None:
@@ -81,11 +75,7 @@ class SagaSink(SendingSink):
         )
         for field in schema:
             if not any(fits(field.type) for fits in TEXT):
-                raise UsageError(
-                    "COLUMNS",
-                    f"Column {field.name!r} is {field.type}; it must be text.",
-                    next_step="cast the column to string",
-                )
+                raise UsageError("COLUMNS.NOT_TEXT", column=field.name, type=field.type)
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         reasons = [self._reason(*row) for row in zip(column(batch, "id"), column(batch, "data"), strict=True)]
@@ -108,11 +98,7 @@ class SagaSink(SendingSink):
         return SagaWriter(self.options)
 
     def scan(self) -> BoundedScan:
-        raise Refused(
-            "NOT_READABLE",
-            f"Saga {self.options.saga} has effects in other systems, which cannot be read back.",
-            next_step=f"delivered sagas list --all --log {self.options.log}",
-        )
+        raise Refused("NOT_READABLE.SAGA", saga=self.options.saga, log=self.options.log)
 
 
 log = logging.getLogger(__name__)

@@ -36,11 +36,7 @@ def connect(path: str, *, mode: str = "rwc") -> sqlite3.Connection:
         DeliveredError: it cannot be opened.
     """
     if mode == "rwc" and not Path(path).parent.is_dir():
-        raise UsageError(
-            "FOLDER_MISSING",
-            f"The folder of the database {path!r} does not exist.",
-            next_step=f"mkdir -p {Path(path).parent}",
-        )
+        raise UsageError("FOLDER_MISSING", path=path, parent=Path(path).parent)
     try:
         connection = sqlite3.connect(
             f"file:{quote(path)}?mode={'rw' if mode == 'ro' else mode}",
@@ -97,34 +93,16 @@ def explained(error: Exception, path: str) -> DeliveredError:
     name = _name(error)
     detail = f"{error} ({name})"
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-        return Unreachable(
-            "DATABASE_LOCKED",
-            f"Timed out waiting for another process that has locked the database {path!r}: {detail}. SQLite allows one "
-            "writer at a time, and a commit waits for readers.",
-            next_step=f"end the other process's transaction (find it with fuser {path}), then start again",
-        )
+        return Unreachable("DATABASE_LOCKED", path=path, detail=detail)
     if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
-        return Unreachable(
-            "DATABASE_READONLY",
-            f"The database {path!r} cannot be opened for writing: {detail}. SQLite needs write permission on the file "
-            "and its folder.",
-            next_step=f"chmod u+w the file and its folder {Path(path).parent}, or choose another path",
-        )
+        return Unreachable("DATABASE_READONLY", path=path, detail=detail, parent=Path(path).parent)
     if name.startswith("SQLITE_FULL"):
-        return DeliveredError(
-            "DISK_FULL",
-            f"The disk under the database {path!r} is full: {detail}.",
-            next_step="free disk space, then start the pipeline again",
-        )
+        return DeliveredError("DISK_FULL.SQLITE", path=path, detail=detail)
     if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
-        return UsageError(
-            "DATABASE_DAMAGED",
-            f"{path!r} is not a valid SQLite database: {detail}.",
-            next_step=f"check it: sqlite3 {path} 'PRAGMA integrity_check'; restore a backup with its ledger tables",
-        )
+        return UsageError("DATABASE_DAMAGED", path=path, detail=detail)
     if refuses_a_row(error):
         return row_refused(path, "a row", error)
-    return Unreachable("DATABASE_ERROR", f"The database {path!r} failed: {detail}.", "check the disk and the file")
+    return Unreachable("DATABASE_ERROR.SQLITE", path=path, detail=detail)
 
 
 def _name(error: Exception) -> str:
@@ -147,12 +125,7 @@ def refuses_a_row(error: Exception) -> bool:
 def row_refused(path: str, row: str, error: Exception) -> BadRecord:
     """Args: row: which one."""
     detail = f"{error} ({_name(error)})"
-    return BadRecord(
-        "ROW_REFUSED",
-        f"The table in {path!r} rejected {row}: {detail}.",
-        next_step="filter such rows, or change the table; onConstraint: dead_letter keeps rows that break a "
-        "constraint, on_bad_row: dead_letter those with a value that the table cannot take",
-    )
+    return BadRecord("ROW_REFUSED.SQLITE", path=path, row=row, detail=detail)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ RESERVED_PREFIX = "_delivered_"
 
 def _table(text: str) -> str:
     if not text.strip() or "\0" in text or text.lower().startswith(("sqlite_", RESERVED_PREFIX)):
-        raise Unfit(f"is {text!r}; it must be a name that starts with neither sqlite_ nor {RESERVED_PREFIX}")
+        raise Unfit.build("OPTION_VALUE.SQLITE_TABLE", text=text)
     return text
 
 

@@ -81,12 +81,7 @@ def _array(values: list[Any], field: pa.Field) -> pa.Array:
     try:
         return target.from_sql(values, field.type)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-        raise BadRecord(
-            "VALUE_UNREADABLE",
-            f"Column {field.name!r} of the table has a value that this package does not write, and that is no "
-            f"{field.type}: {str(error)[:300]}",
-            next_step="correct the row in the table: another client wrote it",
-        ) from None
+        raise BadRecord("VALUE_UNREADABLE.SQLITE", column=field.name, type=field.type, error=str(error)[:300]) from None
 
 
 def rowid_name(connection: sqlite3.Connection, table: str) -> str | None:

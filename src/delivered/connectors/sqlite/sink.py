@@ -99,8 +99,12 @@ class SqliteSink(DatabaseSink):
         except DeliveredError as error:
             return [Finding.refusal(error)]
         except OSError as error:
-            message = f"Shards cannot be staged in {str(self.options.staging)!r}: {error.strerror}."
-            return [Finding("STAGING_FAILED", message, True, f"chmod u+w {self.options.staging.parent}")]
+            staging = self.options.staging
+            return [
+                Finding.build(
+                    "STAGING_FAILED.START", refuses=True, path=str(staging), error=error.strerror, folder=staging.parent
+                )
+            ]
         return findings
 
     def _check_table(self, connection: sqlite3.Connection) -> Iterator[Finding]:
@@ -149,10 +153,4 @@ class SqliteSink(DatabaseSink):
 
 def _wal_race(path: str) -> Finding:
     version = ".".join(map(str, sqlite3.sqlite_version_info))
-    return Finding(
-        "WAL_RACE",
-        f"The database {path!r} is in WAL mode, where SQLite {version} has a rare race that can corrupt the file when "
-        "several processes write; it is fixed in 3.51.3.",
-        False,
-        f"sqlite3 {path} 'PRAGMA journal_mode=DELETE', or run with SQLite 3.51.3 or newer",
-    )
+    return Finding.build("WAL_RACE", refuses=False, path=path, version=version)

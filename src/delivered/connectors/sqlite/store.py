@@ -113,10 +113,11 @@ class SqliteTable:
             rows, kept = target.insert_rows(connection, self.options, found, batches)
         if rows != staged.rows or rows != prepared.fingerprint.count:
             raise InvariantBroken(
-                "STAGED_ROWS_DIFFER",
-                f"Shard {prepared.shard}: {rows} rows were staged, but {staged.rows} were prepared, and the "
-                f"fingerprint counts {prepared.fingerprint.count}.",
-                next_step="start the pipeline again; the batch runs again",
+                "STAGED_ROWS_DIFFER.SQLITE",
+                shard=prepared.shard,
+                rows=rows,
+                prepared=staged.rows,
+                count=prepared.fingerprint.count,
             )
         check_count(self.options, rows, kept, found, f"shard {prepared.shard}")
 

@@ -158,10 +158,11 @@ def check_kind(connection: sqlite3.Connection, options: SqliteOptions) -> None:
     virtual = re.match(rf"\s*CREATE{_GAP}VIRTUAL\b", row[1] or "", re.IGNORECASE) is not None
     if row[0] == "view" or virtual:
         raise UsageError(
-            "NOT_A_TABLE",
-            f"{options.table!r} {options.where} is a {'virtual table' if virtual else 'view'}: what its "
-            f"{'module stores' if virtual else 'triggers store'} cannot be counted.",
-            next_step="write to a table",
+            "NOT_A_TABLE.SQLITE",
+            table=options.table,
+            where=options.where,
+            kind="virtual table" if virtual else "view",
+            storage="module stores" if virtual else "triggers store",
         )
 
 
@@ -296,10 +297,12 @@ def compare(options: SqliteOptions, schema: pa.Schema, columns: dict[str, str | 
             raise column_computed(options.table, field.name)
         if not fits(field.type, sql_type):
             raise UsageError(
-                "COLUMN_TYPE",
-                f"Column {field.name!r} of table {options.table!r} is declared {sql_type!r}, which would change values "
-                f"of type {field.type}; it must be {wanted}.",
-                next_step=f"cast the column of the rows, or declare the table's column as {wanted}",
+                "COLUMN_TYPE.SQLITE",
+                column=field.name,
+                table=options.table,
+                sql_type=sql_type,
+                type=field.type,
+                wanted=wanted,
             )
 
 

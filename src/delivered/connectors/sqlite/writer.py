@@ -108,12 +108,7 @@ class StagedFile:
             self._part.rename(self._final)
             sync([self._folder])
         except FileNotFoundError:
-            raise InvariantBroken(
-                "STAGED_FILE_GONE",
-                f"The file {str(self._part)!r} was deleted while the task wrote it: a later start of the pipeline "
-                "cleaned up after this one. Nothing of the shard is visible.",
-                next_step="nothing, if the later start is running; otherwise start the pipeline again",
-            ) from None
+            raise InvariantBroken("STAGED_FILE_GONE.SQLITE_CLEANED", path=str(self._part)) from None
         except OSError as error:
             raise _failed(self._part, error) from error
         return StagedRows(self._final.name, self.rows, self._sink.size, self._sink.crc)
@@ -137,17 +132,10 @@ def read_staged(options: SqliteOptions, scope: Scope, staged: StagedRows) -> Ite
     try:
         size, crc = _checksum(path)
     except FileNotFoundError:
-        raise InvariantBroken(
-            "STAGED_FILE_GONE",
-            f"The staged rows of a shard, {str(path)!r}, are missing. Nothing of the batch is visible.",
-            next_step="start the pipeline again; the batch runs again",
-        ) from None
+        raise InvariantBroken("STAGED_FILE_GONE.SQLITE_MISSING", path=str(path)) from None
     if (size, crc) != (staged.bytes, staged.crc32):
         raise InvariantBroken(
-            "STAGED_FILE_DAMAGED",
-            f"The staged rows of a shard, {str(path)!r}, are corrupt: {size} bytes with checksum {crc}, but "
-            f"{staged.bytes} with {staged.crc32} were prepared. Nothing of the batch is visible.",
-            next_step="check the disk, then start the pipeline again; the batch runs again",
+            "STAGED_FILE_DAMAGED", path=str(path), size=size, crc=crc, bytes=staged.bytes, crc32=staged.crc32
         )
     # Not memory-mapped: a mapped file would count as this process's memory.
     with pa.OSFile(str(path)) as source:
@@ -162,11 +150,7 @@ def staged_schema(options: SqliteOptions, scope: Scope, staged: StagedRows) -> p
         with pa.memory_map(str(staging_folder(options, scope) / Path(staged.path).name)) as source:
             return pa.ipc.open_file(source).schema
     except (OSError, pa.ArrowInvalid) as error:
-        raise InvariantBroken(
-            "STAGED_FILE_GONE",
-            f"The staged rows of a shard cannot be read: {error}. Nothing of the batch is visible.",
-            next_step="start the pipeline again; the batch runs again",
-        ) from None
+        raise InvariantBroken("STAGED_FILE_GONE.SQLITE_READ", error=error) from None
 
 
 def remove(options: SqliteOptions, scope: Scope, staged: StagedRows) -> None:
@@ -192,11 +176,7 @@ def _checksum(path: Path) -> tuple[int, int]:
 
 
 def _failed(path: Path, error: OSError) -> DeliveredError:
-    return DeliveredError(
-        "STAGING_FAILED",
-        f"A shard's rows could not be staged at {str(path)!r}: {error.strerror or error}.",
-        next_step="free disk space, or grant write permission; then start again: the batch runs again",
-    )
+    return DeliveredError("STAGING_FAILED.WRITE", path=str(path), error=error.strerror or error)
 
 
 class _Summed(io.RawIOBase):

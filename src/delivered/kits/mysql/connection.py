@@ -49,12 +49,7 @@ class Connection(pymysql.connections.Connection):  # type: ignore[misc]
     def _process_auth(self, plugin_name: Any, auth_packet: Any, handler: Any = None) -> Any:
         verified = self._secure and self.ssl and self.ctx.verify_mode == ssl.CERT_REQUIRED
         if bytes(plugin_name) in _IN_CLEAR and not verified:
-            raise UsageError(
-                "PASSWORD_IN_CLEAR",
-                f"The server at {self.host}:{self.port} asked for the password in clear ({str(plugin_name, 'ascii')}) "
-                "over a connection on which its certificate was not verified. The password was not sent.",
-                next_step="add ?ssl_ca=PATH to the URL, which verifies the server's certificate and name",
-            )
+            raise UsageError("PASSWORD_IN_CLEAR", host=self.host, port=self.port, plugin=str(plugin_name, "ascii"))
         return super()._process_auth(plugin_name, auth_packet, handler)
 
 

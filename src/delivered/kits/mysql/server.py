@@ -68,11 +68,7 @@ class Tls:
             try:
                 context.load_cert_chain(self.certificate, self.key)
             except OSError as error:
-                raise UsageError(
-                    "TLS_FILES",
-                    f"The client certificate {self.certificate!r} of the URL cannot be used: {error}.",
-                    next_step="check ssl_cert and ssl_key: PEM files, readable on the driver and on every executor",
-                ) from None
+                raise UsageError("TLS_FILES.MYSQL", certificate=self.certificate, error=error) from None
         return context
 
 
@@ -89,26 +85,20 @@ def parse_tls(query: str) -> Tls | None:
     if not given:
         return None
     if len(given) < len(pairs):
-        raise Unfit("has a parameter twice", "keep one of them")
+        raise Unfit.build("OPTION_VALUE.PARAMETER_TWICE")
     if unknown := sorted(given.keys() - {*PARAMETERS}):
-        raise Unfit(
-            f"has the parameter {unknown[0]!r}; supported after ? are {', '.join(PARAMETERS)}",
-            "remove it: parameters of JDBC drivers are not supported",
-        )
+        raise Unfit.build("OPTION_VALUE.PARAMETER_UNKNOWN", parameter=unknown[0], known=", ".join(PARAMETERS))
     for name, value in given.items():
         if not value:
-            raise Unfit(f"has the parameter {name} without a value", f"write {name}=..., or remove it")
+            raise Unfit.build("OPTION_VALUE.PARAMETER_EMPTY", name=name)
     flags = {name: _flag(name, given) for name in _FLAGS if name in given}
     certificate = flags.get("ssl_verify_cert", True)
     identity = flags.get("ssl_verify_identity", certificate)
     if not certificate and ("ssl_ca" in given or identity):
         other = "ssl_ca" if "ssl_ca" in given else "ssl_verify_identity=true"
-        raise Unfit(
-            f"has ssl_verify_cert=false next to {other}, which nothing would be compared with",
-            "remove ssl_verify_cert=false: with ssl_ca, certificate and name of the server are verified",
-        )
+        raise Unfit.build("OPTION_VALUE.SSL_VERIFY", other=other)
     if "ssl_key" in given and "ssl_cert" not in given:
-        raise Unfit("has ssl_key without ssl_cert", "add ssl_cert=PATH of the client's certificate")
+        raise Unfit.build("OPTION_VALUE.SSL_KEY")
     return Tls(given.get("ssl_ca"), given.get("ssl_cert"), given.get("ssl_key"), certificate, identity)
 
 
@@ -116,7 +106,7 @@ def _flag(name: str, given: Mapping[str, str]) -> bool:
     try:
         return FLAG.read(given[name])
     except Unfit as why:
-        raise Unfit(f"has the parameter {name}, which {why.reason}", f"write {name}=true") from None
+        raise Unfit.build("OPTION_VALUE.PARAMETER_VALUE", name=name, reason=why.reason) from None
 
 
 def tls_of_url(url: str) -> Tls | None:
@@ -124,4 +114,4 @@ def tls_of_url(url: str) -> Tls | None:
     try:
         return parse_tls(urlsplit(url).query)
     except Unfit as why:
-        raise UsageError(why.code, f"The URL of the MySQL server {why.reason}.", why.next_step) from None
+        raise why.of("The URL of the MySQL server") from None

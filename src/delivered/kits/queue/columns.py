@@ -32,10 +32,11 @@ def identified_schema(system: str, schema: pa.Schema, id_columns: Sequence[str])
         found = schema.field(name).type if name in schema.names else None
         if found is None or not (pa.types.is_integer(found) or any(fits(found) for fits in TEXT_OR_BYTES)):
             raise UsageError(
-                "COLUMNS",
-                f"delivered_{system}: messageIdColumns names {name!r}, which is {found or 'no column'}; the rows have "
-                f"{', '.join(schema.names)}.",
-                next_step="name columns of text, bytes or integers that the transform selects",
+                "COLUMNS.MESSAGE_ID",
+                system=system,
+                name=name,
+                type=found or "no column",
+                columns=", ".join(schema.names),
             )
     kept = [f for f in schema if f.name in ("key", "value") or f.name not in (*id_columns, "message_id")]
     return pa.schema([*kept, pa.field("message_id", pa.string())])
@@ -56,11 +57,7 @@ def identified(batch: pa.RecordBatch, id_columns: Sequence[str], *, nulls: bool 
     ids = pc.if_else(pc.equal(ids, ""), pa.scalar(None, pa.string()), ids)
     if ids.null_count and not nulls:
         row = batch.slice(pc.index(pc.is_null(ids), True).as_py(), 1).select(id_columns).to_pylist()[0]
-        raise BadRecord(
-            "MESSAGE_ID",
-            f"A row has no message id: {row}. Nothing of its batch counts.",
-            next_step="filter such rows, or name columns that are never null in messageIdColumns",
-        )
+        raise BadRecord("MESSAGE_ID.NONE", row=row)
     kept = [n for n in batch.schema.names if n in ("key", "value") or n not in (*id_columns, "message_id")]
     return pa.RecordBatch.from_arrays([*(batch.column(n) for n in kept), ids], names=[*kept, "message_id"])
 
@@ -77,12 +74,7 @@ def _id_text(batch: pa.RecordBatch, name: str, nulls: bool) -> pa.Array:
         return text
     if not nulls:
         row = pc.index(pc.is_valid(bad), True).as_py()
-        raise BadRecord(
-            "MESSAGE_ID",
-            f"Row {row} of a batch has {raw[row].as_py()!r:.80} in {name!r} (messageIdColumns), which is not UTF-8. "
-            "Nothing of its batch counts.",
-            next_step='name columns of text: .option("messageIdColumns", "...")',
-        )
+        raise BadRecord("MESSAGE_ID.NOT_TEXT", row=row, value=raw[row].as_py(), name=name)
     return pc.if_else(bad.is_null(), text, pa.scalar(None, pa.string()))
 
 
@@ -110,11 +102,7 @@ def check_types(schema: pa.Schema) -> None:
     """Raise UsageError for a column of `COLUMNS` that is neither text nor bytes."""
     for field in schema:
         if not any(fits(field.type) for fits in _TYPES[field.name]):
-            raise UsageError(
-                "COLUMNS",
-                f"Column {field.name!r} is {field.type}; it must be text or binary.",
-                next_step="cast the column to string or binary",
-            )
+            raise UsageError("COLUMNS.NOT_BYTES", column=field.name, type=field.type)
 
 
 def check_names(
@@ -124,10 +112,12 @@ def check_names(
     names = set(schema.names)
     if not set(needed) <= names <= set(known):
         raise UsageError(
-            "COLUMNS",
-            f"delivered_{system} writes the columns {', '.join(sorted(needed))}, and optionally "
-            f"{', '.join(sorted(set(known) - set(needed)))}; the rows have {', '.join(schema.names) or 'no columns'}.",
-            next_step=next_step,
+            "COLUMNS.QUEUE",
+            system=system,
+            required=", ".join(sorted(needed)),
+            optional=", ".join(sorted(set(known) - set(needed))),
+            columns=", ".join(schema.names) or "no columns",
+            action=next_step,
         )
 
 
@@ -161,11 +151,7 @@ def text(value: str | bytes, what: str) -> str:
 
 
 def not_text(what: str, value: bytes) -> BadRecord:
-    return BadRecord(
-        "NOT_TEXT",
-        f"A row has {value!r:.80} in {what}, which is not UTF-8; there, a message has text.",
-        next_step="encode it, for example with base64 or hex",
-    )
+    return BadRecord("NOT_TEXT", value=value, what=what)
 
 
 @dataclass

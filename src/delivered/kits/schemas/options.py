@@ -79,21 +79,11 @@ class Side:
             return self.subject
         needs_record = self.strategy is not Strategy.TOPIC
         if needs_record and self.record is None:
-            raise UsageError(
-                "SCHEMA_SUBJECT",
-                f"{owner}: {self.column}.subject.name.strategy is {self.strategy}, which names the subject by the "
-                "record's full name.",
-                next_step=f'add .option("{self.column}.record.name", "shop.Order")',
-            )
+            raise UsageError("SCHEMA_SUBJECT.RECORD_NAME", owner=owner, column=self.column, strategy=self.strategy)
         if self.strategy is Strategy.RECORD:
             return str(self.record)
         if topic is None:
-            raise UsageError(
-                "SCHEMA_SUBJECT",
-                f"{owner}: the strategy {self.strategy} names the {self.column}'s subject by the topic, and there is "
-                "not exactly one topic.",
-                next_step=f'name the subject: .option("{self.column}.subject", "orders-{self.column}")',
-            )
+            raise UsageError("SCHEMA_SUBJECT.TOPIC", owner=owner, strategy=self.strategy, column=self.column)
         return f"{topic}-{self.record}" if needs_record else f"{topic}-{self.column}"
 
     def declared_text(self) -> str | None:
@@ -104,7 +94,7 @@ class Side:
 def _url(text: str) -> str:
     for each in text.split(","):
         if not each.strip().lower().startswith(("http://", "https://")):
-            raise Unfit(f"is {each.rpartition('@')[2]!r}; it must be like http://localhost:8081")
+            raise Unfit.build("OPTION_VALUE.REGISTRY_URL", url=each.rpartition("@")[2])
         parts = split_url(each.strip())
         if parts.password is not None:
             raise password_in_url("env:REGISTRY_USER_INFO")
@@ -116,7 +106,7 @@ _URL = OptionType(_url)
 
 def _declared(text: str) -> str:
     if text.startswith("file:") and not Path(text.removeprefix("file:")).is_absolute():
-        raise Unfit(f"is {text!r}; the path must be absolute", "write file:/data/order.avsc")
+        raise Unfit.build("OPTION_VALUE.PATH_RELATIVE", text=text)
     return text
 
 
@@ -179,17 +169,9 @@ def _side(column: str, owner: str, values: Mapping[str, str]) -> Side:
     )
     if side.format is Format.BYTES and len(given) > ("format" in given):
         other = next(n for n in given if n != "format")
-        raise UsageError(
-            "OPTION_CONFLICT",
-            f"{owner}: option '{column}.{other}' is for a {column} with a schema, and {column}.format is bytes.",
-            next_step=f'add .option("{column}.format", "avro"), or remove {column}.{other}',
-        )
+        raise UsageError("OPTION_CONFLICT.SCHEMA_BYTES", owner=owner, column=column, other=other)
     if side.version is not None and side.declared is not None:
-        raise UsageError(
-            "OPTION_CONFLICT",
-            f"{owner}: both {column}.schema and {column}.schema.version say which schema it is.",
-            next_step="keep one of them",
-        )
+        raise UsageError("OPTION_CONFLICT.SCHEMA_TWICE", owner=owner, column=column)
     return side
 
 
@@ -244,14 +226,11 @@ class FormatOptions(Options):
     def check(self, owner: str) -> None:
         if self.sides and "url" not in self.registry:
             raise UsageError(
-                "OPTION_MISSING",
-                f"{owner} needs the option {URL!r}: {self.sides[0].column}.format is {self.sides[0].format}.",
-                next_step=f'add .option("{URL}", "http://localhost:8081")',
+                "OPTION_MISSING.REGISTRY",
+                owner=owner,
+                url_option=URL,
+                column=self.sides[0].column,
+                format=self.sides[0].format,
             )
         if self.registry and not self.sides:
-            raise UsageError(
-                "OPTION_CONFLICT",
-                f"{owner}: option '{PREFIX}{next(iter(self.registry))}' is for keys and values with a schema, and both "
-                "are bytes.",
-                next_step='add .option("value.format", "avro")',
-            )
+            raise UsageError("OPTION_CONFLICT.REGISTRY_UNUSED", owner=owner, option=next(iter(self.registry)))

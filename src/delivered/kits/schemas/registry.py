@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from delivered.kits.options import distrusted, trust
-from delivered.kits.schemas.options import LOGIN, PREFIX, TRUSTED, URL, Format
+from delivered.kits.schemas.options import PREFIX, TRUSTED, URL, Format
 from delivered.model.answers import AnswerTooLarge, JsonAnswer, UnexpectedAnswer, bounded, limited, starts
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
@@ -84,11 +84,7 @@ class Registry:
         try:
             self._client: Any = schema_registry.SchemaRegistryClient({**known, **numbers})
         except (ValueError, TypeError, OSError) as error:
-            raise UsageError(
-                "SCHEMA_REGISTRY_OPTIONS",
-                f"The client of the schema registry {self.url} refuses its options: {str(error)[:200]}",
-                next_step=f"correct the options that begin with {PREFIX} (docs/schemas.md)",
-            ) from None
+            raise UsageError("SCHEMA_REGISTRY_OPTIONS", url=self.url, error=str(error)[:200]) from None
         session = limited(self._client._rest_client.session)
         session.headers["Accept-Encoding"] = "identity"
         session.event_hooks = {"request": [lambda _: starts(CONNECT_TIMEOUT_S)], "response": [self._read]}
@@ -126,11 +122,7 @@ class Registry:
     def _registered(self, schema: Any, number: int, subject: str = "", version: int = 0) -> Registered:
         kind = _KINDS.get(schema.schema_type or "AVRO")
         if kind is None:
-            raise BadSchema(
-                "SCHEMA_KIND",
-                f"Schema {number} of {self.url} is {schema.schema_type}, which is unknown.",
-                next_step="write the records with an Avro, Protobuf or JSON schema, or read them as bytes",
-            )
+            raise BadSchema("SCHEMA_KIND.UNKNOWN", number=number, url=self.url, schema_type=schema.schema_type)
         return Registered(number, kind, schema.schema_str, subject, version, self._references(schema))
 
     def _references(self, schema: Any) -> tuple[tuple[str, str], ...]:
@@ -184,10 +176,7 @@ class Registry:
             if not unreadable and not self._is_away(error):
                 raise
             raise Unreachable(
-                "REGISTRY_UNREACHABLE",
-                f"The schema registry {self.url} does not answer: {str(error)[:200] or type(error).__name__}.",
-                next_step=f"check that it runs and is reachable from here, and that {URL} has the right scheme, http "
-                "or https",
+                "REGISTRY_UNREACHABLE.NO_ANSWER", url=self.url, error=str(error)[:200] or type(error).__name__
             ) from None
 
     def _read(self, response: Any) -> None:
@@ -198,11 +187,7 @@ class Registry:
         try:
             _check(path, JsonAnswer.read(body))
         except UnexpectedAnswer as why:
-            raise Unreachable(
-                "REGISTRY_UNREACHABLE",
-                f"The schema registry {self.url} answers {path} with something else than asked for: {why}",
-                next_step=f"check that {URL} names a schema registry",
-            ) from None
+            raise Unreachable("REGISTRY_UNREACHABLE.OTHER_ANSWER", url=self.url, path=path, reason=why) from None
 
     def _trusted_words(self) -> str:
         return f"those in {self._trusted}" if self._trusted else "those of certifi, or in SSL_CERT_FILE or SSL_CERT_DIR"
@@ -215,16 +200,8 @@ class Registry:
             return Incompatible(text)
         if status in (401, 403):
             _connected.cache_clear()  # the next client resolves its secrets again: they may have been corrected
-            return Unreachable(
-                "SCHEMA_REGISTRY_LOGIN",
-                f"The schema registry {self.url} refuses the login (HTTP {status}): {text}",
-                next_step=f"check {LOGIN}, which is user:password or refers to it: env:NAME, file:PATH",
-            )
-        return Unreachable(
-            "REGISTRY_UNREACHABLE",
-            f"The schema registry {self.url} answers HTTP {status}: {text}",
-            next_step="look at the registry's log",
-        )
+            return Unreachable("SCHEMA_REGISTRY_LOGIN", url=self.url, status=status, text=text)
+        return Unreachable("REGISTRY_UNREACHABLE.HTTP", url=self.url, status=status, text=text)
 
     def _is_away(self, error: BaseException) -> bool:
         if isinstance(error, self._module.SchemaRegistryError):
@@ -273,11 +250,7 @@ def _check(path: str, answer: JsonAnswer) -> None:
 
 
 def _bad_references(what: str) -> BadSchema:
-    return BadSchema(
-        "SCHEMA_REFERENCES",
-        f"A schema {what}.",
-        next_step="register one that imports fewer, or read the records as bytes",
-    )
+    return BadSchema("SCHEMA_REFERENCES", what=what)
 
 
 def _bad_certificate(error: BaseException | None) -> ssl.SSLCertVerificationError | None:

@@ -88,10 +88,7 @@ class FormattedSink(Sink):
         for side in self.options.sides:
             if side.column in schema.names and pa.types.is_binary(kind := schema.field(side.column).type):
                 raise UsageError(
-                    "COLUMN_TYPE",
-                    f"{self.owner}: column {side.column!r} is {kind}; with {side.column}.format {side.format} it must "
-                    "have the schema's type.",
-                    next_step=f"select its fields as a struct, for example struct(id, amount) AS {side.column}",
+                    "COLUMN_TYPE.SCHEMA", owner=self.owner, column=side.column, kind=kind, format=side.format
                 )
         self.sink.check_schema(self._encoded_schema(schema))
 
@@ -119,12 +116,7 @@ class FormattedSink(Sink):
     def by_ids(self, ids: Mapping[str, int]) -> Self:
         found = [connected(self.options.registry).by_id(ids[s.column]) for s in self.options.sides]
         if None in found:
-            raise UsageError(
-                "SCHEMA_MISSING",
-                f"{self.owner}: a batch was decided with the schemas {dict(ids)} of {self.options.url}, which no "
-                "longer has all of them. Nothing was written.",
-                next_step="restore them in the registry, then start again",
-            )
+            raise UsageError("SCHEMA_MISSING.DECIDED", owner=self.owner, schemas=dict(ids), url=self.options.url)
         return replace(self, schemas=tuple(f for f in found if f is not None))
 
     def _now(self, side: Side, *, register: bool) -> Registered:
@@ -142,10 +134,7 @@ class FormattedSink(Sink):
         except Incompatible as error:
             why = str(error)
         raise UsageError(
-            "SCHEMA_REFUSED",
-            f"{self.owner}: the registry {self.options.url} refuses {side.column}.schema for the subject {subject!r}: "
-            f"{why}. Nothing was registered, and nothing was written.",
-            next_step="make the change compatible (a new field needs a default), or write to another subject",
+            "SCHEMA_REFUSED", owner=self.owner, url=self.options.url, column=side.column, subject=subject, reason=why
         )
 
     def _fits(self, side: Side, schema: pa.Schema, registered: Registered) -> None:
@@ -155,10 +144,7 @@ class FormattedSink(Sink):
         wrong = unfit(schema.field(side.column).type, schema_of(registered, side.record), side.column)
         if wrong:
             raise UsageError(
-                "SCHEMA_UNFIT",
-                f"{self.owner}: the rows do not fit {registered}: {'; '.join(wrong)}. Nothing was written.",
-                next_step=f"select its fields as a struct, for example struct(id, amount) AS {side.column}; cast or "
-                "rename them as the schema requires",
+                "SCHEMA_UNFIT", owner=self.owner, registered=registered, wrong="; ".join(wrong), column=side.column
             )
 
     def _encoded_schema(self, schema: pa.Schema) -> pa.Schema:
@@ -196,18 +182,12 @@ class FormattedSink(Sink):
         if reasons:
             row, why = next(iter(reasons.items()))
             shown = str(plain_rows(batch.slice(row, 1))[0])[:300]
-            raise BadRecord(
-                "RECORD_UNENCODABLE",
-                f"{self.owner}: row {row} of a batch cannot be encoded, {why}. The row: {shown}. Nothing of its batch "
-                "counts.",
-                next_step="correct or filter such rows in the transform; or set on_bad_row: dead_letter with a "
-                "dead_letter sink (docs/schemas.md)",
-            )
+            raise BadRecord("RECORD_UNENCODABLE", owner=self.owner, row=row, reason=why, value=shown)
         return encoded
 
     def _encoded(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[int, str]]:
         if not self.schemas:
-            raise InvariantBroken("SCHEMAS_UNSETTLED", f"{self.owner}: a batch has no schema ids. Nothing was written.")
+            raise InvariantBroken("SCHEMAS_UNSETTLED", owner=self.owner)
         reasons: dict[int, str] = {}
         for side, registered in zip(self.options.sides, self.schemas, strict=True):
             at = batch.schema.get_field_index(side.column)

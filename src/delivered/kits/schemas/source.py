@@ -171,10 +171,9 @@ class FormattedSource(Source):
         at = {n: getattr(rejected, n) for n in COORDINATES if getattr(rejected, n) is not None}
         return BadRecord(
             "RECORD_UNDECODABLE",
-            f"{self.owner}: the record at {', '.join(f'{n} {v}' for n, v in at.items())} cannot be decoded: "
-            f"{rejected.reason}. Nothing of its batch counts, and nothing was skipped.",
-            next_step="register the schema that is missing; or set on_bad_row: dead_letter with a dead_letter sink, "
-            "which keeps such records with their bytes (docs/schemas.md)",
+            owner=self.owner,
+            position=", ".join((f"{n} {v}" for n, v in at.items())),
+            reason=rejected.reason,
         )
 
 
@@ -189,15 +188,11 @@ def find(owner: str, options: FormatOptions, side: Side, subject: str) -> Regist
     if found is None:
         which = "no schema" if side.version is None else f"no version {side.version}"
         raise UsageError(
-            "SCHEMA_MISSING",
-            f"{owner}: the subject {subject!r} has {which} in the registry {options.url}.",
-            next_step=f'register one; or declare it: .option("{side.column}.schema", "file:/data/order.avsc")',
+            "SCHEMA_MISSING.SUBJECT", owner=owner, subject=subject, which=which, url=options.url, column=side.column
         )
     if found.kind is not side.format:
         raise UsageError(
-            "SCHEMA_KIND",
-            f"{owner}: {found} is {found.kind}, and {side.column}.format is {side.format}.",
-            next_step=f"set {side.column}.format to {found.kind}",
+            "SCHEMA_KIND.FORMAT", owner=owner, actual=found, kind=found.kind, column=side.column, format=side.format
         )
     return found
 
@@ -208,9 +203,7 @@ def mapped(owner: str, side: Side, registered: Registered) -> pa.DataType:
         return schema_of(registered, side.record).arrow
     except Unmappable as error:
         raise UsageError(
-            "SCHEMA_UNMAPPABLE",
-            f"{owner}: {registered} has no column type for the {side.column}: {error}.",
-            next_step=f"set {side.column}.format to bytes, and decode it yourself",
+            "SCHEMA_UNMAPPABLE.REGISTRY", owner=owner, registered=registered, column=side.column, error=error
         ) from None
 
 

@@ -201,11 +201,7 @@ def is_newest(version: int, known: int, ledger: str) -> bool:
         UsageError: a newer version of this package created them.
     """
     if version > known:
-        raise UsageError(
-            "LEDGER_NEWER",
-            f"The ledger {ledger} has version {version}; this version of delivered supports up to {known}.",
-            next_step="pip install --upgrade delivered",
-        )
+        raise UsageError("LEDGER_NEWER", ledger=ledger, version=version, known=known)
     return version == known
 
 

@@ -342,7 +342,7 @@ class SqlLedger(Generic[C]):
         if change.begun is not None:
             records.start(change.begun)
         if (change.swap or change.move) and self._table is None:
-            raise InvariantBroken("NO_TARGET", f"The ledger {self.where} has no table to move rows to.")
+            raise InvariantBroken("NO_TARGET.LEDGER", where=self.where)
         if change.swap is not None and self._table is not None:
             reach(StepId.COMMIT_APPLY, Moment.BEFORE)
             self._table.swap(connection, change.swap)
@@ -423,17 +423,8 @@ class SqlLedger(Generic[C]):
             f"{self._scope.pipeline!r} {self.where} for more than {CONNECT_TIMEOUT_S:.0f} s, and "
         )
         if waits_for:
-            return Unreachable(
-                "LEDGER_LOCKED",
-                f"{held}waits for {waits_for}. Its transaction is committed there only.",
-                next_step="start the standby, or take it out of synchronous_standby_names and reload the "
-                "configuration; then start again",
-            )
-        return Unreachable(
-            "LEDGER_LOCKED",
-            f"{held}could not be ended.",
-            next_step=f"end that session, then start again: {self._sql.see_holders}",
-        )
+            return Unreachable("LEDGER_LOCKED.STANDBY", session=held, standby=waits_for)
+        return Unreachable("LEDGER_LOCKED.SESSION", session=held, see_holders=self._sql.see_holders)
 
 
 class SwappingLedger(SqlLedger[C]):
@@ -601,13 +592,7 @@ class KeyTable(KeyMemory, Generic[C]):
             {},
         ).fetchone()
         if row is None:
-            raise InvariantBroken(
-                "DEDUP_MEMORY_GONE",
-                f"Batch {batch} of {self._scope}: the sink's database has no dedup keys for this checkpoint, so "
-                "duplicates of records that earlier batches delivered cannot be detected.",
-                next_step="restore the database together with its ledger; or start a new checkpoint, without earlier "
-                "keys, at the offsets where this one ended",
-            )
+            raise InvariantBroken("DEDUP_MEMORY_GONE", batch=batch, scope=self._scope)
         at, newest, former, epoch = (int(v) for v in row)
         self._epoch = epoch
         return former if at >= batch else newest

@@ -57,53 +57,36 @@ def check_columns(mode: WriteMode, schema: pa.Schema, types: Types) -> None:
     columns = [*mode.keys, *(n for n in (mode.version, mode.delete, mode.expected) if n is not None)]
     absent = [n for n in columns if n not in schema.names]
     if absent:
-        raise UsageError(
-            "COLUMN_MISSING",
-            f"The sink's mode uses the columns {', '.join(map(repr, absent))}, but the rows have "
-            f"{', '.join(schema.names)}.",
-            next_step="correct keyColumns, versionColumn, deleteColumn or expectedVersion; names are case-sensitive",
-        )
+        raise UsageError("COLUMN_MISSING.MODE", missing=", ".join(map(repr, absent)), columns=", ".join(schema.names))
     reserved = [n for n in (ORDER, SHARD, ROUND) if n in schema.names]
     if reserved:
-        raise UsageError("COLUMN_NAME", f"The column name {reserved[0]!r} is reserved.", next_step="rename the column")
+        raise UsageError("COLUMN_NAME.RESERVED", name=reserved[0])
     if mode.delete is not None and not pa.types.is_boolean(schema.field(mode.delete).type):
-        raise UsageError(
-            "COLUMN_TYPE",
-            f"deleteColumn {mode.delete!r} is {schema.field(mode.delete).type}; it must be boolean.",
-            next_step=f'df.withColumn("{mode.delete}", col("value").isNull()), or what marks a delete in your rows',
-        )
+        raise UsageError("COLUMN_TYPE.DELETE", delete=mode.delete, type=schema.field(mode.delete).type)
     if mode.version is not None and not types.orders(types.plain(schema.field(mode.version).type)):
         raise UsageError(
-            "COLUMN_TYPE",
-            f"versionColumn {mode.version!r} is {schema.field(mode.version).type}; for {types.system} it must be an "
-            f"integer, date{', decimal' if types.orders(pa.decimal128(1)) else ''} or timestamp.",
-            next_step=f'df.withColumn("{mode.version}", col("{mode.version}").cast("bigint"))',
+            "COLUMN_TYPE.VERSION",
+            version=mode.version,
+            type=schema.field(mode.version).type,
+            system=types.system,
+            decimal=", decimal" if types.orders(pa.decimal128(1)) else "",
         )
     if mode.expected is not None:
         kinds = [types.plain(schema.field(n).type) for n in (str(mode.version), mode.expected)]
         if kinds[0] != kinds[1]:
             raise UsageError(
-                "COLUMN_TYPE",
-                f"expectedVersion {mode.expected!r} is {kinds[1]}, but the version it is compared with, "
-                f"{mode.version!r}, is {kinds[0]}.",
-                next_step=f'df.withColumn("{mode.expected}", col("{mode.expected}").cast(df.schema["{mode.version}"]'
-                ".dataType))",
+                "COLUMN_TYPE.EXPECTED_VERSION",
+                expected=mode.expected,
+                type=kinds[1],
+                version=mode.version,
+                version_type=kinds[0],
             )
     floats = [k for k in mode.keys if pa.types.is_floating(schema.field(k).type)]
     if floats:
-        raise UsageError(
-            "COLUMN_TYPE",
-            f"keyColumns has {floats[0]!r}, a floating-point column: NaN and -0 cannot be keys.",
-            next_step=f'cast it: col("{floats[0]}").cast("string")',
-        )
+        raise UsageError("COLUMN_TYPE.KEY_FLOAT", column=floats[0])
     nested = [k for k in mode.keys if pa.types.is_nested(schema.field(k).type)]
     if nested:
-        raise UsageError(
-            "COLUMN_TYPE",
-            f"keyColumns has {nested[0]!r}, which is {schema.field(nested[0]).type}: arrays, structs and maps "
-            "cannot be keys.",
-            next_step=f'use fields of it, or to_json(col("{nested[0]}"))',
-        )
+        raise UsageError("COLUMN_TYPE.KEY_NESTED", column=nested[0], type=schema.field(nested[0]).type)
 
 
 def check_rows(mode: WriteMode, batch: pa.RecordBatch) -> None:
@@ -114,11 +97,7 @@ def check_rows(mode: WriteMode, batch: pa.RecordBatch) -> None:
     for role, names in (("key", mode.keys), ("version", (mode.version,) if mode.version else ())):
         for name in names:
             if batch.column(batch.schema.get_field_index(name)).null_count:
-                raise BadRecord(
-                    f"{role.upper()}_NULL",
-                    f"A row has null in {name!r}, a {role} column of the sink's mode.",
-                    next_step=f'df.filter(col("{name}").isNotNull())',
-                )
+                raise BadRecord("KEY_NULL" if role == "key" else "VERSION_NULL", name=name)
 
 
 def without_key(mode: WriteMode, batch: pa.RecordBatch, reasons: pa.Array | None) -> pa.Array | None:
@@ -320,21 +299,17 @@ def key_in_two_shards(mode: WriteMode, key: Sequence[object], table: str) -> Usa
     columns = ", ".join(f'"{k}"' for k in mode.keys)
     return UsageError(
         "KEY_IN_TWO_SHARDS",
-        f"Two shards of one batch have rows for {table!r} with the key {shown}. Shards have no order among each other, "
-        f"so which row is the {'first' if mode.insert else 'last'} is undefined. Nothing of the batch is visible.",
-        next_step=f"keep each key in one shard: df.repartition({columns})"
-        + ("" if mode.conditional else ', or add .option("versionColumn", ...)'),
+        table=table,
+        key=shown,
+        which="first" if mode.insert else "last",
+        columns=columns,
+        alternative="" if mode.conditional else ', or add .option("versionColumn", ...)',
     )
 
 
 def no_unique_index(mode: WriteMode, table: str, where: str) -> UsageError:
     columns = ", ".join(map(quoted, mode.keys))
-    return UsageError(
-        "KEY_NOT_UNIQUE",
-        f"Table {table!r} {where} has no unique index on exactly the key columns ({mode.keys_text}). An upsert needs "
-        "one, neither partial nor deferrable.",
-        next_step=f"CREATE UNIQUE INDEX ON {table} ({columns}), or correct keyColumns",
-    )
+    return UsageError("KEY_NOT_UNIQUE.TABLE", table=table, where=where, keys_text=mode.keys_text, columns=columns)
 
 
 CONFLICT, CONSTRAINT = "conflict", "constraint"
@@ -481,8 +456,10 @@ class Conditional(Generic[C]):
         key = ", ".join(f"{k} = {str(record[k])[:60]!r}" for k in mode.keys)
         raise UsageError(
             "KEY_EXISTS" if mode.insert else "VERSION_CONFLICT",
-            f"Table {self.options.table_text!r}, key {key}: {reason}. Nothing of batch {self.work.batch} is visible.",
-            next_step='correct the row at the source, or keep such rows: .option("onConflict", "dead_letter")',
+            table=self.options.table_text,
+            key=key,
+            reason=reason,
+            batch=self.work.batch,
         )
 
     def _keep(self, origin: str, more: Sequence[str], reason: Callable[..., str]) -> int:
@@ -622,11 +599,7 @@ def check_count(options: TableOptions, sent: int, stored: int, definition: Defin
 
 def not_stored(options: TableOptions, what: str, definition: Definition) -> UsageError:
     return UsageError(
-        "ROWS_NOT_STORED",
-        f"Table {options.table_text!r} {options.where} dropped rows without an error: {what} ({definition.suspects}). "
-        "Under exactly_once nothing of the batch is decided or visible.",
-        next_step="disable what drops the rows, or filter them in the transform; or keep them as dead letters: "
-        '.option("onConstraint", "dead_letter"). Then start again: the batch runs again',
+        "ROWS_NOT_STORED", table=options.table_text, where=options.where, what=what, suspects=definition.suspects
     )
 
 
@@ -636,12 +609,7 @@ def check_rules(options: TableOptions, definition: Definition) -> None:
         UsageError: a rule replaces the sink's statements, whose counts are then those of the rule's own.
     """
     if definition.rules:
-        raise UsageError(
-            "TABLE_RULE",
-            f"Rules of table {options.table_text!r} {options.where} replace the sink's statements, so rows would "
-            f"disappear or be stored elsewhere without an error: {', '.join(definition.rules)}.",
-            next_step=f"DROP RULE ... ON {options.table_text}, or write to the table that the rule writes to",
-        )
+        raise UsageError("TABLE_RULE", table=options.table_text, where=options.where, rules=", ".join(definition.rules))
 
 
 def check_merged(connection: Connection, options: TableOptions, merge: Merge, staged: str, found: Definition) -> None:
@@ -723,41 +691,23 @@ def findings(options: TableOptions, found: Definition, *, loads: bool = False) -
     """
     table = options.table_text
     if found.triggers:
-        yield Finding(
-            "TRIGGERS",
-            f"Triggers of table {table!r} may change or drop rows: {', '.join(found.triggers)}. Before each decision, "
-            "the number of stored rows is compared with those sent; an audit compares the values.",
-            False,
-            "disable triggers that change what the pipeline writes",
-        )
+        yield Finding.build("TRIGGERS", refuses=False, table=table, triggers=", ".join(found.triggers))
     if found.loose:
         first = next(iter(found.loose))
-        yield Finding(
-            "KEY_COLLATION",
-            f"Different keys of table {table!r} may be equal there: {listed(found.loose)}. A batch with two such "
-            "keys, or with one that the table has in another spelling, stops the query.",
-            False,
-            f"give column {first!r} a type and collation under which only identical keys are equal, or normalise the "
-            "keys in the transform",
+        yield Finding.build(
+            "KEY_COLLATION.START", refuses=False, table=table, columns=listed(found.loose), column=first
         )
     if found.row_security:
-        yield Finding(
+        yield Finding.build(
             "ROW_SECURITY",
-            f"Row-level security of table {table!r} applies to this user: rows that a policy hides are neither found "
-            f"nor deleted, and an audit does not see them.{_NO_COPY * loads}",
-            loads,
-            "ALTER ROLE ... BYPASSRLS"
-            + ', or .option("mechanism", "one_transaction") under exactly_once' * loads
-            + ", or a policy under which the user sees every row it writes" * (not loads),
+            refuses=loads,
+            table=table,
+            no_copy=_NO_COPY * loads,
+            mechanism=', or .option("mechanism", "one_transaction") under exactly_once' * loads,
+            policy=", or a policy under which the user sees every row it writes" * (not loads),
         )
     if found.clauses:
-        yield Finding(
-            "CONFLICT_CLAUSE",
-            f"ON CONFLICT clauses of table {table!r} would skip or replace rows without an error. The sink overrides "
-            "them: a row that violates a constraint stops the query.",
-            False,
-            'keep such rows as dead letters: .option("onConstraint", "dead_letter")',
-        )
+        yield Finding.build("CONFLICT_CLAUSE", refuses=False, table=table)
 
 
 def checked(options: TableOptions, found: Definition) -> Sequence[str]:
@@ -777,12 +727,11 @@ def checked(options: TableOptions, found: Definition) -> Sequence[str]:
 
 def _equal_keys(options: TableOptions, mode: WriteMode, key: Sequence[Any], found: Definition) -> UsageError:
     return UsageError(
-        "KEY_COLLATION",
-        f"Key {_shown(mode, key)} equals a different key of table {options.table_text!r} {options.where}: "
-        f"{listed(found.loose or {})}. One row would stand for both. Under exactly_once nothing of the batch is "
-        "decided or visible.",
-        next_step="give the key columns a type and collation under which only identical keys are equal, or normalise "
-        'the keys in the transform: lower(col("..."))',
+        "KEY_COLLATION.ROW",
+        key=_shown(mode, key),
+        table=options.table_text,
+        where=options.where,
+        columns=listed(found.loose or {}),
     )
 
 

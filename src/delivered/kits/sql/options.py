@@ -156,7 +156,7 @@ def database_url(
             usable = False
         if not usable:
             # The value is not shown: an unparsable URL may contain a password.
-            raise Unfit(f"is not of the form {form}")
+            raise Unfit.build("OPTION_VALUE.FORM", form=form)
         if parts.password is not None or not parse_qs(parts.query).keys().isdisjoint(secret):
             raise password_in_url("env:DATABASE_PASSWORD")
         if parts.scheme.startswith("postgres"):
@@ -176,7 +176,7 @@ def identifier(fits: Callable[[str], bool], rule: str) -> OptionType[str]:
 
     def read(name: str) -> str:
         if not name.strip() or "\0" in name or not fits(name):
-            raise Unfit(f"names {name!r}; {rule}")
+            raise Unfit.build("OPTION_VALUE.TABLE_PART", name=name, rule=rule)
         return name
 
     return OptionType(read)
@@ -203,7 +203,7 @@ def table_name(
     def read(text: str) -> TableName:
         match = qualified.fullmatch(text.strip())
         if match is None:
-            raise Unfit(f"is {text!r}; it must be a table name, with or without its {outer}", hint)
+            raise Unfit.build("OPTION_VALUE.TABLE_NAME", text=text, outer=outer, action=hint)
         schema, table = match.groups()
         return TableName(schema and plain(schema), plain(table))
 

@@ -85,11 +85,7 @@ class Types(ABC):
             UsageError: a column cannot be stored.
         """
         if not 1 <= len(schema) <= self.columns_max:
-            raise UsageError(
-                "COLUMNS",
-                f"The rows have {len(schema)} columns; a table must have 1 to {self.columns_max}.",
-                next_step="select fewer columns, or put them into one of JSON",
-            )
+            raise UsageError("COLUMNS.COUNT", count=len(schema), columns_max=self.columns_max)
         seen: dict[str, str] = {}
         for field in schema:
             self._check_name(field.name, seen)
@@ -97,30 +93,25 @@ class Types(ABC):
                 nested = pa.types.is_nested(field.type)
                 way = f'to_json("{field.name}")' if nested else f'col("{field.name}").cast("string")'
                 raise UsageError(
-                    "TYPE_UNKNOWN",
-                    f"Column {field.name!r} is {field.type}; {self.system} has no type that stores it without loss.",
-                    next_step=f'df.withColumn("{field.name}", {way}){self.nested_hint}',
+                    "TYPE_UNKNOWN.SYSTEM",
+                    column=field.name,
+                    type=field.type,
+                    system=self.system,
+                    cast=way,
+                    nested_hint=self.nested_hint,
                 )
 
     def _check_name(self, name: str, seen: dict[str, str]) -> None:
         known = name.lower() if self.folds_case else name
         if known in seen:
             why = f"are the same to {self.system}, which ignores case" if seen[known] != name else "have the same name"
-            raise UsageError(
-                "COLUMN_TWICE",
-                f"Columns {seen[known]!r} and {name!r} {why}.",
-                next_step=f'rename one: df.withColumnRenamed("{name}", ...)',
-            )
+            raise UsageError("COLUMN_TWICE", first=seen[known], name=name, reason=why)
         seen[known] = name
         limit, unit = self.name_max or (None, "")
         length = len(name.encode()) if unit == "bytes" else len(name)
         if not name or "\0" in name or (limit is not None and length > limit):
             bound = f": {self.system} allows 1 to {limit} {unit}" if limit is not None else ""
-            raise UsageError(
-                "COLUMN_NAME",
-                f"{name!r} is not a valid column name{bound}.",
-                next_step="rename it: df.withColumnRenamed(...)",
-            )
+            raise UsageError("COLUMN_NAME.INVALID", name=name, bound=bound)
 
 
 class ServerTypes(Types):
@@ -160,12 +151,7 @@ def check_widths(batch: pa.RecordBatch, widths: Mapping[str, int]) -> None:
         column = batch.column(name)
         longest = 0 if pa.types.is_null(column.type) else pc.max(pc.utf8_length(column)).as_py() or 0
         if longest > width:
-            raise BadRecord(
-                "TEXT_TOO_LONG",
-                f"Column {name!r} has a text of {longest} characters; the table's column holds {width}.",
-                next_step="widen the table's column, or cut the text: "
-                f'df.withColumn("{name}", col("{name}").substr(1, {width}))',
-            )
+            raise BadRecord("TEXT_TOO_LONG", name=name, longest=longest, width=width)
 
 
 def check_nulls(batch: pa.RecordBatch, filled: Collection[str]) -> None:
@@ -178,13 +164,7 @@ def check_nulls(batch: pa.RecordBatch, filled: Collection[str]) -> None:
     """
     for name in filled:
         if name in batch.schema.names and batch.column(name).null_count:
-            raise BadRecord(
-                "NULL_FILLED",
-                f"A row has null in {name!r}: the table's column holds none, and the database would store a number or "
-                "time of its own, so the stored row would differ from the sent one.",
-                next_step=f'df.drop("{name}"), if the database should fill it in every row; else '
-                f'df.filter(col("{name}").isNotNull())',
-            )
+            raise BadRecord("NULL_FILLED", name=name)
 
 
 # The table as it is at the server.
@@ -238,9 +218,7 @@ def marked(text: str | None) -> str | None:
 
 
 def missing(table: str, where: str, next_step: str) -> UsageError:
-    return UsageError(
-        "TABLE_MISSING", f"Table {table!r} {where} does not exist, and ifNotExists is false.", next_step=next_step
-    )
+    return UsageError("TABLE_MISSING.SQL", table=table, where=where, action=next_step)
 
 
 def missing_at_server(options: ServerOptions) -> UsageError:
@@ -255,11 +233,15 @@ def text_of(options: ServerOptions) -> str:
 
 def permission(options: ServerOptions, user: str, rights: Sequence[str], table: str) -> Finding:
     lacks = " and ".join(rights)
-    return Finding(
-        "PERMISSION",
-        f"User {user!r} lacks the privilege {lacks} on {options.table_text!r} at {options.place}.",
-        True,
-        f"GRANT {', '.join(rights)} ON {table} TO {user}",
+    return Finding.build(
+        "PERMISSION.TABLE",
+        refuses=True,
+        user=user,
+        missing=lacks,
+        table=options.table_text,
+        place=options.place,
+        rights=", ".join(rights),
+        table2=table,
     )
 
 
@@ -271,36 +253,32 @@ def no_right_to_alter(options: ServerOptions, said: Exception, statement: str, g
         grant: gives the user the right to run it.
     """
     return UsageError(
-        "PERMISSION",
-        f"mergeSchema adds columns to table {options.table_text!r} {options.where}, and the user may not alter it: "
-        f"{' '.join(str(said.args[-1]).split())}. No row of the batch was written.",
-        next_step=f"run as the table's owner: {statement}; or {grant}; then start the pipeline again",
+        "PERMISSION.ALTER",
+        table=options.table_text,
+        where=options.where,
+        error=" ".join(str(said.args[-1]).split()),
+        statement=statement,
+        grant=grant,
     )
 
 
 def never_written(table: str, where: str, options: str) -> UsageError:
-    return UsageError(
-        "TABLE_UNKNOWN",
-        f"Table {table!r} {where} was never written by a pipeline.",
-        next_step=f"run the pipeline first, or check {options}",
-    )
+    return UsageError("TABLE_UNKNOWN", table=table, where=where, options=options)
 
 
 def column_computed(table: str, column: str) -> UsageError:
-    return UsageError(
-        "COLUMN_COMPUTED",
-        f"Column {column!r} of table {table!r} is GENERATED ALWAYS, by an expression or as identity, and cannot be "
-        "written.",
-        next_step=f'df.drop("{column}")',
-    )
+    return UsageError("COLUMN_COMPUTED", column=column, table=table)
 
 
 def column_missing(options: TableOptions, field: str, has: Collection[str], next_step: str) -> UsageError:
     action = f'add it with .option("mergeSchema", "true"), or {next_step}; or drop the column from the rows'
     return UsageError(
-        "COLUMN_MISSING",
-        f"Table {options.table_text!r} {options.where} has no column {field!r}; it has {', '.join(has)}.",
-        next_step="start the pipeline again, which adds it" if options.merge_schema else action,
+        "COLUMN_MISSING.SQL_MERGE" if options.merge_schema else "COLUMN_MISSING.SQL",
+        table=options.table_text,
+        where=options.where,
+        field=field,
+        columns=", ".join(has),
+        action=action,
     )
 
 
@@ -341,10 +319,13 @@ def _other_types(known: pa.Schema, now: pa.Schema) -> bool:
 def _changed(options: TableOptions, known: pa.Schema, now: pa.Schema, next_step: str) -> UsageError:
     merge = "" if options.merge_schema or _other_types(known, now) else '.option("mergeSchema", "true"); or '
     return UsageError(
-        "SCHEMA_CHANGED",
-        f"Table {options.table_text!r} {options.where} was written with the columns {shown(known)}, but the rows now "
-        f"have {shown(now)}.",
-        next_step=f"{merge}{next_step}",
+        "SCHEMA_CHANGED.SQL",
+        table=options.table_text,
+        where=options.where,
+        known=shown(known),
+        columns=shown(now),
+        merge=merge,
+        action=next_step,
     )
 
 
@@ -360,17 +341,10 @@ def absent(options: TableOptions, schema: pa.Schema, columns: Collection[str]) -
         known = lower.get(f.name.lower())
         if known is not None:
             raise UsageError(
-                "COLUMN_CASE",
-                f"Column {f.name!r} is {known!r} in table {options.table_text!r} {options.where}.",
-                next_step=f"rename it to {known!r}",
+                "COLUMN_CASE.SQL", column=f.name, known=known, table=options.table_text, where=options.where
             )
         if pa.types.is_null(f.type):
-            raise UsageError(
-                "TYPE_UNKNOWN",
-                f"Column {f.name!r} cannot be added to table {options.table_text!r} {options.where}: it holds only "
-                "nulls, so its type is unknown.",
-                next_step=f'cast it: df.withColumn("{f.name}", col("{f.name}").cast("string"))',
-            )
+            raise UsageError("TYPE_UNKNOWN.ADDED", column=f.name, table=options.table_text, where=options.where)
     return missing
 
 
@@ -419,21 +393,18 @@ def compare(
             raise column_computed(table, f.name)
         if not _fits(types, f.type, column):
             raise UsageError(
-                "COLUMN_TYPE",
-                f"Column {f.name!r} of table {table!r} is {column.shown}, which cannot store every value of {f.type} "
-                f"without loss; it must be {'another type' if untyped(f) else types.declared(f.type)}.",
-                next_step="cast the column of the rows, or "
-                f"ALTER TABLE {table} {change.format(name=quoted(f.name))} ...",
+                "COLUMN_TYPE.SQL",
+                column=f.name,
+                table=table,
+                declared=column.shown,
+                type=f.type,
+                wanted="another type" if untyped(f) else types.declared(f.type),
+                change=change.format(name=quoted(f.name)),
             )
         kinds.append(column.kind)
     absent = [n for n, c in columns.items() if c.required and n not in schema.names]
     if absent:
-        raise UsageError(
-            "COLUMN_REQUIRED",
-            f"Columns {', '.join(map(repr, absent))} of table {table!r} are NOT NULL without a default, but missing "
-            "from the rows.",
-            next_step="add them to the rows, or give them a default",
-        )
+        raise UsageError("COLUMN_REQUIRED.SQL", missing=", ".join(map(repr, absent)), table=table)
     return tuple(kinds)
 
 
@@ -445,10 +416,7 @@ def check_typed(options: ServerOptions, schema: pa.Schema) -> None:
     """
     if any(untyped(f) for f in schema):
         raise UsageError(
-            "TYPE_UNKNOWN",
-            f"Table {options.table_text} cannot be created: columns {[f.name for f in schema if untyped(f)]} hold only "
-            "nulls, so their types are unknown.",
-            next_step="cast them, or create the table",
+            "TYPE_UNKNOWN.CREATED", table=options.table_text, columns=[f.name for f in schema if untyped(f)]
         )
 
 

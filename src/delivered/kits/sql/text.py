@@ -120,12 +120,7 @@ def check_postgres(found: Mapping[str, str], place: str) -> None:
 
 
 def setting_refused(name: str, value: str, place: str) -> UsageError:
-    return UsageError(
-        "SETTING_REFUSED",
-        f"PostgreSQL at {place} keeps {name} = {value!r} in this session although it was set: commits, or values as "
-        "text, would depend on it.",
-        next_step="connect to the server itself, or to a pooler in session mode",
-    )
+    return UsageError("SETTING_REFUSED", place=place, name=name, value=value)
 
 
 # Rows that a server sends as CSV, parsed by Arrow without loss.
@@ -181,12 +176,7 @@ def _unreadable(schema: pa.Schema, error: Exception) -> BadRecord:
     text = str(error)
     found = _COLUMN.search(text)
     column = f"Column {schema.names[int(found[1])]!r}" if found else "A column"
-    return BadRecord(
-        "VALUE_UNREADABLE",
-        f"{column} of the table has a value that this package does not write and Arrow does not have: "
-        f"{_COLUMN.sub('', text)[:300]}.",
-        next_step="correct the row in the table: another client wrote it, such as infinity or 0000-00-00",
-    )
+    return BadRecord("VALUE_UNREADABLE.CSV", column=column, value=_COLUMN.sub("", text)[:300])
 
 
 def _parsed_as(kind: pa.DataType) -> pa.DataType:

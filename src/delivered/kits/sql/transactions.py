@@ -114,13 +114,7 @@ def open_transaction(gid: str, started_ms: int, options: ServerOptions) -> OpenT
 def check_deletions(options: ServerOptions) -> Iterator[Finding]:
     """Refuse deletes under two_phase."""
     if options.write.delete is not None:
-        yield Finding(
-            "DELETE_TWO_PHASE",
-            "deleteColumn is not supported with mechanism two_phase: a delete of a key that does not exist takes no "
-            "lock, so a conflict with another shard of the batch would not be detected.",
-            True,
-            'write .option("mechanism", "one_transaction")',
-        )
+        yield Finding.build("DELETE_TWO_PHASE", refuses=True)
 
 
 def mark(connection: Connection, dialect: Dialect, work: Work, gid: str, fingerprint: Fingerprint) -> None:
@@ -291,16 +285,13 @@ class ServerCommitter(Committer, Generic[C]):
         if not self._shards.is_ours(transactional_id):
             raise UsageError(
                 "TRANSACTION_FOREIGN",
-                f"{transactional_id!r} is not a transaction of pipeline {self._scope.pipeline!r}, sink "
-                f"{self._scope.sink!r}: their ids start with {self._shards.id_prefix!r}.",
-                next_step="list them with `delivered transactions list`",
+                transactional_id=transactional_id,
+                pipeline=self._scope.pipeline,
+                sink=self._scope.sink,
+                id_prefix=self._shards.id_prefix,
             )
         if all(t.transactional_id != transactional_id for t in self.open_transactions()):
-            raise UsageError(
-                "TRANSACTION_NOT_OPEN",
-                f"There is no prepared transaction {transactional_id!r}.",
-                next_step="list the open ones with `delivered transactions list`",
-            )
+            raise UsageError("TRANSACTION_NOT_OPEN.SQL", transactional_id=transactional_id)
         return self._end(transactional_id, commit)
 
     def close(self) -> None:
@@ -500,10 +491,11 @@ class Staging:
     def _check_staged(self, prepared: Prepared, rows: int, expected: int) -> None:
         if rows != expected:
             raise InvariantBroken(
-                "STAGED_ROWS_DIFFER",
-                f"Shard {prepared.shard}: {rows} rows are staged for {self.options.table_text!r}, but {expected} were "
-                "prepared.",
-                next_step="start the pipeline again, which repeats the batch",
+                "STAGED_ROWS_DIFFER.SQL",
+                shard=prepared.shard,
+                rows=rows,
+                table=self.options.table_text,
+                prepared=expected,
             )
 
     def _check_keys(self, connection: Connection, staged: Sequence[Prepared]) -> None:

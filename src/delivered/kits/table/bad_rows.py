@@ -64,12 +64,7 @@ def check(where: str, batch: pa.RecordBatch, reasons: pa.Array | None) -> None:
     if (found := first_reason(reasons)) is None:
         return
     row, reason = found
-    raise BadRecord(
-        "COLUMN_REQUIRED",
-        f"Row {row} of {batch.num_rows} cannot be written to the table {where}: {reason}. Nothing of its batch counts.",
-        next_step="filter such rows, or fill in a value; or set on_bad_row: dead_letter with a dead_letter sink "
-        "(docs/dead-letters.md)",
-    )
+    raise BadRecord("COLUMN_REQUIRED.ROW", row=row, num_rows=batch.num_rows, where=where, reason=reason)
 
 
 def _requires(field: pa.Field) -> bool:

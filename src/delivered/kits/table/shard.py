@@ -118,22 +118,14 @@ def check_complete(there: Mapping[str, int], name: str, size: int) -> None:
         InvariantBroken: the file is missing, or differs from what was prepared.
     """
     if there.get(name) != size:
-        raise InvariantBroken(
-            "STAGED_FILE_GONE",
-            f"The staged file {name!r} has {there.get(name, 'no')} bytes, but {size} were prepared. Nothing of the "
-            "batch is visible.",
-            next_step="start the pipeline again; the batch runs again",
-        )
+        raise InvariantBroken("STAGED_FILE_GONE.SIZE", name=name, actual=there.get(name, "no"), size=size)
 
 
 def check_count(prepared: Prepared, rows: int) -> None:
     """Raises InvariantBroken: a participant's files have more or fewer rows than were prepared."""
     if rows != prepared.fingerprint.count:
         raise InvariantBroken(
-            "STAGED_ROWS_DIFFER",
-            f"Shard {prepared.shard}: its files have {rows} rows, but its fingerprint counts "
-            f"{prepared.fingerprint.count}.",
-            next_step="start the pipeline again; the batch runs again",
+            "STAGED_ROWS_DIFFER.FILES", shard=prepared.shard, rows=rows, count=prepared.fingerprint.count
         )
 
 
@@ -186,12 +178,7 @@ class Undecided:
         """
         known, newest = _claims.get(self.ledger), self.claim()
         if known is not None and newest != known:
-            raise Fenced(
-                "FENCED",
-                f"The ledger of sink {self.scope.sink!r} of pipeline {self.scope.pipeline!r} was claimed by a later "
-                "start while this one was aborting orphans. Nothing was deleted.",
-                next_step="nothing, if the later start is running; otherwise start the pipeline again",
-            )
+            raise Fenced("FENCED.ORPHANS", sink=self.scope.sink, pipeline=self.scope.pipeline)
 
     def remove(self, names: Iterable[str]) -> None:
         """Delete those of these files that are undecided; never deletes a decided row, whoever calls it."""
@@ -265,10 +252,7 @@ class StagingWriter(Writer):
             rows = self._files.finish()
         if rows != fingerprint.count:
             raise InvariantBroken(
-                "ROWS_DIFFER",
-                f"Shard {self._work.shard} of batch {self._work.batch}: its files have {rows} rows, but its "
-                f"fingerprint counts {fingerprint.count}. Nothing of the shard is visible.",
-                next_step="start the pipeline again; the batch runs again",
+                "ROWS_DIFFER.TABLE", shard=self._work.shard, batch=self._work.batch, rows=rows, count=fingerprint.count
             )
         return rows
 
@@ -291,21 +275,11 @@ class DirectWriter(StagingWriter):
                 return Promise()
             case Failed(reason):
                 self._committed = False
-                raise InvariantBroken(
-                    "COMMIT_FAILED",
-                    f"Shard {self._work.shard} of batch {self._work.batch} was not committed: {reason}. Nothing of it "
-                    "is visible.",
-                    next_step="start the pipeline again; the batch runs again",
-                )
+                raise InvariantBroken("COMMIT_FAILED", shard=self._work.shard, batch=self._work.batch, reason=reason)
             case Unknown(reason):
                 if self._guarantee is Guarantee.AT_MOST_ONCE:
                     return Promise(given_up={"unknown": fingerprint.count})
-                raise OutcomeUnknown(
-                    "COMMIT_UNKNOWN",
-                    f"It is unknown whether shard {self._work.shard} of batch {self._work.batch} is visible: "
-                    f"{reason}. It is written again, and may then be duplicated.",
-                    next_step="start the pipeline again once the store responds",
-                )
+                raise OutcomeUnknown("COMMIT_UNKNOWN", shard=self._work.shard, batch=self._work.batch, reason=reason)
 
     def abort(self) -> None:
         if not self._committed:
@@ -324,12 +298,7 @@ def while_staging(work: Work) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise InvariantBroken(
-            "STAGED_FILE_GONE",
-            f"A file of shard {work.shard} of batch {work.batch} was deleted while the task wrote it: a later start of "
-            "the pipeline cleaned up after this one. Nothing of the shard is visible.",
-            next_step="nothing, if the later start is running; otherwise start the pipeline again",
-        ) from None
+        raise InvariantBroken("STAGED_FILE_GONE.CLEANED", shard=work.shard, batch=work.batch) from None
 
 
 GROUP_ROWS = 1 << 20

@@ -69,11 +69,7 @@ def kept(field: pa.Field, kind: pa.DataType | None, system: str) -> pa.DataType:
         UsageError: `kind` is None: the column's type is not supported.
     """
     if kind is None:
-        raise UsageError(
-            "COLUMN_TYPE",
-            f"Column {field.name!r} has the type {field.type}, which {system} does not support.",
-            next_step=f"cast it, for example to string: {field.name}.cast('string')",
-        )
+        raise UsageError("COLUMN_TYPE.UNSUPPORTED", column=field.name, type=field.type, system=system)
     return kind
 
 
@@ -113,12 +109,7 @@ class TableTypes(Types):
     def check(self, schema: pa.Schema) -> None:
         """Raises UsageError: no columns, duplicate names, or an unsupported type."""
         if not named_once(schema):
-            raise UsageError(
-                "COLUMNS",
-                f"The rows have the columns {schema.names}; {self.table} needs at least one, and names that are unique "
-                "ignoring case, within structs too.",
-                next_step="rename columns",
-            )
+            raise UsageError("COLUMNS.TABLE", columns=schema.names, table=self.table)
         self.canonical_schema(schema)
 
 
@@ -127,15 +118,7 @@ def preflight(options: FileTableOptions, guarantee: Guarantee, look: Callable[[]
     mode = options.write
     if mode != APPEND and guarantee is not Guarantee.EXACTLY_ONCE:
         name = "upsert" if mode.upserts else "complete" if mode.complete else "overwrite"
-        return [
-            Finding(
-                "MODE_GUARANTEE",
-                f"Mode {name} removes files of the table; under "
-                f"{guarantee.value} each task would do that on its own, in conflict with the others.",
-                True,
-                "use exactly_once, where one commit covers all shards",
-            )
-        ]
+        return [Finding.build("MODE_GUARANTEE.TABLE", refuses=True, name=name, guarantee=guarantee.value)]
     try:
         look()
     except DeliveredError as error:
@@ -169,35 +152,29 @@ def compare(
     for field in schema:
         known = lower.get(field.name.lower(), field.name)
         if known != field.name and field in missing:
-            raise UsageError(
-                "COLUMN_CASE",
-                f"Column {field.name!r} is {known!r} in the table {options.where}.",
-                next_step=f"rename it to {known!r}",
-            )
+            raise UsageError("COLUMN_CASE.TABLE", column=field.name, known=known, where=options.where)
         if field not in missing and not there.field(field.name).type.equals(field.type):
             raise UsageError(
-                "COLUMN_TYPE",
-                f"Column {field.name!r} is {there.field(field.name).type} in the table {options.where}, but "
-                f"{field.type} in the rows.",
-                next_step="cast it in the pipeline",
+                "COLUMN_TYPE.TABLE",
+                column=field.name,
+                table_type=there.field(field.name).type,
+                where=options.where,
+                type=field.type,
             )
     if missing and not (adds and options.merge_schema):
         way = 'add it with .option("mergeSchema", "true"), or drop it from the rows'
         raise UsageError(
-            "COLUMN_MISSING",
-            f"The table {options.where} has no column {', '.join(repr(f.name) for f in missing)}; it has "
-            f"{there.names}.",
-            next_step="start the pipeline again, which adds it" if options.merge_schema else way,
+            "COLUMN_MISSING.TABLE_MERGE" if options.merge_schema else "COLUMN_MISSING.TABLE",
+            where=options.where,
+            missing=", ".join(repr(f.name) for f in missing),
+            columns=there.names,
+            way=way,
         )
     needed = dict.fromkeys([*(f.name for f in there if not f.nullable), *partitions])
     absent = [name for name in needed if name not in schema.names]
     if absent:
         nested = "" if set(absent) <= set(there.names) else "; partitioning by a field of a struct is not supported"
-        raise UsageError(
-            "COLUMN_REQUIRED",
-            f"The table {options.where} requires values in {absent}, but the rows have no such column.",
-            next_step=f"add it to the rows{nested}",
-        )
+        raise UsageError("COLUMN_REQUIRED.TABLE", where=options.where, missing=absent, nested=nested)
     return missing
 
 
@@ -210,35 +187,20 @@ def check_supported(options: FileTableOptions, unsupported: Sequence[str]) -> No
         Refused: there are such features.
     """
     if unsupported:
-        raise Refused(
-            "TABLE_FEATURES",
-            f"The table {options.where} requires writer features that this sink does not support: "
-            f"{', '.join(unsupported)}.",
-            next_step="write to a table without them, and copy the rows from there",
-        )
+        raise Refused("TABLE_FEATURES.WRITER", where=options.where, unsupported=", ".join(unsupported))
 
 
 def missing_table(options: FileTableOptions, system: str, check: str) -> UsageError:
     """Args: check: what the user should check."""
-    return UsageError(
-        "TABLE_MISSING",
-        f"The {system} table {options.where} does not exist.",
-        next_step=f'check {check}; or create it with .option("ifNotExists", "true")',
-    )
+    return UsageError("TABLE_MISSING.TABLE", system=system, where=options.where, check=check)
 
 
 def unreachable(options: FileTableOptions, error: Exception, check: str) -> DeliveredError:
     """Translate an error of the client or the file system."""
     if isinstance(error, OSError) and options.local:
-        return DeliveredError(
-            "TABLE_STORAGE",
-            f"The files of the table {options.where} cannot be read or written: {str(error)[:500]}",
-            next_step="free disk space, or grant write permission; then start again: the batch runs again",
-        )
+        return DeliveredError("TABLE_STORAGE", where=options.where, error=str(error)[:500])
     return Unreachable(
-        "TABLE_UNREACHABLE",
-        f"The table {options.where} cannot be read or written: {type(error).__name__}: {str(error)[:500]}",
-        next_step=f"check {check}",
+        "TABLE_UNREACHABLE", where=options.where, error_type=type(error).__name__, error=str(error)[:500], check=check
     )
 
 

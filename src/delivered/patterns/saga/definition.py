@@ -50,18 +50,16 @@ class Call:
     attempt: int
 
 
-_TURNS_BACK = "nothing: the steps before are compensated; `delivered sagas list` shows the saga"
-
-
 class Rejected(DeliveredError):
     """Raised by a `do`: it was not done, and never will be, so the saga turns back. Any other exception leaves open
     whether it was done."""
 
-    def __init__(self, code: str, message: str | None = None, next_step: str | None = _TURNS_BACK) -> None:
+    def __init__(self, code: str, message: str | None = None, next_step: str | None = None) -> None:
         # Callers pass only the reason; unpickling passes three arguments.
         if message is None:
-            code, message = "SAGA_STEP_REJECTED", code
-        super().__init__(code, message, next_step)
+            super().__init__("SAGA_STEP_REJECTED", reason=code)
+        else:
+            super().__init__(code, message, next_step)
 
 
 @dataclass(frozen=True)
@@ -132,12 +130,7 @@ class Saga:
             raise _wrong(self.name, f"has two steps of one name: {', '.join(names)}")
         for step in self.steps:
             if step.undo is None:
-                raise Refused(
-                    "SAGA_UNDO_MISSING",
-                    f"Step {step.name!r} of saga {self.name!r} has a do, but no undo: after a failure of a later step, "
-                    "the saga would stay half done.",
-                    next_step="pass undo=..., or undo=NO_UNDO if what the step does may stay",
-                )
+                raise Refused("SAGA_UNDO_MISSING", step=step.name, name=self.name)
             if step.attempts_max < 1 or step.timeout_s <= 0 or step.backoff_s < 0:
                 raise _wrong(
                     self.name,
@@ -160,7 +153,7 @@ class Saga:
 
 
 def _wrong(name: object, what: str) -> UsageError:
-    return UsageError("SAGA_DECLARATION", f"Saga {name!r} {what}.", next_step="correct the declaration")
+    return UsageError("SAGA_DECLARATION", name=name, what=what)
 
 
 def load(name: str) -> Saga:
@@ -173,15 +166,7 @@ def load(name: str) -> Saga:
     try:
         saga = getattr(import_module(module), attribute) if module and attribute else None
     except (ImportError, AttributeError) as error:
-        raise UsageError(
-            "SAGA_NOT_FOUND",
-            f"There is no saga {name!r}: {error}.",
-            next_step="write module:name, as in shop.sagas:checkout, and make the module importable (PYTHONPATH)",
-        ) from error
+        raise UsageError("SAGA_NOT_FOUND.IMPORT", name=name, error=error) from error
     if not isinstance(saga, Saga):
-        raise UsageError(
-            "SAGA_NOT_FOUND",
-            f"{name!r} is {type(saga).__name__}; it must name a Saga.",
-            next_step="write module:name, as in shop.sagas:checkout",
-        )
+        raise UsageError("SAGA_NOT_FOUND.NO_SAGA", name=name, saga_type=type(saga).__name__)
     return saga

@@ -60,11 +60,7 @@ class Http:
 
     def __post_init__(self) -> None:
         if self.url.startswith(REFERENCES) or "{" in self.url.partition("://")[2].partition("/")[0]:
-            raise UsageError(
-                "OPTION_VALUE",
-                f"The URL of a step is {self.url!r:.200}; its host must be written there.",
-                next_step="write Http('https://host/path/{id}'): whoever writes ids would choose another host",
-            )
+            raise UsageError("OPTION_VALUE.STEP_URL", url=self.url)
         check_http_url("The URL of a step", self.url, "Http('https://host/path')")
 
     def __call__(self, call: Call) -> Any:
@@ -89,7 +85,7 @@ class Http:
         what = f"{self.method} {without_passwords(url)} answered {status}: {_text(body, encoding)[:200]}"
         if 400 <= status < 500 and status not in _AGAIN:
             raise Rejected(what)
-        raise Unreachable("SAGA_HTTP", what, next_step="check the service; the saga tries again by itself")
+        raise Unreachable("SAGA_HTTP", answer=what)
 
 
 def _body(reply: httpx.Response, deadline: float, bytes_max: int) -> bytes:

@@ -83,11 +83,7 @@ def record(caller: Caller, saga: Saga, id_: str, text: str) -> bool:
     rows = caller.execute(select, (saga.name, key)).rows
     if rows and json.loads(rows[0][0]) == json.loads(text):
         return False
-    raise DuplicateSaga(
-        "SAGA_ID_REUSED",
-        f"The log has saga {saga.name} {id_!r} already, with other data.",
-        next_step="give each saga an id of its own; a repeat must bring the same data",
-    )
+    raise DuplicateSaga("SAGA_ID_REUSED", saga=saga.name, id=id_)
 
 
 def ddl(dialect: str) -> tuple[str, ...]:
@@ -167,7 +163,7 @@ class Log:
             try:
                 check_postgres_words(urlsplit(self.where).query)
             except Unfit as why:
-                raise UsageError("SAGA_LOG", f"The URL of the saga log {why.reason}.", why.next_step) from None
+                raise UsageError("SAGA_LOG.URL", reason=why.reason, action=why.next_step) from None
 
     def open(self) -> OpenLog:
         """
@@ -207,11 +203,7 @@ class Log:
         except Exception as error:
             if not is_lost(error):
                 raise
-            raise Unreachable(
-                "SAGA_UNREACHABLE",
-                f"No connection to {self.label}: {error}",
-                next_step="check that the database runs, its address, and user and password",
-            ) from None
+            raise Unreachable("SAGA_UNREACHABLE", label=self.label, error=error) from None
 
     def _connect_client(self) -> Any:
         if not isinstance(self.where, str):
@@ -229,11 +221,7 @@ class Log:
         except ImportError:
             raise MissingExtra("saga") from None
         if "://" in self.where:
-            raise UsageError(
-                "SAGA_LOG",
-                f"The saga log is {scheme}://...; it must be a path, or a URL postgresql://... or mysql://...",
-                next_step="write a path of a SQLite file, such as /data/sagas.db",
-            )
+            raise UsageError("SAGA_LOG.PLACE", scheme=scheme)
         # A connection per thread of a worker, handed over at its end.
         connection = sqlite3.connect(self.where, timeout=REQUEST_TIMEOUT_S, check_same_thread=False)
         connection.execute("PRAGMA synchronous=EXTRA")
@@ -356,12 +344,7 @@ class OpenLog:
                  claim.epoch),
             )  # fmt: skip
             if not held.count:
-                raise Fenced(
-                    "SAGA_FENCED",
-                    f"Saga {claim.saga.name} {claim.id!r} belongs to another worker now; epoch {claim.epoch} is over. "
-                    "Nothing was written.",
-                    next_step="nothing, if this was rare; else give the saga's steps a longer timeout_s",
-                )
+                raise Fenced("SAGA_FENCED", saga=claim.saga.name, id=claim.id, epoch=claim.epoch)
             for n, entry in enumerate(entries, len(claim.entries) + 1):
                 _insert(caller, claim.saga.name, key, n, claim.epoch, entry)
         claim.status = status
@@ -423,14 +406,10 @@ class OpenLog:
             ).rows  # fmt: skip
             if len(found) != 1:
                 what = "no saga" if not found else "several sagas: " + ", ".join(str(r[0]) for r in found)
-                raise UsageError("SAGA_UNKNOWN", f"The log holds {what} with the id {id!r}.", "delivered sagas list")
+                raise UsageError("SAGA_UNKNOWN", what=what, id=id)
             name, status, epoch, count = found[0]
             if Status(status) is not Status.STUCK:
-                raise Refused(
-                    "SAGA_NOT_STUCK",
-                    f"Saga {name} {id!r} is {status}; only a stuck one needs a person.",
-                    next_step="delivered sagas list",
-                )
+                raise Refused("SAGA_NOT_STUCK.STATUS", name=name, id=id, status=status)
             ((step,),) = caller.execute(
                 f"SELECT step FROM {ENTRIES} WHERE saga = ? AND id = ? ORDER BY n DESC LIMIT 1", (name, key)
             ).rows  # fmt: skip
@@ -440,7 +419,7 @@ class OpenLog:
                 (Status.COMPENSATING.value, name, key, epoch, Status.STUCK.value),
             ).count
             if not changed:
-                raise Refused("SAGA_NOT_STUCK", f"Someone else resolved saga {name} {id!r}.", "delivered sagas list")
+                raise Refused("SAGA_NOT_STUCK.RESOLVED", name=name, id=id)
             entry = Entry(step, Verb.UNDO, event, error="resolved by a person")
             _insert(caller, name, key, int(count) + 1, int(epoch) + 1, entry)
         return Row(name, id, Status.COMPENSATING, step, "", 0.0, "")
@@ -478,11 +457,7 @@ def check_tables(caller: Caller) -> None:
 
 
 def no_tables(dialect: str) -> Refused:
-    return Refused(
-        "SAGA_TABLES",
-        "The database has no saga log.",
-        next_step=f'run delivered sagas create --log ..., or Log(...).create(), or the statements of ddl("{dialect}")',
-    )
+    return Refused("SAGA_TABLES", dialect=dialect)
 
 
 def check_row(id_: Any, data: Any) -> tuple[str, str]:
@@ -493,21 +468,14 @@ def check_row(id_: Any, data: Any) -> tuple[str, str]:
     """
     fits = isinstance(id_, str) and not unstorable(id_) and 0 < len(id_.encode()) <= SAGA_ID_BYTES_MAX
     if not fits:
-        raise BadRecord(
-            "SAGA_ID",
-            f"The id is {id_!r:.200} ({type(id_).__name__}); it must be 1 to {SAGA_ID_BYTES_MAX} bytes of UTF-8, "
-            "no NUL.",
-            next_step="pass the id of the order, payment, ... that the saga is for",
-        )
+        raise BadRecord("SAGA_ID", id=id_, id_type=type(id_).__name__, saga_id_bytes_max=SAGA_ID_BYTES_MAX)
     try:
         text = json_text(data)
     except (ValueError, TypeError, RecursionError) as error:
-        raise BadRecord("SAGA_DATA", f"The data of saga {id_!r} is no JSON: {error}.", "pass a JSON value") from None
+        raise BadRecord("SAGA_DATA.INVALID", id=id_, error=error) from None
     if len(text.encode()) > SAGA_DATA_BYTES_MAX:
         raise BadRecord(
-            "SAGA_DATA",
-            f"The data of saga {id_!r} has {len(text.encode()):,} bytes; the limit is {SAGA_DATA_BYTES_MAX:,}.",
-            next_step="pass a reference to it",
+            "SAGA_DATA.TOO_LARGE", id=id_, bytes=len(text.encode()), saga_data_bytes_max=SAGA_DATA_BYTES_MAX
         )
     return id_, text
 
@@ -521,15 +489,7 @@ def stored_result(result: Any) -> Any:
     try:
         text = json_text(json.dumps(result, ensure_ascii=False, allow_nan=False))
     except (ValueError, TypeError, RecursionError) as error:
-        raise BadRecord(
-            "SAGA_RESULT",
-            f"The result {result!r:.100} is no JSON: {error}.",
-            next_step="return None, or a value that json.dumps accepts",
-        ) from None
+        raise BadRecord("SAGA_RESULT.INVALID", result=result, error=error) from None
     if len(text.encode()) > SAGA_DATA_BYTES_MAX:
-        raise BadRecord(
-            "SAGA_RESULT",
-            f"The result has {len(text.encode()):,} bytes; the limit is {SAGA_DATA_BYTES_MAX:,}.",
-            next_step="keep the data elsewhere, and return a reference to it",
-        )
+        raise BadRecord("SAGA_RESULT.TOO_LARGE", bytes=len(text.encode()), saga_data_bytes_max=SAGA_DATA_BYTES_MAX)
     return json.loads(text)

@@ -118,7 +118,7 @@ class _Work:
                 claim = opened.claim(saga, runner.name, id_)
                 status = runner.advance(opened, claim, self.stop) if claim is not None else opened.status(saga, id_)
                 if claim is None and status is None:
-                    raise InvariantBroken("SAGA_GONE", f"Saga {saga.name} {id_!r} is no longer in the log.")
+                    raise InvariantBroken("SAGA_GONE", saga=saga.name, id=id_)
                 if status is not None and status.at_rest:
                     ids.remove(id_)
                     self._count(status)

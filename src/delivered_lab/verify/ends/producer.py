@@ -123,9 +123,7 @@ class Shop:
             run = self.relay(",".join(left))
             hit = run.wait_hit(60.0)
             if hit is None:
-                raise VerifierError(
-                    "POINT_MISSED", f"The relay ended before {left[0]}: {run.output.read_text()[-500:]}"
-                )
+                raise VerifierError("POINT_MISSED.BEFORE", remaining=left[0], output=run.output.read_text()[-500:])
             run.kill()
             self.end.fire(f"kill@{hit[1].point.partition('!')[0]}")
             left = [p for p in left if p != hit[1].point]
@@ -221,7 +219,7 @@ def _server_killed(shop: Shop) -> None:
     run = shop.relay("commit.decide:before@batch=1!wait")
     hit = run.wait_hit(60.0)
     if hit is None:
-        raise VerifierError("POINT_MISSED", f"The relay ended: {run.output.read_text()[-500:]}")
+        raise VerifierError("POINT_MISSED.ENDED", output=run.output.read_text()[-500:])
     shop.server.kill()
     shop.server.restart()
     shop.end.fire("server killed", during="relay")
