@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,3 +20,8 @@ def test_files_and_modules_of_a_batch_do_not_grow(kafka: Any, postgres: Any, tmp
     assert {"delivered/spark/readers.py", "delivered/spark/writers.py"} <= {*found["driver"]} & {*found["task"]}
     assert "delivered/engine/decide.py" in found["driver"]
     assert "delivered/engine/shard.py" in found["task"]
+    drawn = size.PAGE.read_text(encoding="utf-8").partition("```")[2].partition("```")[0]
+    names = re.findall(r"[\w/<>]+\.py", drawn.replace("<source>", "kafka").replace("<sink>", "postgres"))
+    paths = [f"delivered/{name}" for name in names if (size.SOURCE / name).exists()]
+    assert len(paths) >= 15
+    assert {*paths} - {*found["files"]} == set(), "drawn, and not run"
