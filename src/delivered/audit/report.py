@@ -6,7 +6,7 @@ import io
 import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -20,9 +20,6 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.secrets import one_line
 from delivered.terminal import printer
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 FORMAT = 1
 """Version of the JSON."""
@@ -174,7 +171,7 @@ class AuditReport:
         return html.fragment(html.from_rich(render(self)))
 
 
-def _public(value: DataclassInstance, without: str) -> dict[str, Any]:
+def _public(value: Any, without: str) -> dict[str, Any]:
     """The fields of a dataclass but one, fingerprints as text."""
     named = {f.name: getattr(value, f.name) for f in fields(value) if f.name != without}
     return {name: str(v) if isinstance(v, Fingerprint) else v for name, v in named.items()}

@@ -29,7 +29,7 @@ from delivered.connectors.delta.client import (
     tidy,
 )
 from delivered.connectors.delta.options import DeltaOptions
-from delivered.connectors.delta.target import TYPES, active_files, required, same_columns, table_schema, text, whole
+from delivered.connectors.delta.target import TYPES, active_files, filled, required, same_columns, table_schema, text
 from delivered.connectors.delta.writer import DeltaFiles
 from delivered.kits.sql.merge import stored as kept
 from delivered.kits.table import shard
@@ -373,10 +373,10 @@ class _File:
             reader = pq.ParquetFile(source, pre_buffer=False)
             there = [n for n in columns.names if n not in partition and n in reader.schema_arrow.names]
             if not there:  # without any of them, only the number of rows is known
-                yield whole(pa.RecordBatch.from_pylist([{}] * reader.metadata.num_rows), columns, partition)
+                yield filled(pa.RecordBatch.from_pylist([{}] * reader.metadata.num_rows), columns, partition)
                 return
             for batch in reader.iter_batches(BATCH_ROWS, columns=there, use_threads=False):
-                yield whole(batch, columns, partition)
+                yield filled(batch, columns, partition)
 
 
 class DeltaStore:

@@ -312,7 +312,7 @@ class DeltaScan(BoundedScan):
             for file in piece.data["files"]:
                 with store.fs.open_input_file(file["path"]) as source:
                     for batch in pq.ParquetFile(source, pre_buffer=False).iter_batches(BATCH_ROWS, use_threads=False):
-                        yield whole(batch, schema, file["partition"])
+                        yield filled(batch, schema, file["partition"])
 
 
 def active_files(options: DeltaOptions, table: Any) -> list[dict[str, Any]]:
@@ -338,7 +338,7 @@ def active_files(options: DeltaOptions, table: Any) -> list[dict[str, Any]]:
     ]
 
 
-def whole(batch: pa.RecordBatch, schema: pa.Schema, partition: dict[str, Any]) -> pa.RecordBatch:
+def filled(batch: pa.RecordBatch, schema: pa.Schema, partition: dict[str, Any]) -> pa.RecordBatch:
     """A file's rows with the table's columns; columns that the file lacks are null."""
     arrays = []
     for field in schema:
