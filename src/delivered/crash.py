@@ -7,7 +7,7 @@
 
 `#n` counts per process the hits that satisfy the conditions after `@`. What follows `!` happens on the hit:
 
-    halt   (default) write the hit, then block forever: an outside supervisor kills the whole process tree
+    halt   (default) write the hit, then block forever: an outside supervisor kills the process tree
     kill   write the hit, then SIGKILL this process
     raise  write the hit, then raise `Crashed`: Spark retries the task
     wait   write the hit, then block until a file with the hit's name and .released exists: an outside script injects a

@@ -215,10 +215,10 @@ class Pipeline(Definition):
             sink: name of the sink to audit, if there are several.
             samples_max: damaged records listed per class.
             sink_from: offsets in the sink to start from; earlier records belong to other writers or to an earlier
-                checkpoint. Kafka: {"topic": {"0": 12}}; SQLite: {"rowid": 12}. Default: the whole sink.
+                checkpoint. Kafka: {"topic": {"0": 12}}; SQLite: {"rowid": 12}. Default: all of it.
             progress: called at each step with its description.
-            recompute: run the transform over the whole source range, and compare the rows with the sink's by key: for
-                queries that keep state, output modes update and complete, and upserts.
+            recompute: run the transform over the complete source range, and compare the rows with the sink's by key:
+                for queries that keep state, output modes update and complete, and upserts.
 
         Raises:
             UsageError: invalid options, several sinks and none named, or one of Spark's own sources.

@@ -31,7 +31,7 @@ from delivered.operate.page import Flow, page
 from delivered.operate.state import Driver, Status
 from delivered.operate.status import hanging_transactions, old_transactions, receiver_problems, status
 from delivered.operate.transactions import Open
-from delivered.pipeline.receive import Presence, is_gone
+from delivered.pipeline.receive import Presence, has_died
 
 YAML = """
 pipeline: orders
@@ -135,7 +135,7 @@ def test_a_receiver_that_died_is_gone_until_another_one_takes_its_place(tmp_path
     (report,) = status(queued).receivers["source"]
     assert (report.owner.process, codes(status(queued))) == (os.getpid(), [])
     silent = dataclasses.replace(report, at_ms=report.at_ms - 31_000)
-    assert is_gone(silent) and is_gone(dataclasses.replace(silent, owner=Owner("x", "elsewhere", 1)))
+    assert has_died(silent) and has_died(dataclasses.replace(silent, owner=Owner("x", "elsewhere", 1)))
     here.leave()
     assert status(queued).receivers == {"source": ()}
 

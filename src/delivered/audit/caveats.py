@@ -1,6 +1,6 @@
 """What a recomputation cannot show about a query that ran in many batches. Pure.
 
-There are two methods. One batch over the whole source range is cheap, and gives what the query gave if its result
+There are two methods. One batch over the complete source range is cheap, and gives what the query gave if its result
 depends on the rows alone. A replay runs the transform as a stream again, in the batches that the ledger keeps. A result
 may depend on more than either repeats: the clock, the order of rows, tables as they were. Each such dependency is a
 caveat, with the damage that it explains as well as a fault would. Damage that a caveat explains is never a breach.

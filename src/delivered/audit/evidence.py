@@ -47,7 +47,7 @@ class Counts:
     Attributes:
         sent: the transform's output for the source range, all batches of which are decided.
         delivered: everything that the sink holds.
-        in_progress: delivered before the decision, by batches that have begun and are not decided yet.
+        in_progress: delivered before the decision, by batches that have started and are not decided yet.
         earlier: delivered by batches that ran with another transform and cannot be recomputed, as far as the ledger
             accounts for them.
     """

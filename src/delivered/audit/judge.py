@@ -31,7 +31,7 @@ class Result:
     """What a job counted.
 
     Attributes:
-        null_ids: records whose id expression gave null; they are identified by their whole content instead.
+        null_ids: records whose id expression gave null; they are identified by all their columns instead.
         partitions_left_off: source partitions beyond `PARTITIONS_MAX`; they are in `counts`.
     """
 
@@ -79,7 +79,7 @@ def report_of_result(
     if not ordered:
         notes.append("the transform moves rows between partitions: source partitions and order are not reported")
     if result.null_ids:
-        notes.append(f"{result.null_ids} records have no id; they are identified by their whole content")
+        notes.append(f"{result.null_ids} records have no id; they are identified by all their columns")
     if result.partitions_left_off:
         notes.append(f"{result.partitions_left_off} more source partitions are in the totals alone")
     if visible is None:
@@ -104,7 +104,7 @@ def report_of_result(
         transactions=ledger.transactions,
         unknowns=tuple(unknowns),
         notes=tuple(notes),
-        id_says=f"`{request.id}`" if request.id else "the whole record",
+        id_says=f"`{request.id}`" if request.id else "all columns",
     )
 
 

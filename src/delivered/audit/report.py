@@ -75,7 +75,7 @@ class AuditReport:
     foreign: int = 0
     undeleted: int = 0
     notes: tuple[str, ...] = ()
-    id_says: str = "the whole record"
+    id_says: str = "all columns"
     dedup: DedupCounts | None = None
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
@@ -268,7 +268,7 @@ def _render_one(report: AuditReport) -> Group:
 
 
 def as_text(report: AuditReport | ChainReport, width: int = 110) -> str:
-    """The whole report as plain text."""
+    """The report as plain text."""
     text = io.StringIO()
     printer(file=text, width=width, color_system=None, force_jupyter=False).print(render(report))
     return text.getvalue().rstrip("\n")

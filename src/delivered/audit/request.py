@@ -49,7 +49,7 @@ class AuditRequest:
         dedup: which repeats in the source are dropped before the transform; None: none.
         transform: the pipeline's; None: the records of its only source go through as they are.
         id: SQL over the sink's columns that identifies a record, for example `get_json_object(value, '$.id')`.
-            None: the whole record does, and an altered record shows as one lost and one unexpected.
+            None: all columns do, and an altered record shows as one lost and one unexpected.
         key: SQL over the sink's columns; order is judged within a key. None: the column `key`, if there is one.
         own: SQL over the sink's columns, true for this pipeline's records; the others are foreign. None: not declared.
         samples_max: damaged records listed, per class.
@@ -58,7 +58,7 @@ class AuditRequest:
             every batch is assumed to have run with it.
         dead_letters: name of the sink that gets dead letters; rows that this sink refuses are not expected here then.
         rejects: records that the sources cannot make rows of are dead letters, and not expected in the sink.
-        recompute: compare with the transform over the whole range as one batch; None: account for every record.
+        recompute: compare with the transform over the complete range as one batch; None: account for every record.
         decided_by: the sinks among which its batches are decided. None: it decides itself.
     """
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -19,18 +18,12 @@ from delivered.cli.command import (
     note,
     plain_table,
     read,
-    say,
-    say_json,
     show_warnings,
     working,
 )
-from delivered.entry import Pipeline
 from delivered.model.errors import UsageError
 from delivered.model.limits import DEAD_LETTERS_MAX
 from delivered.model.secrets import one_line
-
-if TYPE_CHECKING:
-    from delivered.operate.dead_letter_batches import Settlement
 
 app = Commands(help="List a pipeline's dead letters, write them again, or drop them.", no_args_is_help=True)
 
@@ -63,61 +56,45 @@ def list_(
         note(f"the first {limit:,}: more with --limit")
 
 
-@app.command()
-def retry(
-    file: FileArgument,
-    ids: IdsArgument = [],  # noqa: B006
-    every: AllOption = False,
-    set_: SetOption = [],  # noqa: B006
-    output: OutputOption = Output.TEXT,
-) -> int:
-    """Write dead letters to the sinks that rejected them, once each; exit code 1 if some are rejected again."""
-    from delivered.operate.dead_letters import retry as retry_letters
+def _settle_by(did: str) -> Callable[..., int]:
+    """A command that retries or drops dead letters."""
 
-    return _settle("retried", retry_letters, file, ids, every, set_, output)
+    def settle(
+        file: FileArgument,
+        ids: IdsArgument = [],  # noqa: B006
+        every: AllOption = False,
+        set_: SetOption = [],  # noqa: B006
+        output: OutputOption = Output.TEXT,
+    ) -> int:
+        from delivered.crash import install_from_environment
+        from delivered.operate.dead_letters import drop, retry
 
-
-@app.command()
-def drop(
-    file: FileArgument,
-    ids: IdsArgument = [],  # noqa: B006
-    every: AllOption = False,
-    set_: SetOption = [],  # noqa: B006
-    output: OutputOption = Output.TEXT,
-) -> int:
-    """Record that dead letters will not be retried. The letters themselves stay where they are."""
-    from delivered.operate.dead_letters import drop as drop_letters
-
-    return _settle("dropped", drop_letters, file, ids, every, set_, output)
-
-
-def _settle(
-    did: str,
-    settle: Callable[[Pipeline, Collection[str] | None], Settlement],
-    file: Path,
-    ids: list[str],
-    every: bool,
-    set_: list[str],
-    output: Output,
-) -> int:
-    from delivered.crash import install_from_environment
-
-    if bool(ids) == every:
-        raise UsageError(
-            "DEAD_LETTER_IDS", arguments="both ids and --all" if every else "neither ids nor --all", file=file
-        )
-    install_from_environment()
-    show_warnings()
-    with working("writing"):
-        done = settle(read(file, set_), ids or None)
-    if output is Output.JSON:
-        say_json({did: dict(done.settled), "rejected": done.rejected, "left_out": done.left_out, "more": done.more})
-    else:
-        say("; ".join(f"{n:,} {did} at {sink}" for sink, n in done.settled.items()) or f"nothing {did}")
+        if bool(ids) == every:
+            arguments = "both ids and --all" if every else "neither ids nor --all"
+            raise UsageError("DEAD_LETTER_IDS", arguments=arguments, file=file)
+        install_from_environment()
+        show_warnings()
+        with working("writing"):
+            done = (retry if did == "retried" else drop)(read(file, set_), ids or None)
+        lines = ["; ".join(f"{n:,} {did} at {sink}" for sink, n in done.settled.items()) or f"nothing {did}"]
         if done.left_out:
-            say(f"The table did not accept {done.left_out:,} of them: delivered dead-letters list {file}")
-        for name, reason in done.rejected.items():
-            say(f"{name}: still rejected, {reason}")
-        if done.more:
-            say("More are open: repeat the command.")
-    return 1 if done.rejected or done.left_out else 0
+            lines.append(f"The table did not accept {done.left_out:,} of them: delivered dead-letters list {file}")
+        lines += [f"{name}: still rejected, {reason}" for name, reason in done.rejected.items()]
+        lines += ["More are open: repeat the command."] if done.more else []
+        data = {did: dict(done.settled), "rejected": done.rejected, "left_out": done.left_out, "more": done.more}
+        answer(output, data, "\n".join(lines))
+        return 1 if done.rejected or done.left_out else 0
+
+    return settle
+
+
+for _name, _did, _help in (
+    (
+        *("retry", "retried"),
+        "Write dead letters to the sinks that rejected them, once each; exit code 1 if some are rejected again.",
+    ),
+    ("drop", "dropped", "Record that dead letters will not be retried; they stay where they are."),
+):
+    _settle = _settle_by(_did)
+    _settle.__doc__ = _help
+    app.command(_name)(_settle)

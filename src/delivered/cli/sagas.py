@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -105,40 +106,35 @@ def list_(
         )
 
 
-@app.command()
-def retry(
-    id: IdArgument,  # noqa: A002
-    log: LogOption,
-    saga: SagaOption = None,
-    password: PasswordOption = None,
-    output: OutputOption = Output.TEXT,
-) -> None:
-    """Try a stuck saga's compensation again, with its attempts counted anew."""
-    _resolve(id, "retry", log, saga, password, output)
+def _resolve_by(event: str) -> Callable[..., None]:
+    """A command that answers a stuck compensation with this event."""
+
+    def resolve(
+        id: IdArgument,  # noqa: A002
+        log: LogOption,
+        saga: SagaOption = None,
+        password: PasswordOption = None,
+        output: OutputOption = Output.TEXT,
+    ) -> None:
+        from delivered.patterns.saga.progress import Event
+
+        with contextlib.closing(_log(log, password).open()) as opened:
+            row = opened.resolve(id, Event(event), saga)
+        did = {"saga": row.saga, "id": row.id, "step": row.step, "did": event}
+        text = f"{row.saga} {row.id}: undo of {row.step}: {event}; a worker goes on (delivered sagas run)"
+        answer(output, did, text)
+
+    return resolve
 
 
-@app.command()
-def skip(
-    id: IdArgument,  # noqa: A002
-    log: LogOption,
-    saga: SagaOption = None,
-    password: PasswordOption = None,
-    output: OutputOption = Output.TEXT,
-) -> None:
-    """Leave what a stuck saga's step did as it is, and go on with the compensations before it."""
-    _resolve(id, "skipped", log, saga, password, output)
-
-
-@app.command()
-def done(
-    id: IdArgument,  # noqa: A002
-    log: LogOption,
-    saga: SagaOption = None,
-    password: PasswordOption = None,
-    output: OutputOption = Output.TEXT,
-) -> None:
-    """Say that you have taken back the stuck saga's step by hand; the compensations before it go on."""
-    _resolve(id, "done", log, saga, password, output)
+for _name, _event, _help in (
+    ("retry", "retry", "Try a stuck saga's compensation again, with its attempts counted from the start."),
+    ("skip", "skipped", "Leave what a stuck saga's step did as it is, and go on with the compensations before it."),
+    ("done", "done", "Record that you have undone the stuck saga's step by hand; the compensations before it go on."),
+):
+    _resolve = _resolve_by(_event)
+    _resolve.__doc__ = _help
+    app.command(_name)(_resolve)
 
 
 @app.command()
@@ -157,12 +153,3 @@ def clean(
             last = opened.clean(older_than * 86_400)
             deleted += last
     answer(output, {"deleted": deleted}, f"{deleted} sagas deleted")
-
-
-def _resolve(id_: str, how: str, log: str, saga: str | None, password: str | None, output: Output) -> None:
-    from delivered.patterns.saga.progress import Event
-
-    with contextlib.closing(_log(log, password).open()) as opened:
-        row = opened.resolve(id_, Event(how), saga)
-    did = {"saga": row.saga, "id": row.id, "step": row.step, "did": how}
-    answer(output, did, f"{row.saga} {row.id}: undo of {row.step}: {how}; a worker goes on (delivered sagas run)")

@@ -21,7 +21,7 @@ from delivered.model.errors import MissingExtra, UsageError
 from delivered.model.options import check_http_url
 from delivered.model.work import STEPS
 from delivered.operate.state import Driver, Status, unanswered
-from delivered.pipeline.receive import MESSAGES, is_gone
+from delivered.pipeline.receive import MESSAGES, has_died
 from delivered.pipeline.registry import connector
 
 if TYPE_CHECKING:
@@ -169,9 +169,9 @@ class _Families:
 
     def _add_receivers(self, name: str, now: Status) -> None:
         for source, reports in now.receivers.items():
-            gone = sum(map(is_gone, reports))
-            self.receivers.add_metric((name, source, "running"), len(reports) - gone)
-            self.receivers.add_metric((name, source, "gone"), gone)
+            died = sum(map(has_died, reports))
+            self.receivers.add_metric((name, source, "running"), len(reports) - died)
+            self.receivers.add_metric((name, source, "gone"), died)
             for r in reports:
                 for kind in MESSAGES:
                     receiver = f"{r.owner.host}/{r.owner.process}"
@@ -201,7 +201,7 @@ def serving(
         more: other collectors of prometheus_client.
 
     Raises:
-        UsageError: the port is taken.
+        UsageError: the port is in use.
         MissingExtra: prometheus_client is not installed.
     """
     try:

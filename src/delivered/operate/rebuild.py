@@ -96,8 +96,8 @@ class Rebuild(Generic[P]):
     def check_stopped(self) -> None:
         """
         Raises:
-            Refused: the pipeline is running, has gone on since the replay, or has not finished its newest batch; or the
-                replay has not ended.
+            Refused: the pipeline is running, has decided a batch since the replay, or has not finished its newest one;
+                or the replay has not ended.
         """
         with _ledger(self._origin) as context:
             self._state(context, context.ledger.look())

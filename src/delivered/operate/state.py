@@ -16,7 +16,7 @@ from delivered.model.catalogue import PREFIX, texts
 from delivered.model.identity import SOURCE
 from delivered.model.work import BatchReport
 from delivered.operate.transactions import Open
-from delivered.pipeline.receive import is_gone
+from delivered.pipeline.receive import has_died
 
 
 class Driver(StrEnum):
@@ -211,8 +211,8 @@ def summary(s: Status) -> html.Html:
 
 def receivers_text(reports: Sequence[ReceiverReport]) -> str:
     """How many run, and how many ended without having been stopped."""
-    gone = sum(map(is_gone, reports))
-    return f"{len(reports) - gone}" + (f", {gone} gone" if gone else "")
+    died = sum(map(has_died, reports))
+    return f"{len(reports) - died}" + (f", {died} gone" if died else "")
 
 
 def _receiver_json(report: ReceiverReport) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _receiver_json(report: ReceiverReport) -> dict[str, Any]:
     return {
         "host": owner.host,
         "process": owner.process,
-        "gone": is_gone(report),
+        "gone": has_died(report),
         "at_ms": report.at_ms,
         "counts": dict(report.counts),
     }

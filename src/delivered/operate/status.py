@@ -28,7 +28,7 @@ from delivered.operate.state import Driver, Problem, SinkStatus, Status
 from delivered.operate.transactions import Open, open_transactions
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.receive import is_gone
+from delivered.pipeline.receive import has_died
 from delivered.planner import Trigger
 from delivered.source import lag_by_partition
 
@@ -221,7 +221,7 @@ def old_transactions(now: Status) -> Iterator[Problem]:
 
 def receiver_problems(now: Status) -> Iterator[Problem]:
     for source, reports in now.receivers.items():
-        for r in filter(is_gone, reports):
+        for r in filter(has_died, reports):
             ago = max(0.0, time.time() - r.at_ms / 1000)
             yield Problem.build("RECEIVER_GONE", source=source, process=r.owner.process, host=r.owner.host, seconds=ago)
     for source, window in now.windows.items():

@@ -221,7 +221,7 @@ def format_ddl(table: str, version: int, tail: str) -> tuple[str, str]:
 
 
 def json_text(value: Any) -> str:
-    """A value as JSON that every database here stores; text is taken as JSON already.
+    """A value as JSON that every database here stores; text is JSON already.
 
     Raises:
         ValueError, TypeError, RecursionError: it is none.

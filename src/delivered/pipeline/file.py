@@ -53,7 +53,7 @@ class AuditEntry(BaseModel):
     model_config = _STRICT
 
     id: str | None = Field(
-        None, description="SQL over the sink's columns that identifies a record. Default: the whole record."
+        None, description="SQL over the sink's columns that identifies a record. Default: all columns."
     )
     key: str | None = Field(
         None,

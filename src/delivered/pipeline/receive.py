@@ -38,7 +38,7 @@ _EVERY_REMOTE_S = 10.0
 """For a log in an object store, where each report is a request."""
 
 
-def is_gone(report: ReceiverReport) -> bool:
+def has_died(report: ReceiverReport) -> bool:
     """Whether a receiver is dead, or has said nothing for `RECEIVER_SILENT_S`: it hangs, or its machine is gone.
 
     By two machines' clocks, for display: a receiver whose report was removed reports again.
@@ -66,7 +66,7 @@ class Presence:
         """Report, and take the place of one that is gone."""
         self.tell(Counts())
         with self._tolerant():
-            gone = next(filter(is_gone, self._receivers.read()), None)
+            gone = next(filter(has_died, self._receivers.read()), None)
             if gone is not None:
                 self._receivers.remove(gone)
 

@@ -51,7 +51,7 @@ def _typed(frame: DataFrame, written: StructType, like: StructType | None = None
 
 
 def _identity(request: AuditRequest, how: Recompute, mode: WriteMode, columns: Sequence[str]) -> tuple[str | None, str]:
-    """SQL that identifies a row, and its name in a report; None: the whole row does."""
+    """SQL that identifies a row, and its name in a report; None: all columns do."""
     if mode.upserts:
         return id_sql(mode), f"key ({mode.keys_text})"
     if request.id is not None:
@@ -59,7 +59,7 @@ def _identity(request: AuditRequest, how: Recompute, mode: WriteMode, columns: S
     if how.keys and set(how.keys) <= set(columns):
         keys = WriteMode(keys=how.keys)
         return id_sql(keys), f"key ({keys.keys_text})"
-    return None, "the whole row"
+    return None, "all columns"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Audit by recomputing: the transform over the whole source range, against the rows of the sink.
+"""Audit by recomputing: the transform over the complete source range, against the rows of the sink.
 
 As one batch, if that gives what the query's batches gave; else, and if the two differ, as a replay of its batches
 (`delivered.audit.spark.replay`). `delivered.audit.caveats` lists what neither can show, and `_of_watermark` and

@@ -80,7 +80,7 @@ def hashed(
     Args:
         canonical: maps rows of `frame` to rows as a reader of the sink sees them.
         at: position of a record, from `Slots`.
-        id_sql, key_sql: SQL over the canonical columns. No id: the whole record.
+        id_sql, key_sql: SQL over the canonical columns. No id: all columns.
         own_sql: SQL condition for records of this pipeline, kept as the column `own`.
         position: column of `frame` that locates the record for users, kept as `position`.
     """
