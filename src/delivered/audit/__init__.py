@@ -1,1 +1,1 @@
-"""Phase 5: compares what was sent with what readers of the sink find. Pure: no Spark, no connector."""
+"""The audit: what was sent, against what readers of the sink find. No Spark, no connector; the jobs are in `spark/`."""

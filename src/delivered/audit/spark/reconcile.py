@@ -307,9 +307,16 @@ def _all_damaged(classified: DataFrame, counts: Counts, samples_max: int) -> lis
         return []
     damaged = classified.filter(reduce(or_, [F.col(d.value) > 0 for d in kinds])).persist(StorageLevel.DISK_ONLY)
     order = F.col("origin").asc_nulls_last(), F.col("place").asc_nulls_last(), "id"
-    shown = damaged.orderBy(*order).select("id", "origin", "place", "must", "may", "there")
     try:
-        return [(d, row) for d in kinds for row in shown.filter(F.col(d.value) > 0).limit(samples_max).collect()]
+        return [
+            (damage, row)
+            for damage in kinds
+            for row in damaged.filter(F.col(damage.value) > 0)
+            .orderBy(*order)
+            .select("id", "origin", "place", "must", "may", "there")
+            .limit(samples_max)
+            .collect()
+        ]
     finally:
         damaged.unpersist()
 
