@@ -10,8 +10,7 @@ The old table stays, under another name. Each step may be repeated: after a kill
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
@@ -99,7 +98,7 @@ class Rebuild(Generic[P]):
             Refused: the pipeline is running, has decided a batch since the replay, or has not finished its newest one;
                 or the replay has not ended.
         """
-        with _ledger(self._origin) as context:
+        with _open(self._origin) as context:
             self._state(context, context.ledger.look())
 
     def compare(self) -> Comparison:
@@ -119,7 +118,7 @@ class Rebuild(Generic[P]):
             Refused: as `check_stopped`; or something in the database refers to the old table.
             OutcomeUnknown: the server did not answer; call again.
         """
-        with _ledger(self._origin) as context:
+        with _open(self._origin) as context:
             reach(StepId.RECOVER_CLAIM, Moment.BEFORE)
             self._state(context, context.ledger.look())
             # From here on, a driver that starts meanwhile fences this claim, or is fenced by it.
@@ -149,7 +148,7 @@ class Rebuild(Generic[P]):
         if (owner := living(state.owner)) is not None:
             raise Refused("REBUILD_RUNNING", pipeline=self._origin.name, process=owner.process)
         last, until = state.last, dict(self.pipeline.until)
-        with _ledger(self.pipeline) as rebuilt:
+        with _open(self.pipeline) as rebuilt:
             filled = rebuilt.ledger.look().last
         if last is None or filled is None or not _ends(last) == _ends(filled) == until:
             raise Refused("REBUILD_BEHIND", pipeline=self._origin.name)
@@ -168,7 +167,7 @@ def rebuild(pipeline: P, into: str, start: str | None = None) -> Rebuild[P]:
     schema, table = _schema_and_table(own)
     key = short_hash([into, start, table])
     swap = Swap(into, f"{table[:_TABLE_LENGTH_MAX]}_before_{key}")
-    with _ledger(pipeline) as context, closing(_store(pipeline, context)) as store:
+    with _open(pipeline) as context, closing(_store(pipeline, context)) as store:
         state = context.ledger.look()
         done = state.last is not None and store.has_swapped(swap)
         problem = None if done or state.last is None else store.cannot_swap()
@@ -232,23 +231,17 @@ def _ends(last: Decision) -> dict[str, Offsets]:
     return {name: json.loads(text) for name, text in by_source(last.offsets).items()}
 
 
-@contextmanager
-def _ledger(pipeline: Definition) -> Iterator[Context]:
+def _open(pipeline: Definition) -> closing[Context]:
+    """The pipeline's ledger and committers. Claims nothing."""
     spec = pipeline.spec
     sinks = spec.open()
-    incarnation, _ = logged(pipeline.checkpoint)
-    context = Context.open(
-        sinks, spec.scope(sinks, incarnation or NO_INCARNATION), pipeline.guarantee, new_owner(psutil.Process())
-    )
-    try:
-        yield context
-    finally:
-        context.close()
+    scope = spec.scope(sinks, logged(pipeline.checkpoint)[0] or NO_INCARNATION)
+    return closing(Context.open(sinks, scope, pipeline.guarantee, new_owner(psutil.Process())))
 
 
 def _target_id(pipeline: Definition) -> str | None:
     """Identity of the table that a pipeline writes now."""
-    with _ledger(pipeline) as context:
+    with _open(pipeline) as context:
         return next((t.id for t in context.committers.targets().values()), None)
 
 
