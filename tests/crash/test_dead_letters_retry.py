@@ -27,8 +27,7 @@ from delivered.entry import Pipeline
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import RECOVERY, STEPS, Mechanism, Moment, StepId
-from delivered.operate.dead_letter_batches import Status
-from delivered.operate.dead_letters import dead_letters, drop, retry
+from delivered.operate.dead_letters import Status, dead_letters, drop, retry
 from delivered_lab.verify.loop import Loop
 
 KEPT = (b"1", b"2", b"3")
@@ -128,12 +127,12 @@ def test_letters_go_back_once(ran: Pipeline, tmp_path: Path) -> None:
 
 def test_a_letter_that_the_table_refuses_again_is_a_new_one(ran: Pipeline, tmp_path: Path) -> None:
     done = retry(ran)
-    assert (done.settled, done.left_out) == ({"orders": 4}, 4)
+    assert (done.settled, done.skipped) == ({"orders": 4}, 4)
     again = dead_letters(ran)
     assert len(again) == 4
     assert all(n.again for n in again)
     mended(tmp_path)
-    assert retry(ran).left_out == 0
+    assert retry(ran).skipped == 0
     assert values(tmp_path) == Counter({**dict.fromkeys(KEPT, 1), b"a": 3, b"b": 3})
 
 
@@ -174,7 +173,7 @@ def test_killed_under_a_weaker_guarantee(tmp_path: Path, guarantee: str, point: 
     code, said = command(tmp_path, "retry", str(tmp_path / "shop.yaml"), "--all", crash=f"{point}!kill")
     assert code == -signal.SIGKILL, said
     if point != "commit.record:after":
-        assert {n.status for n in dead_letters(own)} == {Status.BEGUN}
+        assert {n.status for n in dead_letters(own)} == {Status.STARTED}
     retry(own)
     assert dead_letters(own) == []
     found = values(tmp_path)[b"\xff"]
