@@ -96,10 +96,7 @@ def checked_transform(pipeline: Definition, spark: SparkSession) -> tuple[Findin
     except DeliveredError:
         return ()  # a server went away meanwhile: the start reports it
     named = pipeline.transform.deterministic is not None or changing_in_sql(pipeline.transform.sql)
-    return () if repeatable or named else (_UNREPEATABLE,)
-
-
-_UNREPEATABLE = Finding.build("SQL_NOT_DETERMINISTIC", refuses=False)
+    return () if repeatable or named else (Finding.build("SQL_NOT_DETERMINISTIC", refuses=False),)
 
 
 def _results(
