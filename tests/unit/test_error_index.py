@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import pickle
 import re
@@ -46,6 +47,9 @@ class _Module:
     tree: ast.Module
     names: dict[str, tuple[str, str]]
     """Imported name -> module, name there."""
+    classes: list[ast.ClassDef]
+    words: set[str]
+    """Its string constants."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,22 @@ class _Site:
 
 @cache
 def _modules() -> dict[str, _Module]:
+    gc.disable()  # else it walks a million nodes again and again
     found = {}
     for path in sorted((ROOT / "src").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
         tree = ast.parse(path.read_text())
-        imported = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module]
-        names = {a.asname or a.name: (str(n.module), a.name) for n in imported for a in n.names}
-        found[name] = _Module(name, path, tree, names)
+        module = found[name] = _Module(name, path, tree, {}, [], set())
+        for node in ast.walk(tree):
+            match node:
+                case ast.ImportFrom(module=str(source)):
+                    module.names.update({a.asname or a.name: (source, a.name) for a in node.names})
+                case ast.ClassDef():
+                    module.classes.append(node)
+                case ast.Constant(value=str(word)):
+                    module.words.add(word)
+    gc.freeze()
+    gc.enable()
     return found
 
 
@@ -83,7 +96,7 @@ def _classes() -> dict[tuple[str, str], str]:
     """Module and name of each error class -> its class in the catalogue, the nearest one of model/errors.py."""
     known = {("delivered.model.errors", n): n for n, c in vars(errors).items() if _is_error(c)}
     known |= {(module, name): name for module, (name, _, _) in _BUILT.items()}
-    classes = [(m, n) for m in _modules().values() for n in ast.walk(m.tree) if isinstance(n, ast.ClassDef)]
+    classes = [(m, n) for m in _modules().values() for n in m.classes]
     for _ in range(4):  # as deep as classes derive from each other
         for m, n in classes:
             bases = [m.names.get(b.id, (m.name, b.id)) for b in n.bases if isinstance(b, ast.Name)]
@@ -163,12 +176,7 @@ def _of_the_catalogue() -> list[_Site]:
 def _in_tables() -> set[str]:
     """Codes that are written elsewhere than in the call: a table of a server's errors, an argument."""
     calls = {code for s in _of_the_catalogue() for code in s.codes}
-    words = {
-        n.value
-        for m in _modules().values()
-        for n in ast.walk(m.tree)
-        if isinstance(n, ast.Constant) and isinstance(n.value, str)
-    }
+    words = set().union(*(m.words for m in _modules().values()))
     return {code for code in words & conditions().keys() if "_" in code or "." in code} - calls
 
 
