@@ -1,20 +1,21 @@
-"""Combines rules and steps into a plan: assumptions, limits, what `dedup` recognises, forgets and costs."""
+"""The plan of a request that no rule refuses: its steps, what they assume, what limits them, what `dedup` recognises.
+
+The steps are those of the mechanism (model/step.py), each with what it does and what a crash right after it costs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from delivered.model.bad_row import OnBadRow
-from delivered.model.capability import Commit
+from delivered.model.capability import Commit, SinkCapability
 from delivered.model.dedup import Dedup
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import KEY_TABLE_BYTES, STATE_BYTES_PER_KEY
-from delivered.planner import group, sources
+from delivered.model.step import MECHANISMS, RECOVERY, Mechanism, Step, StepId, steps_of
 from delivered.planner.answer import Plan, Reason, Refusal, seconds
-from delivered.planner.request import Request, SinkFacts, SourceFacts, TransformFacts
-from delivered.planner.rules import reasons
-from delivered.planner.steps import batch_steps, mechanism, recovery_steps
+from delivered.planner.request import Request, SinkFacts, SourceFacts, TransformFacts, reasons, source_warnings
 
 
 def make_plan(request: Request) -> Plan | Refusal:
@@ -25,20 +26,20 @@ def make_plan(request: Request) -> Plan | Refusal:
     return Plan(
         pipeline=request.pipeline,
         guarantee=request.guarantee,
-        mechanism=mechanism(request),
-        steps=batch_steps(request),
-        recovery=recovery_steps(request),
+        mechanism=_mechanism(request),
+        steps=_batch_steps(request),
+        recovery=_recovery_steps(request),
         ledger=request.ledger,
         assumptions=tuple(_assumptions(request)),
         limits=tuple(_limits(request)),
         warnings=(
-            *sources.changed(request),
+            *source_warnings(request),
             *_transform_changed(request),
             *(f.message for f in request.findings),
         ),
         checked=tuple(line for s in request.sinks for line in s.checked),
         records=tuple(f"{part.label}: {part.capability.records}" for part in _by_choice(request)),
-        order=group.order(request),
+        order=_sink_order(request),
         dedup=_dedup(request.dedup, request.decider.capability.system) if request.dedup is not None else (),
     )
 
@@ -89,26 +90,26 @@ def _promises(request: Request) -> list[float]:
 
 
 def _assumptions(request: Request) -> list[str]:
-    found = list(dict.fromkeys(a for s in request.sources for a in s.capability.assumes))
+    lines = list(dict.fromkeys(a for s in request.sources for a in s.capability.assumes))
     match request.guarantee:
         case Guarantee.EXACTLY_ONCE:
-            found.extend(dict.fromkeys(a for s in request.sinks for a in s.capability.assumes))
-            found.extend(_same_rows(request))
-            found.extend(_one_row_per_key(request))
+            lines.extend(dict.fromkeys(a for s in request.sinks for a in s.capability.assumes))
+            lines.extend(_same_rows(request))
+            lines.extend(_one_row_per_key(request))
         case Guarantee.AT_LEAST_ONCE:
-            found.append(f"readers of {_each(request)} tolerate duplicates")
+            lines.append(f"readers of {_every_sink(request)} tolerate duplicates")
             if request.transform.deterministic is False:
-                found.append("a duplicate may differ from the first copy: the transform is not deterministic")
+                lines.append("a duplicate may differ from the first copy: the transform is not deterministic")
         case Guarantee.AT_MOST_ONCE:
-            found.append(
-                f"readers of {_each(request)} tolerate missing records; the ledger holds how many were given up"
+            lines.append(
+                f"readers of {_every_sink(request)} tolerate missing records; the ledger holds how many were given up"
             )
             if request.transform.kind in ("sql", "python"):
-                found.append("a task that runs again gets the same rows as before, in the same shard")
+                lines.append("a task that runs again gets the same rows as before, in the same shard")
     if request.keeps_state:
-        found += _same_state(request)
-        found.append("the state lives in Spark's checkpoint and is restored together with the offsets")
-    return found
+        lines += _same_state(request)
+        lines.append("the state lives in Spark's checkpoint and is restored together with the offsets")
+    return lines
 
 
 def _same_state(request: Request) -> list[str]:
@@ -166,13 +167,13 @@ def _bad_rows(request: Request) -> list[str]:
     written = [s.name for s in request.sinks if s.name != request.dead_letters]
     validating = [s.name for s in request.sinks if s.name in written and s.capability.validates]
     blind = [n for n in written if n not in validating]
-    found = []
+    lines = []
     if validating:
-        found.append(f"a row that is invalid for {' or '.join(validating)} {goes}")
-    found += _failing_rows(request.transform, goes)
+        lines.append(f"a row that is invalid for {' or '.join(validating)} {goes}")
+    lines += _failing_rows(request.transform, goes)
     stops = "server-side rejections (constraints, topic limits) always fail the query, regardless of on_bad_row"
     tail = f"; {', '.join(blind)} cannot validate rows before it writes" if blind else ""
-    return [*found, stops + tail]
+    return [*lines, stops + tail]
 
 
 def _failing_rows(transform: TransformFacts, goes: str) -> list[str]:
@@ -190,7 +191,7 @@ def _failing_rows(transform: TransformFacts, goes: str) -> list[str]:
             return []
 
 
-def _each(request: Request) -> str:
+def _every_sink(request: Request) -> str:
     return request.by_count("the sink", "every sink")
 
 
@@ -205,7 +206,7 @@ def _limits(request: Request) -> list[str]:
             limits.append(f"a transaction times out {seconds(min(timeouts))} after its first row{tail}")
         if not all(s.capability.batch_atomic for s in request.sinks):
             limits.append("a reader may see the shards of a batch appear one after another")
-    limits.extend(group.limits(request))
+    limits.extend(_limits_of_several(request))
     limits.extend(_bad_rows(request))
     for source in request.sources:
         if source.capability.sent_twice and request.dedup is None:
@@ -254,3 +255,270 @@ def _dedup_in_table(dedup: Dedup, system: str) -> tuple[str, ...]:
         "its length; each key is looked up once, written twice and deleted twice; all rows are shuffled by key and "
         "buffered in their task until it has seen all its keys",
     )
+
+
+_AGAIN = "nothing is visible; the batch runs again"
+
+
+def _batch_steps(request: Request) -> tuple[Step, ...]:
+    """A batch's steps without failures, each kind once per sink that has it. Exactly one decides."""
+    ids = steps_of(_mechanism_of(request), keys_in_table=request.dedup is not None and request.dedup.in_table)
+    steps: list[Step] = []
+    for name in ids:
+        decided = any(step.decides for step in steps)
+        steps += (_move if name is StepId.COMMIT_APPLY and not decided else _STEPS[name])(request)
+    return tuple(steps)
+
+
+def _recovery_steps(request: Request) -> tuple[Step, ...]:
+    """The first steps of every start, with or without a preceding crash."""
+    return tuple(_RECOVERY[name] for name in RECOVERY[request.guarantee])
+
+
+def _mechanism_of(request: Request) -> Mechanism:
+    if request.guarantee is not Guarantee.EXACTLY_ONCE:
+        return MECHANISMS[request.guarantee][0]
+    if not request.ledger.carries_rows:
+        return Mechanism.TWO_PHASE
+    return Mechanism.ONE_TRANSACTION if len(request.sinks) == 1 else Mechanism.LAST_RESOURCE
+
+
+def _mechanism(request: Request) -> str:
+    """How the guarantee is kept, as a phrase."""
+    match request.guarantee:
+        case Guarantee.EXACTLY_ONCE:
+            return _mechanism_of_exactly_once(request)
+        case Guarantee.AT_LEAST_ONCE:
+            return "acknowledged sends, repeated after a crash"
+        case Guarantee.AT_MOST_ONCE:
+            return "sends that are never repeated"
+
+
+_RECOVERY = {
+    step.id: step
+    for step in (
+        Step(StepId.RECOVER_CLAIM, "become the only owner of the ledger", "the next start claims again"),
+        Step(StepId.RECOVER_CHECK, "compare ledger and checkpoint", "the next start checks again"),
+        Step(StepId.RECOVER_APPLY, "finish the decided batch", "the next start finishes it"),
+        Step(StepId.RECOVER_ABORT_ORPHANS, "abort undecided writes", "the next start aborts them"),
+    )
+}
+
+_KEEP = Step(
+    StepId.DEDUP_KEEP,
+    "in the deciding transaction: admitted keys count, expired ones are deleted",
+    "keys and decision commit together or not at all",
+)
+_LOG = Step(StepId.LOG, "Spark's own commit log", "nothing; the next batch runs")
+
+Steps = list[Step]
+
+
+def _each(
+    request: Request,
+    step: StepId,
+    does: Callable[[SinkCapability], str],
+    on_crash: str,
+    sinks: Sequence[SinkFacts] | None = None,
+) -> Steps:
+    """One step per sink, in order."""
+    chosen = request.sinks if sinks is None else sinks
+    return [Step(step, _at(request, s, does(s.capability)), on_crash) for s in chosen]
+
+
+def _at(request: Request, sink: SinkFacts, does: str) -> str:
+    return request.by_count(does, f"{sink.name}: {does}")
+
+
+def _given_up(request: Request) -> str:
+    return f"the batch is given up{request.by_count('', ' at every sink')}, and its records are counted"
+
+
+def _after_read(request: Request) -> str:
+    match request.guarantee:
+        case Guarantee.EXACTLY_ONCE:
+            return _AGAIN
+        case Guarantee.AT_LEAST_ONCE:
+            return "the batch runs again; nothing of this shard was sent"
+        case Guarantee.AT_MOST_ONCE:
+            return _given_up(request)
+
+
+def _begin(request: Request) -> Steps:
+    if request.guarantee is Guarantee.AT_LEAST_ONCE:
+        return [
+            Step(
+                StepId.BATCH_BEGIN,
+                "a checkpoint's first batch is recorded as begun",
+                "nothing was sent; the batch runs again",
+            )
+        ]
+    before = request.by_count("", ", before the first row is sent to any sink")
+    return [
+        Step(StepId.BATCH_BEGIN, f"the batch is recorded as begun{before}", f"nothing was sent; {_given_up(request)}")
+    ]
+
+
+def _read(request: Request) -> Steps:
+    return [Step(StepId.SOURCE_READ, _source(s), _after_read(request)) for s in request.sources]
+
+
+def _source(source: SourceFacts) -> str:
+    name = f"{source.name}: " if source.name else ""
+    return f"{name}{source.label}, {'replayable by offset' if source.capability.replayable else 'not replayable'}"
+
+
+def _admit(request: Request) -> Steps:
+    return [Step(StepId.DEDUP_NOTE, "admitted keys are noted, but do not count yet", _after_read(request))]
+
+
+def _stage(request: Request) -> Steps:
+    return _each(request, StepId.WRITE_STAGE, lambda sink: sink.stage, _AGAIN)
+
+
+def _prepare(request: Request) -> Steps:
+    return _each(
+        request,
+        StepId.WRITE_PREPARE,
+        lambda sink: sink.prepare,
+        _AGAIN + request.by_count("", "; prepared rows are aborted"),
+    )
+
+
+def _send(request: Request) -> Steps:
+    if request.guarantee is Guarantee.AT_LEAST_ONCE:
+        lost = f"what was sent stays visible and is sent{request.by_count('', ' to every sink')} again"
+    else:
+        lost = f"what was sent stays visible; {_given_up(request)}"
+    return _each(request, StepId.WRITE_SEND, lambda sink: sink.send, lost)
+
+
+def _flush(request: Request) -> Steps:
+    if request.guarantee is Guarantee.AT_LEAST_ONCE:
+        again = request.by_count(
+            "the whole batch is visible and is sent again", "the batch is sent to every sink again"
+        )
+        return _each(request, StepId.WRITE_FLUSH, lambda _: "every row acknowledged", again)
+    seen = f"{request.by_count('the', 'its')} rows are visible; {_given_up(request)}"
+    return _each(request, StepId.WRITE_FLUSH, lambda _: "every row acknowledged or counted as given up", seen)
+
+
+def _decide(request: Request) -> Steps:
+    sink, at_once = request.decider, _mechanism_of(request) is not Mechanism.TWO_PHASE
+    does = _at(request, sink, sink.capability.decide)
+    does += request.by_count("", "; it names the participants of every sink")
+    if at_once:
+        one = "the batch counts and is visible; Spark's rerun writes nothing"
+        several = f"and is visible at {sink.name}; recovery makes the rest visible"
+    else:
+        one = "the batch counts, and recovery makes all of it visible"
+        several = "but is not visible yet; recovery makes it visible"
+    after = request.by_count(one, f"the batch counts at every sink {several}")
+    return [Step(StepId.COMMIT_DECIDE, does, after, decides=True)]
+
+
+def _move(request: Request) -> Steps:
+    """The deciding sink's move, in its transaction."""
+    does = _at(request, request.decider, "rows of each shard into the open transaction")
+    again = f"the transaction rolls back; the batch runs again{request.by_count('', ' for every sink')}"
+    return [Step(StepId.COMMIT_APPLY, does, again)]
+
+
+def _apply(request: Request) -> Steps:
+    rest = "recovery applies the rest, and Spark's rerun writes nothing"
+    decider, last = request.decider, _mechanism_of(request) is Mechanism.LAST_RESOURCE
+    several = f"visible at {f'{decider.name} and at ' * last}every sink that was applied"
+    after = f"{request.by_count('what is applied is visible', several)}; {rest}"
+    others = [s for s in request.sinks if not last or s is not decider]
+    return _each(request, StepId.COMMIT_APPLY, lambda s: s.apply, after, others)
+
+
+def _record(request: Request) -> Steps:
+    several = f"counts and fingerprints of every sink into the ledger of {request.decider.name}"
+    does = request.by_count("counts and fingerprint into the ledger", several)
+    everywhere = request.by_count("", " everywhere")
+    after = f"nothing; the batch is recorded as delivered{everywhere}, and Spark's rerun writes nothing"
+    return [Step(StepId.COMMIT_RECORD, does, after, decides=True)]
+
+
+_STEPS: dict[StepId, Callable[[Request], Steps]] = {
+    StepId.BATCH_BEGIN: _begin,
+    StepId.SOURCE_READ: _read,
+    StepId.DEDUP_NOTE: _admit,
+    StepId.WRITE_STAGE: _stage,
+    StepId.WRITE_PREPARE: _prepare,
+    StepId.WRITE_SEND: _send,
+    StepId.WRITE_FLUSH: _flush,
+    StepId.DEDUP_KEEP: lambda _: [_KEEP],
+    StepId.COMMIT_DECIDE: _decide,
+    StepId.COMMIT_APPLY: _apply,
+    StepId.COMMIT_RECORD: _record,
+    StepId.LOG: lambda _: [_LOG],
+}
+
+
+def _mechanism_of_exactly_once(request: Request) -> str:
+    """How exactly_once is kept, as a phrase."""
+    if len(request.sinks) == 1:
+        return request.decider.capability.mechanism
+    last = f", {request.decider.name} as the last resource" if _last_resource(request) else ""
+    return f"one decision for {len(request.sinks)} sinks{last}"
+
+
+def _sink_order(request: Request) -> tuple[str, ...]:
+    """Which sink decides, the order of the others, and why; empty: there is one."""
+    if len(request.sinks) == 1:
+        return ()
+    decider = request.decider
+    names = ", ".join(s.name for s in request.sinks)
+    if request.guarantee is not Guarantee.EXACTLY_ONCE:
+        return (
+            f"{names}: rows are sent to each in this order",
+            f"the ledger of {decider.name} records a batch once every sink has it",
+        )
+    if not _last_resource(request):
+        return (
+            f"{names}: each task prepares them in this order; the driver applies them in parallel",
+            f"the ledger of {decider.name} decides for all: every sink can prepare, and it is listed first",
+        )
+    others = ", ".join(s.name for s in _others(request))
+    return (
+        f"{names}: each task prepares them in this order",
+        f"{decider.name} decides for all: {decider.capability.system} cannot prepare a batch before it commits, so its "
+        "own transaction carries the decision, as the last resource",
+        f"{others}: prepared before it, so none can still vote no; applied after it, in parallel",
+    )
+
+
+def _limits_of_several(request: Request) -> tuple[str, ...]:
+    """What readers of several sinks may see (P27)."""
+    names = [s.name for s in request.sinks]
+    if len(names) == 1:
+        return ()
+    match request.guarantee:
+        case Guarantee.EXACTLY_ONCE:
+            others = ", ".join(s.name for s in _others(request))
+            visibility = (
+                f"readers of {request.decider.name} see a batch before readers of {others}"
+                if _last_resource(request)
+                else f"readers of {', '.join(names)} see a batch at different times"
+            )
+            return (
+                f"{visibility}: it is visible in all after the last commit.apply (about 10 ms per transaction after "
+                "commit.decide; the log has the time); after a crash in between, the next start applies the rest",
+            )
+        case Guarantee.AT_LEAST_ONCE:
+            return ("writes are not atomic across sinks: after a crash, one may hold a batch twice and another once",)
+        case Guarantee.AT_MOST_ONCE:
+            return (
+                "writes are not atomic across sinks: of an interrupted batch, one may hold rows that another lacks; "
+                "given-up records are counted per sink",
+            )
+
+
+def _last_resource(request: Request) -> bool:
+    return request.ledger.carries_rows
+
+
+def _others(request: Request) -> list[SinkFacts]:
+    return [s for s in request.sinks if s is not request.decider]
