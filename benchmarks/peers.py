@@ -67,7 +67,7 @@ class Peer:
 
 
 def _jars() -> Path:
-    from delivered_lab.brokers.fetch import fetch_jars
+    from delivered_lab.brokers.servers import fetch_jars
 
     return fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, print, transitive=False)
 
@@ -90,7 +90,7 @@ def _spark_own(pipeline: Path) -> list[str]:
 def flink() -> tuple[str, str, str]:
     """Flink's interpreter, the folder of its Kafka connector, and the Java for it; installed once."""
     from delivered.machine import java_home
-    from delivered_lab.brokers.fetch import fetch_jars
+    from delivered_lab.brokers.servers import fetch_jars
 
     java = java_home()
     jars = fetch_jars("flink-kafka/5.0.0-2.2", FLINK_JARS, print, transitive=False)

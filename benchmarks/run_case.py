@@ -89,7 +89,7 @@ def timed(work: Callable[[], None], cpu_elsewhere: Callable[[], float] = lambda:
 
 def make_session(case: Case) -> SparkSession:
     from delivered.spark.session import session
-    from delivered_lab.brokers.fetch import fetch_jars
+    from delivered_lab.brokers.servers import fetch_jars
 
     conf = {"spark.driver.memory": "2g"}
     if case.jars:

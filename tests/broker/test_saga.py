@@ -20,7 +20,7 @@ from tests.support.sweeps import sweep
 
 from delivered.model.errors import UsageError
 from delivered.patterns import saga
-from delivered.patterns.saga.progress import Event, Status
+from delivered.patterns.saga.definition import Event, Status
 from delivered_lab.verify.ends import applications, sagas
 from delivered_lab.verify.ends.consumer import MOMENTS, Point, killed_everywhere
 from delivered_lab.verify.ends.sagas import Shop, checkout, disagreements

@@ -11,7 +11,7 @@ import yaml
 from tests.support.sinks import EXACT, Rig
 from typer.testing import CliRunner
 
-from delivered.audit.ledger import read_ledger
+from delivered.audit.evidence import read_ledger
 from delivered.cli.main import app
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.outcome import Ok

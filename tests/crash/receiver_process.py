@@ -19,7 +19,7 @@ from delivered.connectors.log.journal import LogJournal
 from delivered.contract.queue import MessageBatch, Receiver
 from delivered.crash import install_from_environment
 from delivered.model.outcome import Ok, Outcome
-from delivered.receiver.loop import ReceiveLimits, ReceiveLoop
+from delivered.receiver import ReceiveLimits, ReceiveLoop
 
 PER_APPEND = 40
 POISON = b"poison"

@@ -10,8 +10,7 @@ import pytest
 from tests.crash.group_sim import GroupSim
 from tests.crash.sim import Crash, Sim, again, codes, other_rows, points
 
-from delivered.audit.evidence import Counts, breaches
-from delivered.audit.ledger import check_history
+from delivered.audit.evidence import Counts, breaches, check_history
 from delivered.engine.messages import LOST
 from delivered.model.capability import Commit
 from delivered.model.fingerprint import Fingerprint

@@ -26,7 +26,7 @@ from delivered.entry import Pipeline
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import RECOVERY, STEPS, Mechanism, Moment, StepId
-from delivered.operate.rebuild import Rebuild
+from delivered.operate.replay import Rebuild
 from delivered_lab.verify.loop import Loop
 
 ROWS = 90

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delivered.patterns.saga import NO_UNDO, Call, Saga, Status, Step, Verb
-from delivered.patterns.saga.progress import Entry, Event, next_of
+from delivered.patterns.saga.definition import Entry, Event, next_of
 
 OUTCOMES = {
     Verb.DO: [Event.DONE, Event.DONE, Event.FAILED, Event.REJECTED, None],

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.cases import SPARK_KAFKA_JARS
 
 from delivered.model.errors import DeliveredError
-from delivered_lab.brokers.fetch import fetch_jars
+from delivered_lab.brokers.servers import fetch_jars
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -17,7 +17,7 @@ from tests.kafka_tools import produce, read_committed
 from tests.spark.standalone import Standalone, kill_tree
 
 from delivered.machine import java_home
-from delivered.prefork.local import worker_python
+from delivered.prefork import worker_python
 
 if TYPE_CHECKING:
     from tests.support.servers import Kafka

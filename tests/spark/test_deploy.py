@@ -19,7 +19,7 @@ from tests.kafka_tools import produce, read_committed
 from tests.spark.standalone import SPARK_HOME, Standalone, kill_tree
 
 import delivered
-from delivered.operate.state import not_ready
+from delivered.operate.status import not_ready
 
 if TYPE_CHECKING:
     from tests.support.servers import Kafka

@@ -11,7 +11,7 @@ import yaml
 from benchmarks.cases import SPARK_KAFKA_JARS
 from tests.kafka_tools import produce, read_committed
 
-from delivered_lab.brokers.fetch import fetch_jars
+from delivered_lab.brokers.servers import fetch_jars
 from delivered_lab.supervisor import run
 
 ROWS = 300

@@ -21,7 +21,7 @@ from tests.kafka_tools import produce, read_committed
 
 import delivered
 from delivered.checkpoint.sidecar import METADATA_FILE
-from delivered_lab.brokers.fetch import fetch_jars
+from delivered_lab.brokers.servers import fetch_jars
 from delivered_lab.supervisor import run
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import delivered
 from delivered_lab.verify.systems.log import Log
-from delivered_lab.verify.transforms import windowed
-from delivered_lab.verify.workloads import WORKLOADS, records
+from delivered_lab.verify.workloads import WORKLOADS, records, windowed
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -14,8 +14,7 @@ import pytest
 from delivered.clients.kafka.sasl import LIBRARY
 from delivered.machine import cache_folder
 from delivered.model.errors import DeliveredError
-from delivered_lab.brokers.fetch import fetch_packages
-from delivered_lab.brokers.servers import end, free_ports, launch
+from delivered_lab.brokers.servers import end, fetch_packages, free_ports, launch
 
 PACKAGES = (
     *("krb5-kdc", "krb5-admin-server", "libkadm5srv-mit12", "libkdb5-10", "libgssrpc4", "libverto1", "libverto-libev1"),

@@ -11,7 +11,7 @@ from delivered.model.errors import Refused, UsageError
 from delivered.model.options import Unfit, parse_address, parse_addresses
 from delivered.operate.lineage import configured
 from delivered.operate.metrics import otlp_reader
-from delivered.patterns.saga.http import Http
+from delivered.patterns.saga.definition import Http
 from delivered.patterns.saga.log import Log
 from delivered.pipeline.registry import connectors
 

@@ -8,8 +8,8 @@ import pytest
 
 from delivered.audit.evidence import Counts, Damage, Fingerprints, PartitionLine, Sample, Verdict
 from delivered.audit.judge import account_for_earlier, judge
-from delivered.audit.ranges import Earlier
 from delivered.audit.report import AuditReport
+from delivered.audit.request import Earlier
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 

@@ -6,9 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from delivered.audit.caveats import ALL, MISSING, Caveat, Method, find_caveats, keeps_first, operators
 from delivered.audit.evidence import Counts, Damage, Verdict
-from delivered.audit.judge import account_for_recompute
+from delivered.audit.judge import (
+    ALL,
+    MISSING,
+    Caveat,
+    Method,
+    account_for_recompute,
+    find_caveats,
+    keeps_first,
+    operators,
+)
 from delivered.audit.report import AuditReport
 from delivered.audit.request import Recompute
 from delivered.model.capability import OnConflict, WriteMode

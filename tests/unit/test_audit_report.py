@@ -10,8 +10,7 @@ from html import unescape
 
 import pytest
 
-from delivered.audit.evidence import Counts, Damage, Fingerprints, PartitionLine, Sample
-from delivered.audit.ledger import check_history
+from delivered.audit.evidence import Counts, Damage, Fingerprints, PartitionLine, Sample, check_history
 from delivered.audit.report import AuditReport, as_text
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee

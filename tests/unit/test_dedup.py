@@ -9,7 +9,7 @@ import pytest
 from tests.support.dedup import kept_dedup
 
 import delivered
-from delivered.audit.ranges import RANGES_MAX, BatchRange, split_by_batch
+from delivered.audit.request import RANGES_MAX, BatchRange, split_by_batch
 from delivered.checkpoint import sidecar as dedup_kept
 from delivered.entry import Pipeline
 from delivered.model.dedup import TABLE, Dedup

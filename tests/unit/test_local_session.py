@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from delivered.cli import class_archive
-from delivered.prefork.local import worker_python
+from delivered.prefork import worker_python
 from delivered.spark.check import advice
 from delivered.spark.session import forked_workers, with_archive
 

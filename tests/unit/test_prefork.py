@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from delivered.prefork import SOCKET
-from delivered.prefork.local import worker_python
+from delivered.prefork import SOCKET, worker_python
 
 PROBE = """
 import os, sys, json

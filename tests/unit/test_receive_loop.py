@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from delivered import receiver as loops
 from delivered.connectors.log.journal import build_rows
 from delivered.contract.queue import Entered, JournalSize, MessageBatch
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.receiver import loop as loops
-from delivered.receiver.loop import ReceiveLimits, ReceiveLoop
+from delivered.receiver import ReceiveLimits, ReceiveLoop
 
 
 class Broker:

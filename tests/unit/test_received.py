@@ -14,7 +14,7 @@ import delivered
 from delivered.model.errors import UsageError
 from delivered.pipeline.registry import find_source, received
 from delivered.planner import Plan, Refusal
-from delivered.receiver.source import ReceiveOptions
+from delivered.receiver import ReceiveOptions
 
 URL = "amqp://app@broker:5672/"
 

@@ -18,8 +18,8 @@ from delivered.cli.main import app
 from delivered.model.errors import BadRecord, Refused, UsageError
 from delivered.patterns.caller import Caller
 from delivered.patterns.saga import NO_UNDO, Call, Done, Log, Rejected, Saga, Status, Step, Verb, begin, ddl, run
+from delivered.patterns.saga.definition import Entry, Event, next_of
 from delivered.patterns.saga.log import check_tables
-from delivered.patterns.saga.progress import Entry, Event, next_of
 
 ROOT = Path(__file__).parents[2]
 

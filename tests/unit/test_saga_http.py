@@ -15,10 +15,8 @@ import httpx
 import pytest
 
 from delivered.model.answers import limited
-from delivered.patterns.saga import http
-from delivered.patterns.saga.definition import Call, Rejected, Verb
-from delivered.patterns.saga.http import Http
-from delivered.patterns.saga.log import stored_result
+from delivered.patterns.saga import definition
+from delivered.patterns.saga.definition import Call, Http, Rejected, Verb, stored_result
 
 CALL = Call("s", "1", "pay", Verb.DO, "k", {}, {}, 1)
 
@@ -136,6 +134,6 @@ def test_a_reply_whose_head_does_not_end_is_given_up_after_the_timeout(
             monkeypatch.setenv("HTTP_PROXY", url)
             monkeypatch.setenv("NO_PROXY", "")
         made = functools.cache(lambda _: limited(httpx.Client()))  # it knows the proxy
-        monkeypatch.setattr(http, "_client", made)
+        monkeypatch.setattr(definition, "_http_client", made)
         with pytest.raises(httpx.ReadTimeout):
             Http("http://service.invalid/" if through_a_proxy else url, timeout_s=0.5)(CALL)

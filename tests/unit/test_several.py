@@ -14,7 +14,7 @@ import pytest
 from tests.support.interpreter import fresh
 
 import delivered
-from delivered.audit.ledger import read_ledger
+from delivered.audit.evidence import read_ledger
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.memory.world import ROWS, State, make_world, world
 from delivered.engine.context import Context

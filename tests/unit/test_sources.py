@@ -12,7 +12,7 @@ import pytest
 from tests.support.requests import ASKED
 
 import delivered
-from delivered.audit.ranges import SourceSet, parsed, plain, slices_of
+from delivered.audit.request import SourceSet, parsed, plain, slices_of
 from delivered.checkpoint import sidecar
 from delivered.checkpoint.sidecar import OffsetMetadata
 from delivered.connectors.log import append

@@ -28,8 +28,7 @@ from delivered.engine.owner import _at
 from delivered.model.work import BatchReport, Owner
 from delivered.operate.metrics import serving, text
 from delivered.operate.page import Flow, page
-from delivered.operate.state import Driver, Status
-from delivered.operate.status import hanging_transactions, old_transactions, receiver_problems, status
+from delivered.operate.status import Driver, Status, hanging_transactions, old_transactions, receiver_problems, status
 from delivered.operate.transactions import Open
 from delivered.pipeline.receive import Presence, has_died
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.requests import ASKED
 
-from delivered.audit.ranges import find_earlier, parsed, split_by_transform
+from delivered.audit.request import find_earlier, parsed, split_by_transform
 from delivered.model.bad_row import OnBadRow
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee

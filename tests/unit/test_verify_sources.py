@@ -13,11 +13,10 @@ import pytest
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import checked_name
 from delivered_lab.verify import systems
-from delivered_lab.verify.case import Case, Result
+from delivered_lab.verify.case import Case, Result, gather
 from delivered_lab.verify.evidence import End, Stop
 from delivered_lab.verify.faults import source_catalogue
 from delivered_lab.verify.fixture import Fixture, Setting
-from delivered_lab.verify.gather import gather
 from delivered_lab.verify.judge import Verdict, judge
 from delivered_lab.verify.matrix import Choice, Store, cases
 from delivered_lab.verify.services import ENGINE

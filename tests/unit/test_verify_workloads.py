@@ -14,7 +14,6 @@ from delivered.model.guarantee import Guarantee
 from delivered.pipeline.transform import load_function
 from delivered_lab.verify.evidence import Evidence, Seen
 from delivered_lab.verify.judge import Verdict, judge
-from delivered_lab.verify.transforms import drops_poison
 from delivered_lab.verify.workloads import (
     PARTITIONS,
     POISON,
@@ -23,6 +22,7 @@ from delivered_lab.verify.workloads import (
     WORKLOADS,
     Record,
     Workload,
+    drops_poison,
     records,
     source_id,
 )

@@ -13,9 +13,18 @@ from rich.table import Table
 from rich.text import Text
 
 from delivered import html
-from delivered.audit.evidence import Counts, Damage, DedupCounts, Fingerprints, PartitionLine, Sample, Verdict, breaches
-from delivered.audit.ledger import History
-from delivered.audit.ranges import Earlier
+from delivered.audit.evidence import (
+    Counts,
+    Damage,
+    DedupCounts,
+    Fingerprints,
+    History,
+    PartitionLine,
+    Sample,
+    Verdict,
+    breaches,
+)
+from delivered.audit.request import Earlier
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.secrets import one_line

@@ -1,19 +1,24 @@
-"""The parameters of an audit, and what it cannot judge."""
+"""What is audited: the parameters, and ranges of decided batches with the source positions that they read. No Spark."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from delivered.contract.sink import Sink
-from delivered.contract.source import Offsets, Source
+from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.engine.sinks import Sinks
 from delivered.model.capability import WriteMode
 from delivered.model.dedup import Dedup
-from delivered.model.errors import Refused, UsageError
+from delivered.model.errors import DeliveredError, Refused, UsageError
+from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
+from delivered.model.identity import SOURCE, by_source
 from delivered.model.ranges import backquoted
+from delivered.model.work import Account, Decision
 
 SAMPLES_MAX = 20
 
@@ -114,3 +119,200 @@ def check_write_mode(mode: WriteMode, *, dedup: bool = False) -> None:
         raise Refused("AUDIT_ORDER.DEDUP")
     if mode.upserts and not mode.insert and mode.version is None:
         raise Refused("AUDIT_ORDER.ARRIVAL", keys_text=mode.keys_text)
+
+
+RANGES_MAX = 200
+"""Maximum number of ranges that a source range is split into. With more batches, several share a range."""
+
+Positions = dict[str, Offsets]
+"""Offsets by source."""
+
+
+def parsed(text: str) -> Positions:
+    """The offsets of a batch, as stored in the ledger and Spark's offset log."""
+    return {name: json.loads(offsets) for name, offsets in by_source(text).items()}
+
+
+def plain(positions: Positions) -> dict[str, Any]:
+    """For reports: offsets of a single unnamed source appear alone."""
+    return positions[SOURCE] if list(positions) == [SOURCE] else positions
+
+
+@dataclass(frozen=True)
+class SourceRange:
+    """The source positions that an audit covers.
+
+    Attributes:
+        start: of the first batch.
+        end: of the newest batch whose rows a reader sees; None: no batch is visible.
+        planned: of the newest batch that started. Rows beyond `end` may be in the sink and need not be.
+    """
+
+    start: Positions
+    end: Positions | None
+    planned: Positions
+
+    @property
+    def undecided(self) -> tuple[Positions, Positions] | None:
+        """The positions of a batch that started and is not decided; None: there is none."""
+        return None if self.planned == self.end else (self.end or self.start, self.planned)
+
+
+@dataclass(frozen=True)
+class BatchRange:
+    """Consecutive batches.
+
+    Attributes:
+        first, last: their numbers.
+        start, end: the source positions where they start and end.
+        transform: fingerprint of the transform that they ran with; empty: unknown, or not of interest.
+        decided: what they handed to the sink, and what they gave up.
+    """
+
+    first: int
+    last: int
+    start: Positions
+    end: Positions
+    transform: str = ""
+    decided: Account = Account()
+
+    @property
+    def several(self) -> bool:
+        return self.first != self.last
+
+
+def split_by_batch(start: Positions, ends: Sequence[tuple[int, Positions]]) -> list[BatchRange]:
+    """The source range split where batches ended, into at most `RANGES_MAX` parts.
+
+    Args:
+        ends: (batch, its end) as far as the ledger keeps them, oldest first. Batches that it no longer keeps share a
+            range with the one after them.
+    """
+    ranges: list[BatchRange] = []
+    for batch, end in dict(ends).items():
+        first, at = (ranges[-1].last + 1, ranges[-1].end) if ranges else (0, start)
+        ranges.append(BatchRange(first, batch, at, end))
+    size = math.ceil(len(ranges) / RANGES_MAX) or 1
+    parts = [ranges[i : i + size] for i in range(0, len(ranges), size)]
+    return [BatchRange(p[0].first, p[-1].last, p[0].start, p[-1].end) for p in parts]
+
+
+def split_by_transform(newest: Decision, start: Positions) -> list[BatchRange]:
+    """All batches of an incarnation up to `newest`, by the transform that they ran with, from the sink's ledger.
+
+    Args:
+        start: where the first batch began.
+    """
+    total = Account(newest.total, newest.given_up)
+    if not newest.transforms:
+        return [BatchRange(0, newest.batch, start, parsed(newest.offsets), decided=total)]
+    sink, ranges = newest.scope.sink, []
+    following = [*((t.batch - 1, t.after, t.accounts.get(sink, Account())) for t in newest.transforms[1:])]
+    following.append((newest.batch, newest.offsets, total))
+    for version, (last, end, until) in zip(newest.transforms, following, strict=True):
+        before = version.accounts.get(sink, Account())
+        decided = Account(until.total - before.total, until.given_up - before.given_up)
+        at = parsed(version.after) if version.after else start
+        ranges.append(BatchRange(version.batch, last, at, parsed(end), version.fingerprint, decided))
+    return ranges
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """Batches that ran with a transform other than the audit's.
+
+    Attributes:
+        batches: for display: "0 to 4, 9".
+        handed: what they handed to the sink, according to the ledger.
+        given_up: what they gave up (at_most_once).
+        missing: how many of their records are not in the sink.
+        differs: the sink holds as many records as the ledger says, but different ones.
+    """
+
+    batches: str
+    handed: Fingerprint
+    given_up: Fingerprint = Fingerprint()
+    missing: int = 0
+    differs: bool = False
+
+
+def find_earlier(ranges: Sequence[BatchRange], present: str) -> tuple[list[BatchRange], Earlier | None]:
+    """The ranges that can be recomputed, and the rest.
+
+    Args:
+        present: fingerprint of the current transform; empty: all batches are assumed to have run with it, as are
+            batches whose transform is unknown.
+    """
+    others = [r for r in ranges if present and r.transform not in ("", present)]
+    if not others:
+        return list(ranges), None
+    batches = ", ".join(f"{r.first} to {r.last}" if r.several else str(r.first) for r in others)
+    handed = sum((r.decided.total for r in others), Fingerprint())
+    given_up = sum((r.decided.given_up for r in others), Fingerprint())
+    return [r for r in ranges if r not in others], Earlier(batches, handed, given_up)
+
+
+def join_adjacent(ranges: Sequence[BatchRange]) -> list[tuple[Positions, Positions]]:
+    """Start and end of each range; ranges that follow each other are one."""
+    joined: list[tuple[Positions, Positions]] = []
+    for r in ranges:
+        if joined and joined[-1][1] == r.start:
+            joined[-1] = (joined[-1][0], r.end)
+        else:
+            joined.append((r.start, r.end))
+    return joined
+
+
+class SourceSet:
+    """The drivers of all sources, by name.
+
+    Args:
+        first: where each source's first batch began: the default for sources missing from a range's start.
+    """
+
+    def __init__(self, drivers: Mapping[str, SourceDriver], first: Mapping[str, Offsets | None]) -> None:
+        self._drivers = drivers
+        self.unknown = [n for n, offsets in first.items() if offsets is None]
+        self.first: Positions = {n: drivers[n].initial() if at is None else at for n, at in first.items()}
+
+    def newest(self) -> Positions:
+        """The current ends. Raises DeliveredError: a source has none."""
+        ends = {name: driver.newest() for name, driver in self._drivers.items()}
+        known = {name: end for name, end in ends.items() if end is not None}
+        if len(known) < len(ends):
+            raise DeliveredError("AUDIT_SOURCES.END_UNKNOWN", missing=", ".join(ends.keys() - known.keys()))
+        return known
+
+    def slices(self, start: Positions, end: Positions) -> list[Slice]:
+        """Slices whose data is (name of the source, its slice).
+
+        Raises:
+            DeliveredError: the range names a source that the pipeline does not have.
+        """
+        if end.keys() - self._drivers.keys():
+            raise DeliveredError("AUDIT_SOURCES.CHANGED", sources=", ".join(end), current=", ".join(self._drivers))
+        slices = []
+        for name in (n for n in self._drivers if n in end):
+            prefix = "" if name == SOURCE else f"{name} "
+            for piece in self._drivers[name].slices(start.get(name, self.first[name]), end[name]):
+                slices.append(Slice((name, piece), prefix + piece.partition if piece.partition else ""))
+        return slices
+
+    def slices_by_range(self, ranges: Sequence[BatchRange]) -> tuple[list[Slice], list[int]]:
+        """Slices of consecutive ranges, and for each slice the index of its range."""
+        slices: list[Slice] = []
+        indices: list[int] = []
+        for index, part in enumerate(ranges):
+            pieces = self.slices(part.start, part.end) if part.start != part.end else []
+            slices += pieces
+            indices += [index] * len(pieces)
+        return slices, indices
+
+    def close(self) -> None:
+        for driver in self._drivers.values():
+            driver.close()
+
+
+def slices_of(slices: Sequence[Slice], name: str) -> list[Slice]:
+    """The slices of one source."""
+    return [s.data[1] for s in slices if s.data[0] == name]

@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from delivered.cli import brokers, dead_letters, explain, sagas, status, transactions
+from delivered.cli import explain, status
 from delivered.cli.audit import audit
 from delivered.cli.command import Commands, say
 from delivered.cli.doctor import doctor
 from delivered.cli.example import init
+from delivered.cli.lab import brokers_app, verify
+from delivered.cli.operate import dead_letters_app, sagas_app, transactions_app
 from delivered.cli.run import adopt, plan, rebuild, receive, replay, run
-from delivered.cli.verify import verify
 
 app = Commands(
     help="Delivery guarantees for PySpark Structured Streaming: choose, explain, run, audit.",
@@ -22,11 +23,11 @@ app = Commands(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.add_typer(transactions.app, name="transactions")
-app.add_typer(dead_letters.app, name="dead-letters")
-app.add_typer(dead_letters.app, name="letters", hidden=True)  # short for it
-app.add_typer(sagas.app, name="sagas")
-app.add_typer(brokers.app, name="brokers")
+app.add_typer(transactions_app, name="transactions")
+app.add_typer(dead_letters_app, name="dead-letters")
+app.add_typer(dead_letters_app, name="letters", hidden=True)  # short for it
+app.add_typer(sagas_app, name="sagas")
+app.add_typer(brokers_app, name="brokers")
 for function in (
     *(audit, replay, rebuild, explain.explain),
     *(status.status, status.top, status.metrics, status.report, status.ui),

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from delivered.entry import Pipeline
     from delivered.pipeline.progress import Progress
-    from delivered.receiver.loop import Counts
+    from delivered.receiver import Counts
 
 WaitOption = Annotated[
     bool, typer.Option("--wait/--no-wait", help="Wait two minutes for an unreachable server, or fail at once.")

@@ -31,8 +31,8 @@ from delivered.cli.command import (
 )
 from delivered.model.errors import UsageError
 from delivered.model.options import is_reference, resolve_secret
-from delivered.operate.look import files, look, look_with_flow
-from delivered.operate.state import Driver, Status, not_ready, receivers_text, unanswered
+from delivered.operate.page import look_with_flow
+from delivered.operate.status import Driver, Status, files, look, not_ready, receivers_text, unanswered
 
 PathsArgument = Annotated[
     list[Path], typer.Argument(help="Pipeline files, or folders of them. Default: this folder.", show_default=False)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from delivered.model.errors import MissingExtra, UsageError
 from delivered.model.options import check_http_url
 from delivered.model.work import STEPS
-from delivered.operate.state import Driver, Status, unanswered
+from delivered.operate.status import Driver, Status, unanswered
 from delivered.pipeline.receive import MESSAGES, has_died
 from delivered.pipeline.registry import connector
 

@@ -12,7 +12,7 @@ from delivered import html
 from delivered.checkpoint.history import audits, batches
 from delivered.model.errors import DeliveredError
 from delivered.model.work import STEPS, BatchReport
-from delivered.operate.state import Status, summary
+from delivered.operate.status import Status, look_at, summary
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import gather
@@ -43,6 +43,11 @@ class Flow:
         """Empty: the pipeline's file cannot be read."""
         how = f"{guarantee} by {self.mechanism}" if self.mechanism else guarantee
         return html.flow(self.sources, (pipeline, how), self.sinks) if self.sinks else html.Html()
+
+
+def look_with_flow(paths: Sequence[Path]) -> list[tuple[Status, Flow]]:
+    """The status of pipeline files, as `look` asks for it, with how the data of each travels."""
+    return [(answer, flow or Flow()) for answer, flow in look_at(paths, flow_of)]
 
 
 def flow_of(pipeline: Definition) -> Flow:

@@ -23,8 +23,7 @@ from delivered.model.patience import StoppedWaiting, patiently
 from delivered.model.step import JsonLines, as_json
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import connector, received
-from delivered.receiver.loop import Counts, ReceiveLoop
-from delivered.receiver.source import QUARANTINE_SUFFIX
+from delivered.receiver import QUARANTINE_SUFFIX, Counts, ReceiveLoop
 
 # Receivers report themselves next to the log that they fill, so that operators see whether they live.
 #

@@ -18,7 +18,7 @@ from delivered.model.errors import UsageError
 from delivered.model.options import OptionTable
 
 if TYPE_CHECKING:
-    from delivered.receiver.source import ReceivedSource
+    from delivered.receiver import ReceivedSource
 
 log = logging.getLogger("delivered")
 
@@ -106,7 +106,7 @@ def received(system: str, options: Mapping[str, str]) -> ReceivedSource:
     Raises:
         UsageError: no such connector, not a queue, or a bad option.
     """
-    from delivered.receiver.source import ReceivedSource, ReceiveOptions
+    from delivered.receiver import ReceivedSource, ReceiveOptions
 
     found = connector(system)
     queue, table = found.queue(options), found.received().options.TABLE

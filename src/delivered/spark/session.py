@@ -34,7 +34,7 @@ from delivered.model.step import LOG_FORMAT, as_json
 from delivered.model.work import DriverAddress
 from delivered.pipeline.registry import connectors
 from delivered.pipeline.spec import Sender
-from delivered.prefork.local import start_server, worker_python
+from delivered.prefork import start_server, worker_python
 from delivered.spark.check import OUR_DAEMON, advice, owners
 from delivered.spark.formats import DeliveredDataSource
 from delivered.spark.hooks import install

@@ -21,8 +21,7 @@ from typing import Any
 
 from delivered import DeliveredError, UsageError
 from delivered.machine import cache_folder, java_home
-from delivered_lab.brokers.fetch import Say
-from delivered_lab.brokers.servers import SERVERS, Identity, State, end, free_ports, launch, telling_lines
+from delivered_lab.brokers.servers import SERVERS, Identity, Say, State, end, free_ports, launch, telling_lines
 
 __all__ = [
     "KINDS", "Broker", "Status", "attach", "cache_folder", "default_folder", "java_home", "prefetch", "require_kind",

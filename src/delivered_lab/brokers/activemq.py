@@ -9,8 +9,16 @@ from contextlib import suppress
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from delivered_lab.brokers.fetch import Say, fetch_archive
-from delivered_lab.brokers.servers import Server, State, as_lines, connected, java_command, open_packages
+from delivered_lab.brokers.servers import (
+    Say,
+    Server,
+    State,
+    as_lines,
+    connected,
+    fetch_archive,
+    java_command,
+    open_packages,
+)
 
 VERSION = "2.40.0"
 ARTIFACT = ("org.apache.activemq", "apache-artemis", VERSION)

@@ -14,12 +14,13 @@ from typing import Any
 
 from delivered import DeliveredError, MissingExtra, Unreachable
 from delivered.machine import java_home
-from delivered_lab.brokers.fetch import Say, fetch_jars
 from delivered_lab.brokers.servers import (
+    Say,
     Server,
     State,
     as_lines,
     connected,
+    fetch_jars,
     java_command,
     log_level,
     make_certificate,

@@ -13,8 +13,16 @@ from pathlib import Path
 
 from delivered import DeliveredError
 from delivered.machine import cache_folder
-from delivered_lab.brokers.fetch import Say, fetch_packages
-from delivered_lab.brokers.servers import Server, State, as_lines, connected, run_tool, split_address
+from delivered_lab.brokers.servers import (
+    Say,
+    Server,
+    State,
+    as_lines,
+    connected,
+    fetch_packages,
+    run_tool,
+    split_address,
+)
 
 MYSQL = "MYSQL"
 USER, DATABASE = "delivered", "dev"

@@ -16,8 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from delivered import DeliveredError
-from delivered_lab.brokers.fetch import Say
-from delivered_lab.brokers.servers import Server, State, as_lines, connected, run_tool, split_address, telling_lines
+from delivered_lab.brokers.servers import (
+    Say,
+    Server,
+    State,
+    as_lines,
+    connected,
+    run_tool,
+    split_address,
+    telling_lines,
+)
 
 POSTGRESQL = "POSTGRESQL"
 USER = DATABASE = "delivered"

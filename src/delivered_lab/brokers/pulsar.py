@@ -24,11 +24,12 @@ from http.client import HTTPException
 from pathlib import Path
 
 from delivered.machine import java_home
-from delivered_lab.brokers.fetch import Say, fetch_archive
 from delivered_lab.brokers.servers import (
+    Say,
     Server,
     State,
     as_lines,
+    fetch_archive,
     java_command,
     log_level,
     make_certificate,

@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from delivered.machine import cache_folder, write_launcher
-from delivered_lab.brokers.fetch import Say, fetch_packages
-from delivered_lab.brokers.servers import Server, State, as_lines, connected, split_address
+from delivered_lab.brokers.servers import Say, Server, State, as_lines, connected, fetch_packages, split_address
 
 AMQP, EPMD, ERLANG = "AMQP", "EPMD", "ERLANG"
 USER = "guest"

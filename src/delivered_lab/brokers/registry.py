@@ -6,8 +6,7 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
-from delivered_lab.brokers.fetch import Say, fetch_archive
-from delivered_lab.brokers.servers import Server, State, java_command, split_address
+from delivered_lab.brokers.servers import Say, Server, State, fetch_archive, java_command, split_address
 
 VERSION = "2.6.13.Final"
 """The last line of releases that runs on Java 17."""

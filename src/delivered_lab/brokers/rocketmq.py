@@ -15,12 +15,13 @@ from typing import Any
 
 from delivered import DeliveredError
 from delivered_lab.brokers.enclosed import Enclosed
-from delivered_lab.brokers.fetch import Say, fetch_jars
 from delivered_lab.brokers.servers import (
+    Say,
     Server,
     State,
     as_lines,
     connected,
+    fetch_jars,
     java_command,
     log_level,
     open_packages,

@@ -31,8 +31,8 @@ from delivered_lab.verify.services import (
     skewed,
     start,
 )
+from delivered_lab.verify.systems import at_sink, sink_entries
 from delivered_lab.verify.systems.base import Poll, QueueSource, Row, SinkClient, SourceClient, polling, wait_for
-from delivered_lab.verify.systems.group import at_sink, sink_entries
 from delivered_lab.verify.template import Template, row_effect
 from delivered_lab.verify.workloads import TABLE, Record, Workload, records
 

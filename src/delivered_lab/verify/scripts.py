@@ -282,7 +282,7 @@ def poison(fixture: Fixture) -> None:
         code = fixture.must_stop("?", "QUERY_FAILED", when="a record that the transform cannot take")
         if code is not None and POISON in last_words(fixture.runs[-1]):
             fixture.fire("poison met")
-    fixture.arrow = "delivered_lab.verify.transforms:drops_poison"
+    fixture.arrow = "delivered_lab.verify.workloads:drops_poison"
     fixture.drain()
 
 

@@ -7,16 +7,16 @@ import os
 from typing import Any
 
 from delivered.patterns import saga
-from delivered.patterns.saga import Saga, Step, log, progress
+from delivered.patterns.saga import Saga, Step, definition, log
 
 
 def break_it(variant: str, made: Saga) -> Saga:
     if variant == "log_after_the_step":
         write = log.OpenLog.append
-        held: list[progress.Entry] = []
+        held: list[definition.Entry] = []
 
         def late(self: Any, claim: Any, entries: Any, status: Any, pause_s: float | None = None) -> None:
-            started = [e for e in entries if e.event is progress.Event.STARTED]
+            started = [e for e in entries if e.event is definition.Event.STARTED]
             if not started:
                 write(self, claim, [*held, *entries], status, pause_s)
             elif held:
@@ -28,14 +28,14 @@ def break_it(variant: str, made: Saga) -> Saga:
         tries = itertools.count()
         Saga.key = lambda self, *_: f"{os.getpid()}/{next(tries)}"  # type: ignore[method-assign]
     elif variant == "undo_in_order":
-        progress.reversed = list  # type: ignore[attr-defined]
+        definition.reversed = list  # type: ignore[attr-defined]
     elif variant == "undo_once":
-        progress._undo = _undo_once
+        definition._undo = _undo_once
     elif variant == "repeats_any_step":
         Step.repeatable = property(lambda self: True)  # type: ignore[method-assign]
     elif variant == "rejected_is_not_done":
-        fold = progress._forward
-        progress._forward = lambda step, entries: _without_doubt(fold(step, entries))
+        fold = definition._forward
+        definition._forward = lambda step, entries: _without_doubt(fold(step, entries))
     elif variant == "no_fence":
         execute = log.Caller.execute
 
@@ -61,5 +61,5 @@ def _undo_once(steps: Any, entries: Any) -> Any:
     """Takes a compensation that was started for one that is done."""
     for step in reversed(steps):
         if step.undo is not saga.NO_UNDO and not any(e.step == step.name and e.verb == "undo" for e in entries):
-            return progress.Status.COMPENSATING, progress.Next(step, saga.Verb.UNDO)
-    return progress.Status.COMPENSATED, None
+            return definition.Status.COMPENSATING, definition.Next(step, saga.Verb.UNDO)
+    return definition.Status.COMPENSATED, None

@@ -19,6 +19,7 @@ import pyarrow as pa
 from pyspark import StorageLevel
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 
+from delivered.audit.evidence import read_ledger
 from delivered.audit.judge import (
     account_for_dedup,
     account_for_earlier,
@@ -29,23 +30,26 @@ from delivered.audit.judge import (
     report_of_ledger,
     report_of_result,
 )
-from delivered.audit.ledger import read_ledger
-from delivered.audit.ranges import (
+from delivered.audit.report import AuditReport, unknown_report
+from delivered.audit.request import (
+    AuditRequest,
+    BadExpression,
     Earlier,
+    Recompute,
     SourceRange,
+    Transform,
+    check_write_mode,
     find_earlier,
+    id_sql,
     join_adjacent,
     parsed,
     plain,
     split_by_transform,
 )
-from delivered.audit.report import AuditReport, unknown_report
-from delivered.audit.request import AuditRequest, BadExpression, Recompute, Transform, check_write_mode, id_sql
-from delivered.audit.spark.dedup import Deduplicated
 from delivered.audit.spark.recompute import recompute
 from delivered.audit.spark.reconcile import Slots, hashed, reconcile
 from delivered.audit.spark.slices import SliceRows, beyond_rows, kept_plain, shuffles_fit_for
-from delivered.audit.spark.source import FinalState, SentRows, expressions, record_columns
+from delivered.audit.spark.source import Deduplicated, FinalState, SentRows, expressions, record_columns
 from delivered.checkpoint.folder import read_view
 from delivered.contract.sink import BoundedScan, Sink
 from delivered.contract.source import Source

@@ -21,14 +21,12 @@ from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 
 from delivered.audit.evidence import Damage
 from delivered.audit.judge import contradictions
-from delivered.audit.ranges import Positions, parsed
 from delivered.audit.report import AuditReport, ChainReport, Segment
-from delivered.audit.request import AuditRequest, BadExpression
+from delivered.audit.request import AuditRequest, BadExpression, Positions, parsed
 from delivered.audit.spark.audit import Progress, audit_sink, chosen_sink, reason, request_for, stored_rows
-from delivered.audit.spark.dedup import union
 from delivered.audit.spark.reconcile import Slots, canonical_schema, hashed, reconcile, without_order
 from delivered.audit.spark.slices import beyond_rows, keeps_partitions, kept_plain, shuffles_fit_for
-from delivered.audit.spark.source import SentRows, expressions, record_columns
+from delivered.audit.spark.source import SentRows, expressions, record_columns, union
 from delivered.checkpoint.folder import read_view
 from delivered.contract.sink import Sink
 from delivered.contract.source import Address, Source

@@ -1,7 +1,7 @@
 """Audit by recomputing: the transform over the complete source range, against the rows of the sink.
 
 As one batch, if that gives what the query's batches gave; else, and if the two differ, as a replay of its batches
-(`delivered.audit.spark.replay`). `delivered.audit.caveats` lists what neither can show, and `_of_watermark` and
+(`delivered.audit.spark.replay`). `delivered.audit.judge` lists what neither can show, and `_of_watermark` and
 `_of_copies` what takes a job to find. Rows are joined by key, and compared column by column. Conditional writes
 (`expectedVersion`) are judged in order of arrival: which rows met the version that they expect.
 """
@@ -15,30 +15,43 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 from pyspark import StorageLevel
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
-from pyspark.sql.types import StructType, TimestampType
+from pyspark.sql.types import DecimalType, DoubleType, FloatType, StructType, TimestampType
 from pyspark.sql.window import Window
 
-from delivered.audit.caveats import ALL, MISSING, Caveat, Method, find_caveats, keeps_first, operators
-from delivered.audit.judge import Result, account_for_recompute, report_of_ledger, report_of_result
-from delivered.audit.ledger import LedgerAccount, read_ledger
-from delivered.audit.ranges import (
+from delivered.audit.evidence import Counts, Damage, LedgerAccount, Sample, read_ledger
+from delivered.audit.judge import (
+    ALL,
+    MISSING,
+    Caveat,
+    Method,
+    Result,
+    account_for_recompute,
+    find_caveats,
+    keeps_first,
+    operators,
+    report_of_ledger,
+    report_of_result,
+)
+from delivered.audit.report import AuditReport
+from delivered.audit.request import (
+    AuditRequest,
     BatchRange,
     Positions,
+    Recompute,
     SourceRange,
     find_earlier,
+    id_sql,
     parsed,
     split_by_batch,
     split_by_transform,
 )
-from delivered.audit.report import AuditReport
-from delivered.audit.request import AuditRequest, Recompute
-from delivered.audit.spark.compare import compare
 from delivered.audit.spark.reconcile import by_partition
 from delivered.audit.spark.replay import AT, BATCH, Script, replay
 from delivered.audit.spark.slices import keeps_partitions, kept_plain, shuffles_fit_for, slice_frame
-from delivered.audit.spark.source import SentRows, expressions, final_state
+from delivered.audit.spark.source import SentRows, expressions, final_state, record_columns
 from delivered.checkpoint.folder import batch_metadata, read_view
 from delivered.kits.sql.merge import CONFLICT
 from delivered.model.capability import WriteMode
@@ -47,10 +60,11 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import SOURCE, Scope
 from delivered.model.ranges import backquoted
 from delivered.model.work import Decision
-from delivered.spark.internals import EVENT_TIME, WINDOW_END, frame_class, logical_plan
+from delivered.spark.internals import EVENT_TIME, WINDOW_END, frame_class, from_arrow, logical_plan
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
+
 
 _COPY, _RANK, _DIFFERS, _ROW, _RANGE, _TIME, _STATE, _MISSED, _WAS, _NOW = (
     f"__delivered_{n}" for n in ("copy", "rank", "differs", "row", "range", "time", "state", "missed", "was", "now")
@@ -485,3 +499,140 @@ def _after(held: Column, row: Column) -> Column:
         F.when(row[_WAS].isNull(), held[BATCH].isNull()).otherwise(as_expected),
         _state(row[_NOW], row[BATCH], row[AT], held[_MISSED]),
     ).otherwise(_state(held[_NOW], held[BATCH], held[AT], held[_MISSED] + 1))
+
+
+FLOAT_TOLERANCE = 1e-9
+"""Relative: sums of floating-point numbers depend on the order of the rows. Decimals are compared exactly."""
+
+_ID, _COPY, _MUST, _THERE = (f"__delivered_{n}" for n in ("id", "copy", "must", "there"))
+
+
+def _typed(frame: DataFrame, written: StructType, like: StructType | None = None) -> DataFrame:
+    """Rows in comparable form: decimals with all their digits, everything else as the sink stores it.
+
+    Args:
+        written: columns before the sink took them: a sink may store decimals as text.
+        like: the other side's resulting columns; None: this is the first side.
+    """
+    columns = []
+    for field in frame.schema.fields:
+        column, kind = F.col(backquoted(field.name)), field.dataType
+        before = written[field.name].dataType if field.name in written.names else None
+        if isinstance(before, DecimalType):
+            kind = DecimalType(38, 38 - (before.precision - before.scale))
+        elif "map<" in kind.simpleString():
+            column = F.to_json(F.struct(column))  # maps have no order
+        elif like is not None:
+            kind = like[field.name].dataType
+        columns.append((column if kind == field.dataType else column.try_cast(kind)).alias(field.name))
+    return frame.select(*columns)
+
+
+def _identity(request: AuditRequest, how: Recompute, mode: WriteMode, columns: Sequence[str]) -> tuple[str | None, str]:
+    """SQL that identifies a row, and its name in a report; None: all columns do."""
+    if mode.upserts:
+        return id_sql(mode), f"key ({mode.keys_text})"
+    if request.id is not None:
+        return request.id, f"`{request.id}`"
+    if how.keys and set(how.keys) <= set(columns):
+        keys = WriteMode(keys=how.keys)
+        return id_sql(keys), f"key ({keys.keys_text})"
+    return None, "all columns"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """
+    Attributes:
+        joined: rows of both sides, by id.
+        schema: the columns that are compared.
+        identified_by: what identifies a row, for the report.
+    """
+
+    joined: DataFrame
+    schema: StructType
+    identified_by: str
+
+    def counts(self) -> tuple[Counts, list[tuple[str, int]]]:
+        """Rows by what is wrong with them, and by column how many differ in it."""
+        both = F.col(_MUST).isNotNull() & F.col(_THERE).isNotNull()
+        (row,) = self.joined.agg(
+            F.count(_MUST).alias("sent"),
+            F.count(_THERE).alias("delivered"),
+            *[F.count_if(condition).alias(damage.value) for damage, condition in _damage(self.schema).items()],
+            *[
+                F.count_if(both & _differs(name, self.schema)).alias(f"column {i}")
+                for i, name in enumerate(self.schema.names)
+            ],
+        ).collect()
+        counts = Counts(**{k: int(v) for k, v in row.asDict().items() if not k.startswith("column ")})
+        columns = [(name, int(row[f"column {i}"])) for i, name in enumerate(self.schema.names)]
+        return counts, [(name, count) for name, count in columns if count]
+
+    def samples(self, counts: Counts, samples_max: int) -> tuple[Sample, ...]:
+        sides = [F.col(side).isNotNull().cast("int").alias(side) for side in (_MUST, _THERE)]
+        return tuple(
+            Sample(damage, row[_ID], None, None, None, row[_MUST], row[_THERE])
+            for damage, condition in _damage(self.schema).items()
+            if counts.of(damage)
+            for row in self.joined.where(condition).orderBy(_ID, _COPY).limit(samples_max).select(_ID, *sides).collect()
+        )
+
+
+@contextmanager
+def compare(
+    request: AuditRequest, how: Recompute, mode: WriteMode, expected: DataFrame, stored: DataFrame
+) -> Iterator[Comparison]:
+    """Both sides, joined and persisted while the context is open."""
+    schema = record_columns(request, expected, stored.columns)
+    records = request.sink.records
+
+    def canonical(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            yield records(batch)
+
+    must = _typed(expected.mapInArrow(canonical, from_arrow(schema)), expected.schema)
+    there = _typed(stored.select(*map(backquoted, schema.names)), expected.schema, must.schema)
+    identity, identified_by = _identity(request, how, mode, schema.names)
+    with expressions(request):
+        joined = _joined(must, there, identity).persist(StorageLevel.DISK_ONLY)
+    try:
+        yield Comparison(joined, must.schema, identified_by)
+    finally:
+        joined.unpersist()
+
+
+def _joined(must: DataFrame, there: DataFrame, identity: str | None) -> DataFrame:
+    """Rows of both sides by id; copies of one id are numbered."""
+    content = F.to_json(F.struct(*map(backquoted, must.columns)))
+
+    def side(frame: DataFrame, name: str) -> DataFrame:
+        id_ = F.coalesce(F.expr(identity).cast("string"), content) if identity else content
+        columns = [*map(backquoted, frame.columns)]
+        copies = Window.partitionBy(_ID).orderBy(F.xxhash64(*columns))
+        row = frame.select(id_.alias(_ID), F.struct(*columns).alias(name), *columns)
+        return row.select(_ID, name, F.row_number().over(copies).alias(_COPY))
+
+    return side(must, _MUST).join(side(there, _THERE), [_ID, _COPY], "full_outer")
+
+
+def _differs(name: str, schema: StructType) -> Column:
+    sent, stored = (F.col(side)[name] for side in (_MUST, _THERE))
+    differs = ~sent.eqNullSafe(stored)
+    if isinstance(schema[name].dataType, FloatType | DoubleType):
+        near = F.abs(sent - stored) <= FLOAT_TOLERANCE * F.greatest(F.abs(sent), F.abs(stored))
+        differs = differs & ~F.coalesce(near, F.lit(False))
+    return differs
+
+
+def _damage(schema: StructType) -> dict[Damage, Column]:
+    must, there = F.col(_MUST).isNotNull(), F.col(_THERE).isNotNull()
+    differs = F.lit(False)
+    for name in schema.names:
+        differs = differs | _differs(name, schema)
+    return {
+        Damage.LOST: must & ~there,
+        Damage.DUPLICATED: there & ~must & (F.col(_COPY) > 1),
+        Damage.ALTERED: must & there & differs,
+        Damage.UNEXPECTED: there & ~must & (F.col(_COPY) == 1),
+    }

@@ -14,7 +14,7 @@ from delivered.kits.options import (
     queue_sink_name,
 )
 from delivered.model.options import TEXT_OR_NONE, OptionType, option, whole
-from delivered.receiver.source import ReceiveOptions
+from delivered.receiver import ReceiveOptions
 
 DUPLICATE_ID = "_AMQ_DUPL_ID"
 """Header by which Artemis detects duplicates."""

@@ -21,7 +21,7 @@ from delivered.kits.options import (
 )
 from delivered.model.errors import UsageError
 from delivered.model.options import OptionType, Unfit, option, whole
-from delivered.receiver.source import ReceiveOptions
+from delivered.receiver import ReceiveOptions
 
 # Options of `delivered_rabbitmq`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from delivered.kits.options import external_ledger, message_id_columns, queue_sink_name
 from delivered.model.errors import UsageError
 from delivered.model.options import FLAG, TEXT, Options, OptionType, choice, option, parse_address, whole
-from delivered.receiver.source import ReceiveOptions
+from delivered.receiver import ReceiveOptions
 
 PREFETCH = 10_000
 PREFETCH_MAX = 50_000

@@ -11,10 +11,8 @@ asked, else backward. Needs neither Spark nor a connector.
 
 from __future__ import annotations
 
-from delivered.patterns.saga.definition import NO_UNDO, Call, Done, Rejected, Saga, Step, Verb
-from delivered.patterns.saga.http import Http
+from delivered.patterns.saga.definition import NO_UNDO, Call, Done, Http, Rejected, Saga, Status, Step, Verb
 from delivered.patterns.saga.log import DuplicateSaga, Log, begin, ddl
-from delivered.patterns.saga.progress import Status
 from delivered.patterns.saga.worker import run
 
 __all__ = [

@@ -1,18 +1,33 @@
-"""What a saga is: named steps, each with what takes it back."""
+"""What a saga is: named steps, each with what takes it back, as functions or as HTTP calls with an idempotency key; and
+where a saga stands and what comes next, a pure function of its declaration and its log.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import re
+import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from importlib import import_module
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 from urllib.parse import quote
 
-from delivered.model.errors import DeliveredError, Refused, UsageError
-from delivered.model.limits import NAME_LENGTH_MAX, SAGA_STEPS_MAX
+from delivered.model.answers import ends_within, limited
+from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Refused, Unreachable, UsageError
+from delivered.model.limits import NAME_LENGTH_MAX, SAGA_DATA_BYTES_MAX, SAGA_STEPS_MAX
+from delivered.model.options import REFERENCES, check_http_url, resolve_secret
+from delivered.model.secrets import without_passwords
+from delivered.patterns.caller import json_text
+
+if TYPE_CHECKING:
+    import httpx
+
 
 _NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{NAME_LENGTH_MAX}}}")
 LEASE_MARGIN_S = 5.0
@@ -170,3 +185,281 @@ def load(name: str) -> Saga:
     if not isinstance(saga, Saga):
         raise UsageError("SAGA_NOT_FOUND.NO_SAGA", name=name, saga_type=type(saga).__name__)
     return saga
+
+
+def stored_result(result: Any) -> Any:
+    """A step's result as the log returns it.
+
+    Raises:
+        BadRecord: it cannot be stored.
+    """
+    try:
+        text = json_text(json.dumps(result, ensure_ascii=False, allow_nan=False))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadRecord("SAGA_RESULT.INVALID", result=result, error=error) from None
+    if len(text.encode()) > SAGA_DATA_BYTES_MAX:
+        raise BadRecord("SAGA_RESULT.TOO_LARGE", bytes=len(text.encode()), saga_data_bytes_max=SAGA_DATA_BYTES_MAX)
+    return json.loads(text)
+
+
+class Status(StrEnum):
+    RUNNING = "running"
+    COMPENSATING = "compensating"
+    COMPLETE = "complete"
+    COMPENSATED = "compensated"
+    STUCK = "stuck"
+    """A compensation failed too often; a person decides."""
+
+    @property
+    def at_rest(self) -> bool:
+        """No worker will change it."""
+        return self not in (Status.RUNNING, Status.COMPENSATING)
+
+
+class Event(StrEnum):
+    STARTED = "started"
+    """Durable before the call."""
+    DONE = "done"
+    FAILED = "failed"
+    """Whether it was done is open."""
+    REJECTED = "rejected"
+    """Not done, and never will be."""
+    NOT_DONE = "not_done"
+    """Answer of an ask."""
+    SKIPPED = "skipped"
+    RETRY = "retry"
+    """A person lets a stuck compensation be tried again."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a saga's log.
+
+    Attributes:
+        value: result of a do that is done.
+    """
+
+    step: str
+    verb: Verb
+    event: Event
+    value: Any = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Next:
+    """The call that comes next.
+
+    Attributes:
+        attempt: from 1.
+    """
+
+    step: Step
+    verb: Verb
+    attempt: int = 1
+
+
+@dataclass
+class _Calls:
+    """What the log says of one step's do.
+
+    Attributes:
+        asked: since the last answer.
+        open: whether the newest call was done is not known.
+        earlier_open: whether an earlier one was done is not known.
+    """
+
+    started: int = 0
+    asked: int = 0
+    open: bool = False
+    earlier_open: bool = False
+    done: bool = False
+    rejected: bool = False
+
+
+def _forward(step: Step, entries: Sequence[Entry]) -> _Calls:
+    """Fold the entries of one step's do and ask."""
+    calls = _Calls()
+    for entry in entries:
+        if entry.step != step.name or entry.verb is Verb.UNDO:
+            continue
+        match entry.event:
+            case Event.STARTED if entry.verb is Verb.ASK:
+                calls.asked += 1
+            case Event.STARTED:
+                calls.started += 1
+                calls.earlier_open, calls.open = calls.earlier_open or calls.open, True
+            case Event.DONE:
+                calls.done = True
+            case Event.REJECTED:
+                calls.rejected, calls.open = True, False
+            case Event.NOT_DONE:
+                calls.open = calls.earlier_open = False
+                calls.asked = 0
+    return calls
+
+
+def results(entries: Sequence[Entry]) -> dict[str, Any]:
+    return {e.step: e.value for e in entries if e.verb is not Verb.UNDO and e.event is Event.DONE}
+
+
+def next_of(saga: Saga, entries: Sequence[Entry]) -> tuple[Status, Next | None]:
+    """The saga's status, and the call that comes next; None: it is at rest."""
+    backward = any(e.verb is Verb.UNDO for e in entries)  # never forward again, even if the declaration changed
+    for at, step in enumerate(saga.steps):
+        calls = _forward(step, entries)
+        if calls.done:
+            continue
+        if not backward and not calls.rejected:
+            if calls.started == 0:
+                return Status.RUNNING, Next(step, Verb.DO)
+            if calls.open and step.ask is not None and not step.repeatable and calls.asked < step.attempts_max:
+                return Status.RUNNING, Next(step, Verb.ASK, calls.asked + 1)
+            known = step.repeatable or (step.ask is not None and not calls.open)
+            if known and calls.started < step.attempts_max:
+                return Status.RUNNING, Next(step, Verb.DO, calls.started + 1)
+        perhaps = calls.open or calls.earlier_open
+        return _undo(saga.steps[: at + perhaps], entries)
+    return _undo(saga.steps, entries) if backward else (Status.COMPLETE, None)
+
+
+def _undo(steps: Sequence[Step], entries: Sequence[Entry]) -> tuple[Status, Next | None]:
+    """The next compensation of steps that were done, or perhaps done; the last one first."""
+    for step in reversed(steps):
+        if step.undo is NO_UNDO:
+            continue
+        started, over = 0, False
+        for entry in entries:
+            if entry.step == step.name and entry.verb is Verb.UNDO:
+                started = 0 if entry.event is Event.RETRY else started + (entry.event is Event.STARTED)
+                over = over or entry.event in (Event.DONE, Event.SKIPPED)
+        if over:
+            continue
+        if started >= step.attempts_max:
+            return Status.STUCK, None
+        return Status.COMPENSATING, Next(step, Verb.UNDO, started + 1)
+    return Status.COMPENSATED, None
+
+
+_REASON_BYTES_MAX = 1_000
+_RESULT_BYTES_MAX = SAGA_DATA_BYTES_MAX // 2
+_TEXT_LENGTH_MAX = 1_000
+_AGAIN = (408, 409, 425, 429)
+"""Refused for now: a request with the same key is under way (409), too many requests."""
+
+
+def _everything(call: Call) -> Any:
+    return {"id": call.id, "key": call.key, "data": call.data, "results": dict(call.results)}
+
+
+@dataclass(frozen=True)
+class Http:
+    """A step's `do` or `undo` as an HTTP call. The service must honour the key: `do` then takes the key by itself.
+
+    The header Idempotency-Key is the key of the step, or, for an undo, that key and `/undo`: the body says what to take
+    back. 2xx is done, with the reply as result: its JSON, or its text if it is none. 4xx is rejected, except 408, 409,
+    425 and 429; these, any other status and every error of the connection leave it open whether the call was done.
+
+    Attributes:
+        url: `{id}`, `{key}` and `{step}` are replaced, percent-encoded.
+        body: makes the JSON body of a call; by default id, key, data, and results of earlier steps.
+        headers: values may be env:NAME or file:PATH.
+        timeout_s: of the call, from connecting to the end of the reply, however slowly its bytes come; less than the
+            step's timeout_s.
+    """
+
+    url: str
+    method: str = "POST"
+    body: Callable[[Call], Any] = _everything
+    headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 20.0
+    takes_key: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.url.startswith(REFERENCES) or "{" in self.url.partition("://")[2].partition("/")[0]:
+            raise UsageError("OPTION_VALUE.STEP_URL", url=self.url)
+        check_http_url("The URL of a step", self.url, "Http('https://host/path')")
+
+    def __call__(self, call: Call) -> Any:
+        own = {name: resolve_secret(name, value) for name, value in self.headers.items()}
+        key = f"{call.key}/undo" if call.verb is Verb.UNDO else call.key
+        url = self.url
+        for name, value in (("id", call.id), ("key", call.key), ("step", call.step)):
+            url = url.replace("{" + name + "}", quote(value, safe=""))
+        # Compressed replies are no use here, and a client that unpacks them has no bound.
+        headers = {"Accept-Encoding": "identity", **own, "Idempotency-Key": key}
+        with (
+            ends_within(self.timeout_s) as deadline,
+            _http_client(os.getpid()).stream(
+                self.method, url, json=self.body(call), headers=headers, timeout=self.timeout_s
+            ) as reply,
+        ):
+            status, encoding = reply.status_code, reply.encoding or "utf-8"
+            done = 200 <= status < 300
+            body = _body(reply, deadline, _RESULT_BYTES_MAX if done else _REASON_BYTES_MAX)
+        if done:
+            return _result(body, encoding)
+        what = f"{self.method} {without_passwords(url)} answered {status}: {_text(body, encoding)[:200]}"
+        if 400 <= status < 500 and status not in _AGAIN:
+            raise Rejected(what)
+        raise Unreachable("SAGA_HTTP", answer=what)
+
+
+def _body(reply: httpx.Response, deadline: float, bytes_max: int) -> bytes:
+    """What arrives until the deadline or the connection's end, at most this many bytes: the status alone says whether
+    the call was done."""
+    import httpx
+
+    body = bytearray()
+    with suppress(httpx.HTTPError):
+        for part in reply.iter_raw():
+            body += part
+            if len(body) >= bytes_max or time.monotonic() > deadline:
+                break
+    return _unpacked(bytes(body[:bytes_max]), reply.headers.get("Content-Encoding", ""), bytes_max)
+
+
+def _unpacked(body: bytes, how: str, bytes_max: int) -> bytes:
+    """Of a service that compresses although it was asked not to; empty if the encoding is unknown, or wrong."""
+    match how.strip().lower():
+        case "" | "identity":
+            return body
+        case "gzip" | "x-gzip" | "deflate":
+            with suppress(zlib.error):
+                return zlib.decompressobj(wbits=47).decompress(body, bytes_max)
+    return b""
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _result(body: bytes, encoding: str) -> Any:
+    """JSON, or the text. Neither changes that the call was done."""
+    if not body:
+        return None
+    try:
+        return stored_result(json.loads(body, parse_constant=_no_number))
+    except (ValueError, RecursionError, BadRecord):
+        return _text(body, encoding)[:_TEXT_LENGTH_MAX]
+
+
+def _text(body: bytes, encoding: str) -> str:
+    """Text that every saga log stores. The service names the encoding: some are not of text, some reject bytes."""
+    try:
+        text = body.decode(encoding, "replace")
+    except Exception:
+        text = body.decode("utf-8", "replace")
+    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+
+
+@functools.cache
+def _http_client(process: int) -> httpx.Client:
+    """One for all threads of a process: it keeps connections, and loading certificates takes long."""
+    del process  # a forked child must not use its parent's connections
+    try:
+        import httpx
+    except ImportError:
+        raise MissingExtra("saga") from None
+    client: httpx.Client = limited(httpx.Client())
+    return client

@@ -22,8 +22,7 @@ from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SAGA_DA
 from delivered.model.options import Unfit, check_postgres_words, password_in_url, resolve_secret
 from delivered.model.secrets import holds_password
 from delivered.patterns.caller import NOW_MS, Caller, as_text, check_dialect, format_ddl, json_text, unstorable
-from delivered.patterns.saga.definition import Saga, Verb
-from delivered.patterns.saga.progress import Entry, Event, Status
+from delivered.patterns.saga.definition import Entry, Event, Saga, Status, Verb
 
 FORMAT = 1
 SAGAS, ENTRIES, FORMATS = "delivered_saga", "delivered_saga_entry", "delivered_saga_format"
@@ -478,18 +477,3 @@ def check_row(id_: Any, data: Any) -> tuple[str, str]:
             "SAGA_DATA.TOO_LARGE", id=id_, bytes=len(text.encode()), saga_data_bytes_max=SAGA_DATA_BYTES_MAX
         )
     return id_, text
-
-
-def stored_result(result: Any) -> Any:
-    """A step's result as the log returns it.
-
-    Raises:
-        BadRecord: it cannot be stored.
-    """
-    try:
-        text = json_text(json.dumps(result, ensure_ascii=False, allow_nan=False))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise BadRecord("SAGA_RESULT.INVALID", result=result, error=error) from None
-    if len(text.encode()) > SAGA_DATA_BYTES_MAX:
-        raise BadRecord("SAGA_RESULT.TOO_LARGE", bytes=len(text.encode()), saga_data_bytes_max=SAGA_DATA_BYTES_MAX)
-    return json.loads(text)

@@ -18,9 +18,21 @@ from delivered.model.errors import DeliveredError, Fenced, InvariantBroken
 from delivered.model.limits import NAME_LENGTH_MAX, SAGA_BACKOFF_S_MAX, SAGA_ERROR_LENGTH_MAX
 from delivered.model.patience import patience_s, wait_out
 from delivered.model.step import Moment, StepId, reach
-from delivered.patterns.saga.definition import Call, Done, Rejected, Saga, Verb
-from delivered.patterns.saga.log import Claim, Log, OpenLog, is_lost, stored_result
-from delivered.patterns.saga.progress import Entry, Event, Next, Status, next_of, results
+from delivered.patterns.saga.definition import (
+    Call,
+    Done,
+    Entry,
+    Event,
+    Next,
+    Rejected,
+    Saga,
+    Status,
+    Verb,
+    next_of,
+    results,
+    stored_result,
+)
+from delivered.patterns.saga.log import Claim, Log, OpenLog, is_lost
 
 log = logging.getLogger(__name__)
 

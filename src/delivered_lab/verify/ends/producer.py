@@ -98,7 +98,7 @@ class Shop:
             "pipeline": f"relay-{self.end.name}", "guarantee": "exactly_once",
             "checkpoint": str(self.end.folder / "checkpoint"),
             "source": {**source, **line, "maxOffsetsPerTrigger": ROWS_PER_BATCH},
-            "transform": {"arrow": "delivered_lab.verify.transforms:values"},
+            "transform": {"arrow": "delivered_lab.verify.workloads:values"},
             "sinks": [{"format": "sqlite", "path": str(self.sink), "table": "messages"}],
         }  # fmt: skip
         file.write_text(json.dumps(pipeline), encoding="utf-8")

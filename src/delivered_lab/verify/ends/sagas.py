@@ -24,7 +24,7 @@ import httpx
 
 from delivered.crash import install_from_environment
 from delivered.patterns import saga
-from delivered.patterns.saga import Call, Done, Http, Saga, Step, definition, http
+from delivered.patterns.saga import Call, Done, Http, Saga, Step, definition
 
 STEPS = ("reserve", "pay", "ship", "mail", "confirm")
 
@@ -79,7 +79,7 @@ def connect(dialect: str, url: str) -> saga.Log:
     return saga.Log(f"mysql://delivered@{url}/dev" if dialect == "mysql" else url)
 
 
-http._client = cache(lambda _: httpx.Client(verify=False))  # noqa: S501 - certificates take longer to load than a saga to run
+definition._http_client = cache(lambda _: httpx.Client(verify=False))  # noqa: S501 - certificates take longer to load than a saga to run
 
 
 def work(spec: dict[str, Any]) -> None:

@@ -8,8 +8,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from delivered_lab.verify.proxy import MysqlProxy
-from delivered_lab.verify.systems.base import Row, SinkKind, Statements, System, as_row
-from delivered_lab.verify.systems.sql import ANSWER_TIMEOUT_S, LOCK_TIMEOUT_S, RETRY_S, SEEN, SqlTable
+from delivered_lab.verify.systems.base import (
+    ANSWER_TIMEOUT_S,
+    LOCK_TIMEOUT_S,
+    RETRY_S,
+    SEEN,
+    Row,
+    SinkKind,
+    SqlTable,
+    Statements,
+    System,
+    as_row,
+)
 
 _XA_NOT_ENDED = 1397
 _KINDS = {"bytea": "longblob", "text": "longtext"}

@@ -6,8 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from delivered_lab.verify.proxy import PostgresProxy
-from delivered_lab.verify.systems.base import Row, SinkKind, Statements, System, as_row
-from delivered_lab.verify.systems.sql import LOCK_TIMEOUT_S, SEEN, SqlTable
+from delivered_lab.verify.systems.base import LOCK_TIMEOUT_S, SEEN, Row, SinkKind, SqlTable, Statements, System, as_row
 
 if TYPE_CHECKING:
     import psycopg
