@@ -13,6 +13,7 @@ from delivered.audit.request import check_write_mode
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.engine.keys import one_of_each_key
 from delivered.engine.sinks import Sinks
+from delivered.model.rows import Rows
 from delivered.planner import Plan, Refusal
 
 SQL = "SELECT CAST(key AS STRING) AS k, date(timestamp) AS `day`, count(*) AS n FROM source GROUP BY s.k, `day`"
@@ -116,7 +117,7 @@ def test_an_audit_says_why_it_cannot_judge_changes(tmp_path: Path) -> None:
 
 def test_two_rows_of_one_key_are_found_across_batches() -> None:
     sink = SQLITE.sink({"path": "/tmp/o.db", "table": "t", "mode": "upsert", "keyColumns": "k,day"})
-    rows = [pa.record_batch({"k": ["a", "b"], "day": [1, d], "n": [1, 2]}) for d in (1, 2, 1)]
+    rows = [Rows(pa.record_batch({"k": ["a", "b"], "day": [1, d], "n": [1, 2]})) for d in (1, 2, 1)]
     assert list(one_of_each_key(Sinks.one(sink), iter(rows[:1]))) == rows[:1]
     with pytest.raises(delivered.UsageError, match=r"KEY_TWICE\] A batch holds 3 rows of the key k = 'a', day = '1'"):
         list(one_of_each_key(Sinks.one(sink), iter(rows)))

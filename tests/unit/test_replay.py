@@ -33,6 +33,8 @@ def logged(folder: Path, watermarks: Mapping[int, int]) -> str:
 def test_watermarks_that_differ_or_are_gone_are_a_doubt(
     ran: dict[int, int], again: dict[int, int], several: bool, says: str, tmp_path: Path
 ) -> None:
-    script = Script({}, logged(tmp_path / "ran", ran), {}, [], [7, 8, 9], "append", several_watermarks=several)
+    script = Script(
+        {}, logged(tmp_path / "ran", ran), {}, [], [7, 8, 9], "append", several_watermarks=several, rejects=False
+    )
     found = _differs(script, logged(tmp_path / "again", again))
     assert says in found and bool(found) == bool(says), found

@@ -100,23 +100,23 @@ def breaches(guarantee: Guarantee, counts: Counts, given_up: int) -> list[str]:
             the guarantee: it is an upper bound, because some may have been sent before the crash. Under the others they
             are losses, even if the source no longer has the records either.
     """
-    found: list[str] = []
+    sentences: list[str] = []
     if given_up and not guarantee.may_lose:
-        found.append(f"{given_up} records were given up, according to the ledger; {guarantee.value} promises none")
+        sentences.append(f"{given_up} records were given up, according to the ledger; {guarantee.value} promises none")
     if counts.lost and not guarantee.may_lose:
-        found.append(f"{counts.lost} records are lost; {guarantee.value} promises none")
+        sentences.append(f"{counts.lost} records are lost; {guarantee.value} promises none")
     if guarantee.may_lose and counts.lost > given_up:
-        found.append(
+        sentences.append(
             f"{counts.lost} records are lost but only {given_up} were recorded as given up; the other "
             f"{counts.lost - given_up} are unaccounted for"
         )
     if counts.duplicated and not guarantee.may_duplicate:
-        found.append(f"{counts.duplicated} records are duplicated; {guarantee.value} promises none")
+        sentences.append(f"{counts.duplicated} records are duplicated; {guarantee.value} promises none")
     if counts.altered:
-        found.append(f"{counts.altered} records have a value other than the one sent")
+        sentences.append(f"{counts.altered} records have a value other than the one sent")
     if counts.unexpected:
-        found.append(f"{counts.unexpected} records in the sink were never sent")
-    return found
+        sentences.append(f"{counts.unexpected} records in the sink were never sent")
+    return sentences
 
 
 @dataclass(frozen=True)

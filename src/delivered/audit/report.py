@@ -225,8 +225,8 @@ class ChainReport:
     @property
     def verdict(self) -> Verdict:
         """False beats unknown beats true."""
-        found = {s.report.verdict for s in (*self.hops, *self.ends)}
-        return next(v for v in (Verdict.BROKEN, Verdict.UNKNOWN, Verdict.HELD) if v in found)
+        verdicts = {s.report.verdict for s in (*self.hops, *self.ends)}
+        return next(v for v in (Verdict.BROKEN, Verdict.UNKNOWN, Verdict.HELD) if v in verdicts)
 
     @property
     def exit_code(self) -> int:

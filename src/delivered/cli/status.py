@@ -59,24 +59,24 @@ def status(
 
     Asks ledgers, sinks and sources; needs neither Spark nor a running driver.
     """
-    found = look(files(paths))
+    statuses = look(files(paths))
     if check:
-        return _check(found)
+        return _check(statuses)
     if output is Output.JSON:
-        say_json([spoken(s).to_json() for s in found])
+        say_json([spoken(s).to_json() for s in statuses])
     else:
         shown = console()
-        shown.print(table(found))
-        for line in problems(found):
+        shown.print(table(statuses))
+        for line in problems(statuses):
             shown.print(line)
-    return 1 if any(s.problems for s in found) else 0
+    return 1 if any(s.problems for s in statuses) else 0
 
 
-def _check(found: Sequence[Status]) -> int:
-    reasons = {s.pipeline: why for s in found if (why := not_ready(s)) is not None}
+def _check(statuses: Sequence[Status]) -> int:
+    reasons = {s.pipeline: why for s in statuses if (why := not_ready(s)) is not None}
     for name, why in reasons.items():
         say(f"{name}: {spoken(why)}")
-    return 0 if not reasons else 3 if any(map(unanswered, found)) else 1
+    return 0 if not reasons else 3 if any(map(unanswered, statuses)) else 1
 
 
 def top(
@@ -91,12 +91,12 @@ def top(
     rates = _Rates()
     with Live(console=shown, auto_refresh=False, screen=False, transient=False) as live:
         while not stop.is_set():
-            found = look(named)
+            statuses = look(named)
             if output is Output.JSON:
-                for s in found:
+                for s in statuses:
                     say_json({"time": stamp(), **spoken(s).to_json()}, one_line=True)
             else:
-                live.update(Group(table(found, rates.of(found)), *problems(found)), refresh=True)
+                live.update(Group(table(statuses, rates.of(statuses)), *problems(statuses)), refresh=True)
             looks = looks - 1 if looks is not None else None
             if looks == 0:
                 break
@@ -177,14 +177,14 @@ def ui(
     from delivered.operate.server import LOCAL, serve
 
     address_text = f"http://{f'[{address}]' if ':' in address else address}:{port}/"
-    given, found = None if token is None else _token(token), files(paths)
+    chosen, pipelines = None if token is None else _token(token), files(paths)
     new = secrets.token_urlsafe(24) if token is None and address in LOCAL else None
     note(f"serving {address_text}{f'?token={new}' if new else ''}")
     serve(
-        found,
+        pipelines,
         port,
         address=address,
-        token=new if given is None else given,
+        token=new if chosen is None else chosen,
         hosts=host or (),
         verified=None if verified is None else partial(_verified, verified),
     )
@@ -203,9 +203,9 @@ class _Rates:
     def __init__(self) -> None:
         self._before: dict[str, tuple[float, int]] = {}
 
-    def of(self, found: Sequence[Status]) -> dict[str, float]:
+    def of(self, statuses: Sequence[Status]) -> dict[str, float]:
         now, rates = time.monotonic(), dict[str, float]()
-        for s in found:
+        for s in statuses:
             records = sum(sink.records for sink in s.sinks)
             if s.pipeline in self._before:
                 at, before = self._before[s.pipeline]
@@ -214,16 +214,16 @@ class _Rates:
         return rates
 
 
-def table(found: Sequence[Status], rates: dict[str, float] | None = None) -> Table:
+def table(statuses: Sequence[Status], rates: dict[str, float] | None = None) -> Table:
     """One line a pipeline."""
     columns = ["pipeline", "guarantee", "driver", "batch", "decided", "records", "lag", "open", "last audit"]
     if rates is not None:
         columns.insert(6, "records/s")
-    received = any(s.receivers for s in found)
+    received = any(s.receivers for s in statuses)
     if received:
         columns.append("receivers")
     shown = plain_table(*columns)
-    for s in found:
+    for s in statuses:
         broken = {p.code for p in s.problems}
         cells = [
             Text(s.pipeline, style="bold red" if broken else ""),
@@ -244,10 +244,10 @@ def table(found: Sequence[Status], rates: dict[str, float] | None = None) -> Tab
     return shown
 
 
-def problems(found: Sequence[Status]) -> list[Text]:
+def problems(statuses: Sequence[Status]) -> list[Text]:
     """A line for each problem, with what mends it."""
     lines = []
-    for s in found:
+    for s in statuses:
         for p in spoken(s.problems):
             line = Text(f"{s.pipeline}: ", style="bold")
             line.append(f"[{p.code}] ", style="bold red")

@@ -56,8 +56,8 @@ def open_transactions(pipeline: Definition) -> list[Open]:
         Unreachable: a server did not answer.
     """
     transactions: list[Open] = []
-    for committer, found, state in _held(pipeline):
-        for t in found:
+    for committer, open_there, state in _held(pipeline):
+        for t in open_there:
             decided = _is_decided(t, state)
             transactions.append(
                 Open(t.transactional_id, t.state, t.age_s(), decided, t.targets, t.timeout_s, hanging=t.end_lost)
@@ -76,11 +76,11 @@ def end_transaction(pipeline: Definition, transaction: str, *, commit: bool, for
     """
     for committer, transactions, state in _held(pipeline):
         try:
-            found = next((t for t in transactions if t.transactional_id == transaction), None)
-            if found is None:
+            handle = next((t for t in transactions if t.transactional_id == transaction), None)
+            if handle is None:
                 continue
             # Ids are reused batch after batch: only the complete handle identifies a transaction.
-            decided = _is_decided(found, state)
+            decided = _is_decided(handle, state)
             if decided != commit and not force:
                 raise _against_the_ledger(transaction, commit)
             match committer.end_by_id(transaction, commit):

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.model.errors import Refused, UsageError
-from delivered.model.work import check_format
 
 DIALECTS = ("postgres", "mysql", "sqlite")
 _DUPLICATE_MYSQL, _NO_TABLE_MYSQL = 1062, 1146
@@ -199,7 +198,9 @@ class Caller:
             rows = ()
         if not rows:
             raise absent
-        check_format(rows[0][0], what, newest)
+        version = rows[0][0]
+        if not 0 <= version <= newest:
+            raise Refused("FORMAT_NEWER", what=what, version=version, newest=newest)
 
     def missing(self, error: Exception) -> bool:
         """The error says that a table does not exist."""

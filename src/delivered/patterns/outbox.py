@@ -169,13 +169,13 @@ def put(
     )
 
 
-def _uuid(given: uuid.UUID | str) -> uuid.UUID:
-    if isinstance(given, uuid.UUID):
-        return given
+def _uuid(value: uuid.UUID | str) -> uuid.UUID:
+    if isinstance(value, uuid.UUID):
+        return value
     try:
-        return uuid.UUID(given)
+        return uuid.UUID(value)
     except (ValueError, TypeError, AttributeError):
-        raise BadRecord("OUTBOX_ID.NOT_UUID", value=given, value_type=given.__class__.__name__) from None
+        raise BadRecord("OUTBOX_ID.NOT_UUID", value=value, value_type=value.__class__.__name__) from None
 
 
 def _text(name: str, value: str) -> str:

@@ -73,7 +73,7 @@ class Counts:
     """A receiver's counters since its start.
 
     Attributes:
-        received: messages taken, including redelivered ones.
+        received: messages, including redelivered ones.
         entered: messages appended to the log; repeated: already in the log; quarantined: bad ones.
         acknowledged: messages acknowledged to the queue.
         unacknowledged: persisted messages whose acknowledgement has an unknown outcome.
@@ -257,13 +257,13 @@ class ReceiveLoop:
 
     def _isolate(self, batch: MessageBatch) -> Outcome[Entered]:
         """Append or quarantine every message. Ok: all are durable."""
-        found = isolate(self._journal, batch, self._limits.refused_times, self._refused_in_a_row)
-        self._refused_in_a_row = found.in_a_row
-        if isinstance(found.outcome, Ok) and found.refused:
-            kept = self._put_in_quarantine(batch.pick(found.refused), found.reasons)
+        isolated = isolate(self._journal, batch, self._limits.refused_times, self._refused_in_a_row)
+        self._refused_in_a_row = isolated.in_a_row
+        if isinstance(isolated.outcome, Ok) and isolated.refused:
+            kept = self._put_in_quarantine(batch.pick(isolated.refused), isolated.reasons)
             if not isinstance(kept, Ok):
                 return kept
-        return found.outcome
+        return isolated.outcome
 
     def _sorted(self, batch: MessageBatch) -> tuple[list[int], list[int], list[str]]:
         limits = self._limits
@@ -405,7 +405,7 @@ def isolate(journal: Journal, batch: MessageBatch, times: int, in_a_row: int = 0
         times: how often a message must be rejected on its own before it counts as the cause.
         in_a_row: messages rejected since the last appended one. Above `REFUSED_IN_A_ROW_MAX` the log is broken: stop.
     """
-    found = Isolated(in_a_row=in_a_row)
+    isolated = Isolated(in_a_row=in_a_row)
     entered = repeated = tries = 0
     by_store = ""
     parts = [range(len(batch))]
@@ -415,23 +415,25 @@ def isolate(journal: Journal, batch: MessageBatch, times: int, in_a_row: int = 0
         match done:
             case Ok(more):
                 entered, repeated, tries = entered + more.entered, repeated + more.repeated, tries + more.tries
-                found.in_a_row = 0 if more.entered else found.in_a_row
+                isolated.in_a_row = 0 if more.entered else isolated.in_a_row
             case Failed(reason) if len(part) > 1:
                 middle = len(part) // 2
                 parts += [part[middle:], part[:middle]]  # first half first, to keep the order
             case Failed(reason):
-                found.in_a_row += 1
-                if found.in_a_row > REFUSED_IN_A_ROW_MAX:
-                    found.outcome = Failed(f"{found.in_a_row} messages in a row, each on its own; the last: {reason}")
-                    return found
+                isolated.in_a_row += 1
+                if isolated.in_a_row > REFUSED_IN_A_ROW_MAX:
+                    isolated.outcome = Failed(
+                        f"{isolated.in_a_row} messages in a row, each on its own; the last: {reason}"
+                    )
+                    return isolated
                 by_store = by_store if isinstance(done, Raised) else reason
-                found.refused.append(part[0])
-                found.reasons.append(f"the log rejected it on its own, {times} times: {reason}")
+                isolated.refused.append(part[0])
+                isolated.reasons.append(f"the log rejected it on its own, {times} times: {reason}")
             case _:
-                found.outcome = done
-                return found
-    found.outcome = Failed(by_store) if by_store and not entered else Ok(Entered(entered, repeated, tries))
-    return found
+                isolated.outcome = done
+                return isolated
+    isolated.outcome = Failed(by_store) if by_store and not entered else Ok(Entered(entered, repeated, tries))
+    return isolated
 
 
 def _tried(journal: Journal, batch: MessageBatch, times: int) -> Outcome[Entered]:
@@ -636,9 +638,9 @@ class ReceivedSource(Source):
         )
 
     def preflight(self) -> Sequence[Finding]:
-        found = list(self.log.preflight())
-        if found:
-            return [_start_receiver(f) if f.code == "LOG_MISSING" else f for f in found]
+        findings = list(self.log.preflight())
+        if findings:
+            return [_start_receiver(f) if f.code == "LOG_MISSING" else f for f in findings]
         return list(self._short_window())
 
     def dedup_window(self) -> DedupWindow | None:

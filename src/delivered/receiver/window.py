@@ -109,14 +109,14 @@ class Window:
 
     def fresh(self, ids: Sequence[str | None]) -> list[int]:
         """Indexes of the unknown `ids`, each id once. Messages without an id are always fresh."""
-        times, seen, found = self._times, set[str](), []
+        times, seen, indexes = self._times, set[str](), []
         for at, message_id in enumerate(ids):
             if message_id is not None:
                 if message_id in times or message_id in seen:
                     continue
                 seen.add(message_id)
-            found.append(at)
-        return found
+            indexes.append(at)
+        return indexes
 
     def _forget(self, tail: _Tail, count: int) -> None:
         """Drop the oldest `count` ids of a tail."""

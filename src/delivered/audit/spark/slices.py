@@ -130,15 +130,15 @@ def shuffles_fit_for(spark: SparkSession, rows: int) -> AbstractContextManager[N
 
 def keeps_partitions(frame: DataFrame) -> bool:
     """Whether partition i of `frame` holds rows of partition i of its input, in order."""
-    found = _operators(frame)
-    return bool(found) and found <= _NARROW
+    operators = _operators(frame)
+    return bool(operators) and operators <= _NARROW
 
 
 def beyond_rows(frame: DataFrame) -> list[str]:
     """Operations of a query beyond row-by-row steps and unions of their results: ["Join"]. Runs nothing."""
     text = logical_plan(frame)
-    found = {m.group(1) for line in text.splitlines() if (m := _OPERATOR.match(line))} - _ROW_BY_ROW
-    return sorted(found | set(_SUBQUERY.findall(text)))
+    operators = {m.group(1) for line in text.splitlines() if (m := _OPERATOR.match(line))} - _ROW_BY_ROW
+    return sorted(operators | set(_SUBQUERY.findall(text)))
 
 
 def _operators(frame: DataFrame) -> set[str]:

@@ -295,12 +295,12 @@ class OpenLog:
         with self.transaction() as caller:
             now = NOW_MS[caller.dialect]
             one, values = ("AND id = ?", [caller.exact(id)]) if id is not None else ("", [])
-            found = caller.execute(
+            due = caller.execute(
                 f"SELECT id, epoch FROM {SAGAS} WHERE status IN (?, ?) AND due_ms <= {now} AND saga = ? "
                 f"AND steps = ? {one} ORDER BY due_ms LIMIT {_CANDIDATES}",
                 (*_OPEN, saga.name, saga.signature, *values),
             ).rows
-        for key, epoch in found:
+        for key, epoch in due:
             with self.transaction() as caller:
                 claimed = caller.execute(
                     f"UPDATE {SAGAS} SET epoch = epoch + 1, worker = ?, due_ms = {now} + ? "
@@ -374,13 +374,13 @@ class OpenLog:
         """Sagas in these statuses, oldest first."""
         marks = ", ".join("?" * len(statuses))
         with self.transaction() as caller:
-            found = caller.execute(
+            sagas = caller.execute(
                 f"SELECT saga, id, status, worker, {NOW_MS[caller.dialect]} - began_ms FROM {SAGAS} "
                 f"WHERE status IN ({marks}) ORDER BY began_ms, saga, id LIMIT {int(limit)}",
                 [s.value for s in statuses],
             ).rows
             listed = []
-            for saga, key, status, worker, age_ms in found:
+            for saga, key, status, worker, age_ms in sagas:
                 newest = caller.execute(
                     f"SELECT step, error FROM {ENTRIES} WHERE saga = ? AND id = ? ORDER BY n DESC LIMIT 8",
                     (saga, key),
@@ -400,13 +400,13 @@ class OpenLog:
         with self.transaction() as caller:
             key = caller.exact(id)
             one, values = ("AND saga = ?", [saga]) if saga is not None else ("", [])
-            found = caller.execute(
+            matching = caller.execute(
                 f"SELECT saga, status, epoch, entries FROM {SAGAS} WHERE id = ? {one}", (key, *values)
             ).rows  # fmt: skip
-            if len(found) != 1:
-                what = "no saga" if not found else "several sagas: " + ", ".join(str(r[0]) for r in found)
+            if len(matching) != 1:
+                what = "no saga" if not matching else "several sagas: " + ", ".join(str(r[0]) for r in matching)
                 raise UsageError("SAGA_UNKNOWN", what=what, id=id)
-            name, status, epoch, count = found[0]
+            name, status, epoch, count = matching[0]
             if Status(status) is not Status.STUCK:
                 raise Refused("SAGA_NOT_STUCK.STATUS", name=name, id=id, status=status)
             ((step,),) = caller.execute(
