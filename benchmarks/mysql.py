@@ -25,9 +25,8 @@ from rich.console import Console
 
 import delivered_lab.brokers
 from benchmarks.tables import rows
-from delivered.connectors.mysql import CONNECTOR
+from delivered.connectors.mysql import CONNECTOR, MysqlOptions
 from delivered.connectors.mysql.client import connect
-from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.writer import Loading
 from delivered.engine.sinks import Sinks
 from delivered.model.rows import Rows

@@ -116,7 +116,7 @@ class Activemq:
     def _connect(self, on_message: Any) -> Any:
         import stomp
 
-        from delivered.connectors.activemq.options import PREFETCH_BYTES
+        from delivered.connectors.activemq import PREFETCH_BYTES
 
         class Listener(stomp.ConnectionListener):
             def on_message(self, frame: Any) -> None:

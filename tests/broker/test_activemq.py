@@ -25,8 +25,8 @@ from tests.broker.receive_help import (
 from tests.support.servers import Activemq
 
 import delivered
+from delivered.connectors.activemq import ActivemqOptions
 from delivered.connectors.activemq.client import Session
-from delivered.connectors.activemq.options import ActivemqOptions
 from delivered.connectors.activemq.queue import ActivemqQueue, ActivemqReceiver, Management, held_by_nobody
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.model.errors import BadRecord, Refused, Unreachable, UsageError

@@ -16,7 +16,7 @@ from tests.broker.receive_help import drained
 from tests.broker.send_help import POINTS, ROWS, exactly_once_is_refused, killed_and_started_again, rows, writer
 from tests.support.servers import Activemq
 
-from delivered.connectors.activemq.options import DUPLICATE_ID, ActivemqOptions
+from delivered.connectors.activemq import DUPLICATE_ID, ActivemqOptions
 from delivered.connectors.activemq.queue import ActivemqReceiver
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import Fingerprint

@@ -13,8 +13,8 @@ from tests.broker.send_help import rows, writer
 from tests.support.certificates import client_files, tls_options
 from tests.support.servers import Activemq
 
+from delivered.connectors.activemq import DUPLICATE_ID, ActivemqOptions
 from delivered.connectors.activemq.client import Session
-from delivered.connectors.activemq.options import DUPLICATE_ID, ActivemqOptions
 from delivered.connectors.activemq.queue import ActivemqQueue, ActivemqReceiver
 from delivered.model.errors import DeliveredError, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint

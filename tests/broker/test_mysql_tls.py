@@ -15,8 +15,8 @@ from tests.support.servers import Mysql
 
 from delivered.connectors.mysql import CONNECTOR
 from delivered.connectors.mysql.client import connect
+from delivered.connectors.outbox import OutboxOptions
 from delivered.connectors.outbox import client as outbox
-from delivered.connectors.outbox.options import OutboxOptions
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.patterns.saga.log import Log
 

@@ -19,10 +19,9 @@ from tests.support.pulsar import batches, read, read_all, values
 from tests.support.scans import scanned_table
 from tests.support.servers import Pulsar
 
-from delivered.connectors.pulsar import CONNECTOR, client
+from delivered.connectors.pulsar import CONNECTOR, PulsarSinkOptions, SourceOptions, client
 from delivered.connectors.pulsar import client as tokens
 from delivered.connectors.pulsar.client import Admin
-from delivered.connectors.pulsar.options import PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar.source import check_connection
 from delivered.connectors.pulsar.writer import Publisher
 from delivered.machine import java_home

@@ -20,8 +20,8 @@ from tests.broker.replayed_help import values_over_a_kill
 from tests.support.pulsar import CHUNK, FULL, batches, read, read_all, rows, source, values
 from tests.support.servers import Pulsar
 
+from delivered.connectors.pulsar import SourceOptions
 from delivered.connectors.pulsar.client import Admin
-from delivered.connectors.pulsar.options import SourceOptions
 from delivered.connectors.pulsar.positions import from_json
 from delivered.model.errors import InvariantBroken, Unreachable, UsageError
 

@@ -15,8 +15,8 @@ from tests.support.pulsar import read_all
 from tests.support.servers import Pulsar, Rabbitmq
 
 from delivered.connectors.pulsar import CONNECTOR as PULSAR
+from delivered.connectors.rabbitmq import RabbitmqOptions
 from delivered.connectors.rabbitmq.client import connect
-from delivered.connectors.rabbitmq.options import RabbitmqOptions
 from delivered.connectors.rabbitmq.queue import RabbitmqReceiver
 from delivered.connectors.rabbitmq.stream import CONNECTOR as STREAM
 from delivered.model.errors import DeliveredError, UsageError

@@ -31,8 +31,8 @@ from tests.support.sweeps import sweep
 import delivered
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.log.journal import LogJournal
+from delivered.connectors.rabbitmq import RabbitmqOptions
 from delivered.connectors.rabbitmq.client import connect
-from delivered.connectors.rabbitmq.options import RabbitmqOptions
 from delivered.connectors.rabbitmq.queue import RabbitmqQueue, RabbitmqReceiver
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.outcome import Ok

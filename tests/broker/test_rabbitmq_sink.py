@@ -16,7 +16,7 @@ from tests.broker.send_help import POINTS, ROWS, exactly_once_is_refused, killed
 from tests.support.servers import Rabbitmq
 from tests.support.sweeps import sweep
 
-from delivered.connectors.rabbitmq.options import RabbitmqOptions
+from delivered.connectors.rabbitmq import RabbitmqOptions
 from delivered.connectors.rabbitmq.queue import RabbitmqReceiver
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint

@@ -26,7 +26,7 @@ from tests.support.servers import Rocketmq
 
 import delivered
 from delivered.connectors.log import CONNECTOR as LOG
-from delivered.connectors.rocketmq.options import RocketmqOptions
+from delivered.connectors.rocketmq import RocketmqOptions
 from delivered.connectors.rocketmq.queue import RocketmqQueue, RocketmqReceiver
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from tests.support.scans import scanned
 
-from delivered.connectors.rocketmq.options import RocketmqOptions, RocketmqSinkOptions
+from delivered.connectors.rocketmq import RocketmqOptions, RocketmqSinkOptions
 from delivered.connectors.rocketmq.queue import RocketmqQueue, RocketmqReceiver
 from delivered.connectors.rocketmq.remoting import Answer, Peer
 from delivered.model.errors import DeliveredError, Refused

@@ -17,7 +17,7 @@ from tests.broker.send_help import POINTS, exactly_once_is_refused, killed_and_s
 from tests.support.rocketmq import taken
 from tests.support.servers import Rocketmq
 
-from delivered.connectors.rocketmq.options import RocketmqOptions
+from delivered.connectors.rocketmq import RocketmqOptions
 from delivered.connectors.rocketmq.queue import RocketmqReceiver
 from delivered.model.errors import BadRecord, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint

@@ -18,8 +18,8 @@ from tests.broker.send_help import rows, writer
 from tests.support.front import certificate
 from tests.support.servers import Rocketmq
 
+from delivered.connectors.rocketmq import RocketmqOptions
 from delivered.connectors.rocketmq.client import Session
-from delivered.connectors.rocketmq.options import RocketmqOptions
 from delivered.connectors.rocketmq.queue import RocketmqQueue, RocketmqReceiver
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint

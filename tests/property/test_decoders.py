@@ -33,7 +33,7 @@ from delivered.connectors.rabbitmq.client import _connection_class
 from delivered.connectors.rabbitmq.properties import headers as of_message
 from delivered.connectors.rabbitmq.properties import stream_offset
 from delivered.connectors.rocketmq.topic import stored
-from delivered.kits.schemas.options import Format
+from delivered.kits.schemas import Format
 from delivered.kits.schemas.registry import Registered
 from delivered.kits.schemas.schema import Decoder
 from delivered.model.errors import BadRecord, InvariantBroken

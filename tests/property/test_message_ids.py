@@ -6,7 +6,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delivered.kits.queue.columns import identified
+from delivered.kits.queue import identified
 
 VALUES = st.text("a1-#,", max_size=5).filter(bool)
 ROWS = st.lists(st.tuples(VALUES, VALUES, VALUES), min_size=2, max_size=40, unique=True)

@@ -19,7 +19,7 @@ from delivered.connectors.mysql import committer as mysql
 from delivered.connectors.postgres import committer as postgres
 from delivered.connectors.rocketmq.publish import producer_group
 from delivered.kits.options import queue_sink_name
-from delivered.kits.queue.sink import SendingWriter
+from delivered.kits.queue import SendingWriter
 from delivered.kits.sql.transactions import Names
 from delivered.kits.table.shard import sink_folder
 from delivered.model.errors import UsageError

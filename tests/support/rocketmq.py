@@ -7,7 +7,7 @@ from typing import Any
 from tests.broker.receive_help import drained
 from tests.support.servers import Rocketmq
 
-from delivered.connectors.rocketmq.options import RocketmqOptions
+from delivered.connectors.rocketmq import RocketmqOptions
 from delivered.connectors.rocketmq.queue import RocketmqReceiver
 
 

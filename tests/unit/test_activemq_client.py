@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from tests.support.certificates import Authority
 
+from delivered.connectors.activemq import ActivemqOptions
 from delivered.connectors.activemq.client import Session
-from delivered.connectors.activemq.options import ActivemqOptions
 from delivered.model.errors import Refused, Unreachable, UsageError
 
 parse = ActivemqOptions.parse

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from delivered.kits.schemas.options import FormatOptions
+from delivered.kits.schemas import FormatOptions
 from delivered.model.errors import Refused, UsageError
 from delivered.model.options import Unfit, parse_address, parse_addresses
 from delivered.operate.lineage import configured

@@ -27,7 +27,7 @@ from tests.support.tables import (
     total,
 )
 
-from delivered.connectors.delta import options, store
+from delivered.connectors.delta import DeltaOptions, store
 from delivered.connectors.delta.client import TableChange, commit, open_table
 from delivered.connectors.delta.sink import DeltaSink
 from delivered.connectors.delta.store import DeltaCommitter
@@ -201,7 +201,7 @@ def test_missing_table_and_unsafe_store_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="DELIVERED_TABLE_MISSING"):
         sink.ready_target(ROWS.schema)
     with pytest.raises(Refused, match="DELIVERED_COMMIT_UNSAFE"):
-        options.DeltaOptions.parse({"path": "s3://b/t", "storage.AWS_S3_ALLOW_UNSAFE_RENAME": "true"})
+        DeltaOptions.parse({"path": "s3://b/t", "storage.AWS_S3_ALLOW_UNSAFE_RENAME": "true"})
     with pytest.raises(UsageError, match="partitionBy"):
         sink_at(tmp_path, partitionBy="a,a")
     sink_at(tmp_path).ready_target(ROWS.schema)

@@ -12,7 +12,7 @@ from deltalake import DeltaTable
 from tests.support.delta import sink_at
 from tests.support.tables import EXACT, SCOPE, UPSERT, claimed, days, decision, items, staged
 
-from delivered.connectors.delta.options import DeltaOptions
+from delivered.connectors.delta import DeltaOptions
 from delivered.connectors.delta.store import DeltaCommitter
 from delivered.engine.context import open_ledger
 from delivered.model.errors import Refused, UsageError

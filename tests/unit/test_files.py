@@ -13,8 +13,7 @@ import pyarrow.dataset as ds
 import pytest
 from tests.support.scans import scanned
 
-from delivered.connectors.files import CONNECTOR, options, store
-from delivered.connectors.files.options import Places
+from delivered.connectors.files import CONNECTOR, Places, options, store
 from delivered.connectors.files.sink import FilesSink
 from delivered.connectors.files.store import FilesCommitter
 from delivered.engine.context import open_ledger
@@ -129,7 +128,7 @@ def test_another_schema_and_an_object_store_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="DELIVERED_SCHEMA_CHANGED"):
         sink_at(tmp_path).ready_target(ROWS.select(["id"]).schema)
     with pytest.raises(Refused, match="DELIVERED_NO_RENAME"):
-        options.FilesOptions.parse({"path": "s3://lake/t"})
+        FilesOptions.parse({"path": "s3://lake/t"})
     assert not sink_at(tmp_path).preflight(EXACT)
 
 

@@ -12,7 +12,7 @@ import fastavro
 import pyarrow as pa
 import pytest
 
-from delivered.kits.schemas.options import Format
+from delivered.kits.schemas import Format
 from delivered.kits.schemas.registry import BadSchema, Registered, Registry
 from delivered.kits.schemas.schema import Decoder, schema_of
 from delivered.kits.schemas.values import Unmappable

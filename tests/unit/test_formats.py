@@ -14,7 +14,7 @@ from tests.support.dedup import kept_dedup
 from delivered.checkpoint import sidecar
 from delivered.clients.kafka.transactions import Transaction
 from delivered.connectors.delta import client as delta
-from delivered.connectors.files.options import StagedFile
+from delivered.connectors.files import StagedFile
 from delivered.connectors.iceberg import writer as iceberg
 from delivered.connectors.kafka.committer import read_marker
 from delivered.connectors.log.produce import append

@@ -18,10 +18,9 @@ from delivered.clients.kafka import sasl
 from delivered.clients.kafka.errors import CredentialsRefused, NoCredentials
 from delivered.connectors.activemq import queue
 from delivered.connectors.iceberg import client as iceberg
+from delivered.connectors.pulsar import SourceOptions
 from delivered.connectors.pulsar import client as admin
-from delivered.connectors.pulsar.options import SourceOptions
-from delivered.kits.schemas import registry
-from delivered.kits.schemas.options import Format
+from delivered.kits.schemas import Format, registry
 from delivered.model import answers
 from delivered.model.errors import DeliveredError
 from delivered.model.patience import within

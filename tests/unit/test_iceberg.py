@@ -153,16 +153,16 @@ def test_what_is_named_wrong_is_refused_before_the_start(tmp_path: Path) -> None
         {"table": "a.b", "catalog.uri": "http://somewhere", "catalog.py-io-impl": "mine.FileIO"},
     ):
         with pytest.raises(UsageError, match="DELIVERED_OPTION_VALUE"):
-            options.IcebergOptions.parse(given)
+            IcebergOptions.parse(given)
     with pytest.raises(UsageError, match="DELIVERED_PARTITION_TYPE"):
         sink_at(tmp_path, partitionBy="days(id)").ready_target(ROWS.schema)
     sink_at(tmp_path).ready_target(ROWS.schema)
     with pytest.raises(UsageError, match="DELIVERED_PARTITIONS"):
         sink_at(tmp_path, partitionBy="id").ready_target(ROWS.schema)
     with pytest.raises(UsageError, match="PASSWORD_IN_URL") as caught:
-        options.IcebergOptions.parse({"table": "a.b", "catalog.uri": "http://u:hunter2@somewhere"})
+        IcebergOptions.parse({"table": "a.b", "catalog.uri": "http://u:hunter2@somewhere"})
     assert "hunter2" not in str(caught.value)
-    made = options.IcebergOptions.parse({"table": "a.b", "catalog.uri": "http://h", "catalog.credential": "hunter2"})
+    made = IcebergOptions.parse({"table": "a.b", "catalog.uri": "http://h", "catalog.credential": "hunter2"})
     assert "hunter2" not in repr(made)
 
 

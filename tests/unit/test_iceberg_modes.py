@@ -13,7 +13,7 @@ from pyiceberg.exceptions import CommitStateUnknownException
 from tests.support.iceberg import before_commit, sink_at, staged_in, strays, theirs
 from tests.support.tables import SCOPE, UPSERT, claimed, days, decision, items
 
-from delivered.connectors.iceberg.options import IcebergOptions
+from delivered.connectors.iceberg import IcebergOptions
 from delivered.connectors.iceberg.store import IcebergCommitter
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee

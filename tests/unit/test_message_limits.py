@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delivered.connectors.activemq.options import ActivemqOptions, ActivemqSinkOptions
+from delivered.connectors.activemq import ActivemqOptions, ActivemqSinkOptions
 from delivered.connectors.activemq.queue import ActivemqReceiver
 from delivered.connectors.activemq.sink import ActivemqWriter
 from delivered.connectors.kafka.columns import invalid_rows
+from delivered.connectors.rabbitmq import RabbitmqSinkOptions
 from delivered.connectors.rabbitmq.client import explained
-from delivered.connectors.rabbitmq.options import RabbitmqSinkOptions
 from delivered.connectors.rabbitmq.sink import RabbitmqWriter
-from delivered.connectors.rocketmq.options import RocketmqSinkOptions
+from delivered.connectors.rocketmq import RocketmqSinkOptions
 from delivered.connectors.rocketmq.sink import RocketmqWriter
 from delivered.model.errors import BadRecord
 from delivered.model.identity import Scope, Work

@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from delivered.kits.schemas import Format
 from delivered.kits.schemas.json_schema import parsed
-from delivered.kits.schemas.options import Format
 from delivered.kits.schemas.registry import Registered
 from delivered.kits.schemas.schema import Decoder, Encoder, schema_of, unfit
 

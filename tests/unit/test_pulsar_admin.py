@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from delivered.connectors.pulsar import SourceOptions
 from delivered.connectors.pulsar import client as admin
-from delivered.connectors.pulsar.options import SourceOptions
 from delivered.connectors.pulsar.positions import Position
 from delivered.model.errors import Unreachable
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from delivered.connectors.pulsar import SourceOptions
 from delivered.connectors.pulsar.client import Registered
 from delivered.connectors.pulsar.columns import Messages, Values
-from delivered.connectors.pulsar.options import SourceOptions
 from delivered.connectors.pulsar.source import PulsarSource
 from delivered.kits.schemas.avro import Unreadable, read_json, shape_of
 from delivered.model.errors import BadRecord

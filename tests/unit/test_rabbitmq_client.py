@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from delivered.connectors.rabbitmq import RabbitmqOptions
 from delivered.connectors.rabbitmq.client import parameters
-from delivered.connectors.rabbitmq.options import RabbitmqOptions
 
 parse = RabbitmqOptions.parse
 

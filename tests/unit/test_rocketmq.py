@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import delivered
+from delivered.connectors.rocketmq import RocketmqOptions, RocketmqSinkOptions
 from delivered.connectors.rocketmq.client import library
 from delivered.connectors.rocketmq.committer import EndJournal, State
-from delivered.connectors.rocketmq.options import RocketmqOptions, RocketmqSinkOptions
 from delivered.connectors.rocketmq.publish import (
     BATCH_BYTES_MAX,
     BATCH_MAX,

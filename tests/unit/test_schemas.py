@@ -21,9 +21,9 @@ from delivered.contract.source import Slice, Source, SourceDriver
 from delivered.engine.in_band import RAW, decode, encode, join, source_schema, unpack
 from delivered.engine.in_band import pack as packed
 from delivered.engine.transform import ArrowTransform, Direct, pack
+from delivered.kits.schemas import Format, FormatOptions
 from delivered.kits.schemas import source as source_module
 from delivered.kits.schemas.avro import Unmappable
-from delivered.kits.schemas.options import Format, FormatOptions
 from delivered.kits.schemas.protobuf import _compiled
 from delivered.kits.schemas.registry import Registered
 from delivered.kits.schemas.schema import Decoder, Encoder, schema_of, unfit

@@ -19,10 +19,9 @@ import pytest
 from tests.support.interpreter import fresh
 from tests.support.scans import scanned_table
 
-from delivered.connectors.sqlite import CONNECTOR
+from delivered.connectors.sqlite import CONNECTOR, SqliteOptions
 from delivered.connectors.sqlite import client as database
 from delivered.connectors.sqlite.client import MIGRATIONS, migrate
-from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.sink import SqliteSink
 from delivered.connectors.sqlite.store import SqliteCommitter
 from delivered.connectors.sqlite.writer import staging_folder

@@ -13,7 +13,7 @@ from delivered.contract import outdated
 from delivered.contract.connector import Connector
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
-from delivered.kits.schemas.options import URL, FormatOptions
+from delivered.kits.schemas import URL, FormatOptions
 from delivered.model.errors import UsageError
 from delivered.model.options import OptionTable
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from delivered.connectors.rabbitmq import CONNECTOR
-from delivered.connectors.rabbitmq.options import RabbitmqOptions
+from delivered.connectors.rabbitmq import CONNECTOR, RabbitmqOptions
 from delivered.connectors.rabbitmq.queue import RabbitmqQueue, RabbitmqReceiver
 from delivered.contract.connector import Factory
 from delivered.contract.queue import MessageBatch

@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 from broken_sinks import BrokenSink, Put, Row
 
-from delivered.connectors.sqlite.options import SqliteOptions
+from delivered.connectors.sqlite import SqliteOptions
 from delivered.contract.connector import Connector, Factory
 from delivered.ledger import Ledgers
 from delivered.model.options import Option, Options, option, several

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from delivered.connectors.activemq import ActivemqOptions, Place
 from delivered.connectors.activemq.client import HEARTBEAT_MS, Session
-from delivered.connectors.activemq.options import ActivemqOptions, Place
 from delivered.contract.finding import Finding
 from delivered.contract.queue import MessageBatch, Queue, Receiver
 from delivered.model.answers import JsonAnswer, UnexpectedAnswer

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from delivered.connectors.activemq import DUPLICATE_ID, ActivemqSinkOptions
 from delivered.connectors.activemq.client import Session
-from delivered.connectors.activemq.options import DUPLICATE_ID, ActivemqSinkOptions
 from delivered.connectors.activemq.queue import findings
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan
-from delivered.kits.queue.columns import COLUMNS, check_names, check_types, column, text
-from delivered.kits.queue.sink import MessageSink, SendingWriter, sends
+from delivered.kits.queue import COLUMNS, MessageSink, SendingWriter, check_names, check_types, column, sends, text
 from delivered.ledger import Ledgers
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Refused, Unreachable

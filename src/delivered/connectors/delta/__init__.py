@@ -2,8 +2,86 @@
 
 from __future__ import annotations
 
-from delivered.connectors.delta.options import DeltaOptions
+import os
+import re
+from collections.abc import Mapping
+
 from delivered.contract.connector import Connector, Factory
+from delivered.kits.options import PATH, sink_name
+from delivered.kits.table import FileTableOptions, compression_option
+from delivered.model.errors import Refused, UsageError
+from delivered.model.options import OptionType, Unfit, check_endpoints, option, prefixed, resolve_secrets
+
+_NO_PATH = re.compile(r"[\\\x00-\x1f\x7f]")
+_NO = ("false", "0", "no", "off", "n")
+_SAFE = {
+    "aws_s3_allow_unsafe_rename": _NO,
+    "allow_unsafe_rename": _NO,
+    "aws_conditional_put": ("etag",),
+    "conditional_put": ("etag",),
+}
+"""With any other value two drivers could both appear to write the same version of the log. The client takes 1, on
+and yes for true, and what is not among its options from the environment."""
+
+
+def _columns(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names or len(set(names)) != len(names):
+        raise Unfit.build("OPTION_VALUE.DISTINCT_COLUMNS", text=text)
+    return names
+
+
+class DeltaOptions(FileTableOptions, owner="delivered_delta sink"):
+    """
+    Attributes:
+        path: absolute if the table is a local folder.
+        storage: options of the object store client; values may be references to secrets.
+    """
+
+    path: str = option(
+        "path", "Folder of the table, or its URL in an object store: s3://bucket/orders.", PATH, example="/data/orders"
+    )
+    partition_by: tuple[str, ...] | None = option(
+        "partitionBy",
+        "Comma-separated partition columns of a new table.",
+        OptionType(_columns),
+        default=None,
+        example="day",
+    )
+    compression: str = compression_option("snappy", "zstd")
+    storage: Mapping[str, str] = prefixed("storage.")
+
+    def check(self, owner: str) -> None:
+        """Raise UsageError for a path or endpoint that Delta's client cannot open, and Refused for a storage option
+        that disables the protection against concurrent drivers."""
+        if _NO_PATH.search(self.path):
+            raise UsageError("OPTION_VALUE.DELTA_PATH", owner=owner, path=self.path)
+        store = "AWS" if self.path.startswith(("s3://", "s3a://")) else ""
+        check_endpoints(owner, "storage.", self.storage, store)
+        given = {f"option 'storage.{key}'": (key, value) for key, value in self.storage.items()}
+        if store:
+            given |= {f"the environment variable {name!r}": (name.lower(), text) for name, text in os.environ.items()}
+        for what, (key, value) in given.items():
+            if key in _SAFE and value.strip().lower() not in _SAFE[key]:
+                raise Refused("COMMIT_UNSAFE", owner=owner, what=what, value=value)
+
+    @property
+    def local(self) -> bool:
+        return "://" not in self.path
+
+    @property
+    def where(self) -> str:
+        return f"at {self.path!r}"
+
+    @property
+    def sink_name(self) -> str:
+        """The last part of the path. Each table has its own ledger, whatever the name."""
+        return sink_name(self.path.rstrip("/").rsplit("/", 1)[-1])
+
+    def storage_resolved(self) -> dict[str, str]:
+        """Options for the object store client with secrets resolved; use at once, do not keep."""
+        return resolve_secrets("storage.", self.storage)
+
 
 CONNECTOR = Connector(
     "delta",

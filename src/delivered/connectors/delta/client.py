@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.delta.options import DeltaOptions
+from delivered.connectors.delta import DeltaOptions
 from delivered.kits.table import durable, target
 from delivered.kits.table import store as storage
 from delivered.kits.table.durable import sync_checkpoint

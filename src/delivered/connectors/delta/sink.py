@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from delivered.connectors.delta.options import DeltaOptions
+from delivered.connectors.delta import DeltaOptions
 from delivered.connectors.delta.target import TYPES, unstorable_parts
 from delivered.kits.sink import Parts
 from delivered.kits.table.sink import FileTableSink

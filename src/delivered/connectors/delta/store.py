@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from delivered.connectors.delta import DeltaOptions
 from delivered.connectors.delta.client import (
     CHECKPOINT_VERSIONS,
     OVERTAKEN,
@@ -28,7 +29,6 @@ from delivered.connectors.delta.client import (
     sync_versions,
     tidy,
 )
-from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.target import TYPES, active_files, filled, required, same_columns, table_schema, text
 from delivered.connectors.delta.writer import DeltaFiles
 from delivered.kits.sql.merge import stored as kept

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from delivered.connectors.delta import DeltaOptions
 from delivered.connectors.delta.client import (
     RETRIES_MAX,
     DataFile,
@@ -24,7 +25,6 @@ from delivered.connectors.delta.client import (
     require_table,
     sync_versions,
 )
-from delivered.connectors.delta.options import DeltaOptions
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.table import target

@@ -19,6 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from delivered.connectors.delta import DeltaOptions
 from delivered.connectors.delta.client import (
     DataFile,
     StagedFiles,
@@ -29,7 +30,6 @@ from delivered.connectors.delta.client import (
     open_table,
     require_table,
 )
-from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.target import TYPES, Part, part_folder, required, same_columns, text, unstorable_parts
 from delivered.contract.sink import Writer
 from delivered.kits.sql.merge import check_rows

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from delivered.connectors.files.options import FilesOptions, failed, schema_file
+from delivered.connectors.files import FilesOptions, failed, schema_file
 from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.table import target

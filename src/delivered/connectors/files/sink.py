@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from delivered.connectors.files import FilesOptions, failed, identity_file, schema_file
 from delivered.connectors.files.formats import TYPES, check, encoder, stored_schema
-from delivered.connectors.files.options import FilesOptions, failed, identity_file, schema_file
 from delivered.contract.finding import Finding
 from delivered.kits.sink import Parts, StoreSink
 from delivered.kits.table.bad_rows import unwritable

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pyarrow import fs
 
-from delivered.connectors.files.options import (
+from delivered.connectors.files import (
     RECORD,
     FilesOptions,
     Places,

@@ -11,8 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.files import formats
-from delivered.connectors.files.options import FilesOptions, Places, StagedFile, failed, take_away
+from delivered.connectors.files import FilesOptions, Places, StagedFile, failed, formats, take_away
 from delivered.contract.sink import Writer
 from delivered.kits.table.durable import make_folder, sync
 from delivered.kits.table.shard import while_staging

@@ -31,7 +31,7 @@ from pyiceberg.table.locations import SimpleLocationProvider
 from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.update import AssertRefSnapshotId
 
-from delivered.connectors.iceberg.options import IcebergOptions
+from delivered.connectors.iceberg import IcebergOptions
 from delivered.kits.table import target
 from delivered.kits.table.durable import make_folder, sync
 from delivered.kits.table.store import Store

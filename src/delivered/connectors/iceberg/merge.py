@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from delivered.connectors.iceberg import IcebergOptions
 from delivered.connectors.iceberg.client import data_path, explained, require_table, store
-from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.target import compare
 from delivered.connectors.iceberg.types import TYPES, plain
 from delivered.connectors.iceberg.writer import IcebergFiles

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from delivered.connectors.iceberg import IcebergOptions
 from delivered.connectors.iceberg.client import need
-from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.types import TYPES, unstorable_parts
 from delivered.kits.sink import Parts
 from delivered.kits.table.sink import FileTableSink

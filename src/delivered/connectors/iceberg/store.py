@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from delivered.connectors.iceberg import writer
+from delivered.connectors.iceberg import IcebergOptions, writer
 from delivered.connectors.iceberg.client import (
     TableChange,
     commit,
@@ -23,7 +23,6 @@ from delivered.connectors.iceberg.client import (
     store,
 )
 from delivered.connectors.iceberg.merge import overwritten, replaced, upserted
-from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.target import check_features, same_columns
 from delivered.connectors.iceberg.writer import StagedFiles
 from delivered.kits.table import shard

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.iceberg import types
+from delivered.connectors.iceberg import IcebergOptions, Part, types
 from delivered.connectors.iceberg.client import (
     catalog,
     data_path,
@@ -18,7 +18,6 @@ from delivered.connectors.iceberg.client import (
     require_table,
     store,
 )
-from delivered.connectors.iceberg.options import IcebergOptions, Part
 from delivered.connectors.iceberg.types import TYPES
 from delivered.kits.table import target
 from delivered.model.errors import UsageError

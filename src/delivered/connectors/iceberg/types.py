@@ -25,7 +25,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.iceberg.options import Part
+from delivered.connectors.iceberg import Part
 from delivered.kits.table import target
 from delivered.model.ranges import RANGES, because, first_of, unstorable
 

@@ -29,8 +29,8 @@ from pyiceberg.manifest import (
 )
 from pyiceberg.typedef import Record
 
+from delivered.connectors.iceberg import IcebergOptions
 from delivered.connectors.iceberg.client import TableChange, commit, data_path, require_table, store, writing
-from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.target import check_features, compare, same_columns
 from delivered.connectors.iceberg.types import TYPES, partition_parts, to_arrow, unstorable_parts
 from delivered.contract.sink import Writer

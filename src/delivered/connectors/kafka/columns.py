@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.kafka.options import TOPIC_LENGTH_MAX, is_internal, is_topic
-from delivered.kits.queue.columns import ID
+from delivered.kits.queue import ID
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.ranges import EVERYTHING, Range, check, unstorable
 from delivered.source import COLUMNS, HEADER, HEADERS

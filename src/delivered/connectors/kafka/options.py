@@ -20,7 +20,7 @@ from delivered.clients.kafka.settings import (
 )
 from delivered.contract.source import Offsets
 from delivered.kits.options import data_loss_option, headers_option, message_id_columns, names, not_blank
-from delivered.kits.schemas.options import FormatOptions
+from delivered.kits.schemas import FormatOptions
 from delivered.model.errors import InvariantBroken, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import fitted_name

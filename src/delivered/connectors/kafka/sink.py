@@ -13,7 +13,7 @@ from delivered.connectors.kafka import columns
 from delivered.connectors.kafka.options import SINK_OWNER, SinkOptions
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
-from delivered.kits.queue.columns import identified, identified_schema
+from delivered.kits.queue import identified, identified_schema
 from delivered.ledger import Store
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import UsageError

@@ -27,7 +27,7 @@ from delivered.connectors.kafka.committer import marker_key, marker_partition, m
 from delivered.connectors.kafka.options import SINK_OWNER, SinkOptions, producer_config
 from delivered.connectors.kafka.topics import ledger_topic, transactional_id
 from delivered.contract.sink import Writer
-from delivered.kits.queue.columns import identified
+from delivered.kits.queue import identified
 from delivered.kits.warm import WarmClients, retire
 from delivered.model.errors import BadRecord, DeliveredError, Fenced, Refused, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from delivered.connectors.mysql.options import MysqlOptions
+from delivered.connectors.mysql import MysqlOptions
 from delivered.kits.mysql.server import DENIED, LOGIN, LOST, address
 from delivered.kits.sql.database import is_newest, quoted
 from delivered.kits.sql.table import no_right_to_alter

@@ -18,8 +18,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from delivered.connectors.mysql import client, store, target
-from delivered.connectors.mysql.options import MysqlOptions
+from delivered.connectors.mysql import MysqlOptions, client, store, target
 from delivered.contract.sink import OpenTransaction
 from delivered.kits.mysql.server import DENIED
 from delivered.kits.sql.transactions import Names, ServerCommitter, Shards, new_nonce, open_transaction

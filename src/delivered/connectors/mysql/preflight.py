@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from delivered.connectors.mysql import client, committer, target
+from delivered.connectors.mysql import MysqlOptions, client, committer, target
 from delivered.connectors.mysql.client import migrate, read_only
-from delivered.connectors.mysql.options import MysqlOptions
 from delivered.contract.finding import Finding
 from delivered.kits.mysql.server import DENIED
 from delivered.kits.sql.database import quoted

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from delivered.connectors.mysql import target
+from delivered.connectors.mysql import MysqlOptions, target
 from delivered.connectors.mysql.client import ledger_version
-from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.store import MysqlDatabase
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql.database import quoted

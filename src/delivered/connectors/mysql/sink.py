@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from delivered.connectors.mysql.options import MysqlOptions
+from delivered.connectors.mysql import MysqlOptions
 from delivered.connectors.mysql.target import TYPES
 from delivered.kits.sink import Parts
 from delivered.kits.sql.sink import ServerSink, ServerTerms

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from delivered.connectors.mysql import MysqlOptions
 from delivered.connectors.mysql.client import (
     CONSTRAINTS,
     DEADLOCK,
@@ -30,7 +31,6 @@ from delivered.connectors.mysql.client import (
     register_session,
     with_values,
 )
-from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.target import MysqlMerge, Target, find, read_definition
 from delivered.kits.sql.database import CLAIM_WAIT_S, LEDGER_TABLES, Connection, Definition, Dialect, Server, quoted
 from delivered.kits.sql.ledger import SqlLedger

@@ -31,9 +31,8 @@ from urllib.parse import quote
 
 import pyarrow as pa
 
-from delivered.connectors.mysql import client
+from delivered.connectors.mysql import MysqlOptions, client
 from delivered.connectors.mysql.client import alone, with_values
-from delivered.connectors.mysql.options import MysqlOptions
 from delivered.kits.sql.database import Definition, events, quoted
 from delivered.kits.sql.merge import ORDER, ROUND, Merge, no_unique_index, stored
 from delivered.kits.sql.table import (

@@ -16,9 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.mysql import client, committer, store, target
+from delivered.connectors.mysql import MysqlOptions, client, committer, store, target
 from delivered.connectors.mysql.client import migrate
-from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.target import TYPES
 from delivered.kits.sql.database import Definition, give, quoted, take
 from delivered.kits.sql.merge import check_rows, stored

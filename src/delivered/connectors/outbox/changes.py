@@ -10,9 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.outbox import layout, shape, slot
+from delivered.connectors.outbox import NEW, OWNER, OutboxOptions, layout, shape, slot
 from delivered.connectors.outbox.layout import ADDED, Layout
-from delivered.connectors.outbox.options import NEW, OWNER, OutboxOptions
 from delivered.connectors.outbox.pgoutput import UNCHANGED, Begin, Change, Op, Relation, Row, Value
 from delivered.connectors.outbox.shape import Shape, check_identity
 from delivered.connectors.outbox.slot import lsn_text

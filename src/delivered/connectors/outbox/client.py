@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from delivered.connectors.outbox.options import OWNER, OutboxOptions
+from delivered.connectors.outbox import OWNER, OutboxOptions
 from delivered.kits.mysql.server import DENIED, LOGIN, LOST, address, tls_of_url
 from delivered.kits.sql.text import pin_postgres
 from delivered.model import patience

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import tenacity
 
-from delivered.connectors.outbox import shape, slot
+from delivered.connectors.outbox import EARLIEST, LATEST, OutboxOptions, shape, slot
 from delivered.connectors.outbox.changes import Shapes
 from delivered.connectors.outbox.client import connect, explaining, sqlstate, transaction
 from delivered.connectors.outbox.events import Reader
-from delivered.connectors.outbox.options import EARLIEST, LATEST, OutboxOptions
 from delivered.connectors.outbox.positions import DELETED_MAX, NUMBERED_MAX, Positions
 from delivered.contract.source import Offsets, Slice, SourceDriver
 from delivered.model import patience

@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from delivered.connectors.outbox import ROUTE, OutboxOptions
 from delivered.connectors.outbox.changes import MESSAGE
-from delivered.connectors.outbox.options import ROUTE, OutboxOptions
 from delivered.connectors.outbox.pgoutput import BYTEA, UNCHANGED, Relation, Row, Value, unhexed
 from delivered.connectors.outbox.positions import text
 from delivered.model.errors import BadRecord, InvariantBroken

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from delivered.connectors.outbox import shape, slot
-from delivered.connectors.outbox.options import OutboxOptions
+from delivered.connectors.outbox import OutboxOptions, shape, slot
 from delivered.connectors.outbox.shape import Shape, find_keys
 from delivered.connectors.outbox.slot import State, check_slot, state
 from delivered.model.errors import DeliveredError, UsageError

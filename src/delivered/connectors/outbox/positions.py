@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from delivered.connectors.outbox.options import OutboxOptions
+from delivered.connectors.outbox import OutboxOptions
 from delivered.model.errors import BadRecord, InvariantBroken, UsageError
 from delivered.patterns.caller import Caller, quoted
 from delivered.source import id_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from delivered.connectors.outbox.options import OutboxOptions
+from delivered.connectors.outbox import OutboxOptions
 from delivered.connectors.outbox.pgoutput import Relation
 from delivered.model.errors import Refused
 from delivered.patterns.caller import quoted

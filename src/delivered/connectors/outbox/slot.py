@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from delivered.connectors.outbox import OWNER, OutboxOptions
 from delivered.connectors.outbox.client import connect, explaining, replication, sqlstate
-from delivered.connectors.outbox.options import OWNER, OutboxOptions
 from delivered.connectors.outbox.pgoutput import Begin, Change, Decoder, Op, Relation, Row
 from delivered.connectors.outbox.positions import Positions
 from delivered.connectors.outbox.shape import check_identity

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 
-from delivered.connectors.outbox import changes, events, slot
+from delivered.connectors.outbox import OutboxOptions, changes, events, slot
 from delivered.connectors.outbox.changes import CHANGE, MESSAGE
 from delivered.connectors.outbox.client import connect, explaining, transaction
 from delivered.connectors.outbox.driver import HISTORY, NUMBERED, PollDriver, WalDriver
 from delivered.connectors.outbox.layout import Layout, layout
-from delivered.connectors.outbox.options import OutboxOptions
 from delivered.connectors.outbox.positions import Positions
 from delivered.connectors.outbox.shape import check_identity
 from delivered.connectors.outbox.slot import missing_columns

@@ -22,7 +22,7 @@ from urllib.parse import quote, urlsplit
 
 import urllib3
 
-from delivered.connectors.pulsar.options import Place
+from delivered.connectors.pulsar import Place
 from delivered.connectors.pulsar.positions import PREFIX, Position, short_name
 from delivered.model.answers import AnswerTooLarge, JsonAnswer, TimedAnswer, UnexpectedAnswer
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError

@@ -9,14 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from delivered.connectors.pulsar import PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar.client import Admin
-from delivered.connectors.pulsar.options import PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
 from delivered.connectors.pulsar.writer import check_type
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan
-from delivered.kits.queue.columns import TEXT, check_names, identified
-from delivered.kits.queue.sink import MessageSink, SendingWriter, sends
+from delivered.kits.queue import TEXT, MessageSink, SendingWriter, check_names, identified, sends
 from delivered.kits.schemas.values import canonical
 from delivered.ledger import Ledgers
 from delivered.model.capability import SinkCapability

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import pyarrow as pa
 
+from delivered.connectors.pulsar import SOURCE, SourceOptions, refuse_latest_start
 from delivered.connectors.pulsar.client import (
     Admin,
     Bounds,
@@ -28,7 +29,6 @@ from delivered.connectors.pulsar.client import (
     warm_client,
 )
 from delivered.connectors.pulsar.columns import VERSION, Messages, Values, columns_of, registered, rejected_rows, shape
-from delivered.connectors.pulsar.options import SOURCE, SourceOptions, refuse_latest_start
 from delivered.connectors.pulsar.positions import (
     EARLIEST,
     LATEST,

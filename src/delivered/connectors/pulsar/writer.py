@@ -15,10 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from delivered.connectors.pulsar import BYTES_MAX, PulsarSinkOptions
 from delivered.connectors.pulsar.client import Admin, Registered, explained, pulsar, registers, warm_client
-from delivered.connectors.pulsar.options import BYTES_MAX, PulsarSinkOptions
-from delivered.kits.queue.columns import ID, column, text
-from delivered.kits.queue.sink import SendingWriter
+from delivered.kits.queue import ID, SendingWriter, column, text
 from delivered.kits.schemas.avro import JSON, fastavro, shape_of
 from delivered.kits.schemas.values import BadValue, Unmappable, Unreadable, differences, in_units_of, is_list, plain
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable, UsageError

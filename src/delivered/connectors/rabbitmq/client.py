@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from delivered.connectors.rabbitmq.options import Place
+from delivered.connectors.rabbitmq import Place
 from delivered.connectors.rabbitmq.properties import Properties
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S

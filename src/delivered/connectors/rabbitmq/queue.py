@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from delivered.connectors.rabbitmq import RabbitmqOptions
 from delivered.connectors.rabbitmq.client import Kind, connect, explained, kind, pika
-from delivered.connectors.rabbitmq.options import RabbitmqOptions
 from delivered.connectors.rabbitmq.properties import headers, routing_key
 from delivered.contract.finding import Finding
 from delivered.contract.queue import MessageBatch, Queue, Receiver

@@ -12,12 +12,21 @@ from typing import Any
 
 import pyarrow as pa
 
+from delivered.connectors.rabbitmq import RabbitmqSinkOptions
 from delivered.connectors.rabbitmq.client import connect, explained, parameters, pika
-from delivered.connectors.rabbitmq.options import RabbitmqSinkOptions
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan
-from delivered.kits.queue.columns import COLUMNS, ServerLimits, check_names, check_types, column, text
-from delivered.kits.queue.sink import MessageSink, SendingWriter, sends
+from delivered.kits.queue import (
+    COLUMNS,
+    MessageSink,
+    SendingWriter,
+    ServerLimits,
+    check_names,
+    check_types,
+    column,
+    sends,
+    text,
+)
 from delivered.ledger import Ledgers
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Refused, Unreachable, UsageError

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
-from delivered.connectors.rocketmq.options import Place
+from delivered.connectors.rocketmq import Place
 from delivered.kits.options import trust
 from delivered.model.errors import (
     BadRecord,

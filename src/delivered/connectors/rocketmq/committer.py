@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import quote
 
-from delivered.connectors.rocketmq.options import RocketmqSinkOptions
+from delivered.connectors.rocketmq import RocketmqSinkOptions
 from delivered.connectors.rocketmq.publish import COMMIT, ROLLBACK, Ending, HalfMessage, HalfMessages, producer_group
 from delivered.connectors.rocketmq.remoting import Cluster, Place
 from delivered.connectors.rocketmq.topic import added, open_half_messages

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from delivered.connectors.rocketmq import TRANSACTION, RocketmqSinkOptions
 from delivered.connectors.rocketmq.client import Session, library, unknown
-from delivered.connectors.rocketmq.options import TRANSACTION, RocketmqSinkOptions
 from delivered.connectors.rocketmq.remoting import (
     BUSY,
     END,
@@ -375,7 +375,7 @@ class HalfSender:
 
 
 class HalfPublisher:
-    """Publishes half messages for `kits.queue.sink.SendingWriter`. Unless held, they are committed once all are stored.
+    """Publishes half messages for `kits.queue.SendingWriter`. Unless held, they are committed once all are stored.
 
     Args:
         holds: leave them for the driver to commit.

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from delivered.connectors.rocketmq import RocketmqOptions
 from delivered.connectors.rocketmq.client import Session, library
-from delivered.connectors.rocketmq.options import RocketmqOptions
 from delivered.contract.finding import Finding
 from delivered.contract.queue import MessageBatch, Queue, Receiver
 from delivered.model.errors import DeliveredError, Unreachable, UsageError

@@ -7,15 +7,27 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from delivered.connectors.rocketmq import TRANSACTION, RocketmqSinkOptions
 from delivered.connectors.rocketmq.committer import SETTLE_S, RocketmqCommitter
-from delivered.connectors.rocketmq.options import TRANSACTION, RocketmqSinkOptions
 from delivered.connectors.rocketmq.publish import HalfPublisher, Message, Publisher, new_name
 from delivered.connectors.rocketmq.remoting import Cluster
 from delivered.connectors.rocketmq.topic import RocketmqScan
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Writer
-from delivered.kits.queue.columns import COLUMNS, TEXT, ServerLimits, check_names, check_types, column, text
-from delivered.kits.queue.sink import OWN_ID_BYTES_MAX, MessageSink, Nothing, SendingWriter, sends
+from delivered.kits.queue import (
+    COLUMNS,
+    OWN_ID_BYTES_MAX,
+    TEXT,
+    MessageSink,
+    Nothing,
+    SendingWriter,
+    ServerLimits,
+    check_names,
+    check_types,
+    column,
+    sends,
+    text,
+)
 from delivered.ledger import Ledgers
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import BadRecord, Refused, UsageError

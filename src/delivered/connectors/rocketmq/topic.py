@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from delivered.connectors.rocketmq.options import RocketmqSinkOptions
+from delivered.connectors.rocketmq import RocketmqSinkOptions
 from delivered.connectors.rocketmq.remoting import (
     MAX_OFFSET,
     MIN_OFFSET,

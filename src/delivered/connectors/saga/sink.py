@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from delivered.connectors.saga.options import SagaOptions
+from delivered.connectors.saga import SagaOptions
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Writer
-from delivered.kits.queue.columns import TEXT, check_names, column
-from delivered.kits.queue.sink import SendingSink, sends
+from delivered.kits.queue import TEXT, SendingSink, check_names, column, sends
 from delivered.ledger import Ledgers
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import BadRecord, Refused, UsageError

@@ -9,9 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.sqlite import target
+from delivered.connectors.sqlite import SqliteOptions, target
 from delivered.connectors.sqlite.client import SqliteDatabase, explained
-from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.table import TableScan, never_written, steps

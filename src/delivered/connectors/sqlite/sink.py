@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from delivered.connectors.sqlite import target
+from delivered.connectors.sqlite import SqliteOptions, target
 from delivered.connectors.sqlite.client import (
     WAL_RACE_FIXED,
     SqliteDatabase,
@@ -21,7 +21,6 @@ from delivered.connectors.sqlite.client import (
     rollback,
     writing,
 )
-from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.target import TYPES
 from delivered.contract.finding import Finding
 from delivered.kits.sink import Parts

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from delivered.connectors.sqlite import target, writer
+from delivered.connectors.sqlite import SqliteOptions, target, writer
 from delivered.connectors.sqlite.client import DIALECT, SqliteDatabase, ledger_version
-from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.writer import Merging, StagedRows, read_staged, staged_schema
 from delivered.contract.sink import LeftOutRow
 from delivered.kits.sql.database import Definition, quoted

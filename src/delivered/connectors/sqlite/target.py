@@ -26,8 +26,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from delivered.connectors.sqlite import SqliteOptions
 from delivered.connectors.sqlite.client import refuses_a_row, row_refused
-from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.kits.sql.database import Definition, events, quoted
 from delivered.kits.sql.merge import Merge, stored
 from delivered.kits.sql.table import (

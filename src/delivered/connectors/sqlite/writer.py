@@ -23,9 +23,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.sqlite import target
+from delivered.connectors.sqlite import SqliteOptions, target
 from delivered.connectors.sqlite.client import SqliteDatabase, connect, explained, migrate, rollback, writing
-from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.target import TYPES
 from delivered.contract.sink import Writer
 from delivered.kits.sql.database import Definition, quoted

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from delivered.kits.options import distrusted, trust
-from delivered.kits.schemas.options import PREFIX, TRUSTED, URL, Format
+from delivered.kits.schemas import PREFIX, TRUSTED, URL, Format
 from delivered.model.answers import AnswerTooLarge, JsonAnswer, UnexpectedAnswer, bounded, limited, starts
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from delivered.kits.schemas import Format
 from delivered.kits.schemas.avro import AVRO, Shape, any_shape_of, fastavro, read_avro
-from delivered.kits.schemas.options import Format
 from delivered.kits.schemas.registry import BadSchema, Registered
 from delivered.kits.schemas.values import (
     Unmappable,

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
 from delivered.contract.source import Address, Offsets, Slice
-from delivered.kits.schemas.options import FormatOptions, Side
+from delivered.kits.schemas import FormatOptions, Side
 from delivered.kits.schemas.registry import Incompatible, Registered, connected
 from delivered.kits.schemas.schema import Decoder, Encoder, schema_of, unfit
 from delivered.kits.schemas.source import connected_later, find, mapped

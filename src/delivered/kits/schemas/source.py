@@ -19,8 +19,8 @@ from delivered.contract.source import (
     Source,
     SourceDriver,
 )
+from delivered.kits.schemas import FormatOptions, Side, version_option
 from delivered.kits.schemas.avro import Unmappable
-from delivered.kits.schemas.options import FormatOptions, Side, version_option
 from delivered.kits.schemas.registry import Registered, connected
 from delivered.kits.schemas.schema import Ask, Decoder, schema_of
 from delivered.model.capability import SourceCapability

@@ -26,7 +26,7 @@ import pyarrow as pa
 
 from delivered.contract.finding import Finding
 from delivered.kits.sql.table import Types
-from delivered.kits.table.options import FileTableOptions
+from delivered.kits.table import FileTableOptions
 from delivered.kits.table.store import Store
 from delivered.model.capability import APPEND
 from delivered.model.errors import DeliveredError, Refused, Unreachable, UsageError

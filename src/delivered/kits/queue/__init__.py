@@ -1,1 +1,0 @@
-"""Shared code of connectors to message queues, where sent messages are visible at once."""
