@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.delta.target import TYPES as DELTA
-from delivered.connectors.iceberg.types import TYPES as ICEBERG
-from delivered.connectors.iceberg.types import to_iceberg
+from delivered.connectors.iceberg.target import TYPES as ICEBERG
+from delivered.connectors.iceberg.target import to_iceberg
 from delivered.connectors.mysql.target import TYPES as MYSQL
 from delivered.connectors.postgres.sink import TYPES as POSTGRES
 from delivered.connectors.sqlite.target import TYPES as SQLITE

@@ -18,7 +18,7 @@ from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.options import PATH, external_ledger, sink_name
-from delivered.kits.table.durable import make_folder, put_first, sync
+from delivered.kits.table.store import make_folder, put_first, sync
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint

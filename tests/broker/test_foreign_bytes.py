@@ -21,7 +21,7 @@ from tests.support.servers import Activemq, Pulsar, Rabbitmq
 
 import delivered
 from delivered.connectors.log import CONNECTOR as LOG
-from delivered.connectors.log.journal import LogJournal
+from delivered.connectors.log.produce import LogJournal
 from delivered.connectors.rabbitmq import RabbitmqOptions
 from delivered.connectors.rabbitmq.queue import RabbitmqReceiver
 from delivered.connectors.rabbitmq.stream import CONNECTOR as STREAM

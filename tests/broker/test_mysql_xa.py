@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.sinks import SCHEMA, Rig, alone, offsets, rows
 
-from delivered.connectors.mysql import committer as transactions
+from delivered.connectors.mysql import store as transactions
 from delivered.connectors.mysql.writer import LoadWriter
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
@@ -86,7 +86,7 @@ def test_a_commit_that_is_acknowledged_and_lost_is_not_taken_for_done(
     mysql: Mysql, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As MariaDB 10.11 did right after the session that prepared was killed."""
-    from delivered.connectors.mysql import committer as transactions
+    from delivered.connectors.mysql import store as transactions
 
     context, end = rig.context(), transactions.end
     (message, *_) = rig.write(rig.plan(context, 0))
@@ -174,7 +174,7 @@ def test_p13_p20_abort_orphans_touches_only_its_own_and_shows_their_age(
     listed = committer.open_transactions()
     assert [t.state for t in listed] == ["Prepared"] * 2
     assert all(0 <= t.age_s() < 60 for t in listed)
-    monkeypatch.setattr("delivered.connectors.mysql.preflight.OPEN_TRANSACTION_OLD_S", 0.0)
+    monkeypatch.setattr("delivered.connectors.mysql.sink.OPEN_TRANSACTION_OLD_S", 0.0)
     assert ("PREPARED_TRANSACTION_OLD", False) in [(f.code, f.refuses) for f in rig.sink.preflight(EXACT)]
     before = len(prepared_ids(mysql))
     assert committer.abort_orphans(()) == Ok(2)

@@ -123,8 +123,8 @@ def test_kept_rows_can_be_read_again_after_they_were_acknowledged(box: Shop) -> 
 
 
 def test_two_pipelines_on_one_outbox_are_refused(box: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    from delivered.connectors.outbox import driver as poll
-    from delivered.connectors.outbox import driver as wal
+    from delivered.connectors.outbox import source as poll
+    from delivered.connectors.outbox import source as wal
 
     for module in (poll, wal):
         monkeypatch.setattr(module, "LOCK_WAIT_S", 1)
@@ -398,7 +398,7 @@ def test_wal_that_was_removed_and_wal_that_is_held_back(new_postgres: Any) -> No
 
 
 def test_an_idle_outbox_lets_the_server_remove_wal(logged: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    from delivered.connectors.outbox import driver as wal
+    from delivered.connectors.outbox import source as wal
 
     monkeypatch.setattr(wal, "IDLE_BYTES", 1 << 20)
     source: Any = logged.source()

@@ -22,8 +22,8 @@ from tests.support.servers import Pulsar
 from delivered.connectors.pulsar import CONNECTOR, PulsarSinkOptions, SourceOptions, client
 from delivered.connectors.pulsar import client as tokens
 from delivered.connectors.pulsar.client import Admin
+from delivered.connectors.pulsar.sink import Publisher
 from delivered.connectors.pulsar.source import check_connection
-from delivered.connectors.pulsar.writer import Publisher
 from delivered.machine import java_home
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint

@@ -151,7 +151,7 @@ def test_a_broker_killed_under_a_task(
     again.join()
     assert Counter(r["value"] for r in taken(pulsar, topic)) == Counter(b"row %d" % n for n in range(40_000))
 
-    monkeypatch.setattr("delivered.connectors.pulsar.writer.REQUEST_TIMEOUT_S", 5.0)
+    monkeypatch.setattr("delivered.connectors.pulsar.sink.REQUEST_TIMEOUT_S", 5.0)
     sure, once = writer(made), writer(made, Guarantee.AT_MOST_ONCE)
     for task in (sure, once):
         task.stage(rows(100))

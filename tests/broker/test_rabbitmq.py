@@ -30,7 +30,7 @@ from tests.support.sweeps import sweep
 
 import delivered
 from delivered.connectors.log import CONNECTOR as LOG
-from delivered.connectors.log.journal import LogJournal
+from delivered.connectors.log.produce import LogJournal
 from delivered.connectors.rabbitmq import RabbitmqOptions
 from delivered.connectors.rabbitmq.client import connect
 from delivered.connectors.rabbitmq.queue import RabbitmqQueue, RabbitmqReceiver

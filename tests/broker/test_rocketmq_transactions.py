@@ -28,10 +28,9 @@ from tests.support.servers import Rocketmq
 from tests.support.zygote import Zygote
 
 from delivered.connectors.log import append
-from delivered.connectors.rocketmq import committer
+from delivered.connectors.rocketmq import sink
 from delivered.connectors.rocketmq.publish import COMMIT, Ending, HalfMessages
-from delivered.connectors.rocketmq.remoting import BUSY, END, IN_FLIGHT_MAX, Answer, Cluster
-from delivered.connectors.rocketmq.topic import open_half_messages
+from delivered.connectors.rocketmq.remoting import BUSY, END, IN_FLIGHT_MAX, Answer, Cluster, open_half_messages
 from delivered.engine.context import open_ledger
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
@@ -122,7 +121,7 @@ def test_a_driver_killed_between_two_ends_is_finished_by_the_next(rig: Rig, post
 
 def test_a_driver_paused_between_two_ends_is_not_overtaken(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """F7: the next driver waits, and reports for whom; the paused one resumes, and nothing is visible twice."""
-    monkeypatch.setattr(committer, "LOCK_WAIT_S", 1.0)
+    monkeypatch.setattr(sink, "LOCK_WAIT_S", 1.0)
     prepared = rig.prepared()
     paused = rig.child(prepared, 700, signal.SIGSTOP)
     _, status = os.waitpid(paused.pid, os.WUNTRACED)
@@ -171,7 +170,7 @@ def test_ends_that_are_still_under_way_are_waited_for(rig: Rig) -> None:
         peer.post(END, *ending._request(COMMIT, half), lambda _: None)
     peer.close()
     assert rig.committer.commit(rig.work(), prepared) == Ok(None)
-    time.sleep(committer.SETTLE_S)
+    time.sleep(sink.SETTLE_S)
     assert rig.shown() == rig.once(rows)
 
 
@@ -196,13 +195,13 @@ def test_ends_that_the_broker_was_too_busy_for_are_told_again(rig: Rig) -> None:
 
 def test_what_somebody_else_ended_too_stops_the_query(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The broker publishes a message once per commit request, so only one is ever sent."""
-    monkeypatch.setattr(committer, "SETTLE_S", 0.5)
+    monkeypatch.setattr(sink, "SETTLE_S", 0.5)
     prepared = rig.prepared(5)
     handle = HalfMessages.of(prepared)
     for _ in range(2):
         Ending(Cluster(rig.sink.options), "delivered", handle.name).end(handle.by_broker["delivered"], COMMIT)
     assert set(rig.shown().values()) == {2}
-    assert rig.committer._journal.begin(rig.work(), handle.name) is committer.State.NEW
+    assert rig.committer._journal.begin(rig.work(), handle.name) is sink.State.NEW
     with pytest.raises(InvariantBroken, match="COMMITTED_TWICE"):
         rig.committer.commit(rig.work(), prepared)
 
@@ -212,7 +211,7 @@ def test_a_file_that_knows_less_than_the_checkpoint_means_a_look(rig: Rig, monke
     prepared = rig.prepared(50, batch=3)
     handle = HalfMessages.of(prepared)
     Ending(Cluster(rig.sink.options), "delivered", handle.name).end(handle.by_broker["delivered"][:20], COMMIT)
-    monkeypatch.setattr(committer, "SETTLE_S", 0.5)
+    monkeypatch.setattr(sink, "SETTLE_S", 0.5)
     assert rig.committer.commit(rig.work(3), prepared) == Ok(None)
     assert rig.shown() == rig.once(50, batch=3)
 
@@ -346,7 +345,7 @@ def test_a_server_killed_after_ends_and_in_mid_apply(
     assert isinstance(rig.committer.commit(rig.work(2), third), Unknown)
     rocketmq.broker.restart()
     deadline = time.monotonic() + 60
-    monkeypatch.setattr(committer, "SETTLE_S", 1.0)
+    monkeypatch.setattr(sink, "SETTLE_S", 1.0)
     while rig.committer.commit(rig.work(2), third) != Ok(None):
         assert time.monotonic() < deadline
     assert rig.shown() == rig.once(rows) + rig.once(rows, batch=1) + rig.once(rows, batch=2)

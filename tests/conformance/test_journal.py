@@ -8,7 +8,7 @@ import pytest
 from tests.support.journal import messages, race
 
 from delivered.connectors.log import CONNECTOR
-from delivered.connectors.log.journal import LogJournal
+from delivered.connectors.log.produce import LogJournal
 from delivered.contract.queue import Entered
 from delivered.model.outcome import Ok
 

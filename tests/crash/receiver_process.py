@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from delivered.connectors.log.journal import LogJournal
+from delivered.connectors.log.produce import LogJournal
 from delivered.contract.queue import MessageBatch, Receiver
 from delivered.crash import install_from_environment
 from delivered.model.outcome import Ok, Outcome

@@ -12,7 +12,7 @@ from tests.crash.sim import Crash, points
 
 from delivered.connectors.memory.sink import MemorySink
 from delivered.engine.sinks import Sinks
-from delivered.kits.table.bad_rows import unwritable
+from delivered.kits.table.target import unwritable
 from delivered.model.capability import Commit
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.amqp import Encoded, nested, table, text
 
-from delivered.connectors.rabbitmq.properties import UNREADABLE, Properties, headers
+from delivered.connectors.rabbitmq.client import UNREADABLE, Properties, headers
 from delivered.source import header_name, id_bytes, id_text
 
 short = st.binary(max_size=255)

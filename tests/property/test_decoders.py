@@ -21,18 +21,16 @@ from kafka.record.util import calc_crc32c
 from delivered.clients.kafka.errors import NoAnswer
 from delivered.connectors.kafka import topics
 from delivered.connectors.outbox import CONNECTOR as OUTBOX
-from delivered.connectors.outbox.changes import Changes
+from delivered.connectors.outbox.changes import ADDED, Changes, Layout
 from delivered.connectors.outbox.events import Events, Reader
-from delivered.connectors.outbox.layout import ADDED, Layout
 from delivered.connectors.outbox.pgoutput import Begin, Change, Op, Relation
 from delivered.connectors.outbox.pgoutput import Decoder as Pgoutput
 from delivered.connectors.pulsar.client import Registered as OfPulsar
 from delivered.connectors.pulsar.columns import Values
 from delivered.connectors.pulsar.positions import fields
-from delivered.connectors.rabbitmq.client import _connection_class
-from delivered.connectors.rabbitmq.properties import headers as of_message
-from delivered.connectors.rabbitmq.properties import stream_offset
-from delivered.connectors.rocketmq.topic import stored
+from delivered.connectors.rabbitmq.client import _connection_class, stream_offset
+from delivered.connectors.rabbitmq.client import headers as of_message
+from delivered.connectors.rocketmq.remoting import stored
 from delivered.kits.schemas import Format
 from delivered.kits.schemas.registry import Registered
 from delivered.kits.schemas.schema import Decoder

@@ -15,7 +15,7 @@ from delivered.connectors.iceberg.store import Names as IcebergNames
 from delivered.connectors.kafka import topics as kafka
 from delivered.connectors.kafka.options import SinkOptions
 from delivered.connectors.kafka.topics import Keys
-from delivered.connectors.mysql import committer as mysql
+from delivered.connectors.mysql import store as mysql
 from delivered.connectors.postgres import committer as postgres
 from delivered.connectors.rocketmq.publish import producer_group
 from delivered.kits.options import queue_sink_name

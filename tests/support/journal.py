@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from delivered.connectors.log import produce
-from delivered.connectors.log.journal import LogJournal
+from delivered.connectors.log.produce import LogJournal
 from delivered.contract.queue import MessageBatch
 
 

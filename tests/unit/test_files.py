@@ -13,7 +13,7 @@ import pyarrow.dataset as ds
 import pytest
 from tests.support.scans import scanned
 
-from delivered.connectors.files import CONNECTOR, Places, options, store
+from delivered.connectors.files import CONNECTOR, FilesOptions, Places, store
 from delivered.connectors.files.sink import FilesSink
 from delivered.connectors.files.store import FilesCommitter
 from delivered.engine.context import open_ledger

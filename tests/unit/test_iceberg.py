@@ -18,7 +18,7 @@ from tests.support.iceberg import NAME, before_commit, others, seen, sink_at, st
 from tests.support.scans import scanned_table
 from tests.support.tables import EVERY_TYPE, EXACT, ROWS, SCOPE, claimed, decision, staged, total
 
-from delivered.connectors.iceberg import CONNECTOR, client, options
+from delivered.connectors.iceberg import CONNECTOR, IcebergOptions, client
 from delivered.connectors.iceberg.sink import IcebergSink
 from delivered.connectors.iceberg.store import IcebergCommitter, Names, Records, ledger_key
 from delivered.engine.context import open_ledger
@@ -162,8 +162,8 @@ def test_what_is_named_wrong_is_refused_before_the_start(tmp_path: Path) -> None
     with pytest.raises(UsageError, match="PASSWORD_IN_URL") as caught:
         IcebergOptions.parse({"table": "a.b", "catalog.uri": "http://u:hunter2@somewhere"})
     assert "hunter2" not in str(caught.value)
-    made = IcebergOptions.parse({"table": "a.b", "catalog.uri": "http://h", "catalog.credential": "hunter2"})
-    assert "hunter2" not in repr(made)
+    options = IcebergOptions.parse({"table": "a.b", "catalog.uri": "http://h", "catalog.credential": "hunter2"})
+    assert "hunter2" not in repr(options)
 
 
 def test_a_catalog_that_does_not_answer_is_told(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from tests.support.journal import messages, open_log, race
 
 from delivered.connectors.log import CONNECTOR, append, produce
-from delivered.connectors.log import journal as journals
 from delivered.connectors.log.table import write_progress
 from delivered.contract.queue import Entered
 from delivered.model.outcome import Failed, Ok, Unknown
@@ -45,10 +44,10 @@ def test_a_message_enters_once(log: Path) -> None:
 
 def test_messages_with_nothing_but_an_id_are_written_as_any_others(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = replace(messages("a", "ü", "c" * 300), headers=[(), [], ()])
-    alone = journals.build_rows(replace(plain, times_us=[1, 2, 3]))
-    monkeypatch.setattr(journals, "_ids_alone", None)  # not used for mixed ones
-    mixed = journals.build_rows(replace(plain, headers=[(), [("h", None)], ()], times_us=[1, 2, 3]))
-    without = journals.build_rows(replace(plain, ids=["a", None, "c" * 300], times_us=[1, 2, 3]))
+    alone = produce.build_rows(replace(plain, times_us=[1, 2, 3]))
+    monkeypatch.setattr(produce, "_ids_alone", None)  # not used for mixed ones
+    mixed = produce.build_rows(replace(plain, headers=[(), [("h", None)], ()], times_us=[1, 2, 3]))
+    without = produce.build_rows(replace(plain, ids=["a", None, "c" * 300], times_us=[1, 2, 3]))
     assert alone.schema == mixed.schema == without.schema
     headers = alone.column("headers").to_pylist()
     assert headers == [[{"key": "delivered.id", "value": i.encode()}] for i in plain.ids if i is not None]
@@ -105,7 +104,7 @@ def test_ids_are_known_for_a_time_however_many_came_since(log: Path, monkeypatch
     write_progress(str(log), {}, "orders", {0: 13})
     kept = open_log(log, readers=("orders",), **options)
     assert kept.maintain(exact=True) == 6, "those of a0, a1 and a2, which are older now"
-    monkeypatch.setattr(journals, "LOG_FILES_MAX", 1)
+    monkeypatch.setattr(produce, "LOG_FILES_MAX", 1)
     kept.maintain()
     assert kept.size().files == 1
     for reader in (journal, kept, open_log(log, **options)):
@@ -124,7 +123,7 @@ def test_partitions_by_key_survive_a_restart(log: Path) -> None:
 
 def steal(log: Path, *ids: str) -> None:
     """Append as a receiver on another machine, which shares no lock with this one."""
-    produce.append(str(log), pa.table(pa.Table.from_batches([journals.build_rows(messages(*ids))])))
+    produce.append(str(log), pa.table(pa.Table.from_batches([produce.build_rows(messages(*ids))])))
 
 
 def test_two_processes_that_append_one_message_leave_it_once(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,9 +177,9 @@ def test_an_error_of_the_storage_is_looked_at(log: Path, monkeypatch: pytest.Mon
             commit(*arguments)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(journals.produce, "commit", fails)
+    monkeypatch.setattr(produce, "commit", fails)
     outcome = journal.append(messages("a"))
-    monkeypatch.setattr(journals.produce, "commit", commit)
+    monkeypatch.setattr(produce, "commit", commit)
     assert isinstance(outcome, Unknown if landed else Failed)
     assert open_log(log).append(messages("a")) == Ok(Entered(0, 1) if landed else Entered(1, 0))
     assert values(log) == [b"value of a"]
@@ -218,7 +217,7 @@ def test_upkeep_keeps_what_is_young(log: Path) -> None:
 
 
 def test_upkeep_puts_files_together_and_loses_nothing(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journals, "LOG_FILES_MAX", 5)
+    monkeypatch.setattr(produce, "LOG_FILES_MAX", 5)
     journal, other = open_log(log), open_log(log)
     for n in range(8):
         (journal if n % 2 else other).append(messages(f"m{n}"))
@@ -246,8 +245,8 @@ def test_an_id_is_the_one_that_its_sender_set_whatever_its_headers_say(
     given_: list[tuple[str | None, list[tuple[str, bytes | None]]]],
 ) -> None:
     batch = replace(messages(*(f"{n}" for n in range(len(given_)))), ids=[i for i, _ in given_])
-    rows = journals.build_rows(replace(batch, headers=[h for _, h in given_]))
-    assert journals.read_ids(rows.column("headers")) == batch.ids
+    rows = produce.build_rows(replace(batch, headers=[h for _, h in given_]))
+    assert produce.read_ids(rows.column("headers")) == batch.ids
 
 
 def test_ids_of_any_bytes_are_recognised_after_a_restart(log: Path) -> None:

@@ -54,9 +54,9 @@ def test_a_usual_batch_is_far_below_the_limit_of_a_decision() -> None:
 
 def test_a_window_holds_what_receivers_have_in_flight_many_times() -> None:
     """P22: whatever a dead receiver held comes again after at most a few windows' tenth of others."""
+    from delivered.connectors import rocketmq
     from delivered.connectors.activemq import FRAME_BYTES_MIN, PREFETCH_BYTES, PREFETCH_BYTES_MAX
     from delivered.connectors.rabbitmq import PREFETCH, PREFETCH_MAX
-    from delivered.connectors import rocketmq
 
     assert limits.DEDUP_WINDOW >= 10 * PREFETCH_MAX >= 10 * PREFETCH
     assert 10 * (PREFETCH_BYTES // FRAME_BYTES_MIN) <= limits.DEDUP_WINDOW

@@ -7,8 +7,8 @@ import struct
 import pytest
 
 from delivered.connectors.outbox import CONNECTOR
-from delivered.connectors.outbox.driver import lock_key
 from delivered.connectors.outbox.pgoutput import UNCHANGED, Begin, Change, Decoder, Op
+from delivered.connectors.outbox.source import lock_key
 from delivered.model.errors import InvariantBroken, UsageError
 
 RELATION = (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from delivered import receiver as loops
-from delivered.connectors.log.journal import build_rows
+from delivered.connectors.log.produce import build_rows
 from delivered.contract.queue import Entered, JournalSize, MessageBatch
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 import delivered
 from delivered.connectors.rocketmq import RocketmqOptions, RocketmqSinkOptions
 from delivered.connectors.rocketmq.client import library
-from delivered.connectors.rocketmq.committer import EndJournal, State
 from delivered.connectors.rocketmq.publish import (
     BATCH_BYTES_MAX,
     BATCH_MAX,
@@ -30,8 +29,8 @@ from delivered.connectors.rocketmq.publish import (
     unpacked,
 )
 from delivered.connectors.rocketmq.queue import content, forgetful, renewed
-from delivered.connectors.rocketmq.sink import RocketmqWriter
-from delivered.connectors.rocketmq.topic import joined, parsed
+from delivered.connectors.rocketmq.remoting import joined, parsed
+from delivered.connectors.rocketmq.sink import EndJournal, RocketmqWriter, State
 from delivered.model.errors import BadRecord, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work

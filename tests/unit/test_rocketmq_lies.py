@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from delivered.connectors.rocketmq import RocketmqSinkOptions
-from delivered.connectors.rocketmq.remoting import ROUTE, Answer, Cluster, Peer
-from delivered.connectors.rocketmq.topic import stored
+from delivered.connectors.rocketmq.remoting import ROUTE, Answer, Cluster, Peer, stored
 from delivered.model.errors import Unreachable
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from pyarrow import fs
 
-from delivered.kits.table.durable import put, put_first, sync
+from delivered.kits.table.store import put, put_first, sync
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.identity import SOURCE
 from delivered.model.limits import OFFSETS_BYTES_MAX

@@ -87,7 +87,7 @@ def find_source(system: str, options: Mapping[str, str]) -> Source:
     formats = _formats(found.source_options, options)
     if formats is None:
         return source
-    from delivered.kits.schemas.source import FormattedSource
+    from delivered.kits.schemas.formatted import FormattedSource
 
     return FormattedSource(f"{PREFIX}{found.name} source", source, formats)
 
@@ -125,7 +125,7 @@ def find_sink(system: str, options: Mapping[str, str]) -> Sink:
     formats = _formats(found.sink_options, options)
     if formats is None:
         return sink
-    from delivered.kits.schemas.sink import FormattedSink
+    from delivered.kits.schemas.formatted import FormattedSink
 
     return FormattedSink(f"{PREFIX}{found.name} sink", sink, formats)
 

@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.delta import DeltaOptions
-from delivered.kits.table import durable, target
+from delivered.kits.table import store, target
 from delivered.kits.table import store as storage
-from delivered.kits.table.durable import sync_checkpoint
+from delivered.kits.table.store import sync_checkpoint
 from delivered.model.errors import DeliveredError, MissingExtra
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.work import Handle
@@ -126,7 +126,7 @@ class _Bytes:
 def sync_versions(options: DeltaOptions, first: int, last: int) -> None:
     """Make the commits first..last of a local table durable."""
     if options.local:
-        durable.sync_versions(Path(options.path), first, last)
+        store.sync_versions(Path(options.path), first, last)
 
 
 # One commit to a table's log, and its outcome.

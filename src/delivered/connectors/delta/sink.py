@@ -1,18 +1,49 @@
-"""The sink `delivered_delta`."""
+"""The sink `delivered_delta`; Parquet files in the table's folder, committed later (exactly_once) or at once.
+A file's statistics, made from its footer, stand in the table's log, so that readers can skip it. Bounds are exact or
+wider, never narrower, and exist for all columns or none: if only some columns have bounds, deltalake 1.6.6 skips rows
+of the file when it filters by others. There are none if a column could mislead: floating point with NaN (which no bound
+covers), decimals beyond 15 digits (readers convert them to floating point).
+"""
 
 from __future__ import annotations
 
+import datetime as dt
+import decimal
+import json
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pyarrow as pa
 
 from delivered.connectors.delta import DeltaOptions
-from delivered.connectors.delta.target import TYPES, unstorable_parts
+from delivered.connectors.delta.client import (
+    DataFile,
+    StagedFiles,
+    Store,
+    TableChange,
+    commit,
+    explained,
+    open_table,
+    require_table,
+)
+from delivered.connectors.delta.target import TYPES, Part, part_folder, required, same_columns, text, unstorable_parts
+from delivered.contract.sink import Writer
 from delivered.kits.sink import Parts
-from delivered.kits.table.sink import FileTableSink
+from delivered.kits.sql.merge import check_rows
+from delivered.kits.table import shard, target
+from delivered.kits.table import store as storage
+from delivered.kits.table.shard import PartFiles, shard_writer, split
+from delivered.kits.table.target import FileTableSink, Nowhere, but_missing, nobody, unwritable
 from delivered.model.capability import Commit, SinkCapability
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.model.ranges import first_of
+from delivered.model.outcome import Outcome
+from delivered.model.ranges import check, first_of, fitted
 
 
 @dataclass(frozen=True)
@@ -24,8 +55,8 @@ class DeltaSink(FileTableSink):
         __package__,
         check="target:check",
         ready="target:ready",
-        writer="writer:writer",
-        trial="writer:DeltaTrial",
+        writer="sink:writer",
+        trial="sink:DeltaTrial",
         scan="target:DeltaScan",
         store="store:DeltaStore",
         committer="store:DeltaCommitter",
@@ -61,3 +92,222 @@ class DeltaSink(FileTableSink):
                 "each batch adds a version of the table and a file per shard: run OPTIMIZE regularly",
             ),
         )
+
+
+def writer(options: DeltaOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
+    exactly_once = guarantee is Guarantee.EXACTLY_ONCE
+    return shard_writer(work, guarantee, DeltaFiles(options, work, schema, not exactly_once, Required(options)))
+
+
+class DeltaFiles:
+    """See `delivered.kits.table.shard.ShardFiles`. Adding a file to the log twice has no effect.
+
+    Args:
+        requires: checks nulls within the columns of rows.
+        into: what keeps the files; default: the table's folder.
+    """
+
+    def __init__(
+        self,
+        options: DeltaOptions,
+        work: Work,
+        schema: pa.Schema,
+        direct: bool,
+        requires: Required | None = None,
+        into: Callable[[], storage.Store] | None = None,
+    ) -> None:
+        self._options = options
+        self._requires = requires
+        self._schema = TYPES.canonical_schema(schema)
+        # An upsert's rows are staged unchanged: the driver writes the table's files.
+        partitions = () if options.write.upserts else options.partition_by or ()
+        self._partitions = [name for name in partitions if name in self._schema.names]
+        self._stored = pa.schema([f for f in self._schema if f.name not in self._partitions])
+        self._place = shard.new_place(work, direct)
+        self._files: PartFiles[Part] = PartFiles(
+            into or partial(Store, options), self._place, self._stored, {"compression": options.compression},
+            part_folder,
+        )  # fmt: skip
+        self._done: list[DataFile] = []
+        self._table: Any = None
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        TYPES.check_values(batch)
+        check(TYPES.system, batch, unstorable_parts(self._options.partition_by or (), batch))
+        batch = fitted(batch, self._schema)
+        check_rows(self._options.write, batch)
+        if self._requires is not None:
+            self._requires.check(batch)
+        with but_missing(explained(self._options)):
+            if not self._partitions:
+                self._files.write((), batch)
+                return
+            for values, rows in split(batch.select(self._partitions), batch.select(self._stored.names)):
+                part = tuple((n, text(v)) for n, v in zip(self._partitions, values, strict=True))
+                self._files.write(part, rows)
+
+    def finish(self) -> int:
+        now = time.time_ns() // 1_000_000
+        with but_missing(explained(self._options)):
+            self._done = [
+                DataFile(f.name, f.size, f.rows, dict(f.part), file_statistics(f.footer, f.not_a_number), now)
+                for f in self._files.finish()
+            ]
+        return sum(f.rows for f in self._done)
+
+    @property
+    def done(self) -> list[DataFile]:
+        """After `finish`."""
+        return self._done
+
+    @property
+    def stem(self) -> str:
+        """Common stem of its file names."""
+        return self._place.stem
+
+    def handle(self) -> StagedFiles | None:
+        return StagedFiles(tuple(self._done)) if self._done else None
+
+    def check(self) -> None:
+        self._table = require_table(self._options)
+        same_columns(self._options, self._table, self._schema)
+        required(self._options, self._table, self._done)
+
+    def commit(self) -> Outcome[None]:
+        return commit(self._options, self._table, TableChange(adds=self._done))
+
+    def discard(self) -> None:
+        self._files.discard()
+
+
+class Required:
+    """Reads the table when rows have the first null that it may refuse."""
+
+    def __init__(self, options: DeltaOptions) -> None:
+        self._options = options
+        self._table: pa.Schema | None = None
+
+    def check(self, batch: pa.RecordBatch) -> None:
+        """Raises BadRecord for a null within a column. Nulls of columns themselves are found by the files' statistics
+        when they are committed, which reads the table anyway."""
+        if target.has_nested_nulls(batch):
+            target.check(self._options.where, batch, self._within(batch, [f.with_nullable(True) for f in self._schema]))
+
+    def reasons(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """For each row, why the table refuses a null of it."""
+        if not any(c.null_count for c in batch.columns) and not target.has_nested_nulls(batch):
+            return None
+        return self._within(batch, list(self._schema))
+
+    @property
+    def _schema(self) -> pa.Schema:
+        if self._table is None:
+            table = open_table(self._options)  # none yet: the commit says so
+            self._table = pa.schema([] if table is None else table.schema().to_arrow())
+        return self._table
+
+    def _within(self, batch: pa.RecordBatch, fields: Sequence[pa.Field]) -> pa.Array | None:
+        return target.unfilled(self._options.write, pa.schema(fields), batch)
+
+
+COLUMNS_MAX = 32
+"""Columns with bounds, Delta's default for `delta.dataSkippingNumIndexedCols`."""
+
+TEXT_MAX = 32
+
+STATISTICS_BYTES_MAX = 4_000
+"""Maximum size of a file's statistics, which are part of the size-limited decision."""
+
+_HIGHEST = "\U0010ffff"
+
+
+def file_statistics(metadata: Any, not_a_number: Collection[str]) -> str:
+    """The statistics of a Parquet file from its footer, as Delta's JSON.
+
+    Args:
+        not_a_number: columns that contain NaN.
+    """
+    bounds: dict[str, tuple[Any, Any]] = {}
+    nulls: dict[str, int] = {}
+    complete = metadata.num_columns <= COLUMNS_MAX and not not_a_number
+    for index in range(metadata.num_columns):
+        column = metadata.schema.column(index)
+        if "." in column.path or column.max_repetition_level:
+            continue
+        groups = [metadata.row_group(i).column(index).statistics for i in range(metadata.num_row_groups)]
+        if any(s is None or not s.has_null_count for s in groups):
+            complete = False
+            continue
+        nulls[column.path] = sum(s.null_count for s in groups)
+        filled = [s for s in groups if s.num_values]
+        if column.physical_type == "BYTE_ARRAY" and column.logical_type.type != "STRING":
+            continue  # binary has no bounds in Delta
+        if filled:
+            found = _column_bounds(filled)
+            complete = complete and found is not None
+            if found is not None:
+                bounds[column.path] = found
+    statistics: dict[str, Any] = {"numRecords": metadata.num_rows, "nullCount": nulls}
+    if complete and bounds:
+        statistics |= {"minValues": {k: low for k, (low, _) in bounds.items()}}
+        statistics |= {"maxValues": {k: high for k, (_, high) in bounds.items()}}
+    text = json.dumps(statistics, separators=(",", ":"), ensure_ascii=False)
+    while len(text.encode()) > STATISTICS_BYTES_MAX and len(statistics) > 1:
+        statistics.popitem()
+        statistics.pop("minValues", None)
+        text = json.dumps(statistics, separators=(",", ":"), ensure_ascii=False)
+    return text
+
+
+def _column_bounds(groups: Sequence[Any]) -> tuple[Any, Any] | None:
+    """Of a column, from its statistics in all row groups that have values."""
+    if not all(s.has_min_max for s in groups):
+        return None
+    try:
+        return _bounds(min(s.min for s in groups), max(s.max for s in groups))
+    except OverflowError:  # a date or time outside Python's years
+        return None
+
+
+def _bounds(low: Any, high: Any) -> tuple[Any, Any] | None:
+    if isinstance(low, bool | int):
+        return low, high
+    if isinstance(low, float):
+        return (low, high) if math.isfinite(low) and math.isfinite(high) else None
+    if isinstance(low, str):
+        return low[:TEXT_MAX], high if len(high) <= TEXT_MAX else high[:TEXT_MAX] + _HIGHEST
+    if isinstance(low, dt.datetime):
+        if high.year >= 9999:
+            return None
+        return _milliseconds(low), _milliseconds(high + dt.timedelta(microseconds=-high.microsecond % 1000))
+    if isinstance(low, dt.date):
+        return low.isoformat(), high.isoformat()
+    if isinstance(low, decimal.Decimal) and max(len(d.as_tuple().digits) for d in (low, high)) <= 15:
+        return float(low), float(high)
+    return None
+
+
+def _milliseconds(value: dt.datetime) -> str:
+    """Truncated to milliseconds, as the client writes them; in UTC if zoned."""
+    plain = value.replace(tzinfo=None) if value.tzinfo is None else value.astimezone(dt.UTC).replace(tzinfo=None)
+    return plain.isoformat(" " if value.tzinfo is None else "T", "milliseconds") + ("" if value.tzinfo is None else "Z")
+
+
+class DeltaTrial:
+    """See `delivered.kits.table.target.Trial`."""
+
+    def __init__(self, options: DeltaOptions, schema: pa.Schema) -> None:
+        self._options = options
+        self._schema = TYPES.canonical_schema(schema)
+        self._required = Required(options)
+
+    def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
+        return unwritable(batch, self._write, self._required.reasons(fitted(batch, self._schema)))
+
+    def _write(self, rows: pa.RecordBatch) -> None:
+        files = DeltaFiles(self._options.appending, nobody(), self._schema, direct=False, into=Nowhere)
+        try:
+            files.write(rows)
+            files.finish()
+        finally:
+            files.discard()

@@ -29,12 +29,12 @@ from delivered.connectors.delta.client import (
     sync_versions,
     tidy,
 )
+from delivered.connectors.delta.sink import DeltaFiles
 from delivered.connectors.delta.target import TYPES, active_files, filled, required, same_columns, table_schema, text
-from delivered.connectors.delta.writer import DeltaFiles
 from delivered.kits.sql.merge import stored as kept
 from delivered.kits.table import shard
-from delivered.kits.table.committer import StagedFilesCommitter
 from delivered.kits.table.merge import BATCH_ROWS, Effect, one_of_each, staged_rows, upsert
+from delivered.kits.table.shard import StagedFilesCommitter
 from delivered.kits.table.store import ArchiveFiles
 from delivered.ledger import Change, Head, by_time, outdated, state_of
 from delivered.model.errors import DeliveredError, InvariantBroken

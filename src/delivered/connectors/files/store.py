@@ -26,9 +26,8 @@ from delivered.connectors.files import (
     take_away,
 )
 from delivered.kits.table import shard
-from delivered.kits.table.committer import StagedFilesCommitter, unlink_others
-from delivered.kits.table.durable import make_folder, put, sync, write_new
-from delivered.kits.table.store import ArchiveFiles, Store
+from delivered.kits.table.shard import StagedFilesCommitter, unlink_others
+from delivered.kits.table.store import ArchiveFiles, Store, make_folder, put, sync, write_new
 from delivered.ledger import Change, Head, by_time, outdated, state_of
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first

@@ -33,8 +33,7 @@ from pyiceberg.table.update import AssertRefSnapshotId
 
 from delivered.connectors.iceberg import IcebergOptions
 from delivered.kits.table import target
-from delivered.kits.table.durable import make_folder, sync
-from delivered.kits.table.store import Store
+from delivered.kits.table.store import Store, make_folder, sync
 from delivered.model.answers import UnexpectedAnswer
 from delivered.model.errors import DeliveredError, MissingExtra
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown

@@ -8,9 +8,9 @@ import pyarrow as pa
 
 from delivered.connectors.iceberg import IcebergOptions
 from delivered.connectors.iceberg.client import need
-from delivered.connectors.iceberg.types import TYPES, unstorable_parts
+from delivered.connectors.iceberg.target import TYPES, unstorable_parts
 from delivered.kits.sink import Parts
-from delivered.kits.table.sink import FileTableSink
+from delivered.kits.table.target import FileTableSink
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
 from delivered.model.ranges import first_of
@@ -31,7 +31,7 @@ class IcebergSink(FileTableSink):
         ready="target:ready",
         writer="writer:writer",
         trial="writer:IcebergTrial",
-        scan="merge:IcebergScan",
+        scan="store:IcebergScan",
         store="store:IcebergStore",
         committer="store:IcebergCommitter",
     )

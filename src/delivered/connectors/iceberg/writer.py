@@ -31,15 +31,21 @@ from pyiceberg.typedef import Record
 
 from delivered.connectors.iceberg import IcebergOptions
 from delivered.connectors.iceberg.client import TableChange, commit, data_path, require_table, store, writing
-from delivered.connectors.iceberg.target import check_features, compare, same_columns
-from delivered.connectors.iceberg.types import TYPES, partition_parts, to_arrow, unstorable_parts
+from delivered.connectors.iceberg.target import (
+    TYPES,
+    check_features,
+    compare,
+    partition_parts,
+    same_columns,
+    to_arrow,
+    unstorable_parts,
+)
 from delivered.contract.sink import Writer
 from delivered.kits.sql.merge import check_rows, stored
-from delivered.kits.table import bad_rows, shard
-from delivered.kits.table.bad_rows import Nowhere, nobody, unwritable
+from delivered.kits.table import shard, target
 from delivered.kits.table.shard import PartFiles, Written, shard_writer, split
 from delivered.kits.table.store import Store
-from delivered.kits.table.target import but_missing
+from delivered.kits.table.target import Nowhere, but_missing, nobody, unwritable
 from delivered.model.capability import WriteMode
 from delivered.model.errors import InvariantBroken
 from delivered.model.guarantee import Guarantee
@@ -83,7 +89,7 @@ class IcebergFiles:
             check(TYPES.system, batch, unstorable_parts(partition_parts(self._table), batch))
             plain = fitted(batch, self._schema)
             if self._requires:
-                bad_rows.check(self._options.where, plain, unfilled(self._options.write, self._table, plain))
+                target.check(self._options.where, plain, unfilled(self._options.write, self._table, plain))
             for part, rows in parts(self._table, plain, fitted(plain, stored)):
                 files.write(part, rows)
 
@@ -173,10 +179,10 @@ class IcebergFiles:
 
 
 def unfilled(mode: WriteMode, table: Any, batch: pa.RecordBatch) -> pa.Array | None:
-    """See `delivered.kits.table.bad_rows.unfilled`."""
+    """See `delivered.kits.table.target.unfilled`."""
     from pyiceberg.io.pyarrow import schema_to_pyarrow
 
-    return bad_rows.unfilled(mode, schema_to_pyarrow(table.schema()), batch)
+    return target.unfilled(mode, schema_to_pyarrow(table.schema()), batch)
 
 
 # Splits rows by a table's partitions; reports a task's data files to the driver in an Iceberg manifest next to them.
@@ -362,7 +368,7 @@ class StagedRows:
         check_rows(self._options.write, batch)
         with writing(self._options):
             files = self._open_files()
-            bad_rows.check(self._options.where, batch, unfilled(self._options.write, self._table, batch))
+            target.check(self._options.where, batch, unfilled(self._options.write, self._table, batch))
             check(TYPES.system, batch, unstorable_parts(partition_parts(self._table), batch))
             files.write((), batch)
 
@@ -397,7 +403,7 @@ class StagedRows:
 
 
 class IcebergTrial:
-    """See `delivered.kits.table.bad_rows.Trial`."""
+    """See `delivered.kits.table.target.Trial`."""
 
     def __init__(self, options: IcebergOptions, schema: pa.Schema) -> None:
         self._options = options

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.contract.queue import ReceiverReport
-from delivered.kits.table import durable
+from delivered.kits.table import store
 from delivered.model.errors import InvariantBroken, MissingExtra, Unreachable, UsageError
 from delivered.model.work import LOG_PROPERTY, check_format, with_format, without_format
 from delivered.source import HEADERS, TIMESTAMP
@@ -207,7 +207,7 @@ def sync_versions(path: str, first: int, last: int) -> None:
     if is_local(path):
         # A reader without the permission to sync the folder may still read.
         with contextlib.suppress(PermissionError):
-            durable.sync_versions(Path(path), first, last)
+            store.sync_versions(Path(path), first, last)
 
 
 def jitter_s(attempt: int) -> float:

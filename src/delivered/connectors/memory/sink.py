@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.memory.options import MemorySinkOptions
+from delivered.connectors.memory import MemorySinkOptions
 from delivered.connectors.memory.world import ROWS, Opened, Participant, State, World, world
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Sink, Writer

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from delivered.connectors.mysql import MysqlOptions
-from delivered.kits.mysql.server import DENIED, LOGIN, LOST, address
+from delivered.kits.mysql import DENIED, LOGIN, LOST, address
 from delivered.kits.sql.database import is_newest, quoted
 from delivered.kits.sql.table import no_right_to_alter
 from delivered.kits.sql.transactions import new_nonce

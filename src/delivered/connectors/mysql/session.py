@@ -16,8 +16,8 @@ import pymysql
 from pymysql.constants import CLIENT, COMMAND, CR, SERVER_STATUS
 from pymysql.protocol import OKPacketWrapper
 
+from delivered.kits.mysql import Tls
 from delivered.kits.mysql.connection import Connection
-from delivered.kits.mysql.server import Tls
 from delivered.kits.sql.database import Peer, watched
 from delivered.model.errors import InvariantBroken
 from delivered.model.limits import REQUEST_TIMEOUT_S

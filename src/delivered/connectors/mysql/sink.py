@@ -1,13 +1,37 @@
-"""The sink `delivered_mysql`."""
+"""The sink `delivered_mysql`: whether server, table and user support the guarantee, and a scan of all rows.
+
+The checks change only the ledger's own tables. The server writes each row of a scan as one line of CSV.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from delivered.connectors.mysql import MysqlOptions
+import pyarrow as pa
+
+from delivered.connectors.mysql import MysqlOptions, client, store, target
+from delivered.connectors.mysql.client import ledger_version, migrate, read_only
+from delivered.connectors.mysql.store import MysqlDatabase
 from delivered.connectors.mysql.target import TYPES
+from delivered.contract.finding import Finding
+from delivered.contract.source import Offsets, Slice
+from delivered.kits.mysql import DENIED
 from delivered.kits.sink import Parts
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.merge import findings, no_unique_index
+from delivered.kits.sql.options import Mechanism
 from delivered.kits.sql.sink import ServerSink, ServerTerms
+from delivered.kits.sql.table import TableScan, missing_at_server, never_written, permission, steps, text_of
+from delivered.kits.sql.text import read_csv
+from delivered.kits.sql.transactions import age_of, check_deletions
+from delivered.model.errors import InvariantBroken, UsageError
+from delivered.model.guarantee import Guarantee
+from delivered.model.limits import OPEN_TRANSACTION_OLD_S
+
+if TYPE_CHECKING:
+    from delivered.connectors.mysql.session import Session
 
 
 @dataclass(frozen=True)
@@ -17,12 +41,12 @@ class MysqlSink(ServerSink):
     types = TYPES
     parts = Parts(
         __package__,
-        look="preflight:look",
+        look="sink:look",
         add_columns="target:add_columns",
         writer="writer:LoadWriter",
-        scan="read:MysqlScan",
+        scan="sink:MysqlScan",
         store="store:build_store",
-        committer="committer:build_committer",
+        committer="store:build_committer",
         database="store:MysqlDatabase",
         refused_rows="writer:refused_rows",
     )
@@ -38,3 +62,224 @@ class MysqlSink(ServerSink):
             "triggers of the table only write to InnoDB tables",
         ),
     )
+
+
+def look(session: Session, options: MysqlOptions, guarantee: Guarantee) -> Iterator[Finding]:
+    settings = _settings(session)
+    if settings.get("super_read_only") == "ON" or settings.get("tx_read_only") == "ON":
+        raise read_only(options)
+    yield from _durable(settings, options, guarantee)
+    if guarantee is not Guarantee.AT_MOST_ONCE:
+        yield from _replicas(session, options)
+    if settings.get("log_bin") == "ON" and settings.get("binlog_format") == "STATEMENT":
+        yield Finding.build("BINLOG_STATEMENT.START", refuses=True, place=options.place)
+    if guarantee is Guarantee.EXACTLY_ONCE and options.mechanism is Mechanism.TWO_PHASE:
+        store.check_allowed(session, options)
+        yield from _prepared(session, options)
+        yield from check_deletions(options)
+    migrate(session, options.ledger_schema)
+    yield from _table(session, options)
+
+
+def _settings(session: Session) -> dict[str, str]:
+    names = (
+        *("binlog_format", "innodb_flush_log_at_trx_commit", "log_bin", "super_read_only"),
+        *("sync_binlog", "transaction_read_only", "tx_read_only"),
+    )
+    wanted = ", ".join(f"'{n}'" for n in names)
+    found = dict(session.execute(f"SHOW VARIABLES WHERE Variable_name IN ({wanted})").fetchall())
+    if "transaction_read_only" in found:  # its new name
+        found["tx_read_only"] = found["transaction_read_only"]
+    return {str(k): str(v) for k, v in found.items()}
+
+
+def _durable(settings: dict[str, str], options: MysqlOptions, guarantee: Guarantee) -> Iterator[Finding]:
+    """Whether committed transactions survive a crash of the server's machine."""
+    if guarantee is Guarantee.AT_MOST_ONCE:
+        return
+    weak = [
+        f"{name} = {settings[name]}"
+        for name, needed in (("innodb_flush_log_at_trx_commit", True), ("sync_binlog", settings.get("log_bin") == "ON"))
+        if needed and settings.get(name, "1") != "1"
+    ]
+    if weak:
+        yield Finding.build(
+            "COMMIT_NOT_FLUSHED",
+            refuses=False,
+            place=options.place,
+            weak=" and ".join(weak),
+            action="; ".join(f"SET GLOBAL {w.partition(' ')[0]} = 1" for w in weak),
+        )
+
+
+def _replicas(session: Session, options: MysqlOptions) -> Iterator[Finding]:
+    """Whether a fail-over can lose a decision. Replicas are shown only to users with the privilege PROCESS."""
+    row = session.execute("SELECT count(*) FROM information_schema.processlist WHERE command LIKE 'Binlog Dump%'")
+    replicas = int(row.fetchone()[0])
+    names = (f"'Rpl_semi_sync_{role}_{what}'" for role in ("master", "source") for what in ("status", "clients"))
+    found = session.execute(f"SHOW STATUS WHERE Variable_name IN ({', '.join(names)})").fetchall()
+    said = {str(name).rpartition("_")[2]: str(value) for name, value in found}
+    # It is on until the first commit that waits in vain, also if none of the replicas takes part.
+    waits = said.get("status") == "ON" and said.get("clients") != "0"
+    if replicas and not waits:
+        yield Finding.build("STANDBY_ASYNCHRONOUS.MYSQL", refuses=False, place=options.place, replicas=replicas)
+
+
+def _prepared(session: Session, options: MysqlOptions) -> Iterator[Finding]:
+    """Transactions of any pipeline with its ledger on this server: foreign ids do not contain a start time."""
+    oldest_s = max((age_of(ms) for ms in store.all_started_ms(session)), default=0.0)
+    if oldest_s > OPEN_TRANSACTION_OLD_S:
+        yield Finding.build("PREPARED_TRANSACTION_OLD.MYSQL", refuses=False, place=options.place, hours=oldest_s / 3600)
+
+
+def _table(session: Session, options: MysqlOptions) -> Iterator[Finding]:
+    found = target.find(session, options)
+    if found is None:
+        target.check_hidden(session, options)
+        if not options.create:
+            raise missing_at_server(options)
+        base = options.schema or options.database
+        there = "SELECT 1 FROM information_schema.schemata WHERE schema_name = %s"
+        if session.execute(there, [base]).fetchone() is None:
+            yield Finding.build(
+                "SCHEMA_MISSING.DATABASE", refuses=True, base=base, table=options.table_text, place=options.place
+            )
+        return
+    target.check_engine(options, found)
+    write = options.write
+    denied = _denied(session, options, found)
+    if denied:
+        user = session.execute("SELECT current_user()").fetchone()[0]
+        yield permission(options, user, denied, f"{found.base}.{found.name}")
+    elif write.upserts and target.unique_index(session, found, write.keys) is None:
+        raise no_unique_index(write, options.table_text, options.where)
+    else:
+        yield from findings(options, target.read_definition(session, options))
+
+
+def _denied(session: Session, options: MysqlOptions, found: target.Found) -> list[str]:
+    """Privileges on the table that this user lacks: the server checks them on EXPLAIN, too."""
+    columns = target.table_columns(session, found)  # empty if the user has no privilege on the table
+    name, write = found.full, options.write
+    one = quoted(next((n for n, c in columns.items() if not c.computed), "x"))
+    asked = {"INSERT": f"EXPLAIN INSERT INTO {name} ({one}) VALUES (NULL)"}
+    if write.upserts:
+        asked["SELECT"] = f"EXPLAIN SELECT {one} FROM {name} WHERE FALSE"
+    if write.upserts and not write.insert:
+        asked["UPDATE"] = f"EXPLAIN UPDATE {name} SET {one} = NULL WHERE FALSE"
+    if write.delete is not None:
+        asked["DELETE"] = f"EXPLAIN DELETE FROM {name} WHERE FALSE"
+    denied = []
+    for right, statement in asked.items():
+        try:
+            session.execute(statement)
+        except Exception as error:
+            if client.is_lost(error):
+                raise
+            if client.error_number(error) in DENIED:
+                denied.append(right)
+    return denied
+
+
+SLICE_KEYS = 250_000
+"""Minimum range of primary keys per slice."""
+ROWS_AT_ONCE = 1_000
+_ALL = {"start": None, "end": None}
+
+
+@dataclass(frozen=True)
+class MysqlScan(TableScan):
+    """See `delivered.kits.sql.table.TableScan`. Rows must not be changed, added or deleted meanwhile."""
+
+    options: MysqlOptions
+
+    @property
+    def database(self) -> MysqlDatabase:
+        return MysqlDatabase(self.options)
+
+    def _stored_schema(self) -> pa.Schema | None:
+        def question(session: Session) -> pa.Schema | None:
+            found = target.find(session, self.options)
+            if found is None or ledger_version(session, self.options.ledger_schema) == 0:
+                return None
+            return target.stored_schema(session, self.options, found)
+
+        return self.database.ask(question)
+
+    def _never_written(self) -> UsageError:
+        return never_written(self.options.table_text, self.options.where, "url, dbtable and ledgerSchema")
+
+    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
+        """Args: since: {"at": n}: the first value of the primary key. A table without such a key is one slice."""
+        found = self._range()
+        if found is None:
+            return [Slice(_ALL)]
+        key, first, stop = found
+        pieces = steps(int((since or {}).get("at", first)), stop, SLICE_KEYS)
+        return [Slice({"key": key, "start": at, "end": until}) for at, until in pieces]
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        schema = self.schema()
+        columns = ", ',', ".join(f"coalesce({_selected(f)}, '')" for f in schema)
+        statement = rf"SELECT CONVERT(concat({columns}, '\n') USING binary) FROM {text_of(self.options)}"
+        if piece.data["start"] is not None:
+            key = quoted(piece.data["key"])
+            statement += f" WHERE {key} >= {int(piece.data['start'])} AND {key} < {int(piece.data['end'])}"
+        session = self.database.connect("read", writes=False)
+        try:
+            with self.database.explaining():
+                rows = session.stream(statement)
+                yield from read_csv(lambda: _joined(rows.fetchmany(ROWS_AT_ONCE)), schema, "1", "0")
+        finally:
+            self.database.discard(session)
+
+    def _range(self) -> tuple[str, int, int] | None:
+        """The primary key if it is a single integer column, with its minimum, and its maximum plus one."""
+
+        def question(session: Session) -> tuple[str, int, int] | None:
+            found = target.find(session, self.options)
+            if found is None:
+                return None
+            columns = target.table_columns(session, found)
+            rows = session.execute(
+                "SELECT column_name FROM information_schema.statistics "
+                "WHERE table_schema = %s AND table_name = %s AND index_name = 'PRIMARY'",
+                [found.base, found.name],
+            ).fetchall()
+            if len(rows) != 1 or "int" not in columns[rows[0][0]].kind:
+                return None
+            key = rows[0][0]
+            low, high = session.execute(f"SELECT min({quoted(key)}), max({quoted(key)}) FROM {found.full}").fetchone()
+            return None if low is None else (key, int(low), int(high) + 1)
+
+        return self.database.ask(question)
+
+
+def _joined(rows: Sequence[tuple[bytes | None]]) -> bytes:
+    try:
+        return b"".join(row[0] for row in rows)  # type: ignore[misc]
+    except TypeError:
+        raise InvariantBroken("ROW_TOO_LONG") from None
+
+
+def _as_text(name: str) -> str:
+    """Where the server has no number for a date, as for 0000-00-00: parsing it says so, while null would hide it."""
+    return f"CAST({name} AS CHAR)"
+
+
+def _selected(f: pa.Field) -> str:
+    name, t = quoted(f.name), pa.types
+    if t.is_timestamp(f.type):
+        # Microseconds as an integer: exact, and independent of time zones and formats.
+        return f"coalesce(timestampdiff(MICROSECOND, '1970-01-01 00:00:00', {name}), {_as_text(name)})"
+    if t.is_time(f.type):
+        return f"((hour({name}) * 60 + minute({name})) * 60 + second({name})) * 1000000 + microsecond({name})"
+    if t.is_date32(f.type):
+        return f"coalesce(to_days({name}) - 719528, {_as_text(name)})"
+    if t.is_binary(f.type):
+        return f"concat('\"', lower(hex({name})), '\"')"
+    if t.is_floating(f.type):
+        return f"{name} * 1e0"  # a bare float is printed with six digits
+    if t.is_string(f.type):
+        return f"concat('\"', replace(CONVERT({name} USING utf8mb4), '\"', '\"\"'), '\"')"
+    return name

@@ -3,6 +3,16 @@
 Staging tables are in the ledger's database: `s_<check>_<batch>_<shard>_<nonce>`. DDL commits implicitly, so a staging
 table is created before its transaction, and dropped after the one that moved its rows: by `Committer.commit`, or by the
 next start.
+
+Mechanism two_phase: XA transactions at the server. An id has two parts of at most 64 bytes, here joined by a colon:
+`delivered.<check>.<batch>.<shard>` and `<since>.<nonce>.<pipeline>.<sink>`. The check is a hash of pipeline, sink and
+the ledger's database, because a server lists the prepared transactions of all its databases; `since` is the start time
+in milliseconds since 1970, in hexadecimal, which the server does not record; the nonce is new for each attempt, so ids
+are never reused; the names are for display, and truncated.
+
+In MariaDB, error 1397 (XAER_NOTA) means that the transaction has ended, or that the session that prepared it is still
+alive. XA RECOVER distinguishes the two. It runs before the marker is read: a transaction that is not listed has ended,
+and its effect is complete.
 """
 
 from __future__ import annotations
@@ -10,12 +20,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from delivered.connectors.mysql import MysqlOptions
+from delivered.connectors.mysql import MysqlOptions, client, target
 from delivered.connectors.mysql.client import (
     CONSTRAINTS,
     DEADLOCK,
@@ -32,12 +43,22 @@ from delivered.connectors.mysql.client import (
     with_values,
 )
 from delivered.connectors.mysql.target import MysqlMerge, Target, find, read_definition
+from delivered.contract.sink import OpenTransaction
+from delivered.kits.mysql import DENIED
 from delivered.kits.sql.database import CLAIM_WAIT_S, LEDGER_TABLES, Connection, Definition, Dialect, Server, quoted
 from delivered.kits.sql.ledger import SqlLedger
 from delivered.kits.sql.merge import ORDER, ROUND, Merge
-from delivered.kits.sql.transactions import Names, PreparedRows, Staging
-from delivered.model.errors import DeliveredError
-from delivered.model.identity import Scope
+from delivered.kits.sql.transactions import (
+    Names,
+    PreparedRows,
+    ServerCommitter,
+    Shards,
+    Staging,
+    new_nonce,
+    open_transaction,
+)
+from delivered.model.errors import DeliveredError, Refused
+from delivered.model.identity import Scope, Work
 from delivered.model.work import Prepared
 
 if TYPE_CHECKING:
@@ -216,3 +237,170 @@ def list_staging_tables(session: Session, names: Names) -> list[str]:
 def table_nonce(table: str) -> str:
     """Nonce of the session that fills a staging table."""
     return table.rpartition("_")[2]
+
+
+PART_BYTES_MAX = 64
+CLOSES_S, KILLED_S = 1.0, 5.0
+"""How long to wait for the preparing session to end by itself, and again after killing it."""
+_ID = re.compile(r"(\d+)\.(\d+):([0-9a-f]{11,16})\.([0-9a-f]{16})\.[A-Za-z0-9._-]*")
+
+
+def build_names(scope: Scope, ledger_schema: str) -> Names:
+    """With a longer check than elsewhere, because the names are not part of an id's first half."""
+    return Names(scope, ledger_schema, check_bytes=8)
+
+
+def id_prefix(scope: Scope, ledger_schema: str) -> str:
+    """Prefix of all ids of this pipeline and sink, in any incarnation, and of no others."""
+    return f"delivered.{build_names(scope, ledger_schema).check}."
+
+
+def new_id(work: Work, ledger_schema: str) -> str:
+    """A new, unique id."""
+    first = f"{id_prefix(work.scope, ledger_schema)}{work.batch}.{work.shard}"
+    since = time.time_ns() // 1_000_000
+    second = f"{since:011x}.{new_nonce()}.{work.scope.pipeline}.{work.scope.sink}"
+    return f"{first}:{second[:PART_BYTES_MAX]}"
+
+
+def is_ours(scope: Scope, ledger_schema: str, candidate: str) -> bool:
+    """Whether an id belongs to a shard of this pipeline and sink."""
+    prefix = id_prefix(scope, ledger_schema)
+    return candidate.startswith(prefix) and _ID.fullmatch(candidate[len(prefix) :]) is not None
+
+
+def parse_nonce(gid: str) -> str:
+    return gid.partition(":")[2].split(".")[1]
+
+
+def staging_table(names: Names, gid: str) -> str:
+    """The staging table of an upsert's transaction."""
+    first, _, _ = gid.partition(":")
+    batch, shard = first.split(".")[2:4]
+    return names.staging(Work(names.scope, int(batch), int(shard)), parse_nonce(gid))
+
+
+def xid(gid: str) -> str:
+    """An id in SQL; needs no escaping."""
+    first, _, second = gid.partition(":")
+    return f"'{first}','{second}'"
+
+
+def list_transactions(session: Session, scope: Scope, options: MysqlOptions) -> list[OpenTransaction]:
+    """Every prepared transaction of this pipeline and sink, oldest first. Raises MySQLError."""
+    prefix = id_prefix(scope, options.ledger_schema)
+    found = []
+    for gid in _prepared(session):
+        match = _ID.fullmatch(gid[len(prefix) :]) if gid.startswith(prefix) else None
+        if match is not None:
+            found.append((int(match[3], 16), gid))
+    return [open_transaction(gid, started_ms, options) for started_ms, gid in sorted(found)]
+
+
+def all_started_ms(session: Session) -> list[int]:
+    """Start times of this package's prepared transactions, of any pipeline. Raises MySQLError."""
+    found = (re.fullmatch(rf"delivered\.[0-9a-f]{{16}}\.{_ID.pattern}", gid) for gid in _prepared(session))
+    return [int(match[3], 16) for match in found if match is not None]
+
+
+def end(session: Session, gid: str, commit: bool) -> bool:
+    """Commit or roll back a prepared transaction; kills the session that prepared it if it is still alive.
+
+    Returns:
+        False: no transaction is prepared under this id any more.
+
+    Raises:
+        MySQLError: the server rejected it; 1397: the preparing session could not be killed.
+    """
+    from delivered.connectors.mysql.session import ERRORS
+
+    statement = f"XA {'COMMIT' if commit else 'ROLLBACK'} {xid(gid)}"
+    for wait_s in (CLOSES_S, KILLED_S, 0.0):
+        try:
+            session.execute(statement)
+            return True
+        except ERRORS as error:
+            if client.error_number(error) != client.XA_UNKNOWN:
+                raise
+            if gid not in _prepared(session):
+                return False
+            if not wait_s:
+                raise
+        # Its session is closing, or hangs: a paused task, a lost machine.
+        if not client.session_has_ended(session, parse_nonce(gid), wait_s):
+            client.end_session(session, parse_nonce(gid))
+            # MariaDB 10.11 may acknowledge a commit while the killed session still ends, and then roll back.
+            client.session_has_ended(session, parse_nonce(gid), KILLED_S)
+    raise AssertionError("not reached")
+
+
+def build_committer(options: MysqlOptions, scope: Scope) -> ServerCommitter[Session]:
+    """XA COMMIT and XA ROLLBACK, from any session of the server.
+
+    A staging table is dropped afterwards: the server cannot drop tables inside a transaction. It may acknowledge a
+    commit and lose it: seen with MariaDB 10.11, in 1 of 30 commits right after the session that prepared was killed.
+    """
+    schema, names = options.ledger_schema, build_names(scope, options.ledger_schema)
+    staging = build_staging(options)
+
+    def drop(session: Session, table: str) -> None:
+        """Terminate the session of a hanging task, whose locks on the table would block the drop."""
+        nonce = table_nonce(table)
+        if not client.session_has_ended(session, nonce, 0):
+            client.end_session(session, nonce)
+            client.session_has_ended(session, nonce, KILLED_S)
+        staging.drop(session, table)
+
+    shards = Shards(
+        id_prefix(scope, schema),
+        partial(is_ours, scope, schema),
+        open=lambda session: list_transactions(session, scope, options),
+        end=end,
+        staged=lambda session: list_staging_tables(session, names),
+        drop=drop,
+        identity=lambda session: target.identity(session, options),
+        staging_of=lambda gid: staging_table(names, gid) if options.write.merges else None,
+        tables_remain=True,
+        loses_commits=True,
+    )
+    return ServerCommitter(staging.server, options, scope, shards)
+
+
+def check_allowed(session: Session, options: MysqlOptions) -> None:
+    """
+    Raises:
+        Refused: the user may not list prepared transactions, or the server does not support them.
+        MySQLError: the server rejected it.
+    """
+    from delivered.connectors.mysql.session import ERRORS
+
+    try:
+        session.execute("XA RECOVER")
+    except ERRORS as error:
+        if client.error_number(error) not in DENIED:
+            raise
+        raise Refused("XA_DENIED", place=options.place, error=client.error_message(error)) from None
+    row = session.execute("SHOW VARIABLES LIKE 'wsrep_on'").fetchone()
+    if row is not None and str(row[1]).upper() == "ON":
+        raise Refused("XA_NOT_SUPPORTED", place=options.place)
+
+
+def give_up_earlier(session: Session, work: Work, options: MysqlOptions) -> None:
+    """Roll back transactions that earlier attempts of this shard left prepared: an upsert would wait for their locks.
+
+    If the driver has decided one of them in the meantime, the shard is rewritten.
+    """
+    shard = f"{id_prefix(work.scope, options.ledger_schema)}{work.batch}.{work.shard}:"
+    for transaction in list_transactions(session, work.scope, options):
+        if transaction.transactional_id.startswith(shard):
+            end(session, transaction.transactional_id, commit=False)
+
+
+def _prepared(session: Session) -> list[str]:
+    """Every prepared transaction of the server, with ids in the form above where possible."""
+    found = []
+    for _, first, second, data in session.execute("XA RECOVER").fetchall():
+        raw = data if isinstance(data, bytes) else str(data).encode("utf-8", "surrogateescape")
+        text = raw[:first] + b":" + raw[first : first + second]
+        found.append(text.decode("ascii", "replace"))
+    return found

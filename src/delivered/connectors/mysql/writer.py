@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.mysql import MysqlOptions, client, committer, store, target
+from delivered.connectors.mysql import MysqlOptions, client, store, target
 from delivered.connectors.mysql.client import migrate
 from delivered.connectors.mysql.target import TYPES
 from delivered.kits.sql.database import Definition, give, quoted, take
@@ -350,18 +350,18 @@ class LoadWriter(ShardWriter):
         self._server.migrate(session)
         for rows in self._left:
             if rows.gid:
-                committer.end(session, rows.gid, commit=False)
+                store.end(session, rows.gid, commit=False)
             if rows.staged:
                 self._staging.drop(session, rows.staged)
         if self._prepares:
-            committer.check_allowed(session, self._options)  # fail before the first row, not after the last
+            store.check_allowed(session, self._options)  # fail before the first row, not after the last
             if self._merges:
-                committer.give_up_earlier(session, self._work, self._options)
-            self._gid = committer.new_id(self._work, self._options.ledger_schema)
+                store.give_up_earlier(session, self._work, self._options)
+            self._gid = store.new_id(self._work, self._options.ledger_schema)
         self._target = ready = target.ready(session, self._options, self._schema)
         if self._moved_later or self._merges:
-            names = committer.build_names(self._work.scope, self._options.ledger_schema)
-            nonce = committer.parse_nonce(self._gid) if self._prepares else new_nonce()
+            names = store.build_names(self._work.scope, self._options.ledger_schema)
+            nonce = store.parse_nonce(self._gid) if self._prepares else new_nonce()
             table = names.staging(self._work, nonce)
             client.register_session(session, nonce)
             store.create(session, self._options, table, ready)
@@ -376,8 +376,8 @@ class LoadWriter(ShardWriter):
 
     def _open_xa(self, session: Session) -> None:
         if not session.nonce:
-            client.register_session(session, committer.parse_nonce(self._gid))
-        session.execute(f"XA START {committer.xid(self._gid)}")
+            client.register_session(session, store.parse_nonce(self._gid))
+        session.execute(f"XA START {store.xid(self._gid)}")
 
     def _merge(self, session: Session, found: Definition) -> None:
         """Merge reduced rows into the target, in the task's own transaction."""
@@ -391,8 +391,8 @@ class LoadWriter(ShardWriter):
 
     def _promise(self, session: Session, fingerprint: Fingerprint) -> str:
         mark(session, self._server.dialect, self._work, self._gid, fingerprint)
-        session.execute(f"XA END {committer.xid(self._gid)}")
-        session.execute(f"XA PREPARE {committer.xid(self._gid)}")
+        session.execute(f"XA END {store.xid(self._gid)}")
+        session.execute(f"XA PREPARE {store.xid(self._gid)}")
         return self._gid
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from delivered.contract.connector import Connector, Factory
-from delivered.kits.mysql.server import parse_tls
+from delivered.kits.mysql import parse_tls
 from delivered.kits.options import mysql_in_clear, password_in_url, postgres_in_clear, rows_max_option
 from delivered.model.errors import UsageError
 from delivered.model.options import (

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from delivered.connectors.outbox import OWNER, OutboxOptions
-from delivered.kits.mysql.server import DENIED, LOGIN, LOST, address, tls_of_url
+from delivered.kits.mysql import DENIED, LOGIN, LOST, address, tls_of_url
 from delivered.kits.sql.text import pin_postgres
 from delivered.model import patience
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError

@@ -1,27 +1,46 @@
-"""The sink, for at_least_once and at_most_once; the Python client has no transactions, so the ledger is external."""
+"""The sink, for at_least_once and at_most_once; the Python client has no transactions, so the ledger is external.
+
+Rows become messages, encoded by a schema, and are sent asynchronously, with acknowledgements counted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+import json
+import re
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.pulsar import PulsarSinkOptions, SourceOptions
-from delivered.connectors.pulsar.client import Admin
+from delivered.connectors.pulsar import BYTES_MAX, PulsarSinkOptions, SourceOptions
+from delivered.connectors.pulsar.client import Admin, Registered, explained, pulsar, registers, warm_client
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
-from delivered.connectors.pulsar.writer import check_type
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan
-from delivered.kits.queue import TEXT, MessageSink, SendingWriter, check_names, identified, sends
-from delivered.kits.schemas.values import canonical
+from delivered.kits.queue import ID, TEXT, MessageSink, SendingWriter, check_names, column, identified, sends, text
+from delivered.kits.schemas.avro import JSON, fastavro, shape_of
+from delivered.kits.schemas.values import (
+    BadValue,
+    Unmappable,
+    Unreadable,
+    canonical,
+    differences,
+    in_units_of,
+    is_list,
+    plain,
+)
 from delivered.ledger import Ledgers
 from delivered.model.capability import SinkCapability
-from delivered.model.errors import UsageError
+from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
+from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.source import HEADERS, SourceScan
 
 _COLUMNS = ("key", "value", "headers", "event_time", "message_id")
@@ -45,7 +64,6 @@ class PulsarSink(MessageSink):
         )
 
     def _look(self, guarantee: Guarantee) -> Sequence[Finding]:
-        from delivered.connectors.pulsar.writer import check_connection
 
         options = self.options
         admin = Admin(options)
@@ -73,8 +91,6 @@ class PulsarSink(MessageSink):
     def ready_target(self, schema: pa.Schema) -> None:
         """Register the rows' schema, or check them against the topic's."""
         if self.options.schema is not None:
-            from delivered.connectors.pulsar.writer import register
-
             register(Admin(self.options), self.options, schema.field("value").type)
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -93,7 +109,6 @@ class PulsarSink(MessageSink):
         return pa.RecordBatch.from_arrays(columns, names=["key", "value"])
 
     def _writer(self, work: Work, *, gives_up: bool) -> SendingWriter[Any, Any]:
-        from delivered.connectors.pulsar.writer import PulsarWriter
 
         return PulsarWriter(self.options, work, gives_up)
 
@@ -131,3 +146,501 @@ def _wanted(field: pa.Field) -> str | None:
         case "message_id":
             return None if any(fits(kind) for fits in TEXT) else "text"
     return None if pa.types.is_timestamp(kind) else "timestamp"
+
+
+# Schemas in the sink: the one to write with, and the encoding of rows.
+#
+# A topic's schema is kept if the rows match; missing columns are added to it as nullable fields. A topic without a
+# schema gets one derived from the columns.
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_KINDS: tuple[tuple[pa.DataType, Any], ...] = (
+    (pa.bool_(), "boolean"),
+    *((t, "int") for t in (pa.int8(), pa.int16(), pa.int32())),
+    (pa.int64(), "long"),
+    (pa.float32(), "float"),
+    (pa.float64(), "double"),
+    *((t, "string") for t in (pa.string(), pa.large_string())),
+    *((t, "bytes") for t in (pa.binary(), pa.large_binary())),
+    (pa.date32(), {"type": "int", "logicalType": "date"}),
+)
+
+
+class Unfit(ValueError):
+    """Rows that do not match the registered schema; the text names the difference."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The schema that rows are written with.
+
+    Attributes:
+        text: of the schema, registered or to be registered.
+        added: fields missing from the registered one.
+    """
+
+    kind: str
+    text: str
+    added: tuple[str, ...]
+
+
+def settled(kind: str, rows: pa.StructType, known: Registered | None) -> Settled:
+    """
+    Args:
+        rows: type of the column value.
+        known: the topic's schema.
+
+    Raises:
+        Unfit: the rows do not match it, even with added fields.
+        Unmappable: a column has no Avro type, or a registered field no column type.
+    """
+    schema = derived(kind, rows)
+    if known is None:
+        return Settled(kind, json.dumps(schema), ())
+    if known.kind != kind:
+        raise Unfit(f"it is {known.kind}, but the option schema is {kind.lower()}")
+    shape = shape_of(kind, known.text)
+    document = json.loads(known.text)
+    there = {f.name: f for f in shape.arrow}
+    wrong = [w for f in rows if f.name in there for w in differences(f.name, f.type, there[f.name].type)]
+    columns = {f.name for f in rows}
+    wrong += [f"{n!r} may not be null there, and has no column" for n in shape.required if n not in columns]
+    if wrong:
+        raise Unfit("; ".join(wrong))
+    added = [f for f in schema["fields"] if f["name"] not in there]
+    if not added:
+        return Settled(kind, known.text, ())
+    document["fields"] = [*document["fields"], *added]
+    return Settled(kind, json.dumps(document), tuple(f["name"] for f in added))
+
+
+def derived(kind: str, rows: pa.DataType) -> dict[str, Any]:
+    """A schema derived from a struct type, all fields nullable. Raises Unmappable."""
+    if not pa.types.is_struct(rows):
+        raise Unmappable(f"it is {rows}")
+    found: dict[str, Any] = _avro(rows, "", "Value")
+    shape_of(kind, json.dumps(found))
+    return found
+
+
+class Encoder:
+    """Encodes rows of one type."""
+
+    def __init__(self, settled: Settled, rows: pa.StructType) -> None:
+        self._kind = settled.kind
+        self._shape = shape_of(settled.kind, settled.text)
+        # A missing column is written as null, whatever the schema's default: that is what is read back.
+        self._absent = dict.fromkeys(f.name for f in self._shape.filled if f.name not in {r.name for r in rows})
+        self._units = in_units_of(rows, self._shape.filled)
+
+    def encode(self, values: pa.Array) -> list[bytes | None]:
+        """Raises BadValue for the first value that does not match."""
+        try:
+            found = plain(values.cast(self._units))
+        except pa.ArrowInvalid as error:
+            raise BadValue(str(error)) from None
+        encoded: list[bytes | None] = []
+        for value in found:
+            try:
+                encoded.append(None if value is None else self._one({**self._absent, **value}))
+            except (ValueError, TypeError, OverflowError, KeyError, AttributeError) as error:
+                kind = "" if isinstance(error, Unreadable) else f"{type(error).__name__}: "
+                raise BadValue(f"{kind}{error}") from None
+        return encoded
+
+    def _one(self, value: dict[str, Any]) -> bytes:
+        if self._kind == JSON:
+            self._shape.of_json(value)  # what a reader does
+            return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
+        stream = io.BytesIO()
+        fastavro().schemaless_writer(stream, self._shape.avro, value)
+        return stream.getvalue()
+
+
+def _avro(kind: pa.DataType, path: str, name: str) -> Any:
+    """Not nullable: the caller adds that."""
+    for known, avro in _KINDS:
+        if kind.equals(known):
+            return avro
+    if pa.types.is_timestamp(kind):
+        return {"type": "long", "logicalType": f"{'local-' if kind.tz is None else ''}timestamp-micros"}
+    if pa.types.is_decimal128(kind):
+        return {"type": "bytes", "logicalType": "decimal", "precision": kind.precision, "scale": kind.scale}
+    if pa.types.is_map(kind) and (pa.types.is_string(kind.key_type) or pa.types.is_large_string(kind.key_type)):
+        return {"type": "map", "values": _optional(kind.item_type, f"{path}{{}}", name)}
+    if is_list(kind):
+        return {"type": "array", "items": _optional(kind.value_type, f"{path}[]", name)}
+    if pa.types.is_struct(kind):
+        return {"type": "record", "name": name, "fields": [_field(f, path, name) for f in kind]}
+    raise Unmappable(f"column {path[1:]!r} is {kind}, which has no Avro type")
+
+
+def _field(field: pa.Field, path: str, name: str) -> dict[str, Any]:
+    if not _NAME.fullmatch(field.name):
+        raise Unmappable(
+            f"column {(path + '.' + field.name)[1:]!r}: Avro names consist of ASCII letters, digits and underscores"
+        )
+    kind = _optional(field.type, f"{path}.{field.name}", f"{name}_{field.name}")
+    return {"name": field.name, "type": kind, "default": None}
+
+
+def _optional(kind: pa.DataType, path: str, name: str) -> list[Any]:
+    return ["null", _avro(kind, path, name)]
+
+
+def check_type(options: PulsarSinkOptions, rows: pa.DataType) -> None:
+    """Raise UsageError if rows of this type have no schema. Sends no request."""
+    try:
+        derived(str(options.schema), rows)
+    except Unmappable as error:
+        raise UsageError("COLUMN_TYPE.PULSAR_SCHEMA", schema=str(options.schema).lower(), error=error) from None
+
+
+def settle(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> Settled:
+    """The schema to write with, given the topic's current one. Does not register it.
+
+    Raises:
+        UsageError: the rows do not match the registered schema.
+    """
+    known = admin.schema(options.topic)
+    try:
+        return settled(str(options.schema), rows, known)
+    except (Unfit, Unmappable) as error:
+        version = "" if known is None else f", version {known.version},"
+        raise UsageError("SCHEMA_INCOMPATIBLE.ROWS", label=options.label, version=version, error=error) from None
+
+
+# Executor side: rows to messages, sent asynchronously, with acknowledgements counted.
+#
+# Each message has the property delivered.id. The broker's deduplication is not used against replays: it compares only
+# sequence numbers, and would drop rows that come in another order.
+
+IN_FLIGHT_MAX = 2_000
+"""Unacknowledged messages per task and partition."""
+_BATCH_ROWS = 1_000
+_BATCH_BYTES = 1 << 20
+"""Of the values in a batch; the client does not count keys and properties, which are a batch's too."""
+_WORDS_BYTES = 2 << 20
+"""Of keys and properties in a batch."""
+
+Message = dict[str, Any]
+"""Arguments of the client's send."""
+
+
+def check_connection(options: PulsarSinkOptions, schema: tuple[str, str] | None = None) -> None:
+    """Raise Unreachable or UsageError if the topic cannot be written to. It must exist, or this would create it.
+
+    Args:
+        schema: kind and text; registered if missing.
+    """
+    _producer(options, schema).close()
+
+
+def register(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> None:
+    """Register the rows' schema for the topic.
+
+    Raises:
+        UsageError: the rows do not match the registered schema, or the brokers rejected added fields.
+    """
+    settled = settle(admin, options, rows)
+    try:
+        check_connection(options, (settled.kind, settled.text))
+    except UsageError as error:
+        if error.code != "DELIVERED_SCHEMA_INCOMPATIBLE":
+            raise
+        what = f"with the added fields {', '.join(settled.added)}" if settled.added else "of the rows"
+        raise UsageError("SCHEMA_INCOMPATIBLE.UPLOAD", what=what, label=options.label) from None
+
+
+class Publisher:
+    """One producer."""
+
+    def __init__(self, options: PulsarSinkOptions, schema: tuple[str, str] | None = None) -> None:
+        """Args: schema: kind and text of already encoded messages; None: bytes."""
+        self._options = options
+        self._lock = threading.Lock()
+        self._sent = 0
+        self._answered = 0
+        self._lost = 0  # of unknown outcome
+        self._failed: Any = None  # the first rejection
+        self._words = 0  # bytes of keys and properties that may be in one batch
+        self._words_max = 0 if options.bytes_max is None else min(_WORDS_BYTES, options.bytes_max // 2)
+        self._producer: Any = _producer(options, schema)
+
+    @property
+    def unconfirmed(self) -> int:
+        """Messages sent and neither acknowledged nor rejected."""
+        return self._lost + self._sent - self._answered
+
+    def send(self, messages: Sequence[Message]) -> None:
+        """Send messages; blocks while too many are in flight. Raises if one was rejected."""
+        self._check()
+        try:
+            for message in messages:
+                if self._words_max:
+                    self._end_batch_before(message)
+                self._sent += 1
+                self._producer.send_async(callback=self._on_answer, **message)
+        except pulsar().PulsarException as error:
+            raise explained(error, self._options, self._options.label) from None
+
+    def _end_batch_before(self, message: Message) -> None:
+        """Send the open batch, if it would become too large: the broker would refuse all of its messages."""
+        key, properties = message["partition_key"], message["properties"]
+        own = 2 * _room(key or "") + sum(_room(name) + _room(text) + 6 for name, text in properties.items())
+        if self._words and self._words + own > self._words_max:
+            self._producer.flush()
+            self._check()
+            self._words = 0
+        self._words += own
+
+    def flush(self) -> None:
+        """Wait until every message is acknowledged. Raises if one was rejected, or its outcome is unknown."""
+        try:
+            self._producer.flush()
+        except pulsar().PulsarException:
+            pass  # the callbacks have each message's result
+        finally:
+            self.close()
+        self._check()
+        if self.unconfirmed:
+            raise OutcomeUnknown(
+                "PULSAR_UNCONFIRMED",
+                unconfirmed=self.unconfirmed,
+                label=self._options.label,
+                url=self._options.url,
+                request_timeout_s=REQUEST_TIMEOUT_S,
+            )
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._producer is not None:
+            producer, self._producer = self._producer, None
+            try:
+                producer.close()
+            except pulsar().PulsarException:
+                pass  # the connection is lost, and with it the producer
+
+    def _check(self) -> None:
+        """Raises if the broker rejected a message."""
+        if self._failed is None:
+            return
+        found: DeliveredError = explained(_exception(self._failed), self._options, self._options.label)
+        if isinstance(found, Unreachable):
+            found = DeliveredError("MESSAGE_REFUSED.PULSAR", label=self._options.label, failed=self._failed)
+        raise found
+
+    def _on_answer(self, result: Any, _: Any) -> None:
+        """Runs in a thread of the client, where an exception would end the process."""
+        results = pulsar().Result
+        with self._lock:
+            self._answered += 1
+            if result == results.Ok:
+                return
+            if result in (results.Timeout, results.NotConnected, results.AlreadyClosed, results.ConnectError):
+                self._lost += 1
+            elif self._failed is None:
+                self._failed = result
+
+
+def _room(text: str) -> int:
+    """Bytes of UTF-8, at most."""
+    return len(text) if text.isascii() else 4 * len(text)
+
+
+def _producer(options: PulsarSinkOptions, schema: tuple[str, str] | None) -> Any:
+    library = pulsar()
+    kinds = library.CompressionType
+    compression = {"none": kinds.NONE, "lz4": kinds.LZ4, "zlib": kinds.ZLib, "zstd": kinds.ZSTD, "snappy": kinds.SNAPPY}
+    client = warm_client(options)
+    try:
+        return client.create_producer(
+            options.topic,
+            schema=library.schema.BytesSchema() if schema is None else registers(*schema),
+            compression_type=compression[options.compression],
+            send_timeout_millis=int(REQUEST_TIMEOUT_S * 1000),
+            max_pending_messages=IN_FLIGHT_MAX,
+            block_if_queue_full=True,
+            batching_enabled=options.bytes_max is not None,
+            batching_max_messages=_BATCH_ROWS,
+            batching_max_allowed_size_in_bytes=min(_BATCH_BYTES, (options.bytes_max or _BATCH_BYTES) // 4),
+            batching_type=library.BatchingType.Default,
+            chunking_enabled=options.bytes_max is None,
+            message_routing_mode=library.PartitionsRoutingMode.CustomPartition,
+            message_router=_Router(),
+        )
+    except library.PulsarException as error:
+        raise explained(error, options, options.label) from None
+
+
+class _Router:
+    """Keys to partitions as in the Java client (this library hashes differently); rows without a key round-robin."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def __call__(self, message: Any, partitions: int) -> int:
+        key = message.partition_key()
+        if key:
+            return _java_hash(key) % partitions
+        self._turn += 1
+        return self._turn // _BATCH_ROWS % partitions
+
+
+@lru_cache(maxsize=65_536)
+def _java_hash(key: str) -> int:
+    found = 0
+    units = key.encode("utf-16-be", "surrogatepass")
+    for at in range(0, len(units), 2):
+        found = (31 * found + (units[at] << 8 | units[at + 1])) & 0xFFFFFFFF
+    return found & 0x7FFFFFFF
+
+
+def _exception(result: Any) -> Exception:
+    """The exception for a result of the client."""
+    library = pulsar()
+    kind = getattr(library, str(result).rpartition(".")[2], None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        return kind(str(result))
+    return library.PulsarException(str(result))  # type: ignore[no-any-return]
+
+
+class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
+    def __init__(self, options: PulsarSinkOptions, work: Work, gives_up: bool) -> None:
+        super().__init__(options, work, gives_up)
+        self._settled: Settled | None = None
+        self._encoder: Encoder | None = None
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        if self._encoder is None and self._options.schema is not None:
+            rows = batch.schema.field("value").type
+            self._settled = settle(Admin(self._options, patient=True), self._options, rows)
+            self._encoder = Encoder(self._settled, rows)
+        super().stage(batch)
+
+    def unsendable(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """With a schema derived from the rows: the topic's takes the same values."""
+        if self._encoder is None and self._options.schema is not None:
+            rows = batch.schema.field("value").type
+            self._encoder = Encoder(settled(str(self._options.schema), rows, None), rows)
+        return super().unsendable(batch)
+
+    def _connect(self) -> Publisher:
+        settled = self._settled
+        return Publisher(self._options, None if settled is None else (settled.kind, settled.text))
+
+    def _messages(self, rows: pa.RecordBatch) -> list[Message]:
+        encoder = self._encoder
+        columns = (
+            column(rows, "value", pa.binary()) if encoder is None else self._encoded(encoder, rows.column("value")),
+            column(rows, "key", pa.binary()),
+            column(rows, "headers"),
+            _event_times(rows),
+            column(rows, "message_id", pa.binary()),
+        )
+        messages = []
+        for value, key, pairs, time, given in zip(*columns, strict=True):
+            properties = _properties(pairs or ())
+            own = self._next_id()
+            properties[ID] = "" if given is None else text(given, "column 'message_id'")
+            self._check_size(value, key, properties)
+            if given is None:
+                properties[ID] = own
+            messages.append(
+                {
+                    "content": value,
+                    "partition_key": text(key, "column 'key'") if key else None,
+                    "properties": properties,
+                    "event_timestamp": time,
+                }
+            )
+        return messages
+
+    def _encoded(self, encoder: Encoder, values: pa.Array) -> list[bytes | None]:
+        try:
+            return encoder.encode(values)
+        except BadValue as error:
+            raise BadRecord("VALUE.PULSAR", label=self._options.label, error=error) from None
+
+    def _check_size(self, value: bytes | None, key: bytes | None, properties: dict[str, str]) -> None:
+        """Check before the client does, which does not say which row it is. Brokers end the connection at a frame that
+        is too long, which the client then sends again.
+
+        Args:
+            properties: with an empty id if it is our own, whose length depends on the batch: brokers take 10 KiB more.
+        """
+        longest = self._options.bytes_max
+        lengths = {
+            # Of each chunk, too, and twice in a batch of messages: the client sends the key with the batch as well.
+            "key": len(key or b"") * (1 if longest is None else 2),
+            "headers": sum(_property_bytes(name, text) for name, text in properties.items()),
+        }
+        if longest is not None:
+            lengths["value"] = len(value or b"")
+        size = sum(lengths.values())
+        if size <= (BYTES_MAX if longest is None else longest):
+            return
+        largest = max(lengths, key=lambda name: lengths[name])
+        parts = (
+            "'key' and 'headers', which each chunk holds" if longest is None else "'value', 'key' (twice) and 'headers'"
+        )
+        chunks = longest is not None and largest == "value"
+        raise BadRecord(
+            "RECORD_TOO_LARGE.PULSAR",
+            label=self._options.label,
+            size=size,
+            parts=parts,
+            largest=largest,
+            limit=BYTES_MAX if longest is None else longest,
+            alternative="set the option chunking to true, or " if chunks else "",
+        )
+
+
+def _property_bytes(name: str, text: str) -> int:
+    """As Protocol Buffers write it: each text, and both together, with a tag and a length."""
+    size = 0
+    for part in (name.encode(), text.encode()):
+        size += 1 + _length_bytes(len(part)) + len(part)
+    return 1 + _length_bytes(size) + size
+
+
+def _length_bytes(length: int) -> int:
+    return max(1, -(-length.bit_length() // 7))
+
+
+def _properties(pairs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """The properties of a row's headers; a header without a value has an empty one.
+
+    Raises:
+        BadRecord: a header without a name; two of one name, of which Pulsar would keep one; a value that is no text.
+    """
+    properties: dict[str, str] = {}
+    for header in pairs:
+        name = header["key"]
+        if name is None or name in properties:
+            raise BadRecord("HEADERS.UNNAMED" if name is None else "HEADERS.TWICE", name=name)
+        properties[name] = text(header["value"] or b"", "column 'headers'")
+    return properties
+
+
+def _event_times(rows: pa.RecordBatch) -> list[int | None]:
+    """In milliseconds.
+
+    Raises:
+        BadRecord: a time that a message cannot have: with microseconds, or not after 1970, as 0 stands for none.
+    """
+    if "event_time" not in rows.schema.names:
+        return [None] * rows.num_rows
+    times = rows.column("event_time")
+    ms = times.cast(pa.timestamp("ms", times.type.tz), safe=False)
+    rest = pc.not_equal(ms.cast(times.type, safe=False), times)
+    early = pc.less_equal(ms.cast(pa.int64()), 0)
+    for refused, why in ((rest, "has a fraction of a millisecond"), (early, "is not after 1970-01-01")):
+        if pc.any(refused).as_py():
+            raise _bad_time(times.filter(refused)[0], why)
+    return ms.cast(pa.int64()).to_pylist()  # type: ignore[no-any-return]
+
+
+def _bad_time(time: pa.Scalar, why: str) -> BadRecord:
+    shown = np.datetime64(time.value, time.type.unit)
+    return BadRecord("EVENT_TIME", value=shown, reason=why)

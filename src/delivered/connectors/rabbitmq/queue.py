@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.connectors.rabbitmq import RabbitmqOptions
-from delivered.connectors.rabbitmq.client import Kind, connect, explained, kind, pika
-from delivered.connectors.rabbitmq.properties import headers, routing_key
+from delivered.connectors.rabbitmq.client import Kind, connect, explained, headers, kind, pika, routing_key
 from delivered.contract.finding import Finding
 from delivered.contract.queue import MessageBatch, Queue, Receiver
 from delivered.model.errors import DeliveredError, Unreachable, UsageError

@@ -19,8 +19,17 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.rabbitmq import EARLIEST, LATEST, Place, StreamOptions, Where
-from delivered.connectors.rabbitmq.client import Kind, connect, explained, kind, pika
-from delivered.connectors.rabbitmq.properties import OFFSET, headers, routing_key, stream_offset
+from delivered.connectors.rabbitmq.client import (
+    OFFSET,
+    Kind,
+    connect,
+    explained,
+    headers,
+    kind,
+    pika,
+    routing_key,
+    stream_offset,
+)
 from delivered.contract.connector import Connector, Factory
 from delivered.contract.finding import Finding
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver

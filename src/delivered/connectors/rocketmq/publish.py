@@ -28,8 +28,9 @@ from delivered.connectors.rocketmq.remoting import (
     Peer,
     Place,
     Window,
+    ends,
+    joined,
 )
-from delivered.connectors.rocketmq.topic import ends, joined
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.identity import Scope
 from delivered.model.limits import REQUEST_TIMEOUT_S

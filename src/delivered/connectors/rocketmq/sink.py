@@ -1,17 +1,41 @@
-"""The sink. Its ledger is external: RocketMQ has no storage that a single driver can own."""
+"""The sink, and the committer of half messages, which journals which ended.
+
+The ledger is external: RocketMQ has no storage that a single driver can own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import fcntl
+import os
+import socket
+import sqlite3
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import IO
+from urllib.parse import quote
 
 import pyarrow as pa
 
 from delivered.connectors.rocketmq import TRANSACTION, RocketmqSinkOptions
-from delivered.connectors.rocketmq.committer import SETTLE_S, RocketmqCommitter
-from delivered.connectors.rocketmq.publish import HalfPublisher, Message, Publisher, new_name
-from delivered.connectors.rocketmq.remoting import Cluster
-from delivered.connectors.rocketmq.topic import RocketmqScan
+from delivered.connectors.rocketmq.publish import (
+    COMMIT,
+    ROLLBACK,
+    Ending,
+    HalfMessage,
+    HalfMessages,
+    HalfPublisher,
+    Message,
+    Publisher,
+    new_name,
+    producer_group,
+)
+from delivered.connectors.rocketmq.remoting import Cluster, Place, RocketmqScan, added, open_half_messages
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Writer
 from delivered.kits.queue import (
@@ -30,15 +54,16 @@ from delivered.kits.queue import (
 )
 from delivered.ledger import Ledgers
 from delivered.model.capability import Commit, SinkCapability
-from delivered.model.errors import BadRecord, Refused, UsageError
+from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken, Refused, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.outcome import Outcome, Unknown
+from delivered.model.limits import CONNECT_TIMEOUT_S
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.ranges import ROCKETMQ_PROPERTIES_BYTES_MAX as PROPERTIES_BYTES_MAX
 from delivered.model.ranges import ROCKETMQ_WORDS_BYTES_MAX as WORDS_BYTES_MAX
 from delivered.model.ranges import bytes_of, check_lengths, too_long
-from delivered.model.work import Prepared, Promise
+from delivered.model.work import Prepared, Promise, check_format
 
 _limits = ServerLimits("rocketmq")
 
@@ -312,3 +337,318 @@ class _PlainCommitter(Nothing):
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         del prepared
         return Unknown(f"shard {work.shard} was decided with messageType=transaction: start once with that option")
+
+
+# The journal of ended half messages: tables in the ledger's file, and a lock file next to it.
+#
+# EndTransaction is not idempotent, so each shard is recorded before its first half message is ended, and again when all
+# are. A shard recorded only once was interrupted: the topic shows which messages were committed.
+#
+# A process holds the lock while it ends half messages, and the system releases it when the process dies. A paused
+# driver thus blocks its successor, which never overtakes it.
+
+FORMAT = 1
+"""Of these tables. Tables without one are of format 1."""
+VOID_KEPT = 10_000
+INCARNATIONS_KEPT = 1_000
+"""Checkpoints whose two newest batches are kept. Older batches are looked up in the topic."""
+LOCK_WAIT_S = 20.0
+_POLL_S = 0.05
+
+_TABLE = """CREATE TABLE IF NOT EXISTS _delivered_rocketmq_end (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, pipeline TEXT NOT NULL, sink TEXT NOT NULL,
+    incarnation TEXT NOT NULL, batch INTEGER NOT NULL, shard INTEGER NOT NULL, state TEXT NOT NULL)"""
+_TOP = """CREATE TABLE IF NOT EXISTS _delivered_rocketmq_top (
+    pipeline TEXT NOT NULL, sink TEXT NOT NULL, broker TEXT NOT NULL, top INTEGER NOT NULL,
+    PRIMARY KEY (pipeline, sink, broker))"""
+
+_FORMAT = """CREATE TABLE IF NOT EXISTS _delivered_rocketmq_format (
+    only INTEGER PRIMARY KEY CHECK (only = 1), format INTEGER NOT NULL)"""
+
+
+class State(StrEnum):
+    NEW = "new"
+    """No half message was ended."""
+    STARTED = "begun"
+    """Some may have been ended."""
+    ENDED = "ended"
+    VOID = "void"
+    """Rolled back: must not be committed."""
+
+
+class EndJournal:
+    """One sink's journal. Several sinks may share a file."""
+
+    def __init__(self, path: str, scope: Scope) -> None:
+        self._path = path
+        self._scope = scope
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock for ending half messages. Raises Unreachable if another process still holds it after 20 s."""
+        deadline = time.monotonic() + LOCK_WAIT_S
+        with self._lock, self._opened() as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        file.seek(0)
+                        raise self._held_by(file.read().strip()) from None
+                    time.sleep(_POLL_S)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            yield
+
+    def _opened(self) -> IO[str]:
+        try:
+            return Path(f"{self._path}.ending").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise self._unusable(error) from None
+
+    def begin(self, work: Work, name: str) -> State:
+        """State of a shard's half messages; a new shard is durably recorded as started."""
+        with self._writing() as connection:
+            found = connection.execute("SELECT state FROM _delivered_rocketmq_end WHERE name = ?", (name,)).fetchone()
+            if found is not None:
+                return State(found[0])
+            newest = connection.execute(
+                "SELECT max(batch) FROM _delivered_rocketmq_end WHERE pipeline = ? AND sink = ? AND incarnation = ?",
+                self._key(work.scope),
+            ).fetchone()[0]
+            # An older batch was ended, its record deleted. One without a predecessor may be started in another file.
+            known = newest <= work.batch if newest is not None else work.batch == 0
+            self._put(connection, name, self._key(work.scope), work.batch, work.shard, State.STARTED)
+            return State.NEW if known else State.STARTED
+
+    def end(self, work: Work, name: str, tops: Iterable[tuple[str, int]]) -> None:
+        """Record that every half message of this name is visible.
+
+        Args:
+            tops: for each broker, the last of their offsets in its half queue.
+        """
+        with self._writing() as connection:
+            connection.execute("UPDATE _delivered_rocketmq_end SET state = ? WHERE name = ?", (State.ENDED.value, name))
+            connection.execute(
+                "DELETE FROM _delivered_rocketmq_end WHERE pipeline = ? AND sink = ? AND incarnation = ? AND batch < ?",
+                (*self._key(work.scope), work.batch - 1),
+            )
+            connection.executemany(
+                "INSERT INTO _delivered_rocketmq_top VALUES (?, ?, ?, ?) "
+                "ON CONFLICT DO UPDATE SET top = max(top, excluded.top)",
+                [(self._scope.pipeline, self._scope.sink, broker, top) for broker, top in tops],
+            )
+
+    def void(self, names: Iterable[str]) -> int:
+        """Forbid committing these, unless a process began to. Returns the number of new names."""
+        with self._writing() as connection:
+            known = {row[0] for row in connection.execute("SELECT name FROM _delivered_rocketmq_end")}
+            new = [n for n in dict.fromkeys(names) if n not in known]
+            self._forget(connection)
+            for name in new:
+                self._put(connection, name, (self._scope.pipeline, self._scope.sink, ""), -1, -1, State.VOID)
+            return len(new)
+
+    def is_visible(self, work: Work) -> bool:
+        """Whether all its messages are visible; also true if a later batch was started."""
+        with self._writing() as connection:
+            found = connection.execute(
+                "SELECT 1 FROM _delivered_rocketmq_end WHERE pipeline = ? AND sink = ? AND incarnation = ? "
+                "AND (batch > ? OR batch = ? AND shard = ? AND state = ?)",
+                (*self._key(work.scope), work.batch, work.batch, work.shard, State.ENDED.value),
+            ).fetchone()
+        return found is not None
+
+    def tops(self) -> dict[str, int]:
+        """By broker, the last offset in its half queue of this sink's ended half messages."""
+        with self._writing() as connection:
+            rows = connection.execute(
+                "SELECT broker, top FROM _delivered_rocketmq_top WHERE pipeline = ? AND sink = ?",
+                (self._scope.pipeline, self._scope.sink),
+            ).fetchall()
+        return dict(rows)
+
+    def _forget(self, connection: sqlite3.Connection) -> None:
+        own = "pipeline = ? AND sink = ?"
+        sink = (self._scope.pipeline, self._scope.sink)
+        connection.execute(
+            f"DELETE FROM _delivered_rocketmq_end WHERE {own} AND incarnation = '' AND number <= "  # noqa: S608
+            "(SELECT max(number) FROM _delivered_rocketmq_end) - ?",
+            (*sink, VOID_KEPT),
+        )
+        connection.execute(
+            f"DELETE FROM _delivered_rocketmq_end WHERE {own} AND incarnation NOT IN (SELECT incarnation "  # noqa: S608
+            f"FROM _delivered_rocketmq_end WHERE {own} GROUP BY incarnation ORDER BY max(number) DESC LIMIT ?)",
+            (*sink, *sink, INCARNATIONS_KEPT),
+        )
+
+    @staticmethod
+    def _key(scope: Scope) -> tuple[str, str, str]:
+        return scope.pipeline, scope.sink, scope.incarnation
+
+    @staticmethod
+    def _put(
+        connection: sqlite3.Connection, name: str, key: tuple[str, str, str], batch: int, shard: int, state: State
+    ) -> None:
+        connection.execute(
+            "INSERT INTO _delivered_rocketmq_end (name, pipeline, sink, incarnation, batch, shard, state) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (name, *key, batch, shard, state.value),
+        )
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """One transaction, durable on exit. Raises Unreachable; Refused: a later version of this package wrote it."""
+        try:
+            with closing(
+                sqlite3.connect(f"file:{quote(self._path)}", uri=True, timeout=CONNECT_TIMEOUT_S, isolation_level=None)
+            ) as connection:
+                connection.execute("PRAGMA synchronous=EXTRA")
+                connection.execute("BEGIN IMMEDIATE")
+                for table in (_TABLE, _TOP, _FORMAT):
+                    connection.execute(table)
+                connection.execute("INSERT OR IGNORE INTO _delivered_rocketmq_format VALUES (1, ?)", (FORMAT,))
+                (found,) = connection.execute("SELECT format FROM _delivered_rocketmq_format").fetchone()
+                check_format(found, f"a journal of half messages in {self._path!r}", FORMAT)
+                yield connection
+                connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: Exception) -> Unreachable:
+        return Unreachable("DATABASE_ERROR.ROCKETMQ_LEDGER", path=self._path, error=error)
+
+    def _held_by(self, who: str) -> DeliveredError:
+        return Unreachable("HALF_MESSAGES_LOCKED", who=who or "Another process", path=self._path)
+
+
+# Commits and aborts the half messages that tasks sent.
+#
+# EndTransaction is not idempotent: a half message committed twice appears twice. So one process at a time ends half
+# messages, and after a crash the topic, where each message names its half message, shows which were
+# committed.
+
+SETTLE_S = 4.0
+"""Then no earlier request can take effect: brokers drop those queued for 3 s (waitTimeMillsInTransactionQueue), and
+unsent ones are lost with their connection."""
+
+
+class RocketmqCommitter(Committer):
+    """See `delivered.contract.sink.Committer`."""
+
+    def __init__(self, options: RocketmqSinkOptions, scope: Scope) -> None:
+        self._cluster = Cluster(options)
+        self._scope = scope
+        self._journal = EndJournal(options.ledger, scope)
+
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        """Commit every half message exactly once."""
+        handle = HalfMessages.of(prepared)
+        try:
+            with self._journal.held():
+                return self._apply(work, handle)
+        except Unreachable as error:
+            self._cluster.close()
+            return Unknown(str(error))
+
+    def was_committed(self, work: Work, prepared: Prepared) -> bool:  # noqa: ARG002 - only owners write the journal
+        """Whether the journal records that all its messages were confirmed or found in the topic."""
+        return self._journal.is_visible(work)
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        """Roll back, which ends the broker's transaction checks. Also runs in tasks, without a ledger."""
+        if not prepared.handle:
+            return Ok(None)
+        handle = HalfMessages.of(prepared)
+        return self._roll_back(handle.name, handle.by_broker)
+
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        """Void half messages of this sink that are not in `keep` and that no process began to end."""
+        kept = {HalfMessages.of(p).name for p in keep if p.handle}
+        try:
+            found: dict[str, dict[str, list[HalfMessage]]] = defaultdict(lambda: defaultdict(list))
+            tops = self._journal.tops()
+            for broker in dict.fromkeys(p.broker for p in self._cluster.places()):
+                for message in open_half_messages(self._cluster, broker, tops.get(broker, -1) + 1):
+                    name = message.properties.get("PGROUP", "")
+                    if name.rpartition(".")[0] == producer_group(self._scope) and name not in kept:
+                        found[name][broker].append(HalfMessage(message.place, message.offset))
+            count = self._journal.void(found)
+            for name, half_messages in found.items():
+                self._roll_back(name, half_messages)
+        except Unreachable as error:
+            self._cluster.close()
+            return Unknown(str(error))
+        return Ok(count)
+
+    def close(self) -> None:
+        self._cluster.close()
+
+    def _apply(self, work: Work, handle: HalfMessages) -> Outcome[None]:
+        left: Mapping[str, Sequence[HalfMessage]] = handle.by_broker
+        match self._journal.begin(work, handle.name):
+            case State.ENDED:
+                return Ok(None)
+            case State.VOID:
+                return Failed("its half messages were rolled back")
+            case State.STARTED:
+                left = self._uncommitted(handle)
+            case State.NEW:
+                pass
+        expired = 0
+        for broker, half_messages in left.items():
+            ending = Ending(self._cluster, broker, handle.name)
+            ending.end(half_messages, COMMIT)
+            if ending.refused is not None:
+                return Unknown(ending.refused)
+            expired += len(ending.expired)
+        if expired:
+            return self._expired(handle, expired)
+        tops = [(broker, half_messages[-1].offset) for broker, half_messages in handle.by_broker.items()]
+        self._journal.end(work, handle.name, tops)
+        return Ok(None)
+
+    def _uncommitted(self, handle: HalfMessages) -> dict[str, list[HalfMessage]]:
+        """Half messages that are not in the topic, after `SETTLE_S`. Raises Unreachable."""
+        self._cluster.close()
+        time.sleep(SETTLE_S)
+        left: dict[str, list[HalfMessage]] = {}
+        for broker, half_messages in handle.by_broker.items():
+            ours = {h.place for h in half_messages}
+            shown: Counter[int] = Counter()
+            for queue, since in handle.since[broker].items():
+                there = added(self._cluster, Place(broker, int(queue)), since)
+                shown.update(m.half for m in there if m.half in ours)
+            twice = [place for place, times in shown.items() if times > 1]
+            if twice:
+                raise InvariantBroken(
+                    "COMMITTED_TWICE",
+                    messages=len(twice),
+                    handle=handle.name,
+                    topic=self._cluster.topic,
+                    first=min(twice),
+                    broker=broker,
+                )
+            left[broker] = [h for h in half_messages if h.place not in shown]
+        return left
+
+    def _expired(self, handle: HalfMessages, count: int) -> Outcome[None]:
+        total = sum(map(len, handle.by_broker.values()))
+        if count == total:
+            return Failed("the broker no longer has its half messages, and none of them was committed")
+        return Unknown(
+            f"{count} of {total} half messages are no longer in the broker's log, and the others are committed: "
+            "compare the topic with the source manually"
+        )
+
+    def _roll_back(self, name: str, half_messages: Mapping[str, Sequence[HalfMessage]]) -> Outcome[None]:
+        try:
+            for broker, mine in half_messages.items():
+                Ending(self._cluster, broker, name).end(mine, ROLLBACK)
+        except Unreachable as error:
+            self._cluster.close()
+            return Unknown(str(error))
+        return Ok(None)

@@ -18,7 +18,7 @@ from delivered.kits.sql.database import Definition, quoted
 from delivered.kits.sql.ledger import SqlLedger, SwappingLedger
 from delivered.kits.sql.merge import SKIPPED_VERSION, check_count, check_emptied, counted, kept
 from delivered.kits.sql.transactions import decided
-from delivered.kits.table.committer import StagedFilesCommitter, unlink_others
+from delivered.kits.table.shard import StagedFilesCommitter, unlink_others
 from delivered.ledger import Store, Swap
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope, Target, Work

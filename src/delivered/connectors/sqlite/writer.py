@@ -41,7 +41,7 @@ from delivered.kits.sql.merge import (
 from delivered.kits.sql.table import check_nulls
 from delivered.kits.sql.transactions import delete, upsert
 from delivered.kits.sql.trial import bytes_of, long_values
-from delivered.kits.table.durable import make_folder, sync
+from delivered.kits.table.store import make_folder, sync
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee

@@ -11,7 +11,7 @@ from typing import Any
 
 import pymysql
 
-from delivered.kits.mysql.server import Tls
+from delivered.kits.mysql import Tls
 from delivered.kits.options import distrusted
 from delivered.model.errors import UsageError
 

@@ -1,5 +1,4 @@
-"""Data files of a shard: where they are staged, who writes them, and which of them nobody decided.
-
+"""Data files of a shard: where they are staged, who writes them, and which of them nobody decided, and so are deleted.
     delivered/p-<pipeline>/s-<sink>/i-<incarnation>/<batch / 100>/[<folder>/]
         <batch>-<shard>-<attempt>-<nonce>-<n>.parquet
 
@@ -11,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import uuid
+from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -21,12 +22,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from delivered.contract.sink import Writer
+from delivered.contract.sink import Committer, Writer
 from delivered.kits.table.store import Store
-from delivered.model.errors import Fenced, InvariantBroken, OutcomeUnknown
+from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, Work
+from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision, Handle, Prepared, Promise
@@ -478,3 +479,58 @@ def _repeating(rows: pa.Table) -> list[str]:
         for f in rows.schema
         if not pa.types.is_nested(f.type) and 2 * pc.count_distinct(sample[f.name]).as_py() <= sample.num_rows
     ]
+
+
+T = TypeVar("T")
+
+
+class StagedFilesCommitter(Committer):
+    """See `delivered.contract.sink.Committer`."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+
+    @abstractmethod
+    def _remove(self, prepared: Prepared) -> None:
+        """Delete a participant's staged files, unless they are decided."""
+
+    @abstractmethod
+    def _remove_orphans(self, keep: Sequence[Prepared]) -> int:
+        """Delete all other staged files of this sink that are undecided; return how many, or of how many writers."""
+
+    @abstractmethod
+    def _target(self) -> Target | None:
+        """Where the rows are; None: nowhere yet."""
+
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        """The decision has already made the rows visible."""
+        del work, prepared
+        return Ok(None)
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        return _outcome(lambda: self._remove(prepared)) if prepared.handle else Ok(None)
+
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        return _outcome(lambda: self._remove_orphans([p for p in keep if p.handle]))
+
+    def targets(self) -> dict[str, Target]:
+        target = self._target()
+        return {} if target is None else {self._scope.sink: target}
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def unlink_others(paths: Iterable[Path], keep: Collection[str]) -> int:
+    """Delete the files whose names are not in `keep`; return how many."""
+    others = [path for path in paths if path.name not in keep]
+    for path in others:
+        path.unlink(missing_ok=True)
+    return len(others)
+
+
+def _outcome(work: Callable[[], T]) -> Outcome[T]:
+    try:
+        return Ok(work())
+    except (DeliveredError, OSError) as error:
+        return Unknown(str(error))

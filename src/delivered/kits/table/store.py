@@ -1,17 +1,18 @@
 """Files below one folder, on a local disk or in an object store, and the archive of a ledger in them.
 
-Writes to a local disk are durable.
+Writes to a local disk are durable: content and names survive a power loss (decision 010).
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
+import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from delivered.kits.table import durable
 from delivered.model.work import ENTRY_BYTES, Archive, Archived
 
 
@@ -30,7 +31,7 @@ class Store:
     def make_folder(self, folder: str) -> None:
         """Create a local folder and its parents durably. Object stores have no folders."""
         if self._local is not None:
-            durable.make_folder(self._local / folder)
+            make_folder(self._local / folder)
 
     def put(self, name: str, data: bytes) -> None:
         """Create or replace a file atomically."""
@@ -39,7 +40,7 @@ class Store:
             file.write(data)
             file.close()
             return
-        durable.put(self._local / name, data)
+        put(self._local / name, data)
 
     def create(self, name: str) -> Any:
         """Open a new file for writing. In an object store it appears when closed; on a local disk it is not durable."""
@@ -74,7 +75,7 @@ class Store:
         """Make local files and their folders durable."""
         if self._local is not None:
             paths = [self._local / name for name in names]
-            durable.sync([*paths, *{p.parent for p in paths}])
+            sync([*paths, *{p.parent for p in paths}])
 
     def _list(self, folder: str, recursive: bool) -> list[Any]:
         from pyarrow import fs
@@ -150,3 +151,78 @@ class ArchiveFiles:
     def _names(self) -> dict[str, int]:
         files = self._store.files(self._folder)
         return {n: size for n, size in files.items() if n.endswith(".bin") and not n.rpartition("/")[2].startswith(".")}
+
+
+def sync(paths: Iterable[Path]) -> None:
+    """fsync files or folders. A file's name is durable when its folder is."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def make_folder(folder: Path) -> Path:
+    """Create a folder and its parents durably."""
+    missing, path = [], folder
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        sync([path.parent])
+    return folder
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Create a file in an existing folder. Its content is durable, its name not yet."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def put(path: Path, data: bytes) -> None:
+    """Create or replace a file atomically and durably."""
+    make_folder(path.parent)
+    draft = _draft(path)
+    try:
+        write_new(draft, data)
+        draft.rename(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    sync([path.parent])
+
+
+def put_first(path: Path, data: bytes) -> bool:
+    """Create a file atomically and durably. Returns False if it exists."""
+    make_folder(path.parent)
+    draft = _draft(path)
+    try:
+        write_new(draft, data)
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink(missing_ok=True)
+        sync([path.parent])
+    return True
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+
+
+def sync_versions(table: Path, first: int, last: int) -> None:
+    """fsync the existing commits among first..last, and their folder."""
+    folder = table / "_delta_log"
+    there = [folder / f"{version:020d}.json" for version in range(max(first, 0), last + 1)]
+    sync([*(p for p in there if p.exists()), folder])
+
+
+def sync_checkpoint(table: Path, version: int) -> None:
+    """fsync the checkpoint of one version, `_last_checkpoint`, and their folder."""
+    folder = table / "_delta_log"
+    sync([*folder.glob(f"{version:020d}.checkpoint*"), folder / "_last_checkpoint", folder])

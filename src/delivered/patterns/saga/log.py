@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from delivered.kits.mysql.server import address, tls_of_url
+from delivered.kits.mysql import address, tls_of_url
 from delivered.model.errors import BadRecord, Fenced, MissingExtra, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SAGA_DATA_BYTES_MAX, SAGA_ID_BYTES_MAX
 from delivered.model.options import Unfit, check_postgres_words, password_in_url, resolve_secret
