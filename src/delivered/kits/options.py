@@ -413,9 +413,11 @@ class TlsOptions(Options):
         """
         if (self.certificate is None) != (self.key is None):
             raise UsageError("OPTION_CONFLICT.TLS_PAIR", owner=owner)
-        given = TRUSTED if self.trusted is not None else "tlsCertificateFile" if self.certificate is not None else None
-        if given is not None and not used:
-            raise UsageError("OPTION_CONFLICT.TLS_UNUSED", owner=owner, option=given, url=url)
+        option_name = (
+            TRUSTED if self.trusted is not None else "tlsCertificateFile" if self.certificate is not None else None
+        )
+        if option_name is not None and not used:
+            raise UsageError("OPTION_CONFLICT.TLS_UNUSED", owner=owner, option=option_name, url=url)
 
     def untrusted(self, url: str, error: ssl.SSLCertVerificationError, names_in: str = "url") -> UsageError:
         """The error for the certificate of a server that is not trusted. Arguments: see `distrusted`."""

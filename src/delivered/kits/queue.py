@@ -295,13 +295,13 @@ def identified_schema(system: str, schema: pa.Schema, id_columns: Sequence[str])
     if not id_columns:
         return schema
     for name in id_columns:
-        found = schema.field(name).type if name in schema.names else None
-        if found is None or not (pa.types.is_integer(found) or any(fits(found) for fits in TEXT_OR_BYTES)):
+        type_ = schema.field(name).type if name in schema.names else None
+        if type_ is None or not (pa.types.is_integer(type_) or any(fits(type_) for fits in TEXT_OR_BYTES)):
             raise UsageError(
                 "COLUMNS.MESSAGE_ID",
                 system=system,
                 name=name,
-                type=found or "no column",
+                type=type_ or "no column",
                 columns=", ".join(schema.names),
             )
     kept = [f for f in schema if f.name in ("key", "value") or f.name not in (*id_columns, "message_id")]

@@ -55,21 +55,21 @@ class StoreSink(Sink):
         return str(self.options.sink_name)
 
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
-        found: Sequence[Finding] = self.parts["preflight"](self.options, guarantee)
-        return found
+        findings: Sequence[Finding] = self.parts["preflight"](self.options, guarantee)
+        return findings
 
     def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
-        made: Writer = self.parts["writer"](self.options, work, guarantee, schema)
-        return made
+        writer: Writer = self.parts["writer"](self.options, work, guarantee, schema)
+        return writer
 
     def scan(self) -> BoundedScan:
-        made: BoundedScan = self.parts["scan"](self.options)
-        return made
+        scan: BoundedScan = self.parts["scan"](self.options)
+        return scan
 
     def store(self, scope: Scope) -> Store:
-        made: Store = self.parts["store"](self.options, scope)
-        return made
+        store: Store = self.parts["store"](self.options, scope)
+        return store
 
     def committer(self, scope: Scope) -> Committer:
-        made: Committer = self.parts["committer"](self.options, scope)
-        return made
+        committer: Committer = self.parts["committer"](self.options, scope)
+        return committer

@@ -76,10 +76,10 @@ class TlsSocket:
                 except ssl.SSLZeroReturnError:
                     return b""
             self._feed()
-        found = self._clear[:size]
+        data = self._clear[:size]
         if not flags & socket.MSG_PEEK:
             self._clear = self._clear[size:]
-        return found
+        return data
 
     def sendall(self, data: bytes) -> None:
         with self._order:
@@ -90,8 +90,8 @@ class TlsSocket:
             self._raw.sendall(encrypted)
 
     def getsockname(self) -> tuple[str, int]:
-        found: tuple[str, int] = self._raw.getsockname()
-        return found
+        address: tuple[str, int] = self._raw.getsockname()
+        return address
 
     def shutdown(self, how: int) -> None:
         self._raw.shutdown(how)
@@ -283,13 +283,13 @@ class Session:
         """
         try:
             peer = transport.socket
-            found: bytes = peer.recv(1 if peer.recv(1, socket.MSG_PEEK) == b"\n" else _READ_BYTES)
+            data: bytes = peer.recv(1 if peer.recv(1, socket.MSG_PEEK) == b"\n" else _READ_BYTES)
         except AttributeError:
             return b""
         except OSError as error:
             self._lost = f"the connection was lost: {error}"
             return b""
-        return found
+        return data
 
     def _fail(self, error: DeliveredError) -> None:
         with self.changed:

@@ -58,10 +58,10 @@ class DeltaOptions(FileTableOptions, owner="delivered_delta sink"):
             raise UsageError("OPTION_VALUE.DELTA_PATH", owner=owner, path=self.path)
         store = "AWS" if self.path.startswith(("s3://", "s3a://")) else ""
         check_endpoints(owner, "storage.", self.storage, store)
-        given = {f"option 'storage.{key}'": (key, value) for key, value in self.storage.items()}
+        options = {f"option 'storage.{key}'": (key, value) for key, value in self.storage.items()}
         if store:
-            given |= {f"the environment variable {name!r}": (name.lower(), text) for name, text in os.environ.items()}
-        for what, (key, value) in given.items():
+            options |= {f"the environment variable {name!r}": (name.lower(), text) for name, text in os.environ.items()}
+        for what, (key, value) in options.items():
             if key in _SAFE and value.strip().lower() not in _SAFE[key]:
                 raise Refused("COMMIT_UNSAFE", owner=owner, what=what, value=value)
 

@@ -147,10 +147,10 @@ class Record:
 
     @classmethod
     def decode(cls, data: bytes) -> Record:
-        found = json.loads(data)
-        previous = found["previous"]
+        document = json.loads(data)
+        previous = document["previous"]
         before = None if previous is None else (int(previous[0]), int(previous[1]))
-        return cls(found["decision"], before, found.get("writer", ""))
+        return cls(document["decision"], before, document.get("writer", ""))
 
     @property
     def decision(self) -> Decision:
@@ -180,8 +180,8 @@ class Records:
     def newest(self, table: Any, incarnation: str) -> tuple[int, int] | None:
         """(batch, hash) of the newest decision."""
         batch = table.transaction_version(self.names.batch(incarnation))
-        found = table.transaction_version(self.names.record(incarnation))
-        return None if batch is None or found is None else (batch, found)
+        version = table.transaction_version(self.names.record(incarnation))
+        return None if batch is None or version is None else (batch, version)
 
     def decided(self, incarnation: str, at: tuple[int, int]) -> Record:
         return Record.decode(self._read(self.names.decided_file(incarnation, *at), at[1]))
@@ -191,10 +191,10 @@ class Records:
         return None if at is None else self.decided(incarnation, at).decision
 
     def started(self, table: Any, incarnation: str) -> Begun | None:
-        found = table.transaction_version(self.names.started(incarnation))
-        if found is None:
+        version = table.transaction_version(self.names.started(incarnation))
+        if version is None:
             return None
-        return Begun.from_json(self._read(self.names.started_file(incarnation, found), found))
+        return Begun.from_json(self._read(self.names.started_file(incarnation, version), version))
 
     def of(self, table: Any, incarnation: str) -> tuple[Decision | None, Begun | None]:
         """Newest decision and started batch of an incarnation; neither if it is archived and its records deleted, even
@@ -440,7 +440,7 @@ class DeltaStore:
                 yield from reversed(list(self._records.chain(table, self._scope.incarnation)))
 
     def others(self) -> list[OtherLedger]:
-        found = []
+        ledgers = []
         with explained(self._options):
             table, store = self._refresh(), self._records.store
             for p in store.folders("_delivered"):
@@ -450,8 +450,8 @@ class DeltaStore:
                     known = (names.batch(theirs.incarnation), names.started(theirs.incarnation))
                     holds = any(table.transaction_version(name) is not None for name in known)
                     if theirs != self._scope:
-                        found.append(OtherLedger(theirs.pipeline, theirs.sink, holds))
-        return named_first(found)
+                        ledgers.append(OtherLedger(theirs.pipeline, theirs.sink, holds))
+        return named_first(ledgers)
 
     def close(self) -> None:
         self._table = self._opened = None
@@ -592,9 +592,9 @@ class DeltaStore:
         # Read once per claim, under which records of other incarnations cannot change.
         if self._earlier is None or self._earlier[0] != claim:
             self._earlier = (claim, {i: records.of(table, i) for i in records.incarnations() if i != own})
-        found = {**self._earlier[1], own: records.of(table, own)}
-        decisions = [d for d, _ in found.values() if d is not None]
-        started = {i: b for i, (_, b) in found.items() if b is not None}
+        records_by_incarnation = {**self._earlier[1], own: records.of(table, own)}
+        decisions = [d for d, _ in records_by_incarnation.values() if d is not None]
+        started = {i: b for i, (_, b) in records_by_incarnation.items() if b is not None}
         return state_of(
             self._scope, owner, claim, by_time(decisions), started, lambda i: records.archive.read().find(i)
         )

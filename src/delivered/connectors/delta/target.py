@@ -134,8 +134,8 @@ def check(options: DeltaOptions) -> None:
 
 def table_schema(table: Any) -> pa.Schema:
     """The table's columns in canonical Arrow types, with their nullability."""
-    found: pa.Schema = pa.schema(table.schema().to_arrow())
-    return pa.schema([pa.field(f.name, canonical(f.type) or f.type, f.nullable) for f in found])
+    schema: pa.Schema = pa.schema(table.schema().to_arrow())
+    return pa.schema([pa.field(f.name, canonical(f.type) or f.type, f.nullable) for f in schema])
 
 
 def check_removes(options: DeltaOptions, table: Any) -> None:
@@ -325,7 +325,7 @@ def active_files(options: DeltaOptions, table: Any) -> list[dict[str, Any]]:
         if pa.table(table.deletion_vectors()).num_rows:
             raise UsageError("TABLE_HAS_DELETIONS", path=options.path)
         partitions = table.metadata().partition_columns
-        found = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+        files = pa.table(table.get_add_actions(flatten=True)).to_pylist()
     return [
         {
             "path": unquote(row["path"]),
@@ -334,7 +334,7 @@ def active_files(options: DeltaOptions, table: Any) -> list[dict[str, Any]]:
             "min": {name.removeprefix("min."): v for name, v in row.items() if name.startswith("min.")},
             "max": {name.removeprefix("max."): v for name, v in row.items() if name.startswith("max.")},
         }
-        for row in sorted(found, key=lambda row: str(row["path"]))
+        for row in sorted(files, key=lambda row: str(row["path"]))
     ]
 
 

@@ -122,12 +122,12 @@ def numbered(folder: Path) -> dict[int, Path]:
     """Files or folders in `folder` by the number that their names start with."""
     if not folder.is_dir():
         return {}
-    found = {}
+    folders = {}
     for path in folder.iterdir():
         digits = path.name.partition(".")[0].partition("-")[0]
         if digits.isdigit():
-            found[int(digits)] = path
-    return found
+            folders[int(digits)] = path
+    return folders
 
 
 def take_away(path: Path) -> None:

@@ -217,8 +217,8 @@ def _meant(value: Any, kind: pa.DataType) -> Any:
     if t.is_binary(kind):
         return base64.b64decode(value)
     if t.is_timestamp(kind):
-        found = dt.datetime.fromisoformat(value.removesuffix("Z"))
-        return found.replace(tzinfo=dt.UTC) if kind.tz else found
+        moment = dt.datetime.fromisoformat(value.removesuffix("Z"))
+        return moment.replace(tzinfo=dt.UTC) if kind.tz else moment
     if t.is_date32(kind):
         return dt.date.fromisoformat(value)
     if t.is_decimal(kind):
@@ -241,10 +241,10 @@ class FolderScan(BoundedScan):
 
     def schema(self) -> pa.Schema:
         """Raises UsageError: this package never wrote to the folder."""
-        found = stored_schema(self.options)
-        if found is None:
+        schema = stored_schema(self.options)
+        if schema is None:
             raise UsageError("FOLDER_UNKNOWN", path=self.options.path)
-        return found
+        return schema
 
     def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
         """Args: since: {"files": [names]}: excludes these."""
@@ -262,12 +262,12 @@ class FolderScan(BoundedScan):
     def _files(self) -> dict[str, int]:
         """Size of every file that a reader sees, by name, whoever wrote it."""
         root = self.options.folder
-        found = {}
+        rows_by_file = {}
         for path in sorted(root.rglob(f"*.{self.options.format}")):
             name = path.relative_to(root)
             if not any(part.startswith(("_", ".")) for part in name.parts):
-                found[str(name)] = path.stat().st_size
-        return found
+                rows_by_file[str(name)] = path.stat().st_size
+        return rows_by_file
 
 
 def stored_schema(options: FilesOptions) -> pa.Schema | None:

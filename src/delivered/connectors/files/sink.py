@@ -82,8 +82,8 @@ class FilesSink(StoreSink):
             put(probe, b"may this user write here?")
             probe.unlink()
         except OSError as error:
-            found = failed(self.options, error)
-            return [Finding.refusal(found)]
+            refusal = failed(self.options, error)
+            return [Finding.refusal(refusal)]
         return []
 
     def check_schema(self, schema: pa.Schema) -> None:

@@ -159,15 +159,15 @@ class FilesStore:
             yield last
 
     def others(self) -> list[OtherLedger]:
-        found = []
+        ledgers = []
         for root in self._places.root.parent.parent.glob("p-*/s-*"):
             pipeline, sink = root.parent.name.removeprefix("p-"), root.name.removeprefix("s-")
             theirs = Places(self._options, Scope(pipeline, sink, self._scope.incarnation))
             if theirs.root != self._places.root:
                 incarnation = self._scope.incarnation
                 holds = bool(numbered(theirs.decided(incarnation))) or theirs.started(incarnation).exists()
-                found.append(OtherLedger(pipeline, sink, holds))
-        return named_first(found)
+                ledgers.append(OtherLedger(pipeline, sink, holds))
+        return named_first(ledgers)
 
     def close(self) -> None:
         """Nothing to close."""
@@ -253,7 +253,7 @@ class FilesStore:
         owner, epoch, _ = self._owner()
         decided, started = self._places.root / "decided", self._places.root / "begun"
         incarnations = {self._scope.incarnation, *(p.name for p in (decided.iterdir() if decided.is_dir() else ()))}
-        found = (self._last(incarnation) for incarnation in incarnations)
+        decisions = (self._last(incarnation) for incarnation in incarnations)
         # The file system's clock orders only what an earlier release began: later ones have sequences.
         oldest_first = [path.stem for path in sorted(started.glob("*.json"), key=lambda p: p.stat().st_mtime)]
         known = ((incarnation, self._started(incarnation)) for incarnation in oldest_first)
@@ -261,7 +261,7 @@ class FilesStore:
             self._scope,
             owner,
             epoch,
-            by_time(d for d in found if d is not None),
+            by_time(d for d in decisions if d is not None),
             {i: b for i, b in known if b is not None},
             lambda incarnation: self._archive.read().find(incarnation),
         )

@@ -65,22 +65,22 @@ def _folder(text: str) -> str:
 
 
 def _parts(text: str) -> tuple[Part, ...]:
-    found = []
+    parts = []
     for written in re.split(r",(?![^(]*\))", text):
         match = _PART.fullmatch(written.strip())
         word, number, column = match.group("word", "number", "column") if match else (None, None, None)
         entire = match is not None and (word is None) == (")" not in written)
         if entire and word is None:
-            found.append(Part(str(column), "identity"))
+            parts.append(Part(str(column), "identity"))
         elif entire and word in _TRANSFORMS and number is None:
-            found.append(Part(str(column), _TRANSFORMS[word]))
+            parts.append(Part(str(column), _TRANSFORMS[word]))
         elif entire and word in _COUNTED and number is not None and int(number) > 0:
-            found.append(Part(str(column), f"{word}[{int(number)}]"))
+            parts.append(Part(str(column), f"{word}[{int(number)}]"))
         else:
             raise Unfit.build("OPTION_VALUE.PARTITION_TRANSFORM", text=text, transform=written.strip())
-    if len({part.name for part in found}) != len(found):
+    if len({part.name for part in parts}) != len(parts):
         raise Unfit.build("OPTION_VALUE.DUPLICATES", text=text)
-    return tuple(found)
+    return tuple(parts)
 
 
 def _uri(text: str) -> str:

@@ -418,10 +418,10 @@ class _AssertRef(AssertRefSnapshotId):
 
     def validate(self, base_metadata: Any) -> None:  # type: ignore[override]
         ref = base_metadata.refs.get(self.ref) if base_metadata is not None else None
-        found = ref.snapshot_id if ref is not None else None
-        if base_metadata is None or found != self.snapshot_id:
+        snapshot_id = ref.snapshot_id if ref is not None else None
+        if base_metadata is None or snapshot_id != self.snapshot_id:
             raise CommitFailedException(
-                f"Requirement failed: {self.ref} is at snapshot {found}, expected was {self.snapshot_id}"
+                f"Requirement failed: {self.ref} is at snapshot {snapshot_id}, expected was {self.snapshot_id}"
             )
 
 

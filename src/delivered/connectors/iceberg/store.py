@@ -195,17 +195,17 @@ class Records:
         """Decisions still kept, oldest first; only the newest revision of each."""
         scope = self._names.scope
         own = {"delivered.pipeline": scope.pipeline, "delivered.sink": scope.sink, "delivered.incarnation": incarnation}
-        found: dict[int, Decision] = {}
+        decisions: dict[int, Decision] = {}
         for snapshot in sorted(self._table.metadata.snapshots, key=lambda s: s.sequence_number or 0):
             properties = snapshot.summary.additional_properties if snapshot.summary is not None else {}
             if IN_SUMMARY in properties and own.items() <= properties.items():
                 text = unpacked(f"the summary of snapshot {snapshot.snapshot_id}", properties[IN_SUMMARY])
                 decision = Decision.from_json(text)
-                found[decision.batch] = decision
+                decisions[decision.batch] = decision
         last = self.decided(incarnation)
         if last is not None:
-            found[last.batch] = last
-            yield from (found[batch] for batch in sorted(found) if batch <= last.batch)
+            decisions[last.batch] = last
+            yield from (decisions[batch] for batch in sorted(decisions) if batch <= last.batch)
 
 
 def decided_text(decision: Decision, mark: uuid.UUID, writer: str = "") -> str:
@@ -283,7 +283,7 @@ class IcebergCommitter(StagedFilesCommitter):
     def _remove_manifests(self, table: Any, undecided: shard.Undecided) -> None:
         """Delete those of undecided batches, of failed attempts at the newest decided one, and of earlier claims."""
         files = store(table, metadata_path(table))
-        found: list[str] = []
+        manifests: list[str] = []
         for folder in files.folders(shard.sink_folder(self._scope)):
             if folder.startswith("i-"):
                 incarnation = folder.removeprefix("i-")
@@ -299,7 +299,7 @@ class IcebergCommitter(StagedFilesCommitter):
                     if batch is not None and (
                         newest is None or batch > newest or (batch == newest and mark not in name)
                     ):
-                        found.append(name)
+                        manifests.append(name)
         claims = list(files.files(claims_folder(self._scope)))
         now = require_table(self._options)
         held = Records(now, self._scope).claim()
@@ -308,7 +308,7 @@ class IcebergCommitter(StagedFilesCommitter):
         undecided.check_claim()
         # Higher numbers may belong to a claim in flight.
         old = [c for c in claims if held is not None and (shard.parse_batch(c) or 0) <= held.epoch]
-        files.remove([*found, *(c for c in old if not current.endswith(c))])
+        files.remove([*manifests, *(c for c in old if not current.endswith(c))])
 
 
 def _writers(prepared: Sequence[Prepared]) -> set[str]:
@@ -419,20 +419,20 @@ class IcebergStore:
     def history(self) -> Iterator[Decision]:
         table = open_table(self._options)
         if table is not None:
-            found = list(Records(table, self._scope).history(self._scope.incarnation))
-            yield from found[-LEDGER_HISTORY_BATCHES:]
+            decisions = list(Records(table, self._scope).history(self._scope.incarnation))
+            yield from decisions[-LEDGER_HISTORY_BATCHES:]
 
     def others(self) -> list[OtherLedger]:
-        properties, found = require_table(self._options).properties, []
+        properties, ledgers = require_table(self._options).properties, []
         for name in properties:
             match name.split("/"):
                 case ["delivered", pipeline, sink, "owner"] if name != self._names.owner:
                     names = Names(Scope(pipeline, sink, self._scope.incarnation))
                     known = (names.decided(names.scope.incarnation), names.started(names.scope.incarnation))
-                    found.append(OtherLedger(pipeline, sink, any(k in properties for k in known)))
+                    ledgers.append(OtherLedger(pipeline, sink, any(k in properties for k in known)))
                 case _:
                     pass
-        return named_first(found)
+        return named_first(ledgers)
 
     def close(self) -> None:
         """Catalogs stay open in this process, for later batches."""
@@ -520,13 +520,13 @@ class IcebergStore:
     def _state(self, table: Any) -> LedgerState:
         records = Records(table, self._scope)
         held = records.claim()
-        found = [(i, records.decided(i), records.started(i)) for i in records.incarnations()]
+        states = [(i, records.decided(i), records.started(i)) for i in records.incarnations()]
         return state_of(
             self._scope,
             held.owner if held else None,
             held.epoch if held else 0,
-            by_time(d for _, d, _ in found if d is not None),
-            {i: b for i, _, b in found if b is not None},
+            by_time(d for _, d, _ in states if d is not None),
+            {i: b for i, _, b in states if b is not None},
             records.archived,
         )
 

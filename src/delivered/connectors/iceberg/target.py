@@ -48,8 +48,8 @@ class IcebergTypes(target.TableTypes):
     range = RANGES["iceberg"]
 
     def canonical(self, kind: pa.DataType) -> pa.DataType | None:
-        found = target.canonical(kind)
-        return None if found is None else _wide(found)
+        type_ = target.canonical(kind)
+        return None if type_ is None else _wide(type_)
 
 
 TYPES = IcebergTypes()
@@ -140,8 +140,8 @@ def _to_arrow(kind: Any) -> pa.DataType:
         return pa.map_(key, _field("value", kind.value_type, kind.value_id))
     if isinstance(kind, ice.StructType):
         return pa.struct([_field(f.name, f.field_type, f.field_id) for f in kind.fields])
-    found: pa.DataType = schema_to_pyarrow(kind)
-    return found if isinstance(kind, ice.FixedType | ice.UUIDType) else target.canonical(found) or found
+    type_: pa.DataType = schema_to_pyarrow(kind)
+    return type_ if isinstance(kind, ice.FixedType | ice.UUIDType) else target.canonical(type_) or type_
 
 
 # Partition values that the client cannot commit: it also writes them as text, with Python's dates.
@@ -153,8 +153,8 @@ _TRUNCATE = "truncate["
 def partition_parts(table: Any) -> tuple[Part, ...]:
     """The table's partition spec. Nested columns have their path, which is no column of the rows."""
     schema = table.schema()
-    found = ((schema.find_column_name(f.source_id), str(f.transform)) for f in table.spec().fields)
-    return tuple(Part(column, transform) for column, transform in found)
+    fields = ((schema.find_column_name(f.source_id), str(f.transform)) for f in table.spec().fields)
+    return tuple(Part(column, transform) for column, transform in fields)
 
 
 def unstorable_parts(parts: Sequence[Part], batch: pa.RecordBatch) -> pa.Array | None:

@@ -225,10 +225,10 @@ def data_files(table: Any, path: str, written: Sequence[Written[Part]]) -> list[
     schema = table.schema()
     plan = compute_statistics_plan(schema, table.properties)
     ids = parquet_path_to_id_mapping(schema)
-    found = []
+    files = []
     for file in written:
         statistics = _statistics(file.footer, plan, ids)
-        found.append(
+        files.append(
             DataFile.from_args(
                 content=DataFileContent.DATA,
                 file_path=f"{path}/{file.name}",
@@ -242,7 +242,7 @@ def data_files(table: Any, path: str, written: Sequence[Written[Part]]) -> list[
                 **statistics,
             )
         )
-    return found
+    return files
 
 
 def _statistics(footer: Any, plan: dict[int, Any], ids: dict[str, int]) -> dict[str, Any]:
@@ -263,8 +263,8 @@ _NO_BOUNDS = (ValueError, TypeError, ArithmeticError, pa.ArrowException)
 
 
 def _of_client(footer: Any, plan: dict[int, Any], ids: dict[str, int]) -> dict[str, Any]:
-    found: dict[str, Any] = data_file_statistics_from_parquet_metadata(footer, plan, ids).to_serialized_dict()
-    return found
+    statistics: dict[str, Any] = data_file_statistics_from_parquet_metadata(footer, plan, ids).to_serialized_dict()
+    return statistics
 
 
 def _has_bounds(footer: Any, plan: dict[int, Any], ids: dict[str, int], column: int) -> bool:
@@ -278,14 +278,14 @@ def _has_bounds(footer: Any, plan: dict[int, Any], ids: dict[str, int], column: 
 
 def _unbounded(footer: Any, ids: dict[str, int]) -> set[int]:
     """Columns with a row group that has values, but no bounds. Of NaN alone there are none by definition."""
-    found = set()
+    columns = set()
     for at in range(footer.num_columns):
         if footer.schema.column(at).physical_type in ("FLOAT", "DOUBLE"):
             continue
         groups = [footer.row_group(i).column(at).statistics for i in range(footer.num_row_groups)]
         if any(s is None or (s.num_values and not s.has_min_max) for s in groups):
-            found.add(ids[footer.schema.column(at).path])
-    return found
+            columns.add(ids[footer.schema.column(at).path])
+    return columns
 
 
 def _with_counts(plan: dict[int, Any], columns: Collection[int]) -> dict[int, Any]:

@@ -31,10 +31,10 @@ def _position(text: str) -> Position:
 
 
 def _ending(text: str) -> Position:
-    found = _position(text)
-    if found == EARLIEST:
+    position = _position(text)
+    if position == EARLIEST:
         raise Unfit.build("OPTION_VALUE.LOG_END")
-    return found
+    return position
 
 
 def _reader(text: str) -> str:

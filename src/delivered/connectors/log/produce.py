@@ -1,6 +1,6 @@
 """Appends records to a log: assigns offsets, commits atomically, and is durable on return. A receiver's journal, too.
 
-The journal skips messages that are already in the log.Deduplication rests on optimistic commits: each is made against
+The journal skips messages that are already in the log. Deduplication rests on optimistic commits: each is made against
 the table version that the window of ids reflects. If another process committed first, the commit fails, the window
 reads the new ids, and the remaining messages are tried again. So two processes that append the same message store it
 once, even if one was paused in between.
@@ -596,8 +596,8 @@ class LogJournal(Journal):
         if self._keep_s <= 0:
             return True
         fs = layout.filesystem(self._path, self._storage)
-        found = fs.get_file_info(file.path)
-        return found.mtime_ns is not None and found.mtime_ns / 1e9 < time.time() - self._keep_s
+        info = fs.get_file_info(file.path)
+        return info.mtime_ns is not None and info.mtime_ns / 1e9 < time.time() - self._keep_s
 
     def _compact(self, now: layout.Snapshot) -> None:
         """Compact small files. The old ones stay on disk for active readers."""
@@ -660,12 +660,12 @@ def _entries(batch: MessageBatch) -> tuple[pa.Array, pa.Array, Any]:
 
 def read_ids(headers: pa.Array) -> list[str | None]:
     """The ids stored by `build_rows`; None for a record without one."""
-    found: list[str | None] = [None] * len(headers)
+    ids: list[str | None] = [None] * len(headers)
     parents = pc.list_parent_indices(headers)
     entries = pc.list_flatten(headers)
     named = pc.equal(entries.field("key"), ID_HEADER)
     rows = parents.filter(named).to_pylist()
     values = entries.field("value").filter(named).to_pylist()
     for row, value in reversed(list(zip(rows, values, strict=True))):
-        found[row] = id_text(value)
-    return found
+        ids[row] = id_text(value)
+    return ids

@@ -135,14 +135,14 @@ class RangeReader:
 
 def _groups(file: Any, start: int, end: int) -> list[_Group]:
     column = next(i for i in range(file.metadata.num_columns) if file.metadata.schema.column(i).path == "offset")
-    found = []
+    groups = []
     for index in range(file.metadata.num_row_groups):
         statistics = file.metadata.row_group(index).column(column).statistics
         known = statistics is not None and statistics.has_min_max
         low, high = (statistics.min, statistics.max) if known else (start, end - 1)
         if low < end and high >= start:
-            found.append(_Group(file, index, low, high))
-    return found
+            groups.append(_Group(file, index, low, high))
+    return groups
 
 
 def _clusters(items: Sequence[Any]) -> Iterator[list[Any]]:
@@ -162,12 +162,12 @@ def _clusters(items: Sequence[Any]) -> Iterator[list[Any]]:
 def first_since(fs: Any, path: str, ms: int) -> int | None:
     """Smallest offset in a file whose record has this timestamp, in milliseconds since 1970, or a later one."""
     with fs.open_input_file(path) as source:
-        file, found = pq.ParquetFile(source), None
+        file, first = pq.ParquetFile(source), None
         for batch in file.iter_batches(columns=["offset", "timestamp"]):
             late = pc.greater_equal(batch.column("timestamp"), pa.scalar(ms * 1000, TIMESTAMP))
             low = pc.min(batch.column("offset").filter(late)).as_py()
-            found = low if found is None or (low is not None and low < found) else found
-    return found
+            first = low if first is None or (low is not None and low < first) else first
+    return first
 
 
 _RELOADS_MAX = 5
@@ -268,8 +268,8 @@ class LogDriver(SourceDriver):
 
     def initial(self) -> Offsets:
         now, since = self._refresh(), self._options.since_ms
-        found = self._since(since, now) if since is not None else self._resolve(self._options.starting, now)
-        return _offsets(now.version, found)
+        positions = self._since(since, now) if since is not None else self._resolve(self._options.starting, now)
+        return _offsets(now.version, positions)
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         now = self._frozen or self._refresh()
@@ -322,8 +322,8 @@ class LogDriver(SourceDriver):
                 continue
             files = at.overlapping(partition, first, stop)
             if not files or files[0].low > first:
-                found = f"offset {files[0].low}" if files else "no file that holds it"
-                raise layout.damaged(self._options.path, partition, first, found)
+                actual = f"offset {files[0].low}" if files else "no file that holds it"
+                raise layout.damaged(self._options.path, partition, first, actual)
             ranges = [(f.path, f.low, f.high) for f in files]
             data = {"partition": partition, "start": first, "end": stop, "files": ranges}
             pieces.append(Slice(data, partition=f"{self._options.name}-{partition}"))
@@ -412,12 +412,12 @@ class LogDriver(SourceDriver):
 
     def _since(self, ms: int, now: layout.Snapshot) -> dict[int, int]:
         """First offset of each partition whose record is of then or later; its end if there is none."""
-        fs, found = layout.filesystem(self._options.path, self._storage), now.ends()
+        fs, positions = layout.filesystem(self._options.path, self._storage), now.ends()
         for file in reversed(now.files):
             low = first_since(fs, file.path, ms)
             if low is not None:
-                found[file.partition] = min(low, found[file.partition])
-        return found
+                positions[file.partition] = min(low, positions[file.partition])
+        return positions
 
     def _resolve(self, position: Position, now: layout.Snapshot) -> dict[int, int]:
         earliest, ends = now.earliest(), now.ends()

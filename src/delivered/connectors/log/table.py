@@ -142,10 +142,10 @@ def rate(path: str, storage: Mapping[str, str]) -> float | None:
 def log_folder(path: str) -> tuple[int, int] | None:
     """Identity of the folder with a local table's log: another one was moved or created. None: remote, or missing."""
     try:
-        found = (Path(path) / "_delta_log").stat() if is_local(path) else None
+        info = (Path(path) / "_delta_log").stat() if is_local(path) else None
     except OSError:
         return None
-    return None if found is None else (found.st_dev, found.st_ino)
+    return None if info is None else (info.st_dev, info.st_ino)
 
 
 def snapshot(table: Any, path: str, storage: Mapping[str, str]) -> Snapshot:
@@ -215,9 +215,9 @@ def jitter_s(attempt: int) -> float:
     return random.uniform(0.005, min(0.5, 0.01 * 2**attempt))  # noqa: S311 - jitter, not a secret
 
 
-def damaged(path: str, partition: int, expected: int, found: str) -> InvariantBroken:
+def damaged(path: str, partition: int, expected: int, actual: str) -> InvariantBroken:
     """The error for missing or duplicate offsets."""
-    return InvariantBroken("LOG_RECORDS_MISSING", path=path, partition=partition, expected=expected, actual=found)
+    return InvariantBroken("LOG_RECORDS_MISSING", path=path, partition=partition, expected=expected, actual=actual)
 
 
 PROGRESS = "_progress"
@@ -248,10 +248,10 @@ def read_progress(path: str, storage: Mapping[str, str], reader: str) -> dict[in
     fs = filesystem(path, storage)
     try:
         with fs.open_input_stream(f"{PROGRESS}/{reader}.json") as file:
-            found = json.loads(file.read())
+            document = json.loads(file.read())
     except (FileNotFoundError, ValueError):
         return None
-    return {int(p): int(o) for p, o in without_format(found, "a reader's progress")["offsets"].items()}
+    return {int(p): int(o) for p, o in without_format(document, "a reader's progress")["offsets"].items()}
 
 
 # Reports of a log's receivers, a file each in a folder next to the table's data.
@@ -276,13 +276,13 @@ class Receivers:
         """Oldest first. One that is being replaced or removed may be absent."""
         from pyarrow import fs as arrow_fs
 
-        fs, found = filesystem(self._path, self._storage), list[ReceiverReport]()
+        fs, reports = filesystem(self._path, self._storage), list[ReceiverReport]()
         for info in fs.get_file_info(arrow_fs.FileSelector(_FOLDER, allow_not_found=True)):
             if not info.base_name.endswith(".json"):
                 continue
             with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-                found.append(ReceiverReport.from_json(fs.open_input_stream(info.path).readall()))
-        return sorted(found, key=lambda r: r.at_ms)
+                reports.append(ReceiverReport.from_json(fs.open_input_stream(info.path).readall()))
+        return sorted(reports, key=lambda r: r.at_ms)
 
     def write(self, report: ReceiverReport) -> None:
         put(self._path, self._storage, _FOLDER, report.name, report.to_json())

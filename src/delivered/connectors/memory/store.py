@@ -102,16 +102,18 @@ class MemoryStore:
             self._room.started[self._scope.incarnation] = change.begun
         staged = []
         for p in change.move:
-            found = self._world.participants.get(Opened.of(p).id)
-            if found is None or found.state is not State.PREPARED:
+            participant = self._world.participants.get(Opened.of(p).id)
+            if participant is None or participant.state is not State.PREPARED:
                 return Failed(f"the staged rows of shard {p.shard} are missing")
-            if found.work.scope.sink != self._scope.sink:
-                return Failed(f"the rows of shard {p.shard} lie at {found.work.scope.sink!r}, out of reach from here")
-            staged.append(found)
+            if participant.work.scope.sink != self._scope.sink:
+                return Failed(
+                    f"the rows of shard {p.shard} lie at {participant.work.scope.sink!r}, out of reach from here"
+                )
+            staged.append(participant)
         if change.decision is not None:
             self._room.decisions.append(change.decision.to_json())
-        for found in staged:
-            self._world.settle(found)
+        for participant in staged:
+            self._world.settle(participant)
         return Ok(None)
 
 

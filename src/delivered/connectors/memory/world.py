@@ -79,16 +79,16 @@ class Room:
     started: dict[str, Begun] = field(default_factory=dict)
 
     def of(self, incarnation: str) -> list[Decision]:
-        found = [Decision.from_json(text) for text in self.decisions]
-        return [d for d in found if d.scope.incarnation == incarnation]
+        decisions = [Decision.from_json(text) for text in self.decisions]
+        return [d for d in decisions if d.scope.incarnation == incarnation]
 
     def newest(self) -> list[Decision]:
         """The newest decision of each incarnation, newest first."""
-        found: dict[str, Decision] = {}
+        decisions: dict[str, Decision] = {}
         for text in reversed(self.decisions):
             decision = Decision.from_json(text)
-            found.setdefault(decision.scope.incarnation, decision)
-        return list(found.values())
+            decisions.setdefault(decision.scope.incarnation, decision)
+        return list(decisions.values())
 
 
 class World:
@@ -119,9 +119,9 @@ class World:
     def open(self, work: Work) -> Participant:
         self.gate()
         with self.lock:
-            found = Participant(next(self._ids), work, len(self.log))
-            self.participants[found.id] = found
-            return found
+            participant = Participant(next(self._ids), work, len(self.log))
+            self.participants[participant.id] = participant
+            return participant
 
     def show(self, work: Work, rows: Sequence[pa.RecordBatch]) -> None:
         self.gate()
@@ -156,8 +156,8 @@ class World:
         with self.lock:
             stable = min((p.opened_at for p in self.unsettled()), default=len(self.log))
             own = (work.scope.pipeline, work.scope.sink, work.shard)
-            found = [(m[3], m[4]) for m in self.log[:stable] if m[:3] == own]
-            return found[-1] if found else None
+            markers = [(m[3], m[4]) for m in self.log[:stable] if m[:3] == own]
+            return markers[-1] if markers else None
 
     def next_answer(self, method: str) -> Answer | None:
         waiting = self.answers.get(method)

@@ -70,14 +70,14 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
     except ImportError:
         raise MissingExtra("mysql") from None
     password = options.password_resolved()
-    given = {**address(options.url, options.user), "password": None if password is None else password.encode()}
-    given = {k: v for k, v in given.items() if v is not None}
+    parameters = {**address(options.url, options.user), "password": None if password is None else password.encode()}
+    parameters = {k: v for k, v in parameters.items() if v is not None}
     try:
-        session = Session(CONNECT_TRY_S, options.tls, **given)
+        session = Session(CONNECT_TRY_S, options.tls, **parameters)
     except ERRORS as error:
         raise explained(error, options) from None
     try:
-        session.watch(f"MySQL at {options.host}:{options.port}", options.tls, given)
+        session.watch(f"MySQL at {options.host}:{options.port}", options.tls, parameters)
         _check_version(session, options)
         lock_s = str(options.lock_timeout_s)
         settings = {**_SETTINGS, "innodb_lock_wait_timeout": lock_s, "lock_wait_timeout": lock_s}
@@ -109,8 +109,8 @@ def read_only(options: MysqlOptions) -> Unreachable:
 def _check_version(session: Session, options: MysqlOptions) -> None:
     system = "MariaDB" if session.mariadb else "MySQL"
     # For old replicas, MariaDB used to prefix another version.
-    found = re.match(r"(\d+)\.(\d+)", str(session.server_version).removeprefix("5.5.5-"))
-    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d+)\.(\d+)", str(session.server_version).removeprefix("5.5.5-"))
+    version = (int(match[1]), int(match[2])) if match else (0, 0)
     if version < VERSIONS_MIN[system]:
         needed = " or ".join(f"{name} {a}.{b}" for name, (a, b) in VERSIONS_MIN.items())
         raise UsageError(

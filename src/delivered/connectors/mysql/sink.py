@@ -87,10 +87,10 @@ def _settings(session: Session) -> dict[str, str]:
         *("sync_binlog", "transaction_read_only", "tx_read_only"),
     )
     wanted = ", ".join(f"'{n}'" for n in names)
-    found = dict(session.execute(f"SHOW VARIABLES WHERE Variable_name IN ({wanted})").fetchall())
-    if "transaction_read_only" in found:  # its new name
-        found["tx_read_only"] = found["transaction_read_only"]
-    return {str(k): str(v) for k, v in found.items()}
+    settings = dict(session.execute(f"SHOW VARIABLES WHERE Variable_name IN ({wanted})").fetchall())
+    if "transaction_read_only" in settings:  # its new name
+        settings["tx_read_only"] = settings["transaction_read_only"]
+    return {str(k): str(v) for k, v in settings.items()}
 
 
 def _durable(settings: dict[str, str], options: MysqlOptions, guarantee: Guarantee) -> Iterator[Finding]:
@@ -117,8 +117,8 @@ def _replicas(session: Session, options: MysqlOptions) -> Iterator[Finding]:
     row = session.execute("SELECT count(*) FROM information_schema.processlist WHERE command LIKE 'Binlog Dump%'")
     replicas = int(row.fetchone()[0])
     names = (f"'Rpl_semi_sync_{role}_{what}'" for role in ("master", "source") for what in ("status", "clients"))
-    found = session.execute(f"SHOW STATUS WHERE Variable_name IN ({', '.join(names)})").fetchall()
-    said = {str(name).rpartition("_")[2]: str(value) for name, value in found}
+    rows = session.execute(f"SHOW STATUS WHERE Variable_name IN ({', '.join(names)})").fetchall()
+    said = {str(name).rpartition("_")[2]: str(value) for name, value in rows}
     # It is on until the first commit that waits in vain, also if none of the replicas takes part.
     waits = said.get("status") == "ON" and said.get("clients") != "0"
     if replicas and not waits:
@@ -133,8 +133,8 @@ def _prepared(session: Session, options: MysqlOptions) -> Iterator[Finding]:
 
 
 def _table(session: Session, options: MysqlOptions) -> Iterator[Finding]:
-    found = target.find(session, options)
-    if found is None:
+    table = target.find(session, options)
+    if table is None:
         target.check_hidden(session, options)
         if not options.create:
             raise missing_at_server(options)
@@ -145,22 +145,22 @@ def _table(session: Session, options: MysqlOptions) -> Iterator[Finding]:
                 "SCHEMA_MISSING.DATABASE", refuses=True, base=base, table=options.table_text, place=options.place
             )
         return
-    target.check_engine(options, found)
+    target.check_engine(options, table)
     write = options.write
-    denied = _denied(session, options, found)
+    denied = _denied(session, options, table)
     if denied:
         user = session.execute("SELECT current_user()").fetchone()[0]
-        yield permission(options, user, denied, f"{found.base}.{found.name}")
-    elif write.upserts and target.unique_index(session, found, write.keys) is None:
+        yield permission(options, user, denied, f"{table.base}.{table.name}")
+    elif write.upserts and target.unique_index(session, table, write.keys) is None:
         raise no_unique_index(write, options.table_text, options.where)
     else:
         yield from findings(options, target.read_definition(session, options))
 
 
-def _denied(session: Session, options: MysqlOptions, found: target.Found) -> list[str]:
+def _denied(session: Session, options: MysqlOptions, table: target.Found) -> list[str]:
     """Privileges on the table that this user lacks: the server checks them on EXPLAIN, too."""
-    columns = target.table_columns(session, found)  # empty if the user has no privilege on the table
-    name, write = found.full, options.write
+    columns = target.table_columns(session, table)  # empty if the user has no privilege on the table
+    name, write = table.full, options.write
     one = quoted(next((n for n, c in columns.items() if not c.computed), "x"))
     asked = {"INSERT": f"EXPLAIN INSERT INTO {name} ({one}) VALUES (NULL)"}
     if write.upserts:
@@ -199,10 +199,10 @@ class MysqlScan(TableScan):
 
     def _stored_schema(self) -> pa.Schema | None:
         def question(session: Session) -> pa.Schema | None:
-            found = target.find(session, self.options)
-            if found is None or ledger_version(session, self.options.ledger_schema) == 0:
+            table = target.find(session, self.options)
+            if table is None or ledger_version(session, self.options.ledger_schema) == 0:
                 return None
-            return target.stored_schema(session, self.options, found)
+            return target.stored_schema(session, self.options, table)
 
         return self.database.ask(question)
 
@@ -211,10 +211,10 @@ class MysqlScan(TableScan):
 
     def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
         """Args: since: {"at": n}: the first value of the primary key. A table without such a key is one slice."""
-        found = self._range()
-        if found is None:
+        range_ = self._range()
+        if range_ is None:
             return [Slice(_ALL)]
-        key, first, stop = found
+        key, first, stop = range_
         pieces = steps(int((since or {}).get("at", first)), stop, SLICE_KEYS)
         return [Slice({"key": key, "start": at, "end": until}) for at, until in pieces]
 
@@ -237,19 +237,19 @@ class MysqlScan(TableScan):
         """The primary key if it is a single integer column, with its minimum, and its maximum plus one."""
 
         def question(session: Session) -> tuple[str, int, int] | None:
-            found = target.find(session, self.options)
-            if found is None:
+            table = target.find(session, self.options)
+            if table is None:
                 return None
-            columns = target.table_columns(session, found)
+            columns = target.table_columns(session, table)
             rows = session.execute(
                 "SELECT column_name FROM information_schema.statistics "
                 "WHERE table_schema = %s AND table_name = %s AND index_name = 'PRIMARY'",
-                [found.base, found.name],
+                [table.base, table.name],
             ).fetchall()
             if len(rows) != 1 or "int" not in columns[rows[0][0]].kind:
                 return None
             key = rows[0][0]
-            low, high = session.execute(f"SELECT min({quoted(key)}), max({quoted(key)}) FROM {found.full}").fetchone()
+            low, high = session.execute(f"SELECT min({quoted(key)}), max({quoted(key)}) FROM {table.full}").fetchone()
             return None if low is None else (key, int(low), int(high) + 1)
 
         return self.database.ask(question)

@@ -182,8 +182,8 @@ class MysqlDatabase(Server["Session"]):
         return read_definition(connection, self.options)
 
     def table(self, connection: Session) -> str | None:
-        found = find(connection, self.options)
-        return None if found is None else found.full
+        table = find(connection, self.options)
+        return None if table is None else table.full
 
     def version(self, connection: Session) -> int:
         return ledger_version(connection, self.options.ledger_schema)
@@ -289,18 +289,18 @@ def xid(gid: str) -> str:
 def list_transactions(session: Session, scope: Scope, options: MysqlOptions) -> list[OpenTransaction]:
     """Every prepared transaction of this pipeline and sink, oldest first. Raises MySQLError."""
     prefix = id_prefix(scope, options.ledger_schema)
-    found = []
+    prepared = []
     for gid in _prepared(session):
         match = _ID.fullmatch(gid[len(prefix) :]) if gid.startswith(prefix) else None
         if match is not None:
-            found.append((int(match[3], 16), gid))
-    return [open_transaction(gid, started_ms, options) for started_ms, gid in sorted(found)]
+            prepared.append((int(match[3], 16), gid))
+    return [open_transaction(gid, started_ms, options) for started_ms, gid in sorted(prepared)]
 
 
 def all_started_ms(session: Session) -> list[int]:
     """Start times of this package's prepared transactions, of any pipeline. Raises MySQLError."""
-    found = (re.fullmatch(rf"delivered\.[0-9a-f]{{16}}\.{_ID.pattern}", gid) for gid in _prepared(session))
-    return [int(match[3], 16) for match in found if match is not None]
+    matches = (re.fullmatch(rf"delivered\.[0-9a-f]{{16}}\.{_ID.pattern}", gid) for gid in _prepared(session))
+    return [int(match[3], 16) for match in matches if match is not None]
 
 
 def end(session: Session, gid: str, commit: bool) -> bool:
@@ -398,9 +398,9 @@ def give_up_earlier(session: Session, work: Work, options: MysqlOptions) -> None
 
 def _prepared(session: Session) -> list[str]:
     """Every prepared transaction of the server, with ids in the form above where possible."""
-    found = []
+    ids = []
     for _, first, second, data in session.execute("XA RECOVER").fetchall():
         raw = data if isinstance(data, bytes) else str(data).encode("utf-8", "surrogateescape")
         text = raw[:first] + b":" + raw[first : first + second]
-        found.append(text.decode("ascii", "replace"))
-    return found
+        ids.append(text.decode("ascii", "replace"))
+    return ids

@@ -296,8 +296,8 @@ def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
         MySQLError: the server rejected it.
     """
     kept = stored(options.write, schema)
-    found = find(session, options)
-    if found is None:
+    table = find(session, options)
+    if table is None:
         check_hidden(session, options)
         if not options.create:
             raise missing_at_server(options)
@@ -306,28 +306,28 @@ def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
             created = find(session, options) is None
             body = f"({_body(options, kept)}) {_end(session)} COMMENT = '{new_mark()}'"
             session.execute(f"CREATE TABLE IF NOT EXISTS {text_of(options)} {body}")
-            found = find(session, options)
-            if found is not None and created:  # a schema stored for an earlier table of this name is obsolete
+            table = find(session, options)
+            if table is not None and created:  # a schema stored for an earlier table of this name is obsolete
                 session.execute(
                     f"DELETE FROM {with_values(options.ledger_schema)}.target WHERE base = %s AND name = %s",
-                    [found.base, found.name],
+                    [table.base, table.name],
                 )
-        if found is None:
+        if table is None:
             raise missing_at_server(options)
-    check_engine(options, found)
-    columns = table_columns(session, found)
+    check_engine(options, table)
+    columns = table_columns(session, table)
     compare(options, TYPES, kept, columns, _CHANGE)
     index = "PRIMARY"
     if options.write.upserts:
-        index = unique_index(session, found, options.write.keys) or ""
+        index = unique_index(session, table, options.write.keys) or ""
         if not index:
             raise no_unique_index(options.write, options.table_text, options.where)
-    _remember(session, options, found, kept)
+    _remember(session, options, table, kept)
     return Target(
-        found.full,
+        table.full,
         ", ".join(quoted(n) for n in schema.names),
         {n: columns[n].declared for n in kept.names},
-        MysqlMerge(options.write, found.full, tuple(kept.names), index),
+        MysqlMerge(options.write, table.full, tuple(kept.names), index),
         tuple(n for n in kept.names if columns[n].fills_null),
     )
 
@@ -342,20 +342,20 @@ def add_columns(session: Session, options: MysqlOptions, schema: pa.Schema) -> N
     """
     kept = stored(options.write, schema)
     with alone(session):
-        found = find(session, options)
-        if found is None:
+        table = find(session, options)
+        if table is None:
             return
-        missing = absent(options, kept, table_columns(session, found))
+        missing = absent(options, kept, table_columns(session, table))
         if missing:
             added = ", ".join(f"ADD COLUMN {quoted(f.name)} {_declared(f)} NULL" for f in missing)
-            client.alter(session, options, f"ALTER TABLE {found.full} {added}")
-        known = stored_schema(session, options, found)
+            client.alter(session, options, f"ALTER TABLE {table.full} {added}")
+        known = stored_schema(session, options, table)
         if known is not None:
-            now = extended(options, known, TYPES.canonical_schema(kept), _recovery_action(options, found))
+            now = extended(options, known, TYPES.canonical_schema(kept), _recovery_action(options, table))
             session.execute(
                 f"UPDATE {with_values(options.ledger_schema)}.target SET arrow_schema = %s "
                 "WHERE base = %s AND name = %s",
-                [now.serialize().to_pybytes(), found.base, found.name],
+                [now.serialize().to_pybytes(), table.base, table.name],
             )
 
 
@@ -365,10 +365,10 @@ def _declared(field: pa.Field) -> str:
     return f"{TYPES.declared(field.type)}{charset}"
 
 
-def _recovery_action(options: MysqlOptions, found: Found) -> str:
+def _recovery_action(options: MysqlOptions, table: Found) -> str:
     return (
         "restore the rows' columns and types, or write to another table; or, if the existing rows need no audit, "
-        f"DELETE FROM {options.ledger_schema}.target WHERE base = '{found.base}' AND name = '{found.name}'"
+        f"DELETE FROM {options.ledger_schema}.target WHERE base = '{table.base}' AND name = '{table.name}'"
     )
 
 
@@ -385,22 +385,22 @@ def check_hidden(session: Session, options: MysqlOptions) -> None:
             raise
 
 
-def check_engine(options: MysqlOptions, found: Found) -> None:
+def check_engine(options: MysqlOptions, table: Found) -> None:
     """Raises UsageError: a view, or an engine without transactions."""
-    if found.kind != "BASE TABLE":
-        raise UsageError("NOT_A_TABLE.MYSQL", table=options.table_text, where=options.where, kind=found.kind.lower())
-    if found.engine.lower() != ENGINE.lower():
+    if table.kind != "BASE TABLE":
+        raise UsageError("NOT_A_TABLE.MYSQL", table=options.table_text, where=options.where, kind=table.kind.lower())
+    if table.engine.lower() != ENGINE.lower():
         raise UsageError(
-            "ENGINE_NOT_TRANSACTIONAL.TABLE", table=options.table_text, where=options.where, engine=found.engine
+            "ENGINE_NOT_TRANSACTIONAL.TABLE", table=options.table_text, where=options.where, engine=table.engine
         )
 
 
-def unique_index(session: Session, found: Found, keys: Sequence[str]) -> str | None:
+def unique_index(session: Session, table: Found, keys: Sequence[str]) -> str | None:
     """Name of a unique index on exactly these full columns; None: there is none. Raises MySQLError."""
     rows = session.execute(
         "SELECT index_name, column_name, sub_part FROM information_schema.statistics "
         "WHERE table_schema = %s AND table_name = %s AND non_unique = 0 ORDER BY index_name <> 'PRIMARY', index_name",
-        [found.base, found.name],
+        [table.base, table.name],
     ).fetchall()
     indexes: dict[str, set[str]] = {}
     for index, column, sub_part in rows:
@@ -409,14 +409,14 @@ def unique_index(session: Session, found: Found, keys: Sequence[str]) -> str | N
     return next((index for index, columns in indexes.items() if columns == wanted), None)
 
 
-def table_columns(session: Session, found: Found) -> dict[str, ServerColumn]:
+def table_columns(session: Session, table: Found) -> dict[str, ServerColumn]:
     """Columns of a table by name. Raises MySQLError."""
     rows = session.execute(
         "SELECT column_name, data_type, column_type, character_set_name, collation_name, numeric_precision, "
         "numeric_scale, datetime_precision, is_nullable = 'NO', column_default IS NULL, extra, "
         "character_maximum_length "
         "FROM information_schema.columns WHERE table_schema = %s AND table_name = %s ORDER BY ordinal_position",
-        [found.base, found.name],
+        [table.base, table.name],
     ).fetchall()
     columns = {}
     for name, kind, shown, charset, collation, precision, scale, digits, not_null, no_default, extra, width in rows:
@@ -472,41 +472,41 @@ def exact(collation: str | None) -> bool:
     return collation is None or collation.endswith(("nopad_bin", "0900_bin"))
 
 
-def _remember(session: Session, options: MysqlOptions, found: Found, schema: pa.Schema) -> None:
-    known = stored_schema(session, options, found)
+def _remember(session: Session, options: MysqlOptions, table: Found, schema: pa.Schema) -> None:
+    known = stored_schema(session, options, table)
     canonical = TYPES.canonical_schema(schema)
     if known is None:
         session.execute(
             f"INSERT IGNORE INTO {with_values(options.ledger_schema)}.target (base, name, arrow_schema) "
             "VALUES (%s, %s, %s)",
-            [found.base, found.name, canonical.serialize().to_pybytes()],
+            [table.base, table.name, canonical.serialize().to_pybytes()],
         )
-        known = stored_schema(session, options, found)
+        known = stored_schema(session, options, table)
     if known is not None:
-        check_known(options, known, canonical, _recovery_action(options, found))
+        check_known(options, known, canonical, _recovery_action(options, table))
 
 
-def stored_schema(session: Session, options: MysqlOptions, found: Found) -> pa.Schema | None:
+def stored_schema(session: Session, options: MysqlOptions, table: Found) -> pa.Schema | None:
     """The canonical Arrow schema that the table was written with; None: never written. Raises MySQLError."""
     row = session.execute(
         f"SELECT arrow_schema FROM {with_values(options.ledger_schema)}.target WHERE base = %s AND name = %s",
-        [found.base, found.name],
+        [table.base, table.name],
     ).fetchone()
     return None if row is None else pa.ipc.read_schema(pa.py_buffer(row[0]))
 
 
 def read_definition(session: Session, options: MysqlOptions) -> Definition:
     """Raises MySQLError. The server shows triggers only to users with the privilege TRIGGER."""
-    found = find(session, options)
-    if found is None:
+    table = find(session, options)
+    if table is None:
         return Definition(exists=False)
     runs = events(options.write)
     rows = session.execute(
         "SELECT trigger_name, action_timing, event_manipulation FROM information_schema.triggers "
         "WHERE event_object_schema = %s AND event_object_table = %s ORDER BY event_manipulation, action_order",
-        [found.base, found.name],
+        [table.base, table.name],
     ).fetchall()
-    columns = table_columns(session, found)
+    columns = table_columns(session, table)
     lower = {name.lower(): column for name, column in columns.items()}
     keys = {k: lower[k.lower()] for k in options.write.keys if k.lower() in lower}
     return Definition(

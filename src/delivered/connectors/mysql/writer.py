@@ -303,12 +303,12 @@ class LoadWriter(ShardWriter):
             if self._moved_later:
                 handle = PreparedRows("", self._staged, self._ready.name, self._ready.columns)
             if self._merges:
-                merge, found = self._ready.merge, self._server.definition(session)
-                kept = self._staging.reduce(session, self._staged, merge, loading.rows, found)
+                merge, definition = self._ready.merge, self._server.definition(session)
+                kept = self._staging.reduce(session, self._staged, merge, loading.rows, definition)
                 if handle is not None:
                     handle = replace(handle, kept=kept, stored=merge.columns, index=merge.index)
                 else:
-                    self._merge(session, found)
+                    self._merge(session, definition)
             if self._prepares:
                 handle = PreparedRows(self._promise(session, fingerprint))
             else:
@@ -379,15 +379,15 @@ class LoadWriter(ShardWriter):
             client.register_session(session, store.parse_nonce(self._gid))
         session.execute(f"XA START {store.xid(self._gid)}")
 
-    def _merge(self, session: Session, found: Definition) -> None:
+    def _merge(self, session: Session, definition: Definition) -> None:
         """Merge reduced rows into the target, in the task's own transaction."""
         if self._prepares:
             session.execute("COMMIT")  # only the staging table
             self._open_xa(session)
         merge = self._ready.merge
-        self._staging.add(session, self._staged, merge, self._work, found)
+        self._staging.add(session, self._staged, merge, self._work, definition)
         if self._options.write.delete is not None:
-            delete(session, self._options, merge, self._staging.full(self._staged), found)
+            delete(session, self._options, merge, self._staging.full(self._staged), definition)
 
     def _promise(self, session: Session, fingerprint: Fingerprint) -> str:
         mark(session, self._server.dialect, self._work, self._gid, fingerprint)
@@ -481,13 +481,13 @@ class _Column:
     declared: str
 
 
-def _columns(session: Session, found: target.Found) -> dict[str, _Column]:
+def _columns(session: Session, table: target.Found) -> dict[str, _Column]:
     """By name in lower case."""
     rows = session.execute(
         "SELECT column_name, data_type, column_type, character_set_name, collation_name, character_maximum_length, "
         "generation_expression FROM information_schema.columns WHERE table_schema = %s AND table_name = %s "
         "ORDER BY ordinal_position",
-        [found.base, found.name],
+        [table.base, table.name],
     ).fetchall()
     columns = {}
     for name, kind, shown, charset, collation, width, computed in rows:
@@ -498,14 +498,14 @@ def _columns(session: Session, found: target.Found) -> dict[str, _Column]:
     return columns
 
 
-def _valid_json(session: Session, found: target.Found) -> list[str]:
+def _valid_json(session: Session, table: target.Found) -> list[str]:
     """MariaDB's form of the type JSON is a check of its own."""
     if not session.mariadb:
         return []
     rows = session.execute(
         "SELECT check_clause FROM information_schema.check_constraints WHERE constraint_schema = %s AND "
         "table_name = %s AND check_clause LIKE 'json_valid(%%'",
-        [found.base, found.name],
+        [table.base, table.name],
     ).fetchall()
     return [clause for (clause,) in rows]
 
@@ -522,12 +522,12 @@ def _suspects(
         column, values = columns[name.lower()], batch.column(name)
         if pa.types.is_null(values.type):
             continue
-        found = None
+        mask = None
         if column.kind == "timestamp":
             micros = values.view(pa.int64())
-            found = pc.or_(pc.less(micros, _TIMESTAMPS_US[0]), pc.greater(micros, _TIMESTAMPS_US[1]))
+            mask = pc.or_(pc.less(micros, _TIMESTAMPS_US[0]), pc.greater(micros, _TIMESTAMPS_US[1]))
         elif column.charset not in (None, "utf8mb4"):
-            found = pc.match_substring_regex(values, r"[\x{10000}-\x{10FFFF}]")
-        if found is not None:
-            suspects = pc.or_(suspects, pc.fill_null(found, False))
+            mask = pc.match_substring_regex(values, r"[\x{10000}-\x{10FFFF}]")
+        if mask is not None:
+            suspects = pc.or_(suspects, pc.fill_null(mask, False))
     return suspects

@@ -66,13 +66,13 @@ def _where(text: str) -> Where:
     if text.strip().lower() in (EARLIEST, LATEST):
         return text.strip().lower()
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except ValueError:
-        found = None
+        document = None
     # Also accepts the result of the driver's `initial`, which is stored next to a checkpoint.
-    if not isinstance(found, dict) or not {"lsn", "number"} & set(found):
+    if not isinstance(document, dict) or not {"lsn", "number"} & set(document):
         raise Unfit.build("OPTION_VALUE.OUTBOX_OFFSETS", text=text)
-    return found
+    return document
 
 
 def _table(text: str) -> str:
@@ -91,12 +91,12 @@ def _columns(text: str) -> Renamed:
 
 
 def _schema_change(text: str) -> str:
-    given = text.strip()
-    if given.lower() in (STOP, NEW):
-        return given.lower()
-    if not re.fullmatch(r"[0-9A-Fa-f]{1,8}/[0-9A-Fa-f]{1,8}", given):
+    value = text.strip()
+    if value.lower() in (STOP, NEW):
+        return value.lower()
+    if not re.fullmatch(r"[0-9A-Fa-f]{1,8}/[0-9A-Fa-f]{1,8}", value):
         raise Unfit.build("OPTION_VALUE.SCHEMA_CHANGE", text=text)
-    return given
+    return value
 
 
 def _slot(text: str) -> str:
@@ -277,8 +277,8 @@ class OutboxOptions(Options, owner=OWNER, ignored=("path",)):
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
         """Of each of `columns`: its name, then former ones."""
-        given = {name: [after for before, after in self.renamed if before == name] for name in COLUMNS}
-        return tuple(tuple(dict.fromkeys([*given[name], name])) for name in COLUMNS)
+        renames = {name: [after for before, after in self.renamed if before == name] for name in COLUMNS}
+        return tuple(tuple(dict.fromkeys([*renames[name], name])) for name in COLUMNS)
 
     @property
     def accepted(self) -> int | None:

@@ -253,7 +253,7 @@ def _array(kind: pa.DataType, values: Sequence[bytes | None]) -> pa.Array:
 def batches(
     options: OutboxOptions,
     layout: Layout,
-    found: Iterator[tuple[Begin, int, Change]],
+    changes_: Iterator[tuple[Begin, int, Change]],
     emptied: int | None = None,
     *,
     rejects: bool,
@@ -264,7 +264,7 @@ def batches(
         emptied: position of a TRUNCATE: rows of its transaction that are before it are left out.
     """
     changes = Changes(options, layout, rejects=rejects)
-    for begin, position, change in found:
+    for begin, position, change in changes_:
         if emptied is not None and position < emptied < begin.lsn:
             continue
         changes.add(position, change)
@@ -328,9 +328,11 @@ class Shapes:
         """Name and number of each; the log does not say that one of them was dropped and added again in between."""
         now = [[name, number] for name, number in zip(state.columns, state.numbers, strict=True)]
         known = dict(start.get("#columns", ()))
-        found = [f"the column {n} was dropped and added again" for n, number in now if known.get(n, number) != number]
-        if found:
-            self._refuse(found, int(start["lsn"]))
+        differences = [
+            f"the column {n} was dropped and added again" for n, number in now if known.get(n, number) != number
+        ]
+        if differences:
+            self._refuse(differences, int(start["lsn"]))
         return now
 
     def cut(self, start: Offsets, end: int) -> tuple[int, Offsets]:
@@ -365,15 +367,15 @@ class Shapes:
         accepted = self._options.accepted
         if accepted is None:
             return {}
-        found = any(s.truncates and s.at == accepted for s in self._seen(end["#table"], until))
-        return {"truncated": accepted} if found else {}
+        is_accepted = any(s.truncates and s.at == accepted for s in self._seen(end["#table"], until))
+        return {"truncated": accepted} if is_accepted else {}
 
     def _seen(self, table: int | None, end: int) -> Sequence[slot.Seen]:
         options = self._options
-        found: Sequence[slot.Seen] = self._run(
+        seen: Sequence[slot.Seen] = self._run(
             lambda c: slot.waiting(options, lambda: slot.relations(c, options, table, end, None))
         )
-        return found
+        return seen
 
     def _extends(self, known: Shape, new: Shape) -> bool:
         if not shape.added(known, new):
@@ -390,18 +392,20 @@ class Shapes:
 
         self._refuse(shape.differences(known, new, type_name), at)
 
-    def _refuse(self, found: Sequence[str], at: int) -> None:
-        if not self._accepted(found, at):
-            raise InvariantBroken("OUTBOX_SCHEMA", change=self._said(found), position=slot.lsn_text(at), resume=_on(at))
+    def _refuse(self, differences: Sequence[str], at: int) -> None:
+        if not self._accepted(differences, at):
+            raise InvariantBroken(
+                "OUTBOX_SCHEMA", change=self._said(differences), position=slot.lsn_text(at), resume=_on(at)
+            )
 
-    def _accepted(self, found: Sequence[str], at: int) -> bool:
+    def _accepted(self, differences: Sequence[str], at: int) -> bool:
         if self._options.schema_change != NEW and not self._options.accepts(at):
             return False
-        log.warning("%s The query goes on after it (schemaChange).", self._said(found))
+        log.warning("%s The query goes on after it (schemaChange).", self._said(differences))
         return True
 
-    def _said(self, found: Sequence[str]) -> str:
-        return f"{OWNER}: {self._options.table} at {self._options.system}: {'; '.join(found)}."
+    def _said(self, differences: Sequence[str]) -> str:
+        return f"{OWNER}: {self._options.table} at {self._options.system}: {'; '.join(differences)}."
 
 
 def _on(at: int) -> str:
@@ -453,9 +457,12 @@ def layout(connection: psycopg.Connection[Any], options: OutboxOptions) -> Layou
     table = table_shape(connection, options, now)
     if not table[0]:
         raise UsageError("OUTBOX_TABLE.CHANGES", system=options.system, table=options.table)
-    found, optional = _unread(connection, options, now, *table)
+    fields, optional = _unread(connection, options, now, *table)
     return Layout(
-        pa.schema([*_fields(connection, found), *ADDED]), _keys(connection, options, table[0], found), found, optional
+        pa.schema([*_fields(connection, fields), *ADDED]),
+        _keys(connection, options, table[0], fields),
+        fields,
+        optional,
     )
 
 
@@ -463,8 +470,8 @@ def table_shape(
     connection: psycopg.Connection[Any], options: OutboxOptions, now: State
 ) -> tuple[Shape, frozenset[str]]:
     """The table now, without its replica identity, of the columns that the log carries; and columns with a default."""
-    given = {"table": quoted("postgres", options.table), "carried": list(now.carried)}
-    rows = connection.execute(_COLUMNS, given).fetchall()
+    parameters = {"table": quoted("postgres", options.table), "carried": list(now.carried)}
+    rows = connection.execute(_COLUMNS, parameters).fetchall()
     return tuple((n, t, m, False) for n, t, m, _ in rows), frozenset(n for n, *_, default in rows if default)
 
 
@@ -511,8 +518,10 @@ def _seen(
         return []  # said by preflight
     end = now.flushed or 0
     for count in (1, None):  # one transaction is enough if it has the shape that the table has
-        found = slot.waiting(options, lambda count=count: slot.relations(connection, options, now.table, end, count))
-        seen = [(s.before, shape.build_shape(s.relation)) for s in found if not s.truncates]
+        relations = slot.waiting(
+            options, lambda count=count: slot.relations(connection, options, now.table, end, count)
+        )
+        seen = [(s.before, shape.build_shape(s.relation)) for s in relations if not s.truncates]
         if seen and all(_plain(s) == table for _, s in seen):
             break
     if seen and all(before is not None for before, _ in seen):

@@ -131,10 +131,10 @@ def explaining(options: OutboxOptions) -> Iterator[None]:
     except DeliveredError:
         raise
     except Exception as error:
-        found = explained(error, options)
-        if found is None:
+        explanation = explained(error, options)
+        if explanation is None:
             raise
-        raise found from error
+        raise explanation from error
 
 
 @contextlib.contextmanager
@@ -158,8 +158,8 @@ def transaction(options: OutboxOptions, connection: Any, *, writes: bool = False
 
 def sqlstate(error: BaseException) -> str:
     """PostgreSQL's code of an error, also below ours; empty: there is none."""
-    found = getattr(error, "sqlstate", None) or getattr(error.__cause__, "sqlstate", None)
-    return str(found or "")
+    state = getattr(error, "sqlstate", None) or getattr(error.__cause__, "sqlstate", None)
+    return str(state or "")
 
 
 def explained(error: Exception, options: OutboxOptions) -> DeliveredError | None:
@@ -196,10 +196,10 @@ def _postgres(options: OutboxOptions, **more: Any) -> psycopg.Connection[Any]:
         from psycopg.types.json import set_json_loads
     except ImportError:
         raise MissingExtra("outbox") from None
-    given: dict[str, Any] = {"user": options.user, "password": options.password_resolved()}
+    parameters: dict[str, Any] = {"user": options.user, "password": options.password_resolved()}
     connection = psycopg.connect(
         options.url.replace("postgres://", "postgresql://", 1),
-        **{k: v for k, v in given.items() if v is not None},
+        **{k: v for k, v in parameters.items() if v is not None},
         connect_timeout=_CONNECT_TRY_S,
         application_name=f"delivered {options.slot if options.by_log else options.positions}"[:63],
         client_encoding="utf8",

@@ -181,7 +181,7 @@ class Reader:
 
     def _places(self, relation: Relation) -> list[tuple[int, bool]]:
         """Where each column is, and whether it is bytea. A renamed column has its former name in older rows."""
-        found = []
+        places = []
         for names in self._options.names:
             at = next((relation.columns.index(name) for name in names if name in relation.columns), None)
             if at is None:
@@ -192,8 +192,8 @@ class Reader:
                     columns=", ".join(relation.columns),
                     first_name=names[0],
                 )
-            found.append((at, relation.types[at] == BYTEA))
-        return found
+            places.append((at, relation.types[at] == BYTEA))
+        return places
 
 
 def _value(value: Value, is_bytes: bool) -> bytes | None:

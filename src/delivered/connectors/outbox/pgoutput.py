@@ -204,9 +204,9 @@ class Decoder:
         return tuple(values)
 
     def _take(self, form: str) -> tuple[int, ...]:
-        found = struct.unpack_from(form, self._data, self._at)
+        fields = struct.unpack_from(form, self._data, self._at)
         self._at += struct.calcsize(form)
-        return found
+        return fields
 
     def _name(self) -> str:
         end = self._data.index(b"\0", self._at)
@@ -219,5 +219,5 @@ class Decoder:
         return self._data[self._at - 1 : self._at]
 
     def _expect(self, mark: bytes) -> None:
-        if (found := self._byte()) != mark:
-            raise ValueError(found)
+        if (byte := self._byte()) != mark:
+            raise ValueError(byte)

@@ -109,7 +109,7 @@ class Positions:
             return None
         rows = caller.execute(f"SELECT {self._columns[0]} FROM {self._rows} LIMIT {_SAMPLED}").rows
         ids = [text(row[0]) for row in rows if not isinstance(row[0], int)]
-        versions = {found[1] for id_ in ids if (found := _UUID.fullmatch(id_))}
+        versions = {match[1] for id_ in ids if (match := _UUID.fullmatch(id_))}
         if unordered := versions - {"6", "7"}:
             return f"UUIDs of version {', '.join(sorted(unordered))}"
         lengths = {len(id_) for id_ in ids if id_.isdecimal()}
@@ -119,16 +119,16 @@ class Positions:
         schema, _, table = self.options.positions.rpartition(".")
         match caller.dialect:
             case "postgres":
-                found = caller.execute("SELECT 1 WHERE to_regclass(?) IS NOT NULL", [self._table])
+                rows = caller.execute("SELECT 1 WHERE to_regclass(?) IS NOT NULL", [self._table])
             case "mysql":
-                found = caller.execute(
+                rows = caller.execute(
                     "SELECT 1 FROM information_schema.tables WHERE table_schema = COALESCE(NULLIF(?, ''), DATABASE()) "
                     "AND table_name = ?",
                     [schema, table],
                 )
             case _:
-                found = caller.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [table])
-        return bool(found.rows)
+                rows = caller.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [table])
+        return bool(rows.rows)
 
     def prepare(self, caller: Caller) -> None:
         """Create the table if it is missing."""
@@ -208,36 +208,36 @@ class Positions:
         """
         columns = self._read(caller)
         while start < end:
-            found = caller.execute(
+            rows = caller.execute(
                 f"SELECT p.number, {columns} FROM {self._table} p LEFT JOIN {self._rows} o "
                 f"ON o.{self._columns[0]} = p.id WHERE p.lsn = 0 AND p.number > ? AND p.number <= ? "
                 f"ORDER BY p.number LIMIT {_FETCHED}",
                 [start, end],
             ).rows
-            for at, row in enumerate(found, start + 1):
+            for at, row in enumerate(rows, start + 1):
                 if row[0] != at or row[1] is None:
                     raise self._missing(at, end)
-            if not found:
+            if not rows:
                 raise self._missing(start + 1, end)
-            start += len(found)
-            yield found
+            start += len(rows)
+            yield rows
 
     def history(self, caller: Caller, start: int, end: int) -> Iterator[Sequence[Found]]:
         """As `rows`, of those delivered from the log whose commit records begin in [start, end)."""
         columns, number = self._read(caller), -1
         while True:
-            found = caller.execute(
+            rows = caller.execute(
                 f"SELECT p.lsn, {columns}, p.number FROM {self._table} p LEFT JOIN {self._rows} o "
                 f"ON o.{self._columns[0]} = p.id WHERE p.lsn > 0 AND (p.lsn > ? OR (p.lsn = ? AND p.number > ?)) "
                 f"AND p.lsn < ? ORDER BY p.lsn, p.number LIMIT {_FETCHED}",
                 [start, start, number, end],
             ).rows
-            if not found:
+            if not rows:
                 return
-            if any(row[1] is None for row in found):
+            if any(row[1] is None for row in rows):
                 raise self._missing(start, end)
-            start, number = int(found[-1][0]), int(found[-1][6])
-            yield [row[:6] for row in found]
+            start, number = int(rows[-1][0]), int(rows[-1][6])
+            yield [row[:6] for row in rows]
 
     def _read(self, caller: Caller) -> str:
         """The columns as an expression: clients change dates, times and numbers, and write them differently."""
@@ -279,22 +279,22 @@ class Positions:
 
         Returns: whether there may be more.
         """
-        found = caller.execute(
+        rows = caller.execute(
             f"SELECT number, id FROM {self._table} WHERE lsn = 0 AND number <= ? ORDER BY number LIMIT {DELETED_MAX}",
             [number],
         ).rows
         if caller.dialect == "mysql":
-            self.delete(caller, [row[1] for row in found])
-        elif found:  # not by their values: the client may read a type that it cannot write
+            self.delete(caller, [row[1] for row in rows])
+        elif rows:  # not by their values: the client may read a type that it cannot write
             caller.execute(
                 f"DELETE FROM {self._rows} WHERE {self._columns[0]} IN "
                 f"(SELECT id FROM {self._table} WHERE lsn = 0 AND number <= ?)",
-                [found[-1][0]],
+                [rows[-1][0]],
             )
-        if found:
-            caller.execute(f"DELETE FROM {self._table} WHERE lsn <= 0 AND number < ?", [found[-1][0]])
-            caller.execute(f"UPDATE {self._table} SET lsn = {_DELETED} WHERE lsn = 0 AND number = ?", [found[-1][0]])
-        return len(found) == DELETED_MAX
+        if rows:
+            caller.execute(f"DELETE FROM {self._table} WHERE lsn <= 0 AND number < ?", [rows[-1][0]])
+            caller.execute(f"UPDATE {self._table} SET lsn = {_DELETED} WHERE lsn = 0 AND number = ?", [rows[-1][0]])
+        return len(rows) == DELETED_MAX
 
     def _check_ids(self, caller: Caller) -> None:
         id_ = self._columns[0]

@@ -52,23 +52,23 @@ def differences(before: Shape, after: Shape, type_name: Callable[[int, int], str
     """
     old, new = {c[0]: c for c in before}, {c[0]: c for c in after}
     lost, more = [n for n in old if n not in new], [n for n in new if n not in old]
-    found = []
+    texts = []
     for name in list(lost):
         at = names(before).index(name)
         if len(before) == len(after) and after[at][0] in more and after[at][1:3] == before[at][1:3]:
-            found.append(f"the column {name} was renamed to {after[at][0]}")
+            texts.append(f"the column {name} was renamed to {after[at][0]}")
             lost.remove(name)
             more.remove(after[at][0])
-    found += [f"the column {name} was dropped" for name in lost]
-    found += [f"the column {name} was added" for name in more]
+    texts += [f"the column {name} was dropped" for name in lost]
+    texts += [f"the column {name} was added" for name in more]
     for name in set(old) & set(new):
         if old[name][1:3] != new[name][1:3]:
             types = " to ".join(type_name(*c[1:3]) for c in (old[name], new[name]))
-            found.append(f"the type of the column {name} changed from {types}")
+            texts.append(f"the type of the column {name} changed from {types}")
     identities = [", ".join(c[0] for c in shape if c[3]) or "nothing" for shape in (before, after)]
     if identities[0] != identities[1] and {c[0] for c in before if c[3]} - set(lost) != {c[0] for c in after if c[3]}:
-        found.append(f"the replica identity changed from {identities[0]} to {identities[1]}")
-    return found or ["the order of the columns changed"]
+        texts.append(f"the replica identity changed from {identities[0]} to {identities[1]}")
+    return texts or ["the order of the columns changed"]
 
 
 # Whether PostgreSQL's log can identify the rows of a table, and of each partition, that a change stream publishes.
@@ -181,15 +181,15 @@ def leaves(connection: psycopg.Connection[Any], options: OutboxOptions) -> list[
 
 def partition_differences(connection: psycopg.Connection[Any], known: Sequence[int], now: Sequence[int]) -> list[str]:
     """What brought or took rows, in words. A new partition that was empty when it became one is no difference."""
-    found = []
+    texts = []
     for oid in sorted(set(known) - set(now)):
         row = connection.execute("SELECT oid::regclass::text FROM pg_class WHERE oid = %s", [oid]).fetchone()
-        found.append(f"the partition {row[0]} was detached" if row else f"a partition (oid {oid}) was dropped")
+        texts.append(f"the partition {row[0]} was detached" if row else f"a partition (oid {oid}) was dropped")
     for oid in sorted(set(now) - set(known)):
         row = connection.execute(_ATTACHED, [oid]).fetchone()
         if row is not None and _brought(connection, *row):
-            found.append(f"the partition {row[0]} was attached with rows")
-    return found
+            texts.append(f"the partition {row[0]} was attached with rows")
+    return texts
 
 
 def _brought(connection: psycopg.Connection[Any], name: str, age: int, command: int) -> bool:

@@ -126,11 +126,11 @@ def lsn_text(position: int) -> str:
 
 
 def state(connection: psycopg.Connection[Any], options: OutboxOptions) -> State:
-    given = {"slot": options.slot, "publication": options.publication, "table": quoted("postgres", options.table)}
-    found = connection.execute(_STATE, given).fetchone()
-    if found is None:
+    parameters = {"slot": options.slot, "publication": options.publication, "table": quoted("postgres", options.table)}
+    row = connection.execute(_STATE, parameters).fetchone()
+    if row is None:
         raise InvariantBroken("OUTBOX_ERROR.NO_ROW")
-    return State(*found)
+    return State(*row)
 
 
 # Whether a publication has everything that is read: the table as one, its operations, its rows, its columns.
@@ -392,9 +392,9 @@ def peek_end(
     """
     # A transaction of one row has three to four messages. Without a limit, one change is enough to know.
     count = 1 if rows_max is None else 4 * rows_max + 4
-    given = {"rows": rows_max or 0, "end": until, "count": count, **_names(options)}
+    parameters = {"rows": rows_max or 0, "end": until, "count": count, **_names(options)}
     with _reading(options):
-        row = connection.execute(_END, given).fetchone()
+        row = connection.execute(_END, parameters).fetchone()
     if row is None or not row[0]:
         return None
     return until if rows_max is None else min(until, int(row[1] or row[2]))
@@ -427,13 +427,13 @@ def relations(
     """
     with _reading(options):
         rows = connection.execute(_RELATIONS, {"end": end, "count": count, **_names(options)}).fetchall()
-    decoder, found = Decoder(), list[Seen]()
+    decoder, relations_ = Decoder(), list[Seen]()
     for before, at, data in rows:
         changes = decoder.decode(data)
         if data[:1] == b"R":
-            found.append(Seen(before, at, decoder.relations[int.from_bytes(data[1:5], "big")], False))
-        found += [Seen(before, at, c.relation, True) for c in changes if isinstance(c, Change)]
-    return [one for one in found if one.relation.oid == table]
+            relations_.append(Seen(before, at, decoder.relations[int.from_bytes(data[1:5], "big")], False))
+        relations_ += [Seen(before, at, c.relation, True) for c in changes if isinstance(c, Change)]
+    return [one for one in relations_ if one.relation.oid == table]
 
 
 def peek(options: OutboxOptions, start: Offsets, end: int) -> Iterator[tuple[Begin, int, Change]]:

@@ -90,16 +90,16 @@ class OutboxSource(Source):
             return [Finding.refusal(error)]
 
     def row_key(self) -> tuple[str, ...]:
-        found = self.planned().layout
-        return () if found is None else found.keys
+        layout_ = self.planned().layout
+        return () if layout_ is None else layout_.keys
 
     def recheck(self) -> None:
         self._checked()
 
     def _checked(self) -> list[Finding]:
         with contextlib.closing(connect(self.options)) as connection, explaining(self.options):
-            found = self._check_outbox(connection) if self.options.changes is None else []
-            return found + (self._check_log(connection) if self.options.by_log else [])
+            findings = self._check_outbox(connection) if self.options.changes is None else []
+            return findings + (self._check_log(connection) if self.options.by_log else [])
 
     def wal_held_back(self) -> int | None:
         """Bytes of WAL that the slot keeps the server from removing; None: there is no slot, or none is used."""
@@ -200,9 +200,9 @@ class OutboxSource(Source):
     def _checked_changes(self, connection: psycopg.Connection[Any], now: slot.State) -> list[Finding]:
         options = self.options
         check_identity(connection, options, published=now.publishes is not None)
-        found = []
+        findings = []
         if lost := missing_columns(now):
-            found.append(
+            findings.append(
                 Finding.build(
                     "OUTBOX_COLUMNS.NOT_IN_LOG" if set(lost) <= set(now.generated) else "OUTBOX_COLUMNS.COLUMN_LIST",
                     refuses=False,
@@ -217,16 +217,16 @@ class OutboxSource(Source):
             [quoted("postgres", options.table)],
         ).fetchone() or ([],)
         if children:
-            found.append(
+            findings.append(
                 Finding.build("OUTBOX_CHILDREN", refuses=False, children=", ".join(children), table=options.table)
             )
-        return found
+        return findings
 
     def _check_log(self, connection: psycopg.Connection[Any]) -> list[Finding]:
         options = self.options
         now = slot.state(connection, options)
         slot.check_server(now, options)
-        found = self._checked_changes(connection, now) if options.changes is not None else []
+        findings = self._checked_changes(connection, now) if options.changes is not None else []
         able, owns = connection.execute(
             "SELECT rolsuper OR rolreplication, rolsuper OR pg_has_role(c.relowner, 'USAGE') FROM pg_roles, pg_class c "
             "WHERE rolname = current_user AND c.oid = to_regclass(%s)",
@@ -243,11 +243,11 @@ class OutboxSource(Source):
         if now.kind is None:
             if now.publishes is None and not owns:
                 raise Refused("OUTBOX_PUBLICATION.NOT_OWNER", publication=options.publication, table=options.table)
-            return found
+            return findings
         slot.check_slot(now, options, {"lsn": 0})
         held, limit = now.held_back or 0, now.keep_size
         return [
-            *found,
+            *findings,
             Finding.build(
                 "OUTBOX_WAL",
                 refuses=False,

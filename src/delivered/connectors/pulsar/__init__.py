@@ -112,17 +112,17 @@ def _topics(owner: str, values: Mapping[str, str]) -> tuple[str, ...]:
 def _starting(owner: str, values: Mapping[str, str]) -> Where | None:
     """As in Spark, a timestamp overrides offsets; stored positions of a stream's first start override both."""
     offsets = values.get("startingOffsets")
-    found = None if offsets is None else parse_offsets(owner, "startingOffsets", offsets)
-    if "startingTimestamp" in values and (found is None or not found.stored):
+    where = None if offsets is None else parse_offsets(owner, "startingOffsets", offsets)
+    if "startingTimestamp" in values and (where is None or not where.stored):
         return parse_timestamp(owner, "startingTimestamp", values["startingTimestamp"])
-    return found
+    return where
 
 
 def _ending(owner: str, values: Mapping[str, str]) -> Where | None:
-    found = parse_offsets(owner, "endingOffsets", values["endingOffsets"]) if "endingOffsets" in values else None
-    if found is not None and EARLIEST in (found.everywhere, *found.each.values()):
+    where = parse_offsets(owner, "endingOffsets", values["endingOffsets"]) if "endingOffsets" in values else None
+    if where is not None and EARLIEST in (where.everywhere, *where.each.values()):
         raise UsageError("OPTION_VALUE.PULSAR_END", owner=owner)
-    return found
+    return where
 
 
 class SourceOptions(Place, owner=SOURCE, ignored=("path",)):

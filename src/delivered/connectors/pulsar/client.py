@@ -253,10 +253,10 @@ class Admin:
             headers = self._ask("GET", f"{self._path(physical)}/ledger/{ledger}/entry/{entry}")[0]
         except Missing:
             return None
-        chunks = _whole(headers, "X-Pulsar-PROPERTY-TOTAL-CHUNKS", 0)
+        chunks = _integer(headers, "X-Pulsar-PROPERTY-TOTAL-CHUNKS", 0)
         return Entry(
-            messages=_whole(headers, "X-Pulsar-num-batch-message", 1),
-            chunk=_whole(headers, "X-Pulsar-PROPERTY-CHUNK-ID", 0) if chunks > 1 else None,
+            messages=_integer(headers, "X-Pulsar-num-batch-message", 1),
+            chunk=_integer(headers, "X-Pulsar-PROPERTY-CHUNK-ID", 0) if chunks > 1 else None,
             chunks=chunks,
             chunked=headers.get("X-Pulsar-uuid", ""),
             hidden="X-Pulsar-marker-type" in headers or headers.get("X-Pulsar-txn-aborted", "").lower() == "true",
@@ -268,13 +268,13 @@ class Admin:
             headers, body = self._ask("GET", f"{self._path(physical)}/ledger/{ledger}/entry/{entry}")
         except Missing:
             return None
-        given = sorted((k.lower(), v) for k, v in headers.items() if k.lower().startswith("x-pulsar-"))
-        return hashlib.blake2b(repr(given).encode() + body, digest_size=16).hexdigest()
+        properties = sorted((k.lower(), v) for k, v in headers.items() if k.lower().startswith("x-pulsar-"))
+        return hashlib.blake2b(repr(properties).encode() + body, digest_size=16).hexdigest()
 
     def before(self, physical: str, ms: int) -> Position:
         """The last entry published before a time."""
-        found = self._read(f"{self._path(physical)}/messageid/{ms}", _message_id)
-        return Position(found.ledger, found.entry - 1)
+        position = self._read(f"{self._path(physical)}/messageid/{ms}", _message_id)
+        return Position(position.ledger, position.entry - 1)
 
     def deduplicates(self, physical: str) -> bool | None:
         """Whether deduplication is enabled on this topic; None: unknown."""
@@ -462,7 +462,7 @@ def _is_http(url: str) -> bool:
     return urlsplit(url).scheme in ("http", "https")
 
 
-def _whole(headers: Mapping[str, str], name: str, missing: int) -> int:
+def _integer(headers: Mapping[str, str], name: str, missing: int) -> int:
     """A header's number. A sender's property may have the name of one that the broker sets, and any text."""
     texts = (text.strip() for text in headers.get(name, "").split(","))
     return next((int(text) for text in texts if re.fullmatch("[0-9]{1,9}", text)), missing)
@@ -483,11 +483,11 @@ def secret(options: Place) -> str | None:
     """
     if options.token is None:
         return None
-    found = resolve_secret("token", options.token).strip()
-    if not _FORM.fullmatch(found):
-        what = f"{len(found)} characters, some of which are invalid in a token" if found else "nothing"
+    token = resolve_secret("token", options.token).strip()
+    if not _FORM.fullmatch(token):
+        what = f"{len(token)} characters, some of which are invalid in a token" if token else "nothing"
         raise UsageError("OPTION_VALUE.TOKEN", reference=_reference(options), what=what)
-    return found
+    return token
 
 
 def supplier(options: Place) -> Callable[[], str]:
@@ -551,10 +551,10 @@ def _claims(token: str) -> dict[str, Any] | None:
     if len(parts) != 3:
         return None
     try:
-        found = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+        claims = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return claims if isinstance(claims, dict) else None
 
 
 def _reference(options: Place) -> str:

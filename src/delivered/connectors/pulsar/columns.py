@@ -35,21 +35,21 @@ def registered(admin: Admin, owner: str, topic: str, version: int | None) -> Reg
     Raises:
         UsageError: there is none, or it has no columns.
     """
-    found = admin.schema(topic, version)
-    if found is None:
+    schema = admin.schema(topic, version)
+    if schema is None:
         which = "no schema" if version is None else f"no version {version} of its schema"
         raise UsageError("SCHEMA_MISSING.PULSAR", owner=owner, which=which, topic=short_name(topic))
-    shape(owner, topic, found)
-    return found
+    shape(owner, topic, schema)
+    return schema
 
 
-def shape(owner: str, topic: str, found: Registered) -> Shape:
+def shape(owner: str, topic: str, schema: Registered) -> Shape:
     """Raises UsageError if the schema has no columns."""
-    what = f"version {found.version} of the {found.kind} schema of {short_name(topic)!r}"
+    what = f"version {schema.version} of the {schema.kind} schema of {short_name(topic)!r}"
     try:
-        if found.kind not in KINDS:
+        if schema.kind not in KINDS:
             raise Unmappable(f"only {' and '.join(KINDS)} have")
-        return shape_of(found.kind, found.text)
+        return shape_of(schema.kind, schema.text)
     except Unmappable as error:
         raise UsageError("SCHEMA_UNMAPPABLE.PULSAR", owner=owner, what=what, error=error) from None
 
@@ -91,19 +91,19 @@ class Values:
             versions: schema version of each value.
             places: ledger, entry, index in the batch, for errors; None: unknown.
         """
-        found: list[Any] = []
+        decoded: list[Any] = []
         bad: dict[int, str] = {}
         for value, version in zip(values, versions, strict=True):
             try:
-                found.append(None if value is None else self._read(value, version))
+                decoded.append(None if value is None else self._read(value, version))
             except DeliveredError:
                 raise
             except Exception as error:  # whatever decoding raises is this message's fault
-                bad[len(found)] = in_words(error)
-                found.append(None)
-        made, unfit = array_of(found, self._reader.filled, self._reader.arrow)
+                bad[len(decoded)] = in_words(error)
+                decoded.append(None)
+        array, unfit = array_of(decoded, self._reader.filled, self._reader.arrow)
         errors = {at: self._bad(places[at], versions[at], why) for at, why in sorted((bad | unfit).items())}
-        return made if self._text is None else self._text(made), errors
+        return array if self._text is None else self._text(array), errors
 
     def _read(self, value: bytes, version: int) -> object:
         writer = self._known.get(version) or self._written(version)
@@ -114,13 +114,13 @@ class Values:
     def _written(self, version: int) -> Shape:
         if version == NAMES_NONE:
             raise Unreadable("it was sent without a schema, as bytes")
-        found = self._ask(version)
-        if found is None:
+        schema = self._ask(version)
+        if schema is None:
             raise Unreadable("that version is no longer registered")
-        if found.kind != self._planned.kind:
-            raise Unreadable(f"that version is {found.kind}")
+        if schema.kind != self._planned.kind:
+            raise Unreadable(f"that version is {schema.kind}")
         try:
-            writer = shape_of(found.kind, found.text)
+            writer = shape_of(schema.kind, schema.text)
         except Unmappable as error:
             raise Unreadable(f"that version has no columns: {error}") from None
         for path, meaning in writer.meanings.items():
@@ -172,8 +172,8 @@ _OFFSET_MAX = (1 << 63) - 1
 
 def columns_of(headers: bool, value: pa.DataType | None) -> pa.Schema:
     """Args: value: type of the column; None: bytes."""
-    found = columns(headers, COLUMNS)
-    return found if value is None else found.set(found.get_field_index("value"), pa.field("value", value))
+    schema = columns(headers, COLUMNS)
+    return schema if value is None else schema.set(schema.get_field_index("value"), pa.field("value", value))
 
 
 VERSION = pa.field("schemaVersion", pa.int64())
@@ -267,11 +267,11 @@ class Messages:
         ]
         if self._with_headers:
             arrays.append(pa.array(self._headers, HEADERS.type))
-        made = pa.RecordBatch.from_arrays(arrays, schema=self._columns)
-        rows = Rows(made)
+        batch = pa.RecordBatch.from_arrays(arrays, schema=self._columns)
+        rows = Rows(batch)
         if self._rejects and self._typed is not None:
             sent = pa.record_batch({"key": arrays[0], "value": pa.array(self._values, pa.binary())})
-            rows = rejected_rows(made, sent, [self._rejection(at, why) for at, why in bad.items()], bad)
+            rows = rejected_rows(batch, sent, [self._rejection(at, why) for at, why in bad.items()], bad)
         self._clear()
         return rows
 
@@ -314,6 +314,6 @@ def _properties(message: Any) -> list[tuple[str, bytes]] | None:
 
 def _offsets(ids: Sequence[tuple[int, int, int]]) -> list[int | None]:
     """Ledger and entry in one number, increasing along a partition, equal within an entry; null if too large."""
-    found = [(ledger << _ENTRY_BITS) + entry for ledger, entry, _ in ids]
+    offsets = [(ledger << _ENTRY_BITS) + entry for ledger, entry, _ in ids]
     return [n if n <= _OFFSET_MAX and entry < 1 << _ENTRY_BITS else None
-            for n, (_, entry, _) in zip(found, ids, strict=True)]  # fmt: skip
+            for n, (_, entry, _) in zip(offsets, ids, strict=True)]  # fmt: skip

@@ -29,10 +29,10 @@ _TEXT = re.compile(r"(-1|\d+):(-1|\d+)(?::(\d+))?(?:>(\d+))?")
 
 def full_name(owner: str, topic: str) -> str:
     """`persistent://tenant/namespace/topic`. Raises UsageError: the topic is not persistent, or a partition."""
-    found = topic if "://" in topic else f"{PREFIX}{topic}"
-    if not re.fullmatch(r"persistent://[^/\s]+/[^/\s]+/[^/\s]+", found) or re.search(r"-partition-\d+$", found):
+    name = topic if "://" in topic else f"{PREFIX}{topic}"
+    if not re.fullmatch(r"persistent://[^/\s]+/[^/\s]+/[^/\s]+", name) or re.search(r"-partition-\d+$", name):
         raise UsageError("OPTION_VALUE.PULSAR_TOPIC", owner=owner, topic=topic)
-    return found
+    return name
 
 
 def short_name(topic: str) -> str:
@@ -70,11 +70,11 @@ class Position:
     @classmethod
     def from_text(cls, text: str) -> Position:
         """Raises ValueError if the text is not a position."""
-        found = _TEXT.fullmatch(text)
-        if found is None:
+        match = _TEXT.fullmatch(text)
+        if match is None:
             raise ValueError(text)
-        index, follower = (None if x is None else int(x) for x in found.group(3, 4))
-        return cls(int(found[1]), int(found[2]), index, follower)
+        index, follower = (None if x is None else int(x) for x in match.group(3, 4))
+        return cls(int(match[1]), int(match[2]), index, follower)
 
 
 START = Position(-1, -1)
@@ -179,10 +179,10 @@ def _spot(spot: Any) -> Spot:
         return spot.lower()
     if _TEXT.fullmatch(spot):
         return Position.from_text(spot)
-    found = fields(base64.b64decode(spot, validate=True))
-    if 1 not in found or 2 not in found:
+    numbers = fields(base64.b64decode(spot, validate=True))
+    if 1 not in numbers or 2 not in numbers:
         raise ValueError(spot)
-    return Position(found[1], found[2], found.get(4) if found.get(4, -1) >= 0 else None)
+    return Position(numbers[1], numbers[2], numbers.get(4) if numbers.get(4, -1) >= 0 else None)
 
 
 def fields(serialized: bytes) -> dict[int, int]:
@@ -191,14 +191,14 @@ def fields(serialized: bytes) -> dict[int, int]:
     Raises:
         ValueError: not a message id.
     """
-    found: dict[int, int] = {}
+    numbers: dict[int, int] = {}
     at = 0
     try:
         while at < len(serialized):
             tag, at = _varint(serialized, at)
             if tag & 7 == 0:
                 value, at = _varint(serialized, at)
-                found[tag >> 3] = value - (1 << 64) if value >> 63 else value
+                numbers[tag >> 3] = value - (1 << 64) if value >> 63 else value
             elif tag & 7 == 2:  # the id of a first chunk
                 size, at = _varint(serialized, at)
                 at += size
@@ -206,7 +206,7 @@ def fields(serialized: bytes) -> dict[int, int]:
                 raise ValueError("not a message id")
     except IndexError:
         raise ValueError("not a message id") from None
-    return found
+    return numbers
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -218,9 +218,9 @@ def derived(kind: str, rows: pa.DataType) -> dict[str, Any]:
     """A schema derived from a struct type, all fields nullable. Raises Unmappable."""
     if not pa.types.is_struct(rows):
         raise Unmappable(f"it is {rows}")
-    found: dict[str, Any] = _avro(rows, "", "Value")
-    shape_of(kind, json.dumps(found))
-    return found
+    schema: dict[str, Any] = _avro(rows, "", "Value")
+    shape_of(kind, json.dumps(schema))
+    return schema
 
 
 class Encoder:
@@ -236,11 +236,11 @@ class Encoder:
     def encode(self, values: pa.Array) -> list[bytes | None]:
         """Raises BadValue for the first value that does not match."""
         try:
-            found = plain(values.cast(self._units))
+            objects = plain(values.cast(self._units))
         except pa.ArrowInvalid as error:
             raise BadValue(str(error)) from None
         encoded: list[bytes | None] = []
-        for value in found:
+        for value in objects:
             try:
                 encoded.append(None if value is None else self._one({**self._absent, **value}))
             except (ValueError, TypeError, OverflowError, KeyError, AttributeError) as error:
@@ -425,10 +425,10 @@ class Publisher:
         """Raises if the broker rejected a message."""
         if self._failed is None:
             return
-        found: DeliveredError = explained(_exception(self._failed), self._options, self._options.label)
-        if isinstance(found, Unreachable):
-            found = DeliveredError("MESSAGE_REFUSED.PULSAR", label=self._options.label, failed=self._failed)
-        raise found
+        error: DeliveredError = explained(_exception(self._failed), self._options, self._options.label)
+        if isinstance(error, Unreachable):
+            error = DeliveredError("MESSAGE_REFUSED.PULSAR", label=self._options.label, failed=self._failed)
+        raise error
 
     def _on_answer(self, result: Any, _: Any) -> None:
         """Runs in a thread of the client, where an exception would end the process."""
@@ -489,11 +489,11 @@ class _Router:
 
 @lru_cache(maxsize=65_536)
 def _java_hash(key: str) -> int:
-    found = 0
+    hash_ = 0
     units = key.encode("utf-16-be", "surrogatepass")
     for at in range(0, len(units), 2):
-        found = (31 * found + (units[at] << 8 | units[at + 1])) & 0xFFFFFFFF
-    return found & 0x7FFFFFFF
+        hash_ = (31 * hash_ + (units[at] << 8 | units[at + 1])) & 0xFFFFFFFF
+    return hash_ & 0x7FFFFFFF
 
 
 def _exception(result: Any) -> Exception:
@@ -539,12 +539,12 @@ class PulsarWriter(SendingWriter[PulsarSinkOptions, Message]):
             column(rows, "message_id", pa.binary()),
         )
         messages = []
-        for value, key, pairs, time, given in zip(*columns, strict=True):
+        for value, key, pairs, time, id_ in zip(*columns, strict=True):
             properties = _properties(pairs or ())
             own = self._next_id()
-            properties[ID] = "" if given is None else text(given, "column 'message_id'")
+            properties[ID] = "" if id_ is None else text(id_, "column 'message_id'")
             self._check_size(value, key, properties)
-            if given is None:
+            if id_ is None:
                 properties[ID] = own
             messages.append(
                 {

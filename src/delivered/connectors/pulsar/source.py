@@ -109,17 +109,17 @@ class PulsarSource(Source):
         return to_json({p: min(bound, at.get(p, bound), key=lambda x: x.order) for p, bound in bounds.items()})
 
     def schema(self) -> pa.Schema:
-        found = [(t, shape(SOURCE, t, schema).arrow) for t, schema in self.planned().schemas]
-        for topic, kind in found:
-            if not kind.equals(found[0][1]):
+        schemas = [(t, shape(SOURCE, t, schema).arrow) for t, schema in self.planned().schemas]
+        for topic, kind in schemas:
+            if not kind.equals(schemas[0][1]):
                 raise UsageError(
                     "SCHEMAS_DIFFER",
                     topic=short_name(topic),
                     kind=kind,
-                    first_topic=short_name(found[0][0]),
-                    first_kind=found[0][1],
+                    first_topic=short_name(schemas[0][0]),
+                    first_kind=schemas[0][1],
                 )
-        return columns_of(self.options.headers, found[0][1] if found and not self.options.canonical else None)
+        return columns_of(self.options.headers, schemas[0][1] if schemas and not self.options.canonical else None)
 
     def raw_schema(self) -> pa.Schema:
         return columns_of(self.options.headers, None).append(VERSION) if self.options.typed else self.schema()
@@ -132,11 +132,11 @@ class PulsarSource(Source):
         registered = dict(full.schemas)[topic]
         values = Values(SOURCE, topic, registered, lambda n: admin.schema(topic, n))
         versions = [registered.version if v is None else v for v in raw.column(VERSION.name).to_pylist()]
-        found, bad = values.column(raw.column("value").to_pylist(), versions, [None] * raw.num_rows)
-        made = raw.drop_columns([VERSION.name])
-        made = made.set_column(made.schema.get_field_index("value"), pa.field("value", found.type), found)
+        decoded, bad = values.column(raw.column("value").to_pylist(), versions, [None] * raw.num_rows)
+        rows = raw.drop_columns([VERSION.name])
+        rows = rows.set_column(rows.schema.get_field_index("value"), pa.field("value", decoded.type), decoded)
         rejected = [Rejection(Origin.SOURCE, why.message, raw.slice(at, 1).to_pylist()[0]) for at, why in bad.items()]
-        return rejected_rows(made, raw.select(["key", "value"]), rejected, bad)
+        return rejected_rows(rows, raw.select(["key", "value"]), rejected, bad)
 
     def planned(self) -> Self:
         options = self.options
@@ -208,12 +208,12 @@ class PulsarDriver(SourceDriver):
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
         """The last entry read, hashed, with the time at which it was published."""
-        found: dict[str, str] = {}
+        digests: dict[str, str] = {}
         for partition, position in from_json(at).items():
             topic = physical(partition)
             if position.entry >= 0 and (digest := self._admin.entry_digest(topic, position.ledger, position.entry)):
-                found[topic] = digest
-        return found
+                digests[topic] = digest
+        return digests
 
     def check_landmarks(self, at: Offsets, known: Mapping[str, str]) -> None:
         now, positions = self.landmarks(at), {physical(p): position for p, position in from_json(at).items()}
@@ -289,8 +289,8 @@ class PulsarDriver(SourceDriver):
         silent = [p for p in snapshot if where.spot(p) is None]
         foreign = [p for p in where.each if p not in snapshot]
         if silent or foreign:
-            found = short_name(physical((silent or foreign)[0]))
-            problem = f"does not name {found}" if silent else f"names {found}, not read here"
+            topic = short_name(physical((silent or foreign)[0]))
+            problem = f"does not name {topic}" if silent else f"names {topic}, not read here"
             raise UsageError("OPTION_VALUE.PULSAR_PARTITIONS", option=where.option, problem=problem)
         found_at: dict[Partition, Position] = {}
         for partition, bounds in snapshot.items():
@@ -320,11 +320,11 @@ class PulsarDriver(SourceDriver):
 
     def _at_time(self, partition: Partition, ms: int, bounds: Bounds) -> Position:
         try:
-            found = self._admin.before(physical(partition), ms)
+            position = self._admin.before(physical(partition), ms)
         except Missing:
             return bounds.last
         # Never beyond the snapshot's end: messages may have been published since.
-        return min(found, bounds.last, key=lambda p: p.order)
+        return min(position, bounds.last, key=lambda p: p.order)
 
     def _begin(self, before: Mapping[Partition, Position], snapshot: _Snapshot) -> dict[Partition, Position]:
         """First position of each partition in the batch."""
@@ -353,12 +353,12 @@ class PulsarDriver(SourceDriver):
 
 def _snapshot(admin: Admin, options: SourceOptions) -> _Snapshot:
     """Bounds of all partitions at one moment."""
-    found: dict[Partition, Bounds] = {}
+    bounds: dict[Partition, Bounds] = {}
     for topic in options.topics:
         count = admin.partitions(topic)
         for number in range(count) if count else (-1,):
-            found[topic, number] = admin.bounds(physical((topic, number)))
-    return found
+            bounds[topic, number] = admin.bounds(physical((topic, number)))
+    return bounds
 
 
 def _with_follower(position: Position, bounds: Bounds) -> Position:
@@ -378,7 +378,7 @@ _SAMPLES = 4
 
 def ranges(start: Position, end: Position, ledgers: Ledgers) -> list[tuple[int, int, int]]:
     """(ledger, first entry, last entry + 1) of the ranges after `start`, up to `end`."""
-    found = []
+    pieces = []
     for ledger, count in ledgers:
         if ledger < start.ledger or ledger > end.ledger:
             continue
@@ -387,8 +387,8 @@ def ranges(start: Position, end: Position, ledgers: Ledgers) -> list[tuple[int, 
             first = start.entry + (1 if start.index is None else 0)
         stop = end.entry + 1 if ledger == end.ledger else count
         if first < stop:
-            found.append((ledger, first, stop))
-    return found
+            pieces.append((ledger, first, stop))
+    return pieces
 
 
 def rest(start: Position, end: Position, ledgers: Ledgers) -> int:
@@ -532,8 +532,8 @@ class _Reading:
         with _reader(self._options, self._topic, first, inclusive=True) as reader:
             while True:
                 asked = time.monotonic()
-                found = _next(reader)
-                if found is None:
+                message = _next(reader)
+                if message is None:
                     waited_s += time.monotonic() - asked
                     yield from self._account((self._end.ledger, self._end.entry + 1))
                     if self._done():
@@ -542,7 +542,7 @@ class _Reading:
                         raise self._stalled()
                     continue
                 waited_s = 0.0
-                id_ = found.message_id()
+                id_ = message.message_id()
                 place = (id_.ledger_id(), id_.entry_id(), id_.batch_index())
                 if place <= self._seen:
                     continue  # after a reconnect the broker dispatched it again
@@ -555,7 +555,7 @@ class _Reading:
                     return
                 self._seen = place
                 if not self._skipped(place):
-                    yield found, place
+                    yield message, place
                 self._pass(place, id_)
                 if self._done():
                     return
@@ -609,10 +609,10 @@ class _Reading:
                     return  # it exists and will be dispatched
                 raise InvariantBroken("SOURCE_SKIPPED", ledger=ledger, entry=entry, partition=self._name)
             elif held.chunk is not None and held.chunk == held.chunks - 1:
-                found = self._chunked(held.chunked, ledger, entry)
-                if found is not None:
+                message = self._chunked(held.chunked, ledger, entry)
+                if message is not None:
                     self._seen = (ledger, entry, -1)
-                    yield found, self._seen
+                    yield message, self._seen
             self._go_to(ledger, entry + 1)
 
     def _chunked(self, which: str, ledger: int, entry: int) -> Any:
@@ -629,12 +629,12 @@ class _Reading:
         deadline = time.monotonic() + SOURCE_PATIENCE_S
         with _reader(self._options, self._topic, _id(*first), inclusive=True) as reader:
             while time.monotonic() < deadline:
-                found = _next(reader)
-                if found is None:
+                message = _next(reader)
+                if message is None:
                     continue
-                id_ = found.message_id()
+                id_ = message.message_id()
                 if (id_.ledger_id(), id_.entry_id()) == (ledger, entry):
-                    return found
+                    return message
                 if (id_.ledger_id(), id_.entry_id()) > (ledger, entry):
                     break
         raise self._stalled()

@@ -114,13 +114,13 @@ def _where(*words: str) -> OptionType[Where]:
         if text.strip().lower() in words:
             return text.strip().lower()
         try:
-            found = json.loads(text)
+            document = json.loads(text)
         except ValueError:
-            found = None
-        if not isinstance(found, dict) or not all(type(n) is int and n >= 0 for n in found.values()):
+            document = None
+        if not isinstance(document, dict) or not all(type(n) is int and n >= 0 for n in document.values()):
             example = '{"orders": 12}'
             raise Unfit.build("OPTION_VALUE.STREAM_OFFSETS", text=text, known=" or ".join(words), example=example)
-        return found
+        return document
 
     return OptionType(read)
 

@@ -320,12 +320,12 @@ def _cut(encoded: bytes, start: int, length: int) -> tuple[bytes, int]:
 
 def _table(encoded: bytes, read: Callable[[bytes, int], tuple[Any, int]]) -> Table:
     """Args: read: a value at a place; it returns the value and the place after it."""
-    found, at = Table(), 0
+    table, at = Table(), 0
     while at < len(encoded):
         name, at = _short(encoded, at)
         value, at = read(encoded, at)
-        found.append((name, value))
-    return found
+        table.append((name, value))
+    return table
 
 
 def _header(encoded: bytes, at: int) -> tuple[Any, int]:
@@ -415,5 +415,5 @@ def _plain(value: Any) -> Any:
 
 def stream_offset(properties: Properties) -> int | None:
     """A message's place in its stream; None: it came from a queue."""
-    found = [value for name, value in properties.headers or () if name == OFFSET.encode() and isinstance(value, int)]
-    return found[0] if found else None
+    offsets = [value for name, value in properties.headers or () if name == OFFSET.encode() and isinstance(value, int)]
+    return offsets[0] if offsets else None

@@ -44,10 +44,10 @@ class RabbitmqReceiver(Receiver):
         try:
             self._connection.process_data_events(0 if len(arrived) and count_max else wait_s)
         except self._errors as error:
-            found = explained(error, self._options)
-            if isinstance(found, UsageError):
-                raise found from error
-            raise Unreachable("RABBITMQ_UNREACHABLE", found.message, found.next_step) from error
+            explanation = explained(error, self._options)
+            if isinstance(explanation, UsageError):
+                raise explanation from error
+            raise Unreachable("RABBITMQ_UNREACHABLE", explanation.message, explanation.next_step) from error
         if self._cancelled:
             raise UsageError("QUEUE_GONE.RABBITMQ", place=self._options.place, queue=self._options.queue)
         if not self._channel.is_open:  # the client does not raise if the server closed the channel

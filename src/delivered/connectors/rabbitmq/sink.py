@@ -56,10 +56,10 @@ def _limit(options: RabbitmqSinkOptions, size: int) -> int | None:
         channel.basic_publish(options.exchange, "", bytes(size))
         channel.tx_rollback()
     except (kinds.AMQPError, OSError) as error:
-        found = _TOO_LARGE.search(str(error))
-        if found is None:
+        match = _TOO_LARGE.search(str(error))
+        if match is None:
             raise explained(error, options) from error
-        return int(found[1])
+        return int(match[1])
     finally:
         with contextlib.suppress(kinds.AMQPError, OSError):
             if connection.is_open:
@@ -187,11 +187,11 @@ class Publisher:
         """The connection or channel was lost, or could not be opened."""
         with self._changed:
             if not self._closing and self._failed is None:
-                found = explained(error, self._options)
-                self._failed = found
-                if self._sent and isinstance(found, Unreachable):
+                explanation = explained(error, self._options)
+                self._failed = explanation
+                if self._sent and isinstance(explanation, Unreachable):
                     self._failed = OutcomeUnknown(
-                        "RABBITMQ_UNCONFIRMED", open_tag_count=len(self._open_tags), error=found.message
+                        "RABBITMQ_UNCONFIRMED", open_tag_count=len(self._open_tags), error=explanation.message
                     )
             self._changed.notify_all()
         if not self._connection.is_open:
@@ -223,9 +223,9 @@ class RabbitmqWriter(SendingWriter[RabbitmqSinkOptions, Message]):
         keys = column(rows, "key", pa.binary()) if fixed is None else [fixed] * rows.num_rows
         values, ids = (column(rows, name, pa.binary()) for name in ("value", "message_id"))
         messages = []
-        for key, value, given in zip(keys, values, ids, strict=True):
+        for key, value, id_ in zip(keys, values, ids, strict=True):
             own = self._next_id()
-            message_id = own if given is None else text(given, "column 'message_id'")
+            message_id = own if id_ is None else text(id_, "column 'message_id'")
             check_lengths("rabbitmq", key=key, message_id=message_id, value=value)
             routing_key = "" if key is None else text(key, "column 'key'")
             messages.append(Message(routing_key, value or b"", make(message_id=message_id, delivery_mode=2)))

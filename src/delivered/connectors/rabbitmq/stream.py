@@ -84,13 +84,13 @@ class Follower:
             if not self._channel.is_open:
                 reason = getattr(self._channel, "_closing_reason", None) or "no reason given"
                 raise Unreachable("RABBITMQ_CHANNEL_CLOSED", place=self._place.place, reason=reason)
-            found = list(self._arrived)
+            messages = list(self._arrived)
             self._arrived.clear()
-            if found:  # has no effect but credit: the server sends more
-                self._channel.basic_ack(found[-1].method.delivery_tag, multiple=True)
+            if messages:  # has no effect but credit: the server sends more
+                self._channel.basic_ack(messages[-1].method.delivery_tag, multiple=True)
         except self._errors as error:
             raise explained(error, self._place) from error
-        return found
+        return messages
 
     def settle(self) -> None:
         """Wait until the rest of a chunk has arrived."""
@@ -122,8 +122,8 @@ class Follower:
 
 def first_offset(place: Place, stream: str, known: bool = False) -> int | None:
     """Offset of the oldest message; None: the stream is empty."""
-    found = _look(place, stream, FIRST, 1, known)
-    return found[0].offset if found else None
+    messages = _look(place, stream, FIRST, 1, known)
+    return messages[0].offset if messages else None
 
 
 def end_offset(place: Place, stream: str, known: bool = False) -> int:
@@ -132,14 +132,14 @@ def end_offset(place: Place, stream: str, known: bool = False) -> int:
     Args:
         known: it held messages before.
     """
-    found = _look(place, stream, LAST, _LOOK_PREFETCH, known)
-    return found[-1].offset + 1 if found else 0
+    messages = _look(place, stream, LAST, _LOOK_PREFETCH, known)
+    return messages[-1].offset + 1 if messages else 0
 
 
 def message_at(place: Place, stream: str, offset: int) -> Message | None:
     """The message at an offset, or the next one. The stream must have one there or later."""
-    found = _look(place, stream, offset, 1, known=True)
-    return found[0] if found else None
+    messages = _look(place, stream, offset, 1, known=True)
+    return messages[0] if messages else None
 
 
 def patiently(what: Any) -> Any:
@@ -158,15 +158,15 @@ def _look(place: Place, stream: str, at: int | str, prefetch: int, known: bool) 
     follower = Follower(place, stream, at, prefetch)
     try:
         began = time.monotonic()
-        while not (found := follower.take(_END_SILENCE_S)):
+        while not (messages := follower.take(_END_SILENCE_S)):
             # The server's count lags, and is 0 for a while after a restart.
             patience = SOURCE_PATIENCE_S / 4 if known or follower.counted() else _END_SILENCE_S
             if time.monotonic() - began > patience:
                 return []
         if at == LAST:
             follower.settle()
-            found += follower.take(0)
-        return found
+            messages += follower.take(0)
+        return messages
     finally:
         follower.close()
 
@@ -279,18 +279,18 @@ def _batch(rows: Sequence[Message], stream: str, schema: pa.Schema) -> pa.Record
 
 
 def _headers(properties: Any) -> list[tuple[str, bytes | None]]:
-    found = headers(properties, but=OFFSET)
+    pairs = headers(properties, but=OFFSET)
     if properties.message_id is not None:
-        found.append(("amqp.message_id", properties.message_id))
-    return found
+        pairs.append(("amqp.message_id", properties.message_id))
+    return pairs
 
 
 def digest(message: Message) -> str:
     """What a producer gave it, hashed; constant, however often it is delivered."""
     properties = message.properties
     kept = sorted(headers(properties, but=OFFSET), key=repr)
-    given = [message.offset, message.method.routing_key, properties.message_id, properties.timestamp, kept]
-    return hashlib.blake2b(repr(given).encode() + message.body, digest_size=16).hexdigest()
+    parts = [message.offset, message.method.routing_key, properties.message_id, properties.timestamp, kept]
+    return hashlib.blake2b(repr(parts).encode() + message.body, digest_size=16).hexdigest()
 
 
 def lost(options: StreamOptions, what: str) -> None:
@@ -377,13 +377,13 @@ class StreamDriver(SourceDriver):
 
     def landmarks(self, at: Offsets) -> Mapping[str, str]:
         """A message, hashed. AMQP 0-9-1 reports no arrival time."""
-        found: dict[str, str] = {}
+        digests: dict[str, str] = {}
         for stream, position in at.items():
             if position > 0 and stream in self._options.streams:
                 message = patiently(partial(message_at, self._options, stream, int(position) - 1))
                 if message is not None and message.offset < position:
-                    found[stream] = digest(message)
-        return found
+                    digests[stream] = digest(message)
+        return digests
 
     def check_landmarks(self, at: Offsets, known: Mapping[str, str]) -> None:
         for stream, now in self.landmarks(at).items():
@@ -398,8 +398,8 @@ class StreamDriver(SourceDriver):
         self._frozen = self._ends({})
 
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
-        found = [(s, int(start[s]), int(stop)) for s, stop in sorted(end.items()) if s in start]
-        return [Slice((s, at, stop), partition=s) for s, at, stop in found if at < stop]
+        ranges = [(s, int(start[s]), int(stop)) for s, stop in sorted(end.items()) if s in start]
+        return [Slice((s, at, stop), partition=s) for s, at, stop in ranges if at < stop]
 
     def batch(self) -> tuple[Offsets, Offsets]:
         starting = self._options.starting or EARLIEST

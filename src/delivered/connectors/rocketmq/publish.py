@@ -328,11 +328,11 @@ class HalfSender:
             window.flush()
         if self._error is not None:
             raise self._error
-        return {broker: sorted(found) for broker, found in self._half_messages.items()}
+        return {broker: sorted(messages) for broker, messages in self._half_messages.items()}
 
     def handle(self) -> HalfMessages:
         """Flush, and describe them for the driver."""
-        halves = {broker: packed(found) for broker, found in self.flush().items()}
+        halves = {broker: packed(messages) for broker, messages in self.flush().items()}
         since = {broker: {str(queue): top for queue, top in self._since[broker].items()} for broker in halves}
         return HalfMessages(self._name, halves, since)
 

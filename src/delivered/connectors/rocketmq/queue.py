@@ -281,7 +281,7 @@ class RocketmqReceiver(Receiver):
     def _read(self, pairs: list[tuple[Held, Content]], proxy: Any, message: Any, since: float) -> None:
         system = message.system_properties
         try:
-            found = content(message, self._options.by_key)
+            payload = content(message, self._options.by_key)
         except ValueError as error:
             _LOG.warning(
                 "message %s is unreadable, attempt %d: %s; it is redelivered up to the group's limit of attempts",
@@ -289,7 +289,7 @@ class RocketmqReceiver(Receiver):
             )  # fmt: skip
             return
         until = since + self._options.invisible_s
-        pairs.append((Held(proxy, system.message_id, system.receipt_handle, until), found))
+        pairs.append((Held(proxy, system.message_id, system.receipt_handle, until), payload))
 
     async def _look(self, status: Any) -> None:
         codes = self._session.library.code
@@ -370,11 +370,11 @@ class RocketmqReceiver(Receiver):
         refused = [s for s in statuses if s.code != ok] or [a.status for a in answers if not a.entries]
         return sum(s.code == ok for s in statuses), refused[0].message[:200] if refused else ""
 
-    def _make_visible(self, given: Sequence[Held]) -> None:
+    def _make_visible(self, messages: Sequence[Held]) -> None:
         """Make these visible again. Best effort: otherwise they become visible when their time expires."""
-        if not given:
+        if not messages:
             return
-        for held in given:
+        for held in messages:
             self._held.pop(held, None)
         gate = asyncio.Semaphore(_CHANGED_AT_ONCE)
 
@@ -384,7 +384,7 @@ class RocketmqReceiver(Receiver):
                     await self._change(held, 0)
 
         async def all_of_them() -> None:
-            await asyncio.gather(*(one(h) for h in given))
+            await asyncio.gather(*(one(h) for h in messages))
 
         future = self._session.run(all_of_them())
         try:

@@ -85,12 +85,12 @@ class Peer:
 
     def post(self, code: int, fields: Mapping[str, Any], body: bytes, done: Done) -> None:
         """Send a request; `done` receives its answer. Never raises: a lost connection gives None."""
-        given = {k: _text(v) for k, v in fields.items() if v is not None}
+        texts = {k: _text(v) for k, v in fields.items() if v is not None}
         if self._options.access_key is not None and self._secret is not None:
-            given["AccessKey"] = self._options.access_key
-            signed = "".join(given[k] for k in sorted(given)).encode() + body
+            texts["AccessKey"] = self._options.access_key
+            signed = "".join(texts[k] for k in sorted(texts)).encode() + body
             digest = hmac.new(self._secret.encode(), signed, hashlib.sha1).digest()
-            given["Signature"] = base64.b64encode(digest).decode()
+            texts["Signature"] = base64.b64encode(digest).decode()
         with self._lock:
             stands = self.lost is None
             if stands:
@@ -101,7 +101,7 @@ class Peer:
             done(None)
             return
         header = json.dumps(
-            {"code": code, "language": "OTHER", "version": _VERSION, "opaque": number, "flag": 0, "extFields": given},
+            {"code": code, "language": "OTHER", "version": _VERSION, "opaque": number, "flag": 0, "extFields": texts},
             ensure_ascii=False,
         ).encode()
         frame = struct.pack(">ii", 4 + len(header) + len(body), len(header)) + header + body
@@ -116,12 +116,12 @@ class Peer:
         future: Future[Answer | None] = Future()
         self.post(code, fields, b"", future.set_result)
         try:
-            found = future.result(CONNECT_TIMEOUT_S)
+            answer = future.result(CONNECT_TIMEOUT_S)
         except Late:
-            found = None
-        if found is None:
+            answer = None
+        if answer is None:
             raise self.unreachable(self.lost or f"no answer within {CONNECT_TIMEOUT_S:.0f} s")
-        return found
+        return answer
 
     def number(self, answer: Answer, name: str) -> int:
         """A field of an answer. Raises Unreachable: it has no such number."""
@@ -426,10 +426,10 @@ _SHOWN_SOON_S = 0.02
 
 def ends(cluster: Cluster, places: Sequence[Place]) -> dict[str, dict[int, int]]:
     """Present end of the topic's queues for readers, by broker."""
-    found: dict[str, dict[int, int]] = defaultdict(dict)
+    offsets: dict[str, dict[int, int]] = defaultdict(dict)
     for place in places:
-        found[place.broker][place.queue] = _end(cluster.broker(place.broker), cluster.topic, place.queue, shown=True)
-    return dict(found)
+        offsets[place.broker][place.queue] = _end(cluster.broker(place.broker), cluster.topic, place.queue, shown=True)
+    return dict(offsets)
 
 
 def added(cluster: Cluster, place: Place, since: int) -> Iterator[Stored]:
@@ -545,10 +545,10 @@ class RocketmqScan(BoundedScan):
     def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
         del since  # skips messages that the topic no longer has
         with closing(Cluster(self.options)) as cluster:
-            found = ends(cluster, cluster.places())
+            offsets = ends(cluster, cluster.places())
         return [
             Slice({"broker": broker, "queue": queue, "end": end}, partition=f"{broker}/{queue}")
-            for broker, queues in found.items()
+            for broker, queues in offsets.items()
             for queue, end in queues.items()
             if end
         ]

@@ -106,9 +106,9 @@ class RocketmqWriter(SendingWriter[RocketmqSinkOptions, Message]):
         columns = [column(rows, name, pa.binary()) for name in NAMES]
         times = _milliseconds(rows)
         messages = []
-        for value, given, key, tagged, grouped, at in zip(*columns, times, strict=True):
+        for value, id_, key, tagged, grouped, at in zip(*columns, times, strict=True):
             own = self._next_id()
-            message_id = own if given is None else text(given, "column 'message_id'")
+            message_id = own if id_ is None else text(id_, "column 'message_id'")
             tag, group = text(tagged or b"", "column 'tag'"), text(grouped or b"", "column 'message_group'")
             check_lengths("rocketmq", message_group=group, value=value)
             if self._value_max is not None and bytes_of(value) > self._value_max:
@@ -119,7 +119,7 @@ class RocketmqWriter(SendingWriter[RocketmqSinkOptions, Message]):
             # RocketMQ joins keys with spaces, and takes no control character in them.
             keys = (message_id,) if len(message_id.split()) == 1 and not _controls(message_id) else ()
             keys = keys if key is None else (*keys, _key(key))
-            self._check_together(given is not None, message_id, keys, tag, group)
+            self._check_together(id_ is not None, message_id, keys, tag, group)
             if not value:
                 raise BadRecord("MESSAGE_EMPTY")
             if self._options.kind == "FIFO" and not group:
@@ -412,9 +412,9 @@ class EndJournal:
     def begin(self, work: Work, name: str) -> State:
         """State of a shard's half messages; a new shard is durably recorded as started."""
         with self._writing() as connection:
-            found = connection.execute("SELECT state FROM _delivered_rocketmq_end WHERE name = ?", (name,)).fetchone()
-            if found is not None:
-                return State(found[0])
+            row = connection.execute("SELECT state FROM _delivered_rocketmq_end WHERE name = ?", (name,)).fetchone()
+            if row is not None:
+                return State(row[0])
             newest = connection.execute(
                 "SELECT max(batch) FROM _delivered_rocketmq_end WHERE pipeline = ? AND sink = ? AND incarnation = ?",
                 self._key(work.scope),
@@ -455,12 +455,12 @@ class EndJournal:
     def is_visible(self, work: Work) -> bool:
         """Whether all its messages are visible; also true if a later batch was started."""
         with self._writing() as connection:
-            found = connection.execute(
+            row = connection.execute(
                 "SELECT 1 FROM _delivered_rocketmq_end WHERE pipeline = ? AND sink = ? AND incarnation = ? "
                 "AND (batch > ? OR batch = ? AND shard = ? AND state = ?)",
                 (*self._key(work.scope), work.batch, work.batch, work.shard, State.ENDED.value),
             ).fetchone()
-        return found is not None
+        return row is not None
 
     def tops(self) -> dict[str, int]:
         """By broker, the last offset in its half queue of this sink's ended half messages."""
@@ -511,8 +511,8 @@ class EndJournal:
                 for table in (_TABLE, _TOP, _FORMAT):
                     connection.execute(table)
                 connection.execute("INSERT OR IGNORE INTO _delivered_rocketmq_format VALUES (1, ?)", (FORMAT,))
-                (found,) = connection.execute("SELECT format FROM _delivered_rocketmq_format").fetchone()
-                check_format(found, f"a journal of half messages in {self._path!r}", FORMAT)
+                (format_,) = connection.execute("SELECT format FROM _delivered_rocketmq_format").fetchone()
+                check_format(format_, f"a journal of half messages in {self._path!r}", FORMAT)
                 yield connection
                 connection.execute("COMMIT")
         except sqlite3.Error as error:
@@ -569,15 +569,15 @@ class RocketmqCommitter(Committer):
         """Void half messages of this sink that are not in `keep` and that no process began to end."""
         kept = {HalfMessages.of(p).name for p in keep if p.handle}
         try:
-            found: dict[str, dict[str, list[HalfMessage]]] = defaultdict(lambda: defaultdict(list))
+            orphans: dict[str, dict[str, list[HalfMessage]]] = defaultdict(lambda: defaultdict(list))
             tops = self._journal.tops()
             for broker in dict.fromkeys(p.broker for p in self._cluster.places()):
                 for message in open_half_messages(self._cluster, broker, tops.get(broker, -1) + 1):
                     name = message.properties.get("PGROUP", "")
                     if name.rpartition(".")[0] == producer_group(self._scope) and name not in kept:
-                        found[name][broker].append(HalfMessage(message.place, message.offset))
-            count = self._journal.void(found)
-            for name, half_messages in found.items():
+                        orphans[name][broker].append(HalfMessage(message.place, message.offset))
+            count = self._journal.void(orphans)
+            for name, half_messages in orphans.items():
                 self._roll_back(name, half_messages)
         except Unreachable as error:
             self._cluster.close()

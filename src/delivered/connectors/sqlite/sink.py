@@ -122,16 +122,16 @@ class SqliteSink(DatabaseSink):
             yield from table_findings(self.options, target.read_definition(connection, self.options))
 
     def refused_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        found: pa.Array | None = self.parts["refused_rows"](self.options, batch)
-        return found
+        reasons: pa.Array | None = self.parts["refused_rows"](self.options, batch)
+        return reasons
 
     def checked_target(self) -> Sequence[str]:
         if not Path(self.options.path).exists():
             return ()
-        found = SqliteDatabase(self.options.path).ask(
+        problems = SqliteDatabase(self.options.path).ask(
             lambda connection: target.read_definition(connection, self.options)
         )
-        return checked(self.options, found)
+        return checked(self.options, problems)
 
     def ready_target(self, schema: pa.Schema) -> None:
         with self._altering() as connection:

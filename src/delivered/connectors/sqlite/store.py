@@ -60,7 +60,7 @@ class SqliteTable:
     def move(
         self, connection: sqlite3.Connection, scope: Scope, decision: Decision, staged: Sequence[Prepared]
     ) -> None:
-        merging, found = None, target.read_definition(connection, self.options)
+        merging, definition = None, target.read_definition(connection, self.options)
         if staged:
             schema = staged_schema(self.options, scope, StagedRows.of(staged[0]))
             target.ready(connection, self.options, schema)
@@ -73,10 +73,10 @@ class SqliteTable:
         ):
             table = quoted(self.options.table)
             connection.execute(f"DELETE FROM {table}")  # noqa: S608
-            check_emptied(connection, self.options, table, found)
+            check_emptied(connection, self.options, table, definition)
         for prepared in staged:
             reach(StepId.COMMIT_APPLY, Moment.BEFORE, batch=decision.batch, shard=prepared.shard)
-            self._add_shard(connection, scope, prepared, merging, found)
+            self._add_shard(connection, scope, prepared, merging, definition)
             reach(StepId.COMMIT_APPLY, Moment.AFTER, batch=decision.batch, shard=prepared.shard)
         if merging is not None:
             merging.finish(Work(scope, decision.batch, 0, 0))
@@ -102,14 +102,14 @@ class SqliteTable:
         scope: Scope,
         prepared: Prepared,
         merging: Merging | None,
-        found: Definition,
+        definition: Definition,
     ) -> None:
         staged = StagedRows.of(prepared)
         batches = read_staged(self.options, scope, staged)
         if merging is not None:
             rows = kept = merging.add(prepared.shard, batches)
         else:
-            rows, kept = target.insert_rows(connection, self.options, found, batches)
+            rows, kept = target.insert_rows(connection, self.options, definition, batches)
         if rows != staged.rows or rows != prepared.fingerprint.count:
             raise InvariantBroken(
                 "STAGED_ROWS_DIFFER.SQLITE",
@@ -118,7 +118,7 @@ class SqliteTable:
                 prepared=staged.rows,
                 count=prepared.fingerprint.count,
             )
-        check_count(self.options, rows, kept, found, f"shard {prepared.shard}")
+        check_count(self.options, rows, kept, definition, f"shard {prepared.shard}")
 
 
 class SqliteCommitter(StagedFilesCommitter):

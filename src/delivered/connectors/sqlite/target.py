@@ -171,10 +171,10 @@ def read_definition(connection: sqlite3.Connection, options: SqliteOptions) -> D
     write, table = options.write, options.table
     runs = events(write)
     triggers = []
-    found = connection.execute(
+    rows = connection.execute(
         "SELECT type, name, sql FROM sqlite_master WHERE tbl_name = ? COLLATE NOCASE AND sql IS NOT NULL", (table,)
     ).fetchall()
-    for kind, name, text in found:
+    for kind, name, text in rows:
         if kind == "trigger":
             event = _EVENT.search(text.partition(name)[2])
             if event is None or event[1].upper() in runs:
@@ -189,13 +189,13 @@ def read_definition(connection: sqlite3.Connection, options: SqliteOptions) -> D
         )
         if column.lower() in keys
     }
-    clauses = any(kind == "table" and _CLAUSE.search(text) for kind, _, text in found)
+    clauses = any(kind == "table" and _CLAUSE.search(text) for kind, _, text in rows)
     columns = connection.execute("SELECT name, hidden FROM pragma_table_xinfo(?)", (table,)).fetchall()
     numbered = numbered_column(connection, table)
     return Definition(
         tuple(triggers),
         loose=loose,
-        exists=any(kind == "table" for kind, _, _ in found),
+        exists=any(kind == "table" for kind, _, _ in rows),
         clauses=clauses,
         filled=(
             *(f"{name} (generated)" for name, hidden in columns if hidden in (2, 3)),
@@ -340,17 +340,17 @@ def has_unique_index(connection: sqlite3.Connection, table: str, keys: Sequence[
         'WHERE l."unique" AND NOT l.partial',
         {"table": table},
     ).fetchall()
-    found: dict[str, set[str | None]] = {}
+    indexes: dict[str, set[str | None]] = {}
     for index, column in rows:
-        found.setdefault(index, set()).add(None if column is None else column.lower())
-    return {k.lower() for k in keys} in found.values()
+        indexes.setdefault(index, set()).add(None if column is None else column.lower())
+    return {k.lower() for k in keys} in indexes.values()
 
 
 def insert_rows(
-    connection: sqlite3.Connection, options: SqliteOptions, found: Definition, batches: Iterable[pa.RecordBatch]
+    connection: sqlite3.Connection, options: SqliteOptions, definition: Definition, batches: Iterable[pa.RecordBatch]
 ) -> tuple[int, int]:
     """As `insert`, into the user's table."""
-    into = SqliteMerge(options.write, quoted(options.table), (), found.clauses).insert_into
+    into = SqliteMerge(options.write, quoted(options.table), (), definition.clauses).insert_into
     return insert(connection, into, batches, path=options.path)
 
 

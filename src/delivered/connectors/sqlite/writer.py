@@ -239,12 +239,12 @@ class Merging:
         mode = self._mode
         if mode.upserts and (mode.version is None or mode.expected is not None) and len(self._shards) > 1:
             keys = ", ".join(map(quoted, self._mode.keys))
-            found = self._connection.execute(
+            duplicate = self._connection.execute(
                 f"SELECT {keys} FROM {STAGED} GROUP BY {keys} "  # noqa: S608
                 f"HAVING min({quoted(SHARD)}) <> max({quoted(SHARD)}) LIMIT 1"
             ).fetchone()
-            if found is not None:
-                raise key_in_two_shards(self._mode, found, self._options.table)
+            if duplicate is not None:
+                raise key_in_two_shards(self._mode, duplicate, self._options.table)
         if mode.upserts:
             self._connection.execute((self._merge.number if mode.keeps_all else self._merge.reduce)(STAGED))
         connection, options, merge = self._connection, self._options, self._merge
@@ -440,7 +440,7 @@ def _definition(connection: sqlite3.Connection, table: str, floats: bool) -> lis
     Args:
         floats: whether rows have any.
     """
-    found = connection.execute(
+    rows = connection.execute(
         "SELECT type, sql FROM sqlite_master WHERE type IN ('table', 'index') AND tbl_name = ? COLLATE NOCASE "
         "AND sql IS NOT NULL ORDER BY type DESC",
         (table,),
@@ -451,8 +451,8 @@ def _definition(connection: sqlite3.Connection, table: str, floats: bool) -> lis
         "WHERE l.partial OR i.cid = -2",
         {"table": table},
     ).fetchone()
-    checks = any(kind == "table" and (_CHECK.search(sql) or (floats and _STRICT.search(sql))) for kind, sql in found)
-    return [sql for _, sql in found] if computes or checks else []
+    checks = any(kind == "table" and (_CHECK.search(sql) or (floats and _STRICT.search(sql))) for kind, sql in rows)
+    return [sql for _, sql in rows] if computes or checks else []
 
 
 def _copied(copy: sqlite3.Connection, statements: Sequence[str]) -> bool:

@@ -80,30 +80,30 @@ def parse_tls(query: str) -> Tls | None:
         Unfit: a parameter is unknown, a flag is neither true nor false, or the parameters contradict each other.
     """
     pairs = parse_qsl(query, keep_blank_values=True)
-    given = dict(pairs)
-    if not given:
+    parameters = dict(pairs)
+    if not parameters:
         return None
-    if len(given) < len(pairs):
+    if len(parameters) < len(pairs):
         raise Unfit.build("OPTION_VALUE.PARAMETER_TWICE")
-    if unknown := sorted(given.keys() - {*PARAMETERS}):
+    if unknown := sorted(parameters.keys() - {*PARAMETERS}):
         raise Unfit.build("OPTION_VALUE.PARAMETER_UNKNOWN", parameter=unknown[0], known=", ".join(PARAMETERS))
-    for name, value in given.items():
+    for name, value in parameters.items():
         if not value:
             raise Unfit.build("OPTION_VALUE.PARAMETER_EMPTY", name=name)
-    flags = {name: _flag(name, given) for name in _FLAGS if name in given}
+    flags = {name: _flag(name, parameters) for name in _FLAGS if name in parameters}
     certificate = flags.get("ssl_verify_cert", True)
     identity = flags.get("ssl_verify_identity", certificate)
-    if not certificate and ("ssl_ca" in given or identity):
-        other = "ssl_ca" if "ssl_ca" in given else "ssl_verify_identity=true"
+    if not certificate and ("ssl_ca" in parameters or identity):
+        other = "ssl_ca" if "ssl_ca" in parameters else "ssl_verify_identity=true"
         raise Unfit.build("OPTION_VALUE.SSL_VERIFY", other=other)
-    if "ssl_key" in given and "ssl_cert" not in given:
+    if "ssl_key" in parameters and "ssl_cert" not in parameters:
         raise Unfit.build("OPTION_VALUE.SSL_KEY")
-    return Tls(given.get("ssl_ca"), given.get("ssl_cert"), given.get("ssl_key"), certificate, identity)
+    return Tls(parameters.get("ssl_ca"), parameters.get("ssl_cert"), parameters.get("ssl_key"), certificate, identity)
 
 
-def _flag(name: str, given: Mapping[str, str]) -> bool:
+def _flag(name: str, parameters: Mapping[str, str]) -> bool:
     try:
-        return FLAG.read(given[name])
+        return FLAG.read(parameters[name])
     except Unfit as why:
         raise Unfit.build("OPTION_VALUE.PARAMETER_VALUE", name=name, reason=why.reason) from None
 

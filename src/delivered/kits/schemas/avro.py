@@ -104,28 +104,28 @@ def of_plain(path: str, what: str) -> Callable[[Any], Any]:
 
 
 def _floating(path: str, value: Any, what: str) -> float:
-    found = as_double(value)
-    if found is not None and what == "float":
+    number = as_double(value)
+    if number is not None and what == "float":
         try:
-            (single,) = struct.unpack("<f", struct.pack("<f", found))
+            (single,) = struct.unpack("<f", struct.pack("<f", number))
         except OverflowError:
-            found = None
+            number = None
         else:
-            found = None if type(value) is int and single != value else found
-    if found is None:
+            number = None if type(value) is int and single != value else number
+    if number is None:
         raise Unreadable(f"{_where(path)} is the number {str(value)[:40]}, which a {what} cannot hold exactly")
-    return found
+    return number
 
 
 def of_bytes(path: str, size: int | None) -> Callable[[Any], bytes]:
     def read(value: Any) -> bytes:
         try:
-            found = value.encode("latin-1") if isinstance(value, str) else None
+            data = value.encode("latin-1") if isinstance(value, str) else None
         except UnicodeEncodeError:
-            found = None
-        if found is None or size not in (None, len(found)):
+            data = None
+        if data is None or size not in (None, len(data)):
             raise _wrong(path, value, "characters U+0000 to U+00FF" + ("" if size is None else f", {size} of them"))
-        return found
+        return data
 
     return read
 
@@ -249,20 +249,20 @@ def any_shape_of(kind: str, text: str, references: tuple[str, ...] = (), *, reco
             node = named.get(node, node)
         if record and (not isinstance(node, dict) or node.get("type") != "record"):
             raise Unmappable("it is not a record")
-        found = _shape(walk, node, "")
-        made = schema.parse_schema(found.avro)
+        shape = _shape(walk, node, "")
+        compiled = schema.parse_schema(shape.avro)
     except Unmappable as error:
         raise Unmappable(str(error).replace("field ''", "it")) from None
     except DeliveredError:
         raise
     except Exception as error:  # a schema is anybody's, and the library raises anything
         raise Unmappable(f"it is not an Avro schema: {in_words(error)[:200]}") from None
-    if isinstance(made, dict):
-        for name, values in found.defaults.items():
-            for part in made["__named_schemas"][name]["fields"]:
+    if isinstance(compiled, dict):
+        for name, values in shape.defaults.items():
+            for part in compiled["__named_schemas"][name]["fields"]:
                 if part["name"] in values:
                     part["default"] = values[part["name"]]
-    return replace(found, avro=made)
+    return replace(shape, avro=compiled)
 
 
 def _with_valid_logical_types(node: Any) -> Any:
@@ -271,10 +271,10 @@ def _with_valid_logical_types(node: Any) -> Any:
         return [_with_valid_logical_types(n) for n in node]
     if not isinstance(node, dict):
         return node
-    found = {k: v if k in ("default", "symbols") else _with_valid_logical_types(v) for k, v in node.items()}
+    attributes = {k: v if k in ("default", "symbols") else _with_valid_logical_types(v) for k, v in node.items()}
     if "logicalType" in node and not _is_valid(node):
-        del found["logicalType"]
-    return found
+        del attributes["logicalType"]
+    return attributes
 
 
 def _is_valid(node: Mapping[str, Any]) -> bool:
@@ -313,10 +313,10 @@ def read_avro(data: bytes, writer: Shape, reader: Shape) -> Any:
     suspect = writer is not reader and len(data) * reader.repeated > RECORD_VALUES_MAX
     if suspect and _items(read_avro(data, writer, writer)) * reader.repeated > RECORD_VALUES_MAX:
         raise too_many_values()
-    found = fastavro().schemaless_reader(stream, writer.avro, None if writer is reader else reader.avro)
+    record = fastavro().schemaless_reader(stream, writer.avro, None if writer is reader else reader.avro)
     if stream.tell() != len(data):
         raise Unreadable(f"the record ends after {stream.tell()} of {len(data)} bytes")
-    return found
+    return record
 
 
 def _items(value: Any) -> int:
@@ -328,10 +328,10 @@ def _items(value: Any) -> int:
 
 def read_json(data: bytes, reader: Shape) -> Any:
     """Raises Unreadable, RecursionError."""
-    found = parsed(data)
+    document = parsed(data)
     if data.count(b"{") * reader.repeated > RECORD_VALUES_MAX:
         raise too_many_values()
-    return reader.of_json(found)
+    return reader.of_json(document)
 
 
 def _shape(walk: _Walk, node: Any, path: str) -> Shape:
@@ -422,9 +422,9 @@ def _leaf(walk: _Walk, node: Mapping[str, Any], path: str) -> Shape:
         room = _ANY_DIGITS if size is None else max(digits, _digits_of(size))
         decimal = {"logicalType": "decimal", "precision": room, "scale": scale}
         avro = {**(avro if isinstance(avro, dict) else {"type": avro}), **decimal}
-        found = pa.decimal128(digits, scale)
+        type_ = pa.decimal128(digits, scale)
         meaning = f"decimal, {scale} digits after the point"
-        return Shape(avro, found, found, of_decimal(path, scale, size), meanings={path: meaning})
+        return Shape(avro, type_, type_, of_decimal(path, scale, size), meanings={path: meaning})
     if what not in _PLAIN:
         if what == "null":
             raise Unmappable(f"field {path[1:]!r} is null alone")

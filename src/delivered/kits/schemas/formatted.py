@@ -76,12 +76,12 @@ class FormattedSource(Source):
         return side.subject_of(self.owner, next(iter(names)) if names is not None and len(names) == 1 else None)
 
     def preflight(self) -> Sequence[Finding]:
-        found = list(self.source.preflight())
+        findings = list(self.source.preflight())
         try:
             self.planned().schema()
         except DeliveredError as error:
-            found.append(Finding.refusal(error))
-        return found
+            findings.append(Finding.refusal(error))
+        return findings
 
     def planned(self) -> Self:
         if self.schemas:
@@ -192,17 +192,17 @@ def connected_later(options: FormatOptions) -> Ask:
 
 def find(owner: str, options: FormatOptions, side: Side, subject: str) -> Registered:
     """The version that the options name. Raises UsageError: there is none, or it is of another format."""
-    found = connected(options.registry).find(subject, side.version)
-    if found is None:
+    schema = connected(options.registry).find(subject, side.version)
+    if schema is None:
         which = "no schema" if side.version is None else f"no version {side.version}"
         raise UsageError(
             "SCHEMA_MISSING.SUBJECT", owner=owner, subject=subject, which=which, url=options.url, column=side.column
         )
-    if found.kind is not side.format:
+    if schema.kind is not side.format:
         raise UsageError(
-            "SCHEMA_KIND.FORMAT", owner=owner, actual=found, kind=found.kind, column=side.column, format=side.format
+            "SCHEMA_KIND.FORMAT", owner=owner, actual=schema, kind=schema.kind, column=side.column, format=side.format
         )
-    return found
+    return schema
 
 
 def mapped(owner: str, side: Side, registered: Registered) -> pa.DataType:
@@ -260,13 +260,13 @@ class FormattedSink(Sink):
         return side.subject_of(self.owner, next(iter(names)) if names is not None and len(names) == 1 else None)
 
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
-        found = list(self.sink.preflight(guarantee))
+        findings = list(self.sink.preflight(guarantee))
         try:
             for side in self.options.sides:
                 mapped(self.owner, side, self._now(side, register=False))
         except DeliveredError as error:
-            found.append(Finding.refusal(error))
-        return found
+            findings.append(Finding.refusal(error))
+        return findings
 
     def check_ledger(self, scope: Scope) -> Sequence[Finding]:
         return self.sink.check_ledger(scope)
@@ -304,10 +304,10 @@ class FormattedSink(Sink):
         return {s.column: r.id for s, r in zip(self.options.sides, self.schemas, strict=False)}
 
     def by_ids(self, ids: Mapping[str, int]) -> Self:
-        found = [connected(self.options.registry).by_id(ids[s.column]) for s in self.options.sides]
-        if None in found:
+        schemas = [connected(self.options.registry).by_id(ids[s.column]) for s in self.options.sides]
+        if None in schemas:
             raise UsageError("SCHEMA_MISSING.DECIDED", owner=self.owner, schemas=dict(ids), url=self.options.url)
-        return replace(self, schemas=tuple(f for f in found if f is not None))
+        return replace(self, schemas=tuple(f for f in schemas if f is not None))
 
     def _now(self, side: Side, *, register: bool) -> Registered:
         """The schema to write with. Raises UsageError: there is none, or the registry refuses it."""
@@ -383,8 +383,8 @@ class FormattedSink(Sink):
             at = batch.schema.get_field_index(side.column)
             if at < 0:
                 continue
-            column, found = Encoder(registered, side.record, batch.column(at).type).column(batch.column(at))
-            for row, why in enumerate(found):
+            column, reasons_ = Encoder(registered, side.record, batch.column(at).type).column(batch.column(at))
+            for row, why in enumerate(reasons_):
                 if why is not None:
                     reasons.setdefault(row, f"its {side.column}: {why}")
             batch = batch.set_column(at, pa.field(side.column, pa.binary()), column)
@@ -440,11 +440,11 @@ class FormattedScan(BoundedScan):
         ask = connected_later(self.options)
         decoders = [(s.column, Decoder(None, s.record, ask)) for s in self.options.sides]
         for batch in self.scan.read(piece):
-            made = batch
+            decoded = batch
             for name, decoder in decoders:
                 at = batch.schema.get_field_index(name)
-                made = made.set_column(at, batch.schema.field(at), decoder.column(batch.column(at))[0])
-            yield made
+                decoded = decoded.set_column(at, batch.schema.field(at), decoder.column(batch.column(at))[0])
+            yield decoded
 
 
 def _with_bytes(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:

@@ -59,10 +59,10 @@ def as_double(value: Any) -> float | None:
         return value
     if type(value) is int:
         try:
-            found = float(value)
+            number = float(value)
         except OverflowError:
             return None
-        return found if int(found) == value else None
+        return number if int(number) == value else None
     return None
 
 
@@ -156,8 +156,8 @@ def _usable(pattern: str) -> None:
 
 def _matches(pattern: str, text: str) -> bool:
     """RE2, which is part of Arrow."""
-    found = pc.match_substring_regex(pa.scalar(text, pa.string()), _UNICODE.sub(r"\1\\x{\2}", pattern))
-    return bool(found.as_py())
+    matched = pc.match_substring_regex(pa.scalar(text, pa.string()), _UNICODE.sub(r"\1\\x{\2}", pattern))
+    return bool(matched.as_py())
 
 
 def _counted(rule: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
@@ -279,9 +279,9 @@ class JsonSchema:
         """Validated by the schema that it was written with."""
         if not isinstance(written, JsonSchema):
             raise Unreadable("it was not written with a JSON Schema")
-        found = parsed(data)
-        written.check(found, len(data))
-        return _fitted(found, self.filled, "", Budget(len(data)))
+        document = parsed(data)
+        written.check(document, len(data))
+        return _fitted(document, self.filled, "", Budget(len(data)))
 
     def check(self, document: Any, size: int = 0) -> None:
         """Raises Unreadable: the document, of so many bytes, does not match."""
@@ -330,8 +330,8 @@ def _fitted(value: Any, kind: pa.DataType, path: str, budget: Budget) -> Any:
             budget.spend(len(value))
             return [_fitted(v, kind.value_type, f"{path}[]", budget) for v in value]
     elif isinstance(value, (int, float, Decimal)) and not isinstance(value, bool):
-        if pa.types.is_float64(kind) and (found := as_double(value)) is not None:
-            return found
+        if pa.types.is_float64(kind) and (number := as_double(value)) is not None:
+            return number
         if pa.types.is_int64(kind) and _LONG_MIN <= value <= _LONG_MAX and value % 1 == 0:
             return int(value)
         if pa.types.is_float64(kind) or pa.types.is_int64(kind):
@@ -394,10 +394,10 @@ class _Kinds:
 
     def _resolved(self, reference: str, path: str) -> Any:
         where, _, inside = reference.partition("#")
-        found = self._document if where in ("", self._document.get("$id")) else self._others.get(where)
+        node = self._document if where in ("", self._document.get("$id")) else self._others.get(where)
         for part in inside.strip("/").split("/") if inside.strip("/") else ():
             name = part.replace("~1", "/").replace("~0", "~")
-            found = found.get(name) if isinstance(found, dict) else None
-        if found is None:
+            node = node.get(name) if isinstance(node, dict) else None
+        if node is None:
             raise Unmappable(f"field {path[1:]!r} refers to {reference!r}, which is not there")
-        return found
+        return node

@@ -96,22 +96,22 @@ class ProtobufSchema:
         if record is None:
             return next(iter(self._file.message_types_by_name.values()))
         try:
-            found = self._file.pool.FindMessageTypeByName(record)
+            message = self._file.pool.FindMessageTypeByName(record)
         except KeyError:
-            found = None
-        if found is None or found.file.name != self._file.name:
+            message = None
+        if message is None or message.file.name != self._file.name:
             raise Unmappable(f"it has no message {record!r}; it has {', '.join(names)}")
-        return found
+        return message
 
     def _named(self, indexes: Sequence[int]) -> str:
         """Full name of the message at these indexes, at least one."""
-        found: Any = None
+        message: Any = None
         for index in indexes:
-            of = list(self._file.message_types_by_name.values()) if found is None else found.nested_types
+            of = list(self._file.message_types_by_name.values()) if message is None else message.nested_types
             if not 0 <= index < len(of):
                 raise Unreadable(f"it names the message {list(indexes)}, which its schema does not have")
-            found = of[index]
-        return str(found.full_name)
+            message = of[index]
+        return str(message.full_name)
 
 
 def _compiled(registered: Registered) -> Any:

@@ -94,27 +94,31 @@ class Registry:
         """A version of a subject; None: the newest. Returns None if there is none."""
         self._client.clear_latest_caches()
         newest, named = self._client.get_latest_version, self._client.get_version
-        found: Any = self._found(partial(newest, subject) if version is None else partial(named, subject, version))
-        return None if found is None else self._registered(found.schema, found.schema_id, subject, found.version)
+        version_: Any = self._found(partial(newest, subject) if version is None else partial(named, subject, version))
+        return (
+            None
+            if version_ is None
+            else self._registered(version_.schema, version_.schema_id, subject, version_.version)
+        )
 
     def by_id(self, number: int) -> Registered | None:
         """A schema that a record names. Kept, as ids never change; an unknown one may become known."""
         if self._by_id.get(number) is None:
-            found = self._found(lambda: self._client.get_schema(number))
-            self._by_id[number] = None if found is None else self._registered(found, number)
+            schema = self._found(lambda: self._client.get_schema(number))
+            self._by_id[number] = None if schema is None else self._registered(schema, number)
         return self._by_id[number]
 
     def accepts(self, subject: str, kind: Format, text: str) -> bool:
         """Whether the subject's compatibility rule allows the schema. A new subject takes any."""
-        found = self._found(lambda: self._client.test_compatibility(subject, self._schema(kind, text)))
-        return found is None or bool(found)
+        answer = self._found(lambda: self._client.test_compatibility(subject, self._schema(kind, text)))
+        return answer is None or bool(answer)
 
     def register(self, subject: str, kind: Format, text: str) -> Registered:
         """The schema, which the subject has afterwards. Idempotent. Raises Incompatible."""
         schema = self._schema(kind, text)
         number: int = self._ask(lambda: self._client.register_schema(subject, schema))
-        found: Any = self._ask(lambda: self._client.lookup_schema(subject, schema))
-        return self._registered(schema, number, subject, found.version)
+        version: Any = self._ask(lambda: self._client.lookup_schema(subject, schema))
+        return self._registered(schema, number, subject, version.version)
 
     def _schema(self, kind: Format, text: str) -> Any:
         return self._module.Schema(text, _NAMES[kind])
@@ -127,7 +131,7 @@ class Registry:
 
     def _references(self, schema: Any) -> tuple[tuple[str, str], ...]:
         """(name, text) of all that it imports, each after those that it imports itself; each asked for once."""
-        found: dict[str, str] = {}
+        texts: dict[str, str] = {}
         asked: set[tuple[str, str, int]] = set()
         within: list[tuple[str, str, int]] = []
 
@@ -145,11 +149,11 @@ class Registry:
             for inner in imported.references or ():
                 add(inner)
             within.pop()
-            found[one.name] = imported.schema_str
+            texts[one.name] = imported.schema_str
 
         for one in schema.references or ():
             add(one)
-        return tuple(found.items())
+        return tuple(texts.items())
 
     def _found(self, ask: Callable[[], T]) -> T | None:
         try:

@@ -121,9 +121,11 @@ def unfit(rows: pa.DataType, schema: Schema, column: str) -> list[str]:
     if not (pa.types.is_struct(rows) and pa.types.is_struct(there)):
         return list(differences(column, rows, there))
     fields, columns = {f.name: f.type for f in there}, {f.name: f.type for f in rows}
-    found = [w for n, kind in columns.items() if n in fields for w in differences(f"{column}.{n}", kind, fields[n])]
-    found += [f"'{column}.{n}' is not a field of the schema" for n in columns if n not in fields]
-    return found + [f"'{column}.{n}' may not be null, and has no column" for n in schema.required if n not in columns]
+    problems = [w for n, kind in columns.items() if n in fields for w in differences(f"{column}.{n}", kind, fields[n])]
+    problems += [f"'{column}.{n}' is not a field of the schema" for n in columns if n not in fields]
+    return problems + [
+        f"'{column}.{n}' may not be null, and has no column" for n in schema.required if n not in columns
+    ]
 
 
 _PREFIX = struct.Struct(">bI")
@@ -156,21 +158,21 @@ class Decoder:
 
     def column(self, values: pa.Array) -> tuple[pa.Array, list[str | None]]:
         """The decoded values, and for each one why it cannot be decoded; None: it was."""
-        found: list[Any] = []
+        decoded: list[Any] = []
         reasons: list[str | None] = []
         for data in values.to_pylist():
             try:
-                found.append(None if data is None else self._read(data))
+                decoded.append(None if data is None else self._read(data))
                 reasons.append(None)
             except Unreadable as error:
-                found.append(None if self._reader is not None else data)
+                decoded.append(None if self._reader is not None else data)
                 reasons.append(in_words(error))
         if self._reader is None:
-            return pa.array(found, pa.binary()), reasons
-        made, unfit = array_of(found, self._reader.filled, self._reader.arrow)
+            return pa.array(decoded, pa.binary()), reasons
+        array, unfit = array_of(decoded, self._reader.filled, self._reader.arrow)
         for at, why in unfit.items():
             reasons[at] = why
-        return made, reasons
+        return array, reasons
 
     def _read(self, data: bytes) -> Any:
         """Raises Unreadable: whatever else decoding raises is this record's fault, and must not stop the query."""
@@ -197,10 +199,10 @@ class Decoder:
         why = self._unusable.get(number)
         if why is None:
             try:
-                found = self._ask(number)
-                if found is None:
+                registered = self._ask(number)
+                if registered is None:
                     raise Unreadable(f"the registry has no schema {number}")
-                self._written[number] = schema_of(found, self._record)
+                self._written[number] = schema_of(registered, self._record)
                 return self._written[number]
             except Unmappable as error:
                 why = f"schema {number} has no column type: {in_words(error)}"
@@ -226,7 +228,7 @@ class Encoder:
     def column(self, values: pa.Array) -> tuple[pa.Array, list[str | None]]:
         """The encoded values, and for each one why it cannot be encoded; None: it was."""
         try:
-            found: Sequence[Any] = plain(values.cast(self._units))
+            objects: Sequence[Any] = plain(values.cast(self._units))
         except (pa.ArrowException, ValueError, OverflowError) as error:
             if len(values) == 1:
                 return pa.nulls(1, pa.binary()), [text_that_is_none(values) or in_words(error)]
@@ -234,7 +236,7 @@ class Encoder:
             return pa.concat_arrays([c for c, _ in parts]), [r for _, each in parts for r in each]
         encoded: list[bytes | None] = []
         reasons: list[str | None] = []
-        for value in found:
+        for value in objects:
             try:
                 encoded.append(None if value is None else self._prefix + self._one(value))
                 reasons.append(None)
@@ -248,7 +250,7 @@ class Encoder:
         return self._schema.write({**self._absent, **value} if self._absent else value)
 
 
-def array_of(found: list[Any], filled: pa.DataType, arrow: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
+def array_of(objects: list[Any], filled: pa.DataType, arrow: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
     """Values as a column of the type `arrow`, by way of `filled`; those that do not fit it become null.
 
     Returns:
@@ -256,12 +258,12 @@ def array_of(found: list[Any], filled: pa.DataType, arrow: pa.DataType) -> tuple
         pair.
     """
     try:
-        return pa.array(found, filled).cast(arrow), {}
+        return pa.array(objects, filled).cast(arrow), {}
     except Exception:
         unfit = dict[int, str]()
-    for at, value in enumerate(found):
+    for at, value in enumerate(objects):
         try:
             pa.array([value], filled).cast(arrow)
         except Exception as error:
-            found[at], unfit[at] = None, in_words(error)
-    return pa.array(found, filled).cast(arrow), unfit
+            objects[at], unfit[at] = None, in_words(error)
+    return pa.array(objects, filled).cast(arrow), unfit

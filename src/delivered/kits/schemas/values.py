@@ -26,20 +26,18 @@ def in_words(error: BaseException) -> str:
     """Why a record cannot be read, for its dead letter: what a library raised may be anything, but is its record's."""
     match error:
         case RecursionError():
-            found = "it is nested too deeply"
+            text = "it is nested too deeply"
         case MemoryError():
-            found = "it does not fit into memory"
+            text = "it does not fit into memory"
         case UnicodeEncodeError():
-            found = (
-                f"its text has half a surrogate pair (U+{ord(error.object[error.start]):04X}), which is no character"
-            )
+            text = f"its text has half a surrogate pair (U+{ord(error.object[error.start]):04X}), which is no character"
         case UnicodeDecodeError():
-            found = f"its text is not {error.encoding.upper()} at byte {error.start}: {error.reason}"
+            text = f"its text is not {error.encoding.upper()} at byte {error.start}: {error.reason}"
         case Unreadable() | Unmappable():
-            found = str(error)
+            text = str(error)
         case _:
-            found = ": ".join(filter(None, (type(error).__name__, str(error)[:_REASON_LENGTH_MAX])))
-    return one_line(found)[:_REASON_LENGTH_MAX]
+            text = ": ".join(filter(None, (type(error).__name__, str(error)[:_REASON_LENGTH_MAX])))
+    return one_line(text)[:_REASON_LENGTH_MAX]
 
 
 class TypeCount:
@@ -90,17 +88,17 @@ class BadValue(ValueError):
 
 def canonical(values: pa.Array) -> pa.Array:
     """Structs as text, equal for a row and the message read back, even if the schema has more fields, all null."""
-    found = plain(values.cast(in_units_of(values.type, None)))
+    objects = plain(values.cast(in_units_of(values.type, None)))
     return pa.array(
-        [None if v is None else json.dumps(_as_json(v), sort_keys=True).encode() for v in found], pa.binary()
+        [None if v is None else json.dumps(_as_json(v), sort_keys=True).encode() for v in objects], pa.binary()
     )
 
 
 def plain(values: pa.Array) -> list[Any]:
     """Python values; times as numbers in their unit, maps as dicts."""
     kind = _numbers(values.type)
-    found: list[Any] = values.cast(kind).to_pylist()
-    return [_maps(v, kind) for v in found] if "map<" in str(kind) else found
+    objects: list[Any] = values.cast(kind).to_pylist()
+    return [_maps(v, kind) for v in objects] if "map<" in str(kind) else objects
 
 
 def differences(path: str, row: pa.DataType, there: pa.DataType) -> Iterable[str]:
@@ -207,10 +205,10 @@ def _maps(value: Any, kind: pa.DataType) -> Any:
     if pa.types.is_struct(kind):
         return {f.name: _maps(value[f.name], f.type) for f in kind}
     if pa.types.is_map(kind):
-        found = {k: _maps(v, kind.item_type) for k, v in value}
-        if len(found) < len(value):
+        mapping = {k: _maps(v, kind.item_type) for k, v in value}
+        if len(mapping) < len(value):
             raise Unreadable("a map has a key twice")
-        return found
+        return mapping
     if pa.types.is_list(kind):
         return [_maps(v, kind.value_type) for v in value]
     return value

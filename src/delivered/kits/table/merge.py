@@ -76,12 +76,12 @@ def upsert(mode: WriteMode, rows: pa.Table, columns: pa.Schema, there: Iterable[
         for file in there:
             if not _may_hold(mode, file, rows):
                 continue
-            found = _matches(mode, pa.Table.from_batches(list(file.rows(wanted)), wanted), rows)
-            matched[found.source] = True
-            if not len(found.row):
+            matches = _matches(mode, pa.Table.from_batches(list(file.rows(wanted)), wanted), rows)
+            matched[matches.source] = True
+            if not len(matches.row):
                 continue
             removes.append(file)
-            _write(files, _rewritten(mode, file.rows(columns), columns, rows, found))
+            _write(files, _rewritten(mode, file.rows(columns), columns, rows, matches))
         _write(files, _new_rows(mode, rows, matched, columns).to_batches(BATCH_ROWS))
         files.finish()
     except BaseException:

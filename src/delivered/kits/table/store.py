@@ -62,8 +62,8 @@ class Store:
         if self._local is not None:
             return sorted(f.base_name for f in self._list(folder, recursive=False) if not f.is_file)
         start = folder.rstrip("/") + "/"
-        found = {name.removeprefix(start).partition("/") for name in self.files(folder)}
-        return sorted({first for first, slash, _ in found if slash})
+        parts = {name.removeprefix(start).partition("/") for name in self.files(folder)}
+        return sorted({first for first, slash, _ in parts if slash})
 
     def remove(self, names: Iterable[str]) -> None:
         """Delete files; missing ones are ignored."""
@@ -80,8 +80,8 @@ class Store:
     def _list(self, folder: str, recursive: bool) -> list[Any]:
         from pyarrow import fs
 
-        found: list[Any] = self.fs.get_file_info(fs.FileSelector(folder, allow_not_found=True, recursive=recursive))
-        return found
+        infos: list[Any] = self.fs.get_file_info(fs.FileSelector(folder, allow_not_found=True, recursive=recursive))
+        return infos
 
 
 T = TypeVar("T")

@@ -131,8 +131,8 @@ class TableTypes(Types):
         return canonical(kind)
 
     def declared(self, kind: pa.DataType) -> str | None:
-        found = self.canonical(kind)
-        return None if found is None else str(found)
+        type_ = self.canonical(kind)
+        return None if type_ is None else str(type_)
 
     def canonical_schema(self, schema: pa.Schema) -> pa.Schema:
         """Raises UsageError: a column's type is not supported."""
@@ -286,9 +286,9 @@ def check(where: str, batch: pa.RecordBatch, reasons: pa.Array | None) -> None:
     Raises:
         BadRecord: a row has a reason.
     """
-    if (found := first_reason(reasons)) is None:
+    if (first := first_reason(reasons)) is None:
         return
-    row, reason = found
+    row, reason = first
     raise BadRecord("COLUMN_REQUIRED.ROW", row=row, num_rows=batch.num_rows, where=where, reason=reason)
 
 
