@@ -195,11 +195,13 @@ def _condition(owner: str, mode: str, values: Mapping[str, str], on_constraint: 
     return choice(able).parse(owner, "onConflict", values.get("onConflict", default))
 
 
-def _overwrite(owner: str, partitions: str, given: Sequence[str]) -> WriteMode:
+def _overwrite(owner: str, partitions: str, option_names: Sequence[str]) -> WriteMode:
     replaces = split_columns(partitions)
-    if not replaces or given:
+    if not replaces or option_names:
         raise UsageError(
-            "OPTION_VALUE.OVERWRITE", owner=owner, unsupported=f", and does not support {given[0]!r}" if given else ""
+            "OPTION_VALUE.OVERWRITE",
+            owner=owner,
+            unsupported=f", and does not support {option_names[0]!r}" if option_names else "",
         )
     return WriteMode(replaces=replaces)
 

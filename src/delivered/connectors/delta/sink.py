@@ -243,10 +243,10 @@ def file_statistics(metadata: Any, not_a_number: Collection[str]) -> str:
         if column.physical_type == "BYTE_ARRAY" and column.logical_type.type != "STRING":
             continue  # binary has no bounds in Delta
         if filled:
-            found = _column_bounds(filled)
-            complete = complete and found is not None
-            if found is not None:
-                bounds[column.path] = found
+            limits = _column_bounds(filled)
+            complete = complete and limits is not None
+            if limits is not None:
+                bounds[column.path] = limits
     statistics: dict[str, Any] = {"numRecords": metadata.num_rows, "nullCount": nulls}
     if complete and bounds:
         statistics |= {"minValues": {k: low for k, (low, _) in bounds.items()}}

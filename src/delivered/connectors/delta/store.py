@@ -346,8 +346,8 @@ def build_effect(
         return Effect(files, [f["path"] for f in active_files(options, table)], exact=True)
     if options.write.replaces and files:
         partitions = {tuple(file.partition.items()) for file in files}  # in the order of `partitionBy`, as in the table
-        found = active_files(options, table)
-        removes = [f["path"] for f in found if tuple((n, text(v)) for n, v in f["partition"].items()) in partitions]
+        active = active_files(options, table)
+        removes = [f["path"] for f in active if tuple((n, text(v)) for n, v in f["partition"].items()) in partitions]
         return Effect(files, removes, exact=True)
     return Effect(files)
 

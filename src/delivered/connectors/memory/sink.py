@@ -111,8 +111,8 @@ class MemorySink(Sink):
         return pc.if_else(long, f"value longer than {longest} bytes", pa.scalar(None, pa.string()))
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        given = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
-        columns = [given[f.name].cast(f.type) if f.name in given else pa.nulls(batch.num_rows, f.type) for f in ROWS]
+        arrays = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
+        columns = [arrays[f.name].cast(f.type) if f.name in arrays else pa.nulls(batch.num_rows, f.type) for f in ROWS]
         return pa.RecordBatch.from_arrays(columns, schema=ROWS)
 
     def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:  # noqa: ARG002

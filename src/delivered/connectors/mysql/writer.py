@@ -410,15 +410,15 @@ def refused_rows(session: Session, options: MysqlOptions, batch: pa.RecordBatch)
         UsageError, MySQLError: the table cannot take rows of this schema at all.
     """
     schema = TYPES.plain_schema(batch.schema)
-    batch, found = fitted(batch, schema), target.find(session, options)
-    if found is None and not options.create:
+    batch, existing = fitted(batch, schema), target.find(session, options)
+    if existing is None and not options.create:
         return None
     migrate(session, options.ledger_schema)
     target.ready(session, options, schema)
-    found = found or target.find(session, options)
-    if found is None:
+    existing = existing or target.find(session, options)
+    if existing is None:
         return None
-    columns = _columns(session, found)
+    columns = _columns(session, existing)
     names = stored(options.write, schema).names
     widths: dict[str, dict[str, int]] = {"characters": {}, "bytes": {}}
     for name in names:
@@ -428,7 +428,7 @@ def refused_rows(session: Session, options: MysqlOptions, batch: pa.RecordBatch)
     reasons = None
     for unit, of in widths.items():
         reasons = first_of(reasons, too_long(batch, of, unit))
-    valid = _valid_json(session, found)
+    valid = _valid_json(session, existing)
     suspects = _suspects(batch, names, columns, bool(valid), packet_limit(session))
     if reasons is not None:
         suspects = pc.and_(suspects, pc.is_null(reasons))

@@ -125,10 +125,10 @@ class OutboxSource(Source):
 
     def decoded(self, raw: pa.RecordBatch) -> Rows:
         if self.options.changes is None:
-            found = list(events.Events(self.options, rejects=True).restored(raw))
+            decoded = list(events.Events(self.options, rejects=True).restored(raw))
         else:
-            found = list(changes.restored(self.options, self._layout(), raw))
-        return Rows(pa.concat_batches([rows.good for rows in found]), [r for rows in found for r in rows.rejected])
+            decoded = list(changes.restored(self.options, self._layout(), raw))
+        return Rows(pa.concat_batches([rows.good for rows in decoded]), [r for rows in decoded for r in rows.rejected])
 
     def _layout(self) -> Layout:
         found = self.planned().layout

@@ -89,29 +89,29 @@ def _connection_class() -> Any:
 
     class Connection(client.SelectConnection):  # type: ignore[misc, name-defined]
         def _read_frame(self) -> Any:
-            found = self._frame_buffer
-            if len(found) >= spec.FRAME_HEADER_SIZE and found[:4] != b"AMQP":
-                (size,) = struct.unpack_from(">L", found, 3)
+            buffer = self._frame_buffer
+            if len(buffer) >= spec.FRAME_HEADER_SIZE and buffer[:4] != b"AMQP":
+                (size,) = struct.unpack_from(">L", buffer, 3)
                 if size > spec.FRAME_MAX_SIZE:
                     raise client.exceptions.InvalidFrameError(f"a frame of {size:,} bytes")
-            if found[:1] != _HEADER_FRAME or len(found) < _HEADER_SIZE:
+            if buffer[:1] != _HEADER_FRAME or len(buffer) < _HEADER_SIZE:
                 try:
                     return super()._read_frame()
                 except client.exceptions.AMQPError:
                     raise
                 except Exception as error:  # the client raises anything for bytes that are no such frame
                     raise client.exceptions.InvalidFrameError(f"a frame that cannot be read: {error!r:.200}") from None
-            channel, size = struct.unpack_from(">HL", found, 1)
+            channel, size = struct.unpack_from(">HL", buffer, 1)
             end = spec.FRAME_HEADER_SIZE + size
-            if len(found) <= end:
+            if len(buffer) <= end:
                 return 0, None
-            if found[end] != spec.FRAME_END:
+            if buffer[end] != spec.FRAME_END:
                 raise client.exceptions.InvalidFrameError("Invalid FRAME_END marker")
             try:
-                properties = Properties(bytes(found[_HEADER_SIZE:end]))
+                properties = Properties(bytes(buffer[_HEADER_SIZE:end]))
             except struct.error as error:
                 raise client.exceptions.InvalidFrameError(f"a message's properties end early: {error}") from None
-            (body,) = struct.unpack_from(">Q", found, spec.FRAME_HEADER_SIZE + 4)
+            (body,) = struct.unpack_from(">Q", buffer, spec.FRAME_HEADER_SIZE + 4)
             return end + spec.FRAME_END_SIZE, frame.Header(channel, body, properties)
 
     return Connection
@@ -276,18 +276,18 @@ class Properties:
 
 def headers(properties: Properties, but: str | None = None) -> list[tuple[str, bytes | None]]:
     """A message's headers, and AMQP's properties as `amqp.*`. Args: but: name of a header to leave out."""
-    found: list[tuple[str, bytes | None]] = []
+    texts: list[tuple[str, bytes | None]] = []
     if properties.table is not None:
         pairs, skipped = properties.headers, but and but.encode()
         if pairs is None:
-            found.append((UNREADABLE, properties.table))
+            texts.append((UNREADABLE, properties.table))
         else:
-            found += [(header_name(name), _bytes(value)) for name, value in pairs if name != skipped]
+            texts += [(header_name(name), _bytes(value)) for name, value in pairs if name != skipped]
     for name, header in _HEADERS:
         value = getattr(properties, name)
         if value is not None:
-            found.append((header, value))
-    return found
+            texts.append((header, value))
+    return texts
 
 
 def routing_key(method: Any) -> bytes:

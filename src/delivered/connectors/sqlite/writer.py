@@ -466,7 +466,7 @@ def _copied(copy: sqlite3.Connection, statements: Sequence[str]) -> bool:
 
 
 def _tried(copy: sqlite3.Connection, table: str, batch: pa.RecordBatch, reasons: pa.Array | None) -> pa.Array | None:
-    into, found = quoted(table), dict[int, str]()
+    into, refused = quoted(table), dict[int, str]()
     values = ", ".join("?" * batch.num_columns)
     # Constraints are not tried: another option is about them.
     insert = f"INSERT OR IGNORE INTO {into} ({', '.join(map(quoted, batch.schema.names))}) VALUES ({values})"  # noqa: S608
@@ -478,6 +478,6 @@ def _tried(copy: sqlite3.Connection, table: str, batch: pa.RecordBatch, reasons:
         except sqlite3.Error as error:
             if str(error).startswith("no such "):  # about the statement: the other client's function
                 return None
-            found[at] = f"{long_values(batch.slice(at, 1))}{error}"
+            refused[at] = f"{long_values(batch.slice(at, 1))}{error}"
         copy.execute(f"DELETE FROM {into}")  # noqa: S608 - so that no row meets another
-    return pa.array([found.get(i) for i in range(batch.num_rows)], pa.string()) if found else None
+    return pa.array([refused.get(i) for i in range(batch.num_rows)], pa.string()) if refused else None

@@ -155,20 +155,20 @@ def _options(column: str) -> tuple[Option, ...]:
 
 
 def _side(column: str, owner: str, values: Mapping[str, str]) -> Side:
-    given = {
+    words = {
         o.name.removeprefix(f"{column}."): o.parse(owner, values[o.name]) for o in _options(column) if o.name in values
     }
     side = Side(
         column,
-        given.get("format", Format.BYTES),
-        given.get("subject.name.strategy", Strategy.TOPIC),
-        given.get("record.name"),
-        given.get("subject"),
-        given.get("schema.version"),
-        given.get("schema"),
+        words.get("format", Format.BYTES),
+        words.get("subject.name.strategy", Strategy.TOPIC),
+        words.get("record.name"),
+        words.get("subject"),
+        words.get("schema.version"),
+        words.get("schema"),
     )
-    if side.format is Format.BYTES and len(given) > ("format" in given):
-        other = next(n for n in given if n != "format")
+    if side.format is Format.BYTES and len(words) > ("format" in words):
+        other = next(n for n in words if n != "format")
         raise UsageError("OPTION_CONFLICT.SCHEMA_BYTES", owner=owner, column=column, other=other)
     if side.version is not None and side.declared is not None:
         raise UsageError("OPTION_CONFLICT.SCHEMA_TWICE", owner=owner, column=column)

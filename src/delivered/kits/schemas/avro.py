@@ -41,17 +41,17 @@ def of_object(path: str, fields: Sequence[tuple[str, Reads]], defaults: Mapping[
     def read(value: Any) -> Any:
         if not isinstance(value, dict):
             raise _wrong(path, value, "object")
-        found = {}
+        members = {}
         for name, shape in fields:
             if name in value:
-                found[name] = shape.of_json(value[name])
+                members[name] = shape.of_json(value[name])
             elif name in defaults:
-                found[name] = defaults[name]
+                members[name] = defaults[name]
             elif shape.optional:
-                found[name] = None
+                members[name] = None
             else:
                 raise Unreadable(f"the field {path[1:] + '.' + name if path else name!r} is missing")
-        return found
+        return members
 
     return read
 

@@ -144,7 +144,7 @@ def _compiled(registered: Registered) -> Any:
             except (FileExistsError, IsADirectoryError, NotADirectoryError):
                 raise Unmappable(f"it imports {name!r}, which another import has as a folder") from None
         own = Path(str(grpc_tools.__file__)).parent / "_proto"
-        output = work / "made"
+        output = work / "compiled"
         arguments = ["protoc", f"-I{work}", f"-I{own}", "--include_imports", f"--descriptor_set_out={output}", _MAIN]
         if protoc.main(arguments) != 0:
             raise Unmappable(f"protoc refuses it; it begins with {registered.text[:80]!r}")
@@ -223,14 +223,14 @@ def _message(of: Any, path: str, depth: int, types: TypeCount) -> _Node:
         }
 
     def write(row: Any) -> Any:
-        found = {}
+        members = {}
         for f, node in fields:
             one = row.get(f.name)
             if one is not None:
-                found[f.name] = node.write(one)
+                members[f.name] = node.write(one)
             elif not f.has_presence:
                 raise ValueError(f"field {path[1:] + '.' if path else ''}{f.name} is null, and has no presence")
-        return message_class(**found)
+        return message_class(**members)
 
     return _Node(pa.struct([pa.field(f.name, node.kind) for f, node in fields]), read, write)
 
