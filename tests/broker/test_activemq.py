@@ -27,7 +27,7 @@ from tests.support.servers import Activemq
 import delivered
 from delivered.connectors.activemq import ActivemqOptions
 from delivered.connectors.activemq.client import Session
-from delivered.connectors.activemq.queue import ActivemqQueue, ActivemqReceiver, Management, held_by_nobody
+from delivered.connectors.activemq.queue import ActivemqQueue, ActivemqReceiver, Management, messages_without_consumer
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.model.errors import BadRecord, Refused, Unreachable, UsageError
 from delivered.model.outcome import Ok
@@ -243,9 +243,9 @@ def test_messages_that_the_broker_holds_for_nobody_are_told(activemq: Activemq) 
     assert counts == [2, 1]
     assert ActivemqQueue(options).preflight() == []
     session.close()
-    assert list(held_by_nobody(queue, *counts)) == []
-    assert list(held_by_nobody(queue, None, None)) == []
-    (finding,) = held_by_nobody(queue, 1, 0)
+    assert list(messages_without_consumer(queue, *counts)) == []
+    assert list(messages_without_consumer(queue, None, None)) == []
+    (finding,) = messages_without_consumer(queue, 1, 0)
     assert (finding.code, finding.refuses) == ("MESSAGES_STUCK", False)
     assert finding.message.startswith(f"'{queue}' has 1 messages in delivery but no consumer")
 

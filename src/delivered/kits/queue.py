@@ -421,20 +421,20 @@ def not_text(what: str, value: bytes) -> BadRecord:
 
 
 @dataclass
-class _Found:
+class _Limit:
     accepted: int = -1
     limit: int | None = None
 
 
 class ServerLimits:
-    """What this process found out, by server: nothing is asked twice.
+    """Limits that this process has learned, by server; each is asked for once.
 
     A limit that is changed later is found by the next process; until then, the server itself refuses the message.
     """
 
     def __init__(self, system: str) -> None:
         self._system = system
-        self._found: dict[Hashable, _Found] = {}
+        self._limits: dict[Hashable, _Limit] = {}
 
     def refused(self, batch: pa.RecordBatch, server: Hashable, ask: Callable[[int], int | None]) -> pa.Array | None:
         """See `delivered.contract.sink.Sink.refused_rows`: rows whose value is longer than the server accepts.
@@ -443,7 +443,7 @@ class ServerLimits:
             ask: the server's limit, if a value of so many bytes is above it; None: it is accepted.
         """
         lengths = pc.fill_null(pc.binary_length(batch.column("value").cast(pa.large_binary())), 0).cast(pa.int64())
-        longest, known = pc.max(lengths).as_py() or 0, self._found.setdefault(server, _Found())
+        longest, known = pc.max(lengths).as_py() or 0, self._limits.setdefault(server, _Limit())
         if longest > known.accepted and known.limit is None:
             known.limit = ask(longest)
             if known.limit is None:

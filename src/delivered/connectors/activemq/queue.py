@@ -102,10 +102,10 @@ def findings(session: Session, place: Place, receives: bool) -> Iterator[Finding
         return
     yield from _judge(place.queue, queue, durable, kinds, settings, receives)
     if receives:
-        yield from held_by_nobody(queue, held, readers)
+        yield from messages_without_consumer(queue, held, readers)
 
 
-def held_by_nobody(queue: str, held: int | None, readers: int | None) -> Iterator[Finding]:
+def messages_without_consumer(queue: str, held: int | None, readers: int | None) -> Iterator[Finding]:
     """
     Args:
         held: messages in delivery; None: unknown.

@@ -1,6 +1,7 @@
 """The sink `delivered_delta`; Parquet files in the table's folder, committed later (exactly_once) or at once.
-A file's statistics, made from its footer, stand in the table's log, so that readers can skip it. Bounds are exact or
-wider, never narrower, and exist for all columns or none: if only some columns have bounds, deltalake 1.6.6 skips rows
+
+A file's statistics, read from its footer, are stored in the table's log, so that readers can skip it. Bounds are exact
+or wider, never narrower, and exist for all columns or none: if only some columns have bounds, deltalake 1.6.6 skips rows
 of the file when it filters by others. There are none if a column could mislead: floating point with NaN (which no bound
 covers), decimals beyond 15 digits (readers convert them to floating point).
 """
@@ -37,7 +38,7 @@ from delivered.kits.sql.merge import check_rows
 from delivered.kits.table import shard, target
 from delivered.kits.table import store as storage
 from delivered.kits.table.shard import PartFiles, shard_writer, split
-from delivered.kits.table.target import FileTableSink, Nowhere, but_missing, nobody, unwritable
+from delivered.kits.table.target import FileTableSink, Nowhere, but_missing, trial_work, unwritable
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
@@ -305,7 +306,7 @@ class DeltaTrial:
         return unwritable(batch, self._write, self._required.reasons(fitted(batch, self._schema)))
 
     def _write(self, rows: pa.RecordBatch) -> None:
-        files = DeltaFiles(self._options.appending, nobody(), self._schema, direct=False, into=Nowhere)
+        files = DeltaFiles(self._options.appending, trial_work(), self._schema, direct=False, into=Nowhere)
         try:
             files.write(rows)
             files.finish()

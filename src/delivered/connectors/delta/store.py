@@ -1,4 +1,4 @@
-"""The ledger in the table's own log: one commit adds a batch's files and its decision; records lie next to the log."""
+"""The ledger in the table's own log: one commit adds a batch's files and its decision. Records are next to the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """The user's table: types without loss, its creation, and its comparison with the rows. Changes no rows.
+
 Arrow                           Iceberg
 boolean                         boolean
 int8, int16, int32              int

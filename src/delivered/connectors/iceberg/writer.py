@@ -45,7 +45,7 @@ from delivered.kits.sql.merge import check_rows, stored
 from delivered.kits.table import shard, target
 from delivered.kits.table.shard import PartFiles, Written, shard_writer, split
 from delivered.kits.table.store import Store
-from delivered.kits.table.target import Nowhere, but_missing, nobody, unwritable
+from delivered.kits.table.target import Nowhere, but_missing, trial_work, unwritable
 from delivered.model.capability import WriteMode
 from delivered.model.errors import InvariantBroken
 from delivered.model.guarantee import Guarantee
@@ -418,7 +418,7 @@ class IcebergTrial:
         return unwritable(batch.select(self._stored.names), self._write, reasons)
 
     def _write(self, rows: pa.RecordBatch) -> None:
-        files = _Files(self._options.appending, nobody(), self._stored, direct=False)
+        files = _Files(self._options.appending, trial_work(), self._stored, direct=False)
         files.table = self._table
         try:
             files.write(rows)

@@ -133,7 +133,7 @@ _FILE = frozenset({3, 20, 1026, 1030})
 _ROW = frozenset({1048, 1062, 1136, 1138, 1153, 1264, 1265, 1292, 1300, 1301, 1364, 1365, 1366, 1367, 1406, 1411, 1416,
                   1451, 1452, 1526, 1557, 1586, 1644, 1690, 1748, 3140, 3819, 4025})  # fmt: skip
 CONSTRAINTS = frozenset({1048, 1062, 1451, 1452, 1557, 1586, 3819, 4025})
-"""Of these: constraint violations. The statement is rolled back, its transaction goes on."""
+"""Of these: constraint violations. The statement is rolled back, its transaction continues."""
 
 _REFUSED = " rejected a row: "
 _BY_NUMBER: dict[int, tuple[type[DeliveredError], str]] = {

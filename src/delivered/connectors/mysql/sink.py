@@ -157,7 +157,7 @@ def _table(session: Session, options: MysqlOptions) -> Iterator[Finding]:
         yield from findings(options, target.read_definition(session, options))
 
 
-def _denied(session: Session, options: MysqlOptions, table: target.Found) -> list[str]:
+def _denied(session: Session, options: MysqlOptions, table: target.ServerTable) -> list[str]:
     """Privileges on the table that this user lacks: the server checks them on EXPLAIN, too."""
     columns = target.table_columns(session, table)  # empty if the user has no privilege on the table
     name, write = table.full, options.write

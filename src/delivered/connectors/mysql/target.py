@@ -208,7 +208,7 @@ _CHANGE = "MODIFY {name}"
 
 
 @dataclass(frozen=True)
-class Found:
+class ServerTable:
     """A table in the server's catalog.
 
     Attributes:
@@ -257,14 +257,14 @@ class Target:
     filled: tuple[str, ...]
 
 
-def find(session: Session, options: MysqlOptions) -> Found | None:
+def find(session: Session, options: MysqlOptions) -> ServerTable | None:
     """The table; None if it does not exist. Raises MySQLError."""
     row = session.execute(
         "SELECT table_schema, table_name, table_type, engine FROM information_schema.tables "
         "WHERE table_schema = coalesce(%s, database()) AND table_name = %s",
         [options.schema, options.table],
     ).fetchone()
-    return None if row is None else Found(row[0], row[1], row[2], row[3] or "")
+    return None if row is None else ServerTable(row[0], row[1], row[2], row[3] or "")
 
 
 def identity(session: Session, options: MysqlOptions) -> str | None:
@@ -365,7 +365,7 @@ def _declared(field: pa.Field) -> str:
     return f"{TYPES.declared(field.type)}{charset}"
 
 
-def _recovery_action(options: MysqlOptions, table: Found) -> str:
+def _recovery_action(options: MysqlOptions, table: ServerTable) -> str:
     return (
         "restore the rows' columns and types, or write to another table; or, if the existing rows need no audit, "
         f"DELETE FROM {options.ledger_schema}.target WHERE base = '{table.base}' AND name = '{table.name}'"
@@ -385,7 +385,7 @@ def check_hidden(session: Session, options: MysqlOptions) -> None:
             raise
 
 
-def check_engine(options: MysqlOptions, table: Found) -> None:
+def check_engine(options: MysqlOptions, table: ServerTable) -> None:
     """Raises UsageError: a view, or an engine without transactions."""
     if table.kind != "BASE TABLE":
         raise UsageError("NOT_A_TABLE.MYSQL", table=options.table_text, where=options.where, kind=table.kind.lower())
@@ -395,7 +395,7 @@ def check_engine(options: MysqlOptions, table: Found) -> None:
         )
 
 
-def unique_index(session: Session, table: Found, keys: Sequence[str]) -> str | None:
+def unique_index(session: Session, table: ServerTable, keys: Sequence[str]) -> str | None:
     """Name of a unique index on exactly these full columns; None: there is none. Raises MySQLError."""
     rows = session.execute(
         "SELECT index_name, column_name, sub_part FROM information_schema.statistics "
@@ -409,7 +409,7 @@ def unique_index(session: Session, table: Found, keys: Sequence[str]) -> str | N
     return next((index for index, columns in indexes.items() if columns == wanted), None)
 
 
-def table_columns(session: Session, table: Found) -> dict[str, ServerColumn]:
+def table_columns(session: Session, table: ServerTable) -> dict[str, ServerColumn]:
     """Columns of a table by name. Raises MySQLError."""
     rows = session.execute(
         "SELECT column_name, data_type, column_type, character_set_name, collation_name, numeric_precision, "
@@ -472,7 +472,7 @@ def exact(collation: str | None) -> bool:
     return collation is None or collation.endswith(("nopad_bin", "0900_bin"))
 
 
-def _remember(session: Session, options: MysqlOptions, table: Found, schema: pa.Schema) -> None:
+def _remember(session: Session, options: MysqlOptions, table: ServerTable, schema: pa.Schema) -> None:
     known = stored_schema(session, options, table)
     canonical = TYPES.canonical_schema(schema)
     if known is None:
@@ -486,7 +486,7 @@ def _remember(session: Session, options: MysqlOptions, table: Found, schema: pa.
         check_known(options, known, canonical, _recovery_action(options, table))
 
 
-def stored_schema(session: Session, options: MysqlOptions, table: Found) -> pa.Schema | None:
+def stored_schema(session: Session, options: MysqlOptions, table: ServerTable) -> pa.Schema | None:
     """The canonical Arrow schema that the table was written with; None: never written. Raises MySQLError."""
     row = session.execute(
         f"SELECT arrow_schema FROM {with_values(options.ledger_schema)}.target WHERE base = %s AND name = %s",

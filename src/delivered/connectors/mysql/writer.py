@@ -481,7 +481,7 @@ class _Column:
     declared: str
 
 
-def _columns(session: Session, table: target.Found) -> dict[str, _Column]:
+def _columns(session: Session, table: target.ServerTable) -> dict[str, _Column]:
     """By name in lower case."""
     rows = session.execute(
         "SELECT column_name, data_type, column_type, character_set_name, collation_name, character_maximum_length, "
@@ -498,7 +498,7 @@ def _columns(session: Session, table: target.Found) -> dict[str, _Column]:
     return columns
 
 
-def _valid_json(session: Session, table: target.Found) -> list[str]:
+def _valid_json(session: Session, table: target.ServerTable) -> list[str]:
     """MariaDB's form of the type JSON is a check of its own."""
     if not session.mariadb:
         return []

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 # What an outbox or a change stream has and no row can hold, as dead letters of its source.
 
 CHANGE = pa.field("_change", pa.map_(pa.string(), pa.binary()))
-"""In a letter of a change stream: the table's columns, as PostgreSQL's log has them as text."""
+"""In a dead letter of a change stream: the table's columns, in the text form of PostgreSQL's log."""
 MESSAGE = pa.field(
     "_message", pa.struct([pa.field(n, pa.binary()) for n in ("id", "aggregatetype", "aggregateid", "type", "payload")])
 )
-"""In a letter of an outbox: its columns. `value` and `key` are in the letter under their own names, too."""
+"""In a dead letter of an outbox: its columns. `value` and `key` also keep columns of their own."""
 
 
 def reject_change(
@@ -277,12 +277,12 @@ def batches(
 def restored(options: OutboxOptions, layout: Layout, raw: pa.RecordBatch) -> Iterator[Rows]:
     """Dead letters, in the columns of `layout` and CHANGE, one by one. Raises ValueError."""
     for at in range(raw.num_rows):
-        letter = raw.slice(at, 1)
-        change = letter.column(CHANGE.name)[0].as_py()
+        row = raw.slice(at, 1)
+        change = row.column(CHANGE.name)[0].as_py()
         if change is None:
-            yield Rows(letter.select(layout.columns.names))
+            yield Rows(row.select(layout.columns.names))
             continue
-        op, position = (letter.column(f.name)[0].as_py() for f in (ADDED[0], ADDED[2]))
+        op, position = (row.column(f.name)[0].as_py() for f in (ADDED[0], ADDED[2]))
         changes = Changes(options, layout, rejects=True)
         changes.restore(op, position, change)
         yield changes.take()
@@ -339,7 +339,7 @@ class Shapes:
         """Where a batch of one shape ends, and that shape.
 
         Raises:
-            InvariantBroken: the first rows have another shape than those before, and nobody accepted that.
+            InvariantBroken: the first rows have another shape than those before, and `schemaChange` does not accept it.
             BadRecord: the table is truncated first.
         """
         options, at = self._options, int(start["lsn"])

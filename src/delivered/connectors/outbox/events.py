@@ -103,7 +103,7 @@ class Events:
         return id_
 
     def _routed(self, id_: bytes, kind: bytes | None) -> str | None:
-        """None: the row names no aggregate type to route by; the sink says what becomes of it."""
+        """None: the row names no aggregate type to route by; the sink decides what happens to it."""
         if ROUTE not in self._options.topic:
             return self._options.topic
         try:
@@ -133,12 +133,12 @@ class Events:
     def restored(self, raw: pa.RecordBatch) -> Iterator[Rows]:
         """Dead letters, in `COLUMNS` and MESSAGE, one by one."""
         for at in range(raw.num_rows):
-            letter = raw.slice(at, 1)
-            message = letter.column(MESSAGE.name)[0].as_py()
+            row = raw.slice(at, 1)
+            message = row.column(MESSAGE.name)[0].as_py()
             if message is None:
-                yield Rows(letter.select(COLUMNS.names))
+                yield Rows(row.select(COLUMNS.names))
                 continue
-            offset, time_us = (letter.column(n).cast(pa.int64())[0].as_py() for n in ("offset", "timestamp"))
+            offset, time_us = (row.column(n).cast(pa.int64())[0].as_py() for n in ("offset", "timestamp"))
             self.add(offset, time_us, [message[n] for n in MESSAGE.type.names])
             yield self.take()
 

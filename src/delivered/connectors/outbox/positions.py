@@ -28,7 +28,7 @@ _UUID = re.compile(
 _DELETED = -1
 """`lsn` of the last row that was delivered and deleted; of other rows that are read by number, it is 0."""
 
-Found = tuple[int, Any, Any, Any, Any, Any]
+NumberedRow = tuple[int, Any, Any, Any, Any, Any]
 """Number, id, aggregate type, aggregate id, type, payload; as the client returns them."""
 
 _TYPE = {
@@ -200,7 +200,7 @@ class Positions:
         ).rows
         return int(rows[0][0])
 
-    def rows(self, caller: Caller, start: int, end: int) -> Iterator[Sequence[Found]]:
+    def rows(self, caller: Caller, start: int, end: int) -> Iterator[Sequence[NumberedRow]]:
         """Rows with the numbers in (start, end], in order, some at a time.
 
         Raises:
@@ -222,7 +222,7 @@ class Positions:
             start += len(rows)
             yield rows
 
-    def history(self, caller: Caller, start: int, end: int) -> Iterator[Sequence[Found]]:
+    def history(self, caller: Caller, start: int, end: int) -> Iterator[Sequence[NumberedRow]]:
         """As `rows`, of those delivered from the log whose commit records begin in [start, end)."""
         columns, number = self._read(caller), -1
         while True:

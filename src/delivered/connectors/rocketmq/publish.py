@@ -211,7 +211,7 @@ def batches(messages: Sequence[Message], alone: bool = False) -> Iterator[list[M
 # Half messages: stored by a broker, invisible until committed by their place in its log.
 #
 # For open half messages the broker runs transaction checks against a connected client of their producer group. No
-# client ever connects with this sink's groups, so nobody else ends them.
+# client ever connects with this sink's groups, so no other process ends them.
 
 COMMIT, ROLLBACK = 8, 12
 _EXPIRED = "Find prepared transaction message failed"

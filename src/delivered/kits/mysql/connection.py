@@ -1,4 +1,4 @@
-"""A connection of PyMySQL that verifies the server as asked, and gives no password away.
+"""A connection of PyMySQL that verifies the server as asked, and never leaks the password.
 
 Imported where a connection is opened: PyMySQL is an extra.
 """

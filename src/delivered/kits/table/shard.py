@@ -1,4 +1,5 @@
-"""Data files of a shard: where they are staged, who writes them, and which of them nobody decided, and so are deleted.
+"""Data files of a shard: where they are staged, who writes them, and the undecided ones, which are deleted.
+
     delivered/p-<pipeline>/s-<sink>/i-<incarnation>/<batch / 100>/[<folder>/]
         <batch>-<shard>-<attempt>-<nonce>-<n>.parquet
 

@@ -1,4 +1,5 @@
 """A table of files: its sink, the types of its columns, checks of the user's table, and rows that it refuses.
+
 One Arrow type represents all types with the same values:
 
 Arrow                           stored as
@@ -336,7 +337,7 @@ def _null_within(column: pa.Array) -> bool:
     return any(part.null_count or _null_within(part) for part in parts)
 
 
-def nobody() -> Work:
+def trial_work() -> Work:
     """Whose files are written nowhere."""
     return Work(Scope("trial", "trial", "trial"), 0, 0)
 
