@@ -293,7 +293,7 @@ def _any(found: pa.Array, path: str, why: str) -> Iterator[tuple[str, _Mask, str
 
 # Lengths that RabbitMQ, ActiveMQ and RocketMQ accept. A longer value is a bad row.
 #
-# The size of a value can be configured: RabbitMQ and RocketMQ are asked for it (`kits/queue/sizes.py`). Kafka's and
+# The size of a value can be configured: RabbitMQ and RocketMQ are asked for it (`kits/queue.py`). Kafka's and
 # Pulsar's limits are options of their sinks.
 
 BYTES_MAX: Mapping[str, Mapping[str, int]] = MappingProxyType(

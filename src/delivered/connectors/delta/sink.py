@@ -2,8 +2,8 @@
 
 A file's statistics, read from its footer, are stored in the table's log, so that readers can skip it. Bounds are exact
 or wider, never narrower, and exist for all columns or none: if only some columns have bounds, deltalake 1.6.6 skips
-rows of the file when it filters by others. There are none if a column could mislead: floating point with NaN (which no bound
-covers), decimals beyond 15 digits (readers convert them to floating point).
+rows of the file when it filters by others. There are none if a column could mislead: floating point with NaN (which no
+bound covers), decimals beyond 15 digits (readers convert them to floating point).
 """
 
 from __future__ import annotations
