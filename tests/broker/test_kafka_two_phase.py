@@ -416,8 +416,8 @@ def test_p11_hanging_transactions_of_the_dead_are_shown_and_aborted(rig: Rig) ->
         task.say()
         task.kill()
     shown = context.committers.open_transactions()
-    assert [(t.transactional_id, t.state, t.timeout_ms) for t in shown] == [
-        (topics.transactional_id(rig.work(0)), "Ongoing", 600_000)
+    assert [(t.transactional_id, t.state, t.timeout_s) for t in shown] == [
+        (topics.transactional_id(rig.work(0)), "Ongoing", 600)
     ]
     age = shown[0].age_s()
     assert age is not None and 0 <= age < 60

@@ -60,7 +60,7 @@ def java() -> Iterator[Any]:
     from py4j.java_gateway import JavaGateway
 
     home, jars = java_home(), Path(pyspark.__file__).parent / "jars"
-    classes = f"{fetch(home / 'bin' / 'java', lambda _: None)}/*"
+    classes = f"{fetch(lambda _: None)}/*"
     gateway = JavaGateway.launch_gateway(
         jarpath=str(next(jars.glob("py4j-*.jar"))),
         classpath=classes,

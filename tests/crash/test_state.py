@@ -142,7 +142,7 @@ def test_a_query_without_state_skips_unread() -> None:
 
     def counted(piece: Any) -> Any:
         for batch in honest(piece):
-            reads[sim.starts] += batch.num_rows
+            reads[sim.starts] += batch.good.num_rows
             yield batch
 
     sim._read = counted  # type: ignore[method-assign]

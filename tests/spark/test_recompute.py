@@ -22,6 +22,7 @@ import delivered
 from delivered.audit.evidence import Counts, Damage, Verdict
 from delivered.connectors.log import append
 from delivered.pipeline.progress import watch
+from delivered.spark.internals import recent_reports
 from delivered_lab import supervisor
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def test_records_that_spark_dropped_as_late_are_not_missed(spark: SparkSession, 
     """The last batch is all late: its four windows are nowhere."""
     values = [*range(40, 80), *range(80, 120), *range(40)]
     ran = Ran(spark, tmp_path, flat, mode, values=values, **keyed(mode))
-    with watch(ran.pipeline, ran.query) as seen:
+    with watch(ran.pipeline, ran.query, recent_reports) as seen:
         assert seen.late >= 4, "`delivered run` counts them"
     report = ran.audit()
     assert report.verdict is Verdict.HELD, str(report)

@@ -64,8 +64,9 @@ class Realm:
         for principal, keytab in (("kafka/127.0.0.1", self.service), ("alice", self.client)):
             self._run("kadmin.local", "-q", f"addprinc -randkey {principal}")
             self._run("kadmin.local", "-q", f"ktadd -k {keytab} {principal}")
-        command = [str(root / "usr/sbin/krb5kdc"), "-n", "-r", REALM]
-        self._process = launch(command, folder / "kdc.log", self._environment, True)
+        command = ["env", *(f"{k}={v}" for k, v in self._environment.items())]
+        command += [str(root / "usr/sbin/krb5kdc"), "-n", "-r", REALM]
+        self._process = launch(command, folder / "kdc.log", True)
         deadline = time.monotonic() + 60
         while True:
             try:

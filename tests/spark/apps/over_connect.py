@@ -12,6 +12,7 @@ import delivered
 from delivered.operate.notebook import CellView
 from delivered.pipeline.progress import watch
 from delivered.planner import Plan
+from delivered.spark.internals import recent_reports
 
 TOTALS = "SELECT CAST(CAST(value AS STRING) AS INT) % 10 AS k, count(*) AS n FROM source GROUP BY k"
 
@@ -68,7 +69,7 @@ def again(spark: SparkSession, bootstrap: str, topic: str, folder: Path) -> None
     made = version("b")
     second = made.start(spark, restart=True)
     assert not first.isActive and first.exception() is None
-    with watch(made, second) as progress:
+    with watch(made, second, recent_reports) as progress:
         second.processAllAvailable()
         progress.refresh()
         assert progress.step in ("waiting", "plan"), progress.step
