@@ -128,7 +128,7 @@ def test_a_receiver_that_died_is_gone_until_another_one_takes_its_place(tmp_path
     found = status(queued)
     assert codes(found) == ["RECEIVER_GONE"], "the second took the place of the first"
     assert 'delivered_receivers{pipeline="orders",source="source",state="gone"} 1.0' in text([found])
-    assert "1 gone" in page([(found, Flow())])
+    assert "1 dead" in page([(found, Flow())])
     here = Presence(str(tmp_path / "in"), {})
     here.join()
     (report,) = status(queued).receivers["source"]

@@ -96,3 +96,9 @@ def test_bounds_are_lowered_and_never_raised() -> None:
 
 def test_no_modules_import_each_other() -> None:
     assert size.import_cycles() == []
+
+
+def test_private_words_are_counted_apart_from_keys_of_records_and_codes() -> None:
+    kept = 'read("begun"); raise Refused("BATCH_BEGUN", table="left_out"); "DELIVERED_RECEIVER_GONE" in codes'
+    assert size.private_words(kept) == 0
+    assert size.private_words(f"{kept}; begun = batch  # the file is gone, as BATCHES_BEGUN says") == 3

@@ -447,8 +447,8 @@ def _newest(state: LedgerState) -> int:
 
 def _pending(state: LedgerState) -> Decision | Begun | None:
     """The batch that a kill may have left unfinished."""
-    begun = state.begun
-    return begun if begun is not None and begun.batch > _newest(state) else state.last
+    started = state.begun
+    return started if started is not None and started.batch > _newest(state) else state.last
 
 
 def _of(file: _File, letters: Callable[[], Iterable[DeadLetter]]) -> list[DeadLetter]:

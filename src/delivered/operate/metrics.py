@@ -101,7 +101,7 @@ class _Families:
         self.open_share = gauge(
             "open_transaction_timeout_ratio", "Age of one, as a share of its time-out; the largest.", "decided"
         )
-        self.receivers = gauge("receivers", "Receivers of a queue, by state: running, gone.", "source", "state")
+        self.receivers = gauge("receivers", 'Receivers of a queue, by state: "running" or "gone".', "source", "state")
         self.received = counter("receiver_messages", "Messages of a receiver, by kind.", "source", "receiver", "kind")
         self.window = gauge("receiver_window_seconds", "How long a log recognises a message, at its rate.", "source")
         self.redelivery = gauge("receiver_redelivery_seconds", "How late its queue may redeliver one.", "source")

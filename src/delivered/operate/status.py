@@ -240,7 +240,7 @@ def summary(s: Status) -> html.Html:
 def receivers_text(reports: Sequence[ReceiverReport]) -> str:
     """How many run, and how many ended without having been stopped."""
     died = sum(map(has_died, reports))
-    return f"{len(reports) - died}" + (f", {died} gone" if died else "")
+    return f"{len(reports) - died}" + (f", {died} dead" if died else "")
 
 
 def _receiver_json(report: ReceiverReport) -> dict[str, Any]:
