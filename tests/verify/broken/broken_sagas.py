@@ -53,7 +53,7 @@ def break_it(variant: str, made: Saga) -> Saga:
 
 
 def _without_doubt(found: Any) -> Any:
-    found.doubt = False
+    found.open = found.earlier_open = False
     return found
 
 
