@@ -190,7 +190,7 @@ def decide(sink: Any, batches: int) -> None:
     from delivered.engine.decide import commit_batch
     from delivered.engine.recover import plan_batch
     from delivered.engine.shard import write_shard
-    from delivered.model.guarantee import Guarantee
+    from delivered.model.capability import Guarantee
     from delivered.model.identity import Scope
     from delivered.model.work import CheckpointView, Owner
 

@@ -22,7 +22,7 @@ def exactly_once() -> Callable[[Path, Any], None]:
         from delivered.engine.decide import commit_batch
         from delivered.engine.recover import plan_batch
         from delivered.engine.sinks import Sinks
-        from delivered.model.guarantee import Guarantee
+        from delivered.model.capability import Guarantee
         from delivered.model.identity import Scope
         from delivered.model.work import CheckpointView, Owner
 

@@ -110,7 +110,7 @@ def engine(pool: Any, url: str, table: str, count: int, mechanism: str) -> Span:
     from delivered.engine.context import Context
     from delivered.engine.decide import commit_batch
     from delivered.engine.recover import plan_batch
-    from delivered.model.guarantee import Guarantee
+    from delivered.model.capability import Guarantee
     from delivered.model.identity import Scope
     from delivered.model.work import CheckpointView, Owner
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from delivered.contract.finding import Finding
-from delivered.contract.source import Offsets, Slice, Source
+from delivered.contract.source import Finding, Offsets, Slice, Source
 from delivered.model.capability import SourceCapability
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ def direct_stream(
     from pyspark.cloudpickle import dumps
 
     from delivered.engine.transform import ArrowTransform, Direct
-    from delivered.model.guarantee import Guarantee
+    from delivered.model.capability import Guarantee
     from delivered.pipeline.spec import OPTION, Envelope, PipelineSpec, Reading, SinkSpec
 
     checkpoint = tempfile.mkdtemp(prefix="bench-")

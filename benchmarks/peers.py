@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import SPARK_KAFKA_JARS
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 from delivered_lab.brokers.kafka import VERSION as KAFKA_VERSION
 from delivered_lab.verify.case import Case, Environment, Result, run_case
 from delivered_lab.verify.evidence import Stop

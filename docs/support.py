@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import delivered
-from delivered.model.capability import Commit
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Commit, Guarantee
 from delivered.pipeline.registry import connectors
 from delivered.planner.answer import Plan, Refusal
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 from delivered_lab.verify.ends.run import SYSTEMS, cases
 from delivered_lab.verify.faults import LOOP, PAIRS, PLACES, catalogue
 from delivered_lab.verify.judge import RECOVERY_RATIO_MAX, Verdict

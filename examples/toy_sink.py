@@ -14,20 +14,17 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from delivered.contract.connector import Connector, Factory
-from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
-from delivered.contract.source import Offsets, Slice
+from delivered.contract.source import Finding, Offsets, Slice
 from delivered.kits.options import PATH, external_ledger, sink_name
 from delivered.kits.table.store import make_folder, put_first, sync
-from delivered.model.capability import Commit, SinkCapability
+from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.errors import PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.options import Options, OptionType, option
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.ranges import fitted
-from delivered.model.work import Handle, Prepared, Promise
+from delivered.model.work import Failed, Handle, Ok, Outcome, Prepared, Promise, Unknown
 
 if TYPE_CHECKING:  # executors do without
     from delivered.ledger import Ledgers

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from delivered.audit.report import AuditReport, ChainReport
     from delivered.audit.spark.chain import audit_chain
     from delivered.entry import Pipeline
+    from delivered.model.capability import Guarantee
     from delivered.model.dedup import Dedup
     from delivered.model.errors import (
         BadRecord,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
         Unreachable,
         UsageError,
     )
-    from delivered.model.guarantee import Guarantee
     from delivered.pipeline.endpoint import (
         Endpoint,
         delta,
@@ -60,7 +60,7 @@ _WHERE = {
     "DeliveredError": "delivered.model.errors",
     "Endpoint": "delivered.pipeline.endpoint",
     "Fenced": "delivered.model.errors",
-    "Guarantee": "delivered.model.guarantee",
+    "Guarantee": "delivered.model.capability",
     "InvariantBroken": "delivered.model.errors",
     "LedgerAhead": "delivered.model.errors",
     "LedgerBehind": "delivered.model.errors",

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from delivered import html
-from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import UsageError
+from delivered.model.rows import OnBadRow
 from delivered.operate.page import flow_of
 from delivered.operate.status import Status, status
 from delivered.pipeline.definition import Definition

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, LedgerAhead, LedgerBehind, Unreachable
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_INCARNATIONS, OUTAGE_PATIENCE_S, OWNERS_REMEMBERED
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.work import Archived, Begun, Decision, LedgerState, Owner, Prepared
+from delivered.model.work import Archived, Begun, Decision, Failed, LedgerState, Ok, Outcome, Owner, Prepared, Unknown
 
 
 class Ledger:

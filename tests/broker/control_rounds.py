@@ -29,7 +29,7 @@ from tests.kafka_tools import read_committed
 from delivered.clients.kafka.listing import open_in, partitions_of
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import OPEN_STATES, Transaction, describe, describe_all, initialise
-from delivered.model.outcome import Ok
+from delivered.model.work import Ok
 from delivered_lab.brokers import kafka as server
 
 PARTITIONS = 4

@@ -37,9 +37,8 @@ from delivered.engine.context import Committers, Context
 from delivered.engine.decide import commit_batch
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Work
-from delivered.model.outcome import Outcome
 from delivered.model.patience import in_query
-from delivered.model.work import Prepared, ShardMessage
+from delivered.model.work import Outcome, Prepared, ShardMessage
 from delivered_lab.brokers import kafka as server
 
 INTERVAL = "transaction.abort.timed.out.transaction.cleanup.interval.ms"

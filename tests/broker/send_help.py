@@ -14,7 +14,7 @@ import pyarrow as pa
 
 import delivered
 from delivered.connectors.log import append
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.planner import Plan, Refusal
 from delivered_lab.supervisor import run

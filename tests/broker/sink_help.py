@@ -29,8 +29,8 @@ from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Sinks
 from delivered.ledger import Ledger
+from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.rows import Rows
 from delivered.model.work import Account, Action, BatchPlan, CheckpointView, Decision, Owner, Prepared, ShardMessage

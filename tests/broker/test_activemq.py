@@ -30,7 +30,7 @@ from delivered.connectors.activemq.client import Session
 from delivered.connectors.activemq.queue import ActivemqQueue, ActivemqReceiver, Management, messages_without_consumer
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.model.errors import BadRecord, Refused, Unreachable, UsageError
-from delivered.model.outcome import Ok
+from delivered.model.work import Ok
 from delivered_lab import brokers
 from delivered_lab.supervisor import hits
 

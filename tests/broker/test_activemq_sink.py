@@ -18,9 +18,9 @@ from tests.support.servers import Activemq
 
 from delivered.connectors.activemq import DUPLICATE_ID, ActivemqOptions
 from delivered.connectors.activemq.queue import ActivemqReceiver
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.work import Promise
 from delivered.pipeline.registry import find_sink
 

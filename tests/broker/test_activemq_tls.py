@@ -16,9 +16,9 @@ from tests.support.servers import Activemq
 from delivered.connectors.activemq import DUPLICATE_ID, ActivemqOptions
 from delivered.connectors.activemq.client import Session
 from delivered.connectors.activemq.queue import ActivemqQueue, ActivemqReceiver
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.work import Promise
 from delivered.pipeline.registry import find_sink
 from delivered_lab.brokers.servers import free_ports

@@ -26,13 +26,12 @@ from tests.support.zygote import Child, Zygote
 from delivered.connectors.log import append
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, Unreachable
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.outcome import Ok
 from delivered.model.rows import Rows
-from delivered.model.work import Account, Action, Decision
+from delivered.model.work import Account, Action, Decision, Ok
 
 if TYPE_CHECKING:
     from tests.support.servers import Mysql, Postgres

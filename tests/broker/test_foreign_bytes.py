@@ -27,7 +27,7 @@ from delivered.connectors.rabbitmq.queue import RabbitmqReceiver
 from delivered.connectors.rabbitmq.stream import CONNECTOR as STREAM
 from delivered.contract.queue import MessageBatch
 from delivered.model.errors import BadRecord
-from delivered.model.outcome import Ok
+from delivered.model.work import Ok
 
 HALF = b"d" + struct.pack(">d", 2.5)
 LATE = b"T" + struct.pack(">Q", 2**63)

@@ -22,11 +22,10 @@ from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Sinks
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 from delivered.model.identity import Scope
-from delivered.model.outcome import Ok
 from delivered.model.rows import Rows
-from delivered.model.work import CheckpointView, Decision, Owner
+from delivered.model.work import CheckpointView, Decision, Ok, Owner
 from delivered.pipeline.registry import find_sink
 
 RECORDS = 1_000

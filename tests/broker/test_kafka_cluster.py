@@ -11,10 +11,9 @@ from tests.support.servers import KafkaCluster
 from tests.support.sweeps import KAFKA_CLIENTS, sweep
 
 from delivered.contract.source import Slice
+from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
-from delivered.model.outcome import Ok
-from delivered.model.work import Owner, Prepared, Promise
+from delivered.model.work import Ok, Owner, Prepared, Promise
 
 RECORDS = 30_000
 

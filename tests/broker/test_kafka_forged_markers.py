@@ -13,7 +13,7 @@ from delivered.clients.kafka.transactions import initialise
 from delivered.connectors.kafka.committer import marker_key, marker_partition, marker_value
 from delivered.model.errors import OutcomeUnknown, PromiseBroken
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.outcome import Failed, Ok
+from delivered.model.work import Failed, Ok
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.support.three_brokers import ThreeBrokers
 
 from delivered.checkpoint.sidecar import METADATA_FILE, PlainDriver, stream_driver
 from delivered.contract.source import Offsets, Source, SourceDriver
-from delivered.engine.transform import ArrowTransform, Direct, pack
+from delivered.engine.transform import ArrowTransform, Direct, pack_slice
 from delivered.model.errors import InvariantBroken
 
 OLD = [b"old %d" % i for i in range(1_000)]
@@ -66,7 +66,7 @@ class Read:
     def read_directly(src: Source, driver: SourceDriver, start: Offsets, end: Offsets) -> list[bytes | None]:
         """As tasks do whose records never become rows: only slices pass through Spark."""
         direct = Direct(src, ArrowTransform(("value",)))
-        rows = direct.rows(pack(s) for s in driver.slices(start, end))
+        rows = direct.rows(pack_slice(s) for s in driver.slices(start, end))
         return [v for b in rows for v in b.good.column("value").to_pylist()]
 
 

@@ -30,8 +30,7 @@ from delivered.model import work
 from delivered.model.errors import Fenced, LedgerBehind, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.limits import OWNERS_REMEMBERED
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.work import Begun, LedgerState, Owner, Prepared
+from delivered.model.work import Begun, Failed, LedgerState, Ok, Outcome, Owner, Prepared, Unknown
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from delivered.connectors.kafka.store import Trust, holders
 from delivered.connectors.kafka.topics import HISTORY_PARTITION, STATE_PARTITION, Keys, ledger_topic
 from delivered.ledger import Ledger
 from delivered.model.errors import InvariantBroken
-from delivered.model.outcome import Ok
-from delivered.model.work import Begun, Owner
+from delivered.model.work import Begun, Ok, Owner
 
 
 @pytest.fixture

@@ -20,9 +20,8 @@ from delivered.connectors.kafka.store import Again, LedgerProducer
 from delivered.connectors.kafka.topics import STATE_PARTITION, ledger_topic
 from delivered.engine.shard import write_shard
 from delivered.model.errors import DeliveredError, UsageError
-from delivered.model.outcome import Ok, Unknown
 from delivered.model.rows import Rows
-from delivered.model.work import Action, ShardMessage
+from delivered.model.work import Action, Ok, ShardMessage, Unknown
 
 __all__ = ["losing"]
 

@@ -25,12 +25,11 @@ from delivered.connectors.kafka import CONNECTOR
 from delivered.connectors.kafka import writer as warm
 from delivered.engine.shard import write_shard
 from delivered.model import patience
+from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
-from delivered.model.guarantee import Guarantee
-from delivered.model.outcome import Ok
 from delivered.model.rows import Rows
-from delivered.model.work import Owner, Prepared, Promise
+from delivered.model.work import Ok, Owner, Prepared, Promise
 from delivered.source import HEADERS
 
 WEAKER = [Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE]

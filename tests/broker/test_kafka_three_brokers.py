@@ -18,9 +18,8 @@ from delivered.clients.kafka.transactions import Transaction, listed
 from delivered.connectors.kafka.topics import STATE_PARTITION, ledger_topic
 from delivered.model.errors import LedgerBehind
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.outcome import Ok
 from delivered.model.patience import in_query
-from delivered.model.work import Prepared
+from delivered.model.work import Ok, Prepared
 
 
 @pytest.fixture(scope="module")

@@ -22,16 +22,15 @@ from delivered.clients.kafka.transactions import Transaction, describe, end, ini
 from delivered.connectors.kafka import topics
 from delivered.connectors.kafka import writer as warm
 from delivered.contract.sink import Writer
-from delivered.engine import apply as applying
+from delivered.engine import decide
 from delivered.engine.context import open_ledger
 from delivered.model import step
 from delivered.model.errors import Fenced, LedgerAhead, PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.limits import CLAIMS_APART, TRANSACTION_SLOTS
-from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.patience import within
 from delivered.model.rows import Rows
-from delivered.model.work import Action, Prepared, Promise
+from delivered.model.work import Action, Failed, Ok, Prepared, Promise, Unknown
 from delivered_lab.verify.proxy import Api, Fired, KafkaProxy, NetworkFault, Rule
 
 
@@ -339,7 +338,7 @@ def test_tasks_of_a_superseded_driver_fence_none_of_its_successor(rig: Rig, monk
     # Their driver has died: the running one aborts what they left open.
     rig.plan(newer, 1, first=False)
     assert len(newer.committers.open_transactions()) == 2  # type: ignore[attr-defined]
-    monkeypatch.setattr(applying, "SWEEP_EVERY_S", 0.0)
+    monkeypatch.setattr(decide, "SWEEP_EVERY_S", 0.0)
     rig.run(newer, 1)
     wait_for(lambda: not newer.committers.open_transactions())  # type: ignore[attr-defined]
     assert rig.visible() == rig.expected([0, 1])
@@ -390,7 +389,7 @@ def test_a_superseded_driver_aborts_no_transaction_of_its_successor(rig: Rig) ->
     older.ledger.claim(older.owner)
     messages = rig.write(rig.plan(newer, 0))
     with pytest.raises(Fenced):
-        applying.abort_orphans(older)
+        decide.abort_orphans(older)
     rig.commit(newer, 0, messages)
     assert rig.visible() == rig.expected([0])
 

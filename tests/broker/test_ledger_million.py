@@ -21,8 +21,8 @@ from delivered.connectors.sqlite import CONNECTOR
 from delivered.connectors.sqlite.client import DIALECT
 from delivered.engine.context import open_ledger
 from delivered.kits.sql.ledger import Records
+from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS, OWNERS_REMEMBERED
 from delivered.model.work import Decision, Owner, Prepared

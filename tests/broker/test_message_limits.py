@@ -17,8 +17,8 @@ from tests.support.servers import Activemq, Kafka, Pulsar, Rabbitmq, Rocketmq
 from tests.support.sinks import Rig
 
 from delivered.engine.sinks import Sinks
-from delivered.model.bad_row import OnBadRow
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
+from delivered.model.rows import OnBadRow
 from delivered.pipeline.registry import find_sink
 from delivered.source import HEADERS
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError
-from delivered.model.guarantee import Guarantee
 from delivered_lab import brokers
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from delivered.engine.context import open_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
 from delivered.kits.sql.ledger import Records
+from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES
 from delivered.model.rows import Rows

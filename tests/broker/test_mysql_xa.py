@@ -14,13 +14,12 @@ from delivered.connectors.mysql import store as transactions
 from delivered.connectors.mysql.writer import LoadWriter
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
+from delivered.model.capability import Guarantee
 from delivered.model.errors import UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.rows import Rows
-from delivered.model.work import Account, Decision, Prepared
+from delivered.model.work import Account, Decision, Failed, Ok, Prepared, Unknown
 
 if TYPE_CHECKING:
     from tests.support.servers import Mysql

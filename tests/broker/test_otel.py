@@ -19,7 +19,7 @@ from opentelemetry.semconv._incubating.metrics import messaging_metrics
 from tests.support.decided import checkpoint, decide, pipeline
 
 from delivered.connectors.log.produce import append
-from delivered.contract.queue import ReceiverReport
+from delivered.contract.source import ReceiverReport
 from delivered.engine.owner import _at
 from delivered.model.work import Owner
 from delivered.operate.metrics import CONSUMED, SENT, exporting

@@ -15,9 +15,8 @@ import pytest
 from tests.broker.outbox_help import METHODS, Shop, Stream, Table, changed, ids, read, shop
 
 from delivered.contract.source import Source
-from delivered.model.bad_row import as_json_text, from_json_texts
 from delivered.model.errors import BadRecord
-from delivered.model.rows import Rejection
+from delivered.model.rows import Rejection, as_json_text, from_json_texts
 
 NOT_UTF8 = b"caf\xe9"
 

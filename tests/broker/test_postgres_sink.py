@@ -25,14 +25,13 @@ from delivered.engine.context import open_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
 from delivered.kits.sql.ledger import Records
+from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES
-from delivered.model.outcome import Ok
 from delivered.model.rows import Rows
-from delivered.model.work import Account
+from delivered.model.work import Account, Ok
 
 if TYPE_CHECKING:
     from tests.support.servers import Postgres

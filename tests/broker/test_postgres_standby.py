@@ -18,8 +18,8 @@ from delivered.connectors.postgres import CONNECTOR
 from delivered.connectors.postgres.client import PostgresDatabase
 from delivered.engine import decide
 from delivered.model import patience
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, LedgerBehind, OutcomeUnknown
-from delivered.model.guarantee import Guarantee
 from delivered.model.work import Tolerance
 
 if TYPE_CHECKING:

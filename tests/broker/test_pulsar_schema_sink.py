@@ -15,9 +15,9 @@ from tests.support.pulsar import ids, read_all, sink, source, taken
 from tests.support.pulsar_schemas import batch, read_back, record, registers, told, versions, write
 from tests.support.servers import Pulsar
 
+from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.fingerprint import fingerprint
-from delivered.model.guarantee import Guarantee
 
 AT = datetime(2024, 2, 29, 12, 0, 0, 123000, UTC)
 EVERY = pa.struct(

@@ -25,9 +25,9 @@ from delivered.connectors.pulsar.client import Admin
 from delivered.connectors.pulsar.sink import Publisher
 from delivered.connectors.pulsar.source import check_connection
 from delivered.machine import java_home
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.work import Promise
 from delivered.pipeline.registry import find_sink
 from delivered_lab import brokers

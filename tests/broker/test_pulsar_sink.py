@@ -19,9 +19,9 @@ from tests.support.scans import scanned
 from tests.support.servers import Pulsar
 from tests.support.sweeps import sweep
 
+from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.work import Promise
 from delivered.source import HEADERS
 

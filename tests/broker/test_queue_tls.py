@@ -19,9 +19,9 @@ from delivered.connectors.rabbitmq import RabbitmqOptions
 from delivered.connectors.rabbitmq.client import connect
 from delivered.connectors.rabbitmq.queue import RabbitmqReceiver
 from delivered.connectors.rabbitmq.stream import CONNECTOR as STREAM
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.work import Promise
 from delivered.pipeline.registry import find_sink
 from delivered_lab.brokers.servers import free_ports

@@ -35,7 +35,7 @@ from delivered.connectors.rabbitmq import RabbitmqOptions
 from delivered.connectors.rabbitmq.client import connect
 from delivered.connectors.rabbitmq.queue import RabbitmqQueue, RabbitmqReceiver
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
-from delivered.model.outcome import Ok
+from delivered.model.work import Ok
 from delivered.operate.status import status
 from delivered_lab import brokers
 from delivered_lab.supervisor import hits, release

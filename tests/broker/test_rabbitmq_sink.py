@@ -18,9 +18,9 @@ from tests.support.sweeps import sweep
 
 from delivered.connectors.rabbitmq import RabbitmqOptions
 from delivered.connectors.rabbitmq.queue import RabbitmqReceiver
+from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.work import Promise
 from delivered.pipeline.registry import find_sink
 

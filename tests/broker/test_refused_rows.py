@@ -15,9 +15,9 @@ from tests.support.sinks import Rig
 from tests.support.sweeps import sweep
 
 from delivered.contract.sink import Sink
-from delivered.engine.dead_letters import find_reasons
+from delivered.engine.shard import find_reasons
 from delivered.engine.sinks import Sinks
-from delivered.model.bad_row import OnBadRow
+from delivered.model.rows import OnBadRow
 
 MECHANISMS = ("one_transaction", "two_phase")
 MODES: dict[str, dict[str, str]] = {"append": {}, "upsert": {"mode": "upsert", "keyColumns": "id"}}

@@ -30,7 +30,7 @@ from delivered.connectors.rocketmq import RocketmqOptions
 from delivered.connectors.rocketmq.queue import RocketmqQueue, RocketmqReceiver
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.outcome import Ok
+from delivered.model.work import Ok
 from delivered.patterns.inbox import ddl
 from delivered.pipeline.registry import find_sink
 from delivered_lab import brokers

@@ -14,12 +14,11 @@ from tests.support.scans import scanned
 from delivered.connectors.rocketmq import RocketmqOptions, RocketmqSinkOptions
 from delivered.connectors.rocketmq.queue import RocketmqQueue, RocketmqReceiver
 from delivered.connectors.rocketmq.remoting import Answer, Peer
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, Refused
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.outcome import Ok
-from delivered.model.work import Prepared, Promise
+from delivered.model.work import Ok, Prepared, Promise
 from delivered.pipeline.registry import find_sink
 from delivered_lab import brokers
 from delivered_lab.brokers import rocketmq as server

@@ -19,9 +19,9 @@ from tests.support.servers import Rocketmq
 
 from delivered.connectors.rocketmq import RocketmqOptions
 from delivered.connectors.rocketmq.queue import RocketmqReceiver
+from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.work import Promise
 from delivered.pipeline.registry import find_sink
 

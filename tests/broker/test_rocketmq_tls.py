@@ -21,11 +21,10 @@ from tests.support.servers import Rocketmq
 from delivered.connectors.rocketmq import RocketmqOptions
 from delivered.connectors.rocketmq.client import Session
 from delivered.connectors.rocketmq.queue import RocketmqQueue, RocketmqReceiver
+from delivered.model.capability import Guarantee
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
-from delivered.model.outcome import Ok
-from delivered.model.work import Promise
+from delivered.model.work import Ok, Promise
 from delivered.pipeline.registry import find_sink
 
 parse = RocketmqOptions.parse

@@ -32,12 +32,11 @@ from delivered.connectors.rocketmq import sink
 from delivered.connectors.rocketmq.publish import COMMIT, Ending, HalfMessages
 from delivered.connectors.rocketmq.remoting import BUSY, END, IN_FLIGHT_MAX, Answer, Cluster, open_half_messages
 from delivered.engine.context import open_ledger
+from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.outcome import Failed, Ok, Unknown
-from delivered.model.work import Prepared
+from delivered.model.work import Failed, Ok, Prepared, Unknown
 from delivered.pipeline.registry import find_sink
 
 EXACT = Guarantee.EXACTLY_ONCE

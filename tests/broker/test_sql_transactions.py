@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from delivered.audit.evidence import read_ledger
 from delivered.cli.main import app
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.outcome import Ok
-from delivered.model.work import Account, Decision
+from delivered.model.work import Account, Decision, Ok
 
 
 @pytest.fixture(params=["postgres", "mysql"])

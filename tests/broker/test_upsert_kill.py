@@ -35,9 +35,8 @@ from delivered.connectors.log import append
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
 from delivered.model.identity import Scope
-from delivered.model.outcome import Ok
 from delivered.model.rows import Rows
-from delivered.model.work import Decision
+from delivered.model.work import Decision, Ok
 from delivered.pipeline.registry import find_sink
 
 RECORDS, KEYS = 1_000, 97

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 from tests.broker.send_help import writer
 
+from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink
 from delivered_lab import brokers
 from delivered_lab.verify.proxy import ANSWERED, ASKED, Fired, NetworkFault, Rule, StreamProxy

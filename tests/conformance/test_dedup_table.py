@@ -21,14 +21,23 @@ from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Sinks
 from delivered.kits.sql.ledger import KeyTable
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.limits import KEY_MEMORIES_KEPT
-from delivered.model.outcome import Ok
 from delivered.model.rows import Rows
-from delivered.model.work import Account, Action, BatchPlan, CheckpointView, Decision, Owner, ShardMessage, Tolerance
+from delivered.model.work import (
+    Account,
+    Action,
+    BatchPlan,
+    CheckpointView,
+    Decision,
+    Ok,
+    Owner,
+    ShardMessage,
+    Tolerance,
+)
 
 KEY_TABLES = (
     "sqlite", "postgres-one-transaction", "postgres-two-phase", "mysql-one-transaction", "mysql-two-phase"

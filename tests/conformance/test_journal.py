@@ -10,7 +10,7 @@ from tests.support.journal import messages, race
 from delivered.connectors.log import CONNECTOR
 from delivered.connectors.log.produce import LogJournal
 from delivered.contract.queue import Entered
-from delivered.model.outcome import Ok
+from delivered.model.work import Ok
 
 
 def test_a_log_in_an_object_store(s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,12 @@ from tests.support.sinks import SCHEMA, SINKS, Rig, offsets
 
 from delivered.engine import decide
 from delivered.engine.context import Context
-from delivered.engine.decide import commit_batch
-from delivered.engine.messages import LOST
+from delivered.engine.decide import LOST, commit_batch
 from delivered.engine.shard import fingerprint_seed, write_shard
 from delivered.model.errors import ReplayDiffers
 from delivered.model.fingerprint import Fingerprint, fingerprint
-from delivered.model.outcome import Ok
 from delivered.model.rows import Rows
-from delivered.model.work import Decision, Tolerance
+from delivered.model.work import Decision, Ok, Tolerance
 
 GONE = 20
 

@@ -16,7 +16,7 @@ import pytest
 from tests.crash.receiver_process import Spool, SpoolReceiver
 
 from delivered.contract.queue import MessageBatch, Receiver
-from delivered.model.outcome import Ok
+from delivered.model.work import Ok
 
 COUNT = 30
 """RocketMQ delivers at most 32 unacknowledged messages of an ordered queue."""

@@ -22,8 +22,8 @@ from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.memory.world import make_world, world
 from delivered.contract.sink import Sink
 from delivered.engine.sinks import Sinks
-from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import BadRecord, DeliveredError
+from delivered.model.rows import OnBadRow
 
 UPSERT = {"mode": "upsert", "keyColumns": "id"}
 Value = tuple[pa.DataType, Any, Any]

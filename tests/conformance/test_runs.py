@@ -18,13 +18,11 @@ from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.model.capability import Commit
+from delivered.model.capability import Commit, Guarantee
 from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
-from delivered.model.outcome import Ok
 from delivered.model.rows import Rows
-from delivered.model.work import Account, Action, BatchPlan, CheckpointView, Decision, ShardMessage, Tolerance
+from delivered.model.work import Account, Action, BatchPlan, CheckpointView, Decision, Ok, ShardMessage, Tolerance
 
 KEPT = 3
 """Runs whose decisions a ledger keeps here."""

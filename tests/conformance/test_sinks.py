@@ -11,13 +11,11 @@ from tests.support.sweeps import sweep
 from delivered.engine.context import same_target
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
-from delivered.model.capability import Commit
+from delivered.model.capability import Commit, Guarantee
 from delivered.model.errors import Fenced, LedgerBehind, Refused, TargetChanged
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Target, Work
-from delivered.model.outcome import Failed, Ok
-from delivered.model.work import Account, Action, Decision, Owner, Prepared, Tolerance
+from delivered.model.work import Account, Action, Decision, Failed, Ok, Owner, Prepared, Tolerance
 
 OVER_HTTP = pytest.mark.parametrize(
     "rig", sweep(SINKS, lambda name: name not in ("iceberg-s3", "files-json")), indirect=True

@@ -13,8 +13,8 @@ from tests.support.keyed_stores import STORES, Store
 from tests.support.sinks import EXACT, Rig
 
 from delivered.engine.shard import write_shard
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.rows import Rows
 from delivered.model.work import LedgerState
 from delivered_lab.brokers.postgres import PROGRAMS

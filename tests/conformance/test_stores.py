@@ -22,12 +22,11 @@ from delivered.contract.sink import Sink
 from delivered.engine.context import open_ledger
 from delivered.ledger import Ledger
 from delivered.model import identity, work
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, Fenced, Refused
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
-from delivered.model.outcome import Failed, Ok
-from delivered.model.work import Account, Begun, Decision, Owner
+from delivered.model.work import Account, Begun, Decision, Failed, Ok, Owner
 
 STORES = {
     "memory-two-phase": 60,

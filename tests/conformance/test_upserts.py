@@ -16,11 +16,10 @@ from delivered.connectors.iceberg import CONNECTOR as ICEBERG
 from delivered.connectors.mysql import CONNECTOR as MYSQL
 from delivered.connectors.postgres import CONNECTOR as POSTGRES
 from delivered.engine.shard import write_shard
-from delivered.model.capability import Commit
+from delivered.model.capability import Commit, Guarantee
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
-from delivered.model.guarantee import Guarantee
-from delivered.model.outcome import Ok
 from delivered.model.rows import Rows
+from delivered.model.work import Ok
 
 State = dict[tuple[str, int], tuple[int, str | None]]
 _count = iter(range(10_000))

@@ -27,8 +27,8 @@ from delivered.connectors.memory.world import make_world
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract.sink import Sink
 from delivered.engine.sinks import Sinks
-from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
+from delivered.model.rows import OnBadRow
 
 DAY_US = 86_400_000_000
 LEAST, GREATEST = -(1 << 63), (1 << 63) - 1

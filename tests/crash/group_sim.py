@@ -13,9 +13,8 @@ from tests.crash.sim import Sim
 from delivered.connectors.memory import CONNECTOR
 from delivered.engine.shard import fingerprint_seed
 from delivered.engine.sinks import Sinks
-from delivered.model.capability import Commit
+from delivered.model.capability import Commit, Guarantee
 from delivered.model.fingerprint import Fingerprint, fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import Tolerance
 

@@ -19,9 +19,8 @@ from tests.support.zygote import Child, Zygote
 from delivered.connectors.sqlite import CONNECTOR
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
 from delivered.model.identity import Scope
-from delivered.model.outcome import Ok
 from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId
-from delivered.model.work import Decision
+from delivered.model.work import Decision, Ok
 
 RECORDS = 1_000
 PARTITIONS = 2

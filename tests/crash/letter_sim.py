@@ -12,8 +12,8 @@ from tests.crash.group_sim import GroupSim
 
 from delivered.connectors.memory import CONNECTOR
 from delivered.engine.sinks import Sinks
-from delivered.model.bad_row import OnBadRow
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
+from delivered.model.rows import OnBadRow
 
 EXACTLY, LEAST, MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE
 NTH_MAX = 30

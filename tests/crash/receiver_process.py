@@ -18,7 +18,7 @@ import psutil
 from delivered.connectors.log.produce import LogJournal
 from delivered.contract.queue import MessageBatch, Receiver
 from delivered.crash import install_from_environment
-from delivered.model.outcome import Ok, Outcome
+from delivered.model.work import Ok, Outcome
 from delivered.receiver import ReceiveLimits, ReceiveLoop
 
 PER_APPEND = 40

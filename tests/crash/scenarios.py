@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from tests.crash.group_sim import GroupSim
 from tests.crash.sim import END, Crash, Sim, points, role
 
-from delivered.model.capability import Commit
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Commit, Guarantee
 from delivered.model.step import Role
 
 NTH_MAX = 40

@@ -33,10 +33,9 @@ from delivered.engine.runner import Runner
 from delivered.engine.shard import fingerprint_seed, write_shard
 from delivered.engine.sinks import Sinks
 from delivered.model import step
-from delivered.model.capability import Commit, SourceCapability
+from delivered.model.capability import Commit, Guarantee, SourceCapability
 from delivered.model.errors import DeliveredError
 from delivered.model.fingerprint import Fingerprint, fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.rows import Rows
 from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId

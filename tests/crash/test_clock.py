@@ -17,9 +17,8 @@ from tests.crash.sim import Checkpoint, Crash, Sim, again, codes, points
 from tests.support.sweeps import sweep
 
 from delivered.ledger import state_of
-from delivered.model.capability import Commit
+from delivered.model.capability import Commit, Guarantee
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import Account, Begun, Decision, LedgerState, Tolerance
 

@@ -15,13 +15,11 @@ from tests.crash.sim import Crash, codes, points
 from tests.support.sweeps import sweep
 
 from delivered.contract.sink import DEAD_LETTERS
-from delivered.engine import dead_letters as letters_module
 from delivered.engine import shard
-from delivered.model.bad_row import OnBadRow, from_json_texts
-from delivered.model.capability import Commit
-from delivered.model.guarantee import Guarantee
+from delivered.engine import shard as shards
+from delivered.model.capability import Commit, Guarantee
 from delivered.model.identity import Scope
-from delivered.model.rows import Rows
+from delivered.model.rows import OnBadRow, Rows, from_json_texts
 
 
 def crashed(guarantee: Guarantee, how: str, commits: tuple[Commit, ...], expired: bool = False) -> Iterator[LetterSim]:
@@ -91,8 +89,8 @@ def test_a_letter_says_who_why_and_where_from() -> None:
     assert {(t["sink"], t["reason"]) for t in told} == {("first", "value longer than 5 bytes")}
     rows = pa.record_batch({"partition": [3, 3], "offset": [7, 8], "value": ["a", "b"]})
     reasons = pa.array([None, "no"])
-    rejected = letters_module.validated(Refusing(reasons), Rows(rows.select(["value"]), (), rows)).rejected
-    (letter,) = letters_module.dead_letters(Scope("p", "s", "i"), rejected, 5, 1, 10).to_pylist()
+    rejected = shards.validated(Refusing(reasons), Rows(rows.select(["value"]), (), rows)).rejected
+    (letter,) = shards.dead_letters(Scope("p", "s", "i"), rejected, 5, 1, 10).to_pylist()
     assert (letter["pipeline"], letter["sink"], letter["incarnation"]) == ("p", "s", "i")
     assert (letter["partition"], letter["offset"], letter["topic"], letter["row"]) == (3, 8, None, 11)
     assert json.loads(letter["record"]) == {"value": "b"}
@@ -103,8 +101,8 @@ def test_times_beyond_python_s_are_kept_as_numbers() -> None:
     late = pa.array([0, 10**18], pa.timestamp("us", "UTC"))
     rows = pa.record_batch({"at": late, "day": pa.array([1, 10**7], pa.date32()), "text": ["a", "b"]})
     reasons = pa.array([None, "outside the years 1 to 9999"])
-    rejected = letters_module.validated(Refusing(reasons), Rows(rows)).rejected
-    (letter,) = letters_module.dead_letters(Scope("p", "s", "i"), rejected, 0, 0, 0).to_pylist()
+    rejected = shards.validated(Refusing(reasons), Rows(rows)).rejected
+    (letter,) = shards.dead_letters(Scope("p", "s", "i"), rejected, 0, 0, 0).to_pylist()
     assert json.loads(letter["record"]) == {"at": 10**18, "day": 10**7, "text": "b"}
     assert from_json_texts([letter["record"]], rows.schema).equals(rows.slice(1))
 
@@ -134,7 +132,7 @@ def dead_letters_not_looked_for_when_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def bad_rows_written_too(patch: pytest.MonkeyPatch) -> None:
-    honest = letters_module.validated
+    honest = shards.validated
     patch.setattr(shard, "validated", lambda sink, rows: replace(honest(sink, rows), good=rows.good))
 
 

@@ -24,8 +24,8 @@ from delivered.cli.main import app
 from delivered.connectors.log import append
 from delivered.engine import runner
 from delivered.entry import Pipeline
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.step import RECOVERY, STEPS, Mechanism, Moment, StepId
 from delivered.operate.dead_letters import Status, dead_letters, drop, retry
 from delivered_lab.verify.loop import Loop

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from delivered.cli.main import app
 from delivered.connectors.log import append
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 from delivered.model.step import RECOVERY, STEPS, Mechanism, Moment, StepId
 from delivered_lab.verify.loop import Loop
 

@@ -24,10 +24,8 @@ from delivered.connectors.memory.world import ROWS
 from delivered.engine import transform
 from delivered.engine.sinks import Sinks
 from delivered.entry import Pipeline
-from delivered.model.bad_row import OnBadRow
-from delivered.model.capability import Commit
-from delivered.model.guarantee import Guarantee
-from delivered.model.rows import Rows
+from delivered.model.capability import Commit, Guarantee
+from delivered.model.rows import OnBadRow, Rows
 from delivered.operate.dead_letters import dead_letters
 
 

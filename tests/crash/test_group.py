@@ -16,11 +16,9 @@ from tests.support.sweeps import sweep
 from delivered.engine import shard
 from delivered.engine.context import Committers
 from delivered.engine.sinks import Sinks
-from delivered.model.capability import Commit
+from delivered.model.capability import Commit, Guarantee
 from delivered.model.errors import UsageError
-from delivered.model.guarantee import Guarantee
-from delivered.model.outcome import Ok
-from delivered.model.work import Action, BatchPlan, Decision, ShardMessage
+from delivered.model.work import Action, BatchPlan, Decision, Ok, ShardMessage
 
 GROUPS = {"both prepare": BOTH_PREPARE, "last resource": LAST_RESOURCE}
 

@@ -10,8 +10,7 @@ from tests.crash.sim import ATTEMPTS_MAX, Checkpoint, Crash, Driver, Sim, again,
 
 from delivered.connectors.memory.world import Answer, State
 from delivered.engine import decide
-from delivered.model.capability import Commit
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Commit, Guarantee
 from delivered.model.work import Tolerance
 
 EXACTLY, LEAST, MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE

@@ -11,10 +11,9 @@ from tests.crash.group_sim import GroupSim
 from tests.crash.sim import Crash, Sim, again, codes, other_rows, points
 
 from delivered.audit.evidence import Counts, breaches, check_history
-from delivered.engine.messages import LOST
-from delivered.model.capability import Commit
+from delivered.engine.decide import LOST
+from delivered.model.capability import Commit, Guarantee
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.work import Tolerance
 
 EXACTLY = Guarantee.EXACTLY_ONCE

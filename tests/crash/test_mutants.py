@@ -14,15 +14,13 @@ from tests.crash.sim import Checkpoint, Crash, Sim, other_rows
 from delivered.connectors.memory import store
 from delivered.connectors.memory.store import MemoryCommitter
 from delivered.connectors.memory.world import Answer
-from delivered.engine import decide, messages, recover, rules, shard
+from delivered.engine import decide, recover, rules, shard
 from delivered.engine.arbiter import Grant, Grants
 from delivered.ledger import Ledger
-from delivered.model.capability import Commit
+from delivered.model.capability import Commit, Guarantee
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
-from delivered.model.outcome import Failed, Ok, Unknown
-from delivered.model.work import Action, BatchPlan
+from delivered.model.work import Action, BatchPlan, Failed, Ok, Unknown
 
 EXACTLY, LEAST, MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -258,7 +256,7 @@ MUTANTS: dict[str, tuple[Patch, Runs]] = {
         crashes(EXACTLY, "tree"),
     ),
     "replay not compared": (
-        swap(messages, "_missing", lambda *args: {}),
+        swap(decide, "_missing", lambda *args: {}),
         history(differing_replay, refused="REPLAY_DIFFERS"),
     ),
     "finished under the pipeline's guarantee": (finish_by_the_pipelines_guarantee, history(changed_guarantee)),

@@ -7,8 +7,7 @@ from tests.crash.scenarios import CASES, Scenario, expected_points, judge, pairs
 from tests.crash.sim import HOWS, points, role
 from tests.support.sweeps import sweep
 
-from delivered.model.capability import Commit
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Commit, Guarantee
 from delivered.model.step import Role
 
 

@@ -23,8 +23,8 @@ from delivered.checkpoint import sidecar
 from delivered.connectors.log import append
 from delivered.engine import owner
 from delivered.entry import Pipeline
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, Refused, UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.step import RECOVERY, STEPS, Mechanism, Moment, StepId
 from delivered.operate.replay import Rebuild
 from delivered_lab.verify.loop import Loop

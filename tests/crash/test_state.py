@@ -12,8 +12,7 @@ from tests.crash.scenarios import Crash
 from tests.crash.sim import Checkpoint, Sim, again, codes, other_rows
 
 from delivered.engine import decide
-from delivered.model.capability import Commit
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Commit, Guarantee
 from delivered.model.step import ROLE_OF_STEP, Role
 from delivered.model.work import Tolerance
 

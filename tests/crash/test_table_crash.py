@@ -29,8 +29,7 @@ from delivered.engine.context import open_ledger
 from delivered.kits.table.shard import parse_batch
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
 from delivered.model.identity import Scope
-from delivered.model.outcome import Ok
-from delivered.model.work import Decision
+from delivered.model.work import Decision, Ok
 
 
 class TableWorld(World):

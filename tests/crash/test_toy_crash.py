@@ -21,7 +21,7 @@ from tests.support.zygote import Zygote
 
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
 from delivered.model.identity import Scope
-from delivered.model.outcome import Ok
+from delivered.model.work import Ok
 
 GUARANTEES = ("exactly_once", "at_least_once", "at_most_once")
 WEAKER = {"at_least_once": pytest.mark.matrix, "at_most_once": pytest.mark.matrix}

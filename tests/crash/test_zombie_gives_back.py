@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from tests.crash.sim import END, Crash, Sim
 
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 
 
 @pytest.mark.parametrize("same_owner", [False, True])

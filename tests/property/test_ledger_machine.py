@@ -18,9 +18,8 @@ from delivered.engine.decide import abort_batch, commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Sinks
-from delivered.model.capability import Commit
+from delivered.model.capability import Commit, Guarantee
 from delivered.model.errors import DeliveredError
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.rows import Rows
 from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delivered.model import errors
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, MissingExtra, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.options import Option, OptionTable, resolve_secret
 from delivered.model.secrets import REDACTED, redacted

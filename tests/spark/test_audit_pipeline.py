@@ -17,8 +17,8 @@ from delivered.audit.evidence import Counts, Damage, Verdict
 from delivered.audit.request import AuditRequest
 from delivered.audit.spark.audit import audit
 from delivered.connectors.log import append
+from delivered.model.capability import Guarantee
 from delivered.model.errors import Refused, UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink, find_source
 from delivered.planner import Plan
 

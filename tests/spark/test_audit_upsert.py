@@ -16,7 +16,7 @@ from delivered.audit.evidence import Counts, Verdict
 from delivered.audit.request import AuditRequest
 from delivered.audit.spark.audit import audit
 from delivered.connectors.log import append
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 from delivered.pipeline.registry import find_sink, find_source
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from delivered.connectors.log import append
-from delivered.model.outcome import Ok
+from delivered.model.work import Ok
 from delivered_lab import supervisor
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from tests.support.halted import killed
 
 import delivered
 from delivered.model.identity import Scope
-from delivered.model.outcome import Ok
+from delivered.model.work import Ok
 from delivered.spark.settings import with_setting
 
 if TYPE_CHECKING:

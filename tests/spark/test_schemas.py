@@ -18,7 +18,7 @@ from tests.support.halted import killed
 
 import delivered
 from delivered.model.identity import Scope
-from delivered.model.outcome import Ok
+from delivered.model.work import Ok
 from delivered.operate.dead_letters import dead_letters, retry
 
 if TYPE_CHECKING:

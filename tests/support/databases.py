@@ -10,8 +10,8 @@ import pyarrow as pa
 from hypothesis import strategies as st
 from tests.support.scans import scanned_table
 
+from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.work import Promise
 

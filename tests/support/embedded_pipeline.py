@@ -38,8 +38,8 @@ from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Columns, Sinks
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.rows import Rows
 from delivered.model.step import Moment, StepId, install, reach

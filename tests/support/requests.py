@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from delivered.model.capability import Commit, SinkCapability, SourceCapability
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Commit, Guarantee, SinkCapability, SourceCapability
 from delivered.pipeline.facts import alternatives
 from delivered.planner import (
     CheckpointFacts,

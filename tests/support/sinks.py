@@ -27,8 +27,8 @@ from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import fingerprint_seed, write_shard
 from delivered.engine.sinks import Sinks
+from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint, fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.rows import Rows
 from delivered.model.work import (

@@ -11,8 +11,8 @@ import pyarrow as pa
 from delivered.connectors.delta.sink import DeltaSink
 from delivered.engine.context import open_ledger
 from delivered.ledger import Ledger
+from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint, fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.work import Account, Decision, Owner, Prepared
 

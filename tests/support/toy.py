@@ -11,10 +11,9 @@ import pyarrow as pa
 from examples.toy_sink import CONNECTOR, ToyCommitter, ToySink, ToyWriter
 
 from delivered.connectors.sqlite.store import SqliteLedgers
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.outcome import Ok, Outcome
-from delivered.model.work import Prepared
+from delivered.model.work import Ok, Outcome, Prepared
 
 
 def toy(folder: Path) -> ToySink:

@@ -16,11 +16,11 @@ import pytest
 import tenacity
 
 from delivered.engine import arbiter as driver_side
-from delivered.engine import grants
-from delivered.engine.grants import may_send
+from delivered.engine import shard
 from delivered.engine.owner import new_owner
+from delivered.engine.shard import may_send
+from delivered.model.capability import Guarantee
 from delivered.model.errors import Unreachable
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import Action, Arbiter, BatchPlan, DriverAddress, Owner
 
@@ -28,7 +28,7 @@ SCOPE = Scope("orders", "ids", "inc-1")
 LOCAL = DriverAddress("127.0.0.1")
 ASK = """
 import pickle, sys
-from delivered.engine.grants import may_send
+from delivered.engine.shard import may_send
 print(may_send(pickle.loads(bytes.fromhex(sys.argv[1])), 0), flush=True)
 sys.stdin.read()
 """
@@ -95,7 +95,7 @@ def test_a_shard_is_never_granted_again(owner: Owner) -> None:
     assert may_send(plan, 0)
     assert may_send(plan, 1), "another shard; the worker has moved on, and Spark has the result of shard 0"
     assert not may_send(plan, 0)
-    grants._release()
+    shard._release()
     assert not may_send(plan, 1)
 
 
@@ -106,7 +106,7 @@ def test_a_later_plan_voids_the_grants_of_an_earlier_one(owner: Owner) -> None:
     assert not may_send(first, 0)
     assert may_send(second, 0)
     assert may_send(other, 0), "another pipeline's plan stands"
-    grants._release()
+    shard._release()
 
 
 def test_without_an_arbiter_nothing_is_sent(owner: Owner) -> None:
@@ -118,7 +118,7 @@ def test_without_an_arbiter_nothing_is_sent(owner: Owner) -> None:
 
 
 def test_an_arbiter_that_does_not_answer_is_an_error(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grants, "CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(shard, "CONNECT_TIMEOUT_S", 0.5)
     nobody = Arbiter("127.0.0.1", 1, "t")
     with pytest.raises(Unreachable, match=r"GRANT_UNREACHABLE.*This attempt sent nothing"):
         may_send(BatchPlan(SCOPE, owner.id, Guarantee.AT_MOST_ONCE, 0, "{}", Action.WRITE, arbiter=nobody), 0)
@@ -150,7 +150,7 @@ def test_a_dead_arbiter_is_replaced_for_the_next_plan(owner: Owner) -> None:
     process.wait()
     second = _plan(owner)
     assert may_send(second, 0)
-    grants._release()
+    shard._release()
 
 
 def test_a_stranger_cannot_register_a_plan(owner: Owner) -> None:
@@ -160,4 +160,4 @@ def test_a_stranger_cannot_register_a_plan(owner: Owner) -> None:
     with pytest.raises(ConnectionError):
         driver_side._plan(forged, "orders/ids", "mine")
     assert may_send(plan, 0)
-    grants._release()
+    shard._release()

@@ -10,8 +10,8 @@ from delivered.audit.evidence import Counts, Damage, Verdict
 from delivered.audit.report import AuditReport, ChainReport, Segment
 from delivered.audit.spark.chain import find_links, own_through, weakest
 from delivered.contract.source import Address
+from delivered.model.capability import Guarantee
 from delivered.model.errors import UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_source
 
 ORDERS = Address("kafka", frozenset({"a:1", "b:1"}), frozenset({"orders"}))

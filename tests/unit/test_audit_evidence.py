@@ -7,7 +7,7 @@ from tests.support.reconcile import Seen, reconcile
 
 from delivered.audit.evidence import Counts, Damage, Verdict, breaches
 from delivered.audit.report import AuditReport, unknown_report
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 
 SENT = [Seen("a", 1, key="k", position=0), Seen("b", 2, key="k", position=1), Seen("c", 3, key="j", position=2)]
 

@@ -10,8 +10,8 @@ from delivered.audit.evidence import Counts, Damage, Fingerprints, PartitionLine
 from delivered.audit.judge import account_for_earlier, judge
 from delivered.audit.report import AuditReport
 from delivered.audit.request import Earlier
+from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 
 
 def prints(count: int, more: int = 0) -> Fingerprint:

@@ -19,8 +19,7 @@ from delivered.audit.judge import (
 )
 from delivered.audit.report import AuditReport
 from delivered.audit.request import Recompute
-from delivered.model.capability import OnConflict, WriteMode
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee, OnConflict, WriteMode
 
 PLAN = """\
 Aggregate [k#1], [k#1, count(1) AS n#2L, sum(v#3) AS total#4]

@@ -12,8 +12,8 @@ import pytest
 
 from delivered.audit.evidence import Counts, Damage, Fingerprints, PartitionLine, Sample, check_history
 from delivered.audit.report import AuditReport, as_text
+from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import Account, Decision, Prepared
 

@@ -8,7 +8,7 @@ from decimal import Decimal
 import pyarrow as pa
 import pytest
 
-from delivered.model.bad_row import as_json_text, from_json_texts, plain_rows
+from delivered.model.rows import as_json_text, from_json_texts, plain_rows
 
 HEADER = pa.struct([("key", pa.string()), ("value", pa.binary())])
 SCHEMA = pa.schema(

@@ -34,8 +34,7 @@ from delivered.connectors.delta.store import DeltaCommitter
 from delivered.engine.context import open_ledger
 from delivered.model.errors import BadRecord, Fenced, InvariantBroken, Refused, UsageError
 from delivered.model.identity import Scope
-from delivered.model.outcome import Failed, Ok
-from delivered.model.work import Owner
+from delivered.model.work import Failed, Ok, Owner
 
 
 @pytest.mark.parametrize("compression", ["snappy", "zstd", "none"])

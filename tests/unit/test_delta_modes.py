@@ -15,10 +15,9 @@ from tests.support.tables import EXACT, SCOPE, UPSERT, claimed, days, decision, 
 from delivered.connectors.delta import DeltaOptions
 from delivered.connectors.delta.store import DeltaCommitter
 from delivered.engine.context import open_ledger
+from delivered.model.capability import Guarantee
 from delivered.model.errors import Refused, UsageError
-from delivered.model.guarantee import Guarantee
-from delivered.model.outcome import Failed, Ok
-from delivered.model.work import Owner
+from delivered.model.work import Failed, Ok, Owner
 
 parse = DeltaOptions.parse
 

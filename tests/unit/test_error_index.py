@@ -18,7 +18,7 @@ from docs.site import ROOT, pages
 from typer.testing import CliRunner
 
 from delivered.cli.main import app
-from delivered.contract.finding import Finding
+from delivered.contract.source import Finding
 from delivered.model import catalogue, errors
 from delivered.model.catalogue import PREFIX, conditions, entries
 from delivered.model.errors import DeliveredError, Refused
@@ -27,7 +27,7 @@ from delivered.model.options import Unfit
 _NOT_CODES = frozenset({"DELIVERED_X", "DELIVERED_PURE", "DELIVERED_VERIFY_TABLE"})
 """A stand-in, and variables of the build and the verifier."""
 _BUILT = {
-    "delivered.contract.finding": ("Finding", "message", {"refuses", "only", "transient"}),
+    "delivered.contract.source": ("Finding", "message", {"refuses", "only", "transient"}),
     "delivered.planner.answer": ("Reason", "text", {"transient"}),
     "delivered.operate.status": ("Problem", "text", set()),
     "delivered.model.options": ("Unfit", "reason", {"nearest"}),

@@ -18,13 +18,12 @@ from delivered.connectors.files.sink import FilesSink
 from delivered.connectors.files.store import FilesCommitter
 from delivered.engine.context import open_ledger
 from delivered.ledger import Ledger
+from delivered.model.capability import Guarantee
 from delivered.model.errors import Fenced, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.outcome import Failed, Ok
 from delivered.model.step import install
-from delivered.model.work import Account, Begun, Decision, Owner, Prepared
+from delivered.model.work import Account, Begun, Decision, Failed, Ok, Owner, Prepared
 
 EXACT = Guarantee.EXACTLY_ONCE
 SCOPE = Scope("orders", "t", "i0")

@@ -23,11 +23,10 @@ from delivered.connectors.iceberg.sink import IcebergSink
 from delivered.connectors.iceberg.store import IcebergCommitter, Names, Records, ledger_key
 from delivered.engine.context import open_ledger
 from delivered.kits.table import shard
+from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, Fenced, InvariantBroken, Refused, UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.outcome import Failed, Ok, Unknown
-from delivered.model.work import Owner, Promise
+from delivered.model.work import Failed, Ok, Owner, Promise, Unknown
 
 __all__ = ["before_commit"]
 

@@ -15,9 +15,9 @@ from tests.support.tables import SCOPE, UPSERT, claimed, days, decision, items
 
 from delivered.connectors.iceberg import IcebergOptions
 from delivered.connectors.iceberg.store import IcebergCommitter
+from delivered.model.capability import Guarantee
 from delivered.model.errors import UsageError
-from delivered.model.guarantee import Guarantee
-from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.model.work import Failed, Ok, Unknown
 
 parse = IcebergOptions.parse
 

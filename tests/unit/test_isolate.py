@@ -12,13 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delivered.engine.dead_letters import dead_letters
-from delivered.engine.in_band import RAW, REJECTED, decode, encode, join, pack, unpack, with_rejected
-from delivered.engine.transform import isolated
-from delivered.model.bad_row import OnBadRow, reason_of
+from delivered.engine.shard import dead_letters
+from delivered.engine.transform import (
+    RAW,
+    REJECTED,
+    decode,
+    encode,
+    isolated,
+    join_rejected,
+    pack_rejected,
+    unpack_rejected,
+    with_rejected,
+)
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
-from delivered.model.rows import Origin, Rejection, Rows
+from delivered.model.rows import OnBadRow, Origin, Rejection, Rows, reason_of
 from delivered.source import COLUMNS
 
 AT = datetime(2026, 1, 2, tzinfo=UTC)
@@ -171,13 +179,13 @@ def test_a_file_of_an_earlier_release_is_read() -> None:
     file = pa.BufferOutputStream()
     with pa.ipc.new_stream(file, pa.schema([pa.field("__delivered_rejected", column.type)])) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays([column], names=["__delivered_rejected"]))
-    found = unpack(bytes(file.getvalue()))
+    found = unpack_rejected(bytes(file.getvalue()))
     assert found == [
         Rejection(Origin.SOURCE, "not JSON", {"value": b"[", "n": 1}, "t", 1, 7),
         Rejection(Origin.TRANSFORM, "ValueError", {"id": 3}),
     ]
     assert [json.loads(r.text) for r in found] == [{"key": None, "value": "[", "n": 1}, {"id": 3}]
-    assert unpack(join([pack(found), pack(found)])) == [*found, *found]
+    assert unpack_rejected(join_rejected([pack_rejected(found), pack_rejected(found)])) == [*found, *found]
 
 
 @pytest.mark.parametrize(("rejects", "decided"), [(False, False), (False, True), (True, False)])
@@ -185,14 +193,14 @@ def test_a_checkpoint_is_asked_only_if_it_may_hold_letters(
     rejects: bool, decided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two requests to an object store in every batch. A batch that an earlier start decided may have some."""
-    from delivered.checkpoint import task_files
-    from delivered.model.guarantee import Guarantee
+    from delivered.checkpoint import sidecar
+    from delivered.model.capability import Guarantee
     from delivered.model.work import Action, BatchPlan
     from delivered.pipeline.spec import PipelineSpec
     from delivered.spark import writers
 
     asked = []
-    monkeypatch.setattr(task_files, "gather", lambda *_: asked.append("gather"))
+    monkeypatch.setattr(sidecar, "gather_task_files", lambda *_: asked.append("gather"))
     action = Action.SKIP if decided else Action.WRITE
     plan = BatchPlan(Scope("p", "s", "i"), "owner", Guarantee.EXACTLY_ONCE, 3, "{}", action)
     dead_letter = OnBadRow.DEAD_LETTER

@@ -15,12 +15,17 @@ from tests.support.token_server import CLIENT, SECRET, TokenServer
 
 from delivered.clients.kafka import sasl, settings
 from delivered.clients.kafka.errors import CredentialsRefused, NoCredentials
-from delivered.clients.kafka.librdkafka import SOURCE_SETTINGS, by_arrow, check_settings
 from delivered.clients.kafka.sasl import Tls, build_context, pem, token_for
-from delivered.clients.kafka.settings import SETTINGS, check_client, check_complete, client_options
+from delivered.clients.kafka.settings import (
+    SETTINGS,
+    check_client,
+    check_complete,
+    client_options,
+)
 from delivered.connectors.kafka import CONNECTOR
+from delivered.connectors.kafka.options import SOURCE_SETTINGS, by_arrow, check_settings
+from delivered.model.capability import Guarantee
 from delivered.model.errors import UsageError
-from delivered.model.guarantee import Guarantee
 
 SERVERS = {"kafka.bootstrap.servers": "broker.example:9092"}
 SASL = {**SERVERS, "kafka.security.protocol": "SASL_SSL"}

@@ -9,9 +9,9 @@ import pytest
 from tests.support.requests import ASKED, TO_KAFKA
 
 from delivered.clients.kafka import record_batch
-from delivered.clients.kafka.librdkafka import SINK_SETTINGS, SOURCE_SETTINGS, by_arrow
 from delivered.connectors.kafka import CONNECTOR
-from delivered.model.guarantee import Guarantee
+from delivered.connectors.kafka.options import SINK_SETTINGS, SOURCE_SETTINGS, by_arrow
+from delivered.model.capability import Guarantee
 from delivered.planner import Plan, SinkFacts, SourceFacts, make_plan, to_json, to_text
 
 AT = {"kafka.bootstrap.servers": "localhost:9092"}

@@ -9,8 +9,8 @@ import pytest
 
 from delivered.connectors.kafka import CONNECTOR, columns
 from delivered.connectors.kafka.options import producer_config
+from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.source import HEADER, HEADERS
 from delivered.source import columns as of_source
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from delivered.model import limits
+from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import Decision, Prepared
 

@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.pipeline.registry import find_sink
 from delivered.source import HEADERS

@@ -19,9 +19,8 @@ from delivered.contract.connector import Factory
 from delivered.contract.sink import Committer, Sink
 from delivered.engine.context import open_committers
 from delivered.engine.sinks import Sinks
-from delivered.model.capability import Commit
+from delivered.model.capability import Commit, Guarantee
 from delivered.model.errors import UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.pipeline.registry import connector, connectors, find_sink
 from delivered.planner.answer import Plan

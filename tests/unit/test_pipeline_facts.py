@@ -20,8 +20,8 @@ import delivered
 from delivered.checkpoint import sidecar
 from delivered.connectors.log.produce import append
 from delivered.engine.owner import living
+from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken, OutcomeUnknown
-from delivered.model.guarantee import Guarantee
 from delivered.model.translate import translated
 from delivered.model.work import Owner
 from delivered.pipeline.spec import Reading

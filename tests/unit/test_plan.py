@@ -14,11 +14,10 @@ import pytest
 from docs import support
 from tests.support.requests import ASKED, KAFKA, LOG, QUEUE, TO_HTTP, TO_KAFKA, TO_POSTGRES, TO_SQLITE
 
-from delivered.contract.finding import Finding
-from delivered.model.bad_row import OnBadRow
-from delivered.model.capability import Commit
+from delivered.contract.source import Finding
+from delivered.model.capability import Commit, Guarantee
 from delivered.model.dedup import TABLE, Dedup
-from delivered.model.guarantee import Guarantee
+from delivered.model.rows import OnBadRow
 from delivered.model.step import StepId
 from delivered.model.work import Owner
 from delivered.pipeline.facts import alternatives

@@ -13,7 +13,7 @@ from delivered import receiver as loops
 from delivered.connectors.log.produce import build_rows
 from delivered.contract.queue import Entered, JournalSize, MessageBatch
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.work import Failed, Ok, Outcome, Unknown
 from delivered.receiver import ReceiveLimits, ReceiveLoop
 
 

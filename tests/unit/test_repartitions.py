@@ -10,8 +10,8 @@ import pytest
 
 from delivered.checkpoint.folder import repartitions_before
 from delivered.engine.rules import NewBatch, judge
+from delivered.model.capability import Guarantee
 from delivered.model.errors import LedgerBehind
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import CheckpointView, Decision, LedgerState, Tolerance
 

@@ -35,8 +35,7 @@ from delivered.model.errors import BadRecord, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import DECISION_BYTES_MAX
-from delivered.model.outcome import Unknown
-from delivered.model.work import Prepared, Promise
+from delivered.model.work import Prepared, Promise, Unknown
 from delivered.pipeline.registry import find_sink
 from delivered.planner import Plan, Refusal
 

@@ -14,8 +14,8 @@ from tests.support.interpreter import SOURCE, fresh
 
 from delivered.connectors.memory import CONNECTOR
 from delivered.connectors.memory.world import ROWS
+from delivered.model.capability import Guarantee
 from delivered.model.errors import EXTRA_OF
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import Action, BatchPlan
 
@@ -42,7 +42,7 @@ assert write_shard(Sinks.one(sink, "s"), plan, 0, 0, iter(()), schema).prepared 
     ours = {m.removeprefix("delivered.") for m in loaded if m.startswith("delivered.")}
     allowed = ("model", "contract", "engine", "connectors")
     assert {m for m in ours if m.split(".")[0] not in allowed} == set()
-    assert {m.split(".")[1] for m in ours if m.startswith("engine.")} == {"shard", "dead_letters", "sinks"}
+    assert {m.split(".")[1] for m in ours if m.startswith("engine.")} == {"shard", "sinks"}
     assert {m.split(".")[1] for m in ours if m.startswith("connectors.")} == {"memory"}
     assert loaded.isdisjoint({"pyspark", "confluent_kafka", "kafka", "deltalake", "pydantic", "typer", "rich", "yaml"})
 

@@ -14,11 +14,10 @@ from delivered.engine.context import Context
 from delivered.engine.runner import Runner
 from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Sinks
-from delivered.model.bad_row import OnBadRow
+from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
-from delivered.model.rows import Origin, Rejection, Rows
+from delivered.model.rows import OnBadRow, Origin, Rejection, Rows
 from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage
 
 WORLD = "runner"

@@ -16,11 +16,20 @@ import pyarrow as pa
 import pytest
 from google.protobuf import descriptor_pb2
 
-from delivered.checkpoint import sidecar, task_files
+from delivered.checkpoint import sidecar
 from delivered.contract.source import Slice, Source, SourceDriver
-from delivered.engine.in_band import RAW, decode, encode, join, source_schema, unpack
-from delivered.engine.in_band import pack as packed
-from delivered.engine.transform import ArrowTransform, Direct, pack
+from delivered.engine.transform import (
+    RAW,
+    ArrowTransform,
+    Direct,
+    decode,
+    encode,
+    join_rejected,
+    pack_rejected,
+    pack_slice,
+    source_schema,
+    unpack_rejected,
+)
 from delivered.kits.schemas import Format, FormatOptions
 from delivered.kits.schemas import formatted as source_module
 from delivered.kits.schemas.avro import Unmappable
@@ -243,32 +252,32 @@ def test_a_source_fails_or_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (through_spark.good, through_spark.records) == (found.good, found.records)
     direct = Direct(source, ArrowTransform(("offset",)), rejects=True)
     assert direct.schema().names == ["offset"]
-    (rows,) = direct.rows(iter([pack(piece)]))
+    (rows,) = direct.rows(iter([pack_slice(piece)]))
     assert (rows.good.schema.names, rows.rejected) == (["offset"], found.rejected)
 
 
 def test_rejected_records_wait_for_the_end_of_their_batch(tmp_path: Path) -> None:
     def records(*values: bytes) -> bytes:
-        return packed([Rejection(Origin.SOURCE, "x", {"value": v}) for v in values])
+        return pack_rejected([Rejection(Origin.SOURCE, "x", {"value": v}) for v in values])
 
     def found(batch: int, start: str) -> list[bytes] | None:
-        data = task_files.gather(str(tmp_path), batch, start, join)
-        return None if data is None else [r.record["value"] for r in unpack(data)]
+        data = sidecar.gather_task_files(str(tmp_path), batch, start, join_rejected)
+        return None if data is None else [r.record["value"] for r in unpack_rejected(data)]
 
     assert found(3, "a") is None
     for _ in range(2):  # two attempts of one task
-        task_files.put(str(tmp_path), 3, "a", "s1-0", records(b"1"))
-    task_files.put(str(tmp_path), 3, "a", "s0-0", records(b"2", b"3"))
-    task_files.put(str(tmp_path), 3, "b", "s0-0", records(b"other start"))
+        sidecar.put_task_file(str(tmp_path), 3, "a", "s1-0", records(b"1"))
+    sidecar.put_task_file(str(tmp_path), 3, "a", "s0-0", records(b"2", b"3"))
+    sidecar.put_task_file(str(tmp_path), 3, "b", "s0-0", records(b"other start"))
     assert found(3, "a") == [b"2", b"3", b"1"]
-    task_files.put(str(tmp_path), 3, "a", "s2-0", records(b"too late"))
+    sidecar.put_task_file(str(tmp_path), 3, "a", "s2-0", records(b"too late"))
     assert found(3, "c") == [b"2", b"3", b"1"], "what was gathered stays"
-    task_files.forget(str(tmp_path), 3, decided=True)
+    sidecar.forget_task_files(str(tmp_path), 3, decided=True)
     assert found(3, "c") == [b"2", b"3", b"1"]
-    task_files.forget(str(tmp_path), 3, decided=False)
+    sidecar.forget_task_files(str(tmp_path), 3, decided=False)
     assert found(3, "a") is None
-    task_files.put(str(tmp_path), 3, "a", "s0-0", records(b"1"))
-    task_files.forget(str(tmp_path), 4, decided=True)
+    sidecar.put_task_file(str(tmp_path), 3, "a", "s0-0", records(b"1"))
+    sidecar.forget_task_files(str(tmp_path), 4, decided=True)
     assert found(3, "a") is None
 
 

@@ -24,9 +24,9 @@ from delivered.engine.shard import write_shard
 from delivered.engine.sinks import Columns, Sinks
 from delivered.entry import Pipeline
 from delivered.model import step
+from delivered.model.capability import Guarantee
 from delivered.model.errors import PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.rows import Rows
 from delivered.model.work import Account, Action, BatchPlan, CheckpointView, Decision, Owner, Prepared

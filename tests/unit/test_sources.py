@@ -17,10 +17,9 @@ from delivered.checkpoint import sidecar
 from delivered.checkpoint.sidecar import OffsetMetadata
 from delivered.connectors.log import append
 from delivered.engine.rules import judge
-from delivered.model.capability import SourceCapability
+from delivered.model.capability import Guarantee, SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, LedgerAhead, LedgerBehind, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, by_source
 from delivered.model.options import in_file_words, starting_at
 from delivered.model.work import Account, CheckpointView, Decision, LedgerState, Tolerance

@@ -15,10 +15,10 @@ import delivered
 from delivered.connectors.memory import CONNECTOR
 from delivered.connectors.memory.world import ROWS
 from delivered.engine.sinks import Columns, Sinks
-from delivered.model.bad_row import OnBadRow
+from delivered.model.capability import Guarantee
 from delivered.model.errors import Refused, UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
+from delivered.model.rows import OnBadRow
 from delivered.model.work import Action, BatchPlan, DriverAddress, Owner, Tolerance
 from delivered.pipeline.spec import (
     OPTION,
@@ -168,9 +168,7 @@ def test_a_task_loads_neither_the_spec_nor_the_drivers_half_of_the_engine() -> N
     assert {m for m in ours if m.startswith("engine.")} == {
         "engine.shard",
         "engine.sinks",
-        "engine.dead_letters",
-        "engine.in_band",
-        "engine.grants",
+        "engine.transform",
     }
     edge = {"spark.writers", "spark.task", "spark.internals"}
     assert {m for m in ours if m.startswith("spark.")} == edge

@@ -27,13 +27,12 @@ from delivered.connectors.sqlite.store import SqliteCommitter
 from delivered.connectors.sqlite.writer import staging_folder
 from delivered.engine.context import open_ledger
 from delivered.ledger import Ledger
+from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, DeliveredError, Fenced, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_INCARNATIONS, OWNERS_REMEMBERED
-from delivered.model.outcome import Failed, Ok
-from delivered.model.work import Decision, Owner, Prepared, Promise
+from delivered.model.work import Decision, Failed, Ok, Owner, Prepared, Promise
 
 parse = SqliteOptions.parse
 
@@ -450,7 +449,7 @@ CHILD = """
     from delivered.connectors.sqlite import CONNECTOR
     from delivered.engine.context import open_ledger
     from delivered.model.fingerprint import Fingerprint
-    from delivered.model.guarantee import Guarantee
+    from delivered.model.capability import Guarantee
     from delivered.model.identity import Scope, Work
     from delivered.model.work import Prepared
     from delivered.model.work import Decision, Owner

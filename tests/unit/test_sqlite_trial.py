@@ -12,9 +12,9 @@ import pyarrow as pa
 import pytest
 from tests.support.sinks import Rig
 
-from delivered.engine.dead_letters import find_reasons
+from delivered.engine.shard import find_reasons
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError
-from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink
 
 LIMIT = 100_000

@@ -23,7 +23,7 @@ import delivered
 from delivered.checkpoint import history
 from delivered.cli.main import app
 from delivered.connectors.log.produce import append
-from delivered.contract.queue import DedupWindow
+from delivered.contract.source import DedupWindow
 from delivered.engine.owner import _at
 from delivered.model.work import BatchReport, Owner
 from delivered.operate.metrics import serving, text

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from tests.support.requests import ASKED
 
 from delivered.audit.request import find_earlier, parsed, split_by_transform
-from delivered.model.bad_row import OnBadRow
+from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.limits import TRANSFORM_VERSIONS_BYTES_MAX, TRANSFORM_VERSIONS_KEPT
+from delivered.model.rows import OnBadRow
 from delivered.model.work import MIXED, Account, Decision, Prepared, TransformVersion, transforms_after
 from delivered.pipeline.endpoint import parse_projection
 from delivered.pipeline.transform import NO_TRANSFORM, Transform, as_transform, version_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 from delivered_lab.verify import judge as judges
 from delivered_lab.verify.evidence import End, Evidence, History, Operation, Seen, Stop, fired, load, sends
 from delivered_lab.verify.judge import FORBIDDEN, Verdict, judge

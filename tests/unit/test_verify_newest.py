@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 from delivered_lab.verify.evidence import Evidence
 from delivered_lab.verify.fixture import LatestByKey
 from delivered_lab.verify.judge import Judgement, Verdict, judge

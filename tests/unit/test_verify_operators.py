@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from examples.totals import of_operators
 
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 from delivered_lab.verify.case import Result as CaseResult
 from delivered_lab.verify.evidence import Evidence, Seen
 from delivered_lab.verify.judge import Verdict, differences, judge

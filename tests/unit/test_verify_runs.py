@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from delivered.model.capability import Guarantee
 from delivered.model.errors import UsageError
-from delivered.model.guarantee import Guarantee
 from delivered_lab.verify import matrix, report
 from delivered_lab.verify.case import Case, Result, can_mount, small_disk
 from delivered_lab.verify.faults import PLACES, catalogue

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 from delivered.model.identity import checked_name
 from delivered_lab.verify import systems
 from delivered_lab.verify.case import Case, Result, gather

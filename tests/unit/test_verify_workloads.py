@@ -10,7 +10,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 from delivered.pipeline.transform import load_function
 from delivered_lab.verify.evidence import Evidence, Seen
 from delivered_lab.verify.judge import Verdict, judge

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 from delivered_lab.verify.case import Case, Environment, Result, run_case
 from delivered_lab.verify.faults import catalogue
 from delivered_lab.verify.judge import Verdict

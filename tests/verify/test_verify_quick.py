@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from delivered.cli.main import app
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 from delivered_lab.verify.case import Case, Environment, run_case
 from delivered_lab.verify.evidence import load
 from delivered_lab.verify.faults import PLACES, catalogue

@@ -24,7 +24,7 @@ def _process() -> str:
     program = arguments[-1] if "daemon" in arguments[0] else arguments[0]  # a daemon forks one kind of worker
     if "pyspark" in program:
         return "task" if "sql" not in program and "worker" in program else "driver"
-    return "template" if "template" in program else "application"
+    return "template" if "prefork" in program else "application"
 
 
 class _Tracer:

@@ -13,8 +13,8 @@ from typing import Any
 from delivered.contract.sink import Committer, OpenTransaction, Sink
 from delivered.engine.context import open_shared_ledger
 from delivered.engine.sinks import Sinks
+from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
 from delivered.model.work import Decision

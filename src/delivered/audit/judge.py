@@ -19,10 +19,9 @@ from enum import Enum
 from delivered.audit.evidence import Counts, Damage, DedupCounts, Fingerprints, LedgerAccount, PartitionLine, Sample
 from delivered.audit.report import AuditReport
 from delivered.audit.request import AuditRequest, Earlier, Recompute, SourceRange, parsed, plain
-from delivered.model.capability import OnConflict, WriteMode
+from delivered.model.capability import Guarantee, OnConflict, WriteMode
 from delivered.model.dedup import Dedup
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 
 NOBODY = "-"
 """The partition of records that were never sent."""

@@ -25,8 +25,8 @@ from delivered.audit.evidence import (
     breaches,
 )
 from delivered.audit.request import Earlier
+from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.secrets import one_line
 from delivered.terminal import printer
 

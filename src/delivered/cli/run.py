@@ -45,12 +45,12 @@ from delivered.cli.command import (
     stop_on_signal,
     working,
 )
-from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import DeliveredError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVERS_MAX
 from delivered.model.patience import StoppedWaiting, patiently
-from delivered.model.step import LOG_FORMAT, as_json, is_line_of_ours, work_for
-from delivered.model.translate import WARNING_MARK, translated
+from delivered.model.rows import OnBadRow
+from delivered.model.step import LOG_FORMAT, WARNING_MARK, as_json, is_line_of_ours, work_for
+from delivered.model.translate import translated
 from delivered.pipeline.file import load_file, parse_override
 
 if TYPE_CHECKING:

@@ -6,13 +6,12 @@ Receivers move its messages into a journal, and pipelines read the journal.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
-from delivered.contract.finding import Finding
-from delivered.model.outcome import Outcome
-from delivered.model.work import Owner
+from delivered.contract.source import Finding
+from delivered.model.work import Outcome
 
 
 @dataclass
@@ -156,52 +155,3 @@ class Journal(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class ReceiverReport:
-    """What a receiver last said of itself, next to the log that it fills. For operators; proves nothing.
-
-    Attributes:
-        owner: its process.
-        at_ms: when, since 1970.
-        counts: messages since its start: received, entered, repeated, quarantined, acknowledged; and how often it
-            paused and reconnected.
-    """
-
-    owner: Owner
-    at_ms: int
-    counts: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """Unique among the receivers of a log; part of a file's name."""
-        return f"{self.owner.host}-{self.owner.process}-{self.owner.started_ms}"
-
-    def to_json(self) -> str:
-        return self.owner.to_json(at_ms=self.at_ms, counts=dict(self.counts))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Raises ValueError, KeyError or TypeError for other text, and Refused for a newer format."""
-        owner, rest = Owner.from_json(text)
-        return cls(owner, rest["at_ms"], rest["counts"])
-
-
-@dataclass(frozen=True)
-class DedupWindow:
-    """How long a log recognises a message, at the rate of its last appends, in seconds.
-
-    Attributes:
-        kept_s: how long it keeps an id.
-        needed_s: how long after a message was received the queue may redeliver it.
-        records_per_s: of the log's busiest partition.
-    """
-
-    kept_s: float
-    needed_s: float
-    records_per_s: float
-
-    @property
-    def short(self) -> bool:
-        return self.kept_s < self.needed_s

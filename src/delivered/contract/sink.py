@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING, Self
 
 import pyarrow as pa
 
-from delivered.contract.finding import Finding
-from delivered.contract.source import Address, Offsets, Slice
-from delivered.model.capability import SinkCapability
+from delivered.contract.source import Address, Finding, Offsets, Slice
+from delivered.model.capability import Guarantee, SinkCapability
 from delivered.model.errors import InvariantBroken, Refused
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Target, Work
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.work import Handle, Prepared, Promise
+from delivered.model.work import Failed, Handle, Ok, Outcome, Prepared, Promise, Unknown
 
 if TYPE_CHECKING:  # not needed on executors
     from delivered.ledger import Ledgers, Store

@@ -1,18 +1,52 @@
-"""What a source's connector implements: offsets, slices of a batch, and the read of a slice."""
+"""What a source's connector implements: offsets, slices of a batch, and the read of a slice; findings of preflight
+checks, of sources and sinks."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import pyarrow as pa
 
-from delivered.contract.finding import Finding
-from delivered.contract.queue import DedupWindow, ReceiverReport
-from delivered.model.capability import SourceCapability
+from delivered.model.capability import Guarantee, SourceCapability
+from delivered.model.catalogue import texts
+from delivered.model.errors import DeliveredError
 from delivered.model.rows import Rows
+from delivered.model.work import Owner
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a preflight check found at the live system.
+
+    Attributes:
+        code: as in an error, without the prefix.
+        refuses: the pipeline must not start.
+        only: the guarantee it rules out; None: all of them.
+        transient: a server is unreachable and may come back.
+    """
+
+    code: str
+    message: str
+    refuses: bool
+    next_step: str | None = None
+    only: Guarantee | None = None
+    transient: bool = False
+
+    @classmethod
+    def build(
+        cls, code: str, *, refuses: bool, only: Guarantee | None = None, transient: bool = False, **values: object
+    ) -> Finding:
+        """With the texts of the catalogue; `code` with its condition."""
+        message, next_step = texts(code, values)
+        return cls(code.partition(".")[0], message, refuses, next_step, only, transient)
+
+    @classmethod
+    def refusal(cls, why: DeliveredError) -> Finding:
+        return cls(why.code.removeprefix("DELIVERED_"), why.message, True, why.next_step, None, why.may_come_back)
+
 
 Offsets = dict[str, Any]
 """A position in a source, as the JSON in Spark's offset log. The connector chooses the shape."""
@@ -54,6 +88,55 @@ class Address:
     def __str__(self) -> str:
         names = "topics or tables by row" if self.names is None else ", ".join(sorted(self.names))
         return f"{self.system} {names} at {', '.join(sorted(self.servers))}"
+
+
+@dataclass(frozen=True)
+class ReceiverReport:
+    """What a receiver last said of itself, next to the log that it fills. For operators; proves nothing.
+
+    Attributes:
+        owner: its process.
+        at_ms: when, since 1970.
+        counts: messages since its start: received, entered, repeated, quarantined, acknowledged; and how often it
+            paused and reconnected.
+    """
+
+    owner: Owner
+    at_ms: int
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Unique among the receivers of a log; part of a file's name."""
+        return f"{self.owner.host}-{self.owner.process}-{self.owner.started_ms}"
+
+    def to_json(self) -> str:
+        return self.owner.to_json(at_ms=self.at_ms, counts=dict(self.counts))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Raises ValueError, KeyError or TypeError for other text, and Refused for a newer format."""
+        owner, rest = Owner.from_json(text)
+        return cls(owner, rest["at_ms"], rest["counts"])
+
+
+@dataclass(frozen=True)
+class DedupWindow:
+    """How long a log recognises a message, at the rate of its last appends, in seconds.
+
+    Attributes:
+        kept_s: how long it keeps an id.
+        needed_s: how long after a message was received the queue may redeliver it.
+        records_per_s: of the log's busiest partition.
+    """
+
+    kept_s: float
+    needed_s: float
+    records_per_s: float
+
+    @property
+    def short(self) -> bool:
+        return self.kept_s < self.needed_s
 
 
 class SourceDriver(ABC):

@@ -6,9 +6,8 @@ Driver:
 runner.py    a batch from its plan to its decision: what every driver of batches calls
 rules.py     compares ledger and checkpoint; pure
 recover.py   before a batch: finish or abort what an earlier run left; plan each shard: write | skip | give up
-messages.py  checks the tasks' commit messages, and compares rewritten shards with the decision
-decide.py    after a batch: the one record that makes it count. The line is marked there.
-apply.py     make decided participants visible, abort orphans
+decide.py    after a batch: checks the tasks' messages; the one record that makes it count (the line is marked there);
+             makes decided participants visible, aborts orphans
 context.py   the sinks behind one ledger, their committers and targets
 arbiter.py   at_most_once: the process that knows which attempt of a shard may send
 owner.py     the one driver that may decide
@@ -17,10 +16,9 @@ Both:
 sinks.py     the sinks of a pipeline, with their routes
 
 Executors, which load nothing of the driver's:
-shard.py     a task's rows become a prepared shard
-dead_letters.py  rows that a sink cannot hold; what was rejected as dead letters
-transform.py a function over Arrow batches; records that never become JVM rows
+shard.py     a task's rows become a prepared shard, and those that a sink cannot hold dead letters; at_most_once: asks
+             the arbiter
+transform.py a function over Arrow batches; records that never become JVM rows; rows as columns, where Spark lies
+             between source and sinks
 keys.py      keys that occur twice: refused, or dropped by a dedup with a key table
-in_band.py   rows as columns, where Spark lies between source and sinks
-grants.py    at_most_once: asks the arbiter
 """

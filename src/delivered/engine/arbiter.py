@@ -1,4 +1,4 @@
-"""The driver's side of `grants.py`: a process that grants each shard of an at_most_once batch to one attempt.
+"""What `may_send` of shard.py asks: a process that grants each shard of an at_most_once batch to one attempt.
 
 One process per driver; it ends with the driver's JVM. It keeps its grants in memory, because losing them is safe: a
 token that it does not know is refused, and a batch that an earlier driver may have sent is given up, by the record in

@@ -13,12 +13,10 @@ from delivered.contract import build
 from delivered.contract.sink import Committer, OpenTransaction, Shards, Sink
 from delivered.engine.sinks import Sinks
 from delivered.ledger import Change, Head, Ledger, Store, state_of
-from delivered.model.capability import LedgerPlace
+from delivered.model.capability import Guarantee, LedgerPlace
 from delivered.model.errors import DeliveredError, InvariantBroken, TargetChanged
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope, Target, Work
-from delivered.model.outcome import Ok, Outcome, Unknown
-from delivered.model.work import Decision, LedgerState, Owner, Prepared, Tolerance
+from delivered.model.work import Decision, LedgerState, Ok, Outcome, Owner, Prepared, Tolerance, Unknown
 
 FORGET_EVERY = 64
 """Interval, in batches, at which markers of other sinks are deleted."""

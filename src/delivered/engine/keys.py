@@ -17,10 +17,9 @@ import pyarrow as pa
 
 from delivered.contract.sink import KeyMemory
 from delivered.engine.sinks import Member, Sinks
-from delivered.model.bad_row import plain_rows
 from delivered.model.errors import UsageError
 from delivered.model.fingerprint import U64, record_hashes
-from delivered.model.rows import Rows
+from delivered.model.rows import Rows, plain_rows
 from delivered.model.step import Moment, StepId, reach
 
 _SEED, _OTHER = 0x64656C69, 0x76657265

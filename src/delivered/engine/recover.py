@@ -6,25 +6,24 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from delivered.engine.apply import (
+from delivered.engine.context import Context, check_targets, known_targets
+from delivered.engine.decide import (
     abort_late_orphans,
     abort_orphans,
     apply_decided,
     confirm_logged,
     settle_ends,
 )
-from delivered.engine.context import Context, check_targets, known_targets
 from delivered.engine.rules import ArchivedRun, BegunBatch, DecidedBatch, NewBatch, Verdict, judge
 from delivered.ledger import Ledger
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, LedgerAhead, LedgerBehind, OutcomeUnknown, PromiseBroken, Refused
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger
 from delivered.model.limits import OUTAGE_PATIENCE_S
 from delivered.model.options import shown
-from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.patience import within
 from delivered.model.step import RECOVERY, Moment, StepId, parts, reach
-from delivered.model.work import Action, BatchPlan, Begun, CheckpointView, Decision, LedgerState
+from delivered.model.work import Action, BatchPlan, Begun, CheckpointView, Decision, Failed, LedgerState, Ok, Unknown
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from delivered.model.capability import Guarantee
 from delivered.model.errors import LedgerAhead, LedgerBehind, Refused
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope
 from delivered.model.limits import LEDGER_INCARNATIONS
 from delivered.model.options import shown, starting_at, without_newest

@@ -22,11 +22,10 @@ import pyarrow as pa
 
 from delivered.engine.context import Context
 from delivered.engine.decide import abort_batch, commit_batch
-from delivered.engine.grants import may_send
 from delivered.engine.recover import plan_batch
-from delivered.engine.shard import write_shard
+from delivered.engine.shard import may_send, write_shard
 from delivered.engine.sinks import Sinks
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 from delivered.model.rows import Rows
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Arbiter, BatchPlan, BatchReport, CheckpointView, Decision, ShardMessage

@@ -1,31 +1,44 @@
-"""One task, one shard: read the rows, prepare at every sink, report to the driver."""
+"""One task, one shard: read the rows, prepare at every sink, report to the driver.
+
+Rows that a sink cannot hold, and all others that were rejected, become dead letters of the batch, with the reason and
+the position in their source.
+
+Under at_most_once a task asks the arbiter which attempt of a shard may send. The first one that asks; every other one
+never (decision 097). Spark's own numbers cannot answer this: it numbers attempts from 0 again when it reruns a stage
+(P31), and Python tasks do not learn the number of the stage's attempt.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import socket
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from delivered.contract import build
-from delivered.contract.sink import DEAD_LETTERS, Writer
-from delivered.engine.dead_letters import dead_letters, refused_row, validated
+from delivered.contract.sink import DEAD_LETTERS, Sink, Writer
+from delivered.contract.source import COORDINATES
 from delivered.engine.sinks import Member, Sinks
-from delivered.model.bad_row import OnBadRow
-from delivered.model.errors import BadRecord, InvariantBroken
+from delivered.model.capability import Guarantee
+from delivered.model.errors import BadRecord, InvariantBroken, Unreachable
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.limits import SHARDS_MAX
-from delivered.model.ranges import ROW_UNWRITABLE, of_values, unwritable
-from delivered.model.rows import Rows
+from delivered.model.limits import CONNECT_TIMEOUT_S, GRANT_WAIT_S, REQUEST_TIMEOUT_S, SHARDS_MAX
+from delivered.model.ranges import ROW_UNWRITABLE, first_reason, of_values, unwritable
+from delivered.model.rows import OnBadRow, Origin, Rejection, Rows, plain_rows
 from delivered.model.step import Moment, parts, reach
-from delivered.model.work import Action, BatchPlan, Prepared, ShardMessage
+from delivered.model.work import NO, YES, Action, Arbiter, BatchPlan, Prepared, ShardMessage
 
 log = logging.getLogger(__name__)
 
@@ -259,3 +272,162 @@ def _prepare(lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int) 
                 prepared = Prepared.of(work, line.total, line.writer.prepare(line.total))
             yield line, prepared
             reach(step, Moment.AFTER, sink=line.scope.sink, **facts)
+
+
+# Rows that a sink cannot hold, and dead letters.
+
+
+def validated(sink: Sink, rows: Rows) -> Rows:
+    """The rows that the sink and its server can hold; the others are rejected."""
+    reasons = find_reasons(sink, rows.good) if rows.good.num_rows else None  # without rows, a sink may not be ready
+    if reasons is None:
+        return rows
+    valid, at = pc.is_null(reasons), pc.indices_nonzero(pc.is_valid(reasons))
+    sources = rows.good if rows.records is None else rows.records
+    topic, partition, offset = (_coordinate(sources, n, at) for n in COORDINATES)
+    texts, bad = reasons.take(at).to_pylist(), plain_rows(rows.good.take(at))
+    rejected = [
+        Rejection(Origin.SINK, texts[n], bad[n], topic[n], partition[n], offset[n], row)
+        for n, row in enumerate(at.to_pylist())
+    ]
+    left = None if rows.records is None else rows.records.filter(valid)
+    return Rows(rows.good.filter(valid), [*rows.rejected, *rejected], left)
+
+
+def find_reasons(sink: Sink, rows: pa.RecordBatch) -> pa.Array | None:
+    """Each row's reason for rejection (null: valid), by the sink, then by its server; None if all are valid."""
+    reasons = sink.invalid_rows(rows)
+    if reasons is not None and reasons.null_count == len(reasons):
+        reasons = None
+    valid = rows if reasons is None else rows.filter(pc.is_null(reasons))
+    refused = sink.refused_rows(valid) if valid.num_rows else None
+    if refused is None or reasons is None:
+        return reasons if refused is None else refused
+    return pc.replace_with_mask(reasons.cast(pa.string()), pc.is_null(reasons), refused)
+
+
+def refused_row(sink: Sink, rows: pa.RecordBatch) -> tuple[int, str] | None:
+    """The first row that the sink or its server rejects, and why; None: there is none, or it cannot be found now."""
+    try:
+        return first_reason(find_reasons(sink, rows))
+    except Exception as error:
+        log.warning("which row is to blame could not be found: %s", error)
+        return None
+
+
+def dead_letters(scope: Scope, rejected: Sequence[Rejection], batch: int, shard: int, first: int) -> pa.RecordBatch:
+    """One dead letter for each.
+
+    Args:
+        scope: of the sink that rejected the rows; of the dead-letter sink, if source or transform did.
+        first: number of the first row among those of the rejecting sink in this shard; among what source and transform
+            rejected, of the first of these.
+    """
+    letters = [
+        {
+            "sink": scope.sink if r.origin is Origin.SINK else r.origin.value,
+            "reason": r.reason,
+            "batch": batch,
+            "shard": shard,
+            "row": first + (r.row if r.origin is Origin.SINK else number),
+            "topic": r.topic,
+            "partition": r.partition,
+            "offset": r.offset,
+            "record": r.text,
+            "pipeline": scope.pipeline,
+            "incarnation": scope.incarnation,
+        }
+        for number, r in enumerate(rejected)
+    ]
+    return pa.RecordBatch.from_pylist(letters, schema=DEAD_LETTERS)
+
+
+def _coordinate(rows: pa.RecordBatch, name: str, at: pa.Array) -> list[Any]:
+    """One of the rows' coordinates; None: unknown, or a user's column of the same name."""
+    if name in rows.schema.names:
+        with suppress(pa.ArrowInvalid):
+            return list(rows.column(name).take(at).cast(DEAD_LETTERS.field(name).type).to_pylist())
+    return [None] * len(at)
+
+
+# at_most_once: which attempt of a shard may send.
+
+_RETRY_S = 0.2
+
+
+def may_send(plan: BatchPlan, shard: int) -> bool:
+    """Ask the driver whether this attempt of the shard may send records. Runs in a task, before its first record.
+
+    While another attempt holds the grant and lives, waits for its end, at most `GRANT_WAIT_S`: a speculative copy that
+    answered Spark at once would end the attempt that is sending.
+
+    Raises:
+        Unreachable: the driver does not answer. Nothing was sent.
+    """
+    arbiter = plan.arbiter
+    if arbiter is None:
+        return False
+    _release()
+    request = json.dumps({"token": arbiter.token, "shard": shard, "attempt": uuid.uuid4().hex}).encode() + b"\n"
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    while True:
+        try:
+            connection, answer = _asked(arbiter, request)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise _unreachable(plan, arbiter, shard, error) from None
+            time.sleep(_RETRY_S)
+            continue
+        if answer == YES:
+            _hold(connection)
+            return True
+        connection.close()
+        return False
+
+
+def check_reachable(arbiter: Arbiter) -> None:
+    """Ask for a shard under a token that grants none. Raises OSError: the driver does not answer."""
+    request = json.dumps({"token": arbiter.token, "shard": 0, "attempt": ""}).encode() + b"\n"
+    connection, _ = _asked(arbiter, request)
+    connection.close()
+
+
+def _asked(arbiter: Arbiter, request: bytes) -> tuple[socket.socket, bytes]:
+    connection = socket.create_connection((arbiter.host, arbiter.port), CONNECT_TIMEOUT_S)
+    try:
+        connection.settimeout(GRANT_WAIT_S + REQUEST_TIMEOUT_S)
+        connection.sendall(request)
+        answer = b""
+        while answer not in (YES, NO):
+            received = connection.recv(len(YES))
+            if not received:
+                raise ConnectionError("the driver closed the connection")
+            answer += received
+    except BaseException:
+        connection.close()
+        raise
+    return connection, answer
+
+
+_held: socket.socket | None = None
+"""Open as long as this process lives or until its next shard: so the arbiter knows that the attempt lives, or that
+Spark has its result."""
+
+
+def _hold(connection: socket.socket) -> None:
+    global _held
+    _held = connection
+
+
+def _release() -> None:
+    global _held
+    if _held is not None:
+        with contextlib.suppress(OSError):
+            _held.close()
+        _held = None
+
+
+def _unreachable(plan: BatchPlan, arbiter: Arbiter, shard: int, error: OSError) -> Unreachable:
+    return Unreachable(
+        "GRANT_UNREACHABLE.SHARD", shard=shard, batch=plan.batch, host=arbiter.host, port=arbiter.port, error=error
+    )

@@ -10,11 +10,10 @@ import pyarrow as pa
 
 from delivered.contract.sink import DEAD_LETTERS, Sink
 from delivered.contract.source import COORDINATES
-from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import LedgerPlace
 from delivered.model.errors import UsageError
 from delivered.model.identity import checked_name
-from delivered.model.rows import Rows
+from delivered.model.rows import OnBadRow, Rows
 
 Route = Callable[[pa.RecordBatch], pa.RecordBatch]
 """Selects a sink's rows and columns of a batch. Picklable; deterministic."""

@@ -15,17 +15,15 @@ from typing import Any, Generic, Protocol, TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.contract.finding import Finding
 from delivered.contract.sink import Committer, Sink, Writer
+from delivered.contract.source import Finding
 from delivered.ledger import Ledgers
-from delivered.model.capability import Commit, SinkCapability
+from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.outcome import Failed, Ok, Outcome
 from delivered.model.ranges import EVERYTHING, too_long, unstorable
-from delivered.model.work import Prepared, Promise
+from delivered.model.work import Failed, Ok, Outcome, Prepared, Promise
 
 
 class SendingSink(Sink):

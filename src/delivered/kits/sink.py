@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pyarrow as pa
 
 from delivered.contract.sink import Sink
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 from delivered.model.identity import Scope, Work
 
 if TYPE_CHECKING:
-    from delivered.contract.finding import Finding
     from delivered.contract.sink import BoundedScan, Committer, Writer
+    from delivered.contract.source import Finding
     from delivered.ledger import Store
 
 

@@ -14,8 +14,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError
-from delivered.model.guarantee import Guarantee
 from delivered.model.secrets import without_passwords
 
 # The steps of a plan, and the crash points between them.
@@ -294,6 +294,10 @@ def as_json() -> bool:
 def is_line_of_ours(line: str) -> bool:
     """Whether a line of a log with lines of others, Spark's, was written by `JsonLines` for this package."""
     return line.startswith('{"time": ') and '"logger": "delivered' in line
+
+
+WARNING_MARK = "delivered: "
+"""Prefix of a worker's lines on standard error that are meant for users. `delivered run` shows them."""
 
 
 class JsonLines(logging.Formatter):

@@ -14,8 +14,6 @@ _OUR_FILES = "/delivered/"
 _TRACE = re.compile(r"Traceback \(most recent call last\):\n((?:[ ]{2,}[^\n]*\n)+)([^\n]*)")
 """A trace's frames, which are indented, and the first line of its exception."""
 _FRAME = re.compile(r'^  File "([^"\n]*)"', re.MULTILINE)
-WARNING_MARK = "delivered: "
-"""Prefix of a worker's lines on standard error that are meant for users. `delivered run` shows them."""
 
 _LENGTH_MAX = 4_000
 _WORKER_DIED = re.compile(

@@ -1,4 +1,5 @@
-"""What driver, tasks and ledger tell each other: plans, messages, what was prepared, decisions, totals and archive."""
+"""What driver, tasks and ledger exchange: plans, messages, what was prepared, decisions, totals and archive; and the
+outcome of a call that changes something outside: it worked, it did not, or it is unknown."""
 
 from __future__ import annotations
 
@@ -8,13 +9,40 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
-from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Generic, Self, TypeVar, get_args, get_origin, get_type_hints
 
+from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken, Refused
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import TRANSFORM_VERSIONS_BYTES_MAX, TRANSFORM_VERSIONS_KEPT
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ok(Generic[T]):
+    """The change was made."""
+
+    value: T
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The change was not made, and will not be later."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """The change may have been made, or still be made. Fence first, then check; never resend blindly."""
+
+    reason: str
+
+
+Outcome = Ok[T] | Failed | Unknown
+
 
 # Format versions of durable records: older formats are read, newer ones are refused.
 
@@ -321,7 +349,7 @@ def _typed(kind: Any, value: Any) -> Any:
     return value
 
 
-# Where executors ask the driver whether they may send (`engine/grants.py`).
+# Where executors ask the driver whether they may send (`engine/shard.py`).
 
 PORT = "spark.delivered.arbiter.port"
 YES, NO = b"yes\n", b"no\n"

@@ -36,17 +36,15 @@ from delivered.checkpoint.folder import logged, open_folder, read_record, write_
 from delivered.contract.sink import Sink
 from delivered.contract.source import COORDINATES, Source
 from delivered.engine.context import Context
-from delivered.engine.dead_letters import find_reasons, validated
 from delivered.engine.owner import new_owner
 from delivered.engine.runner import Runner
-from delivered.engine.shard import write_shard
+from delivered.engine.shard import find_reasons, validated, write_shard
 from delivered.engine.sinks import Sinks
 from delivered.engine.transform import ArrowTransform, isolated
-from delivered.model.bad_row import from_json_texts, reason_of
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused, UsageError
 from delivered.model.identity import Scope, derived_name
 from delivered.model.limits import DEAD_LETTERS_BATCH_MAX, DEAD_LETTERS_MAX
-from delivered.model.rows import Origin, Rows
+from delivered.model.rows import Origin, Rows, from_json_texts, reason_of
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Action, Begun, CheckpointView, Decision, LedgerState, ShardMessage
 from delivered.pipeline.definition import Definition

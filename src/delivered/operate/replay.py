@@ -39,10 +39,9 @@ from delivered.ledger import Store, Swap, SwapsTables
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.identity import SOURCE, Scope, by_source, derived_name
-from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.secrets import without_passwords
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Decision, LedgerState
+from delivered.model.work import Decision, Failed, LedgerState, Ok, Unknown
 from delivered.pipeline.definition import AVAILABLE_NOW, Definition, endpoint_of
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.file import SinkEntry, load_yaml

@@ -26,8 +26,7 @@ import yaml
 from delivered import html
 from delivered.checkpoint.folder import is_done, logged
 from delivered.checkpoint.history import Totals, batches, last_audits, totals
-from delivered.contract.queue import DedupWindow, ReceiverReport
-from delivered.contract.source import Source
+from delivered.contract.source import DedupWindow, ReceiverReport, Source
 from delivered.engine.context import open_ledger, open_shared_ledger
 from delivered.engine.owner import running
 from delivered.model.catalogue import PREFIX, texts

@@ -14,8 +14,7 @@ from delivered.engine.context import open_shared_ledger
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
 from delivered.model.identity import Scope
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
-from delivered.model.outcome import Failed, Ok, Unknown
-from delivered.model.work import LedgerState
+from delivered.model.work import Failed, LedgerState, Ok, Unknown
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.spec import NO_INCARNATION
 

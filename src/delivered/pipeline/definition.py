@@ -12,13 +12,13 @@ from typing import Any, Self
 
 from delivered.contract.connector import Connector
 from delivered.contract.source import Offsets
-from delivered.model.bad_row import OnBadRow
+from delivered.model.capability import Guarantee
 from delivered.model.dedup import Dedup
 from delivered.model.errors import Refused, UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import SOURCE, SOURCE_NAME, checked_name
 from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.model.options import choice
+from delivered.model.rows import OnBadRow
 from delivered.model.secrets import shown
 from delivered.model.work import Tolerance
 from delivered.pipeline.endpoint import Endpoint, as_text, refuse_passwords

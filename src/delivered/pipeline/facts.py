@@ -11,8 +11,8 @@ import psutil
 from delivered.checkpoint import sidecar
 from delivered.checkpoint.folder import is_done, logged, newest_offsets, read_view, repartitions_before, unwritable
 from delivered.checkpoint.sidecar import changed_dedup, decider, removed
-from delivered.contract.finding import Finding
 from delivered.contract.sink import Sink
+from delivered.contract.source import Finding
 from delivered.engine.context import open_shared_ledger
 from delivered.engine.owner import living
 from delivered.engine.recover import other_ledgers

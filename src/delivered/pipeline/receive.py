@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from delivered.contract.queue import ReceiverReport
+from delivered.contract.source import ReceiverReport
 from delivered.engine.owner import new_owner, running
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVER_SILENT_S, RECEIVERS_MAX

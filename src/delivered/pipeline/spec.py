@@ -23,11 +23,11 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from delivered.contract.sink import Sink
 from delivered.contract.source import Offsets
 from delivered.engine.sinks import Columns, Sinks
-from delivered.model.bad_row import OnBadRow
+from delivered.model.capability import Guarantee
 from delivered.model.errors import Refused, UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import SOURCE, Scope, checked_name, fitted_name
 from delivered.model.options import Option, OptionTable, choice
+from delivered.model.rows import OnBadRow
 from delivered.model.work import DriverAddress, Owner, Tolerance
 from delivered.pipeline.registry import find_sink
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-from delivered.model.bad_row import OnBadRow
 from delivered.model.dedup import KIND, TABLE, Dedup, read_ms
 from delivered.model.errors import UsageError
 from delivered.model.identity import SOURCE
 from delivered.model.options import Unfit, choice
+from delivered.model.rows import OnBadRow
 from delivered.pipeline.endpoint import Projection
 from delivered.planner import TransformFacts
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, assert_never
 
 from delivered import html
-from delivered.model.capability import LedgerPlace
+from delivered.model.capability import Guarantee, LedgerPlace
 from delivered.model.catalogue import texts
 from delivered.model.errors import Refused, Unreachable
-from delivered.model.guarantee import Guarantee
 from delivered.model.step import Step
 
 _LABEL = 18

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from delivered.model.bad_row import OnBadRow
-from delivered.model.capability import Commit, SinkCapability
+from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.dedup import Dedup
-from delivered.model.guarantee import Guarantee
 from delivered.model.limits import KEY_TABLE_BYTES, STATE_BYTES_PER_KEY
+from delivered.model.rows import OnBadRow
 from delivered.model.step import MECHANISMS, RECOVERY, Mechanism, Step, StepId, steps_of
 from delivered.planner.answer import Plan, Reason, Refusal, seconds
 from delivered.planner.request import Request, SinkFacts, SourceFacts, TransformFacts, reasons, source_warnings

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from delivered.contract.finding import Finding
-from delivered.model.bad_row import OnBadRow
-from delivered.model.capability import Commit, LedgerPlace, SinkCapability, SourceCapability
+from delivered.contract.source import Finding
+from delivered.model.capability import Commit, Guarantee, LedgerPlace, SinkCapability, SourceCapability
 from delivered.model.dedup import Dedup
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import SOURCE, by_source
 from delivered.model.limits import BROKER_TRANSACTION_TIMEOUT_S_DEFAULT
 from delivered.model.options import shown, starting_at, without_newest
+from delivered.model.rows import OnBadRow
 from delivered.model.work import Owner
 from delivered.planner.answer import Reason, seconds
 

@@ -23,17 +23,16 @@ from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
-from delivered.contract.finding import Finding
-from delivered.contract.queue import DedupWindow, Entered, Journal, MessageBatch, Queue, Receiver, ReceiverReport
-from delivered.contract.source import Slice, Source, SourceDriver
+from delivered.contract.queue import Entered, Journal, MessageBatch, Queue, Receiver
+from delivered.contract.source import DedupWindow, Finding, ReceiverReport, Slice, Source, SourceDriver
 from delivered.model import limits
 from delivered.model.capability import SourceCapability
 from delivered.model.dedup import DURATION_MS, duration
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.limits import REFUSED_IN_A_ROW_MAX, REFUSED_TIMES, SOURCE_PATIENCE_S
 from delivered.model.options import Option, Options, OptionType, choice, option, prefixed, several, whole
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.step import Moment, StepId, reach
+from delivered.model.work import Failed, Ok, Outcome, Unknown
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.02

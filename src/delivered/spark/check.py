@@ -15,10 +15,10 @@ import pyarrow as pa
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import SparkSession
 
-from delivered.contract.finding import Finding
+from delivered.contract.source import Finding
+from delivered.model.capability import Guarantee
 from delivered.model.catalogue import texts
 from delivered.model.errors import DeliveredError, Refused, Unreachable, UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import SOURCE
 from delivered.model.work import Arbiter, DriverAddress, Owner
 from delivered.pipeline.definition import Definition
@@ -164,7 +164,7 @@ def check_executors(spark: SparkSession, options: Mapping[str, str]) -> None:
 
 
 def _ask(arbiter: Arbiter, _: Iterable[int]) -> Iterator[tuple[str, str]]:
-    from delivered.engine.grants import check_reachable
+    from delivered.engine.shard import check_reachable
 
     try:
         check_reachable(arbiter)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from delivered.model.capability import Guarantee
 from delivered.model.errors import UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import checked_name
 from delivered.model.translate import translated
 from delivered.pipeline.endpoint import Endpoint

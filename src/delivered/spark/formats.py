@@ -23,9 +23,8 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import BooleanType, StructField, StructType
 
 from delivered.contract.source import Source
-from delivered.engine.in_band import source_schema, without_rejected
 from delivered.engine.sinks import Sinks
-from delivered.engine.transform import SLICE_COLUMN, SLICE_SCHEMA, Direct
+from delivered.engine.transform import SLICE_COLUMN, SLICE_SCHEMA, Direct, source_schema, without_rejected
 from delivered.model.errors import Refused, UsageError
 from delivered.model.secrets import redacted
 from delivered.pipeline.registry import PREFIX, find_source

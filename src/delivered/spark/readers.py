@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from delivered.checkpoint import sidecar, task_files
-from delivered.checkpoint.sidecar import Landmarks, PlainDriver, stream_driver
+from delivered.checkpoint import sidecar
+from delivered.checkpoint.sidecar import Landmarks, PlainDriver, put_task_file, stream_driver
 from delivered.contract.source import Slice, Source, SourceDriver
-from delivered.engine.in_band import encode, source_schema
-from delivered.engine.in_band import pack as packed
-from delivered.engine.transform import pack
+from delivered.engine.transform import encode, pack_rejected, pack_slice, source_schema
 from delivered.model.limits import LANDMARK_EVERY_S, LANDMARK_IDLE_EVERY_S
 from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
@@ -123,7 +121,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if self._reading.direct and isinstance(partition, SlicePartition):
-            return iter([pack(partition.piece)])
+            return iter([pack_slice(partition.piece)])
         if self._reading.rejects and self._source.capability().decodes:
             return self._rejecting(partition)
         return read_slice(self._source.read, partition, self._reading.pipeline)
@@ -136,7 +134,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if rows.rejected:
                 running = int(running_batch(running_task())[1] or 0)
                 own = f"{reading.source}-{_digest(partition)}-{number:06}"
-                task_files.put(str(reading.checkpoint), running, reading.start or "", own, packed(rows.rejected))
+                put_task_file(str(reading.checkpoint), running, reading.start or "", own, pack_rejected(rows.rejected))
             yield encode(rows, schema)
 
     def commit(self, end: dict[str, Any]) -> None:

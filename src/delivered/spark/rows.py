@@ -25,11 +25,10 @@ from pyspark.errors import AnalysisException, ParseException
 
 from delivered.contract.sink import KEY_BYTES, Sink
 from delivered.contract.source import COORDINATES, Source
-from delivered.engine.in_band import REJECTED, decode, encode, with_rejected
 from delivered.engine.keys import AT, HELPERS, KEY, TIE, without_seen
 from delivered.engine.keys import TIME as SEEN_AT
 from delivered.engine.sinks import Columns
-from delivered.engine.transform import ArrowTransform, isolated
+from delivered.engine.transform import REJECTED, ArrowTransform, decode, encode, isolated, with_rejected
 from delivered.model.dedup import Dedup
 from delivered.model.errors import BadRecord, InvariantBroken, UsageError
 from delivered.model.identity import Scope

@@ -10,8 +10,7 @@ import sys
 from pyspark import TaskContext
 
 from delivered.model.errors import InvariantBroken
-from delivered.model.step import JsonLines, as_json, work_for
-from delivered.model.translate import WARNING_MARK
+from delivered.model.step import WARNING_MARK, JsonLines, as_json, work_for
 from delivered.spark.internals import running_batch
 
 _armed = False

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
-from delivered.engine.grants import may_send
-from delivered.engine.in_band import decode
-from delivered.engine.shard import write_shard
+from delivered.engine.shard import may_send, write_shard
 from delivered.engine.sinks import Sinks
-from delivered.model.bad_row import OnBadRow
+from delivered.engine.transform import decode
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.patience import in_query
-from delivered.model.rows import Rows
+from delivered.model.rows import OnBadRow, Rows
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import BatchPlan, CheckpointView, ShardMessage, Tolerance
 from delivered.spark.internals import running_batch
@@ -224,9 +223,9 @@ def plan_next(spec: PipelineSpec, sinks: Sinks, schema: pa.Schema) -> BatchPlan:
     keeps_state = partial(holds_state, checkpoint) if spec.batch is None else lambda: True
     plan = own.plan(view, schema, start=spec.start or "", keeps_state=keeps_state)
     if spec.on_bad_row is not OnBadRow.FAIL and (first or spec.rejects):
-        from delivered.checkpoint import task_files
+        from delivered.checkpoint.sidecar import forget_task_files
 
-        task_files.forget(checkpoint, view.batch, decided=plan.is_decided)
+        forget_task_files(checkpoint, view.batch, decided=plan.is_decided)
     return plan
 
 
@@ -239,11 +238,11 @@ def rejected_rows(spec: PipelineSpec, schema: pa.Schema, plan: BatchPlan) -> Row
         return None
     if not (spec.rejects or plan.is_decided):  # what an earlier start decided may hold some
         return None
-    from delivered.checkpoint import task_files
-    from delivered.engine.in_band import join, unpack
+    from delivered.checkpoint.sidecar import gather_task_files
+    from delivered.engine.transform import join_rejected, unpack_rejected
 
-    records = task_files.gather(spec.checkpoint, plan.batch, spec.start or "", join)
-    return None if records is None else Rows(pa.RecordBatch.from_pylist([], schema=schema), unpack(records))
+    records = gather_task_files(spec.checkpoint, plan.batch, spec.start or "", join_rejected)
+    return None if records is None else Rows(pa.RecordBatch.from_pylist([], schema=schema), unpack_rejected(records))
 
 
 def checkpoint_of(spec: PipelineSpec) -> str:
@@ -258,7 +257,6 @@ def messages_of(messages: Sequence[WriterCommitMessage | None]) -> list[ShardMes
 
 def find_runner(spec: PipelineSpec, sinks: Sinks, incarnation: str) -> Runner:
     """The runner of a pipeline, opened once per process, which Spark reuses for many batches."""
-    from delivered.engine.arbiter import registered
     from delivered.engine.context import Context
     from delivered.engine.owner import located
     from delivered.engine.runner import Runner
@@ -271,7 +269,12 @@ def find_runner(spec: PipelineSpec, sinks: Sinks, incarnation: str) -> Runner:
         _runners.move_to_end(key)
         return _runners[key]
     opened = Context.open(sinks, scope, spec.guarantee, located(owner), spec.tolerance, spec.transform)
-    _runners[key] = Runner(sinks, opened, partial(registered, scope, owner, spec.sender.address))
+    register = None
+    if spec.guarantee is Guarantee.AT_MOST_ONCE:
+        from delivered.engine.arbiter import registered  # no other guarantee needs it
+
+        register = partial(registered, scope, owner, spec.sender.address)
+    _runners[key] = Runner(sinks, opened, register)
     while len(_runners) > _RUNNERS_MAX:
         _, old = _runners.popitem(last=False)
         old.close()

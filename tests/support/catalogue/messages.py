@@ -12,7 +12,7 @@ import pytest
 from tests.support.catalogue.run import Path, Read, Row
 
 from delivered.contract.sink import Sink
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 from delivered.pipeline.registry import find_sink
 
 _names = itertools.count()

@@ -23,12 +23,11 @@ from delivered.contract.sink import Sink
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import fingerprint_seed, write_shard
 from delivered.engine.sinks import Sinks
-from delivered.model.bad_row import OnBadRow
+from delivered.model.capability import Guarantee
 from delivered.model.errors import Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint, record_hashes
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
-from delivered.model.rows import Rows
+from delivered.model.rows import OnBadRow, Rows
 
 EXACT = "exact"
 BAD_ROW = "refused as bad row"

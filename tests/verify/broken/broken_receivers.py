@@ -10,7 +10,7 @@ from delivered.connectors.rabbitmq import CONNECTOR, RabbitmqOptions
 from delivered.connectors.rabbitmq.queue import RabbitmqQueue, RabbitmqReceiver
 from delivered.contract.connector import Factory
 from delivered.contract.queue import MessageBatch
-from delivered.model.outcome import Ok, Outcome
+from delivered.model.work import Ok, Outcome
 
 
 class HastyReceiver(RabbitmqReceiver):

@@ -24,11 +24,10 @@ from delivered.connectors.sqlite.sink import SqliteSink
 from delivered.contract.connector import Connector, Factory
 from delivered.contract.sink import Committer
 from delivered.ledger import Change, Head, Ledgers
+from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope, Work
-from delivered.model.outcome import Ok, Outcome
-from delivered.model.work import Decision, Handle, LedgerState, Owner, Prepared, Promise
+from delivered.model.work import Decision, Handle, LedgerState, Ok, Outcome, Owner, Prepared, Promise
 
 Put = Callable[[Sequence["Row"]], None]
 Row = tuple[bytes | None, bytes | None]
@@ -250,9 +249,9 @@ class SendsInEveryAttempt(Connector):
     """Its tasks take the number 0 for a first attempt, and ask nobody."""
 
     def sink(self, options: Mapping[str, str], ledgers: Ledgers | None = None) -> SqliteSink:
-        from delivered.engine import grants
+        from delivered.engine import shard
 
-        grants.may_send = lambda plan, shard: True
+        shard.may_send = lambda plan, shard: True
         return SqliteSink(SqliteOptions.parse(options))
 
 

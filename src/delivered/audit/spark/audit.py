@@ -53,13 +53,11 @@ from delivered.audit.spark.source import Deduplicated, FinalState, SentRows, exp
 from delivered.checkpoint.folder import read_view
 from delivered.contract.sink import BoundedScan, Sink
 from delivered.contract.source import Source
-from delivered.engine.dead_letters import validated
-from delivered.engine.shard import fingerprint_seed
-from delivered.model.bad_row import OnBadRow
+from delivered.engine.shard import fingerprint_seed, validated
 from delivered.model.capability import APPEND
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.identity import Scope
-from delivered.model.rows import Rows
+from delivered.model.rows import OnBadRow, Rows
 from delivered.pipeline.definition import Definition, grouping_columns
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.facts import as_started, sink_as_started

@@ -31,8 +31,8 @@ from delivered.checkpoint.folder import read_view
 from delivered.contract.sink import Sink
 from delivered.contract.source import Address, Source
 from delivered.engine.shard import fingerprint_seed
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, Refused, UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.ranges import fitted
 from delivered.pipeline.definition import Definition

@@ -54,9 +54,8 @@ from delivered.audit.spark.slices import keeps_partitions, kept_plain, shuffles_
 from delivered.audit.spark.source import SentRows, expressions, final_state, record_columns
 from delivered.checkpoint.folder import batch_metadata, read_view
 from delivered.kits.sql.merge import CONFLICT
-from delivered.model.capability import WriteMode
+from delivered.model.capability import Guarantee, WriteMode
 from delivered.model.errors import DeliveredError
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import SOURCE, Scope
 from delivered.model.ranges import backquoted
 from delivered.model.work import Decision

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,11 +31,13 @@ from delivered.clients.kafka.errors import (
     complete,
     header_bytes,
 )
-from delivered.clients.kafka.sasl import Tls, mechanism_of, start_dialog
-from delivered.clients.kafka.settings import PORT, protocol_of
+from delivered.clients.kafka.settings import PORT, mechanism_of, protocol_of
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.limits import CONNECT_TIMEOUT_S, KAFKA_RESPONSE_BYTES_MAX
 from delivered.model.options import parse_addresses
+
+if TYPE_CHECKING:
+    from delivered.clients.kafka.sasl import Tls
 
 _FRAME = struct.Struct(">ihhi")
 """Request: size of what follows, API key, API version, correlation id."""
@@ -454,7 +456,11 @@ def security(client: Mapping[str, str]) -> Security:
     protocol = protocol_of(client)
     if protocol not in _PROTOCOLS:
         raise InvariantBroken("KAFKA_PROTOCOL", protocol=protocol, known=", ".join(_PROTOCOLS))
-    trust = Tls(client) if _PROTOCOLS[protocol].tls else None
+    trust = None
+    if _PROTOCOLS[protocol].tls:
+        from delivered.clients.kafka.sasl import Tls  # nor are logins loaded without SASL
+
+        trust = Tls(client)
     mechanism = mechanism_of(client) if _PROTOCOLS[protocol].sasl else None
     return Security(trust, mechanism, client, client.get("client.id", CLIENT_ID))
 
@@ -490,6 +496,8 @@ def authenticate(ask: Callable[[Any], Any], name: str, host: str, security: Secu
     """
     from kafka.errors import KafkaError
     from kafka.protocol.sasl import SaslAuthenticateRequest, SaslHandshakeRequest
+
+    from delivered.clients.kafka.sasl import start_dialog
 
     mechanism = str(security.mechanism)
     answer = ask(SaslHandshakeRequest(mechanism=mechanism, version=1))

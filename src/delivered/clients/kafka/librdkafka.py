@@ -5,23 +5,20 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from delivered.clients.kafka import record_batch, sasl
 from delivered.clients.kafka.errors import ConnectionErrors, Failures, ProducerError, config_error, explain
 from delivered.clients.kafka.fetcher import Fetched
 from delivered.clients.kafka.protocol import server_name
 from delivered.clients.kafka.record_batch import Headers, Partition, Rows
-from delivered.clients.kafka.sasl import mechanism_of
-from delivered.clients.kafka.settings import SETTINGS, check_complete, protocol_of, resolved
-from delivered.model.errors import BadRecord, MissingExtra, UsageError
+from delivered.clients.kafka.settings import OAUTHBEARER, mechanism_of, protocol_of, resolved
+from delivered.model.errors import BadRecord, MissingExtra
 from delivered.model.limits import SOURCE_QUEUE_KBYTES
-from delivered.model.options import REFERENCES
 from delivered.model.patience import Stall
 from delivered.source import HEADERS, TIMESTAMP, columns, header_name, micros
 
@@ -68,60 +65,34 @@ def connect(make: Callable[[dict[str, Any]], T], owner: str, settings: Mapping[s
         raise config_error(error.args[0].str(), owner, next(iter(settings)) if len(settings) == 1 else None) from None
 
 
-def lacks_login(client: Mapping[str, str]) -> str | None:
-    """What of a login librdkafka, as confluent-kafka brings it, does not have; None: it has all."""
-    if protocol_of(client).startswith("SASL") and mechanism_of(client) == "GSSAPI":
-        return "the SASL mechanism GSSAPI"
-    return "kafka.ssl.enabled.protocols" if "ssl.enabled.protocols" in client else None
-
-
 def _login(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Login settings as librdkafka takes them: tokens and trust stores come from our client's code."""
     found = dict(settings)
+    if any(name.startswith("ssl.") for name in found):
+        found = _trusting(found)
+    if mechanism_of(found, "") == "OAUTHBEARER":
+        found = {n: v for n, v in found.items() if not n.startswith((OAUTHBEARER, "https."))}
+        found["oauth_cb"] = partial(_token, settings)
+    return found
+
+
+def _trusting(found: dict[str, Any]) -> dict[str, Any]:
+    from delivered.clients.kafka import sasl  # not loaded without TLS or login
+
     try:
         if (store := found.pop("ssl.truststore.location", None)) is not None:
             found["ssl.ca.pem"] = sasl.trusted_of_store(store, found.pop("ssl.truststore.password", None))
         found |= {n: sasl.pem(found[n]) for n in ("ssl.ca.pem", "ssl.certificate.pem", "ssl.key.pem") if n in found}
     except (OSError, ValueError) as error:
         raise sasl.unusable(str(error)) from None
-    if mechanism_of(found, "") == "OAUTHBEARER":
-        found = {n: v for n, v in found.items() if not n.startswith((sasl.OAUTHBEARER, "https."))}
-        found["oauth_cb"] = partial(_token, settings)
     return found
 
 
 def _token(settings: Mapping[str, Any], _: str) -> tuple[str, float, str, dict[str, str]]:
-    token = sasl.token_for(settings)
+    from delivered.clients.kafka.sasl import token_for
+
+    token = token_for(settings)
     return token.text, time.time() + token.left_s, "", dict(token.extensions)
-
-
-def check_settings(owner: str, client: Mapping[str, str]) -> None:
-    """Check the user's settings on the driver, before anything runs. Opens no connection: no server is named.
-
-    Args:
-        client: from `client_options`. Secrets and files are left out: they are on other machines.
-
-    Raises:
-        UsageError: unknown setting, or invalid value.
-    """
-    check_complete(owner, client)
-    known = {
-        name: value
-        for name, value in client.items()
-        if name != "bootstrap.servers"
-        and name not in SETTINGS  # checked by us
-        and not value.startswith(REFERENCES)
-    }
-    if not known:
-        return  # librdkafka need not be loaded
-    with suppress(MissingExtra):  # reported when a client is created
-        make = kafka_client().Producer
-        try:
-            connect(make, owner, known)
-        except UsageError:  # it may name an alias: name what the user wrote
-            for name, value in known.items():
-                connect(make, owner, {name: value})
-            raise
 
 
 # Its producer and its consumer, with the methods of `sender.Sender` and `fetcher.Fetcher`.
@@ -386,49 +357,3 @@ class Consumer:
 
     def close(self) -> None:
         self._client.close()
-
-
-# By which client records travel: Arrow, unless a setting, a mechanism or the platform needs librdkafka.
-
-_SETTINGS = SETTINGS | {"bootstrap.servers", "client.id"}
-SINK_SETTINGS = _SETTINGS | {
-    "acks",
-    "message.max.bytes",
-    "message.timeout.ms",
-    "compression.type",
-    "compression.codec",
-    "linger.ms",
-}
-SOURCE_SETTINGS = _SETTINGS | {
-    "isolation.level",
-    "group.id",
-    "max.partition.fetch.bytes",
-    "fetch.max.bytes",
-    "fetch.wait.max.ms",
-}
-
-
-def by_arrow(owner: str, through: str, client: Mapping[str, str], known: Set[str]) -> bool:
-    """Whether the option `client` (`through`) selects arrow. Raises UsageError: it is arrow, which lacks something."""
-    missing = "client is librdkafka" if through == "librdkafka" else lacks(client, known)
-    if missing is not None and through == "arrow":
-        check_settings(owner, client)  # one that nobody knows
-        raise UsageError("OPTION_CONFLICT.KAFKA_ARROW", owner=owner, missing=missing)
-    if missing is not None and (login := lacks_login(client)) is not None:
-        raise UsageError("OPTION_CONFLICT.KAFKA_LIBRDKAFKA", owner=owner, missing=missing, login=login)
-    return missing is None
-
-
-def path(through: str, client: Mapping[str, str], known: Set[str], arrow: str) -> str:
-    """By which client records travel, and why, for the plan. `arrow`: what it says of Arrow."""
-    missing = lacks(client, known) if through != "librdkafka" else "client=librdkafka"
-    return arrow if missing is None else f"librdkafka, because {missing}"
-
-
-def lacks(client: Mapping[str, str], known: Set[str]) -> str | None:
-    """Why only librdkafka can be used with these settings; None: nothing is missing."""
-    if not record_batch.available():
-        return "the package was built without a C compiler"
-    if unknown := sorted(set(client) - known):
-        return f"kafka.{unknown[0]} is a setting of librdkafka"
-    return None

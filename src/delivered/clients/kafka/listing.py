@@ -18,8 +18,8 @@ from delivered.clients.kafka.protocol import Leader, NoTopic, Wire, name_of
 from delivered.clients.kafka.record_batch import HEADER_BYTES, Partition, by_topic
 from delivered.model.errors import UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.patience import left_s
+from delivered.model.work import Failed, Ok, Outcome, Unknown
 
 # What a reader's driver asks brokers: topics, offsets of partitions, offsets and members of consumer groups.
 

@@ -6,7 +6,6 @@ import base64
 import ctypes
 import functools
 import http.client
-import importlib
 import json
 import logging
 import math
@@ -27,20 +26,25 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from delivered.clients.kafka.errors import CredentialsRefused, NoCredentials, Rejected
+from delivered.clients.kafka.settings import (
+    ENDPOINT,
+    OAUTHBEARER,
+    PROVIDER,
+    VERSIONS,
+    check_extensions,
+    load_function,
+    split_extensions,
+)
 from delivered.model.answers import JsonAnswer, TimedAnswer, UnexpectedAnswer
 from delivered.model.errors import MissingExtra, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 
 # Tokens for SASL OAUTHBEARER: from an OpenID Connect server by client credentials, or from the user's function.
 
-OAUTHBEARER = "sasl.oauthbearer."
-PROVIDER, ENDPOINT = f"{OAUTHBEARER}token.provider", f"{OAUTHBEARER}token.endpoint.url"
 _USED = 0.8
 """Of a token's lifetime: after that, the next connection fetches a new one."""
 _ANSWER_BYTES_MAX = 1 << 20
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
-_EXTENSION_NAME = re.compile(r"[A-Za-z]+")
-_EXTENSION_VALUE = re.compile(r"[\x21-\x7e \t\r\n]+")
 
 _known: dict[tuple[tuple[str, str], ...], Token] = {}
 """One token for all connections of a process with the same settings."""
@@ -82,20 +86,6 @@ def token_for(client: Mapping[str, str]) -> Token:
             raise CredentialsRefused("the token has characters that no bearer token has")
         known = _known[key] = Token(text, started_s + max(0.0, lifetime_s) * _USED, extensions)
     return known
-
-
-def load_function(text: str) -> Any:
-    """A function by its dotted path: shop.tokens.kafka_token, or shop.tokens:kafka_token. Raises UsageError."""
-    module, _, name = text.replace(":", ".").rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        why = str(error) or "no module is named"
-    else:
-        if callable(found):
-            return found
-        why = "it is no function"
-    raise UsageError("KAFKA_TOKEN.PROVIDER", option=PROVIDER, text=text, reason=why)
 
 
 def _from_function(client: Mapping[str, str]) -> tuple[str, float, Mapping[str, str]]:
@@ -212,20 +202,6 @@ def _expiry(token: str) -> float | None:
 
 def _extensions(client: Mapping[str, str]) -> Mapping[str, str]:
     return check_extensions(split_extensions(client.get(f"{OAUTHBEARER}extensions", "")))
-
-
-def split_extensions(text: str) -> dict[str, str]:
-    """name=value,name=value"""
-    pairs = (part.partition("=") for part in text.split(",") if part.strip())
-    return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-def check_extensions(given: Mapping[str, str]) -> Mapping[str, str]:
-    """Raises UsageError: a name or value that RFC 7628 does not allow."""
-    for name, value in given.items():
-        if not _EXTENSION_NAME.fullmatch(name) or name.lower() == "auth" or not _EXTENSION_VALUE.fullmatch(value):
-            raise UsageError("OPTION_VALUE.OAUTH_EXTENSIONS", name=name)
-    return given
 
 
 class BearerDialog:
@@ -465,8 +441,6 @@ _acquiring = threading.Lock()
 
 # SASL dialogs with a broker, by mechanism.
 
-MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER", "GSSAPI")
-
 
 class Dialog(Protocol):
     """As kafka-python's mechanisms."""
@@ -482,11 +456,6 @@ class Dialog(Protocol):
 
     def is_authenticated(self) -> bool:
         """Once done: whether broker and client accepted each other."""
-
-
-def mechanism_of(client: Mapping[str, str], default: str = "GSSAPI") -> str:
-    """The mechanism of a client's settings; Kafka's default is GSSAPI."""
-    return client.get("sasl.mechanism", client.get("sasl.mechanisms", default)).upper()
 
 
 def start_dialog(mechanism: str, host: str, client: Mapping[str, str]) -> Dialog:
@@ -525,7 +494,6 @@ log = logging.getLogger("delivered.kafka")
 FILES = ("ssl.ca.location", "ssl.certificate.location", "ssl.key.location", "ssl.crl.location")
 STORES = ("ssl.keystore.location", "ssl.truststore.location")
 """PKCS12. Stores in PEM's format have other names by now."""
-VERSIONS = {"TLSv1.2": ssl.TLSVersion.TLSv1_2, "TLSv1.3": ssl.TLSVersion.TLSv1_3}
 _BLOCK = re.compile(r"-----BEGIN ([A-Z0-9 ]+)-----(.*?)-----END \1-----", re.DOTALL)
 _CRL = "X509 CRL"
 

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
+import ssl
 from collections.abc import Mapping
 from typing import Any
 
-from delivered.clients.kafka.sasl import (
-    ENDPOINT,
-    MECHANISMS,
-    OAUTHBEARER,
-    PROVIDER,
-    VERSIONS,
-    check_extensions,
-    load_function,
-    mechanism_of,
-    split_extensions,
-)
 from delivered.model.errors import UsageError
 from delivered.model.options import (
     REFERENCES,
@@ -33,6 +24,47 @@ from delivered.model.options import (
 
 PREFIX = "kafka."
 """Of options that are settings of a client."""
+
+OAUTHBEARER = "sasl.oauthbearer."
+PROVIDER, ENDPOINT = f"{OAUTHBEARER}token.provider", f"{OAUTHBEARER}token.endpoint.url"
+MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER", "GSSAPI")
+VERSIONS = {"TLSv1.2": ssl.TLSVersion.TLSv1_2, "TLSv1.3": ssl.TLSVersion.TLSv1_3}
+_EXTENSION_NAME = re.compile(r"[A-Za-z]+")
+_EXTENSION_VALUE = re.compile(r"[\x21-\x7e \t\r\n]+")
+
+
+def mechanism_of(client: Mapping[str, str], default: str = "GSSAPI") -> str:
+    """The mechanism of a client's settings; Kafka's default is GSSAPI."""
+    return client.get("sasl.mechanism", client.get("sasl.mechanisms", default)).upper()
+
+
+def load_function(text: str) -> Any:
+    """A function by its dotted path: shop.tokens.kafka_token, or shop.tokens:kafka_token. Raises UsageError."""
+    module, _, name = text.replace(":", ".").rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        why = str(error) or "no module is named"
+    else:
+        if callable(found):
+            return found
+        why = "it is no function"
+    raise UsageError("KAFKA_TOKEN.PROVIDER", option=PROVIDER, text=text, reason=why)
+
+
+def split_extensions(text: str) -> dict[str, str]:
+    """name=value,name=value"""
+    pairs = (part.partition("=") for part in text.split(",") if part.strip())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def check_extensions(given: Mapping[str, str]) -> Mapping[str, str]:
+    """Raises UsageError: a name or value that RFC 7628 does not allow."""
+    for name, value in given.items():
+        if not _EXTENSION_NAME.fullmatch(name) or name.lower() == "auth" or not _EXTENSION_VALUE.fullmatch(value):
+            raise UsageError("OPTION_VALUE.OAUTH_EXTENSIONS", name=name)
+    return given
+
 
 # `sasl.jaas.config`, in which the Java client's users write logins, as librdkafka's settings.
 

@@ -15,9 +15,8 @@ from delivered.clients.kafka.channel import Pending
 from delivered.clients.kafka.errors import NoAnswer, only
 from delivered.clients.kafka.protocol import FATAL, Wire, ask_member, name_of, retried
 from delivered.model.limits import REQUEST_TIMEOUT_S
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.patience import left_s
-from delivered.model.work import Handle
+from delivered.model.work import Failed, Handle, Ok, Outcome, Unknown
 
 OPEN_STATES = ("Ongoing", "PrepareEpochFence", "PrepareCommit", "PrepareAbort")
 _PIPELINED_MAX = 48

@@ -10,12 +10,12 @@ from typing import Any
 
 from delivered.connectors.activemq import ActivemqOptions, Place
 from delivered.connectors.activemq.client import HEARTBEAT_MS, Session
-from delivered.contract.finding import Finding
 from delivered.contract.queue import MessageBatch, Queue, Receiver
+from delivered.contract.source import Finding
 from delivered.model.answers import JsonAnswer, UnexpectedAnswer
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
-from delivered.model.outcome import Ok, Outcome, Unknown
+from delivered.model.work import Ok, Outcome, Unknown
 from delivered.source import intact, micros
 
 # Checks an Artemis broker's queue over its management address.

@@ -10,13 +10,12 @@ import pyarrow as pa
 from delivered.connectors.activemq import DUPLICATE_ID, ActivemqSinkOptions
 from delivered.connectors.activemq.client import Session
 from delivered.connectors.activemq.queue import findings
-from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan
+from delivered.contract.source import Finding
 from delivered.kits.queue import COLUMNS, MessageSink, SendingWriter, check_names, check_types, column, sends, text
 from delivered.ledger import Ledgers
-from delivered.model.capability import SinkCapability
+from delivered.model.capability import Guarantee, SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Refused, Unreachable
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.ranges import check_lengths

@@ -17,8 +17,7 @@ from delivered.kits.table import store, target
 from delivered.kits.table import store as storage
 from delivered.kits.table.store import sync_checkpoint
 from delivered.model.errors import DeliveredError, MissingExtra
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.work import Handle
+from delivered.model.work import Failed, Handle, Ok, Outcome, Unknown
 
 # The client library, imported on first use; files in the table's folder; readable errors.
 

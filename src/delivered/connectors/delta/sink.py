@@ -39,12 +39,11 @@ from delivered.kits.table import shard, target
 from delivered.kits.table import store as storage
 from delivered.kits.table.shard import PartFiles, shard_writer, split
 from delivered.kits.table.target import FileTableSink, Nowhere, but_missing, trial_work, unwritable
-from delivered.model.capability import Commit, SinkCapability
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.identity import Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.model.outcome import Outcome
 from delivered.model.ranges import check, first_of, fitted
+from delivered.model.work import Outcome
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,7 @@ from delivered.ledger import Change, Head, by_time, outdated, state_of
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, OWNERS_REMEMBERED
-from delivered.model.outcome import Failed, Ok, Outcome
-from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
+from delivered.model.work import Begun, Decision, Failed, LedgerState, Ok, Outcome, Owner, Prepared
 
 # The ledger's records, in files next to the log. The log's application transactions show which are valid.
 #

@@ -23,17 +23,16 @@ from delivered.connectors.files import (
     take_away,
 )
 from delivered.connectors.files.formats import TYPES, check, encoder, stored_schema
-from delivered.contract.finding import Finding
 from delivered.contract.sink import Writer
+from delivered.contract.source import Finding
 from delivered.kits.sink import Parts, StoreSink
 from delivered.kits.table.shard import while_staging
 from delivered.kits.table.store import make_folder, put, put_first, sync
 from delivered.kits.table.target import unwritable
 from delivered.model import ranges
-from delivered.model.capability import Commit, SinkCapability
+from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.errors import InvariantBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
 from delivered.model.ranges import fitted

@@ -32,8 +32,7 @@ from delivered.ledger import Change, Head, by_time, outdated, state_of
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, OWNERS_REMEMBERED
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
+from delivered.model.work import Begun, Decision, Failed, LedgerState, Ok, Outcome, Owner, Prepared, Unknown
 
 # Aborts staged files. Their rows become visible with the decision.
 

@@ -36,9 +36,9 @@ from delivered.kits.table import target
 from delivered.kits.table.store import Store, make_folder, sync
 from delivered.model.answers import UnexpectedAnswer
 from delivered.model.errors import DeliveredError, MissingExtra
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.patience import query_patience_s, wait_out
 from delivered.model.ranges import of_values
+from delivered.model.work import Failed, Ok, Outcome, Unknown
 
 # Makes the client's files on a local disk durable before anything points to them.
 #

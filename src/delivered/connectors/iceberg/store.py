@@ -41,9 +41,8 @@ from delivered.ledger import Change, Head, by_time, outdated, state_of
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.model.outcome import Failed, Ok, Outcome
 from delivered.model.ranges import fitted
-from delivered.model.work import Archive, Archived, Begun, Decision, LedgerState, Owner, Prepared
+from delivered.model.work import Archive, Archived, Begun, Decision, Failed, LedgerState, Ok, Outcome, Owner, Prepared
 
 # The ledger's records, in the table's own metadata.
 #

@@ -46,13 +46,11 @@ from delivered.kits.table import shard, target
 from delivered.kits.table.shard import PartFiles, Written, shard_writer, split
 from delivered.kits.table.store import Store
 from delivered.kits.table.target import Nowhere, but_missing, trial_work, unwritable
-from delivered.model.capability import WriteMode
+from delivered.model.capability import Guarantee, WriteMode
 from delivered.model.errors import InvariantBroken
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
-from delivered.model.outcome import Outcome
 from delivered.model.ranges import check, first_of, fitted
-from delivered.model.work import Handle
+from delivered.model.work import Handle, Outcome
 
 
 def writer(options: IcebergOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:

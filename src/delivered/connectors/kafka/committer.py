@@ -57,9 +57,8 @@ from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable, 
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.limits import RECOVERY_WAIT_S, REQUEST_TIMEOUT_S
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.patience import left_s
-from delivered.model.work import Prepared, with_format, without_format
+from delivered.model.work import Failed, Ok, Outcome, Prepared, Unknown, with_format, without_format
 
 
 def marker_partition(scope: Scope) -> int:

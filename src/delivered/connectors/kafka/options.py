@@ -1,31 +1,38 @@
-"""Options of the Kafka source, named as in Spark's own, and of the sink; offsets in the format of Spark's source."""
+"""Options of the Kafka source, named as in Spark's own, and of the sink; offsets in the format of Spark's source; by
+which client records travel."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from delivered.clients.kafka import record_batch
 from delivered.clients.kafka.record_batch import Partition
 from delivered.clients.kafka.settings import (
+    SETTINGS,
     check_client,
+    check_complete,
     client_options,
     committed_only,
     in_clear,
+    mechanism_of,
     path_option,
+    protocol_of,
     resolved,
 )
 from delivered.contract.source import Offsets
 from delivered.kits.options import data_loss_option, headers_option, message_id_columns, names, not_blank
 from delivered.kits.schemas import FormatOptions
-from delivered.model.errors import InvariantBroken, UsageError
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
+from delivered.model.errors import InvariantBroken, MissingExtra, UsageError
 from delivered.model.identity import fitted_name
 from delivered.model.limits import DECOMPRESSED_BYTES_MAX, TRANSACTION_TIMEOUT_S
-from delivered.model.options import Option, Options, OptionType, Unfit, choice, option, several, whole
+from delivered.model.options import REFERENCES, Option, Options, OptionType, Unfit, choice, option, several, whole
 
 EARLIEST, LATEST = -2, -1
 """Placeholders for an offset in the options' JSON."""
@@ -665,3 +672,87 @@ def producer_config(options: SinkOptions, guarantee: Guarantee, transactional_id
             config |= {"enable.idempotence": "false", "message.send.max.retries": "0", "acks": options.acks}
             config.setdefault("message.timeout.ms", "30000")
     return config
+
+
+# By which client records travel: Arrow, unless a setting, a mechanism or the platform needs librdkafka.
+
+_SETTINGS = SETTINGS | {"bootstrap.servers", "client.id"}
+SINK_SETTINGS = _SETTINGS | {
+    "acks",
+    "message.max.bytes",
+    "message.timeout.ms",
+    "compression.type",
+    "compression.codec",
+    "linger.ms",
+}
+SOURCE_SETTINGS = _SETTINGS | {
+    "isolation.level",
+    "group.id",
+    "max.partition.fetch.bytes",
+    "fetch.max.bytes",
+    "fetch.wait.max.ms",
+}
+
+
+def by_arrow(owner: str, through: str, client: Mapping[str, str], known: Set[str]) -> bool:
+    """Whether the option `client` (`through`) selects arrow. Raises UsageError: it is arrow, which lacks something."""
+    missing = "client is librdkafka" if through == "librdkafka" else lacks(client, known)
+    if missing is not None and through == "arrow":
+        check_settings(owner, client)  # one that nobody knows
+        raise UsageError("OPTION_CONFLICT.KAFKA_ARROW", owner=owner, missing=missing)
+    if missing is not None and (login := lacks_login(client)) is not None:
+        raise UsageError("OPTION_CONFLICT.KAFKA_LIBRDKAFKA", owner=owner, missing=missing, login=login)
+    return missing is None
+
+
+def path(through: str, client: Mapping[str, str], known: Set[str], arrow: str) -> str:
+    """By which client records travel, and why, for the plan. `arrow`: what it says of Arrow."""
+    missing = lacks(client, known) if through != "librdkafka" else "client=librdkafka"
+    return arrow if missing is None else f"librdkafka, because {missing}"
+
+
+def lacks(client: Mapping[str, str], known: Set[str]) -> str | None:
+    """Why only librdkafka can be used with these settings; None: nothing is missing."""
+    if not record_batch.available():
+        return "the package was built without a C compiler"
+    if unknown := sorted(set(client) - known):
+        return f"kafka.{unknown[0]} is a setting of librdkafka"
+    return None
+
+
+def lacks_login(client: Mapping[str, str]) -> str | None:
+    """What of a login librdkafka, as confluent-kafka brings it, does not have; None: it has all."""
+    if protocol_of(client).startswith("SASL") and mechanism_of(client) == "GSSAPI":
+        return "the SASL mechanism GSSAPI"
+    return "kafka.ssl.enabled.protocols" if "ssl.enabled.protocols" in client else None
+
+
+def check_settings(owner: str, client: Mapping[str, str]) -> None:
+    """Check the user's settings on the driver, before anything runs. Opens no connection: no server is named.
+
+    Args:
+        client: from `client_options`. Secrets and files are left out: they are on other machines.
+
+    Raises:
+        UsageError: unknown setting, or invalid value.
+    """
+    check_complete(owner, client)
+    known = {
+        name: value
+        for name, value in client.items()
+        if name != "bootstrap.servers"
+        and name not in SETTINGS  # checked by us
+        and not value.startswith(REFERENCES)
+    }
+    if not known:
+        return
+    from delivered.clients.kafka.librdkafka import connect, kafka_client  # not loaded if Arrow's client is used
+
+    with suppress(MissingExtra):  # reported when a client is created
+        make = kafka_client().Producer
+        try:
+            connect(make, owner, known)
+        except UsageError:  # it may name an alias: name what the user wrote
+            for name, value in known.items():
+                connect(make, owner, {name: value})
+            raise

@@ -12,9 +12,9 @@ from delivered.clients.kafka.errors import NoAnswer
 from delivered.clients.kafka.protocol import Wire, ask_member, name_of
 from delivered.connectors.kafka.options import SinkOptions
 from delivered.connectors.kafka.topics import COPIES, PARTITIONS, copies_wanted, ledger_topic
-from delivered.contract.finding import Finding
+from delivered.contract.source import Finding
+from delivered.model.capability import Guarantee
 from delivered.model.errors import Unreachable
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.patience import patience_s
 

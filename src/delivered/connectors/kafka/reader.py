@@ -17,7 +17,6 @@ import pyarrow.compute as pc
 from delivered.clients.kafka import listing
 from delivered.clients.kafka.errors import NoAnswer, explain
 from delivered.clients.kafka.fetcher import Fetched, Fetcher
-from delivered.clients.kafka.librdkafka import SOURCE_SETTINGS, Consumer, by_arrow, check_settings
 from delivered.clients.kafka.listing import Topic
 from delivered.clients.kafka.protocol import NoTopic, Wire
 from delivered.clients.kafka.record_batch import BatchTooLarge, Partition
@@ -26,11 +25,14 @@ from delivered.connectors.kafka.options import (
     EARLIEST,
     LATEST,
     OWNER,
+    SOURCE_SETTINGS,
     Place,
     Positions,
     SourceOptions,
     Timestamp,
     Where,
+    by_arrow,
+    check_settings,
     is_internal,
 )
 from delivered.contract.source import Offsets, Resumption
@@ -411,6 +413,8 @@ def _consumer(options: SourceOptions) -> RangeConsumer:
         if options.through == "arrow":
             raise UsageError("KAFKA_TOO_OLD", servers=options.servers)
         log.warning("the brokers at %s are older than Kafka 2.7: reading through librdkafka", options.servers)
+    from delivered.clients.kafka.librdkafka import Consumer  # not loaded if Arrow's client reads
+
     return Consumer(OWNER, options.client, options.headers)
 
 

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from delivered.clients.kafka.librdkafka import SINK_SETTINGS, by_arrow, check_settings, path
 from delivered.clients.kafka.record_batch import RECORD_OVERHEAD
 from delivered.connectors.kafka import columns
-from delivered.connectors.kafka.options import SINK_OWNER, SinkOptions
-from delivered.contract.finding import Finding
+from delivered.connectors.kafka.options import SINK_OWNER, SINK_SETTINGS, SinkOptions, by_arrow, check_settings, path
 from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
+from delivered.contract.source import Finding
 from delivered.kits.queue import identified, identified_schema
 from delivered.ledger import Store
-from delivered.model.capability import Commit, SinkCapability
+from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.errors import UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.source import SourceScan
 

@@ -14,7 +14,6 @@ import tenacity
 
 from delivered.clients.kafka.channel import unreachable
 from delivered.clients.kafka.errors import NoAnswer
-from delivered.clients.kafka.librdkafka import SOURCE_SETTINGS, by_arrow, check_settings, path
 from delivered.clients.kafka.listing import BatchHeader, EpochEnd, batches_before, epoch_ends
 from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.record_batch import Partition
@@ -24,9 +23,13 @@ from delivered.connectors.kafka.options import (
     LATEST,
     METADATA,
     OWNER,
+    SOURCE_SETTINGS,
     Positions,
     SourceOptions,
     Where,
+    by_arrow,
+    check_settings,
+    path,
     refuse_latest_start,
 )
 from delivered.connectors.kafka.reader import (
@@ -38,8 +41,7 @@ from delivered.connectors.kafka.reader import (
     read_rows,
     resolve,
 )
-from delivered.contract.finding import Finding
-from delivered.contract.source import Address, Offsets, Resumption, Slice, Source, SourceDriver
+from delivered.contract.source import Address, Finding, Offsets, Resumption, Slice, Source, SourceDriver
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.limits import RESTART_CONFIRM_S

@@ -53,8 +53,7 @@ from delivered.model.limits import (
     RECOVERY_WAIT_S,
     REQUEST_TIMEOUT_S,
 )
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.work import Archive, Archived, Begun, Decision, LedgerState, Owner
+from delivered.model.work import Archive, Archived, Begun, Decision, Failed, LedgerState, Ok, Outcome, Owner, Unknown
 
 # Ends of the ledger's own transactions that its brokers lost (P28).
 #

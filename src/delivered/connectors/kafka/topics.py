@@ -29,8 +29,7 @@ from delivered.connectors.kafka.options import LEDGER_TOPICS, SinkOptions
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused, Unreachable
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import CLAIMS_APART, OUTAGE_PATIENCE_S, REQUEST_TIMEOUT_S, TRANSACTION_SLOTS
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.work import Owner
+from delivered.model.work import Failed, Ok, Outcome, Owner, Unknown
 
 # The pipeline's internal topic: layout and creation.
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.clients.kafka.errors import Failures, NoAnswer, ProducerError
-from delivered.clients.kafka.librdkafka import SINK_SETTINGS, Producer, by_arrow
+from delivered.clients.kafka.librdkafka import Producer
 from delivered.clients.kafka.listing import open_in
 from delivered.clients.kafka.protocol import Wire, server_name
 from delivered.clients.kafka.record_batch import Rows
@@ -24,19 +24,18 @@ from delivered.clients.kafka.sender import Cluster, Sender
 from delivered.clients.kafka.transactions import Transaction, TransactionState, describe, initialise, producer_id
 from delivered.connectors.kafka import columns
 from delivered.connectors.kafka.committer import marker_key, marker_partition, marker_value, written_partitions
-from delivered.connectors.kafka.options import SINK_OWNER, SinkOptions, producer_config
+from delivered.connectors.kafka.options import SINK_OWNER, SINK_SETTINGS, SinkOptions, by_arrow, producer_config
 from delivered.connectors.kafka.topics import ledger_topic, transactional_id
 from delivered.contract.sink import Writer
 from delivered.kits.queue import identified
 from delivered.kits.warm import WarmClients, retire
+from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, DeliveredError, Fenced, Refused, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.limits import CONNECT_TIMEOUT_S, OUTAGE_PATIENCE_S, REQUEST_TIMEOUT_S
-from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.patience import patience_s, unanswered, wait_out, within
-from delivered.model.work import Promise
+from delivered.model.work import Failed, Ok, Promise, Unknown
 
 # Translates a producer's errors for the user of a sink.
 

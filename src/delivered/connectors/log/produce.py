@@ -32,8 +32,7 @@ from delivered.kits.table.store import sync, sync_checkpoint
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import record_hashes
 from delivered.model.limits import APPEND_ATTEMPTS_MAX, LOG_FILES_MAX
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.work import LOG_FORMAT, LOG_PROPERTY
+from delivered.model.work import LOG_FORMAT, LOG_PROPERTY, Failed, Ok, Outcome, Unknown
 from delivered.receiver.window import Window
 from delivered.source import HEADER, HEADERS, id_bytes, id_text
 

@@ -14,9 +14,7 @@ import pyarrow.parquet as pq
 from delivered.connectors.log import table as layout
 from delivered.connectors.log.options import EARLIEST, LATEST, LogOptions, Position
 from delivered.connectors.log.table import STORED, LogFile, Receivers, damaged, write_progress
-from delivered.contract.finding import Finding
-from delivered.contract.queue import ReceiverReport
-from delivered.contract.source import Offsets, Slice, Source, SourceDriver
+from delivered.contract.source import Finding, Offsets, ReceiverReport, Slice, Source, SourceDriver
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.source import TIMESTAMP, admit, columns

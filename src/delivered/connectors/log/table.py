@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.contract.queue import ReceiverReport
+from delivered.contract.source import ReceiverReport
 from delivered.kits.table import store
 from delivered.model.errors import InvariantBroken, MissingExtra, Unreachable, UsageError
 from delivered.model.work import LOG_PROPERTY, check_format, with_format, without_format

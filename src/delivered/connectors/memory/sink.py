@@ -11,13 +11,11 @@ import pyarrow.compute as pc
 
 from delivered.connectors.memory import MemorySinkOptions
 from delivered.connectors.memory.world import ROWS, Opened, Participant, State, World, world
-from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Sink, Writer
-from delivered.contract.source import Offsets, Slice
-from delivered.model.capability import Commit, SinkCapability
+from delivered.contract.source import Finding, Offsets, Slice
+from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.errors import BadRecord, PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.work import Promise
 

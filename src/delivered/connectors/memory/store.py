@@ -11,9 +11,8 @@ from delivered.model.capability import Commit
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Decision, LedgerState, Owner, Prepared
+from delivered.model.work import Decision, Failed, LedgerState, Ok, Outcome, Owner, Prepared, Unknown
 
 
 class MemoryStore:

@@ -16,8 +16,7 @@ from enum import StrEnum
 import pyarrow as pa
 
 from delivered.connectors.memory import MemorySourceOptions
-from delivered.contract.finding import Finding
-from delivered.contract.source import Offsets, Slice, Source, SourceDriver
+from delivered.contract.source import Finding, Offsets, Slice, Source, SourceDriver
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import UsageError
 from delivered.model.identity import Scope, Work

@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, parse_qs
 from delivered.contract.connector import Connector, Factory
 from delivered.kits.mysql import Tls, address, parse_tls, tls_of_url
 from delivered.kits.options import mysql_in_clear
-from delivered.kits.sql.options import (
+from delivered.kits.sql.table import (
     LEDGER_SCHEMA_DEFAULT,
     ServerOptions,
     TableName,

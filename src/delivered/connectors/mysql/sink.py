@@ -15,19 +15,17 @@ from delivered.connectors.mysql import MysqlOptions, client, store, target
 from delivered.connectors.mysql.client import ledger_version, migrate, read_only
 from delivered.connectors.mysql.store import MysqlDatabase
 from delivered.connectors.mysql.target import TYPES
-from delivered.contract.finding import Finding
-from delivered.contract.source import Offsets, Slice
+from delivered.contract.source import Finding, Offsets, Slice
 from delivered.kits.mysql import DENIED
 from delivered.kits.sink import Parts
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import findings, no_unique_index
-from delivered.kits.sql.options import Mechanism
 from delivered.kits.sql.sink import ServerSink, ServerTerms
-from delivered.kits.sql.table import TableScan, missing_at_server, never_written, permission, steps, text_of
+from delivered.kits.sql.table import Mechanism, TableScan, missing_at_server, never_written, permission, steps, text_of
 from delivered.kits.sql.text import read_csv
 from delivered.kits.sql.transactions import age_of, check_deletions
+from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken, UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
 
 if TYPE_CHECKING:

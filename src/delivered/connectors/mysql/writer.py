@@ -21,14 +21,12 @@ from delivered.connectors.mysql.client import migrate
 from delivered.connectors.mysql.target import TYPES
 from delivered.kits.sql.database import Definition, give, quoted, take
 from delivered.kits.sql.merge import check_rows, stored
-from delivered.kits.sql.options import Mechanism
-from delivered.kits.sql.sink import ShardWriter
-from delivered.kits.sql.table import check_nulls
+from delivered.kits.sql.sink import ShardWriter, bytes_of, long_values, refused, too_long
+from delivered.kits.sql.table import Mechanism, check_nulls
 from delivered.kits.sql.transactions import PreparedRows, delete, mark, new_nonce
-from delivered.kits.sql.trial import bytes_of, long_values, refused, too_long
+from delivered.model.capability import Guarantee
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.patience import within

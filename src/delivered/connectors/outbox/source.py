@@ -24,8 +24,7 @@ from delivered.connectors.outbox.events import Reader
 from delivered.connectors.outbox.positions import DELETED_MAX, NUMBERED_MAX, Positions
 from delivered.connectors.outbox.shape import check_identity
 from delivered.connectors.outbox.slot import missing_columns
-from delivered.contract.finding import Finding
-from delivered.contract.source import Address, Offsets, Slice, Source, SourceDriver
+from delivered.contract.source import Address, Finding, Offsets, Slice, Source, SourceDriver
 from delivered.model import patience
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused, Unreachable, UsageError

@@ -9,12 +9,11 @@ from delivered.connectors.postgres import target
 from delivered.connectors.postgres.committer import slots
 from delivered.connectors.postgres.sink import PostgresOptions
 from delivered.connectors.postgres.target import migrate
-from delivered.contract.finding import Finding
+from delivered.contract.source import Finding
 from delivered.kits.sql.merge import check_rules, findings, no_unique_index
-from delivered.kits.sql.options import Mechanism
-from delivered.kits.sql.table import missing_at_server, permission
+from delivered.kits.sql.table import Mechanism, missing_at_server, permission
 from delivered.kits.sql.transactions import check_deletions
-from delivered.model.guarantee import Guarantee
+from delivered.model.capability import Guarantee
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
 
 if TYPE_CHECKING:

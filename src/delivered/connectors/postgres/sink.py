@@ -9,16 +9,16 @@ import pyarrow as pa
 
 from delivered.kits.options import postgres_in_clear
 from delivered.kits.sink import Parts
-from delivered.kits.sql.options import (
+from delivered.kits.sql.sink import ServerSink, ServerTerms
+from delivered.kits.sql.table import (
     LEDGER_SCHEMA_DEFAULT,
     ServerOptions,
+    ServerTypes,
     TableName,
     database_url,
     identifier,
     table_name,
 )
-from delivered.kits.sql.sink import ServerSink, ServerTerms
-from delivered.kits.sql.table import ServerTypes
 from delivered.model.options import option
 from delivered.model.ranges import RANGES
 

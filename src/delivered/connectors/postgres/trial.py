@@ -15,8 +15,8 @@ from delivered.connectors.postgres.sink import TYPES, PostgresOptions
 from delivered.connectors.postgres.target import migrate
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import stored
+from delivered.kits.sql.sink import LONG_BYTES, bytes_of, refused, too_long
 from delivered.kits.sql.transactions import new_nonce
-from delivered.kits.sql.trial import LONG_BYTES, bytes_of, refused, too_long
 from delivered.model.ranges import first_of, fitted
 
 if TYPE_CHECKING:

@@ -18,13 +18,12 @@ from delivered.connectors.postgres.sink import TYPES, PostgresOptions
 from delivered.connectors.postgres.target import migrate
 from delivered.kits.sql.database import Definition, give, take
 from delivered.kits.sql.merge import check_count, check_rows
-from delivered.kits.sql.options import Mechanism
 from delivered.kits.sql.sink import ShardWriter
-from delivered.kits.sql.table import check_widths
+from delivered.kits.sql.table import Mechanism, check_widths
 from delivered.kits.sql.transactions import Names, PreparedRows, delete, mark, new_nonce
+from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.ranges import fitted
 from delivered.model.work import Promise

@@ -21,8 +21,8 @@ import pyarrow.compute as pc
 from delivered.connectors.pulsar import BYTES_MAX, PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar.client import Admin, Registered, explained, pulsar, registers, warm_client
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
-from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan
+from delivered.contract.source import Finding
 from delivered.kits.queue import ID, TEXT, MessageSink, SendingWriter, check_names, column, identified, sends, text
 from delivered.kits.schemas.avro import JSON, fastavro, shape_of
 from delivered.kits.schemas.values import (
@@ -36,9 +36,8 @@ from delivered.kits.schemas.values import (
     plain,
 )
 from delivered.ledger import Ledgers
-from delivered.model.capability import SinkCapability
+from delivered.model.capability import Guarantee, SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable, UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.source import HEADERS, SourceScan

@@ -43,8 +43,7 @@ from delivered.connectors.pulsar.positions import (
     short_name,
     to_json,
 )
-from delivered.contract.finding import Finding
-from delivered.contract.source import Address, Offsets, Slice, Source, SourceDriver
+from delivered.contract.source import Address, Finding, Offsets, Slice, Source, SourceDriver
 from delivered.kits.schemas.values import canonical
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable, UsageError

@@ -26,10 +26,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from delivered.connectors.rabbitmq import Place
-from delivered.model.bad_row import bytes_as_json
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.options import resolve_secret
+from delivered.model.rows import bytes_as_json
 from delivered.source import header_name
 
 _HEADER_FRAME, _HEADER_SIZE = b"\x02", 19

@@ -9,10 +9,10 @@ from typing import Any
 
 from delivered.connectors.rabbitmq import RabbitmqOptions
 from delivered.connectors.rabbitmq.client import Kind, connect, explained, headers, kind, pika, routing_key
-from delivered.contract.finding import Finding
 from delivered.contract.queue import MessageBatch, Queue, Receiver
+from delivered.contract.source import Finding
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
-from delivered.model.outcome import Ok, Outcome, Unknown
+from delivered.model.work import Ok, Outcome, Unknown
 from delivered.source import id_text, micros
 
 # Receives messages: one connection, one channel, manual acknowledgements, a bounded prefetch.

@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from delivered.connectors.rabbitmq import RabbitmqSinkOptions
 from delivered.connectors.rabbitmq.client import connect, explained, parameters, pika
-from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan
+from delivered.contract.source import Finding
 from delivered.kits.queue import (
     COLUMNS,
     MessageSink,
@@ -28,9 +28,8 @@ from delivered.kits.queue import (
     text,
 )
 from delivered.ledger import Ledgers
-from delivered.model.capability import SinkCapability
+from delivered.model.capability import Guarantee, SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Refused, Unreachable, UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.ranges import BYTES_MAX, check_lengths

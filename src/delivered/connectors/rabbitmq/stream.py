@@ -31,8 +31,7 @@ from delivered.connectors.rabbitmq.client import (
     stream_offset,
 )
 from delivered.contract.connector import Connector, Factory
-from delivered.contract.finding import Finding
-from delivered.contract.source import Offsets, Slice, Source, SourceDriver
+from delivered.contract.source import Finding, Offsets, Slice, Source, SourceDriver
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable, UsageError
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_PATIENCE_S

@@ -36,8 +36,8 @@ from delivered.connectors.rocketmq.publish import (
     producer_group,
 )
 from delivered.connectors.rocketmq.remoting import Cluster, Place, RocketmqScan, added, open_half_messages
-from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Writer
+from delivered.contract.source import Finding
 from delivered.kits.queue import (
     COLUMNS,
     OWN_ID_BYTES_MAX,
@@ -53,17 +53,15 @@ from delivered.kits.queue import (
     text,
 )
 from delivered.ledger import Ledgers
-from delivered.model.capability import Commit, SinkCapability
+from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken, Refused, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import CONNECT_TIMEOUT_S
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.ranges import ROCKETMQ_PROPERTIES_BYTES_MAX as PROPERTIES_BYTES_MAX
 from delivered.model.ranges import ROCKETMQ_WORDS_BYTES_MAX as WORDS_BYTES_MAX
 from delivered.model.ranges import bytes_of, check_lengths, too_long
-from delivered.model.work import Prepared, Promise, check_format
+from delivered.model.work import Failed, Ok, Outcome, Prepared, Promise, Unknown, check_format
 
 _NEEDED = {"NORMAL": (), "FIFO": ("message_group",), "DELAY": ("delivery_timestamp",), TRANSACTION: ()}
 HALF_MESSAGES_KEPT_S = 72 * 3_600.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from delivered.contract.connector import Connector, Factory
 from delivered.kits.options import PATH, external_ledger, queue_sink_name
-from delivered.kits.sql.options import database_url
+from delivered.kits.sql.table import database_url
 from delivered.model.options import Options, OptionType, Unfit, option, whole
 
 _URL: OptionType[str] = database_url(

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.connectors.saga import SagaOptions
-from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Writer
+from delivered.contract.source import Finding
 from delivered.kits.queue import TEXT, SendingSink, check_names, column, sends
 from delivered.ledger import Ledgers
-from delivered.model.capability import SinkCapability
+from delivered.model.capability import Guarantee, SinkCapability
 from delivered.model.errors import BadRecord, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.work import Promise
 from delivered.patterns.saga import Log, Status, run

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from delivered.contract.connector import Connector, Factory
 from delivered.kits.options import DATABASE_FILE, if_not_exists
-from delivered.kits.sql.options import TableOptions
+from delivered.kits.sql.table import TableOptions
 from delivered.model.options import OptionType, Unfit, option
 
 RESERVED_PREFIX = "_delivered_"

@@ -23,17 +23,15 @@ from delivered.connectors.sqlite.client import (
     writing,
 )
 from delivered.connectors.sqlite.target import TYPES
-from delivered.contract.finding import Finding
-from delivered.contract.source import Offsets, Slice
+from delivered.contract.source import Finding, Offsets, Slice
 from delivered.kits.sink import Parts
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import checked, no_unique_index
 from delivered.kits.sql.merge import findings as table_findings
 from delivered.kits.sql.sink import HISTORY, DatabaseSink
 from delivered.kits.sql.table import TableScan, never_written, steps
-from delivered.model.capability import Commit, SinkCapability
+from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.limits import CONNECT_TIMEOUT_S
 
 

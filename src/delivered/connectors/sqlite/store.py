@@ -22,9 +22,8 @@ from delivered.kits.table.shard import StagedFilesCommitter, unlink_others
 from delivered.ledger import Store, Swap
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope, Target, Work
-from delivered.model.outcome import Outcome
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Decision, Prepared
+from delivered.model.work import Decision, Outcome, Prepared
 
 T = TypeVar("T")
 

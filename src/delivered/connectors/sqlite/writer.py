@@ -38,13 +38,13 @@ from delivered.kits.sql.merge import (
     key_in_two_shards,
     stored,
 )
+from delivered.kits.sql.sink import bytes_of, long_values
 from delivered.kits.sql.table import check_nulls
 from delivered.kits.sql.transactions import delete, upsert
-from delivered.kits.sql.trial import bytes_of, long_values
 from delivered.kits.table.store import make_folder, sync
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.ranges import because, first_of, fitted
 from delivered.model.work import Handle, Promise

@@ -14,22 +14,29 @@ from typing import TYPE_CHECKING, Self
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.contract.finding import Finding
-from delivered.contract.queue import DedupWindow, ReceiverReport
 from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
-from delivered.contract.source import COORDINATES, Address, Offsets, Resumption, Slice, Source, SourceDriver
+from delivered.contract.source import (
+    COORDINATES,
+    Address,
+    DedupWindow,
+    Finding,
+    Offsets,
+    ReceiverReport,
+    Resumption,
+    Slice,
+    Source,
+    SourceDriver,
+)
 from delivered.kits.schemas import FormatOptions, Side, version_option
 from delivered.kits.schemas.avro import Unmappable
 from delivered.kits.schemas.registry import Incompatible, Registered, connected
 from delivered.kits.schemas.schema import Ask, Decoder, Encoder, schema_of, unfit
 from delivered.kits.schemas.values import canonical
-from delivered.model.bad_row import plain_rows
-from delivered.model.capability import SinkCapability, SourceCapability
+from delivered.model.capability import Guarantee, SinkCapability, SourceCapability
 from delivered.model.errors import BadRecord, DeliveredError, InvariantBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.rows import Origin, Rejection, Rows
+from delivered.model.rows import Origin, Rejection, Rows, plain_rows
 from delivered.model.work import Promise
 
 if TYPE_CHECKING:

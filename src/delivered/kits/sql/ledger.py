@@ -23,10 +23,9 @@ from delivered.ledger import Change, Head, Swap, outdated, state_of
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable
 from delivered.model.identity import OtherLedger, Scope, named_first
 from delivered.model.limits import CONNECT_TIMEOUT_S, KEY_MEMORIES_KEPT, LEDGER_HISTORY_BATCHES
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.patience import left_s, query_patience_s
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Archived, Begun, Decision, LedgerState, Owner, Prepared
+from delivered.model.work import Archived, Begun, Decision, Failed, LedgerState, Ok, Outcome, Owner, Prepared, Unknown
 
 T = TypeVar("T")
 _SINK = "pipeline = :pipeline AND sink = :sink"

@@ -24,16 +24,15 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import pyarrow as pa
 
-from delivered.contract.finding import Finding
 from delivered.contract.sink import LeftOutRow
+from delivered.contract.source import Finding
 from delivered.kits.sql.database import C, Connection, Database, Definition, Dialect, listed, quoted, scope_values
-from delivered.kits.sql.options import TableOptions
-from delivered.kits.sql.table import Types
-from delivered.model.bad_row import as_json_text
+from delivered.kits.sql.table import TableOptions, Types
 from delivered.model.capability import OnConflict, WriteMode
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.identity import Scope, Work
 from delivered.model.ranges import because
+from delivered.model.rows import as_json_text
 
 if TYPE_CHECKING:
     from delivered.kits.sql.database import Connection

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from delivered.contract.finding import Finding
 from delivered.contract.sink import Committer, LeftOutRow, OpenTransaction
+from delivered.contract.source import Finding
 from delivered.kits.sql.database import C, Connection, Definition, Dialect, Server, quoted, scope_values
 from delivered.kits.sql.merge import (
     SKIPPED_VERSION,
@@ -34,14 +34,13 @@ from delivered.kits.sql.merge import (
     kept,
     key_in_two_shards,
 )
-from delivered.kits.sql.options import ServerOptions, TableOptions
+from delivered.kits.sql.table import ServerOptions, TableOptions
 from delivered.ledger import Swap
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Target, Work
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Decision, Handle, Prepared
+from delivered.model.work import Decision, Failed, Handle, Ok, Outcome, Prepared, Unknown
 
 _STAGING_BYTES = 8
 

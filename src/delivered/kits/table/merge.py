@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 from delivered.kits.sql.merge import key_in_two_shards, stored
 from delivered.kits.table.shard import ShardFiles
 from delivered.kits.table.store import Store
-from delivered.model.bad_row import plain_rows
 from delivered.model.capability import WriteMode
+from delivered.model.rows import plain_rows
 
 ORDER, SHARD, _ROW = "\0order", "\0shard", "\0row"
 BATCH_ROWS = 65_536

@@ -25,13 +25,12 @@ import pyarrow.parquet as pq
 
 from delivered.contract.sink import Committer, Writer
 from delivered.kits.table.store import Store
+from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Target, Work
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Decision, Handle, Prepared, Promise
+from delivered.model.work import Decision, Failed, Handle, Ok, Outcome, Prepared, Promise, Unknown
 
 BLOCK_BATCHES = 100
 """Batches per folder: recovery lists only the folders of the newest batches."""

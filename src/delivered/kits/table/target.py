@@ -33,20 +33,18 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.contract.finding import Finding
+from delivered.contract.source import Finding
 from delivered.kits.sql.merge import stored
-from delivered.kits.sql.sink import TableSink
+from delivered.kits.sql.sink import TableSink, refused
 from delivered.kits.sql.table import Types
-from delivered.kits.sql.trial import refused
 from delivered.kits.table import FileTableOptions
 from delivered.kits.table.store import Store
 from delivered.kits.warm import WarmClients
-from delivered.model.bad_row import NOT_OF_A_ROW, reason_of
-from delivered.model.capability import APPEND, WriteMode
+from delivered.model.capability import APPEND, Guarantee, WriteMode
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
-from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.ranges import because, first_of, first_reason, rows_of_values
+from delivered.model.rows import NOT_OF_A_ROW, reason_of
 
 TRIAL_AGE_S = 10
 """How long a task judges rows by what it read of the table. Writers read it again."""
