@@ -24,7 +24,8 @@ def _process() -> str:
     program = arguments[-1] if "daemon" in arguments[0] else arguments[0]  # a daemon forks one kind of worker
     if "pyspark" in program:
         return "task" if "sql" not in program and "worker" in program else "driver"
-    return "template" if "prefork" in program else "application"
+    # While Python still looks for the module that `-m` names, argv does not name it.
+    return "template" if any("delivered.prefork" in each for each in sys.orig_argv) else "application"
 
 
 class _Tracer:
