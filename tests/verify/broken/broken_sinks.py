@@ -23,6 +23,7 @@ from delivered.connectors.sqlite import SqliteOptions
 from delivered.connectors.sqlite.sink import SqliteSink
 from delivered.contract.connector import Connector, Factory
 from delivered.contract.sink import Committer
+from delivered.contract.sink import Writer as ContractWriter
 from delivered.ledger import Change, Head, Ledgers
 from delivered.model.capability import Guarantee
 from delivered.model.fingerprint import Fingerprint
@@ -57,7 +58,7 @@ class StagedFile(Handle):
     file: str
 
 
-class Writer:
+class Writer(ContractWriter):
     """Keeps rows in a file next to the table until the batch is decided."""
 
     def __init__(self, path: str, at_once: bool, replace: bool) -> None:
