@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Two processes; tests that share a server or a Spark session share a process (tests/conftest.py), the longest first.
-TEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+# Three processes, which keep two cores busy; tests that share a server or a Spark session share a process (tests/conftest.py), the longest first.
+TEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 FAST := tests/unit tests/property tests/crash/test_points.py::test_one_crash_at_every_point
 
 .DEFAULT_GOAL := help
