@@ -17,6 +17,7 @@ from tests.support.sweeps import sweep
 from delivered.contract.sink import DEAD_LETTERS
 from delivered.engine import shard
 from delivered.engine import shard as shards
+from delivered.engine.sinks import Columns, Member
 from delivered.model.capability import Commit, Guarantee
 from delivered.model.identity import Scope
 from delivered.model.rows import OnBadRow, Rows, from_json_texts
@@ -94,6 +95,15 @@ def test_a_letter_says_who_why_and_where_from() -> None:
     assert (letter["pipeline"], letter["sink"], letter["incarnation"]) == ("p", "s", "i")
     assert (letter["partition"], letter["offset"], letter["topic"], letter["row"]) == (3, 8, None, 11)
     assert json.loads(letter["record"]) == {"value": "b"}
+
+
+def test_a_column_that_only_a_sink_calls_offset_is_no_position() -> None:
+    rows = pa.record_batch({"amount": [7, 8], "large": [True, True], "topic": ["t", "t"]})
+    sink: Any = Refusing(pa.array([None, "no"]))
+    for columns, topic in ((rows.select(["amount", "large"]), None), (rows, "t")):
+        member = Member("s", sink, Columns((("offset", "amount"),), "large"))
+        (rejected,) = shards.validated(sink, member.routed(Rows(columns))).rejected
+        assert (rejected.record, rejected.topic, rejected.offset) == ({"offset": 8}, topic, None)
 
 
 def test_times_beyond_python_s_are_kept_as_numbers() -> None:

@@ -290,8 +290,7 @@ def validated(sink: Sink, rows: Rows) -> Rows:
         Rejection(Origin.SINK, texts[n], bad[n], topic[n], partition[n], offset[n], row)
         for n, row in enumerate(at.to_pylist())
     ]
-    left = None if rows.records is None else rows.records.filter(valid)
-    return Rows(rows.good.filter(valid), [*rows.rejected, *rejected], left)
+    return Rows(rows.good.filter(valid), [*rows.rejected, *rejected])
 
 
 def find_reasons(sink: Sink, rows: pa.RecordBatch) -> pa.Array | None:

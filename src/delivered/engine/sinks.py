@@ -43,10 +43,10 @@ class Columns:
             return selected
         return selected.filter(mask)  # null is not true
 
-    def positions(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-        """Where the selected rows are in their source; None: the batch does not say."""
+    def positions(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Where the selected rows are in their source; without columns if the batch does not say."""
         names = [n for n in COORDINATES if n in batch.schema.names]
-        return Columns(tuple((n, n) for n in names), self.where)(batch) if names else None
+        return Columns(tuple((n, n) for n in names), self.where)(batch) if names else batch.select([])
 
     @staticmethod
     def _place(schema: pa.Schema, column: str) -> int:
@@ -101,7 +101,7 @@ class Sinks:
 
     Attributes:
         members: in the order in which they are prepared and applied.
-        on_bad_row: what happens to rows that a member rejects (`ValidatesRows`).
+        on_bad_row: what happens to rows that a member rejects (`Sink.invalid_rows`).
     """
 
     members: tuple[Member, ...]
