@@ -19,8 +19,8 @@ class MessageBatch:
     """Messages that were received and not yet acknowledged: parallel lists, one entry per message.
 
     Attributes:
-        ids: set by the sender, or None; bytes that are not UTF-8 as lone surrogates (`source.columns.id_text`).
-        headers: pairs of name (`source.columns.header_name`) and value; may be empty.
+        ids: set by the sender, or None; bytes that are not UTF-8 as lone surrogates (`source.id_text`).
+        headers: pairs of name (`source.header_name`) and value; may be empty.
         times_us: Unix time set by the sender, or None.
         handles: opaque, for `Receiver.acknowledge`.
     """

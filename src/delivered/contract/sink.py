@@ -188,7 +188,7 @@ class LeftOutRow:
     """A row that the table did not accept, kept in its database.
 
     Attributes:
-        record: as `model.bad_row.as_json_text` writes it.
+        record: as `model.rows.as_json_text` writes it.
     """
 
     batch: int
@@ -442,4 +442,4 @@ DEAD_LETTERS = pa.schema(
 )
 """Columns of a dead letter: the sink that rejected the row (or `model.rows.Origin`) and why, the row's position in the
 batch (`row` counts that sink's rows in that shard), its source position if known, the row as JSON
-(`model.bad_row.as_json_text`), and whose batch it was."""
+(`model.rows.as_json_text`), and whose batch it was."""

@@ -185,8 +185,8 @@ class SourceDriver(ABC):
     def waiting_since(self, start: Offsets, end: Offsets) -> Mapping[str, int] | None:  # noqa: ARG002
         """When the records were written that wait; None: this source cannot tell.
 
-        Partition, named as by `source.lag`, -> when its first record of [start, end) was written, in milliseconds since
-        1970; a partition without one is absent. Read-only. Raises Unreachable.
+        Partition, named as by `source.lag_by_partition`, -> when its first record of [start, end) was written, in
+        milliseconds since 1970; a partition without one is absent. Read-only. Raises Unreachable.
         """
         return None
 

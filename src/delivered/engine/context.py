@@ -96,7 +96,7 @@ def open_ledger(sink: Sink, scope: Scope) -> Ledger:
 
 
 class SharedStore:
-    """The ledger's store, at one sink, for all sinks. See `delivered.ledger.store.Store`.
+    """The ledger's store, at one sink, for all sinks. See `delivered.ledger.Store`.
 
     A change of sinks may change which ledger decides, and another one may change it back. Until the deciding ledger has
     the newest decision of this checkpoint, the ledgers of the other sinks count: their state is read, projected to the

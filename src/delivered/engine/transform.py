@@ -194,7 +194,7 @@ REJECTED = pa.field(
     ),
 )
 """A `Rejection`; null for a good row. `sink`: its origin; null: the source. `more`: the record's other columns, as JSON
-(`model.bad_row.as_json_text`); null: none."""
+(`model.rows.as_json_text`); null: none."""
 
 RAW = pa.field("__delivered_raw", pa.struct([pa.field("key", pa.binary()), pa.field("value", pa.binary())]))
 """Of a source that decodes its records: their bytes, for dead letters of rows that the transform fails for."""

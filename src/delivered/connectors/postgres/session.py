@@ -1,7 +1,7 @@
 """A connection whose waits are watched. The only module that imports psycopg before it is used.
 
 Dates and times that Python has not are read as numbers, and infinity as text: they are for dead letters and messages
-(`model.bad_row.plain_rows`).
+(`model.rows.plain_rows`).
 """
 
 from __future__ import annotations
