@@ -17,12 +17,11 @@ import psutil
 from delivered.checkpoint.sidecar import stream_driver
 from delivered.contract.source import Offsets, Slice, SourceDriver
 from delivered.crash import install_from_environment
-from delivered.engine import shard as engine_shard
 from delivered.engine.arbiter import registered
 from delivered.engine.context import Context
 from delivered.engine.owner import new_owner
 from delivered.engine.runner import Runner
-from delivered.engine.shard import write_shard
+from delivered.engine.shard import may_send, write_shard
 from delivered.engine.sinks import Sinks
 from delivered.engine.transform import ArrowTransform, Direct, pack_slice
 from delivered.entry import Pipeline
@@ -50,8 +49,8 @@ class Task:
     def __call__(self) -> ShardMessage:
         install_from_environment()
         rows = self.direct.rows(iter([pack_slice(self.piece)]))
-        may_send = partial(engine_shard.may_send, self.plan, self.shard)
-        return write_shard(self.sinks, self.plan, self.shard, self.attempt, rows, self.direct.schema(), may_send)
+        asks = partial(may_send, self.plan, self.shard)
+        return write_shard(self.sinks, self.plan, self.shard, self.attempt, rows, self.direct.schema(), asks)
 
 
 class Batches:

@@ -10,7 +10,6 @@ never (decision 097). Spark's own numbers cannot answer this: it numbers attempt
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import socket
@@ -421,7 +420,7 @@ def _hold(connection: socket.socket) -> None:
 def _release() -> None:
     global _held
     if _held is not None:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             _held.close()
         _held = None
 
