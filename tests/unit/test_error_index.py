@@ -309,6 +309,11 @@ def test_explain() -> None:
     assert entry["causes"][0]["next"] == 'df.filter(col("<name>").isNotNull())'  # as stored; text speaks as a file does
 
 
+def test_explain_shows_braces_that_hold_no_value() -> None:
+    assert "Next: write ledger: {format: postgres, url: ..., dbtable: ...}" in _explain("LEDGER_FILE")
+    assert 'f"{query_id}-{batch_id}"' in _explain("RUN_ID_TAKEN", "--output", "json").replace("\\", "")
+
+
 def test_explain_one_condition_a_warning_and_a_problem() -> None:
     assert "consumer group" in _explain("ADOPT_RUNNING.GROUP")
     assert "began another batch" not in _explain("ADOPT_RUNNING.GROUP")

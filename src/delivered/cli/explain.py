@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from difflib import get_close_matches
+from string import Formatter
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +13,6 @@ from delivered.model import errors
 from delivered.model.catalogue import PREFIX, Condition, conditions_of, entries
 from delivered.model.errors import UsageError
 
-_VALUE = re.compile(r"{(\w+)[^{}]*}")
 _MEANINGS = {
     "Finding": "Found by the checks before a start, which refuse it or warn",
     "Problem": "Shown by `delivered status`",
@@ -32,7 +31,7 @@ def _meaning(kind: str) -> str:
 
 def _shown(template: str) -> str:
     """<name> for each value."""
-    return _VALUE.sub(r"<\1>", template).replace("{{", "{").replace("}}", "}")
+    return "".join(text + (f"<{name}>" if name else "") for text, name, _, _ in Formatter().parse(template))
 
 
 def _cause(condition: Condition) -> dict[str, str]:
