@@ -31,7 +31,7 @@ ONCE, LEAST, MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.A
         (None, False),
     ],
 )
-def test_a_sink_and_a_source_that_share_server_and_topic_are_find_links(sink: Address | None, meets: bool) -> None:
+def test_a_sink_and_a_source_that_share_server_and_topic_are_linked(sink: Address | None, meets: bool) -> None:
     elsewhere = replace(ORDERS, names=frozenset({"elsewhere"}))
     if meets:
         assert find_links(["a", "b"], [[elsewhere, sink], [None]], [None, ORDERS]) == [1]
