@@ -55,13 +55,12 @@ def open_transactions(pipeline: Definition) -> list[Open]:
         Unreachable: a server did not answer.
     """
     transactions: list[Open] = []
-    for committer, open_there, state in _held(pipeline):
+    for _, open_there, state in _held(pipeline):
         for t in open_there:
             decided = _is_decided(t, state)
             transactions.append(
                 Open(t.transactional_id, t.state, t.age_s(), decided, t.targets, t.timeout_s, hanging=t.end_lost)
             )
-        committer.close()
     return transactions
 
 
@@ -74,23 +73,20 @@ def end_transaction(pipeline: Definition, transaction: str, *, commit: bool, for
         OutcomeUnknown: the server did not confirm the outcome.
     """
     for committer, transactions, state in _held(pipeline):
-        try:
-            handle = next((t for t in transactions if t.transactional_id == transaction), None)
-            if handle is None:
-                continue
-            # Ids are reused batch after batch: only the complete handle identifies a transaction.
-            decided = _is_decided(handle, state)
-            if decided != commit and not force:
-                raise _against_the_ledger(transaction, commit)
-            match committer.end_by_id(transaction, commit):
-                case Ok():
-                    return
-                case Failed(reason):
-                    raise DeliveredError("TRANSACTION_NOT_ENDED", transaction=transaction, reason=reason)
-                case Unknown(reason):
-                    raise OutcomeUnknown("TRANSACTION_UNKNOWN", transaction=transaction, reason=reason)
-        finally:
-            committer.close()
+        handle = next((t for t in transactions if t.transactional_id == transaction), None)
+        if handle is None:
+            continue
+        # Ids are reused batch after batch: only the complete handle identifies a transaction.
+        decided = _is_decided(handle, state)
+        if decided != commit and not force:
+            raise _against_the_ledger(transaction, commit)
+        match committer.end_by_id(transaction, commit):
+            case Ok():
+                return
+            case Failed(reason):
+                raise DeliveredError("TRANSACTION_NOT_ENDED", transaction=transaction, reason=reason)
+            case Unknown(reason):
+                raise OutcomeUnknown("TRANSACTION_UNKNOWN", transaction=transaction, reason=reason)
     raise UsageError("TRANSACTION_NOT_OPEN.PIPELINE", pipeline=pipeline.name, transaction=transaction)
 
 
@@ -101,7 +97,7 @@ def _against_the_ledger(transaction: str, commit: bool) -> Refused:
 
 
 def _held(pipeline: Definition) -> Iterator[tuple[Committer, Sequence[OpenTransaction], LedgerState]]:
-    """By sink that holds transactions open; the caller closes the committer."""
+    """By sink that holds transactions open."""
     holds = False
     incarnation, _ = logged(pipeline.checkpoint)
     spec = pipeline.spec
@@ -111,11 +107,10 @@ def _held(pipeline: Definition) -> Iterator[tuple[Committer, Sequence[OpenTransa
     for endpoint in pipeline.all_sinks:
         sink = endpoint.sink()
         scope = Scope(pipeline.name, endpoint.name or sink.name, incarnation or NO_INCARNATION)
-        committer = sink.committer(scope)
-        if (transactions := committer.open_transactions()) is None:
-            continue
-        holds = True
-        yield committer, transactions, _projected(scope.sink, state)
+        with closing(sink.committer(scope)) as committer:
+            if (transactions := committer.open_transactions()) is not None:
+                holds = True
+                yield committer, transactions, _projected(scope.sink, state)
     if not holds:
         systems = ", ".join(e.system for e in pipeline.all_sinks)
         raise UsageError("NO_TRANSACTIONS", pipeline=pipeline.name, systems=systems)
