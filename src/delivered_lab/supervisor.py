@@ -141,7 +141,7 @@ def _wait(
         if ended:
             return None
         if time.monotonic() > deadline:
-            raise DeliveredError("SUPERVISOR_TIMEOUT", args=process.args)
+            raise DeliveredError("SUPERVISOR_TIMEOUT", command=process.args)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_POLL_S)
 

@@ -482,7 +482,7 @@ def complete(context: Context, batch: int, messages: Sequence[ShardMessage]) -> 
         gave_up = m.did is Action.GIVE_UP and m.plan.guarantee is Guarantee.AT_MOST_ONCE
         if not (wrote or gave_up):
             raise InvariantBroken(
-                "SHARD_UNWRITTEN", batch=batch, guarantee=m.plan.guarantee.value, shard=m.shard, did=m.did.value
+                "SHARD_UNWRITTEN", batch=batch, guarantee=m.plan.guarantee.value, shard=m.shard, action=m.did.value
             )
 
 

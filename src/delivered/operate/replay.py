@@ -97,7 +97,10 @@ def _chosen(pipeline: Definition, sink: str | None) -> Endpoint:
         return pipeline.sinks[0]
     if sink not in named:
         raise UsageError(
-            "REPLAY_SINK", none="no sink is" if sink is None else "none is", sink=sink or "", known=", ".join(named)
+            "REPLAY_SINK",
+            which="no sink is" if sink is None else "none is",
+            sink=sink or "",
+            known=", ".join(named),
         )
     return named[sink]
 
@@ -371,7 +374,7 @@ class Rebuild(Generic[P]):
         if last is None or filled is None or not _ends(last) == _ends(filled) == until:
             raise Refused("REBUILD_BEHIND", pipeline=self._origin.name)
         if still := context.committers.open_transactions():
-            raise Refused("REBUILD_UNFINISHED", open=len(still), pipeline=self._origin.name)
+            raise Refused("REBUILD_UNFINISHED", count=len(still), pipeline=self._origin.name)
         return last
 
     def _is_done(self, context: Context) -> bool:

@@ -68,7 +68,7 @@ def application(
         MissingExtra: starlette is not installed.
     """
     if token is not None and len(token) < TOKEN_LENGTH_MIN:
-        raise UsageError("UI_TOKEN.SHORT", token_count=len(token), token_length_min=TOKEN_LENGTH_MIN)
+        raise UsageError("UI_TOKEN.SHORT", length=len(token), token_length_min=TOKEN_LENGTH_MIN)
     if token is None and address not in LOCAL:
         raise UsageError("UI_TOKEN.NONE", address=address)
     try:

@@ -159,7 +159,7 @@ class Aggregate:
         key, rows = _key(id), [_row(e) for e in events]
         if not 0 < len(rows) <= EVENTS_APPENDED_MAX or not isinstance(expected, int) or expected < 0:
             raise UsageError(
-                "EVENTS_APPEND", row_count=len(rows), expected=expected, events_appended_max=EVENTS_APPENDED_MAX
+                "EVENTS_APPEND", event_count=len(rows), expected=expected, events_appended_max=EVENTS_APPENDED_MAX
             )
         caller = self._caller(connection, "events.append", writes=True)
         at, what = (self.name, caller.exact(key)), f"{self.name} {key!r}"

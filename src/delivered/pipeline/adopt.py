@@ -68,7 +68,7 @@ def adopt(
         view = _finished(str(checkpoint))
         lines = by_source(view.offsets)
         if len(lines) != 1:
-            raise Refused("ADOPT_SOURCES", checkpoint=str(checkpoint), line_count=len(lines))
+            raise Refused("ADOPT_SOURCES", checkpoint=str(checkpoint), source_count=len(lines))
         resumption = origin.resumption(_offsets(next(iter(lines.values())), str(checkpoint)))
         where = f"batch {view.batch} of the checkpoint {str(checkpoint)!r}, its last one, committed"
     elif group is not None:

@@ -255,7 +255,7 @@ def transform(
         return Transform("sql", sql=what, stateful=stateful, deterministic=deterministic)
     if callable(what):
         return Transform("python", function=what, stateful=stateful, deterministic=deterministic)
-    raise UsageError("TRANSFORM_VALUE.TYPE", what=what, what_type=type(what).__name__)
+    raise UsageError("TRANSFORM_VALUE.TYPE", transform=what, transform_type=type(what).__name__)
 
 
 def arrow(function: Callable[[Any], Any] | None = None, *, select: Sequence[str] = ()) -> Transform:

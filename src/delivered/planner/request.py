@@ -433,7 +433,7 @@ def checkpoint_writable(request: Request) -> Reason | None:
     facts = request.checkpoint
     if facts.unwritable is None:
         return None
-    return Reason.build("CHECKPOINT_UNWRITABLE", location=facts.location, unwritable=facts.unwritable)
+    return Reason.build("CHECKPOINT_UNWRITABLE", location=facts.location, reason=facts.unwritable)
 
 
 def ledger_there(request: Request) -> Reason | None:

@@ -300,9 +300,9 @@ class ReceiveLoop:
             case Failed(reason):
                 if written.receiver is not None:
                     written.receiver.give_back(handles)
-                raise DeliveredError("RECEIVE_NOT_PERSISTED", handle_count=len(handles), reason=reason)
+                raise DeliveredError("RECEIVE_NOT_PERSISTED", message_count=len(handles), reason=reason)
             case Unknown(reason):
-                raise OutcomeUnknown("RECEIVE_UNKNOWN", handle_count=len(handles), reason=reason)
+                raise OutcomeUnknown("RECEIVE_UNKNOWN", message_count=len(handles), reason=reason)
             case Ok(entered):
                 self.counts.entered += entered.entered
                 self.counts.repeated += entered.repeated

@@ -126,7 +126,7 @@ def _invalid(error: Any, sql: str, sources: Mapping[str, pa.Schema]) -> UsageErr
     views = "; ".join(f"the view `{n}` has the columns {', '.join(s.names)}" for n, s in sources.items())
     return UsageError(
         "SQL_INVALID.NEAR" if problem.suggested else "SQL_INVALID.OTHER",
-        plural="s" * (len(sources) > 1),
+        sources="sources" if len(sources) > 1 else "source",
         text=problem.text,
         where=where,
         suggested=problem.suggested,

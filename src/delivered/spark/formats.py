@@ -153,7 +153,7 @@ def _direct(spec: PipelineSpec, schema: StructType) -> Direct | None:
         UsageError: only one end of the stream is direct.
     """
     if (spec.direct is not None) != (schema.names == [SLICE_COLUMN]):
-        raise UsageError("DIRECT_HALF", columns=schema.names, not_="" if spec.direct else "not ")
+        raise UsageError("DIRECT_HALF", columns=schema.names, verb="is" if spec.direct else "is not")
     direct: Direct | None = loads(spec.direct) if spec.direct is not None else None
     return direct
 

@@ -262,7 +262,7 @@ def find_runner(spec: PipelineSpec, sinks: Sinks, incarnation: str) -> Runner:
     from delivered.engine.runner import Runner
 
     if spec.sender is None:
-        raise InvariantBroken("OWNER_UNKNOWN")
+        raise InvariantBroken("OWNER_UNKNOWN", pipeline=spec.pipeline)
     scope, owner = spec.scope(sinks, incarnation), spec.sender.owner
     key = (scope, owner.id, replace(spec, start=None, batch=None).to_option())
     if key in _runners:

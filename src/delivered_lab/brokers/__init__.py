@@ -190,7 +190,7 @@ def start(
     for name, wanted in (("tls", tls), ("scram", bool(scram))):
         if wanted and name not in SERVERS[kind].takes:
             able = ", ".join(k for k, server in SERVERS.items() if name in server.takes)
-            raise UsageError("BROKER_OPTION", kind=kind, name=name, able=able)
+            raise UsageError("BROKER_OPTION", kind=kind, name=name, kinds=able)
     place = (Path(folder) if folder is not None else default_folder(kind)).resolve()
     place.mkdir(parents=True, exist_ok=True)
     state = State.load(place)

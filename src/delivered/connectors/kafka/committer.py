@@ -342,7 +342,7 @@ def refused(found: Hanging, commit: bool, reason: str, *, by_hand: bool = True) 
 
 def _unreadable(hidden: Sequence[Partition]) -> DeliveredError:
     topic, number = hidden[0]
-    return DeliveredError("TRANSACTIONS_UNREADABLE", number=number, topic=topic, hidden_count=len(hidden))
+    return DeliveredError("TRANSACTIONS_UNREADABLE", number=number, topic=topic, count=len(hidden))
 
 
 class Ends:
@@ -497,12 +497,12 @@ class Ends:
     def end_by_hand(self, hanging: Hanging, commit: bool) -> Outcome[None]:
         """Raises UsageError: its coordinator had ended it otherwise."""
         if hanging.committed is (not commit):
-            did, asked = ("committed", "abort") if hanging.committed else ("aborted", "apply")
+            outcome, verb = ("committed", "abort") if hanging.committed else ("aborted", "apply")
             raise UsageError(
                 "TRANSACTION_ENDED",
                 transactional_id=hanging.transactional_id,
-                did=did,
-                asked=asked,
+                outcome=outcome,
+                verb=verb,
                 partitions=", ".join(hanging.targets),
                 end="apply" if hanging.committed else "abort",
             )

@@ -112,7 +112,7 @@ def check_identity(connection: psycopg.Connection[Any], options: OutboxOptions, 
             raise Refused(
                 "OUTBOX_IDENTITY.PUBLISHED" if published else "OUTBOX_IDENTITY.UNPUBLISHED",
                 name=name,
-                of=of,
+                of_table=of,
                 reason=lacks[0],
                 statement=lacks[1].format(name),
             )

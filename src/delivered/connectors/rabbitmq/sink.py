@@ -190,7 +190,7 @@ class Publisher:
                 self._failed = explanation
                 if self._sent and isinstance(explanation, Unreachable):
                     self._failed = OutcomeUnknown(
-                        "RABBITMQ_UNCONFIRMED", open_tag_count=len(self._open_tags), error=explanation.message
+                        "RABBITMQ_UNCONFIRMED", unconfirmed=len(self._open_tags), error=explanation.message
                     )
             self._changed.notify_all()
         if not self._connection.is_open:

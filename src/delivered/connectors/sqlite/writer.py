@@ -134,7 +134,12 @@ def read_staged(options: SqliteOptions, scope: Scope, staged: StagedRows) -> Ite
         raise InvariantBroken("STAGED_FILE_GONE.SQLITE_MISSING", path=str(path)) from None
     if (size, crc) != (staged.bytes, staged.crc32):
         raise InvariantBroken(
-            "STAGED_FILE_DAMAGED", path=str(path), size=size, crc=crc, bytes=staged.bytes, crc32=staged.crc32
+            "STAGED_FILE_DAMAGED",
+            path=str(path),
+            actual_bytes=size,
+            actual_checksum=crc,
+            prepared_bytes=staged.bytes,
+            prepared_checksum=staged.crc32,
         )
     # Not memory-mapped: a mapped file would count as this process's memory.
     with pa.OSFile(str(path)) as source:

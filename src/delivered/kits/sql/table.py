@@ -445,7 +445,7 @@ def permission(options: ServerOptions, user: str, rights: Sequence[str], table: 
         table=options.table_text,
         place=options.place,
         rights=", ".join(rights),
-        table2=table,
+        quoted_table=table,
     )
 
 

@@ -193,13 +193,11 @@ def compare(
                 type=field.type,
             )
     if missing and not (adds and options.merge_schema):
-        way = 'add it with .option("mergeSchema", "true"), or drop it from the rows'
         raise UsageError(
             "COLUMN_MISSING.TABLE_MERGE" if options.merge_schema else "COLUMN_MISSING.TABLE",
             where=options.where,
             missing=", ".join(repr(f.name) for f in missing),
             columns=there.names,
-            way=way,
         )
     needed = dict.fromkeys([*(f.name for f in there if not f.nullable), *partitions])
     absent = [name for name in needed if name not in schema.names]
