@@ -21,7 +21,7 @@ from delivered.cli.main import app
 from delivered.contract.source import Finding
 from delivered.model import catalogue, errors
 from delivered.model.catalogue import PREFIX, conditions, entries
-from delivered.model.errors import DeliveredError, Refused
+from delivered.model.errors import DeliveredError, InvariantBroken, Refused
 from delivered.model.options import Unfit
 
 _NOT_CODES = frozenset({"DELIVERED_X", "DELIVERED_PURE", "DELIVERED_VERIFY_TABLE"})
@@ -260,6 +260,13 @@ def test_an_error_keeps_its_condition_and_texts() -> None:
         )
         assert error.message.rstrip(".") in copy.message
     assert str(error).startswith("[DELIVERED_ADOPT_RUNNING] The consumer group 'g' has 2 members")
+
+
+def test_a_next_step_of_the_call_goes_before_that_of_its_class() -> None:
+    assert InvariantBroken("SAGA_GONE", next_step="wait", saga="s", id="i").next_step == "wait"
+    assert InvariantBroken("THEIRS", "It is odd.", "turn it").next_step == "turn it"
+    for usual in (InvariantBroken("SAGA_GONE", saga="s", id="i"), InvariantBroken("THEIRS", "It is odd.")):
+        assert usual.next_step == InvariantBroken.usual_step == pickle.loads(pickle.dumps(usual)).next_step
 
 
 def test_another_package_raises_with_its_own_code_and_text() -> None:

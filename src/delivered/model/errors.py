@@ -55,14 +55,16 @@ class DeliveredError(Exception):
 
     exit_code = 1
     usual_step: str | None = None
-    """The next step of a code that has none in the catalogue."""
+    """The next step of an error for which neither call nor catalogue has one."""
     may_come_back = False
     """A server is unreachable; the same call may succeed later."""
 
     def __init__(self, code: str, message: str | None = None, next_step: str | None = None, **values: object) -> None:
         if message is None:
             message, step = texts(code, values)
-            next_step = next_step or step or self.usual_step
+            next_step = next_step or step
+        if next_step is None:
+            next_step = self.usual_step
         self.code, _, self.condition = f"DELIVERED_{code}".partition(".")
         # On one line: it may quote a record or a server, and the driver reads a worker's error by lines.
         # Without secrets: it becomes text of logs, pages, reports, Spark's own log and lineage events.
@@ -132,11 +134,6 @@ class InvariantBroken(DeliveredError):
     """Something that must never happen happened. The query stops; nothing is skipped."""
 
     usual_step = _REPORT
-
-    def __init__(
-        self, code: str, message: str | None = None, next_step: str | None = _REPORT, **values: object
-    ) -> None:
-        super().__init__(code, message, next_step if message is not None else None, **values)
 
 
 class Fenced(InvariantBroken):
