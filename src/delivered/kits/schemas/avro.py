@@ -1,4 +1,7 @@
-"""Values in JSON for the types of an Avro schema: fields of Pulsar's JSON messages, and defaults."""
+"""Avro schemas (Pulsar's JSON ones are in Avro notation too): a value's Arrow type, and its decoding.
+
+Types are mapped as by Spark's `from_avro`, without recursive types and unions of several types.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import cache, lru_cache
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 
@@ -20,22 +23,14 @@ from delivered.kits.schemas.values import Unmappable as Unmappable
 from delivered.model.errors import DeliveredError, MissingExtra
 from delivered.model.limits import RECORD_VALUES_MAX
 
+# Values in JSON for the types of a schema: fields of Pulsar's JSON messages, and defaults.
+
 _BITS = {"int": 31, "long": 63}
 _NOT_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 """As Java writes them in JSON."""
 
 
-class Reads(Protocol):
-    """See `delivered.kits.schemas.avro.Shape`."""
-
-    @property
-    def of_json(self) -> Callable[[Any], Any]: ...
-
-    @property
-    def optional(self) -> bool: ...
-
-
-def of_object(path: str, fields: Sequence[tuple[str, Reads]], defaults: Mapping[str, Any]) -> Callable[[Any], Any]:
+def of_object(path: str, fields: Sequence[tuple[str, Shape]], defaults: Mapping[str, Any]) -> Callable[[Any], Any]:
     """Args: defaults: values of fields that a writer did not have."""
 
     def read(value: Any) -> Any:
@@ -56,7 +51,7 @@ def of_object(path: str, fields: Sequence[tuple[str, Reads]], defaults: Mapping[
     return read
 
 
-def of_array(path: str, items: Reads) -> Callable[[Any], Any]:
+def of_array(path: str, items: Shape) -> Callable[[Any], Any]:
     def read(value: Any) -> Any:
         if not isinstance(value, list):
             raise _wrong(path, value, "array")
@@ -65,7 +60,7 @@ def of_array(path: str, items: Reads) -> Callable[[Any], Any]:
     return read
 
 
-def of_map(path: str, values: Reads) -> Callable[[Any], Any]:
+def of_map(path: str, values: Shape) -> Callable[[Any], Any]:
     def read(value: Any) -> Any:
         if not isinstance(value, dict):
             raise _wrong(path, value, "map")
