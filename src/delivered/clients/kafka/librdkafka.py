@@ -1,4 +1,4 @@
-"""Records through librdkafka, by confluent-kafka: what reads and writes where Arrow cannot, and when that is so."""
+"""Records through librdkafka, by confluent-kafka: how its clients are created, read and write where Arrow cannot."""
 
 from __future__ import annotations
 

@@ -109,7 +109,11 @@ FULL_BYTES = 65_536 * ENTRY_BYTES
 
 
 class ArchiveFiles:
-    """Args: folder: below the store's root; contains nothing else."""
+    """The archive of a ledger as files. Args: folder: below the store's root; contains nothing else.
+
+    A file is never changed, and is deleted only by a process that has already copied its entries to another file. So a
+    driver fenced midway removes nothing from the archive: at worst an entry is stored twice.
+    """
 
     def __init__(self, store: Store, folder: str) -> None:
         self._store = store
