@@ -21,7 +21,6 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from delivered.contract.sink import Committer, Writer
 from delivered.kits.table.store import Store
@@ -360,6 +359,8 @@ class _Open(Generic[Part]):
             if pa.types.is_floating(f.type) and pc.any(pc.is_nan(rows[f.name])).as_py():
                 self.not_a_number.add(f.name)
         if self.writer is None:
+            import pyarrow.parquet as pq  # not loaded for files of another format
+
             self.writer = pq.ParquetWriter(
                 self.sink, self.schema, use_dictionary=_repeating(rows), metadata_collector=self.footers,
                 store_schema=False, **self.options,
