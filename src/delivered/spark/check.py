@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import pyarrow as pa
@@ -26,9 +26,6 @@ from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
 from delivered.pipeline.transform import changing_in_sql
 from delivered.spark.internals import Setting, from_arrow, is_connect, is_deterministic, jvm_of, sql_error, to_arrow
 from delivered.spark.rows import apply_transform, own_views, projected
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 log = logging.getLogger(__name__)
 

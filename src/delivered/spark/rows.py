@@ -39,7 +39,6 @@ from delivered.spark.internals import from_arrow, pickle_by_value, running_batch
 from delivered.spark.task import arm, running_task
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
 _OWN = "__delivered_sink_"

@@ -20,8 +20,7 @@ from delivered.spark.internals import Setting, is_connect
 
 log = logging.getLogger(__name__)
 
-_FILES = (s for s in Setting if s.name.startswith("FILE_"))
-_DIVIDES = (Setting.PARALLELISM, Setting.SHUFFLE_PARTITIONS, *_FILES)
+_DIVIDES = (Setting.PARALLELISM, Setting.SHUFFLE_PARTITIONS, *(s for s in Setting if s.name.startswith("FILE_")))
 """What a query without state is divided by."""
 _NESTED_ROWS_MAX = 512
 

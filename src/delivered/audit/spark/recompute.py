@@ -503,7 +503,7 @@ def _after(held: Column, row: Column) -> Column:
 FLOAT_TOLERANCE = 1e-9
 """Relative: sums of floating-point numbers depend on the order of the rows. Decimals are compared exactly."""
 
-_ID, _COPY, _MUST, _THERE = (f"__delivered_{n}" for n in ("id", "copy", "must", "there"))
+_ID, _MUST, _THERE = (f"__delivered_{n}" for n in ("id", "must", "there"))
 
 
 def _typed(frame: DataFrame, written: StructType, like: StructType | None = None) -> DataFrame:

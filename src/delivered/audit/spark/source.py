@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
 
-_AT, _PARTITION, _DELETED, _ROW = (f"__delivered_{n}" for n in ("at", "partition", "deleted", "row"))
+_PARTITION, _DELETED, _ROW = (f"__delivered_{n}" for n in ("partition", "deleted", "row"))
 
 _START_UNKNOWN = (
     "the checkpoint sidecar does not record where batch 0 started, and the source may start elsewhere today"
