@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -352,7 +353,6 @@ class Deduplicated:
         self._values.persist(StorageLevel.DISK_ONLY)
         self._unjudged_ids = self._values.where("other_number").select("id").distinct()
         self._either = self._values.where("NOT other_number AND other_value AND is > 0").select("id", "low")
-        self.counts = self._count()
 
     def close(self) -> None:
         self._values.unpersist()
@@ -406,7 +406,8 @@ class Deduplicated:
     def _where(self, condition: Column) -> DataFrame:
         return self._all.where(condition).select(*map(backquoted, self._columns))
 
-    def _count(self) -> DedupCounts:
+    @cached_property
+    def counts(self) -> DedupCounts:
         certain, copies, one = self._certain, F.col(_COPIES), F.lit(1).cast("long")
         keys = self._all.where(F.col(_RANK) == 1).agg(
             F.sum(copies).alias("records"),
