@@ -24,6 +24,7 @@ from delivered.model.capability import Guarantee
 from delivered.model.errors import InvariantBroken, OutcomeUnknown
 from delivered.model.translate import translated
 from delivered.model.work import Owner
+from delivered.pipeline.facts import for_start
 from delivered.pipeline.spec import Reading
 from delivered.planner import Plan, Refusal
 from delivered.spark.readers import StreamReader
@@ -227,3 +228,11 @@ def test_an_error_of_ours_is_found_in_the_text_of_spark() -> None:
     )
     assert isinstance(translated(RuntimeError("x [DELIVERED_DECISION_UNKNOWN] Nobody knows.\n")), OutcomeUnknown)
     assert translated(RuntimeError("[STREAM_FAILED] no error of ours")) is None
+
+
+def test_a_start_without_a_registry_keeps_what_an_unfinished_batch_was_planned_with(tmp_path: Path) -> None:
+    made = pipeline(tmp_path)
+    checkpoint(made, 1)
+    sidecar.keep_read_schemas(made.checkpoint, {"source": {"value": 1}})
+    assert for_start(made) == made.sources
+    assert sidecar.read_schemas(made.checkpoint) == {"source": {"value": 1}}

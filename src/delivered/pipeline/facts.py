@@ -393,7 +393,8 @@ def for_start(pipeline: Definition) -> dict[str, Endpoint]:
         before = kept.get(name, {})
         if versions:
             found[name] = {c: before.get(c, v) for c, v in versions.items()}
-    sidecar.keep_read_schemas(pipeline.checkpoint, found)
+    if found:
+        sidecar.keep_read_schemas(pipeline.checkpoint, found)
     return {name: _with(endpoint, found.get(name, {})) for name, endpoint in pipeline.sources.items()}
 
 
