@@ -209,16 +209,16 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
             self.format(format)
         if queryName is not None:
             self.queryName(queryName)
-        spark, write, sources = session_of(self), _write(self), _sources(self)
+        spark, write = session_of(self), _write(self)
         if write is not None and _is_idiom(write):
             _check(spark, write)
             check_executors(spark, write.options)
             self.option(OPTION, Envelope(IdiomStart(uuid.uuid4().hex)).encode())
-            _pass_checkpoint(self, write, sources)
+            _pass_checkpoint(self, write)
         with _same_shards(spark, write):
             query = original(self, path, partitionBy=partitionBy)
-        if sources:
-            _descriptions[str(query.runId)] = tuple(_described(*source) for source in sources)
+        if names := _sources(self):
+            _descriptions[str(query.runId)] = names
             while len(_descriptions) > _DESCRIPTIONS_MAX:
                 _descriptions.pop(next(iter(_descriptions)), None)
         return query
@@ -235,12 +235,13 @@ def _write(writer: Any) -> StreamWrite | None:
         return None
 
 
-def _sources(writer: Any) -> list[tuple[str, Mapping[str, str]]]:
+def _sources(writer: Any) -> tuple[str, ...]:
+    """Display names; empty if they are not accessible."""
     try:
-        return internals.stream_sources(writer)
+        return tuple(_described(*source) for source in internals.stream_sources(writer))
     except Exception as error:
         log.debug("cannot read the sources of a query: %s", error)
-        return []
+        return ()
 
 
 def _is_idiom(write: StreamWrite) -> bool:
@@ -275,20 +276,19 @@ def _check(spark: Any, write: StreamWrite) -> None:
         log.debug("skipped the check before the start: %s", error)
 
 
-def _pass_checkpoint(writer: Any, write: StreamWrite, sources: list[tuple[str, Mapping[str, str]]]) -> None:
+def _pass_checkpoint(writer: Any, write: StreamWrite) -> None:
     """Pass the query's checkpoint, which Spark hides from Python sources, to our source.
 
     The source keeps the start of batch 0 and its offset metadata there (`checkpoint/`). Queries with several sources
     are left alone: the sources would overwrite each other's state.
     """
     checkpoint = _option(write.options, CHECKPOINT)
-    if checkpoint is None or len(sources) != 1:
-        return
-    name, options = sources[0]
-    if not name.startswith(PREFIX) or _option(options, CHECKPOINT) is not None:
+    if checkpoint is None:
         return
     try:
-        internals.set_source_option(writer, CHECKPOINT, checkpoint)
+        sources = internals.stream_sources(writer)
+        if len(sources) == 1 and sources[0][0].startswith(PREFIX) and _option(sources[0][1], CHECKPOINT) is None:
+            internals.set_source_option(writer, CHECKPOINT, checkpoint)
     except Exception as error:
         log.warning(
             "cannot pass the query's checkpoint to the source on this PySpark (%s): a source that was recreated while "
