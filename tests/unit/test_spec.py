@@ -101,6 +101,14 @@ def test_a_damaged_envelope_is_refused(sent: str) -> None:
         Envelope.decode({OPTION: sent})
 
 
+def test_a_damaged_envelope_shows_no_password() -> None:
+    sent = json.loads(FULL.to_option())
+    sent["content"]["sinks"][0]["options"] = "password=hunter2"
+    with pytest.raises(UsageError, match=r"a value is str, not Mapping") as refused:
+        Envelope.decode({OPTION: json.dumps(sent)})
+    assert "hunter2" not in str(refused.value)
+
+
 def test_an_envelope_of_another_release_is_refused() -> None:
     older = json.dumps({"version": 2, "pipeline": "p", "guarantee": "exactly_once"})
     with pytest.raises(UsageError, match=r"SPEC_VERSION.* version 2; this process reads version 3"):

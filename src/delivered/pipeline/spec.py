@@ -357,7 +357,7 @@ def _decoded(kind: Any, value: Any) -> Any:
         return kind(value)
     expected = (origin or kind) if kind is not Any else object
     if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-        raise TypeError(f"{value!r} is not {expected.__name__}")
+        raise TypeError(f"a value is {type(value).__name__}, not {expected.__name__}")  # it may hold a password
     return value
 
 
