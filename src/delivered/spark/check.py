@@ -134,6 +134,9 @@ def _invalid(error: Any, sql: str, sources: Mapping[str, pa.Schema]) -> UsageErr
 def check_executors(spark: SparkSession, options: Mapping[str, str]) -> None:
     """Let a task on each core ask the arbiter something. Not over Spark Connect, whose client runs no arbiter.
 
+    If only the first tasks noticed, they would send nothing, but the ledger would hold their batch as one that may have
+    been sent, and the next start would give it up.
+
     Args:
         options: the query's, keys in any case; under another guarantee nothing is asked.
 

@@ -1,8 +1,8 @@
 """Starts a pipeline as a query, and stops it between two batches.
 
-`query.stop()` kills the running batch. So the source is drained first: a file, named in the spec, makes it offer no new
-records. No batch starts after that, the running one completes, and the query is stopped while idle. The file is on the
-driver's machine, where the source plans its batches.
+`query.stop()` kills the running batch. So the source is drained first: a file, named in its envelope, makes it offer no
+new records. No batch starts after that, the running one completes, and the query is stopped while idle. The file is on
+the driver's machine, where the source plans its batches.
 """
 
 from __future__ import annotations
