@@ -12,32 +12,26 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from delivered.contract.source import Finding, Offsets, Slice, Source
+from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.model.capability import SourceCapability
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.streaming import DataStreamWriter, StreamingQuery
+    from pyspark.sql.types import StructType
 
 FORMAT = "delivered_bench_parquet"
 
 
 @dataclass(frozen=True)
-class ParquetSource:
+class ParquetSource(Source):
     """Every file of a folder and of the folders in it, in `shards` slices. Offsets are `{"files": n}`."""
 
     folder: str
     shards: int
 
-    @property
-    def rows_per_batch_max(self) -> int | None:
-        return None
-
     def capability(self) -> SourceCapability:
         return SourceCapability("parquet", replayable=True, local=True)
-
-    def preflight(self) -> Sequence[Finding]:
-        return []
 
     def files(self) -> list[str]:
         return sorted(str(p) for pattern in ("*.parquet", "*/*.parquet") for p in Path(self.folder).glob(pattern))
@@ -53,7 +47,7 @@ class ParquetSource:
             yield from pq.ParquetFile(path).iter_batches(32_768)
 
 
-class ParquetDriver:
+class ParquetDriver(SourceDriver):
     def __init__(self, source: ParquetSource) -> None:
         self._source = source
 
@@ -76,12 +70,6 @@ class ParquetDriver:
     def batch(self) -> tuple[Offsets, Offsets]:
         return self.initial(), self.latest(self.initial(), None)
 
-    def acknowledge(self, end: Offsets) -> None:
-        """Files need no telling."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
 
 def register(spark: SparkSession) -> None:
     """Make the source known to a session."""
@@ -92,7 +80,7 @@ def register(spark: SparkSession) -> None:
         def name(cls) -> str:
             return FORMAT
 
-        def _source(self) -> Source:
+        def _source(self, schema: StructType | None = None) -> Source:  # noqa: ARG002
             options: dict[str, Any] = dict(self.options)
             return ParquetSource(options["path"], int(options["shards"]))
 
