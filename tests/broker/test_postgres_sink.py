@@ -411,9 +411,13 @@ def test_p13_p20_abort_orphans_touches_only_its_own_and_shows_their_age(
     assert not rig.sink.preflight(EXACT)
     monkeypatch.setattr("delivered.connectors.postgres.preflight.OPEN_TRANSACTION_OLD_S", 0.0)
     assert [(f.code, f.refuses) for f in rig.sink.preflight(EXACT)] == [("PREPARED_TRANSACTION_OLD", False)]
+    from delivered.connectors.postgres.committer import id_prefix
+
     committer = rig.context("next").committers
     listed = committer.open_transactions()
-    assert [t.state for t in listed] == ["Prepared"] * 2
+    prefix = id_prefix(rig.scope, rig.sink.options.ledger_schema)
+    shards = [t.transactional_id.removeprefix(prefix).rpartition(".")[0] for t in listed]
+    assert [*zip(shards, (t.state for t in listed), strict=True)] == [("0.0", "Prepared"), ("0.1", "Prepared")]
     assert all(0 <= t.age_s() < 60 for t in listed)
     assert all(len(t.transactional_id.encode()) < 200 for t in listed)
     assert committer.abort_orphans(()) == Ok(2)
