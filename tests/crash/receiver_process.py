@@ -56,7 +56,7 @@ class Spool:
         return int(self._open().execute("SELECT coalesce(max(handed), 0) FROM m").fetchone()[0])
 
 
-class SpoolReceiver:
+class SpoolReceiver(Receiver):
     def __init__(self, spool: Spool) -> None:
         self._database = spool._open()
         own = psutil.Process()
@@ -108,7 +108,7 @@ class SpoolReceiver:
                 self._database.execute("UPDATE m SET holder = NULL WHERE holder = ?", (holder,))
 
 
-class AckFirst:
+class AckFirst(Receiver):
     """The bug this receiver exists to avoid: acknowledge on arrival."""
 
     def __init__(self, inner: Receiver) -> None:

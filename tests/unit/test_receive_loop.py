@@ -11,7 +11,7 @@ import pytest
 
 from delivered import receiver as loops
 from delivered.connectors.log.produce import build_rows
-from delivered.contract.queue import Entered, JournalSize, MessageBatch
+from delivered.contract.queue import Entered, Journal, JournalSize, MessageBatch, Receiver
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.work import Failed, Ok, Outcome, Unknown
 from delivered.receiver import ReceiveLimits, ReceiveLoop
@@ -36,7 +36,7 @@ class Broker:
         return self.connections[-1]
 
 
-class Connection:
+class Connection(Receiver):
     def __init__(self, broker: Broker, dies_after: int) -> None:
         self.broker = broker
         self.held: list[int] = []
@@ -81,7 +81,7 @@ class Connection:
         self.held = []
 
 
-class Memory:
+class Memory(Journal):
     """A journal with scripted outcomes that records its content."""
 
     def __init__(self, *answers: Any) -> None:
