@@ -123,11 +123,9 @@ def test_kept_rows_can_be_read_again_after_they_were_acknowledged(box: Shop) -> 
 
 
 def test_two_pipelines_on_one_outbox_are_refused(box: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    from delivered.connectors.outbox import source as poll
-    from delivered.connectors.outbox import source as wal
+    from delivered.connectors.outbox import source as outbox
 
-    for module in (poll, wal):
-        monkeypatch.setattr(module, "LOCK_WAIT_S", 1)
+    monkeypatch.setattr(outbox, "LOCK_WAIT_S", 1)
     first, second = Stream(box.source()), Stream(box.source())
     first.rest()
     with pytest.raises(DeliveredError, match=r"OUTBOX_IN_USE.*another pipeline.*keep=true for both"):

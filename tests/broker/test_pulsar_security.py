@@ -20,7 +20,6 @@ from tests.support.scans import scanned_table
 from tests.support.servers import Pulsar
 
 from delivered.connectors.pulsar import CONNECTOR, PulsarSinkOptions, SourceOptions, client
-from delivered.connectors.pulsar import client as tokens
 from delivered.connectors.pulsar.client import Admin
 from delivered.connectors.pulsar.sink import Publisher
 from delivered.connectors.pulsar.source import check_connection
@@ -371,5 +370,5 @@ def test_a_redirection_out_of_tls_is_not_followed(guarded: Pulsar) -> None:
 
 def test_a_server_that_is_down_is_unreachable_and_no_question_of_certificates(guarded: Pulsar) -> None:
     options = place(guarded, "both", url="pulsar+ssl://127.0.0.1:1,127.0.0.1:2", adminUrl="https://127.0.0.1:1")
-    assert tokens.tls_error(parse({**options, "topics": "t"})) is None
+    assert client.tls_error(parse({**options, "topics": "t"})) is None
     refused(source(options, "t").preflight(), "PULSAR_UNREACHABLE")

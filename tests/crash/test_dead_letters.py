@@ -16,7 +16,6 @@ from tests.support.sweeps import sweep
 
 from delivered.contract.sink import DEAD_LETTERS
 from delivered.engine import shard
-from delivered.engine import shard as shards
 from delivered.engine.sinks import Columns, Member
 from delivered.model.capability import Commit, Guarantee
 from delivered.model.identity import Scope
@@ -90,8 +89,8 @@ def test_a_letter_says_who_why_and_where_from() -> None:
     assert {(t["sink"], t["reason"]) for t in told} == {("first", "value longer than 5 bytes")}
     rows = pa.record_batch({"partition": [3, 3], "offset": [7, 8], "value": ["a", "b"]})
     reasons = pa.array([None, "no"])
-    rejected = shards.validated(Refusing(reasons), Rows(rows.select(["value"]), (), rows)).rejected
-    (letter,) = shards.dead_letters(Scope("p", "s", "i"), rejected, 5, 1, 10).to_pylist()
+    rejected = shard.validated(Refusing(reasons), Rows(rows.select(["value"]), (), rows)).rejected
+    (letter,) = shard.dead_letters(Scope("p", "s", "i"), rejected, 5, 1, 10).to_pylist()
     assert (letter["pipeline"], letter["sink"], letter["incarnation"]) == ("p", "s", "i")
     assert (letter["partition"], letter["offset"], letter["topic"], letter["row"]) == (3, 8, None, 11)
     assert json.loads(letter["record"]) == {"value": "b"}
@@ -102,7 +101,7 @@ def test_a_column_that_only_a_sink_calls_offset_is_no_position() -> None:
     sink: Any = Refusing(pa.array([None, "no"]))
     for columns, topic in ((rows.select(["amount", "large"]), None), (rows, "t")):
         member = Member("s", sink, Columns((("offset", "amount"),), "large"))
-        (rejected,) = shards.validated(sink, member.routed(Rows(columns))).rejected
+        (rejected,) = shard.validated(sink, member.routed(Rows(columns))).rejected
         assert (rejected.record, rejected.topic, rejected.offset) == ({"offset": 8}, topic, None)
 
 
@@ -111,8 +110,8 @@ def test_times_beyond_python_s_are_kept_as_numbers() -> None:
     late = pa.array([0, 10**18], pa.timestamp("us", "UTC"))
     rows = pa.record_batch({"at": late, "day": pa.array([1, 10**7], pa.date32()), "text": ["a", "b"]})
     reasons = pa.array([None, "outside the years 1 to 9999"])
-    rejected = shards.validated(Refusing(reasons), Rows(rows)).rejected
-    (letter,) = shards.dead_letters(Scope("p", "s", "i"), rejected, 0, 0, 0).to_pylist()
+    rejected = shard.validated(Refusing(reasons), Rows(rows)).rejected
+    (letter,) = shard.dead_letters(Scope("p", "s", "i"), rejected, 0, 0, 0).to_pylist()
     assert json.loads(letter["record"]) == {"at": 10**18, "day": 10**7, "text": "b"}
     assert from_json_texts([letter["record"]], rows.schema).equals(rows.slice(1))
 
@@ -142,7 +141,7 @@ def dead_letters_not_looked_for_when_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def bad_rows_written_too(patch: pytest.MonkeyPatch) -> None:
-    honest = shards.validated
+    honest = shard.validated
     patch.setattr(shard, "validated", lambda sink, rows: replace(honest(sink, rows), good=rows.good))
 
 
