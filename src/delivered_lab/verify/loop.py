@@ -174,7 +174,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Workers must find `task` under the module's own name.
-    from delivered_lab.verify.loop import main as run
-
-    sys.exit(run())
+    sys.exit(main())
