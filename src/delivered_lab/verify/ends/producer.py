@@ -170,10 +170,8 @@ def _application_killed(shop: Shop) -> None:
         process = shop.application(point, n)
         shop.end.must_end(process, -signal.SIGKILL)
         shop.end.fire("application killed", point=point, n=n)
-        if point in (
-            "before",
-            "in_late",
-        ):  # what it asks for again is in the outbox in one case, and deleted in the other
+        # What it asks for again is in the outbox in one case, and deleted in the other.
+        if point in ("before", "in_late"):
             shop.deliver()
     shop.serve()
     shop.deliver()
