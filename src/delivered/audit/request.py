@@ -262,6 +262,11 @@ def join_adjacent(ranges: Sequence[BatchRange]) -> list[tuple[Positions, Positio
     return joined
 
 
+_START_UNKNOWN = (
+    "the checkpoint sidecar does not record where batch 0 started, and the source may start elsewhere today"
+)
+
+
 class SourceSet:
     """The drivers of all sources, by name.
 
@@ -273,6 +278,10 @@ class SourceSet:
         self._drivers = drivers
         self.unknown = [n for n, offsets in first.items() if offsets is None]
         self.first: Positions = {n: drivers[n].initial() if at is None else at for n, at in first.items()}
+
+    def start(self) -> tuple[Positions, str]:
+        """Where the pipeline's first batch started, and why that is uncertain; empty if it is certain."""
+        return self.first, _START_UNKNOWN if self.unknown else ""
 
     def newest(self) -> Positions:
         """The current ends. Raises DeliveredError: a source has none."""

@@ -19,11 +19,13 @@ from pyspark import StorageLevel
 from pyspark.errors import AnalysisException
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 
+from delivered.audit.account import Progress, reason
 from delivered.audit.evidence import Damage
 from delivered.audit.judge import contradictions
 from delivered.audit.report import AuditReport, ChainReport, Segment
 from delivered.audit.request import AuditRequest, BadExpression, Positions, parsed
-from delivered.audit.spark.audit import Progress, audit_sink, chosen_sink, reason, request_for, stored_rows
+from delivered.audit.spark.audit import audit_sink, chosen_sink, request_for
+from delivered.audit.spark.comparison import stored_rows
 from delivered.audit.spark.reconcile import Slots, canonical_schema, hashed, reconcile, without_order
 from delivered.audit.spark.slices import beyond_rows, keeps_partitions, kept_plain, shuffles_fit_for
 from delivered.audit.spark.source import SentRows, expressions, record_columns, union
@@ -246,7 +248,8 @@ def _compare(
             rows = hashed(frame, canonical, seed, at, request.id, request.key, own_sql=request.own)
         return without_order(rows)
 
-    sink = stored_rows(spark, request, scan, scope, probe, places).persist(StorageLevel.DISK_ONLY)
+    sink = stored_rows(spark, request, scan, scan.slices(request.sink_from), scope, probe, places)
+    sink.persist(StorageLevel.DISK_ONLY)
     context.callback(sink.unpersist)
     there = sink.count()
     sent = in_last_sink(0, hops[0].start, hops[0].decided, origins)

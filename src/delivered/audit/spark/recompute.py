@@ -148,7 +148,7 @@ def recompute(spark: SparkSession, request: AuditRequest, say: Progress) -> Audi
         if visible is None or request.dedup is not None:
             return report_of_ledger(request, ledger, _UNDECIDED if visible is None else _DEDUP)
         view = read_view(request.checkpoint)
-        start, unsure = source.start()
+        start, unsure = source.sources.start()
         read = SourceRange(start, _named(parsed(visible.offsets), request), _named(parsed(view.offsets), request))
         ends = [(batch, _named(parsed(text), request)) for batch, text in ledger.ends]
         stream = source.stream()

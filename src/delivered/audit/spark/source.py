@@ -62,10 +62,6 @@ if TYPE_CHECKING:
 
 _PARTITION, _DELETED, _ROW = (f"__delivered_{n}" for n in ("partition", "deleted", "row"))
 
-_START_UNKNOWN = (
-    "the checkpoint sidecar does not record where batch 0 started, and the source may start elsewhere today"
-)
-
 
 def record_columns(request: AuditRequest, sent: DataFrame, stored: Sequence[str]) -> pa.Schema:
     """Rows of `sent` as a reader of the sink sees them.
@@ -108,10 +104,6 @@ class SentRows:
 
     def close(self) -> None:
         self.sources.close()
-
-    def start(self) -> tuple[Positions, str]:
-        """Where the pipeline's first batch started, and why that is uncertain; empty if it is certain."""
-        return self.sources.first, _START_UNKNOWN if self.sources.unknown else ""
 
     def rows(self, slices: Sequence[Slice] = ()) -> DataFrame:
         """Rows written to the sink for slices of the sources; without slices, only the columns matter."""
