@@ -14,6 +14,7 @@ from delivered.model.capability import Guarantee
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, LedgerAhead, LedgerBehind, Unreachable
 from delivered.model.identity import OtherLedger, Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_INCARNATIONS, OUTAGE_PATIENCE_S, OWNERS_REMEMBERED
+from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Archived, Begun, Decision, Failed, LedgerState, Ok, Outcome, Owner, Prepared, Unknown
 
 
@@ -147,6 +148,24 @@ class Ledger:
     def others(self) -> Sequence[OtherLedger]:
         """Ledgers of other pipelines and sinks in the same place."""
         return self._store.others()
+
+    def last_seal(self, sink: str) -> str | None:
+        """The newest seal of the audits of a sink; None: it was never audited."""
+        return self._store.last_seal(sink)
+
+    def seals(self, sink: str, first: int = 0) -> Iterable[str]:
+        """The seals of a sink from this number on, in order."""
+        return self._store.seals(sink, first)
+
+    def add_seal(self, sink: str, number: int, text: str) -> Outcome[None]:
+        """Append a seal, without a claim: an audit fences nobody, and no claim voids it.
+
+        Failed: another audit has sealed meanwhile; `number` is taken. Unknown: `last_seal` shows whether it is there.
+        """
+        reach(StepId.AUDIT_SEAL, Moment.BEFORE)
+        outcome = self._store.add_seal(sink, number, text)
+        reach(StepId.AUDIT_SEAL, Moment.AFTER)
+        return outcome
 
     def close(self) -> None:
         """Release connections. May be called again."""
@@ -381,6 +400,19 @@ class Store(Protocol):
 
     def others(self) -> Sequence[OtherLedger]:
         """Ledgers of other pipelines and sinks in the same place."""
+
+    def last_seal(self, sink: str) -> str | None:
+        """The seal with the greatest number of this pipeline's audits of a sink, of any checkpoint; None: none yet."""
+
+    def seals(self, sink: str, first: int = 0) -> Iterable[str]:
+        """The seals of a sink whose numbers are at least `first`, in order. They are never deleted."""
+
+    def add_seal(self, sink: str, number: int, text: str) -> Outcome[None]:
+        """Store a seal durably, if none has this number: of two audits, one wins.
+
+        Needs no claim, and fences nobody. Failed: the number is taken, or may not be written. Unknown: read again. A
+        store whose tables are of an earlier version adds what seals need.
+        """
 
     def close(self) -> None:
         """Release connections. May be called again."""

@@ -247,6 +247,14 @@ class BoundedScan(ABC):
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         """Runs on an executor. Bounded memory."""
 
+    def position(self) -> Offsets | None:
+        """Where the sink's content ends now, as `slices` takes it: what a reader sees now lies before it, what becomes
+        visible later at or behind it. None: the system has no such order, and every audit reads all of it.
+
+        JSON values. Read-only; contacts the server once.
+        """
+        return None
+
     def planned(self) -> Self:
         """As `Source.planned`."""
         return self

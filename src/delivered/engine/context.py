@@ -160,6 +160,22 @@ class SharedStore:
         own = {scope.sink for _, scope in self._others}
         return [o for o in self._deciding.others() if not (o.pipeline == self._scope.pipeline and o.sink in own)]
 
+    def last_seal(self, sink: str) -> str | None:
+        return self._sealed(sink).last_seal(sink)
+
+    def seals(self, sink: str, first: int = 0) -> Iterable[str]:
+        return self._sealed(sink).seals(sink, first)
+
+    def add_seal(self, sink: str, number: int, text: str) -> Outcome[None]:
+        """A chain goes on in the ledger in which it began, also if another one decides now."""
+        return self._sealed(sink).add_seal(sink, number, text)
+
+    def _sealed(self, sink: str) -> Store | Ledger:
+        """The ledger that holds this sink's seals."""
+        if self._deciding.last_seal(sink) is None:
+            return next((ledger for ledger in self._ledgers if ledger.last_seal(sink) is not None), self._deciding)
+        return self._deciding
+
     def close(self) -> None:
         self._deciding.close()
         for ledger in self._ledgers:

@@ -25,7 +25,8 @@ from delivered.model.secrets import without_passwords
 
 
 class StepId(StrEnum):
-    """In the order of a batch; `receive.*` belongs to receivers and `saga.*` to whoever runs sagas, outside batches."""
+    """In the order of a batch. Outside batches, `receive.*` belongs to receivers, `saga.*` to whoever runs sagas, and
+    `audit.*` to audits."""
 
     SOURCE_READ = "source.read"
     DEDUP_NOTE = "dedup.note"
@@ -49,6 +50,8 @@ class StepId(StrEnum):
     RECEIVE_ACK = "receive.ack"
     SAGA_LOG = "saga.log"
     SAGA_CALL = "saga.call"
+    AUDIT_READ = "audit.read"
+    AUDIT_SEAL = "audit.seal"
 
 
 class Moment(StrEnum):
@@ -63,6 +66,7 @@ class Role(StrEnum):
     TASK = "task"
     RECEIVER = "receiver"
     WORKER = "worker"
+    AUDITOR = "auditor"
 
 
 ROLE_OF_STEP: dict[StepId, Role] = {
@@ -88,6 +92,8 @@ ROLE_OF_STEP: dict[StepId, Role] = {
     StepId.RECEIVE_ACK: Role.RECEIVER,
     StepId.SAGA_LOG: Role.WORKER,
     StepId.SAGA_CALL: Role.WORKER,
+    StepId.AUDIT_READ: Role.AUDITOR,
+    StepId.AUDIT_SEAL: Role.AUDITOR,
 }
 
 

@@ -81,6 +81,23 @@ class MemoryStore:
             for name, room in rooms.items()
         )
 
+    def last_seal(self, sink: str) -> str | None:
+        return next(reversed(self._seals(sink)), None)
+
+    def seals(self, sink: str, first: int = 0) -> Sequence[str]:
+        return self._seals(sink)[first:]
+
+    def add_seal(self, sink: str, number: int, text: str) -> Outcome[None]:
+        self._world.gate()
+        with self._world.lock:
+            if number != len(self._seals(sink)):
+                return Failed(f"seal {number} exists")
+            self._seals(sink).append(text)
+        return Ok(None)
+
+    def _seals(self, sink: str) -> list[str]:
+        return self._room.seals.setdefault(sink, [])
+
     def close(self) -> None:
         """Nothing to close."""
 

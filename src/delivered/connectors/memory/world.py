@@ -76,6 +76,7 @@ class Room:
     epoch: int = 0
     decisions: list[str] = field(default_factory=list)
     started: dict[str, Begun] = field(default_factory=dict)
+    seals: dict[str, list[str]] = field(default_factory=dict)
 
     def of(self, incarnation: str) -> list[Decision]:
         decisions = [Decision.from_json(text) for text in self.decisions]

@@ -277,6 +277,11 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             {_SCOPE}, shard integer NOT NULL, reason text NOT NULL, record longtext NOT NULL,
             {_GROWS}, PRIMARY KEY (n)) {_TABLE}""",
     ),
+    (
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.seal (
+            pipeline {_NAME_TYPE}, sink {_NAME_TYPE}, number bigint NOT NULL, seal longtext NOT NULL,
+            PRIMARY KEY (pipeline, sink, number)) {_TABLE}""",
+    ),
 )
 """Statements that migrate from version n to n + 1. Append-only."""
 

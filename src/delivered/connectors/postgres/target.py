@@ -368,6 +368,11 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             pipeline text NOT NULL, sink text NOT NULL, incarnation text NOT NULL, batch bigint NOT NULL,
             shard integer NOT NULL, reason text NOT NULL, record text NOT NULL)""",
     ),
+    (
+        """CREATE TABLE {s}.seal (
+            pipeline text NOT NULL, sink text NOT NULL, number bigint NOT NULL, seal text NOT NULL,
+            PRIMARY KEY (pipeline, sink, number))""",
+    ),
 )
 """Statements that migrate from version n to n + 1. Append-only."""
 

@@ -257,6 +257,11 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             pipeline TEXT NOT NULL, sink TEXT NOT NULL, incarnation TEXT NOT NULL, batch INTEGER NOT NULL,
             shard INTEGER NOT NULL, reason TEXT NOT NULL, record TEXT NOT NULL)""",
     ),
+    (
+        """CREATE TABLE _delivered_seal (
+            pipeline TEXT NOT NULL, sink TEXT NOT NULL, number INTEGER NOT NULL, seal TEXT NOT NULL,
+            PRIMARY KEY (pipeline, sink, number)) WITHOUT ROWID""",
+    ),
 )
 """Statements that migrate the ledger's tables from version n to n + 1. Append-only."""
 

@@ -40,6 +40,7 @@ LEDGER_TABLES = (
     "archive",
     "left_out",
     "dead_letter",
+    "seal",
 )
 
 

@@ -35,6 +35,9 @@ _SAME = "n.pipeline = d.pipeline AND n.sink = d.sink AND n.incarnation = d.incar
 _ARCHIVE_VERSION = 3
 """Version of the ledger's tables that introduced the archive."""
 
+_SEAL_VERSION = 5
+"""And of the seals of audits."""
+
 log = logging.getLogger(__name__)
 
 
@@ -68,7 +71,7 @@ class Records:
     connection: Connection
     sql: Dialect
     scope: Scope
-    version: int = _ARCHIVE_VERSION
+    version: int = _SEAL_VERSION
     """Of the tables; a process that only reads does not migrate them."""
 
     def run(self, statement: str, **values: Any) -> Any:
@@ -152,6 +155,29 @@ class Records:
         holders = {tuple(row) for row in self.run(same).fetchall()}
         owners = {tuple(row) for row in self.run(f"SELECT pipeline, sink FROM {{owner}} WHERE {other}").fetchall()}
         return named_first(OtherLedger(p, s, (p, s) in holders) for p, s in owners | holders)
+
+    def seals(self, sink: str, first: int, *, newest: bool = False) -> list[str]:
+        if self.version < _SEAL_VERSION:
+            return []
+        order = "number DESC LIMIT 1" if newest else "number"
+        rows = self.run(
+            "SELECT seal FROM {seal} WHERE pipeline = :pipeline AND sink = :sealed AND number >= :first "
+            f"ORDER BY {order}",
+            sealed=sink,
+            first=first,
+        )
+        return [text for (text,) in rows.fetchall()]
+
+    def add_seal(self, sink: str, number: int, text: str) -> bool:
+        """Whether this text has the number now."""
+        self.run(
+            "INSERT INTO {seal} (pipeline, sink, number, seal) VALUES (:pipeline, :sealed, :number, :seal) "
+            + self.sql.known("pipeline, sink, number", None),
+            sealed=sink,
+            number=number,
+            seal=text,
+        )
+        return self.seals(sink, number)[:1] == [text]
 
     def claim(self, successor: Callable[[Head], Owner]) -> int:
         """Write the next owner; return the epoch of its claim. Forgets what is outdated."""
@@ -262,6 +288,37 @@ class SqlLedger(Generic[C]):
 
     def others(self) -> list[OtherLedger]:
         return self._ask(Records.others, [])
+
+    def last_seal(self, sink: str) -> str | None:
+        texts = self._peek(lambda records: records.seals(sink, 0, newest=True), list[str]())
+        return texts[0] if texts else None
+
+    def seals(self, sink: str, first: int = 0) -> list[str]:
+        return self._peek(lambda records: records.seals(sink, first), list[str]())
+
+    def add_seal(self, sink: str, number: int, text: str) -> Outcome[None]:
+        """One INSERT, committed by itself: an audit in another process takes no lock that a decision needs."""
+
+        def once() -> Outcome[None]:
+            connection = self._database.connect(self._role)
+            try:
+                self._database.migrate(connection)
+                self._database.begin(connection)
+                records = Records(connection, self._sql, self._scope)
+                if not records.add_seal(sink, number, text):
+                    self._undo(connection)
+                    return Failed(f"seal {number} of {sink!r} exists")
+                connection.execute("COMMIT")
+                return Ok(None)
+            except self._database.errors() as error:
+                raise self._database.explained(error) from error
+            finally:
+                self._database.discard(connection)
+
+        try:
+            return self._database.waiting(once)
+        except DeliveredError as error:
+            return Unknown(str(error))
 
     def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
         """Locks the owner's row, which a decision holds from start to COMMIT: when this returns, a decision in

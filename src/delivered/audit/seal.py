@@ -1,0 +1,190 @@
+"""Seals: what audits proved of a sink, one after the other, each with the hash of the one before it. Pure.
+
+A seal closes a range of decided batches. The next audit begins behind it, in the source and in the sink, so that what
+was proved once stays proved when the source has dropped its records. The seals of a sink are one chain, over all
+checkpoints of its pipeline; sums begin anew with each checkpoint, as the ledger's do.
+
+Where batches meet sink positions, an audit of a running pipeline cannot cut sharply. So a seal says two things of the
+position where it stopped reading the sink: all rows of batches up to `settled` lie before it, and all rows of batches
+after `last` at or behind it. Rows of the batches in between, which are sealed, may be found again by the next audit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
+
+from delivered.audit.evidence import Counts, Verdict
+from delivered.contract.source import Offsets
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.identity import Scope
+from delivered.model.work import Account, check_format
+
+SEAL_FORMAT = 1
+"""Version of the fields. Seals of a later version are refused, as other durable records are."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What was counted over a range of batches.
+
+    Attributes:
+        sent: the transform's output, reread from the source.
+        ledger: what the tasks handed to the sink, and what was given up.
+        delivered: read back from the sink.
+    """
+
+    counts: Counts = Counts()
+    sent: Fingerprint = Fingerprint()
+    ledger: Account = Account()
+    delivered: Fingerprint = Fingerprint()
+
+    def __add__(self, other: Sums) -> Sums:
+        ledger = Account(self.ledger.total + other.ledger.total, self.ledger.given_up + other.ledger.given_up)
+        return Sums(self.counts + other.counts, self.sent + other.sent, ledger, self.delivered + other.delivered)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "counts": asdict(self.counts),
+            "sent": str(self.sent),
+            "ledger": self.ledger.to_json(),
+            "delivered": str(self.delivered),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        known = {f.name for f in fields(Counts)}
+        counts = Counts(**{name: int(n) for name, n in data["counts"].items() if name in known})
+        ledger = Account.from_json(data["ledger"])
+        return cls(counts, Fingerprint.parse(data["sent"]), ledger, Fingerprint.parse(data["delivered"]))
+
+
+@dataclass(frozen=True)
+class Seal:
+    """
+    Attributes:
+        number: in the chain, from 0.
+        before: hash of the seal before it; empty: it is the first.
+        first, last: batches of this incarnation.
+        start, end: source positions where they start and end, as in a decision's offsets by source (`request.parsed`).
+        sink_start, sink_end: where reading the sink began and stopped (`BoundedScan.position`); None: from its start,
+            and nowhere: it has no positions.
+        settled: all rows of batches up to this one lie before `sink_end`; at most `last`. Below `first`: of none.
+        settled_end: source position where batch `settled` ends.
+        audited: False: nobody compared these batches, for the reason in `unknowns`.
+        sums: of these batches.
+        total: of all batches of this incarnation up to `last` that were audited.
+        account: the ledger's running totals at `last`, of all batches.
+        transform: fingerprint of the transform that the batches were recomputed with; empty: unknown.
+        sealed_at_ms: by the auditor's clock, for display; it orders nothing.
+        auditor: name and version of the program.
+    """
+
+    scope: Scope
+    number: int
+    before: str
+    first: int
+    last: int
+    start: str
+    end: str
+    verdict: Verdict
+    sums: Sums
+    total: Sums
+    account: Account
+    settled: int
+    settled_end: str
+    sink_start: Offsets | None = None
+    sink_end: Offsets | None = None
+    audited: bool = True
+    breaches: tuple[str, ...] = ()
+    unknowns: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    transform: str = ""
+    sealed_at_ms: int = 0
+    auditor: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a later version of the same format, kept so that the text stays as it was."""
+
+    @property
+    def text(self) -> str:
+        """Canonical: what is stored, and hashed."""
+        data: dict[str, Any] = {
+            "format": SEAL_FORMAT,
+            "pipeline": self.scope.pipeline,
+            "sink": self.scope.sink,
+            "incarnation": self.scope.incarnation,
+            **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("scope", "extra")},
+            "verdict": self.verdict.value,
+            "sums": self.sums.to_json(),
+            "total": self.total.to_json(),
+            "account": self.account.to_json(),
+            **self.extra,
+        }
+        return json.dumps(data, separators=(",", ":"), sort_keys=True)
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.text)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """
+        Raises:
+            Refused: a later version of this package wrote it.
+        """
+        data = json.loads(text)
+        check_format(data.pop("format", 0), "a seal", SEAL_FORMAT)
+        scope = Scope(data.pop("pipeline"), data.pop("sink"), data.pop("incarnation"))
+        own = {f.name: data.pop(f.name) for f in fields(cls) if f.name in data}
+        for name in ("breaches", "unknowns", "notes"):
+            own[name] = tuple(own.get(name, ()))
+        own |= {"verdict": Verdict(own["verdict"]), "account": Account.from_json(own["account"])}
+        own |= {name: Sums.from_json(own[name]) for name in ("sums", "total")}
+        return cls(scope=scope, **own, extra=data)
+
+
+def digest_of(text: str) -> str:
+    """SHA-256 of a seal as it is stored, in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def chain_faults(texts: Iterable[str]) -> Iterator[str]:
+    """Where a chain of seals, oldest first, does not hold: changed, missing or reordered seals, as sentences.
+
+    The first text need not be seal 0. A seal that was cut off at the end does not show: compare the newest number and
+    hash with what was written down elsewhere.
+    """
+    before: tuple[Seal, str] | None = None
+    for at, text in enumerate(texts):
+        try:
+            seal = Seal.parse(text)
+        except (ValueError, KeyError, TypeError) as error:
+            yield f"the seal at place {at} cannot be read: {error!r}"
+            before = None
+            continue
+        if seal.text != text:
+            yield f"seal {seal.number} is not stored as it was written"
+        if before is not None:
+            yield from _link_faults(*before, seal)
+        elif seal.number == 0 and seal.before:
+            yield "seal 0 names a seal before it"
+        before = seal, digest_of(text)
+
+
+def _link_faults(last: Seal, digest: str, seal: Seal) -> Iterator[str]:
+    if seal.number != last.number + 1:
+        yield f"seal {seal.number} follows seal {last.number}"
+    elif seal.before != digest:
+        yield f"seal {last.number} has changed since seal {seal.number} was made: its hash is another one"
+    if seal.scope.incarnation != last.scope.incarnation:
+        if seal.first != 0:
+            yield f"seal {seal.number} is the first of its checkpoint, and starts with batch {seal.first}"
+    elif seal.first != last.last + 1:
+        yield f"seal {seal.number} starts with batch {seal.first}, and seal {last.number} ends with {last.last}"
+    elif seal.start != last.end:
+        yield f"seal {seal.number} starts in the source where seal {last.number} does not end"
+    elif seal.audited and seal.total != last.total + seal.sums:
+        yield f"seal {seal.number}: its total is not that of seal {last.number} and its own sums"
