@@ -72,6 +72,7 @@ class Seal:
         start, end: source positions where they start and end, as in a decision's offsets by source (`request.parsed`).
         sink_start, sink_end: where reading the sink began and stopped (`BoundedScan.position`); None: from its start,
             and nowhere: it has no positions.
+        sink_kept: facts about what lies before `sink_end`, to be compared by the next audit (`BoundedScan.kept`).
         settled: all rows of batches up to this one lie before `sink_end`; at most `last`. Below `first`: of none.
         settled_end: source position where batch `settled` ends.
         audited: False: nobody compared these batches, for the reason in `unknowns`.
@@ -98,6 +99,7 @@ class Seal:
     settled_end: str
     sink_start: Offsets | None = None
     sink_end: Offsets | None = None
+    sink_kept: Mapping[str, Any] | None = None
     audited: bool = True
     breaches: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()
