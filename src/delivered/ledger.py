@@ -158,12 +158,16 @@ class Ledger:
         return self._store.seals(sink, first)
 
     def add_seal(self, sink: str, number: int, text: str) -> Outcome[None]:
-        """Append a seal, without a claim: an audit fences nobody, and no claim voids it.
+        """Append a seal, without a claim: an audit fences nobody, and no claim voids it. May be called again.
 
-        Failed: another audit has sealed meanwhile; `number` is taken. Unknown: `last_seal` shows whether it is there.
+        Failed: another audit has sealed meanwhile, and `number` is taken; or it may not be written. Unknown: call it
+        again, or see whether `last_seal` is it.
         """
         reach(StepId.AUDIT_SEAL, Moment.BEFORE)
-        outcome = self._store.add_seal(sink, number, text)
+        try:
+            outcome = self._store.add_seal(sink, number, text)
+        except DeliveredError as error:  # before anything was sent
+            outcome = Failed(str(error))
         reach(StepId.AUDIT_SEAL, Moment.AFTER)
         return outcome
 
@@ -363,6 +367,13 @@ class SwapsTables(Protocol):
         """Why another table cannot take the place of the sink's; None: it can. Read-only."""
 
 
+def not_next(sink: str, number: int, last: int) -> Failed:
+    """Of a seal whose number does not follow the greatest one; -1: there is none."""
+    if number <= last:
+        return Failed(f"seal {number} of sink {sink!r} exists: another audit has sealed meanwhile")
+    return Failed(f"seal {number} of sink {sink!r} does not follow: the last one is {last if last >= 0 else 'none'}")
+
+
 class Store(Protocol):
     """One scope's ledger store. Runs on the driver, in two processes of one owner; used by one thread.
 
@@ -408,10 +419,14 @@ class Store(Protocol):
         """The seals of a sink whose numbers are at least `first`, in order. They are never deleted."""
 
     def add_seal(self, sink: str, number: int, text: str) -> Outcome[None]:
-        """Store a seal durably, if none has this number: of two audits, one wins.
+        """Store a seal durably, if none has this number: of two audits, one wins. The same text again: Ok.
 
-        Needs no claim, and fences nobody. Failed: the number is taken, or may not be written. Unknown: read again. A
-        store whose tables are of an earlier version adds what seals need.
+        Needs no claim, and fences nobody. A store whose tables are of an earlier version adds what seals need.
+
+        Args:
+            number: follows the greatest one; 0: it is the first.
+
+        Failed: the number is taken, or does not follow (`not_next`). Unknown: it may still appear.
         """
 
     def close(self) -> None:

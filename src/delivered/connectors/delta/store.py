@@ -7,7 +7,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -34,6 +34,7 @@ from delivered.connectors.delta.target import TYPES, active_files, filled, requi
 from delivered.kits.sql.merge import stored as kept
 from delivered.kits.table import shard
 from delivered.kits.table.merge import BATCH_ROWS, Effect, one_of_each, staged_rows, upsert
+from delivered.kits.table.seals import NONE, At, SealFiles
 from delivered.kits.table.shard import StagedFilesCommitter
 from delivered.kits.table.store import ArchiveFiles
 from delivered.ledger import Change, Head, by_time, outdated, state_of
@@ -48,12 +49,15 @@ from delivered.model.work import Begun, Decision, Failed, LedgerState, Ok, Outco
 #                                      decided/<incarnation>/<batch>-<hash>.json
 #                                      begun/<incarnation>/<hash>.json
 #                                      archive/<hash>.bin
+#                                      seals/...              see `kits.table.seals`
 #
 #     application transaction                          version
 #     delivered/<pipeline>/<sink>/owner                the newest claim: its count, and 32 random bits
 #     delivered/<pipeline>/<sink>/batch/<incarnation>  the newest decided batch
 #     delivered/<pipeline>/<sink>/record/<incarnation> the hash of its record
 #     delivered/<pipeline>/<sink>/begun/<incarnation>  the hash of the record of the newest started batch
+#     delivered/<pipeline>/<sink>/seal                 the number of the newest seal of an audit
+#     delivered/<pipeline>/<sink>/sealed               its hash
 #
 # A file is written before the commit that points to it, so unreferenced files never count. Vacuum and readers ignore
 # folders whose names start with `_`. Each decision contains the hash of the previous one: a chain. Old incarnations
@@ -102,6 +106,18 @@ class Names:
 
     def decided_file(self, incarnation: str, batch: int, digest: int) -> str:
         return f"{self.decided_folder(incarnation)}/{batch}-{digest}.json"
+
+    @property
+    def seal(self) -> str:
+        return f"{self._base}/seal"
+
+    @property
+    def sealed(self) -> str:
+        return f"{self._base}/sealed"
+
+    @property
+    def seals_folder(self) -> str:
+        return f"{self.folder}/seals"
 
     def started_folder(self, incarnation: str) -> str:
         return f"{self.folder}/begun/{incarnation}"
@@ -452,8 +468,55 @@ class DeltaStore:
                         ledgers.append(OtherLedger(theirs.pipeline, theirs.sink, holds))
         return named_first(ledgers)
 
+    def last_seal(self, sink: str) -> str | None:
+        table = open_table(self._options)
+        if table is None:
+            return None
+        with explained(self._options):
+            return self._seals(sink).last(self._sealed(table, sink))
+
+    def seals(self, sink: str, first: int = 0) -> Iterator[str]:
+        table = open_table(self._options)
+        if table is not None:
+            with explained(self._options):
+                yield from self._seals(sink).texts(self._sealed(table, sink), first)
+
+    def add_seal(self, sink: str, number: int, text: str) -> Outcome[None]:
+        """A commit that adds no rows: of two with the same application transaction, the later one fails. It sets
+        no owner, so it meets no claim and no decision."""
+        names, seals = self._names_of(sink), self._seals(sink)
+
+        def newest() -> At:
+            return self._sealed(self._refresh(), sink)
+
+        def move(before: At, after: At) -> Outcome[None]:
+            def there(now: Any) -> bool:
+                # Others may have sealed since then: search the chain.
+                with explained(self._options):
+                    return seals.holds(self._sealed(now, sink), after)
+
+            table = self._refresh()
+            if self._sealed(table, sink) != before:
+                return Failed("another audit has sealed meanwhile")
+            change = TableChange(transactions={names.seal: after.number, names.sealed: after.digest})
+            return commit(self._options, table, change, there)
+
+        with explained(self._options):
+            return seals.add(sink, number, text, newest, move)
+
     def close(self) -> None:
         self._table = self._opened = None
+
+    def _names_of(self, sink: str) -> Names:
+        return Names(replace(self._scope, sink=sink))
+
+    def _seals(self, sink: str) -> SealFiles:
+        return SealFiles(self._records.store, self._names_of(sink).seals_folder)
+
+    def _sealed(self, table: Any, sink: str) -> At:
+        names = self._names_of(sink)
+        number, sealed = table.transaction_version(names.seal), table.transaction_version(names.sealed)
+        return NONE if number is None or sealed is None else At(number, sealed)
 
     @property
     def _records(self) -> Records:

@@ -11,6 +11,7 @@ import errno
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pyarrow import fs
@@ -27,8 +28,8 @@ from delivered.connectors.files import (
 )
 from delivered.kits.table import shard
 from delivered.kits.table.shard import StagedFilesCommitter, unlink_others
-from delivered.kits.table.store import ArchiveFiles, Store, make_folder, put, sync, write_new
-from delivered.ledger import Change, Head, by_time, outdated, state_of
+from delivered.kits.table.store import ArchiveFiles, Store, make_folder, put, put_first, sync, write_new
+from delivered.ledger import Change, Head, by_time, not_next, outdated, state_of
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, OWNERS_REMEMBERED
@@ -168,8 +169,42 @@ class FilesStore:
                 ledgers.append(OtherLedger(pipeline, sink, holds))
         return named_first(ledgers)
 
+    def last_seal(self, sink: str) -> str | None:
+        try:
+            seals = numbered(self._sealed(sink))
+            return seals[max(seals)].read_bytes().decode() if seals else None
+        except OSError as error:
+            raise failed(self._options, error) from error
+
+    def seals(self, sink: str, first: int = 0) -> Iterator[str]:
+        try:
+            for number, path in sorted(numbered(self._sealed(sink)).items()):
+                if number >= first:
+                    yield path.read_bytes().decode()
+        except OSError as error:
+            raise failed(self._options, error) from error
+
+    def add_seal(self, sink: str, number: int, text: str) -> Outcome[None]:
+        """Links a complete file to its name, which fails if the name exists."""
+        path = self._sealed(sink) / f"{number:010d}.json"
+        try:
+            last = max(numbered(path.parent), default=-1)
+            if number > last + 1:
+                return not_next(sink, number, last)
+            if put_first(path, text.encode()) or path.read_bytes() == text.encode():
+                return Ok(None)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                if path.exists():
+                    return Unknown(f"it may not be durable: {error}")
+            raise failed(self._options, error) from error
+        return not_next(sink, number, max(number, last))
+
     def close(self) -> None:
         """Nothing to close."""
+
+    def _sealed(self, sink: str) -> Path:
+        return Places(self._options, replace(self._scope, sink=sink)).root / "seals"
 
     def _head(self) -> tuple[Head, Path]:
         """The head, and the folder of the claim."""

@@ -11,7 +11,7 @@ import sys
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -34,6 +34,8 @@ from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql.merge import stored
 from delivered.kits.table import shard
 from delivered.kits.table.merge import Effect, one_of_each, staged_rows, upsert
+from delivered.kits.table.seals import NONE as NO_SEAL
+from delivered.kits.table.seals import At, SealFiles
 from delivered.kits.table.shard import StagedFilesCommitter
 from delivered.kits.table.store import Store
 from delivered.kits.table.store import packed as packed_files
@@ -54,11 +56,15 @@ from delivered.model.work import Archive, Archived, Begun, Decision, Failed, Led
 #
 #     branch                                          snapshot
 #     delivered/<pipeline>/<sink>                     of the newest claim; empty, without a parent
+#     delivered/<pipeline>/<sink>/seal                empty; its summary names the newest seal of an audit
 #
 # Properties survive snapshot expiry. A decision is also in the summary of its snapshot, where the audit reads older
 # ones for as long as the table keeps them. A record is deflated JSON in base64.
 
+# Seals are files in `_delivered` below the table's location, which procedures that remove orphan files skip.
+
 IN_SUMMARY = "delivered.decision"
+_SEAL = "delivered.seal"
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,11 @@ class Names:
     @property
     def branch(self) -> str:
         return f"delivered/{self.scope.pipeline}/{self.scope.sink}"
+
+    @property
+    def seals(self) -> str:
+        """Branch of the newest seal."""
+        return f"{self.branch}/seal"
 
     @property
     def owner(self) -> str:
@@ -433,8 +444,74 @@ class IcebergStore:
                     pass
         return named_first(ledgers)
 
+    def last_seal(self, sink: str) -> str | None:
+        table = open_table(self._options)
+        if table is None:
+            return None
+        with explained(self._options):
+            return self._seals(table, sink).last(self._sealed(table, sink))
+
+    def seals(self, sink: str, first: int = 0) -> Iterator[str]:
+        table = open_table(self._options)
+        if table is not None:
+            with explained(self._options):
+                yield from self._seals(table, sink).texts(self._sealed(table, sink), first)
+
+    def add_seal(self, sink: str, number: int, text: str) -> Outcome[None]:
+        """A commit that moves the branch of the seals, and asserts where it was; it touches neither rows nor claims."""
+        names = Names(replace(self._scope, sink=sink))
+        table = require_table(self._options)
+        folder = f"{shard.sink_folder(names.scope)}/seals"
+
+        def newest() -> At:
+            return self._sealed(require_table(self._options), sink)
+
+        def move(before: At, after: At) -> Outcome[None]:
+            old: list[Any] = []
+            overtaken = False
+
+            def change(now: Any) -> TableChange | None:
+                nonlocal overtaken
+                overtaken = self._sealed(now, sink) != before
+                old[:] = [s for s in (now.snapshot_by_name(names.seals),) if s is not None]
+                summary = {
+                    "delivered.pipeline": names.scope.pipeline,
+                    "delivered.sink": sink,
+                    _SEAL: f"{after.number} {after.digest}",
+                }
+                expires = [s.snapshot_id for s in old]
+                moved = TableChange(folder, f"{after.number}-", summary, branch=names.seals, expires=expires)
+                return None if overtaken else moved
+
+            outcome = commit(self._options, change)
+            if overtaken:
+                return Failed("another audit has sealed meanwhile")
+            if isinstance(outcome, Ok):
+                with contextlib.suppress(Exception):  # nothing points to it
+                    for snapshot in old:
+                        table.io.delete(snapshot.manifest_list)
+            return outcome
+
+        return self._seals(table, sink).add(sink, number, text, newest, move)
+
     def close(self) -> None:
         """Catalogs stay open in this process, for later batches."""
+
+    def _seals(self, table: Any, sink: str) -> SealFiles:
+        folder = f"_delivered/p-{self._scope.pipeline}/s-{sink}/seals"
+        return SealFiles(store(table, table.location().rstrip("/")), folder)
+
+    def _sealed(self, table: Any, sink: str) -> At:
+        """What the branch of a sink's seals names."""
+        branch = Names(replace(self._scope, sink=sink)).seals
+        snapshot = table.snapshot_by_name(branch)
+        if snapshot is None:
+            return NO_SEAL
+        try:
+            number, digest = snapshot.summary.additional_properties[_SEAL].split(" ")
+            return At(int(number), int(digest))
+        except (KeyError, ValueError, AttributeError) as error:
+            raise _spoiled(branch, error) from None
 
     def _head(self, table: Any) -> Head:
         records, incarnation = Records(table, self._scope), self._scope.incarnation

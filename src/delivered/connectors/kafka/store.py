@@ -13,11 +13,11 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from delivered.clients.kafka import protocol
 from delivered.clients.kafka.errors import NoAnswer, NotSent
@@ -54,6 +54,9 @@ from delivered.model.limits import (
     REQUEST_TIMEOUT_S,
 )
 from delivered.model.work import Archive, Archived, Begun, Decision, Failed, LedgerState, Ok, Outcome, Owner, Unknown
+
+if TYPE_CHECKING:
+    from delivered.connectors.kafka.seals import Chain, Seals
 
 # Ends of the ledger's own transactions that its brokers lost (P28).
 #
@@ -642,6 +645,29 @@ class KafkaStore:
             return other_ledgers(self._wire, self._topic, self._scope)
         except NoAnswer as error:
             raise self._unreadable(error) from None
+
+    def last_seal(self, sink: str) -> str | None:
+        chain = self._sealed(sink, newest=True)
+        return chain.texts.get(chain.last)
+
+    def seals(self, sink: str, first: int = 0) -> list[str]:
+        texts = self._sealed(sink).texts
+        return [texts[number] for number in sorted(texts) if number >= first]
+
+    def add_seal(self, sink: str, number: int, text: str) -> Outcome[None]:
+        ensure_topic(self._wire, self._topic, self._options)
+        return self._seals(sink).add(number, text)
+
+    def _sealed(self, sink: str, *, newest: bool = False) -> Chain:
+        try:
+            return self._seals(sink).read(newest=newest)
+        except NoAnswer as error:
+            raise self._unreadable(error) from None
+
+    def _seals(self, sink: str) -> Seals:
+        from delivered.connectors.kafka.seals import Seals  # batches do without it
+
+        return Seals(self._wire, self._topic, replace(self._scope, sink=sink))
 
     def close(self) -> None:
         wire, self._opened = self._opened, None

@@ -36,7 +36,7 @@ from delivered.model.work import Failed, Ok, Outcome, Owner, Unknown
 STATE_PARTITION = 0
 """Owners, newest decisions and begun batches: small, read at every start."""
 HISTORY_PARTITION = 1
-"""Decisions kept for the audit."""
+"""Decisions kept for the audit, and its seals."""
 MARKERS_FROM = 2
 MARKER_PARTITIONS = 6
 """Shared by a pipeline's sinks; several, so that an open transaction of one sink rarely hides another's markers."""
@@ -259,6 +259,7 @@ def abort_orphans(
 #                   ["begun", pipeline, sink, incarnation]     its newest begun batch (at_most_once)
 #                   ["archive", pipeline, sink, n]             summaries of old incarnations: 25 bytes each
 #     partition 1   ["kept", pipeline, sink, incarnation, n]   decisions for the audit, n = batch % 1000
+#                   ["seal", pipeline, sink, number]         seals of audits, never deleted: see `seals`
 #     partition 2.. ["marker", pipeline, sink, shard]          written by tasks: see `committer`
 #
 # Keys of an earlier release (format 1) lack the pipeline; several pipelines that share a topic may have written to
@@ -268,7 +269,7 @@ def abort_orphans(
 #   every pipeline of that sink: at worst, a start is refused that need not be.
 # - A claim replaces the old owner by one that such a release refuses (`FORMAT_NEWER`): it would not see the new keys.
 
-_PARTS = {"owner": 3, "last": 4, "begun": 4, "archive": 4, "kept": 5}
+_PARTS = {"owner": 3, "last": 4, "begun": 4, "archive": 4, "kept": 5, "seal": 4}
 
 
 @dataclass(frozen=True)
@@ -629,14 +630,14 @@ def barrier(wire: Wire, topic: str, partition: int) -> int:
     A leader that was replaced without knowing it cannot get one acknowledged.
 
     Raises:
-        NoAnswer: not acknowledged within 120 s.
+        NoAnswer: not acknowledged within 120 s, or this user may not write there.
     """
     from kafka.protocol.producer.produce import ProduceRequest
     from kafka.record.default_records import DefaultRecordBatchBuilder
 
     Topic = ProduceRequest.TopicProduceData  # noqa: N806
 
-    def ask() -> int:
+    def ask() -> Any:
         builder = DefaultRecordBatchBuilder(2, 0, False, -1, -1, -1, 1 << 20)
         builder.append(0, timestamp=time.time_ns() // 1_000_000, key=b'["barrier"]', value=None, headers=[])
         data = Topic.PartitionProduceData(index=partition, records=bytes(builder.build()))
@@ -649,8 +650,11 @@ def barrier(wire: Wire, topic: str, partition: int) -> int:
         )
         answer: Any = wire.ask(request, wire.leader(topic, partition))
         part = only(only(answer.responses, "topics").partition_responses, "partitions")
-        if part.error_code != protocol.NONE:
+        if part.error_code not in (protocol.NONE, protocol.TOPIC_AUTHORIZATION_FAILED):
             raise NoAnswer(f"{topic}-{partition}: {name_of(part.error_code)}")
-        return int(part.base_offset) + 1
+        return part
 
-    return wire.patiently(ask)
+    part = wire.patiently(ask)
+    if part.error_code != protocol.NONE:
+        raise NoAnswer(f"{topic}-{partition}: {name_of(part.error_code)}")
+    return int(part.base_offset) + 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from delivered.connectors.memory.world import Answer, Opened, Participant, State, World
 from delivered.contract.sink import Committer
-from delivered.ledger import Change, Head, state_of
+from delivered.ledger import Change, Head, not_next, state_of
 from delivered.model.capability import Commit
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
@@ -90,9 +90,12 @@ class MemoryStore:
     def add_seal(self, sink: str, number: int, text: str) -> Outcome[None]:
         self._world.gate()
         with self._world.lock:
-            if number != len(self._seals(sink)):
-                return Failed(f"seal {number} exists")
-            self._seals(sink).append(text)
+            seals = self._seals(sink)
+            if seals[number : number + 1] == [text]:
+                return Ok(None)
+            if number != len(seals):
+                return not_next(sink, number, len(seals) - 1)
+            seals.append(text)
         return Ok(None)
 
     def _seals(self, sink: str) -> list[str]:

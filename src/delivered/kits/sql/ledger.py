@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from delivered.contract.sink import KeyMemory
 from delivered.kits.sql.database import CLAIM_WAIT_S, C, Connection, Database, Dialect, scope_values
 from delivered.kits.sql.merge import fold
-from delivered.ledger import Change, Head, Swap, outdated, state_of
+from delivered.ledger import Change, Head, Swap, not_next, outdated, state_of
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable
 from delivered.model.identity import OtherLedger, Scope, named_first
 from delivered.model.limits import CONNECT_TIMEOUT_S, KEY_MEMORIES_KEPT, LEDGER_HISTORY_BATCHES
@@ -168,8 +168,8 @@ class Records:
         )
         return [text for (text,) in rows.fetchall()]
 
-    def add_seal(self, sink: str, number: int, text: str) -> bool:
-        """Whether this text has the number now."""
+    def add_seal(self, sink: str, number: int, text: str) -> Outcome[None]:
+        """Inserts first: it waits for another audit's transaction, and what is read then includes that one's seal."""
         self.run(
             "INSERT INTO {seal} (pipeline, sink, number, seal) VALUES (:pipeline, :sealed, :number, :seal) "
             + self.sql.known("pipeline, sink, number", None),
@@ -177,7 +177,13 @@ class Records:
             number=number,
             seal=text,
         )
-        return self.seals(sink, number)[:1] == [text]
+        own = "FROM {seal} WHERE pipeline = :pipeline AND sink = :sealed AND number"
+        (there,) = self.run(f"SELECT seal {own} = :number", sealed=sink, number=number).fetchone()
+        (last,) = self.run(f"SELECT max(number) {own} <> :number", sealed=sink, number=number).fetchone()
+        last = -1 if last is None else last
+        if there != text:
+            return not_next(sink, number, max(number, last))
+        return Ok(None) if last >= number - 1 else not_next(sink, number, last)
 
     def claim(self, successor: Callable[[Head], Owner]) -> int:
         """Write the next owner; return the epoch of its claim. Forgets what is outdated."""
@@ -297,19 +303,23 @@ class SqlLedger(Generic[C]):
         return self._peek(lambda records: records.seals(sink, first), list[str]())
 
     def add_seal(self, sink: str, number: int, text: str) -> Outcome[None]:
-        """One INSERT, committed by itself: an audit in another process takes no lock that a decision needs."""
+        """One INSERT in a session of its own, which takes no lock that a decision needs, and which no claim ends.
+
+        Sent again after an outage: if the first one was committed after all, the same text is found.
+        """
+        sent = False
 
         def once() -> Outcome[None]:
-            connection = self._database.connect(self._role)
+            nonlocal sent
+            connection = self._database.connect("seal")
             try:
                 self._database.migrate(connection)
                 self._database.begin(connection)
-                records = Records(connection, self._sql, self._scope)
-                if not records.add_seal(sink, number, text):
-                    self._undo(connection)
-                    return Failed(f"seal {number} of {sink!r} exists")
-                connection.execute("COMMIT")
-                return Ok(None)
+                outcome = Records(connection, self._sql, self._scope).add_seal(sink, number, text)
+                if isinstance(outcome, Ok):
+                    sent = True
+                    connection.execute("COMMIT")
+                return outcome
             except self._database.errors() as error:
                 raise self._database.explained(error) from error
             finally:
@@ -318,6 +328,8 @@ class SqlLedger(Generic[C]):
         try:
             return self._database.waiting(once)
         except DeliveredError as error:
+            if not sent:
+                raise
             return Unknown(str(error))
 
     def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
