@@ -174,7 +174,7 @@ def points(guarantee: str) -> list[str]:
     skipped = {StepId.RECOVER_APPLY, StepId.SOURCE_READ} | (direct if guarantee == "exactly_once" else transactional)
     if guarantee == "exactly_once":
         skipped.add(StepId.BATCH_BEGIN)
-    skipped |= {step for step, role in ROLE_OF_STEP.items() if role in (Role.RECEIVER, Role.WORKER)}
+    skipped |= {step for step, role in ROLE_OF_STEP.items() if role in (Role.RECEIVER, Role.WORKER, Role.AUDITOR)}
     skipped |= {StepId.DEDUP_NOTE, StepId.DEDUP_KEEP}  # tests/broker/test_dedup_kill.py
     return [f"{step}:{moment}" for step in ROLE_OF_STEP if step not in skipped for moment in Moment]
 

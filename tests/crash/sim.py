@@ -567,8 +567,8 @@ def role(point: str) -> Role:
 
 
 def points() -> list[str]:
-    """Every crash point of a pipeline; those of receivers, key tables and sagas have their own tests."""
-    own = {s for s, r in ROLE_OF_STEP.items() if r in (Role.RECEIVER, Role.WORKER)}
+    """Every crash point of a pipeline; those of receivers, key tables, sagas and audits have their own tests."""
+    own = {s for s, r in ROLE_OF_STEP.items() if r in (Role.RECEIVER, Role.WORKER, Role.AUDITOR)}
     own |= {StepId.DEDUP_NOTE, StepId.DEDUP_KEEP}
     return [f"{s}:{m}" for s in StepId if s not in own for m in Moment]
 

@@ -19,7 +19,7 @@ from delivered.model.work import Tolerance
 POINTS = [
     f"{step}:{moment}"
     for step, role in ROLE_OF_STEP.items()
-    if role not in (Role.RECEIVER, Role.WORKER)
+    if role not in (Role.RECEIVER, Role.WORKER, Role.AUDITOR)
     for moment in ("before", "after")
 ]
 

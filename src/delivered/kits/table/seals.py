@@ -104,7 +104,7 @@ class SealFiles:
         return next((kept == text for at, kept in self._chain(newest, number) if at.number == number), False)
 
     def _chain(self, newest: At, first: int) -> Iterator[tuple[At, str]]:
-        names = self._names(newest, max(first, 0))[::-1]
+        names = self._names(newest, first)[::-1]
         with ThreadPoolExecutor(min(_PARALLEL, len(names) or 1)) as pool:
             contents = pool.map(self._store.get, [name for *_, name in names])
             for (at, _, name), data in zip(names, contents, strict=True):
@@ -118,7 +118,7 @@ class SealFiles:
         found: list[_Found] = []
         files: dict[int, list[_Found]] = {}
         wanted: int | None = newest.digest
-        for number in range(newest.number, first - 1, -1):
+        for number in range(newest.number, max(first, 0) - 1, -1):
             if not found or (number + 1) % _BLOCK == 0:
                 files = self._listed(number // _BLOCK)
             fitting = [f for f in files.get(number, ()) if wanted in (None, f[0].digest)]

@@ -1,0 +1,161 @@
+"""Seals of audits in every ledger: one chain per sink, which no claim, decision or archive touches."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import threading
+
+import pytest
+from tests.support.sinks import SCHEMA, SINKS
+from tests.support.sweeps import sweep
+
+from delivered import ledger as rules
+from delivered.contract.sink import Sink
+from delivered.engine.context import open_ledger
+from delivered.ledger import Ledger
+from delivered.model.capability import Guarantee
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.identity import Scope
+from delivered.model.work import Account, Begun, Decision, Failed, Ok, Outcome, Owner
+
+STORES = [
+    "memory-two-phase",
+    "sqlite",
+    "files-json",
+    "delta",
+    "delta-s3",
+    "iceberg",
+    "iceberg-s3",
+    "iceberg-rest",
+    "kafka",
+    "postgres-one-transaction",
+    "mysql-one-transaction",
+    "rocketmq",
+]
+"""Of every kind of ledger; RocketMQ's is kept in SQLite, as those of all queues."""
+QUICK = ["memory-two-phase", "sqlite", "files-json", "delta", "iceberg", "kafka", "postgres-one-transaction"]
+SINK, OTHER = "sink", "second"
+_numbers = itertools.count()
+
+
+def ready(name: str, request: pytest.FixtureRequest) -> tuple[Sink, str]:
+    """A sink with a table, and the name of a new pipeline."""
+    sink = SINKS[name](request)
+    sink.ready_target(SCHEMA)
+    return sink, f"sealed{next(_numbers)}"
+
+
+def text(sink: str, number: int, what: str = "held") -> str:
+    """Not a real seal: stores look at no field. Long, and with letters outside ASCII."""
+    return f'{{"number":{number},"sink":"{sink}","verdict":"{what}","wörter":"{"é" * 3000}"}}'
+
+
+def decision(scope: Scope, batch: int, sequence: int) -> Decision:
+    account = {scope.sink: Account(Fingerprint(batch + 1, 1, 2))}
+    return Decision(scope, "d", Guarantee.EXACTLY_ONCE, batch, f'{{"0":{batch}}}', (), account, 0, sequence=sequence)
+
+
+def owner_of(sink: Sink, scope: Scope, name: str) -> Ledger:
+    ledger = open_ledger(sink, scope)
+    ledger.claim(Owner(name, "host", 1, 2))
+    return ledger
+
+
+@pytest.mark.parametrize("name", sweep(STORES, QUICK.__contains__))
+def test_seals_are_a_chain_per_sink_that_is_only_appended_to(name: str, request: pytest.FixtureRequest) -> None:
+    sink, pipeline = ready(name, request)
+    scope = Scope(pipeline, SINK, "i0")
+    owner = owner_of(sink, scope, "a")
+    audit = open_ledger(sink, scope)
+    assert (audit.last_seal(SINK), list(audit.seals(SINK))) == (None, [])
+    for number in range(3):
+        for of in (SINK, OTHER):
+            assert audit.add_seal(of, number, text(of, number)) == Ok(None)
+            assert audit.last_seal(of) == text(of, number)
+    again = open_ledger(sink, Scope(pipeline, SINK, "i1"))
+    for of in (SINK, OTHER):
+        assert list(again.seals(of)) == [text(of, n) for n in range(3)], "also for another checkpoint"
+        assert list(again.seals(of, 1)) == [text(of, n) for n in (1, 2)]
+        assert list(again.seals(of, 3)) == []
+        for number in range(3):
+            assert again.add_seal(of, number, text(of, number)) == Ok(None), "the same seal again"
+            assert isinstance(again.add_seal(of, number, text(of, number, "broken")), Failed), "the number is taken"
+        assert isinstance(again.add_seal(of, 4, text(of, 4)), Failed), "seal 3 is missing"
+        assert list(again.seals(of)) == [text(of, n) for n in range(3)]
+    assert owner.decide(decision(scope, 0, 1)) == Ok(None), "an audit fences no owner"
+    stranger = open_ledger(sink, Scope(f"{pipeline}x", SINK, "i0"))
+    assert stranger.last_seal(SINK) is None
+    for ledger in (owner, audit, again, stranger):
+        ledger.close()
+
+
+@pytest.mark.parametrize("name", sweep(STORES, QUICK.__contains__))
+def test_no_claim_decision_or_archive_touches_seals(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger keeps two decisions and one earlier checkpoint here."""
+    monkeypatch.setattr(rules, "LEDGER_INCARNATIONS", 1)
+    for module in (
+        "kits.sql.ledger",
+        *(f"connectors.{s}.store" for s in ("files", "delta", "iceberg", "kafka", "memory")),
+    ):
+        monkeypatch.setattr(f"delivered.{module}.LEDGER_HISTORY_BATCHES", 2)
+    monkeypatch.setattr("delivered.kits.table.shard.BLOCK_BATCHES", 1)
+    sink, pipeline = ready(name, request)
+    wanted: list[str] = []
+    sequence = itertools.count(1)
+    for number, incarnation in enumerate(("i0", "i1", "i2")):
+        scope = Scope(pipeline, SINK, incarnation)
+        audit = open_ledger(sink, scope)
+        owner = owner_of(sink, scope, f"d{number}")
+        for batch in range(3):
+            assert owner.begin(Begun(batch, "{}", next(sequence))) == Ok(None)
+            wanted.append(text(SINK, len(wanted)))
+            assert audit.add_seal(SINK, len(wanted) - 1, wanted[-1]) == Ok(None), "no claim fences an audit"
+            assert owner.decide(decision(scope, batch, next(sequence))) == Ok(None), "between begin and decision"
+        assert len(list(owner.history())) <= 2, "decisions are trimmed"
+        owner.close()
+        audit.close()
+    last = open_ledger(sink, Scope(pipeline, SINK, "i3"))
+    last.claim(Owner("d9", "host", 1, 2))
+    assert list(last.seals(SINK)) == wanted
+    last.close()
+
+
+@pytest.mark.parametrize("name", sweep(STORES, QUICK.__contains__))
+def test_of_two_audits_at_once_one_wins(name: str, request: pytest.FixtureRequest) -> None:
+    sink, pipeline = ready(name, request)
+    scope = Scope(pipeline, SINK, "i0")
+    owner_of(sink, scope, "a").close()
+    rounds, start = 5, threading.Barrier(2)
+    outcomes: dict[tuple[str, int], Outcome[None]] = {}
+    errors: list[BaseException] = []
+
+    def audit(who: str) -> None:
+        ledger = open_ledger(pickle.loads(pickle.dumps(sink)), scope)
+        try:
+            for number in range(rounds):
+                start.wait(120)
+                outcomes[who, number] = ledger.add_seal(SINK, number, text(SINK, number, who))
+        except BaseException as error:
+            errors.append(error)
+            start.abort()
+        finally:
+            ledger.close()
+
+    threads = [threading.Thread(target=audit, args=(who,)) for who in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    ledger = open_ledger(sink, scope)
+    winners = []
+    for number in range(rounds):
+        won = [who for who in ("first", "second") if isinstance(outcomes[who, number], Ok)]
+        lost = [outcomes[who, number] for who in ("first", "second") if who not in won]
+        assert (len(won), [type(o) for o in lost]) == (1, [Failed]), outcomes
+        winners.append(text(SINK, number, won[0]))
+    assert list(ledger.seals(SINK)) == winners
+    ledger.close()
