@@ -160,7 +160,7 @@ class Ledger:
     def add_seal(self, sink: str, number: int, text: str) -> Outcome[None]:
         """Append a seal, without a claim: an audit fences nobody, and no claim voids it. May be called again.
 
-        Failed: another audit has sealed meanwhile, and `number` is taken; or it may not be written. Unknown: call it
+        Failed: another audit has sealed meanwhile, and there is a seal `number`; or it may not be written. Unknown: call it
         again, or see whether `last_seal` is it.
         """
         reach(StepId.AUDIT_SEAL, Moment.BEFORE)
@@ -426,7 +426,7 @@ class Store(Protocol):
         Args:
             number: follows the greatest one; 0: it is the first.
 
-        Failed: the number is taken, or does not follow (`not_next`). Unknown: it may still appear.
+        Failed: another seal has the number, or it does not follow (`not_next`). Unknown: it may still appear.
         """
 
     def close(self) -> None:

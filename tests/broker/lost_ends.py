@@ -14,7 +14,7 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 
 from delivered.clients.kafka.protocol import NONE
 from delivered.clients.kafka.sender import Announced
-from delivered.connectors.kafka.store import LedgerProducer
+from delivered.connectors.kafka.writes import LedgerProducer
 
 VERIFICATION = "transaction.partition.verification.enable"
 

@@ -11,8 +11,9 @@ import pytest
 from tests.broker.sink_help import FIRST, SECOND, Forger, Rig, decision, store_of, wait_for
 
 from delivered.connectors.kafka import topics
-from delivered.connectors.kafka.store import Trust, holders
+from delivered.connectors.kafka.store import Trust
 from delivered.connectors.kafka.topics import HISTORY_PARTITION, STATE_PARTITION, Keys, ledger_topic
+from delivered.connectors.kafka.writes import holders
 from delivered.ledger import Ledger
 from delivered.model.errors import InvariantBroken
 from delivered.model.work import Begun, Ok, Owner

@@ -16,8 +16,8 @@ from delivered.clients.kafka.protocol import Wire
 from delivered.clients.kafka.transactions import Transaction, TransactionState, describe, describe_all, listed
 from delivered.connectors.kafka import CONNECTOR, store
 from delivered.connectors.kafka.committer import marker_partition
-from delivered.connectors.kafka.store import Again, LedgerProducer
 from delivered.connectors.kafka.topics import STATE_PARTITION, ledger_topic
+from delivered.connectors.kafka.writes import Again, LedgerProducer
 from delivered.engine.shard import write_shard
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.rows import Rows

@@ -19,14 +19,6 @@ from dataclasses import dataclass, field
 from delivered.clients.kafka.errors import NoAnswer
 from delivered.clients.kafka.protocol import NoTopic, Wire
 from delivered.clients.kafka.transactions import Transaction
-from delivered.connectors.kafka.store import (
-    LEDGER_TRANSACTION_TIMEOUT_S,
-    Again,
-    LedgerProducer,
-    holders,
-    settle_ids,
-    take_id,
-)
 from delivered.connectors.kafka.topics import (
     HIDDEN_S,
     HISTORY_PARTITION,
@@ -38,6 +30,14 @@ from delivered.connectors.kafka.topics import (
     barrier,
     damaged,
     id_prefix,
+)
+from delivered.connectors.kafka.writes import (
+    LEDGER_TRANSACTION_TIMEOUT_S,
+    Again,
+    LedgerProducer,
+    holders,
+    settle_ids,
+    take_id,
 )
 from delivered.ledger import not_next
 from delivered.model.errors import DeliveredError
@@ -100,15 +100,15 @@ class Seals:
 
         1  take the id: no transaction of another audit can be committed from here on
         2  read the chain, up to an offset that only the partition's leader can give
-        3  write the seal in one transaction, unless another audit has taken the id meanwhile
+        3  write the seal in one transaction, unless another audit initialised the id meanwhile
         """
         deadline = time.monotonic() + OUTAGE_PATIENCE_S
         sent = False
         while True:
             try:
-                taken = take_id(self._wire, self._id, self._topic, LEDGER_TRANSACTION_TIMEOUT_S * 1000, deadline)
-                if not isinstance(taken, Ok):
-                    return Unknown(taken.reason) if sent else Failed(taken.reason)
+                held = take_id(self._wire, self._id, self._topic, LEDGER_TRANSACTION_TIMEOUT_S * 1000, deadline)
+                if not isinstance(held, Ok):
+                    return Unknown(held.reason) if sent else Failed(held.reason)
                 chain = self.read(newest=True, reach=barrier(self._wire, self._topic, HISTORY_PARTITION))
                 if number < chain.last and number not in chain.texts:
                     chain = self.read()
@@ -118,7 +118,7 @@ class Seals:
                 return Ok(None)
             if number != chain.last + 1:
                 return not_next(self._sink, number, chain.last)
-            outcome, again = self._write(taken.value, number, text, chain.writers)
+            outcome, again = self._write(held.value, number, text, chain.writers)
             sent = isinstance(outcome, Unknown)
             if isinstance(outcome, Ok) or time.monotonic() > deadline:
                 return outcome
