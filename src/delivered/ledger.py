@@ -160,8 +160,8 @@ class Ledger:
     def add_seal(self, sink: str, number: int, text: str) -> Outcome[None]:
         """Append a seal, without a claim: an audit fences nobody, and no claim voids it. May be called again.
 
-        Failed: another audit has sealed meanwhile, and there is a seal `number`; or it may not be written. Unknown: call it
-        again, or see whether `last_seal` is it.
+        Failed: another audit has sealed meanwhile, and there is a seal `number`; or it may not be written.
+        Unknown: call it again, or see whether `last_seal` is it.
         """
         reach(StepId.AUDIT_SEAL, Moment.BEFORE)
         try:
