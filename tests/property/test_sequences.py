@@ -7,16 +7,21 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delivered.clients.kafka.sender import SEQUENCES, UNANSWERED_MAX, Batch, PartitionQueue, Verdict, verdict_of
+from delivered.clients.kafka.record_batch import SEQUENCES
+from delivered.clients.kafka.sender import UNANSWERED_MAX, Batch, PartitionQueue, Verdict, verdict_of
 
 
 class ScriptedBroker:
-    """What a partition's leader knows of one producer: its next sequence, and the last five batches."""
+    """What a partition's leader knows of one producer: its next sequence, and the last five batches; after it was
+    killed, the last one."""
 
     def __init__(self, next_sequence: int) -> None:
         self.next = next_sequence
         self.kept: deque[tuple[int, int]] = deque(maxlen=5)
         self.stored: list[bytes] = []
+
+    def restart(self) -> None:
+        self.kept = deque(list(self.kept)[-1:], maxlen=5)
 
     def append(self, batch: Batch) -> int:
         if (batch.sequence, batch.records) in self.kept:
@@ -29,7 +34,7 @@ class ScriptedBroker:
         return 0
 
 
-FATES = st.sampled_from(["stored", "stored", "lost", "answer lost", 6, 7, 19, 20])
+FATES = st.sampled_from(["stored", "stored", "lost", "answer lost", "killed", 6, 7, 19, 20])
 
 
 @settings(max_examples=300, deadline=None)
@@ -54,16 +59,21 @@ def test_every_batch_is_stored_once_and_in_order(sizes: list[int], fates: list[s
             assert queue.unanswered <= UNANSWERED_MAX
         batch = flying.popleft()
         fate = next(script, "stored")
-        code = broker.append(batch) if fate in ("stored", "answer lost", 7, 20) else 13
-        if fate == "answer lost" or fate == "lost":
+        code = broker.append(batch) if fate in ("stored", "answer lost", "killed", 7, 20) else 13
+        if fate == "killed":
+            broker.restart()
+        if fate in ("answer lost", "lost", "killed"):
             queue.put_back(batch, now)
             continue
         _, verdict = verdict_of(code if fate == "stored" or code == 45 else int(fate))
         if verdict is Verdict.STORED:
             queue.drop(batch)
         elif verdict is Verdict.GAP:
-            assert not queue.is_first(batch), "a gap although every preceding batch is stored"
-            queue.put_back(batch, now, pause=False)
+            if queue.is_first(batch):
+                assert batch.again and bytes(batch.data) in broker.stored, "a gap, and preceding batches are stored"
+                queue.drop(batch)
+            else:
+                queue.put_back(batch, now, pause=False)
         else:
             queue.put_back(batch, now)
     assert broker.stored == names

@@ -5,17 +5,17 @@ from __future__ import annotations
 import base64
 import struct
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from delivered.clients.kafka import protocol
-from delivered.clients.kafka.channel import Channel, Pending
+from delivered.clients.kafka.channel import Buffer, Channel, Pending
 from delivered.clients.kafka.errors import NoAnswer, NotSent, only
 from delivered.clients.kafka.fetcher import Response
 from delivered.clients.kafka.protocol import Leader, NoTopic, Wire, name_of
-from delivered.clients.kafka.record_batch import HEADER_BYTES, Partition, by_topic
+from delivered.clients.kafka.record_batch import HEADER_BYTES, SEQUENCES, Partition, by_topic
 from delivered.model.errors import UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.patience import left_s
@@ -208,6 +208,8 @@ _EPOCH_END, _EPOCH_END_VERSIONS = 23, (2, 3)
 """OffsetForLeaderEpoch; since version 2 (Kafka 2.1) a consumer may ask, and an outdated leader refuses to answer."""
 _FETCH, _FETCH_VERSION = 1, 12
 _RECORDS_V2 = 2
+_PREFIX_BYTES = 12
+"""Of a record batch, before what its length counts."""
 _LATER_EPOCHS = protocol.LEADER_MOVED | {protocol.UNKNOWN_TOPIC_OR_PARTITION}
 
 
@@ -331,17 +333,17 @@ def _left(ends: Mapping[Partition, int], found: Mapping[Partition, object]) -> I
     return [(p, end) for p, end in ends.items() if end > 0 and p not in found]
 
 
-def _fetch(partition: Partition, offset: int, epoch: int) -> Any:
+def _fetch(partition: Partition, offset: int, epoch: int, bytes_max: int = 1) -> Any:
     from kafka.protocol.consumer import FetchRequest
 
     FetchTopic = FetchRequest.FetchTopic  # noqa: N806 - a class
     place = FetchTopic.FetchPartition(
-        partition=partition[1], current_leader_epoch=epoch, fetch_offset=offset, partition_max_bytes=1
+        partition=partition[1], current_leader_epoch=epoch, fetch_offset=offset, partition_max_bytes=bytes_max
     )
     return FetchRequest(
         max_wait_ms=0,
         min_bytes=0,
-        max_bytes=1,
+        max_bytes=bytes_max,
         isolation_level=0,
         topics=[FetchTopic(topic=partition[0], partitions=[place])],
         min_version=_FETCH_VERSION,
@@ -351,20 +353,30 @@ def _fetch(partition: Partition, offset: int, epoch: int) -> Any:
 
 def _header(records: memoryview, end: int) -> BatchHeader | None:
     """The first batch's header; None: it does not hold the offset before `end`."""
-    if len(records) < HEADER_BYTES:
-        return None
-    first, _, epoch, magic, crc, flags, last, _, newest, *producer, count = struct.unpack_from(
-        ">qiibIhiqqqhii", records, 0
-    )
-    if magic != _RECORDS_V2 or not first < end <= first + last + 1:
-        return None
-    identity = (int(producer[0]), int(producer[1]), int(producer[2]))
-    return BatchHeader(first, first + last, epoch, crc, flags, newest, identity, count)
+    header = next(headers(records), None)
+    return header if header is not None and header.first < end <= header.last + 1 else None
+
+
+def headers(records: Buffer) -> Iterator[BatchHeader]:
+    """Of consecutive record batches; the last one may be incomplete. Ends at what is none, or of an earlier format."""
+    at = 0
+    while at + HEADER_BYTES <= len(records):
+        first, length, epoch, magic, crc, flags, last, _, newest, *producer, count = struct.unpack_from(
+            ">qiibIhiqqqhii", records, at
+        )
+        if magic != _RECORDS_V2 or length < HEADER_BYTES - _PREFIX_BYTES:
+            return
+        identity = (int(producer[0]), int(producer[1]), int(producer[2]))
+        yield BatchHeader(first, first + last, epoch, crc, flags, newest, identity, count)
+        at += _PREFIX_BYTES + length
 
 
 # Transactions by the producer state of partitions, which says what their coordinator may not know (P28).
 
 _PARTITIONS_PER_REQUEST = 500
+_DESCRIBE_PRODUCERS = 61
+_SEARCHED_BYTES = 1 << 20
+"""Of a log, in one request."""
 _COMMITTED, _UNCOMMITTED = 1, 0
 _LATEST = -1
 _TIMED_OUT = 7
@@ -463,6 +475,79 @@ def open_in(
         ends, stable = (_ends(wire, denied, level, deadline) for level in (_UNCOMMITTED, _COMMITTED))
         denied = [p for p in denied if stable.get(p, 0) < ends.get(p, 0)]
     return sorted(found), denied
+
+
+def is_stored(wire: Wire, partition: Partition, sent: BatchHeader, after: int | None, deadline: float) -> bool:
+    """Whether a partition's log holds the records of a batch, by producer id, epoch and sequences.
+
+    The last sequence that the leader knows of the producer does not prove it: a broker without any state of a producer
+    accepts a batch whose predecessors are missing. So the batch itself is looked for.
+
+    Args:
+        sent: as it was sent: its offsets mean nothing.
+        after: an offset that the batch cannot precede, if one is known.
+        deadline: of time.monotonic().
+
+    Returns:
+        False also if the user may not read the topic, or the broker is too old to be asked.
+
+    Raises:
+        NoAnswer: the leader did not answer.
+    """
+    versions = wire.patiently(wire.channel).versions.api_versions
+    if _DESCRIBE_PRODUCERS not in versions or versions.get(_FETCH, (0, 0))[1] < _FETCH_VERSION:
+        return False
+    id_, epoch, _ = sent.producer
+    states = [
+        state
+        for answer in _ask_leaders(wire, [partition], _describe_request, deadline)
+        for topic in answer.topics
+        for part in topic.partitions
+        for state in part.active_producers or ()
+        if (state.producer_id, state.producer_epoch) == (id_, epoch)
+    ]
+    if not states or _distance(_last(sent), states[0].last_sequence) < 0:
+        return False
+    try:
+        if after is None:
+            after = states[0].current_txn_start_offset
+        if after < 0:
+            after, _ = list_offsets(wire, {partition: sent.timestamp}, committed_only=False)[partition]
+        return after is not None and _is_in_log(wire, partition, sent, after, deadline)
+    except (Refusal, UsageError):
+        return False
+
+
+def _is_in_log(wire: Wire, partition: Partition, sent: BatchHeader, offset: int, deadline: float) -> bool:
+    while True:
+        leader = _led(wire, partition)
+        pending = wire.post(_fetch(partition, offset, leader.epoch, _SEARCHED_BYTES), leader.node)
+        response = Response(pending.body(left_s(REQUEST_TIMEOUT_S)))
+        if not _answered(response.error, partition):
+            return False
+        found = list(headers(response.records))
+        for header in found:
+            offset = header.last + 1
+            if header.producer[:2] != sent.producer[:2]:
+                continue
+            if _distance(header.producer[2], sent.producer[2]) >= 0 and _distance(_last(sent), _last(header)) >= 0:
+                return True
+            if _distance(_last(sent), header.producer[2]) > 0:  # a producer's records are in order
+                return False
+        if not found:  # not replicated yet, as its state is there
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+
+
+def _last(batch: BatchHeader) -> int:
+    """The sequence of its last record."""
+    return (batch.producer[2] + batch.count - 1) % SEQUENCES
+
+
+def _distance(a: int, b: int) -> int:
+    """From sequence a to b, across the wrap; negative: b precedes a."""
+    return (b - a + SEQUENCES // 2) % SEQUENCES - SEQUENCES // 2
 
 
 def end_at(wire: Wire, at: OpenAt, commit: bool, deadline: float) -> Outcome[None]:

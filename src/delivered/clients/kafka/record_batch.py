@@ -293,8 +293,8 @@ def scratch() -> Scratch:
 HEADER_BYTES = 61
 """Of a batch, before its records."""
 
-SEQUENCE_MAX = 2**31 - 1
-"""The next sequence number is 0."""
+SEQUENCES = 1 << 31
+"""Sequences wrap around to 0."""
 
 CHUNK_BYTES = 1 << 20
 """Decompressed records that `decode` takes into one RecordBatch, if its caller does not say. With more, allocators
@@ -445,7 +445,7 @@ def encode(
 
 def next_sequence(sequence: int, count: int) -> int:
     """The sequence number after `count` records from `sequence` on."""
-    return (sequence + count) % (SEQUENCE_MAX + 1)
+    return (sequence + count) % SEQUENCES
 
 
 def _too_large(first: int, rows: native.Rows | None, size: int, bytes_max: int) -> BadRecord:

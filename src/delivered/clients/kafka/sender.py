@@ -17,7 +17,7 @@ from delivered.clients.kafka import protocol, record_batch
 from delivered.clients.kafka.channel import Buffer, Pending
 from delivered.clients.kafka.errors import Failures, NoAnswer, NotSent, ProducerError
 from delivered.clients.kafka.protocol import Confirmation, NoTopic, Wire, is_leader, server_name
-from delivered.clients.kafka.record_batch import RECORD_OVERHEAD, Headers, Rows
+from delivered.clients.kafka.record_batch import RECORD_OVERHEAD, SEQUENCES, Headers, Rows
 from delivered.clients.kafka.transactions import Transaction
 from delivered.model.errors import BadRecord
 from delivered.model.limits import RECORD_BATCH_BYTES_MAX, REQUEST_TIMEOUT_S
@@ -32,8 +32,6 @@ from delivered.source import HEADERS
 
 UNANSWERED_MAX = 5
 """Batches of one partition in flight: as many as brokers remember."""
-SEQUENCES = 1 << 31
-"""Sequences wrap around to 0."""
 MISSING_S = 5.0
 """How long a topic or partition may be unknown to a broker: metadata of a new one takes time to spread."""
 _BACKOFF_S_MIN, _BACKOFF_S_MAX = 0.01, 0.5
@@ -100,6 +98,9 @@ VERDICTS: dict[int, tuple[str, Verdict]] = {
 """Error code of a Produce response -> its name in librdkafka, meaning. Any other is REJECTED."""
 
 
+_NETWORK_EXCEPTION = 13
+
+
 def verdict_of(code: int) -> tuple[str, Verdict]:
     return VERDICTS.get(code, (f"ERROR_{code}", Verdict.REJECTED))
 
@@ -135,10 +136,12 @@ class PartitionQueue:
 
     Attributes:
         next: sequence of the next record; -1: without.
+        end: offset behind the last batch that was acknowledged in its turn, if the broker reported it.
     """
 
     def __init__(self, topic: str, partition: int, sequenced: bool) -> None:
         self.topic, self.partition = topic, partition
+        self.end: int | None = None
         self._sequenced = sequenced
         self.next = 0 if sequenced else -1
         self._waiting: deque[Batch] = deque()
@@ -740,18 +743,20 @@ class Sender:
                 queue.put_back(batch, time.monotonic())
 
     def _answered(self, request: _Request, answer: Any) -> None:
-        codes = {(t.name, p.index): p.error_code for t in answer.responses for p in t.partition_responses}
+        found = {(t.name, p.index): p for t in answer.responses for p in t.partition_responses}
         refresh = False
         if answer.throttle_time_ms:
             self._cluster.throttled[request.node] = time.monotonic() + answer.throttle_time_ms / 1000
         for queue, batch in request.batches:
             at = queue.topic, queue.partition
-            name, verdict = verdict_of(codes.get(at, 13))
+            name, verdict = verdict_of(found[at].error_code if at in found else _NETWORK_EXCEPTION)
             if verdict in (Verdict.GAP, Verdict.FATAL) and not is_leader(self._wire, request.node, *at):
                 verdict = Verdict.ELSEWHERE
             now = time.monotonic()
             match verdict:
                 case Verdict.STORED:
+                    if found[at].base_offset >= 0 and queue.is_first(batch):
+                        queue.end = found[at].base_offset + batch.records
                     self._dropped(queue, batch)
                 case Verdict.AGAIN:
                     queue.put_back(batch, now)
@@ -769,9 +774,10 @@ class Sender:
                         self._failed(queue, batch, name)
                 case Verdict.GAP if self._held is not None and not queue.is_first(batch):
                     queue.put_back(batch, now, pause=False)
+                case Verdict.GAP if batch.again and self._held is not None:
+                    self._repeated(queue, batch, name)
                 case Verdict.GAP | Verdict.FATAL:
-                    self._failed(queue, batch, name)
-                    self._end(name, f"partition {queue.partition} of {queue.topic!r}")
+                    self._rejected(queue, batch, name)
                 case Verdict.TOO_LARGE if batch.records > 1:
                     self._split(queue, batch)
                 case _:
@@ -847,6 +853,27 @@ class Sender:
     def _failed(self, queue: PartitionQueue, batch: Batch, name: str) -> None:
         self._dropped(queue, batch)
         self._count(batch, name)
+
+    def _rejected(self, queue: PartitionQueue, batch: Batch, name: str) -> None:
+        self._failed(queue, batch, name)
+        self._end(name, f"partition {queue.partition} of {queue.topic!r}")
+
+    def _repeated(self, queue: PartitionQueue, batch: Batch, name: str) -> None:
+        """The broker does not recognise a batch that was sent again: it is missing, or the broker was killed after it
+        had stored this and later ones. What a broker that was killed still knows of a producer is its last batch.
+        """
+        from delivered.clients.kafka.listing import headers, is_stored
+
+        at, [sent] = (queue.topic, queue.partition), headers(batch.data)
+        try:
+            if is_stored(self._wire, at, sent, queue.end, time.monotonic() + REQUEST_TIMEOUT_S):
+                self._dropped(queue, batch)
+            else:
+                self._rejected(queue, batch, name)
+        except NoAnswer as error:
+            self.failures.note("_TRANSPORT", str(error))
+            self._wire.forget()
+            queue.put_back(batch, time.monotonic())
 
     def _count(self, batch: Batch, name: str) -> None:
         for _ in range(batch.records):
