@@ -6,48 +6,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from tests.support.seals import chain, texts
 
-from delivered.audit.evidence import Counts, Verdict
-from delivered.audit.seal import Seal, Sums, chain_faults
+from delivered.audit.evidence import Verdict
+from delivered.audit.seal import Seal, chain_faults
 from delivered.model.errors import Refused
-from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope
-from delivered.model.work import Account
-
-SCOPE = Scope("orders", "kafka", "5b2f")
-
-
-def chain(count: int) -> list[Seal]:
-    """Seals of ten batches with ten records each."""
-    seals: list[Seal] = []
-    total = Sums()
-    for number in range(count):
-        prints = Fingerprint(10, number + 1, 7 * number)
-        sums = Sums(Counts(sent=10, delivered=10), prints, Account(prints), prints)
-        total = total + sums
-        seals.append(
-            Seal(
-                scope=SCOPE,
-                number=number,
-                before=seals[-1].digest if seals else "",
-                first=10 * number,
-                last=10 * number + 9,
-                start=json.dumps({"orders": {"0": 10 * number}}),
-                end=json.dumps({"orders": {"0": 10 * number + 10}}),
-                verdict=Verdict.HELD,
-                sums=sums,
-                total=total,
-                account=total.ledger,
-                settled=10 * number + 9,
-                settled_end=json.dumps({"orders": {"0": 10 * number + 10}}),
-                sink_end={"orders": {"0": 11 * number}},
-            )
-        )
-    return seals
-
-
-def texts(seals: list[Seal]) -> list[str]:
-    return [s.text for s in seals]
 
 
 def test_a_seal_is_read_as_it_was_written() -> None:

@@ -136,8 +136,15 @@ class Seal:
         """
         Raises:
             Refused: a later version of this package wrote it.
+            ValueError: it is no seal.
         """
-        data = json.loads(text)
+        try:
+            return cls._parsed(json.loads(text))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"not a seal: {error!r}") from error
+
+    @classmethod
+    def _parsed(cls, data: Any) -> Self:
         check_format(data.pop("format", 0), "a seal", SEAL_FORMAT)
         scope = Scope(data.pop("pipeline"), data.pop("sink"), data.pop("incarnation"))
         own = {f.name: data.pop(f.name) for f in fields(cls) if f.name in data}
@@ -163,8 +170,8 @@ def chain_faults(texts: Iterable[str]) -> Iterator[str]:
     for at, text in enumerate(texts):
         try:
             seal = Seal.parse(text)
-        except (ValueError, KeyError, TypeError) as error:
-            yield f"the seal at place {at} cannot be read: {error!r}"
+        except ValueError as error:
+            yield f"the seal at place {at} cannot be read: {error}"
             before = None
             continue
         if seal.text != text:

@@ -1,0 +1,188 @@
+"""What the seals of a sink say together: which batches were proved, which were not, and when the newest was. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from delivered.audit.evidence import Verdict
+from delivered.audit.seal import Seal, Sums, chain_faults
+
+REASONS_MAX = 20
+"""Of a range, as many are kept as an audit lists samples."""
+
+
+class State(StrEnum):
+    """Of a range of batches: the verdict of its audit, or that it had none."""
+
+    HELD = "held"
+    BROKEN = "broken"
+    UNKNOWN = "unknown"
+    NEVER_AUDITED = "never audited"
+
+
+def state_of(seal: Seal) -> State:
+    return State(seal.verdict.value) if seal.audited else State.NEVER_AUDITED
+
+
+@dataclass(frozen=True)
+class SealedRange:
+    """Consecutive seals of one checkpoint with the same state.
+
+    Attributes:
+        incarnation: of the checkpoint.
+        first, last: batches.
+        first_seal, last_seal: their numbers.
+        start, end: source positions, as in a seal.
+        sums: of these batches; of those that were never audited, the ledger's alone.
+        reasons: why it is broken, unknown or was never audited, each once; at most `REASONS_MAX`.
+        sealed_from_ms, sealed_at_ms: when the first and the last of them were sealed, by the auditors' clocks.
+    """
+
+    state: State
+    incarnation: str
+    first: int
+    last: int
+    first_seal: int
+    last_seal: int
+    start: str
+    end: str
+    sums: Sums
+    reasons: tuple[str, ...] = ()
+    sealed_from_ms: int = 0
+    sealed_at_ms: int = 0
+
+    @property
+    def batches(self) -> str:
+        """For display: "4" or "4 to 9"."""
+        return str(self.first) if self.first == self.last else f"{self.first} to {self.last}"
+
+    @property
+    def records(self) -> int:
+        """Handed to the sink, by the ledger."""
+        return self.sums.ledger.total.count
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "state": self.state.value,
+            "incarnation": self.incarnation,
+            "batches": [self.first, self.last],
+            "seals": [self.first_seal, self.last_seal],
+            "records": self.records,
+            "counts": asdict(self.sums.counts),
+            "reasons": list(self.reasons),
+            "sealed_from_ms": self.sealed_from_ms,
+            "sealed_at_ms": self.sealed_at_ms,
+        }
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """The seals of one sink, or the newest of them.
+
+    Attributes:
+        ranges: oldest first.
+        last: the newest seal; None: the sink was never sealed.
+        digest: its hash, as the next seal will name it.
+        faults: where the chain does not hold (`chain_faults`).
+    """
+
+    ranges: tuple[SealedRange, ...] = ()
+    last: Seal | None = None
+    digest: str = ""
+    faults: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Of all seals: broken beats unknown beats held. What was never audited, and a chain that does not hold, are
+        unknown. None: there is no seal."""
+        states = {r.state for r in self.ranges}
+        if State.BROKEN in states:
+            return Verdict.BROKEN
+        if self.faults or states - {State.HELD}:
+            return Verdict.UNKNOWN
+        return Verdict.HELD if states else None
+
+    def of(self, state: State) -> tuple[SealedRange, ...]:
+        return tuple(r for r in self.ranges if r.state is state)
+
+    def age_s(self, now_ms: int) -> float | None:
+        """Seconds since the newest seal; 0 if its auditor's clock is ahead. None: there is none."""
+        return None if self.last is None else max(0.0, (now_ms - self.last.sealed_at_ms) / 1000)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict.value if self.verdict is not None else None,
+            "last": None
+            if self.last is None
+            else {
+                "number": self.last.number,
+                "sha256": self.digest,
+                "batch": self.last.last,
+                "state": state_of(self.last).value,
+                "sealed_at_ms": self.last.sealed_at_ms,
+            },
+            "ranges": [r.to_json() for r in self.ranges],
+            "faults": list(self.faults),
+        }
+
+
+def read_sealed(texts: Iterable[str]) -> Sealed:
+    """
+    Args:
+        texts: seals as stored, oldest first: all of a sink's, or from any number on. Those that cannot be read are a
+            fault, and in no range.
+
+    Raises:
+        Refused: a later version of this package wrote one.
+    """
+    stored = list(texts)
+    faults = tuple(chain_faults(stored))
+    ranges: list[SealedRange] = []
+    last: Seal | None = None
+    for text in stored:
+        try:
+            last = Seal.parse(text)
+        except ValueError:
+            continue
+        now = _range_of(last)
+        if ranges and _continues(ranges[-1], now):
+            now = _joined(ranges.pop(), now)
+        ranges.append(now)
+    return Sealed(tuple(ranges), last, last.digest if last is not None else "", faults)
+
+
+def _range_of(seal: Seal) -> SealedRange:
+    return SealedRange(
+        state=state_of(seal),
+        incarnation=seal.scope.incarnation,
+        first=seal.first,
+        last=seal.last,
+        first_seal=seal.number,
+        last_seal=seal.number,
+        start=seal.start,
+        end=seal.end,
+        sums=seal.sums,
+        reasons=(*seal.breaches, *seal.unknowns)[:REASONS_MAX],
+        sealed_from_ms=seal.sealed_at_ms,
+        sealed_at_ms=seal.sealed_at_ms,
+    )
+
+
+def _continues(before: SealedRange, now: SealedRange) -> bool:
+    same = (before.state, before.incarnation) == (now.state, now.incarnation)
+    return same and (before.last_seal + 1, before.last + 1) == (now.first_seal, now.first)
+
+
+def _joined(before: SealedRange, now: SealedRange) -> SealedRange:
+    return replace(
+        before,
+        last=now.last,
+        last_seal=now.last_seal,
+        end=now.end,
+        sums=before.sums + now.sums,
+        reasons=tuple(dict.fromkeys(before.reasons + now.reasons))[:REASONS_MAX],
+        sealed_at_ms=now.sealed_at_ms,
+    )

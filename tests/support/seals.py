@@ -1,0 +1,59 @@
+"""Chains of seals, made by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+
+from delivered.audit.evidence import Counts, Verdict
+from delivered.audit.seal import Seal, Sums
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.identity import Scope
+from delivered.model.work import Account
+
+SCOPE = Scope("orders", "kafka", "5b2f")
+
+
+def chain(count: int) -> list[Seal]:
+    """Seals of ten batches with ten records each."""
+    seals: list[Seal] = []
+    total = Sums()
+    for number in range(count):
+        prints = Fingerprint(10, number + 1, 7 * number)
+        sums = Sums(Counts(sent=10, delivered=10), prints, Account(prints), prints)
+        total = total + sums
+        seals.append(
+            Seal(
+                scope=SCOPE,
+                number=number,
+                before=seals[-1].digest if seals else "",
+                first=10 * number,
+                last=10 * number + 9,
+                start=json.dumps({"orders": {"0": 10 * number}}),
+                end=json.dumps({"orders": {"0": 10 * number + 10}}),
+                verdict=Verdict.HELD,
+                sums=sums,
+                total=total,
+                account=total.ledger,
+                settled=10 * number + 9,
+                settled_end=json.dumps({"orders": {"0": 10 * number + 10}}),
+                sink_end={"orders": {"0": 11 * number}},
+            )
+        )
+    return seals
+
+
+def texts(seals: list[Seal]) -> list[str]:
+    return [s.text for s in seals]
+
+
+def linked(seals: Iterable[Seal]) -> list[Seal]:
+    """Changed seals as an auditor would have written them: totals and hashes as they follow from them."""
+    chained: list[Seal] = []
+    for seal in seals:
+        last = chained[-1] if chained else None
+        before = last.total if last is not None and last.scope == seal.scope else Sums()
+        total = before + seal.sums if seal.audited else before
+        chained.append(replace(seal, before=last.digest if last is not None else "", total=total))
+    return chained
