@@ -166,21 +166,27 @@ def chain_faults(texts: Iterable[str]) -> Iterator[str]:
     The first text need not be seal 0. A seal that was cut off at the end does not show: compare the newest number and
     hash with what was written down elsewhere.
     """
+    for _, faults in checked(texts):
+        yield from faults
+
+
+def checked(texts: Iterable[str]) -> Iterator[tuple[Seal | None, list[str]]]:
+    """Each seal of a chain, None for what is none, and where the chain does not hold there (`chain_faults`)."""
     before: tuple[Seal, str] | None = None
     for at, text in enumerate(texts):
         try:
             seal = Seal.parse(text)
         except ValueError as error:
-            yield f"the seal at place {at} cannot be read: {error}"
             before = None
+            yield None, [f"the seal at place {at} cannot be read: {error}"]
             continue
-        if seal.text != text:
-            yield f"seal {seal.number} is not stored as it was written"
+        faults = [] if seal.text == text else [f"seal {seal.number} is not stored as it was written"]
         if before is not None:
-            yield from _link_faults(*before, seal)
+            faults += _link_faults(*before, seal)
         elif seal.number == 0 and seal.before:
-            yield "seal 0 names a seal before it"
+            faults.append("seal 0 names a seal before it")
         before = seal, digest_of(text)
+        yield seal, faults
 
 
 def _link_faults(last: Seal, digest: str, seal: Seal) -> Iterator[str]:
