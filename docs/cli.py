@@ -30,7 +30,7 @@ def _commands(command: Any, words: str) -> Iterator[tuple[str, Any]]:
         if getattr(found, "commands", None):
             yield from _commands(found, f"{words} {name}")
         else:
-            yield f"{words} {name}", found
+            yield words if name == getattr(command, "unnamed", None) else f"{words} {name}", found
 
 
 def _default(parameter: Any) -> str:

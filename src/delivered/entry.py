@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from delivered import html
-from delivered.model.errors import UsageError
+from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.rows import OnBadRow
 from delivered.operate.page import flow_of
 from delivered.operate.status import Status, status
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
+    from delivered.audit.evidence_file import Bound, Evidence
     from delivered.audit.report import AuditReport
     from delivered.operate.replay import Rebuild
     from delivered.pipeline.adopt import Adoption
@@ -232,3 +233,26 @@ class Pipeline(Definition):
 
             Lineage(self, new_run(), job=".audit").audited(report.summary())
         return report
+
+    def evidence(self, *, sink: str | None = None, start: Bound | None = None, end: Bound | None = None) -> Evidence:
+        """The seals of this pipeline's audits, for a file: `evidence.text`. Does not start Spark.
+
+        Args:
+            sink: only its seals. Default: those of every sink.
+            start, end: the number of a batch of the newest checkpoint, or a time at which a seal was made; both
+                included. Default: all.
+
+        Raises:
+            UsageError: no such sink.
+            Refused: there is no seal, or none in the range.
+            Unreachable: the ledger or the checkpoint did not answer.
+        """
+        from delivered.operate.evidence import gather_evidence
+        from delivered.planner import to_json
+
+        try:
+            plan = self.plan(takeover=True)
+        except DeliveredError:
+            # Sources and sinks may be down or removed; the seals are not.
+            plan = self.plan(offline=True)
+        return gather_evidence(self, to_json(plan), sink, start, end)

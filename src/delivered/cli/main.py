@@ -11,6 +11,7 @@ from delivered.cli import explain, status
 from delivered.cli.audit import audit
 from delivered.cli.command import Commands, say
 from delivered.cli.doctor import doctor
+from delivered.cli.evidence import evidence_app
 from delivered.cli.example import init
 from delivered.cli.lab import brokers_app, verify
 from delivered.cli.operate import dead_letters_app, sagas_app, transactions_app
@@ -23,6 +24,7 @@ app = Commands(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(evidence_app, name="evidence")
 app.add_typer(transactions_app, name="transactions")
 app.add_typer(dead_letters_app, name="dead-letters")
 app.add_typer(dead_letters_app, name="letters", hidden=True)  # short for it

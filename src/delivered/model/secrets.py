@@ -76,7 +76,7 @@ def is_secret(name: str) -> bool:
 
 def redacted(options: Mapping[str, str]) -> dict[str, str]:
     """A copy for logs and pages: possible secrets are replaced, references stay."""
-    return {k: str(_without_secrets(v, k)) for k, v in options.items()}
+    return {k: str(without_secrets(v, k)) for k, v in options.items()}
 
 
 def holds_password(value: str) -> bool:
@@ -118,17 +118,22 @@ def shown(value: Any, name: str = "") -> str:
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes) and value:
         text = f"a list of {len(value)}"
     else:
-        text = repr(_without_secrets(value, name))
+        text = repr(without_secrets(value, name))
     text = plain(without_passwords(text))
     return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}..."
 
 
-def _without_secrets(value: Any, name: str = "") -> Any:
+def without_secrets(value: Any, name: str = "") -> Any:
+    """A copy of texts, alone or nested, with possible secrets replaced; references stay.
+
+    Args:
+        name: the value's key.
+    """
     if isinstance(value, Mapping):
-        return {k: _without_secrets(v, str(k)) for k, v in value.items()}
+        return {k: without_secrets(v, str(k)) for k, v in value.items()}
     if isinstance(value, str):
         hide = is_secret(name) and not value.startswith(_REFERENCES)
         return REDACTED if hide else without_passwords(value)
     if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return [_without_secrets(v, name) for v in value]
+        return [without_secrets(v, name) for v in value]
     return REDACTED if is_secret(name) and value is not None and not isinstance(value, bool) else value
