@@ -15,7 +15,7 @@ from delivered.model.work import Account
 SCOPE = Scope("orders", "kafka", "5b2f")
 
 
-def chain(count: int) -> list[Seal]:
+def chain(count: int, scope: Scope = SCOPE) -> list[Seal]:
     """Seals of ten batches with ten records each."""
     seals: list[Seal] = []
     total = Sums()
@@ -25,7 +25,7 @@ def chain(count: int) -> list[Seal]:
         total = total + sums
         seals.append(
             Seal(
-                scope=SCOPE,
+                scope=scope,
                 number=number,
                 before=seals[-1].digest if seals else "",
                 first=10 * number,

@@ -280,7 +280,7 @@ def test_a_signature_tells_wrong_key_wrong_bytes_and_no_signature_apart() -> Non
     assert signature_fault(forged, PUBLIC) is Kind.BAD_SIGNATURE
 
 
-@pytest.mark.parametrize("value", [None, 7, "", "zz", "00"])
+@pytest.mark.parametrize("value", [None, 7, "", "zz", "AAAA"])
 def test_a_damaged_signature_is_a_bad_one(value: Any) -> None:
     signed = sign(evidence(), PRIVATE, "key.pem")
     assert (
@@ -330,8 +330,7 @@ def test_openssl_checks_a_signature(tmp_path: Path) -> None:
     (tmp_path / "key.pub").write_bytes(PUBLIC)
     say = (
         "jq -caSj 'del(.sha256, .signature)' evidence.json > signed; "
-        "jq -j .signature.value evidence.json | xxd -r -p > signature 2>/dev/null || "
-        "jq -j .signature.value evidence.json | perl -ne 'print pack \"H*\", $_' > signature; "
+        "jq -r .signature.value evidence.json | base64 -d > signature; "
         "openssl pkeyutl -verify -pubin -inkey key.pub -rawin -in signed -sigfile signature; "
         "openssl pkey -pubin -in key.pub -outform DER | sha256sum"
     )

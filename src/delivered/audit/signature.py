@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ def sign(evidence: Evidence, key: bytes, name: str) -> Evidence:
     signature = {
         "algorithm": ALGORITHM,
         "key_sha256": key_id(private.public_key()),
-        "value": private.sign(evidence.signed_bytes).hex(),
+        "value": base64.b64encode(private.sign(evidence.signed_bytes)).decode(),
     }
     return Evidence(evidence.content, signature)
 
@@ -52,7 +53,7 @@ def check_signature(evidence: Evidence, key: bytes, name: str) -> Fault | None:
         return Fault(Kind.UNSIGNED, "the file is not signed")
     found: Mapping[str, Any] = signature if isinstance(signature, Mapping) else {}
     try:
-        public.verify(bytes.fromhex(found["value"]), evidence.signed_bytes)
+        public.verify(base64.b64decode(found["value"], validate=True), evidence.signed_bytes)
     except (InvalidSignature, KeyError, TypeError, ValueError):
         if found.get("key_sha256") not in (None, key_id(public)):
             return Fault(Kind.OTHER_KEY, f"another key signed the file, with the sha256 {found['key_sha256']}")
