@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 
+import delivered
 from delivered.audit.evidence import Counts, Verdict
 from delivered.audit.seal import Seal, Sums
+from delivered.engine.context import open_shared_ledger
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope
-from delivered.model.work import Account
+from delivered.model.work import Account, Ok
 
 SCOPE = Scope("orders", "kafka", "5b2f")
 
@@ -57,3 +60,13 @@ def linked(seals: Iterable[Seal]) -> list[Seal]:
         total = before + seal.sums if seal.audited else before
         chained.append(replace(seal, before=last.digest if last is not None else "", total=total))
     return chained
+
+
+def add_seals(made: delivered.Pipeline, seals: Iterable[Seal]) -> None:
+    """Into the ledger of a pipeline, for its only sink."""
+    (name,) = made.sink_names
+    spec = made.spec
+    sinks = spec.open()
+    with closing(open_shared_ledger(sinks, spec.scope(sinks))) as ledger:
+        for seal in seals:
+            assert isinstance(ledger.add_seal(name, seal.number, seal.text), Ok)

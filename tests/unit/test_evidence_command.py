@@ -14,16 +14,15 @@ import psutil
 import pytest
 from click.testing import Result
 from tests.support.decided import checkpoint, decide, pipeline
-from tests.support.seals import chain, linked
+from tests.support.seals import add_seals, chain, linked
 from typer.testing import CliRunner
 
 import delivered
 from delivered.audit.evidence import Verdict
 from delivered.cli.main import app
-from delivered.engine.context import open_shared_ledger
 from delivered.engine.owner import _at
 from delivered.model.identity import Scope
-from delivered.model.work import Ok, Owner
+from delivered.model.work import Owner
 
 YAML = """
 pipeline: orders
@@ -36,15 +35,11 @@ sinks: [{{format: sqlite, path: {folder}/out.db, table: orders}}]
 
 def seal(made: delivered.Pipeline, count: int, first: int = 0) -> None:
     """Seals with broken number 1 and an hour between two."""
-    spec = made.spec
-    sinks = spec.open()
     seals = chain(count, Scope(made.name, made.sink_names[0], "incarnation-1"))
     seals = [replace(s, sealed_at_ms=(s.number + 1) * 3_600_000) for s in seals]
     if count > 1:
         seals[1] = replace(seals[1], verdict=Verdict.BROKEN, breaches=("1 records are lost",))
-    with closing(open_shared_ledger(sinks, spec.scope(sinks))) as ledger:
-        for one in linked(seals)[first:]:
-            assert isinstance(ledger.add_seal(made.sink_names[0], one.number, one.text), Ok)
+    add_seals(made, linked(seals)[first:])
 
 
 @pytest.fixture
