@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -17,8 +18,12 @@ from tests.support.sweeps import sweep
 
 from delivered.audit.evidence import Counts, Damage
 from delivered.audit.judge import Result
+from delivered.audit.spark.audit import _accepted
 from delivered.audit.spark.reconcile import Slots, _classified, _side, hashed, reconcile
 from delivered.audit.spark.slices import keeps_partitions
+from delivered.connectors.memory import MemorySinkOptions
+from delivered.connectors.memory.sink import MemorySink
+from delivered.model.capability import SinkCapability
 from delivered.model.fingerprint import Fingerprint, fingerprint
 
 if TYPE_CHECKING:
@@ -264,3 +269,15 @@ def test_a_transform_that_moves_rows_is_known(spark: SparkSession) -> None:
     assert not keeps_partitions(read.union(read))
     assert not keeps_partitions(read.distinct())
     assert not keeps_partitions(read.orderBy(F.desc("id")))
+
+
+def test_rows_that_a_sink_rejects_are_not_expected_whatever_its_capability_says(spark: SparkSession) -> None:
+    """They are in the dead letters: a task asks the sink, not its capability."""
+
+    class Undeclared(MemorySink):
+        def capability(self) -> SinkCapability:
+            return replace(super().capability(), validates=False)
+
+    sink = Undeclared(MemorySinkOptions.parse({"world": "none", "valueBytesMax": "3"}))
+    rows = spark.createDataFrame([(b"a", b"abc"), (b"b", b"abcd")], "key binary, value binary")
+    assert [bytes(r["key"]) for r in _accepted(rows, sink).collect()] == [b"a"]

@@ -149,8 +149,6 @@ def audit(spark: SparkSession, request: AuditRequest, progress: Progress | None 
 
 def _accepted(frame: DataFrame, sink: Sink) -> DataFrame:
     """The valid rows of a frame, as the sink validates them."""
-    if not sink.capability().validates:
-        return frame
 
     def pick(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
