@@ -250,9 +250,12 @@ class SendsInEveryAttempt(Connector):
     """Its tasks take the number 0 for a first attempt, and ask nobody."""
 
     def sink(self, options: Mapping[str, str], ledgers: Ledgers | None = None) -> SqliteSink:
-        from delivered.engine import shard
+        from delivered import testing
+        from delivered.engine.shard import write_shard
 
-        shard.may_send = lambda plan, shard: True
+        # By the name under which tasks call it. Without `may_send` it goes by their numbers.
+        if testing.write_shard is write_shard:
+            testing.write_shard = lambda *args: write_shard(*args[:6])
         return SqliteSink(SqliteOptions.parse(options))
 
 
