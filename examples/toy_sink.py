@@ -132,7 +132,8 @@ class ToyScan(BoundedScan):
     def schema(self) -> pa.Schema:
         return ROWS
 
-    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:  # noqa: ARG002 - files have no order
+    def slices(self, since: Offsets | None = None, until: Offsets | None = None) -> Sequence[Slice]:
+        del since, until  # files have no order
         return [Slice(str(path)) for path in sorted(self.folder.glob("rows@*"))]
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:

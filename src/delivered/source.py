@@ -197,11 +197,11 @@ class SourceScan(BoundedScan):
     def schema(self) -> pa.Schema:
         return self.source.schema()
 
-    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
+    def slices(self, since: Offsets | None = None, until: Offsets | None = None) -> Sequence[Slice]:
         """Partitions that `since` does not name are read from their earliest offsets."""
         with closing(self.source.driver()) as driver:
             start, end = driver.batch()
-            return driver.slices(_over(start, since or {}), end)
+            return driver.slices(_over(start, since or {}), until or end)
 
     def address(self) -> Address | None:
         return self.source.address()

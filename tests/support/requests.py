@@ -19,6 +19,7 @@ TO_KAFKA = SinkFacts(
     "orders-clean",
     "kafka orders-clean",
     SinkCapability(
+        no_position="",
         system="kafka",
         commit=Commit.TWO_PHASE,
         mechanism="two-phase commit",
@@ -37,6 +38,7 @@ TO_SQLITE = SinkFacts(
     "orders",
     "sqlite orders.db orders",
     SinkCapability(
+        no_position="",
         system="sqlite",
         commit=Commit.ONE_TRANSACTION,
         mechanism="one transaction for rows and ledger",
@@ -54,6 +56,7 @@ TO_POSTGRES = SinkFacts(
     "totals",
     "postgres totals",
     SinkCapability(
+        no_position="",
         system="postgres",
         commit=Commit.TWO_PHASE,
         mechanism="two-phase commit",
@@ -71,6 +74,7 @@ TO_HTTP = SinkFacts(
     "hook",
     "http hook",
     SinkCapability(
+        no_position="",
         system="http",
         commit=Commit.NONE,
         mechanism="",

@@ -544,7 +544,7 @@ def test_disk_full_leaves_nothing_half_visible(tmp_path: Path) -> None:
 
 
 def test_read_back_by_ranges_of_rowid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from delivered.connectors.sqlite import sink as reading
+    from delivered.connectors.sqlite import read as reading
 
     monkeypatch.setattr(reading, "SLICE_ROWS", 100)
     sink = sink_at(tmp_path)

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 
@@ -225,6 +225,29 @@ class OpenTransaction:
         return None if self.started_ms is None else max(0.0, time.time() - self.started_ms / 1000)
 
 
+@dataclass(frozen=True)
+class Changes:
+    """What happened to rows that lay before a position of a sink, since facts about them were kept. Each a sentence.
+
+    Attributes:
+        expired: what the system removed as its settings say: retention, time to live.
+        altered: what someone removed, changed or recreated.
+        missed: what was removed, for either reason, behind the position: nobody can read it any more.
+        unknown: what cannot be compared any more, and why.
+        continues: `slices` from this position still returns what was added since; False: read everything.
+    """
+
+    expired: tuple[str, ...] = ()
+    altered: tuple[str, ...] = ()
+    missed: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    continues: bool = True
+
+    @property
+    def unchanged(self) -> bool:
+        return not (self.expired or self.altered or self.missed or self.unknown)
+
+
 class BoundedScan(ABC):
     """A one-time read of a sink's current content. Picklable; holds no connection."""
 
@@ -236,11 +259,14 @@ class BoundedScan(ABC):
         """
 
     @abstractmethod
-    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
-        """Split the sink's content at the time of the call. Runs on the driver.
+    def slices(self, since: Offsets | None = None, until: Offsets | None = None) -> Sequence[Slice]:
+        """Split what lies between two positions. Runs on the driver.
 
         Args:
-            since: where to start, in the system's own terms ({"rowid": 5001}), if it has an order.
+            since: where to start; None: at the first row. What was added to a target that was recreated since lies
+                behind every earlier position. A partition that it does not name is read from its first record.
+            until: an earlier `position`, where to stop; None: at the end of the content at the time of the call. Of a
+                system without positions: None.
         """
 
     @abstractmethod
@@ -249,11 +275,30 @@ class BoundedScan(ABC):
 
     def position(self) -> Offsets | None:
         """Where the sink's content ends now, as `slices` takes it: what a reader sees now lies before it, what becomes
-        visible later at or behind it. None: the system has no such order, and every audit reads all of it.
+        visible later at or behind it, also if it is staged already. None: there is no such order, and every audit reads
+        everything (`SinkCapability.no_position`).
 
         JSON values. Read-only; contacts the server once.
         """
         return None
+
+    def kept(self, position: Offsets) -> Mapping[str, Any] | None:  # noqa: ARG002
+        """Facts about what lies before a position, as JSON values, computed by the system: no rows are transferred, and
+        the cost is bounded. Called right after `position`, compared later by `changes`. None: there are none.
+
+        Read-only.
+        """
+        return None
+
+    def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:  # noqa: ARG002
+        """What happened since to what lay before a position.
+
+        Args:
+            before: what `kept` returned for this position.
+
+        Read-only. Raises Unreachable.
+        """
+        return Changes()
 
     def planned(self) -> Self:
         """As `Source.planned`."""

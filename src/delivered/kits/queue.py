@@ -102,6 +102,7 @@ def sends(
         send: how it sends, and where to.
         more: other fields of the capability.
     """
+    more.setdefault("no_position", "its messages cannot be read back")
     return SinkCapability(
         system=system,
         commit=Commit.NONE,

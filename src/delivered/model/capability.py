@@ -100,6 +100,12 @@ class WriteMode:
         return self.insert or self.expected is not None or self.on_constraint is not OnConflict.FAIL
 
     @property
+    def only_adds(self) -> bool:
+        """Whether no batch changes or removes a row that is there."""
+        replaces = self.complete or bool(self.replaces) or self.expected is not None
+        return not replaces and (self.insert or not self.upserts)
+
+    @property
     def keeps_all(self) -> bool:
         """Whether every row of a key is applied in order, not only the last one."""
         return self.insert or self.expected is not None
@@ -169,6 +175,8 @@ class SinkCapability:
         validates: it detects invalid rows before it writes them (`Sink.invalid_rows`).
         write: whether records are appended or replace others.
         adds_columns: it may have added columns to its table, which earlier rows read back as null.
+        no_position: why an audit reads all of this sink each time (`BoundedScan.position`); empty: it continues where
+            the last one stopped.
         records: as of a source, how they are written.
         assumes: what exactly_once assumes of the sink and its readers.
         limits: bounds to print with the plan.
@@ -190,6 +198,7 @@ class SinkCapability:
     validates: bool = False
     write: WriteMode = APPEND
     adds_columns: bool = False
+    no_position: str = "its records have no order that lasts"
     records: str = ""
     assumes: tuple[str, ...] = ()
     limits: tuple[str, ...] = field(default=())

@@ -35,6 +35,7 @@ from delivered.connectors.delta.target import TYPES, Part, part_folder, required
 from delivered.contract.sink import Writer
 from delivered.kits.sink import Parts
 from delivered.kits.sql.merge import check_rows
+from delivered.kits.sql.table import CHANGES_ROWS
 from delivered.kits.table import shard, target
 from delivered.kits.table import store as storage
 from delivered.kits.table.shard import PartFiles, shard_writer, split
@@ -57,7 +58,7 @@ class DeltaSink(FileTableSink):
         ready="target:ready",
         writer="sink:writer",
         trial="sink:DeltaTrial",
-        scan="target:DeltaScan",
+        scan="scan:DeltaScan",
         store="store:DeltaStore",
         committer="store:DeltaCommitter",
     )
@@ -80,6 +81,7 @@ class DeltaSink(FileTableSink):
             validates=True,
             write=self.options.write,
             adds_columns=self.options.merge_schema,
+            no_position="" if self.options.write.only_adds else CHANGES_ROWS,
             local=self.options.local,
             assumes=(
                 "the table's folder is backed up and restored as one, with _delivered in it",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -25,10 +25,7 @@ from delivered.connectors.delta.client import (
     require_table,
     sync_versions,
 )
-from delivered.contract.sink import BoundedScan
-from delivered.contract.source import Offsets, Slice
 from delivered.kits.table import target
-from delivered.kits.table.store import packed
 from delivered.kits.table.target import TableTypes, canonical
 from delivered.model.capability import APPEND
 from delivered.model.errors import BadRecord, Refused, UsageError
@@ -275,44 +272,7 @@ def _add_columns(options: DeltaOptions, table: Any, missing: list[pa.Field]) -> 
         sync_versions(options, before + 1, require_table(options).version())
 
 
-# A scan of all rows of the table.
-
-BATCH_ROWS = 65_536
-
-
-@dataclass(frozen=True)
-class DeltaScan(BoundedScan):
-    """See `delivered.contract.sink.BoundedScan`. Reads the newest version, which must not be vacuumed meanwhile."""
-
-    options: DeltaOptions
-
-    def schema(self) -> pa.Schema:
-        return table_schema(require_table(self.options))
-
-    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
-        """Args: since: {"version": v}: excludes the files of this version; files compacted later count as new.
-
-        Raises:
-            UsageError: the table has deletion vectors.
-        """
-        table, before = require_table(self.options), int((since or {}).get("version", -1))
-        known: set[str] = set()
-        if before >= 0:
-            known = {file["path"] for file in active_files(self.options, require_table(self.options, before))}
-        fresh = [file for file in active_files(self.options, table) if file["path"] not in known]
-        schema = table_schema(table).serialize().to_pybytes()
-        return [Slice({"files": group, "schema": schema}) for group in packed(fresh, lambda file: int(file["size"]))]
-
-    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
-        import pyarrow.parquet as pq
-
-        schema = pa.ipc.read_schema(pa.py_buffer(piece.data["schema"]))
-        with explained(self.options):
-            store = Store(self.options)
-            for file in piece.data["files"]:
-                with store.fs.open_input_file(file["path"]) as source:
-                    for batch in pq.ParquetFile(source, pre_buffer=False).iter_batches(BATCH_ROWS, use_threads=False):
-                        yield filled(batch, schema, file["partition"])
+# Its files.
 
 
 def active_files(options: DeltaOptions, table: Any) -> list[dict[str, Any]]:
@@ -338,16 +298,24 @@ def active_files(options: DeltaOptions, table: Any) -> list[dict[str, Any]]:
     ]
 
 
-def filled(batch: pa.RecordBatch, schema: pa.Schema, partition: dict[str, Any]) -> pa.RecordBatch:
+def filled(batch: pa.RecordBatch, schema: pa.Schema, partition: Mapping[str, Any]) -> pa.RecordBatch:
     """A file's rows with the table's columns; columns that the file lacks are null."""
     arrays = []
     for field in schema:
         if field.name in partition:
-            value = partition[field.name]
-            arrays.append(pa.repeat(pa.scalar(value, field.type), batch.num_rows))
+            arrays.append(pa.repeat(_value(partition[field.name], field.type), batch.num_rows))
         elif field.name in batch.schema.names:
             column = batch.column(field.name)
             arrays.append(column if column.type.equals(field.type) else column.cast(field.type))
         else:
             arrays.append(pa.nulls(batch.num_rows, field.type))
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema([(f.name, f.type) for f in schema]))
+
+
+def _value(value: Any, kind: pa.DataType) -> pa.Scalar:
+    """A partition value, perhaps as text of the log."""
+    if not isinstance(value, str) or pa.types.is_string(kind):
+        return pa.scalar(value, kind)
+    if pa.types.is_timestamp(kind) and kind.tz is not None and not re.search(r"(Z|[+-]\d\d:?\d\d)$", value):
+        return pa.scalar(value).cast(pa.timestamp(kind.unit)).cast(kind)
+    return pa.scalar(value).cast(kind)

@@ -12,18 +12,14 @@ import datetime as dt
 import decimal
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
 
-from delivered.connectors.files import FilesOptions, failed, schema_file
-from delivered.contract.sink import BoundedScan
-from delivered.contract.source import Offsets, Slice
+from delivered.connectors.files import FilesOptions, schema_file
 from delivered.kits.table import target
-from delivered.kits.table.store import packed
 from delivered.model.errors import UsageError
 
 
@@ -228,46 +224,6 @@ def _meant(value: Any, kind: pa.DataType) -> Any:
     if t.is_list(kind):
         return [_meant(item, kind.value_type) for item in value]
     return {f.name: _meant(value[f.name], f.type) for f in kind}
-
-
-# A scan of all rows of the folder.
-
-
-@dataclass(frozen=True)
-class FolderScan(BoundedScan):
-    """See `delivered.contract.sink.BoundedScan`. Reads all files that a reader of the folder sees."""
-
-    options: FilesOptions
-
-    def schema(self) -> pa.Schema:
-        """Raises UsageError: this package never wrote to the folder."""
-        schema = stored_schema(self.options)
-        if schema is None:
-            raise UsageError("FOLDER_UNKNOWN", path=self.options.path)
-        return schema
-
-    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
-        """Args: since: {"files": [names]}: excludes these."""
-        known, sizes = set((since or {}).get("files", ())), self._files()
-        return [Slice(group) for group in packed([n for n in sizes if n not in known], lambda name: sizes[name])]
-
-    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
-        schema = self.schema()
-        try:
-            for name in piece.data:
-                yield from decode(self.options.format, self.options.folder / name, schema)
-        except OSError as error:
-            raise failed(self.options, error) from error
-
-    def _files(self) -> dict[str, int]:
-        """Size of every file that a reader sees, by name, whoever wrote it."""
-        root = self.options.folder
-        rows_by_file = {}
-        for path in sorted(root.rglob(f"*.{self.options.format}")):
-            name = path.relative_to(root)
-            if not any(part.startswith(("_", ".")) for part in name.parts):
-                rows_by_file[str(name)] = path.stat().st_size
-        return rows_by_file
 
 
 def stored_schema(options: FilesOptions) -> pa.Schema | None:

@@ -46,7 +46,7 @@ class FilesSink(StoreSink):
     parts = Parts(
         __package__,
         writer="sink:writer",
-        scan="formats:FolderScan",
+        scan="scan:FolderScan",
         store="store:FilesStore",
         committer="store:FilesCommitter",
     )
@@ -64,6 +64,7 @@ class FilesSink(StoreSink):
             batch_atomic=True,
             validates=True,
             local=True,
+            no_position="",
             assumes=(
                 "the folder is on one file system with atomic rename, and is backed up and restored as one",
                 "readers ignore names that start with _ (Spark, Hive and Arrow do)",

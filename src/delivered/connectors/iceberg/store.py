@@ -29,8 +29,6 @@ from delivered.connectors.iceberg.client import (
 )
 from delivered.connectors.iceberg.target import TYPES, check_features, compare, plain, same_columns
 from delivered.connectors.iceberg.writer import IcebergFiles, StagedFiles
-from delivered.contract.sink import BoundedScan
-from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql.merge import stored
 from delivered.kits.table import shard
 from delivered.kits.table.merge import Effect, one_of_each, staged_rows, upsert
@@ -38,7 +36,6 @@ from delivered.kits.table.seals import NONE as NO_SEAL
 from delivered.kits.table.seals import At, SealFiles
 from delivered.kits.table.shard import StagedFilesCommitter
 from delivered.kits.table.store import Store
-from delivered.kits.table.store import packed as packed_files
 from delivered.ledger import Change, Head, by_time, outdated, state_of
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.identity import OtherLedger, Scope, Target, Work, named_first
@@ -655,55 +652,6 @@ def _masked(result: pa.Array, given: pa.Array) -> pa.Array:
     if isinstance(result, pa.MapArray):
         return pa.MapArray.from_arrays(offsets, result.keys, result.items, result.type, mask=mask)
     return type(result).from_arrays(offsets, result.values, type=result.type, mask=mask)
-
-
-# A scan of all rows of the table.
-
-NONE = -1
-"""Instead of a snapshot id: no rows."""
-
-
-@dataclass(frozen=True)
-class IcebergScan(BoundedScan):
-    """See `delivered.contract.sink.BoundedScan`. Reads the newest snapshot, without deleted rows; it must not expire
-    meanwhile."""
-
-    options: IcebergOptions
-
-    def schema(self) -> pa.Schema:
-        return plain(require_table(self.options).schema())
-
-    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
-        """Args: since: {"snapshot": id}: excludes the files of this snapshot; files compacted later count as new."""
-        table = require_table(self.options)
-        before = self._tasks(table, (since or {}).get("snapshot", NONE))
-        known = {task.file.file_path for task in before}
-        newest = table.metadata.current_snapshot_id
-        fresh = [t for t in self._tasks(table, NONE if newest is None else newest) if t.file.file_path not in known]
-        groups = packed_files(fresh, lambda task: int(task.file.file_size_in_bytes))
-        return [Slice({"tasks": group, "schema": table.metadata.current_schema_id}) for group in groups]
-
-    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
-        from pyiceberg.expressions import AlwaysTrue
-        from pyiceberg.io.pyarrow import ArrowScan
-
-        keep_nulls()
-        with explained(self.options):
-            table = require_table(self.options)
-            columns = table.schemas()[piece.data["schema"]]
-            schema = plain(columns)
-            scan = ArrowScan(table.metadata, table.io, columns, AlwaysTrue())
-            for task in piece.data["tasks"]:
-                for batch in scan.to_record_batches([task]):
-                    if batch.num_rows:
-                        yield fitted(batch, schema)
-
-    def _tasks(self, table: Any, snapshot: int) -> list[Any]:
-        """Scan tasks of a snapshot, one per data file."""
-        if snapshot == NONE:
-            return []
-        with explained(self.options):
-            return sorted(table.scan(snapshot_id=snapshot).plan_files(), key=lambda task: task.file.file_path)
 
 
 # The effect of a batch on the table: see `delivered.kits.table.merge`.

@@ -17,7 +17,6 @@ from delivered.ledger import Store
 from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.errors import UsageError
 from delivered.model.identity import Scope, Work
-from delivered.source import SourceScan
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,7 @@ class KafkaSink(Sink):
             send=f"kafka {target}: acks=all",
             batch_atomic=False,
             validates=True,
+            no_position="",
             prepared_timeout_s=float(timeout),
             records=path(self.options.through, self.options.client, SINK_SETTINGS, "Arrow, encoded in C"),
             assumes=(
@@ -107,6 +107,7 @@ class KafkaSink(Sink):
 
     def scan(self) -> BoundedScan:
         from delivered.connectors.kafka.options import SourceOptions
+        from delivered.connectors.kafka.scan import KafkaScan
         from delivered.connectors.kafka.source import KafkaSource
 
         options = {f"kafka.{k}": v for k, v in self.options.client.items() if _for_readers(k)}
@@ -115,7 +116,7 @@ class KafkaSink(Sink):
         else:
             options["subscribePattern"] = "^[^_].*"
         options |= {"startingOffsets": "earliest", "endingOffsets": "latest", "includeHeaders": "true"}
-        return SourceScan(KafkaSource(SourceOptions.parse(options)))
+        return KafkaScan(KafkaSource(SourceOptions.parse(options)))
 
     def store(self, scope: Scope) -> Store:
         from delivered.connectors.kafka.store import KafkaStore

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.memory import MemorySinkOptions
 from delivered.connectors.memory.world import ROWS, Opened, Participant, State, World, world
-from delivered.contract.sink import BoundedScan, Sink, Writer
+from delivered.contract.sink import BoundedScan, Changes, Sink, Writer
 from delivered.contract.source import Finding, Offsets, Slice
 from delivered.model.capability import Commit, Guarantee, SinkCapability
 from delivered.model.errors import BadRecord, PromiseBroken, UsageError
-from delivered.model.fingerprint import Fingerprint
+from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.identity import Scope, Work
 from delivered.model.work import Promise
 
@@ -90,6 +90,7 @@ class MemorySink(Sink):
             batch_atomic=one,
             validates=True,
             local=True,
+            no_position="",
         )
 
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:  # noqa: ARG002
@@ -152,9 +153,27 @@ class MemoryScan(BoundedScan):
     def schema(self) -> pa.Schema:
         return ROWS
 
-    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
+    def slices(self, since: Offsets | None = None, until: Offsets | None = None) -> Sequence[Slice]:
         """Args: since: {"0": n}: the first row."""
-        return [Slice(((since or {}).get("0", 0), sum(batch.num_rows for _, batch in world(self.world).visible)))]
+        start = (since or {}).get("0", 0)
+        return [Slice((start, max(start, (self.position() if until is None else until)["0"])))]
+
+    def position(self) -> Offsets:
+        return {"0": sum(batch.num_rows for _, batch in world(self.world).visible)}
+
+    def kept(self, position: Offsets) -> Mapping[str, Any]:
+        """The fingerprint of all rows."""
+        return {"rows": str(self._fingerprint(position))}
+
+    def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:
+        now, then = self._fingerprint(position), Fingerprint.parse((before or self.kept(position))["rows"])
+        if now == then:
+            return Changes()
+        return Changes(altered=(f"{then.count} rows had another fingerprint than the {now.count} that are there now",))
+
+    def _fingerprint(self, position: Offsets) -> Fingerprint:
+        (piece,) = self.slices(None, position)
+        return sum((fingerprint(batch, 0) for batch in self.read(piece)), Fingerprint())
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         start, end = piece.data

@@ -59,6 +59,7 @@ class MysqlSink(ServerSink):
             "the server is backed up and restored as one, with the ledger's database",
             "triggers of the table only write to InnoDB tables",
         ),
+        no_position="rows of MySQL do not say when they were added",
     )
 
 
@@ -207,8 +208,9 @@ class MysqlScan(TableScan):
     def _never_written(self) -> UsageError:
         return never_written(self.options.table_text, self.options.where, "url, dbtable and ledgerSchema")
 
-    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
+    def slices(self, since: Offsets | None = None, until: Offsets | None = None) -> Sequence[Slice]:
         """Args: since: {"at": n}: the first value of the primary key. A table without such a key is one slice."""
+        del until
         range_ = self._range()
         if range_ is None:
             return [Slice(_ALL)]

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from delivered.connectors.postgres import position as positions
 from delivered.connectors.postgres import target
 from delivered.connectors.postgres.client import PostgresDatabase
 from delivered.connectors.postgres.sink import PostgresOptions
 from delivered.connectors.postgres.target import version_of
+from delivered.contract.sink import Changes
 from delivered.contract.source import Address, Offsets, Slice
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.table import TableScan, never_written, steps
 from delivered.kits.sql.text import read_csv
-from delivered.model.errors import UsageError
+from delivered.model.errors import Refused, UsageError
 
 if TYPE_CHECKING:
     import psycopg
@@ -52,23 +54,35 @@ class PostgresScan(TableScan):
     def _never_written(self) -> UsageError:
         return never_written(self.options.table_text, self.options.where, "url, dbtable and ledgerSchema")
 
-    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
-        """Args: since: {"<partition>": n}: the first page."""
-        pages, first = self._pages(), since or {}
+    def slices(self, since: Offsets | None = None, until: Offsets | None = None) -> Sequence[Slice]:
+        """Args: since: {"<partition>": n}: the first page.
+
+        Raises:
+            Refused: what was added since cannot be distinguished from earlier rows.
+        """
+        first = (since or {}) if "snapshot" not in (since or {}) else {}
+        since = self._valid(since)
+        if until is not None and self._valid(until) is None:
+            return []
+        where = {"since": since, "until": until}
+        pages = self._pages()
         total = sum(pages.values())
         return [
-            Slice({"relation": relation, "start": at, "end": until}, partition=relation)
-            for relation, stop in pages.items()
-            for at, until in steps(int(first.get(relation, 0)), stop, SLICE_PAGES, total)
+            Slice({"relation": relation, "start": at, "end": stop, **where}, partition=relation)
+            for relation, pages_ in pages.items()
+            for at, stop in steps(int(first.get(relation, 0)), pages_, SLICE_PAGES, total)
         ]
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         """COPY as CSV, parsed by Arrow without loss."""
-        schema = self.schema()
+        schema, data = self.schema(), piece.data
         columns = ", ".join(_selected(f) for f in schema)
+        conditions = [f"ctid >= '({data['start']},0)'::tid", f"ctid < '({data['end']},0)'::tid"]
+        conditions += [positions.behind(data["since"])] if data.get("since") else []
+        conditions += [positions.before(data["until"])] if data.get("until") else []
         statement = (
-            f"COPY (SELECT {columns} FROM {piece.data['relation']} WHERE ctid >= '({piece.data['start']},0)'::tid "  # noqa: S608
-            f"AND ctid < '({piece.data['end']},0)'::tid) TO STDOUT (FORMAT csv)"
+            f"COPY (SELECT {columns} FROM {data['relation']} WHERE {' AND '.join(conditions)}) "  # noqa: S608
+            "TO STDOUT (FORMAT csv)"
         )
         connection = self.database.connect("read", writes=False)
         try:
@@ -76,6 +90,48 @@ class PostgresScan(TableScan):
                 yield from read_csv(copy.read, schema, "t", "f")
         finally:
             connection.close()
+
+    def position(self) -> Offsets | None:
+        """None: there is no table, batches change rows, or the server has used all transaction numbers once."""
+        if not self.options.write.only_adds:
+            return None
+        return self.database.ask(lambda connection: positions.take(connection, self.options))
+
+    def kept(self, position: Offsets) -> Mapping[str, Any] | None:
+        schema = self._stored_schema()
+        if schema is None:
+            return None
+        return self.database.ask(lambda c: positions.kept(c, self.options, schema.names, position, None))
+
+    def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:
+        def ask(connection: psycopg.Connection[Any]) -> Changes:
+            table, found = self.options.table_text, target.find(connection, self.options)
+            if why := positions.broken(connection, position):
+                return Changes(unknown=(why,), continues=False)
+            if found is None or found[0] != position["table"]:
+                return Changes(altered=(f"table {table} was deleted" + " and recreated" * (found is not None),))
+            if before is None:
+                return Changes(unknown=(f"nothing is known of what table {table} held before",))
+            there = target.table_columns(connection, found[0])
+            if missing := [name for name in before["columns"] if name not in there]:
+                return Changes(altered=(f"table {table}: columns were removed: {', '.join(missing)}",))
+            now = positions.kept(connection, self.options, before["columns"], position, before)
+            return positions.compared(before, now)
+
+        return self.database.ask(ask)
+
+    def _valid(self, position: Offsets | None) -> Offsets | None:
+        """None: it is none of this table. Raises Refused: it no longer divides its rows."""
+        if position is None or "snapshot" not in position:
+            return None
+
+        def ask(connection: psycopg.Connection[Any]) -> Offsets | None:
+            found = target.find(connection, self.options)
+            if why := positions.broken(connection, position):
+                raise Refused("POSITION_LOST", where=self.options.where, position=position, reason=why)
+            return position if found is not None and found[0] == position["table"] else None
+
+        return self.database.ask(ask)
 
     def _pages(self) -> dict[str, int]:
         """The table, or its partitions, quoted for SQL, with their number of pages."""

@@ -29,7 +29,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.rocketmq import RocketmqSinkOptions
-from delivered.contract.sink import BoundedScan
+from delivered.contract.sink import BoundedScan, Changes
 from delivered.contract.source import Offsets, Slice
 from delivered.model.errors import BadRecord, DeliveredError, PromiseBroken, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, ROCKETMQ_FRAME_BYTES_MAX, ROCKETMQ_QUEUES_MAX
@@ -449,11 +449,20 @@ def added(cluster: Cluster, place: Place, since: int) -> Iterator[Stored]:
         yield message
 
 
-def kept(cluster: Cluster, place: Place, until: int) -> Iterator[Stored]:
-    """The queue's retained messages before this offset. Raises Unreachable, Refused."""
-    for here, message in _read(cluster.broker(place.broker), cluster.topic, place.queue, 0, until):
+def retained(cluster: Cluster, place: Place, since: int, until: int) -> Iterator[Stored]:
+    """The queue's retained messages between these offsets. Raises Unreachable, Refused."""
+    for here, message in _read(cluster.broker(place.broker), cluster.topic, place.queue, since, until):
         if here >= 0:
             yield message
+
+
+def first_offset(cluster: Cluster, place: Place) -> int:
+    """Of the queue's retained messages. Raises Unreachable, Refused."""
+    peer = cluster.broker(place.broker)
+    answer = peer.ask(MIN_OFFSET, {"topic": cluster.topic, "queueId": place.queue})
+    if answer.code != OK:
+        raise peer.error_of(answer)
+    return max(0, peer.number(answer, "offset"))
 
 
 def open_half_messages(cluster: Cluster, broker: str, since: int) -> Iterator[Stored]:
@@ -542,23 +551,58 @@ class RocketmqScan(BoundedScan):
     def schema(self) -> pa.Schema:
         return _SCHEMA
 
-    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
-        del since  # skips messages that the topic no longer has
+    def slices(self, since: Offsets | None = None, until: Offsets | None = None) -> Sequence[Slice]:
+        start = _offsets(since or {})
         with closing(Cluster(self.options)) as cluster:
-            offsets = ends(cluster, cluster.places())
+            end = _offsets(ends(cluster, cluster.places()) if until is None else until)
         return [
-            Slice({"broker": broker, "queue": queue, "end": end}, partition=f"{broker}/{queue}")
-            for broker, queues in offsets.items()
-            for queue, end in queues.items()
-            if end
+            Slice(
+                {"broker": broker, "queue": queue, "start": start.get((broker, queue), 0), "end": stop},
+                f"{broker}/{queue}",
+            )
+            for (broker, queue), stop in end.items()
+            if stop > start.get((broker, queue), 0)
         ]
+
+    def position(self) -> Offsets:
+        """The end of each queue for readers: what half messages become lies behind."""
+        with closing(Cluster(self.options)) as cluster:
+            found = ends(cluster, cluster.places())
+        return {broker: {str(queue): end for queue, end in queues.items()} for broker, queues in found.items()}
+
+    def kept(self, position: Offsets) -> Mapping[str, Any]:
+        """First offsets, and the ids of the messages before the position."""
+        at = _offsets(position)
+        with closing(Cluster(self.options)) as cluster:
+            there = [p for p in cluster.places() if (p.broker, p.queue) in at]
+            first = {f"{p.broker}/{p.queue}": first_offset(cluster, p) for p in there}
+            return {"first": first, "last": {f"{p.broker}/{p.queue}": _id_before(cluster, p, at) for p in there}}
+
+    def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:
+        at, now = _offsets(position), self.kept(position)
+        end = _offsets(self.position())
+        expired, altered, missed = [], [], []
+        for (broker, queue), until in at.items():
+            name = f"{broker}/{queue}"
+            low = now["first"].get(name)
+            if low is None or end[broker, queue] < until:
+                altered.append(f"queue {name} of {self.options.topic} was deleted or recreated")
+                continue
+            if min(low, until) > (was := low if before is None else before["first"].get(name, 0)):
+                expired.append(f"queue {name}: offsets {was} to {min(low, until) - 1} were removed by retention")
+            if low > until:
+                missed.append(f"queue {name}: offsets {until} to {low - 1} were removed before an audit read them")
+            last = (before or {}).get("last", {}).get(name)
+            if None not in (last, now["last"][name]) and last != now["last"][name]:
+                altered.append(f"queue {name} has another message at offset {until - 1} than before")
+        return Changes(tuple(expired), tuple(altered), tuple(missed), continues=not altered)
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         cluster = Cluster(self.options)
         place = Place(piece.data["broker"], piece.data["queue"])
         rows: list[dict[str, object]] = []
         try:
-            for message in kept(cluster, place, piece.data["end"]):
+            for message in retained(cluster, place, piece.data["start"], piece.data["end"]):
                 own = message.properties.get("UNIQ_KEY", "")
                 keys = [k for k in message.properties.get("KEYS", "").split(" ") if k and k != own]
                 rows.append(
@@ -577,3 +621,14 @@ class RocketmqScan(BoundedScan):
             cluster.close()
         if rows:
             yield pa.RecordBatch.from_pylist(rows, schema=_SCHEMA)
+
+
+def _offsets(position: Offsets) -> dict[tuple[str, int], int]:
+    return {(broker, int(queue)): end for broker, queues in position.items() for queue, end in queues.items()}
+
+
+def _id_before(cluster: Cluster, place: Place, at: Mapping[tuple[str, int], int]) -> str | None:
+    """Of the message before a position; None: there is none any more."""
+    end = at[place.broker, place.queue]
+    found = next(retained(cluster, place, end - 1, end), None) if end else None
+    return None if found is None else found.properties.get("UNIQ_KEY")

@@ -106,6 +106,7 @@ class RocketmqSink(MessageSink):
             send=f"rocketmq {options.topic}: half messages, committed when all of a shard are stored, each sent once",
             batch_atomic=False,
             validates=True,
+            no_position="",
             prepared_timeout_s=HALF_MESSAGES_KEPT_S,
             assumes=(
                 f"the ledger {options.ledger} is one file for every driver of this pipeline, and kept as long as the "

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
+from delivered.contract.sink import BoundedScan, Changes, Committer, Sink, Writer
 from delivered.contract.source import (
     COORDINATES,
     Address,
@@ -437,8 +437,17 @@ class FormattedScan(BoundedScan):
     def schema(self) -> pa.Schema:
         return self.scan.schema()
 
-    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
-        return self.scan.slices(since)
+    def slices(self, since: Offsets | None = None, until: Offsets | None = None) -> Sequence[Slice]:
+        return self.scan.slices(since, until)
+
+    def position(self) -> Offsets | None:
+        return self.scan.position()
+
+    def kept(self, position: Offsets) -> Mapping[str, Any] | None:
+        return self.scan.kept(position)
+
+    def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:
+        return self.scan.changes(position, before)
 
     def address(self) -> Address | None:
         return self.scan.address()

@@ -19,7 +19,7 @@ from delivered.contract.source import Finding
 from delivered.kits.sink import StoreSink
 from delivered.kits.sql.database import Server
 from delivered.kits.sql.merge import check_columns, checked, stored, without_key
-from delivered.kits.sql.table import Mechanism, ServerOptions, TableOptions, Types, column_computed
+from delivered.kits.sql.table import CHANGES_ROWS, Mechanism, ServerOptions, TableOptions, Types, column_computed
 from delivered.kits.sql.transactions import PreparedRows
 from delivered.model.capability import Commit, Guarantee, OnConflict, SinkCapability
 from delivered.model.errors import DeliveredError
@@ -120,6 +120,7 @@ class ServerTerms:
         prepare, commit: statements of such a transaction.
         moved: what remains to be done once rows and decision are committed in one transaction.
         holds: what prepared rows block.
+        no_position: see `SinkCapability`.
     """
 
     load: str
@@ -130,6 +131,7 @@ class ServerTerms:
     holds: str
     assumes: tuple[str, ...]
     limits: tuple[str, ...] = ()
+    no_position: str = ""
 
 
 class ServerSink(DatabaseSink):
@@ -146,6 +148,7 @@ class ServerSink(DatabaseSink):
             "validates": True,
             "write": self.options.write,
             "adds_columns": self.options.merge_schema,
+            "no_position": terms.no_position if self.options.write.only_adds else CHANGES_ROWS,
         }
         if not two_phase:
             return SinkCapability(

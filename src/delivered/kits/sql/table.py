@@ -3,13 +3,14 @@ its rows."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, Self
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 import pyarrow as pa
@@ -395,6 +396,43 @@ class TableScan(BoundedScan):
 
     @abstractmethod
     def _never_written(self) -> UsageError: ...
+
+
+CHANGES_ROWS = "its batches change rows that earlier ones wrote"
+"""See `SinkCapability.no_position`."""
+
+
+@dataclass(frozen=True)
+class RowSum:
+    """Rows of a table, whatever their order: how many, and the sum of their hashes, in hexadecimal."""
+
+    count: int = 0
+    sum: str = ""
+
+    @classmethod
+    def of(cls, rows: Iterable[bytes]) -> Self:
+        """
+        Args:
+            rows: each as bytes that only equal rows have.
+        """
+        count = total = 0
+        for row in rows:
+            count += 1
+            total += int.from_bytes(hashlib.blake2b(row, digest_size=8).digest(), "big")
+        return cls(count, f"{total % 2**64:016x}")
+
+    def __add__(self, other: RowSum) -> RowSum:
+        total = int(self.sum or "0", 16) + int(other.sum or "0", 16)
+        return RowSum(self.count + other.count, f"{total % 2**64:016x}")
+
+
+def difference(then: RowSum, now: RowSum) -> str | None:
+    """What happened to rows, for messages; None: nothing that shows."""
+    if now.count < then.count:
+        return f"{then.count - now.count} of {then.count} rows were deleted"
+    if now.count > then.count:
+        return f"{now.count - then.count} rows were added among {then.count}"
+    return f"{then.count} rows are as many as before, and some are others" if now != then else None
 
 
 def steps(first: int, stop: int, at_least: int, total: int | None = None) -> list[tuple[int, int]]:

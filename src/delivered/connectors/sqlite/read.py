@@ -1,0 +1,211 @@
+"""A scan of all rows in ranges of rowid, and facts about the rows before one."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from delivered.connectors.sqlite import SqliteOptions, target
+from delivered.connectors.sqlite.client import SqliteDatabase, explained
+from delivered.contract.sink import Changes
+from delivered.contract.source import Offsets, Slice
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.table import CHANGES_ROWS, RowSum, TableScan, difference, never_written, steps
+from delivered.model.capability import WriteMode
+from delivered.model.errors import BadRecord, UsageError
+
+SLICE_ROWS = 250_000
+"""Minimum range of rowids per slice."""
+COUNTED_MAX = 2_000_000
+"""Rowids over which all rows are counted; of a longer range, the sampled ones are (0.4 s)."""
+HASHED_MAX = 100_000
+"""Rowids over which all rows are hashed (0.4 s); of a longer range, `SAMPLES` ranges of the same total length."""
+SAMPLES = 100
+ROWID_MAX = 2**63 - 1
+"""Behind it, SQLite numbers new rows at random."""
+
+
+def no_position(write: WriteMode) -> str:
+    """See `SinkCapability.no_position`."""
+    return "" if write.only_adds else CHANGES_ROWS
+
+
+@dataclass(frozen=True)
+class SqliteScan(TableScan):
+    """See `delivered.kits.sql.table.TableScan`. Meanwhile, rows may only be added."""
+
+    options: SqliteOptions
+
+    @property
+    def database(self) -> SqliteDatabase:
+        return SqliteDatabase(self.options.path)
+
+    def _stored_schema(self) -> pa.Schema | None:
+        return self.database.ask(lambda connection: target.stored_schema(connection, self.options.table))
+
+    def _never_written(self) -> UsageError:
+        return never_written(self.options.table, self.options.where, "path and table")
+
+    def slices(self, since: Offsets | None = None, until: Offsets | None = None) -> Sequence[Slice]:
+        """Args: since: {"rowid": n}: the first one."""
+        first, stop = self._range()
+        if until is not None:
+            stop = int(until["rowid"]) if self._same(until) else first
+        if since is not None and self._same(since):
+            first = int(since.get("rowid", first))
+        return [Slice({"start": at, "end": until_}) for at, until_ in steps(first, stop, SLICE_ROWS)]
+
+    def position(self) -> Offsets | None:
+        """None: the table's rows are not numbered in the order in which they are added."""
+        if not self.options.write.only_adds or not self.database.ask(self._counts_up):
+            return None
+        _, stop = self._range()
+        return {"rowid": stop, "table": self.database.ask(self._identity)} if stop <= ROWID_MAX else None
+
+    def kept(self, position: Offsets) -> Mapping[str, Any]:
+        """The number of rows, and hashes of some: all of a small table. VACUUM may renumber rows."""
+        return self.database.ask(lambda connection: _facts(connection, self.options.table, position, None))
+
+    def changes(self, position: Offsets, before: Mapping[str, Any] | None) -> Changes:
+        if before is None:
+            return Changes(unknown=(f"nothing is known of what table {self.options.table} held before",))
+        if not self._same(position):
+            return Changes(altered=(f"table {self.options.table} was deleted and recreated",))
+        table = self.options.table
+        missing = set(before["columns"]) - set(self.database.ask(lambda c: target.table_columns(c, table)))
+        if missing:
+            altered = f"table {table}: columns were removed: {', '.join(sorted(missing))}"
+            return Changes(altered=(altered,))
+        now = self.database.ask(lambda connection: _facts(connection, table, position, before))
+        return _compared(table, before, now)
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        schema = self.schema()
+        columns = ", ".join(quoted(name) for name in schema.names)
+        connection = self.database.connect("read", writes=False)
+        try:
+            rowid = rowid_name(connection, self.options.table)
+            where = f" WHERE {rowid} BETWEEN ? AND ? ORDER BY {rowid}" if rowid else ""
+            statement = f"SELECT {columns} FROM {quoted(self.options.table)}{where}"  # noqa: S608 - identifiers quoted
+            cursor = connection.execute(statement, (piece.data["start"], piece.data["end"] - 1) if rowid else ())
+            while rows := cursor.fetchmany(target.CHUNK_ROWS):
+                values = zip(*rows, strict=True)
+                arrays = [_array(list(v), f) for v, f in zip(values, schema, strict=True)]
+                yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+        except sqlite3.Error as error:
+            raise explained(error, self.options.path) from error
+        finally:
+            connection.close()
+
+    def _range(self) -> tuple[int, int]:
+        """First rowid and the one after the last."""
+
+        def ask(connection: sqlite3.Connection) -> tuple[int, int]:
+            rowid = rowid_name(connection, self.options.table)
+            if rowid is None:
+                return 0, 1
+            row = connection.execute(
+                f"SELECT min({rowid}), max({rowid}) FROM {quoted(self.options.table)}"  # noqa: S608
+            ).fetchone()
+            return (0, 0) if row[0] is None else (row[0], row[1] + 1)  # in Python: SQLite would make a float of 2^63
+
+        return self.database.ask(ask)
+
+    def _same(self, position: Offsets) -> bool:
+        """Whether the table is the one that the position is of; True where a user wrote it."""
+        return position.get("table") == self.database.ask(self._identity) if "table" in position else True
+
+    def _identity(self, connection: sqlite3.Connection) -> str | None:
+        return target.identity(connection, self.options.table)
+
+    def _counts_up(self, connection: sqlite3.Connection) -> bool:
+        """Whether SQLite numbers new rows, and in the order in which they are added."""
+        table, schema = self.options.table, target.stored_schema(connection, self.options.table)
+        if schema is None or rowid_name(connection, table) is None:
+            return False
+        return not target.filled(connection, table, schema.names)
+
+
+def _array(values: list[Any], field: pa.Field) -> pa.Array:
+    """Raises BadRecord: another client stored a value that is not one of the column's type."""
+    try:
+        return target.from_sql(values, field.type)
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        raise BadRecord("VALUE_UNREADABLE.SQLITE", column=field.name, type=field.type, error=str(error)[:300]) from None
+
+
+def rowid_name(connection: sqlite3.Connection, table: str) -> str | None:
+    """A name of the rowid that no column shadows; None: the table is WITHOUT ROWID."""
+    declared: Any = target.table_columns(connection, table)
+    for name in ("_rowid_", "rowid", "oid"):
+        if name not in declared:
+            try:
+                connection.execute(f"SELECT {name} FROM {quoted(table)} LIMIT 0")  # noqa: S608 - identifiers quoted
+            except sqlite3.OperationalError:
+                return None
+            return name
+    return None
+
+
+def _facts(
+    connection: sqlite3.Connection, table: str, position: Offsets, before: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """
+    Args:
+        before: compute the same facts again, of rows that have the same numbers.
+    """
+    connection.execute("BEGIN")
+    stop, rowid = int(position["rowid"]), rowid_name(connection, table)
+    source = f"FROM {quoted(table)} WHERE {rowid}"
+    columns = list(target.table_columns(connection, table)) if before is None else before["columns"]
+
+    def row_sum(start: int, end: int) -> list[Any]:
+        statement = f"SELECT {', '.join(map(quoted, columns))} {source} BETWEEN ? AND ?"
+        found = RowSum.of(repr(row).encode() for row in connection.execute(statement, (start, end - 1)))
+        return [start, end, found.count, found.sum]
+
+    if before is None:
+        first, last = connection.execute(f"SELECT min({rowid}), max({rowid}) {source} < ?", (stop,)).fetchone()
+        first, last = (stop, stop - 1) if first is None else (first, last)
+        ranges = _sampled(first, stop)
+    else:
+        first, last = before["first"], before["last"][0]
+        ranges = [(start, end) for start, end, *_ in before["ranges"]]
+    count = None
+    if stop - first <= COUNTED_MAX:
+        (count,) = connection.execute(f"SELECT count(*) {source} < ?", (stop,)).fetchone()
+    return {
+        "columns": columns,
+        "first": first,
+        "last": row_sum(last, last + 1),
+        "rows": count,
+        "ranges": [row_sum(start, end) for start, end in ranges],
+    }
+
+
+def _sampled(first: int, stop: int) -> list[tuple[int, int]]:
+    """Ranges of rowids to hash."""
+    if stop - first <= HASHED_MAX:
+        return [(first, stop)] if first < stop else []
+    length = HASHED_MAX // SAMPLES
+    starts = (first + (stop - first - length) * n // (SAMPLES - 1) for n in range(SAMPLES))
+    return [(start, start + length) for start in starts]
+
+
+def _compared(table: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+    pairs = [
+        (RowSum(*then[2:]), RowSum(*found[2:])) for then, found in zip(before["ranges"], now["ranges"], strict=True)
+    ]
+    then, found = sum((p[0] for p in pairs), RowSum()), sum((p[1] for p in pairs), RowSum())
+    if before["rows"] is not None and before["rows"] != now["rows"]:
+        then, found = RowSum(before["rows"]), RowSum(now["rows"])
+    if then == found and before["last"] == now["last"]:
+        return Changes()
+    what = difference(then, found) or "its newest row is another one"
+    # A number is used again once the newest row is deleted: then new rows may lie before the position.
+    continues = before["last"] == now["last"] and found.count <= then.count
+    return Changes(altered=(f"table {table}: {what}",), continues=continues)
