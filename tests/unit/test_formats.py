@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,12 @@ from delivered.model.work import (
     Begun,
     Decision,
     Handle,
+    Ok,
     Owner,
     Prepared,
     Promise,
 )
+from delivered.pipeline.registry import connector
 
 FORMATS = Path(__file__).parent / "formats"
 UNNUMBERED: dict[str, str] = json.loads((FORMATS / "unnumbered.json").read_text())
@@ -191,6 +194,25 @@ def test_handles_with_and_without_a_format_are_read_and_later_ones_refused(handl
     with pytest.raises(Refused, match="FORMAT_NEWER") as refused:
         kind.from_json({**stored, "format": 2})
     assert kind.__name__ in refused.value.message
+
+
+@pytest.mark.parametrize("system", ["delta", "files", "iceberg", "sqlite"])
+def test_committers_of_staged_files_refuse_handles_of_a_later_version(system: str, tmp_path: Path) -> None:
+    """At once, not after they have asked for as long as an outage may last."""
+    more = {"sqlite": {"path": str(tmp_path / "rows.db"), "table": "rows"}, "iceberg": {"table": "shop.orders"}}
+    at = {"warehouse": str(tmp_path)} if system == "iceberg" else {"path": str(tmp_path / "rows")}
+    sink, work = connector(system).sink({**at, **more.get(system, {})}), Work(Scope("p", "s", "i"), 0, 3, 1)
+    kinds = {"delta": delta.StagedFiles, "files": StagedFile, "iceberg": iceberg.StagedFiles, "sqlite": StagedRows}
+    handle = next(h for h, _ in HANDLES if type(h) is kinds[system])
+    prepared = Prepared.of(work, Fingerprint(2), Promise(handle))
+    later = replace(prepared, handle={**prepared.handle, "format": 2})
+    with closing(sink.committer(work.scope)) as committer:
+        assert committer.abort(replace(prepared, handle={})) == Ok(None)
+        with pytest.raises(Refused, match="FORMAT_NEWER"):
+            committer.abort(later)
+        if system != "iceberg":  # without a table there are no orphans
+            with pytest.raises(Refused, match="FORMAT_NEWER"):
+                committer.abort_orphans([later])
 
 
 def test_what_was_given_up_keeps_its_reasons() -> None:

@@ -51,8 +51,9 @@ class FilesCommitter(StagedFilesCommitter):
 
     def _remove(self, prepared: Prepared) -> None:
         """Decided files are no longer staged."""
+        name = Path(StagedFile.of(prepared).file).name
         for folder in (self._places.root / "staged").glob("*"):
-            (folder / Path(StagedFile.of(prepared).file).name).unlink(missing_ok=True)
+            (folder / name).unlink(missing_ok=True)
 
     def _remove_orphans(self, keep: Sequence[Prepared]) -> int:
         return unlink_others((self._places.root / "staged").glob("*/*"), {StagedFile.of(p).file for p in keep})

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from delivered.contract.sink import Committer, Writer
 from delivered.kits.table.store import Store
 from delivered.model.capability import Guarantee
-from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, OutcomeUnknown
+from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, OutcomeUnknown, Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.step import Moment, StepId, reach
@@ -533,5 +533,7 @@ def unlink_others(paths: Iterable[Path], keep: Collection[str]) -> int:
 def _outcome(work: Callable[[], T]) -> Outcome[T]:
     try:
         return Ok(work())
+    except Refused:
+        raise  # a later version prepared it
     except (DeliveredError, OSError) as error:
         return Unknown(str(error))
